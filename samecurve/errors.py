@@ -1,0 +1,46 @@
+"""Errors by blame. Each class has the exit code that the process ends with, so a job script can branch on it.
+
+Launchers turn a worker's exit code into 1; `status.json` in the run directory keeps the real one.
+"""
+
+
+class SamecurveError(Exception):
+    """An error with a known cause; its message says what to do and is printed without a traceback."""
+
+    exit_code = 1
+
+
+class ConfigurationError(SamecurveError):
+    """The recipe, the strategy's files or the command line; the message holds every problem found."""
+
+    exit_code = 2
+
+
+class DataError(SamecurveError):
+    """The training data or the tokenizer."""
+
+    exit_code = 3
+
+
+class CheckpointError(SamecurveError):
+    """A checkpoint that cannot be used."""
+
+    exit_code = 4
+
+
+class NumericError(SamecurveError):
+    """A loss or gradient that is not finite; the weights are those of the last good step."""
+
+    exit_code = 5
+
+
+class TopologyError(SamecurveError):
+    """The world or the strategy asked for is not the one that runs."""
+
+    exit_code = 6
+
+
+class StorageError(SamecurveError):
+    """A file could not be written."""
+
+    exit_code = 7
