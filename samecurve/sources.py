@@ -1,0 +1,217 @@
+"""From `data.path` to documents: a file or folder of text, JSON lines or parquet, or the sources of Python itself."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import sysconfig
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .cache import digest
+from .errors import DataError
+
+if TYPE_CHECKING:
+    from datasets import IterableDataset
+
+    from .config import Recipe
+
+BUILTIN = "builtin:python-stdlib"
+TABLES = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+COMPRESSED = frozenset((".gz", ".zst", ".bz2", ".xz"))
+TEXTS = frozenset(".txt .text .md .rst .tex .html .xml .py .c .h .cc .cpp .rs .go .java .js .ts .sh .sql".split())
+_NOT_STDLIB = frozenset("test tests idle_test idlelib site-packages dist-packages __pycache__".split())
+_RACY_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files in a fixed order. `name`: the path as the user wrote it. `text_column`: where tables hold the text."""
+
+    name: str
+    files: tuple[Path, ...]
+    text_column: str = "text"
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.stat().st_size for file in self.files)
+
+    def documents(self) -> Iterator[str]:
+        """The text of every document: a text file is one, a row of a table is one. DataError where one is broken."""
+        for kind, group in groupby(self.files, key=table_kind):
+            if kind is None:
+                yield from map(_read_text, group)
+            else:
+                yield from _read_tables(kind, list(group), self.text_column)
+
+
+def table_kind(file: Path) -> str | None:
+    """The name of the `datasets` reader for a file, None for a text. `.jsonl.gz` and the like are tables too."""
+    suffixes = [suffix.lower() for suffix in file.suffixes[-2:]]
+    if suffixes and suffixes[-1] in COMPRESSED:
+        suffixes.pop()
+    return TABLES.get(suffixes[-1]) if suffixes else None
+
+
+def find(name: str, pattern: str | None = None, text_column: str = "text") -> Source:
+    """The files behind `data.path`, sorted by path. `pattern`: a glob inside a folder.
+
+    Errors: DataError for a missing path, a folder without a usable file, a folder that mixes texts and tables.
+    """
+    if name == BUILTIN:
+        return Source(name, _builtin_files())
+    root = Path(name).expanduser()
+    if root.is_file():
+        return Source(name, (root,), text_column)
+    if not root.is_dir():
+        raise DataError(f"{name}: data.path does not exist; give a file, a folder, or {BUILTIN}")
+    return Source(name, _folder_files(root, name, pattern), text_column)
+
+
+def fingerprint(source: Source, cache: Path) -> str:
+    """A digest of what the files hold; it is remembered by size and time of change, so they are read once."""
+    stats = [(str(file.resolve()), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in source.files]
+    remembered = cache / "fingerprints" / digest(stats)
+    if remembered.is_file() and (known := remembered.read_text()):
+        return known
+    contents = digest([(table_kind(file), _file_hash(file)) for file in source.files])
+    # Git's "racy" problem: a file changed just now may change again within one tick of the file system's clock.
+    if max(mtime for _, _, mtime in stats) < (time.time() - _RACY_SECONDS) * 1e9:
+        _remember(remembered, contents)
+    return contents
+
+
+def is_held_out(text: str, fraction: float) -> bool:
+    """Whether a document is held out: decided by its content, so copies of it never land on both sides."""
+    if fraction == 0:
+        return False
+    value = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+    return value < fraction * 2**64
+
+
+def held_out_fraction(recipe: Recipe) -> float:
+    """The part of `data.path` that is not trained on: none where the evaluation has a path of its own."""
+    return 0.0 if recipe.evaluate.path is not None else recipe.data.held_out_fraction
+
+
+def _builtin_files() -> tuple[Path, ...]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = tuple(f for f in sorted(root.rglob("*.py")) if not _NOT_STDLIB & set(f.relative_to(root).parts))
+    if not files:
+        raise DataError(f"{BUILTIN}: {root} holds no .py file; this Python keeps its library elsewhere: set data.path")
+    return files
+
+
+def _folder_files(root: Path, name: str, pattern: str | None) -> tuple[Path, ...]:
+    found = [file for file in sorted(root.glob(pattern or "**/*")) if file.is_file() and not _hidden(file, root)]
+    if pattern:
+        if not found:
+            raise DataError(f"{name}: no file matches data.pattern={pattern!r}; `**/*.ext` looks in sub-folders too")
+        return tuple(found)
+    tables = [file for file in found if table_kind(file)]
+    texts = [file for file in found if file.suffix.lower() in TEXTS]
+    if tables and texts:
+        raise DataError(
+            f"{name}: the folder holds {len(tables)} table files ({tables[0].name}, ...) and {len(texts)} text files "
+            f"({texts[0].name}, ...); say which are the data with data.pattern='**/*{tables[0].suffix}'"
+        )
+    if not tables and not texts:
+        suffixes = ", ".join(suffix or "(none)" for suffix, _ in Counter(f.suffix for f in found).most_common(5))
+        raise DataError(
+            f"{name}: no text or table file among the folder's {len(found)} files"
+            + (f" (suffixes: {suffixes}); set data.pattern to read them as text" if found else "; it is empty")
+        )
+    return tuple(tables or texts)
+
+
+def _hidden(file: Path, root: Path) -> bool:
+    return any(part.startswith(".") for part in file.relative_to(root).parts)
+
+
+def _file_hash(file: Path) -> str:
+    hashed = hashlib.sha256()
+    with open(file, "rb") as stream:
+        while block := stream.read(1 << 20):
+            hashed.update(block)
+    return hashed.hexdigest()
+
+
+def _remember(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    except OSError:
+        pass  # Only speed is lost; a cache that cannot be written is reported where the tokens are stored.
+
+
+def _read_text(file: Path) -> str:
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise DataError(f"{file}: could not be read: {error.strerror}") from error
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(_bad_utf8(file, data.count(b"\n", 0, error.start) + 1, error.start, error)) from error
+
+
+def _bad_utf8(file: Path, line: int, offset: int, error: UnicodeDecodeError) -> str:
+    value = error.object[error.start]
+    return (
+        f"{file}:{line}: byte {offset} (0x{value:02x}) is not UTF-8: {error.reason}; "
+        "convert the file (iconv -f latin1 -t utf-8) or leave it out with data.pattern"
+    )
+
+
+def _read_tables(kind: str, files: list[Path], column: str) -> Iterator[str]:
+    import datasets  # Two seconds, and not needed when the tokens are cached already.
+
+    rows = datasets.load_dataset(kind, data_files=[str(file) for file in files], split="train", streaming=True)
+    for index, file in enumerate(files):
+        yield from _read_table(file, rows.shard(num_shards=len(files), index=index), column)
+
+
+def _read_table(file: Path, rows: IterableDataset, column: str) -> Iterator[str]:
+    row = 0
+    try:
+        for batch in rows.iter(batch_size=256):
+            if column not in batch:
+                raise DataError(_no_column(file, column, list(batch)))
+            for text in batch[column]:
+                row += 1
+                if not isinstance(text, str):
+                    raise DataError(f"{file}: row {row}: {column!r} is {text!r:.40}, not text; remove or fill the row")
+                yield text
+    except DataError:
+        raise
+    except Exception as error:  # datasets passes on whatever pyarrow, json or the codec raised.
+        raise DataError(_broken_line(file) or f"{file}: after row {row}: {error}") from error
+
+
+def _no_column(file: Path, column: str, found: list[str]) -> str:
+    nearest = difflib.get_close_matches(column, found, n=1, cutoff=0.3)
+    names = ", ".join(found)
+    return f"{file}: no column {column!r}, found: {names}; set data.text_column={nearest[0] if nearest else found[0]}"
+
+
+def _broken_line(file: Path) -> str | None:
+    """The first line that is not UTF-8 or not JSON; datasets names neither the line nor the byte in the file."""
+    if file.suffix not in (".jsonl", ".ndjson"):
+        return None
+    offset = 0
+    with open(file, "rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                json.loads(line.decode().strip() or "null")
+            except UnicodeDecodeError as error:
+                return _bad_utf8(file, number, offset + error.start, error)
+            except json.JSONDecodeError as error:
+                return f"{file}:{number}: column {error.colno}: not JSON: {error.msg}; correct or remove the line"
+            offset += len(line)
+    return None

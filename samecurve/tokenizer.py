@@ -1,0 +1,126 @@
+"""The tokenizer: a pretrained one by path, or a byte-level BPE trained on the recipe's own training documents."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from . import sources
+from .cache import cached, digest, location
+from .corpus import reading, training_documents
+from .errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from .config import Recipe
+
+BEGIN_OF_TEXT, END_OF_TEXT = "<|begin_of_text|>", "<|end_of_text|>"
+# Part of the cache key: raise it when training on the same documents gives another tokenizer.
+_VERSION = 1
+_SMALLEST_VOCABULARY = 256 + 2
+
+
+def load(recipe: Recipe) -> PreTrainedTokenizerFast:
+    """The tokenizer of `tokenizer.path`, a trained one of `tokenizer.vocabulary_size`, else that of `model.path`.
+
+    Errors: DataError when its files are missing, or when there is nothing to train it on.
+    """
+    if recipe.tokenizer.vocabulary_size is not None:
+        return _trained(recipe)
+    path = recipe.tokenizer.path or recipe.model.path
+    if path is None:
+        raise DataError("no tokenizer: set tokenizer.path, or tokenizer.vocabulary_size to train one on the data")
+    return _pretrained(path)
+
+
+def byte_lengths(tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
+    """How many bytes of text each token stands for: (vocabulary,) int32, 0 for special tokens.
+
+    Exact for byte-level tokenizers (GPT-2, Llama 3, Qwen), whose alphabet has one character per byte. For
+    SentencePiece ones "<0x0A>" is one byte and the mark of a space is one, so a document counts up to one byte too
+    many.
+    """
+    description = json.loads(tokenizer.backend_tokenizer.to_str())
+    byte_level = '"ByteLevel"' in json.dumps([description["pre_tokenizer"], description["decoder"]])
+    lengths = np.zeros(len(tokenizer), dtype=np.int32)
+    for token, index in tokenizer.get_vocab().items():
+        lengths[index] = len(token) if byte_level else _num_bytes(token)
+    for index, added in tokenizer.added_tokens_decoder.items():
+        lengths[index] = 0 if added.special else len(added.content.encode())
+    return lengths
+
+
+def _num_bytes(token: str) -> int:
+    if len(token) == 6 and token.startswith("<0x"):
+        return 1
+    return len(token.replace("\u2581", " ").encode())
+
+
+def _pretrained(path: str) -> PreTrainedTokenizerFast:
+    from transformers import AutoTokenizer
+
+    if path.startswith((".", "/", "~")) and not Path(path).expanduser().is_dir():
+        raise DataError(f"{path}: the tokenizer's folder does not exist; correct tokenizer.path (or model.path)")
+    try:
+        return AutoTokenizer.from_pretrained(str(Path(path).expanduser()) if path.startswith("~") else path)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{path}: no tokenizer could be loaded ({_first_line(error)}); a folder needs tokenizer.json and "
+            "tokenizer_config.json, a hub name needs the network or an earlier download"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _trained(recipe: Recipe) -> PreTrainedTokenizerFast:
+    from transformers import PreTrainedTokenizerFast
+
+    size, fraction = recipe.tokenizer.vocabulary_size, sources.held_out_fraction(recipe)
+    if size < _SMALLEST_VOCABULARY:
+        raise DataError(
+            f"tokenizer.vocabulary_size is {size}; a byte-level tokenizer needs at least {_SMALLEST_VOCABULARY}: "
+            "every byte and two special tokens"
+        )
+    cache = location(recipe.data.cache_dir)
+    source = sources.find(recipe.data.path, recipe.data.pattern, recipe.data.text_column)
+    key = digest(_VERSION, sources.fingerprint(source, cache), source.text_column, fraction, size)
+    build = partial(_train, source=source, held_out_fraction=fraction, vocabulary_size=size)
+    directory = cached(cache / "tokenizers" / key, build)
+    return PreTrainedTokenizerFast(
+        tokenizer_file=str(directory / "tokenizer.json"),
+        bos_token=BEGIN_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _train(directory: Path, source: sources.Source, held_out_fraction: float, vocabulary_size: int) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary_size,
+        special_tokens=[BEGIN_OF_TEXT, END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    with reading("training a tokenizer on", source) as advance:
+        tokenizer.train_from_iterator(_watched(training_documents(source, held_out_fraction), advance), trainer)
+    tokenizer.save(str(directory / "tokenizer.json"))
+
+
+def _watched(texts: Iterator[str], advance) -> Iterator[str]:
+    for text in texts:
+        advance([text])
+        yield text
