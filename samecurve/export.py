@@ -1,0 +1,166 @@
+"""The trained model as a plain Hugging Face folder, written one parameter at a time."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .errors import CheckpointError, NumericError, SamecurveError, StorageError
+from .rundir import write_json, writing
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+SHARD_BYTES = 4 * 10**9
+
+
+def export(
+    parameters: Iterator[tuple[str, Tensor | None]],
+    skeleton: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    directory: Path,
+    is_main: bool,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write fp32 safetensors, config and tokenizer to `directory`: all of it, or nothing.
+
+    parameters: the engine's; every rank iterates it to the end, because gathering a parameter is collective. So a
+    problem found on the way is told after the last one. skeleton: the architecture on the meta device, whose
+    parameter names and shapes are what is expected, each once. Rank 0 holds at most one shard.
+    Raises, on rank 0: NumericError for values that are not finite, CheckpointError for a missing, unknown, empty or
+    misshapen tensor, StorageError when the folder cannot be written or is there already.
+    """
+    if not is_main:
+        for _ in parameters:
+            pass
+        return
+    partial = directory.with_name(f"{directory.name}.partial")
+    writer = _Writer(dict(skeleton.named_parameters()), partial, shard_bytes)
+    try:
+        for name, tensor in parameters:
+            writer.take(name, tensor)
+        writer.finish()
+        with writing(partial):
+            _write_papers(skeleton, tokenizer, partial)
+            _rename(partial, directory)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+class _Writer:
+    """Collects parameters into shards. After the first problem it writes nothing more, and `finish` raises."""
+
+    def __init__(self, expected: dict[str, Tensor], directory: Path, shard_bytes: int):
+        self._expected, self._directory, self._limit = expected, directory, shard_bytes
+        self._shard: dict[str, Tensor] = {}
+        self._shard_size = self._total = 0
+        self._shards: list[list[str]] = []
+        self._seen: set[str] = set()
+        self._problems: list[SamecurveError] = []
+
+    def take(self, name: str, tensor: Tensor | None) -> None:
+        problem = self._check(name, tensor)
+        self._seen.add(name)
+        if problem is not None:
+            self._problems.append(problem)
+        if self._problems:
+            self._shard.clear()
+            return
+        tensor = tensor.detach().to("cpu", torch.float32).contiguous()
+        if self._shard and self._shard_size + tensor.nbytes > self._limit:
+            self._flush()
+        # a view would be saved with all of its storage, or refused as shared
+        self._shard[name] = tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
+        self._shard_size += tensor.nbytes
+        self._total += tensor.nbytes
+
+    def finish(self) -> None:
+        """Write the last shard and the index. Raises the first problem's class with all problems in its message."""
+        missing = self._expected.keys() - self._seen
+        if missing:
+            self._problems.append(CheckpointError(f"never came: {', '.join(sorted(missing))}"))
+        if not self._problems:
+            self._flush()
+        if not self._problems:
+            self._name_shards()
+        if self._problems:
+            listed = "\n".join(f"  {problem}" for problem in self._problems)
+            raise type(self._problems[0])(f"the model was not exported to {self._directory.stem}/:\n{listed}")
+
+    def _check(self, name: str, tensor: Tensor | None) -> SamecurveError | None:
+        if name not in self._expected:
+            return CheckpointError(f"{name}: the model has no such parameter")
+        if name in self._seen:
+            return CheckpointError(f"{name}: came twice")
+        if tensor is None or tensor.numel() == 0:
+            return CheckpointError(f"{name}: empty")
+        shape = self._expected[name].shape
+        if tensor.shape != shape:
+            return CheckpointError(f"{name}: has the shape {tuple(tensor.shape)}, the model needs {tuple(shape)}")
+        if not torch.isfinite(tensor).all():
+            return NumericError(f"{name}: {int((~torch.isfinite(tensor)).sum())} values are not finite")
+        return None
+
+    def _flush(self) -> None:
+        """An error here must not keep this rank from the parameters that are still to come, so it is kept."""
+        try:
+            with writing(self._directory):
+                self._directory.mkdir(parents=True, exist_ok=True)
+                save_file(self._shard, self._shard_path(len(self._shards)), metadata={"format": "pt"})
+            self._shards.append(list(self._shard))
+        except StorageError as error:
+            self._problems.append(error)
+        except SafetensorError as error:  # its word for an OSError
+            self._problems.append(StorageError(f"{self._directory}: {error}"))
+        self._shard = {}
+        self._shard_size = 0
+
+    def _shard_path(self, index: int) -> Path:
+        return self._directory / f"shard-{index}.safetensors"
+
+    def _name_shards(self) -> None:
+        """transformers' names: the number of shards is known only now."""
+        count = len(self._shards)
+        with writing(self._directory):
+            if count == 1:
+                os.rename(self._shard_path(0), self._directory / "model.safetensors")
+                return
+            weight_map = {}
+            for index, names in enumerate(self._shards):
+                file = f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+                os.rename(self._shard_path(index), self._directory / file)
+                weight_map |= dict.fromkeys(names, file)
+        index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
+        write_json(self._directory / "model.safetensors.index.json", index)
+
+
+def _write_papers(skeleton: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    config = copy.deepcopy(skeleton.config)
+    config.architectures = [type(skeleton).__name__]
+    config.dtype = "float32"
+    config.use_cache = True  # training turns it off; whoever generates with the export wants it
+    config.save_pretrained(directory)
+    if getattr(skeleton, "generation_config", None) is not None:
+        generation = copy.deepcopy(skeleton.generation_config)
+        generation.use_cache = True
+        generation.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def _rename(partial: Path, directory: Path) -> None:
+    """Every file is on the disk before the folder has its name."""
+    if directory.exists():
+        raise StorageError(f"{directory} is there already; the model was not exported over it")
+    for file in partial.iterdir():
+        with open(file, "rb") as stream:
+            os.fsync(stream.fileno())
+    os.rename(partial, directory)

@@ -1,0 +1,152 @@
+"""Floating-point operations of a training step, and the peak that they are measured against.
+
+Model FLOPs per trained token are 6 N + 12 L h s (PaLM, arXiv:2204.02311, appendix B): N parameters that take part in
+matrix multiplications, L layers, h = heads x head size, s the sequence length. Forward is a third of it, backward two.
+N leaves out what is only looked up (input and position embeddings; a tied embedding is also the output head and
+counts once). As in PaLM, attention is not halved for the causal mask, and packed or windowed rows count as full ones.
+Hardware FLOPs add the forward that activation checkpointing repeats: the decoder layers', not the output head's.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+PROBE_SECONDS = 0.2
+LARGEST_PROBE = 8192
+
+
+@dataclass(frozen=True)
+class TokenFlops:
+    """FLOPs per trained token. model: forward and backward. hardware: with what is computed twice."""
+
+    model: float
+    hardware: float
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Dense TFLOP/s of one device in one precision, and where the number is from."""
+
+    tflops: float
+    source: str
+
+
+@dataclass(frozen=True)
+class _Row:
+    """half: bf16 and fp16 on the matrix units, without sparsity; tf32 likewise; fp32 on the vector units. TFLOP/s."""
+
+    pattern: str
+    half: float
+    tf32: float
+    fp32: float
+    source: str
+
+
+# The first match counts, so the special forms of a chip come before its usual one. Data sheets that print only the
+# rate with 2:4 sparsity are halved.
+PEAKS = (
+    _Row(r"\bB200\b", 2250, 1125, 75, "NVIDIA HGX B200 data sheet, per GPU"),
+    _Row(r"\bH200 NVL\b", 836, 418, 60, "NVIDIA H200 data sheet, NVL"),
+    _Row(r"\bG?H200\b", 989, 494, 67, "NVIDIA H200 data sheet, SXM"),
+    _Row(r"\bH100 PCIe\b", 756, 378, 51, "NVIDIA H100 data sheet, PCIe"),
+    _Row(r"\bH100 NVL\b", 835, 418, 60, "NVIDIA H100 data sheet, NVL"),
+    _Row(r"\bH100\b", 989, 494, 67, "NVIDIA H100 data sheet, SXM"),
+    _Row(r"\bA100\b", 312, 156, 19.5, "NVIDIA A100 data sheet"),
+    _Row(r"\bA40\b", 149.7, 74.8, 37.4, "NVIDIA A40 data sheet"),
+    _Row(r"\bA10\b", 125, 62.5, 31.2, "NVIDIA A10 data sheet"),
+    _Row(r"\bL40S\b", 362, 183, 91.6, "NVIDIA L40S data sheet"),
+    _Row(r"\bL4\b", 121, 60, 30.3, "NVIDIA L4 data sheet"),
+    _Row(r"\bRTX 4090\b", 165.2, 82.6, 82.6, "NVIDIA Ada GPU architecture paper, fp32 accumulation"),
+    _Row(r"\bRTX 3090\b", 71, 35.6, 35.6, "NVIDIA GA102 architecture paper, fp32 accumulation"),
+    _Row(r"\bMI300X\b", 1307.4, 653.7, 163.4, "AMD Instinct MI300X data sheet"),
+)
+
+
+def token_flops(model: PreTrainedModel, sequence_length: int, recompute: bool) -> TokenFlops | None:
+    """None for a mixture of experts, where N would have to be the parameters that one token meets.
+
+    recompute: full activation checkpointing. The model may be on the meta device.
+    """
+    config = model.config.get_text_config()
+    if any((getattr(config, name, None) or 0) > 1 for name in EXPERT_COUNTS):
+        return None
+    heads = config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    attention = 12 * config.num_hidden_layers * heads * head_size * sequence_length
+    parameters, head = _multiplied_parameters(model)
+    repeated = 2 * (parameters - head) + attention / 3 if recompute else 0
+    forward_backward = 6 * parameters + attention
+    return TokenFlops(forward_backward, forward_backward + repeated)
+
+
+def _multiplied_parameters(model: PreTrainedModel) -> tuple[int, int]:
+    """(N, those of them in the output head). Tied weights are counted once, as the head."""
+    from torch import nn
+
+    output = model.get_output_embeddings()
+    head = output.weight if output is not None else None
+    looked_up = {
+        module.weight for module in model.modules() if isinstance(module, nn.Embedding) and module.weight is not head
+    }
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return parameters - sum(weight.numel() for weight in looked_up), head.numel() if head is not None else 0
+
+
+def table_peak(device_name: str, precision: str) -> Peak | None:
+    """The data sheet's number. precision: bf16 | fp16 | tf32 | fp32. None: not in the table, or a slice of a GPU."""
+    if "MIG" in device_name:
+        return None
+    for row in PEAKS:
+        if re.search(row.pattern, device_name):
+            return Peak(row.half if precision in ("bf16", "fp16") else getattr(row, precision), row.source)
+    return None
+
+
+def device_peak(device: torch.device, precision: str) -> Peak:
+    """From the table, else measured. precision: the recipe's; fp32 becomes tf32 where PyTorch is told to use that."""
+    import torch
+
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
+    if device.type == "cuda":
+        if precision == "fp32" and torch.get_float32_matmul_precision() != "highest":
+            precision = "tf32"
+        if known := table_peak(torch.cuda.get_device_name(device), precision):
+            return known
+    return Peak(probe(device, dtype), f"measured with {precision} matrix multiplications")
+
+
+def probe(device: torch.device, dtype: torch.dtype, seconds: float = PROBE_SECONDS) -> float:
+    """TFLOP/s of the best square matrix multiplication that fits into about `seconds`; grows while there is time."""
+    import torch
+
+    size, best, end = 256, 0.0, time.perf_counter() + seconds
+    _timed_matmul(torch.ones(size, size, dtype=dtype, device=device))  # start-up costs of the libraries
+    while best == 0.0 or time.perf_counter() < end:
+        took = _timed_matmul(torch.ones(size, size, dtype=dtype, device=device))
+        best = max(best, 2 * size**3 / took / 1e12)
+        if size < LARGEST_PROBE and time.perf_counter() + 10 * took < end:
+            size *= 2
+    return best
+
+
+def _timed_matmul(square: torch.Tensor) -> float:
+    """Seconds of one multiplication, finished on the device."""
+    import torch
+
+    def finish() -> None:
+        if square.device.type != "cpu":
+            torch.accelerator.synchronize(square.device)
+
+    finish()
+    start = time.perf_counter()
+    square @ square
+    finish()
+    return time.perf_counter() - start

@@ -1,0 +1,147 @@
+"""One record per optimizer step: what was learned, how fast, at which share of the machine's peak."""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .flops import Peak, TokenFlops, device_peak, token_flops
+
+if TYPE_CHECKING:
+    import torch
+    from accelerate import Accelerator
+    from transformers import PreTrainedModel
+
+    from .config import Recipe
+    from .engines.base import StepResult
+
+GIB = 2**30
+SMOOTHING = 0.9
+GROUPS = {
+    "loss": "train",
+    "smoothed_loss": "train",
+    "grad_norm": "train",
+    "learning_rate": "train",
+    "tokens": "progress",
+    "samples": "progress",
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the numbers are measured against. peak: of one device. peak_memory: bytes used at most so far, here."""
+
+    num_devices: int
+    peak: Peak | None
+    peak_memory: Callable[[], int]
+
+
+class Meter:
+    """Times the steps and keeps the smoothed loss.
+
+        meter.start()
+        for step in ...:
+            ...
+            record = meter.step(step, result, learning_rate, data_wait_seconds)
+
+    A step lasts from the last `step` or `start` to this `step`; call `start` after what is not training (evaluation).
+    """
+
+    def __init__(
+        self,
+        rows_per_step: int,
+        flops: TokenFlops | None,
+        machine: Machine,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self.machine = machine
+        self.smoothed_loss: float | None = None
+        self._rows_per_step = rows_per_step
+        self._flops = flops
+        self._clock = clock
+        self._average = self._weight = 0.0
+        self._since = clock()
+
+    @classmethod
+    def for_run(cls, recipe: Recipe, model: PreTrainedModel, accelerator: Accelerator) -> Meter:
+        """Rank 0 looks up or measures its device's peak; the others leave mfu and hfu out."""
+        device = accelerator.device
+        recompute = recipe.memory.activation_checkpointing == "full"
+        flops = token_flops(model, recipe.batch.sequence_length, recompute)
+        peak = device_peak(device, recipe.precision) if accelerator.is_main_process else None
+        machine = Machine(accelerator.num_processes, peak, lambda: peak_memory_bytes(device))
+        return cls(recipe.batch.global_batch_size, flops, machine)
+
+    def start(self) -> None:
+        self._since = self._clock()
+
+    def step(self, step: int, result: StepResult, learning_rate: float, data_wait_seconds: float) -> dict:
+        """The record of metrics.jsonl (its keys are in the README). step: 1-based. mfu and hfu are fractions of 1.
+
+        tokens, tokens_per_second: all ranks. peak_memory_gib: this process. None: not known on this machine.
+        """
+        seconds = self._clock() - self._since
+        self.start()
+        self._smooth(result.loss)
+        rate = result.tokens / seconds
+        return {
+            "step": step,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "learning_rate": learning_rate,
+            "tokens": result.tokens,
+            "samples": step * self._rows_per_step,
+            "step_seconds": seconds,
+            "tokens_per_second": rate,
+            **self._utilisation(rate / self.machine.num_devices),
+            "peak_memory_gib": self.machine.peak_memory() / GIB,
+            "data_wait_fraction": data_wait_seconds / seconds,
+        }
+
+    def _utilisation(self, tokens_per_second_per_device: float) -> dict[str, float | None]:
+        if self._flops is None:
+            return {"tflops_per_device": None, "mfu": None, "hfu": None}
+        model = self._flops.model * tokens_per_second_per_device / 1e12
+        hardware = self._flops.hardware * tokens_per_second_per_device / 1e12
+        peak = self.machine.peak
+        return {
+            "tflops_per_device": model,
+            "mfu": model / peak.tflops if peak else None,
+            "hfu": hardware / peak.tflops if peak else None,
+        }
+
+    def _smooth(self, loss: float) -> None:
+        """Exponential moving average without the bias towards 0 at the start (Adam, arXiv:1412.6980, section 3)."""
+        if not math.isfinite(loss):
+            return
+        self._average = SMOOTHING * self._average + (1 - SMOOTHING) * loss
+        self._weight = SMOOTHING * self._weight + (1 - SMOOTHING)
+        self.smoothed_loss = self._average / self._weight
+
+    def scalars(self, record: dict) -> dict[str, float]:
+        """The record for TensorBoard: grouped names, finite numbers only."""
+        values = {**record, "smoothed_loss": self.smoothed_loss}
+        return {
+            f"{_group(name)}/{name}": value
+            for name, value in values.items()
+            if name != "step" and value is not None and math.isfinite(value)
+        }
+
+
+def _group(name: str) -> str:
+    return "evaluate" if name.startswith("eval_") else GROUPS.get(name, "speed")
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """On a GPU what PyTorch allocated at most; elsewhere the process's peak resident set (on Linux in KiB)."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated(device)
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return used if sys.platform == "darwin" else used * 1024

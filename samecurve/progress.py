@@ -1,0 +1,169 @@
+"""What the user sees while a run goes on: a bar on a terminal, plain lines in a log file, nothing on other ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+LABEL_WIDTH = 12
+
+
+class Progress:
+    """A context manager. Every method does nothing where `enabled` is False (all ranks but 0).
+
+    every_steps: how often there is a plain line; the first and the last step always have one.
+    started: when the process began, in time.time() seconds; None asks the operating system.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        every_steps: int = 10,
+        enabled: bool = True,
+        console: Console | None = None,
+        started: float | None = None,
+    ):
+        self._total, self._every, self._enabled = total_steps, every_steps, enabled
+        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._started = started
+        self._seconds_of_steps: list[float] = []
+        self._live: Live | None = None
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """The bar stays on the screen as the last step left it."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def say(self, line: str) -> None:
+        if self._enabled and line:
+            self._console.print(line, markup=False)
+
+    def header(self, facts: dict) -> None:
+        """What really runs, before the first step. facts: run.json's content (see `header_lines`)."""
+        for label, text in header_lines(facts):
+            self.say(f"{label:<{LABEL_WIDTH}}{text}")
+
+    def step(self, record: dict, smoothed_loss: float | None) -> None:
+        """record: the step's line of metrics.jsonl."""
+        if not self._enabled:
+            return
+        self._seconds_of_steps.append(record["step_seconds"])
+        numbers = numbers_of(record, smoothed_loss)
+        if self._console.is_terminal:
+            self._draw(record["step"], numbers)
+        elif record["step"] in (1, self._total) or record["step"] % self._every == 0 or self._first():
+            position = f"{record['step']:>{len(str(self._total))}}/{self._total}"
+            self.say("  ".join(filter(None, [f"step {position}", *numbers, self._rest()])))
+        if self._first():
+            self.say(f"first step done {time.time() - self._process_start():.1f} s after this process started")
+
+    def evaluation(self, step: int, metrics: dict) -> None:
+        """metrics: the task's eval_* numbers."""
+        numbers = "  ".join(f"{name.removeprefix('eval_')} {number(value)}" for name, value in metrics.items())
+        self.say(f"evaluation after step {step}: {numbers}")
+
+    def _first(self) -> bool:
+        return len(self._seconds_of_steps) == 1
+
+    def _rest(self) -> str:
+        return f"left {duration(self._seconds_left())}" if self._seconds_left() is not None else ""
+
+    def _seconds_left(self) -> float | None:
+        """The first step carries the start-up's costs, so it is left out once there is another."""
+        steady = self._seconds_of_steps[1:]
+        left = self._total - len(self._seconds_of_steps)
+        return sum(steady) / len(steady) * left if steady else None
+
+    def _process_start(self) -> float:
+        if self._started is None:
+            import psutil
+
+            self._started = psutil.Process().create_time()
+        return self._started
+
+    def _draw(self, step: int, numbers: Iterable[str]) -> None:
+        row = Table.grid(padding=(0, 1))
+        row.add_row(f"step {step}/{self._total}", ProgressBar(self._total, step, width=32), self._rest())
+        if self._live is None:
+            self._live = Live(console=self._console, auto_refresh=False)
+            self._live.start()
+        self._live.update(Group(row, Text("  ".join(numbers))), refresh=True)
+
+
+def header_lines(facts: dict) -> list[tuple[str, str]]:
+    """(label, text) pairs. facts: `recipe` (as a dict), `engine`, `world_size` and the rest of `run_facts`."""
+    batch = facts["recipe"]["batch"]
+    micro, accumulation, ranks = (
+        batch["micro_batch_size"],
+        facts["gradient_accumulation_steps"],
+        facts["data_parallel_size"],
+    )
+    rows, length = batch["global_batch_size"], batch["sequence_length"]
+    memory = facts["recipe"]["memory"]["activation_checkpointing"]
+    data = ", ".join(f"{number(value)} {name.replace('_', ' ')}" for name, value in facts["data"].items())
+    lines = [
+        ("recipe", f"{facts['recipe_path']} ({facts['recipe']['task']}, {facts['recipe']['steps']} steps)"),
+        ("strategy", _strategy(facts)),
+        ("engine", f"{facts['engine']} on {facts['device']}"),
+        ("world", _world(facts)),
+        ("parameters", f"{facts['parameters']:,} in all, {facts['parameters_per_rank']:,} on this rank"),
+        ("precision", f"{facts['precision']}: weights {facts['weight_dtype']}, reduction {facts['reduce_dtype']}"),
+        ("batch", f"{rows} rows = {micro} micro x {accumulation} accumulation x {ranks} data-parallel"),
+        ("tokens", f"{rows * length:,} per step = {rows} rows x {length}"),
+        ("memory", "every layer's activations are recomputed" if memory == "full" else ""),
+        ("data", data),
+        ("output", str(facts["output_dir"])),
+    ]
+    return [(label, text) for label, text in lines if text]
+
+
+def _strategy(facts: dict) -> str:
+    return " ".join(filter(None, [facts["strategy"], f"({facts['strategy_path']})" if facts["strategy_path"] else ""]))
+
+
+def _world(facts: dict) -> str:
+    processes = f"{facts['world_size']} {'process' if facts['world_size'] == 1 else 'processes'}"
+    stages = f", {facts['pipeline_stages']} pipeline stages" if facts["pipeline_stages"] > 1 else ""
+    return f"{processes} by {facts['launcher']}, {facts['data_parallel_size']} data-parallel{stages}"
+
+
+def numbers_of(record: dict, smoothed_loss: float | None) -> list[str]:
+    """The step's numbers as short texts: what is not known is left out."""
+    shown: list[tuple[str, object, Callable[[float], str]]] = [
+        ("loss", record["loss"], "{:.4f}".format),
+        ("smoothed", smoothed_loss, "{:.4f}".format),
+        ("lr", record["learning_rate"], "{:.2e}".format),
+        ("norm", record["grad_norm"], "{:.3f}".format),
+        ("tokens/s", record["tokens_per_second"], "{:,.0f}".format),
+        ("mfu", record["mfu"], "{:.1%}".format),
+        ("data wait", record["data_wait_fraction"], "{:.0%}".format),
+        ("memory", record["peak_memory_gib"], "{:.2f} GiB".format),
+    ]
+    return [f"{name} {text(value)}" for name, value, text in shown if value is not None]
+
+
+def number(value: object) -> str:
+    """1,234 for counts, four decimals for other numbers, text as it is."""
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+def duration(seconds: float) -> str:
+    """45 s, 3:20 min, 2:05 h."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}:{rest:02d} min"
+    return f"{minutes // 60}:{minutes % 60:02d} h"

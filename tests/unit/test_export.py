@@ -1,0 +1,191 @@
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from samecurve.errors import CheckpointError, NumericError, StorageError
+from samecurve.export import export
+
+LLAMA = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 24,
+    "vocab_size": 20,
+}
+MODELS = {
+    "llama_tied": (LlamaForCausalLM, LlamaConfig(**LLAMA, tie_word_embeddings=True)),
+    "llama_untied": (LlamaForCausalLM, LlamaConfig(**LLAMA, tie_word_embeddings=False)),
+    "gpt2": (GPT2LMHeadModel, GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=20, n_positions=32)),
+}
+RELOAD = """
+import sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
+assert model.dtype == torch.float32 and model.config.use_cache
+assert AutoTokenizer.from_pretrained(sys.argv[1]).eos_token == "<eos>"
+torch.save(model(torch.arange(20)[None]).logits.detach(), sys.argv[2])
+"""
+
+
+def tokenizer():
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), eos_token="<eos>")
+
+
+def trained_and_skeleton(name):
+    model_class, config = MODELS[name]
+    torch.manual_seed(0)
+    trained = model_class(config).eval()
+    with torch.device("meta"):
+        skeleton = model_class(config)
+    skeleton.config.use_cache = False
+    return trained, skeleton
+
+
+def weights(trained):
+    return {name: parameter.detach() for name, parameter in trained.named_parameters()}
+
+
+def export_to(directory, skeleton, tensors, shard_bytes=10**9):
+    export(iter(tensors), skeleton, tokenizer(), directory, True, shard_bytes)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_fresh_process_computes_the_same_logits(name, tmp_path):
+    trained, skeleton = trained_and_skeleton(name)
+    folder = tmp_path / "model"
+    export_to(folder, skeleton, weights(trained).items(), shard_bytes=10**9 if name == "gpt2" else 4000)
+    subprocess.run([sys.executable, "-c", RELOAD, str(folder), str(tmp_path / "logits")], check=True)
+    expected = trained(torch.arange(20)[None]).logits
+    assert torch.equal(torch.load(tmp_path / "logits"), expected)
+    assert not skeleton.config.use_cache
+
+
+def test_one_shard_has_no_index(tmp_path):
+    trained, skeleton = trained_and_skeleton("llama_tied")
+    export_to(tmp_path / "model", skeleton, weights(trained).items())
+    names = {path.name for path in (tmp_path / "model").iterdir()}
+    assert "model.safetensors" in names and "model.safetensors.index.json" not in names
+    assert load_file(tmp_path / "model" / "model.safetensors").keys() == weights(trained).keys()
+    assert "lm_head.weight" not in weights(trained)
+    assert not (tmp_path / "model.partial").exists()
+
+
+def test_shards_hold_every_tensor_once_within_the_limit(tmp_path):
+    trained, skeleton = trained_and_skeleton("llama_untied")
+    limit = 4000
+    export_to(tmp_path / "model", skeleton, weights(trained).items(), limit)
+    index = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())
+    shards = {path.name: load_file(path) for path in (tmp_path / "model").glob("*.safetensors")}
+    assert len(shards) > 2 and f"model-00001-of-{len(shards):05d}.safetensors" in shards
+    assert {name: file for file, shard in shards.items() for name in shard} == index["weight_map"]
+    assert index["weight_map"].keys() == weights(trained).keys()
+    assert index["metadata"]["total_size"] == 4 * sum(tensor.numel() for tensor in weights(trained).values())
+    assert all(sum(tensor.nbytes for tensor in shard.values()) <= limit for shard in shards.values())
+
+
+def test_bf16_and_views_are_written_as_fp32(tmp_path):
+    trained, skeleton = trained_and_skeleton("llama_tied")
+    flat = torch.cat([tensor.flatten() for tensor in weights(trained).values()]).bfloat16()
+    tensors, start = [], 0
+    for name, tensor in weights(trained).items():
+        tensors.append((name, flat[start : start + tensor.numel()].view(tensor.shape)))
+        start += tensor.numel()
+    export_to(tmp_path / "model", skeleton, tensors)
+    saved = load_file(tmp_path / "model" / "model.safetensors")
+    assert all(torch.equal(saved[name], tensor.float()) for name, tensor in tensors)
+    assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
+
+
+NORM = "model.norm.weight"
+BROKEN = {
+    "missing": (lambda w: w.pop(NORM), CheckpointError, f"never came: {NORM}"),
+    "unknown": (lambda w: w.update(extra=torch.ones(2)), CheckpointError, "extra: the model has no such parameter"),
+    "empty": (lambda w: w.update({NORM: torch.ones(0)}), CheckpointError, f"{NORM}: empty"),
+    "none": (lambda w: w.update({NORM: None}), CheckpointError, f"{NORM}: empty"),
+    "shape": (
+        lambda w: w.update({NORM: torch.ones(8)}),
+        CheckpointError,
+        f"{NORM}: has the shape (8,), the model needs (16,)",
+    ),
+    "nan": (
+        lambda w: w.update({NORM: torch.full((16,), float("nan"))}),
+        NumericError,
+        f"{NORM}: 16 values are not finite",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_wrong_tensor_is_an_error_and_not_a_file(case, tmp_path):
+    change, error_class, message = BROKEN[case]
+    trained, skeleton = trained_and_skeleton("llama_untied")
+    tensors = weights(trained)
+    change(tensors)
+    with pytest.raises(error_class) as error:
+        export_to(tmp_path / "model", skeleton, tensors.items(), shard_bytes=1000)
+    assert str(error.value) == f"the model was not exported to model/:\n  {message}"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_tensor_that_comes_twice(tmp_path):
+    trained, skeleton = trained_and_skeleton("llama_tied")
+    tensors = list(weights(trained).items())
+    with pytest.raises(CheckpointError, match=f"{NORM}: came twice"):
+        export_to(tmp_path / "model", skeleton, [*tensors, (NORM, torch.ones(16))])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+def test_every_rank_gathers_to_the_end(is_main, tmp_path):
+    """Also rank 0 after a problem: the others wait in the next collective."""
+    trained, skeleton = trained_and_skeleton("llama_tied")
+    gathered = []
+
+    def parameters():
+        for name in weights(trained):
+            gathered.append(name)
+            yield name, None
+
+    if is_main:
+        with pytest.raises(CheckpointError):
+            export(parameters(), skeleton, tokenizer(), tmp_path / "model", True)
+    else:
+        export(parameters(), skeleton, tokenizer(), tmp_path / "model", False)
+    assert gathered == list(weights(trained))
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_unwritable_place(tmp_path):
+    trained, skeleton = trained_and_skeleton("llama_tied")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="Not a directory"):
+        export_to(tmp_path / "file" / "model", skeleton, weights(trained).items())
+
+
+def test_a_disk_that_fills_up(tmp_path, monkeypatch):
+    from samecurve import export as module
+
+    def full(*_, **__):
+        raise module.SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(module, "save_file", full)
+    trained, skeleton = trained_and_skeleton("llama_tied")
+    with pytest.raises(StorageError, match="No space left on device"):
+        export_to(tmp_path / "model", skeleton, weights(trained).items(), shard_bytes=1000)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_existing_folder_is_not_overwritten(tmp_path):
+    trained, skeleton = trained_and_skeleton("llama_tied")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "precious").write_text("")
+    with pytest.raises(StorageError, match="is there already"):
+        export_to(tmp_path / "model", skeleton, weights(trained).items())
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["precious"]

@@ -1,0 +1,123 @@
+import math
+
+import pytest
+import torch
+
+from samecurve.engines.base import StepResult
+from samecurve.flops import Peak, TokenFlops
+from samecurve.meter import GIB, Machine, Meter, peak_memory_bytes
+
+KEYS = [
+    "step",
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "tokens",
+    "samples",
+    "step_seconds",
+    "tokens_per_second",
+    "tflops_per_device",
+    "mfu",
+    "hfu",
+    "peak_memory_gib",
+    "data_wait_fraction",
+]
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def meter(clock=None, flops=TokenFlops(6e9, 8e9), peak=Peak(1.0, "by hand")):
+    machine = Machine(num_devices=4, peak=peak, peak_memory=lambda: 3 * GIB)
+    return Meter(rows_per_step=16, flops=flops, machine=machine, clock=clock or Clock())
+
+
+def result(loss=2.0, tokens=800):
+    return StepResult(loss=loss, grad_norm=0.5, tokens=tokens, applied=True)
+
+
+def test_record_by_hand():
+    clock = Clock()
+    measured = meter(clock)
+    clock.now += 2.0
+    record = measured.step(3, result(), learning_rate=1e-3, data_wait_seconds=0.5)
+    # 800 tokens in 2 s on 4 devices: 100 tokens/s each, x 6e9 FLOPs = 0.6 TFLOP/s of 1.0
+    assert record == pytest.approx(
+        {
+            "step": 3,
+            "loss": 2.0,
+            "grad_norm": 0.5,
+            "learning_rate": 1e-3,
+            "tokens": 800,
+            "samples": 48,
+            "step_seconds": 2.0,
+            "tokens_per_second": 400.0,
+            "tflops_per_device": 0.6,
+            "mfu": 0.6,
+            "hfu": 0.8,
+            "peak_memory_gib": 3.0,
+            "data_wait_fraction": 0.25,
+        }
+    )
+    assert list(record) == KEYS
+
+
+def test_evaluation_is_not_a_steps_time():
+    clock = Clock()
+    measured = meter(clock)
+    clock.now += 2.0
+    measured.step(1, result(), 1e-3, 0.0)
+    clock.now += 50.0
+    measured.start()
+    clock.now += 3.0
+    assert measured.step(2, result(), 1e-3, 0.0)["step_seconds"] == 3.0
+
+
+@pytest.mark.parametrize(
+    ("flops", "peak", "unknown"),
+    [
+        (None, Peak(1.0, ""), {"tflops_per_device", "mfu", "hfu"}),
+        (TokenFlops(1e9, 1e9), None, {"mfu", "hfu"}),
+    ],
+)
+def test_what_is_not_known_is_none(flops, peak, unknown):
+    clock = Clock()
+    measured = meter(clock, flops, peak)
+    clock.now += 1.0
+    record = measured.step(1, result(), 1e-3, 0.0)
+    assert {key for key, value in record.items() if value is None} == unknown
+    assert list(record) == KEYS
+
+
+def test_smoothed_loss_by_hand():
+    clock = Clock()
+    measured = meter(clock)
+    seen = []
+    for loss in (4.0, 2.0, math.nan, 1.0):
+        clock.now += 1.0
+        measured.step(1, result(loss), 1e-3, 0.0)
+        seen.append(measured.smoothed_loss)
+    # 0.1 x 4 / 0.1; (0.36 + 0.2) / 0.19; a step without a loss changes nothing; (0.504 + 0.1) / 0.271
+    assert seen == pytest.approx([4.0, 0.56 / 0.19, 0.56 / 0.19, 0.604 / 0.271])
+
+
+def test_scalars_are_grouped_and_finite():
+    clock = Clock()
+    measured = meter(clock, flops=None)
+    clock.now += 1.0
+    record = measured.step(1, result(math.nan), 1e-3, 0.0) | {"eval_loss": 3.0}
+    scalars = measured.scalars(record)
+    assert scalars["evaluate/eval_loss"] == 3.0
+    assert scalars["train/grad_norm"] == 0.5
+    assert scalars["speed/tokens_per_second"] == 800.0
+    assert not {"train/loss", "train/smoothed_loss", "speed/mfu", "speed/step", "train/step"} & scalars.keys()
+    assert all(math.isfinite(value) for value in scalars.values())
+
+
+def test_peak_memory_of_a_process_is_in_bytes():
+    assert 50 * 2**20 < peak_memory_bytes(torch.device("cpu")) < 2**40

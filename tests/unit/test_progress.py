@@ -1,0 +1,115 @@
+import io
+
+import pytest
+from rich.console import Console
+
+from samecurve.progress import Progress, duration, header_lines
+
+FACTS = {
+    "recipe_path": "recipes/quickstart.yaml",
+    "output_dir": "runs/quickstart",
+    "strategy": "zero3",
+    "strategy_path": "configs/zero3.yaml",
+    "launcher": "torchrun",
+    "engine": "DeepSpeedEngine",
+    "device": "cpu",
+    "world_size": 16,
+    "data_parallel_size": 8,
+    "pipeline_stages": 2,
+    "gradient_accumulation_steps": 2,
+    "weight_dtype": "float32",
+    "reduce_dtype": "float32",
+    "parameters": 1234567,
+    "parameters_per_rank": 154321,
+    "precision": "bf16",
+    "data": {"rows": 4096, "documents": 800},
+    "recipe": {
+        "task": "pretrain",
+        "steps": 120,
+        "batch": {"global_batch_size": 64, "micro_batch_size": 4, "sequence_length": 256},
+        "memory": {"activation_checkpointing": "none"},
+    },
+}
+
+
+def record(step, **changes):
+    values = {
+        "step": step,
+        "loss": 6.25,
+        "grad_norm": 1.5,
+        "learning_rate": 1e-3,
+        "step_seconds": 2.0,
+        "tokens_per_second": 12345.6,
+        "mfu": 0.25,
+        "data_wait_fraction": 0.01,
+        "peak_memory_gib": 1.25,
+    }
+    return {**values, **changes}
+
+
+def shown(total, every, terminal=False, enabled=True, steps=None):
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=terminal, width=200, highlight=False, soft_wrap=True)
+    with Progress(total, every, enabled, console, started=0.0) as progress:
+        for step in steps or range(1, total + 1):
+            progress.step(record(step), smoothed_loss=6.5)
+        progress.evaluation(total, {"eval_loss": 3.5, "eval_tokens": 12000})
+    return stream.getvalue()
+
+
+def test_header_says_what_runs():
+    assert header_lines(FACTS) == [
+        ("recipe", "recipes/quickstart.yaml (pretrain, 120 steps)"),
+        ("strategy", "zero3 (configs/zero3.yaml)"),
+        ("engine", "DeepSpeedEngine on cpu"),
+        ("world", "16 processes by torchrun, 8 data-parallel, 2 pipeline stages"),
+        ("parameters", "1,234,567 in all, 154,321 on this rank"),
+        ("precision", "bf16: weights float32, reduction float32"),
+        ("batch", "64 rows = 4 micro x 2 accumulation x 8 data-parallel"),
+        ("tokens", "16,384 per step = 64 rows x 256"),
+        ("data", "4,096 rows, 800 documents"),
+        ("output", "runs/quickstart"),
+    ]
+
+
+def test_plain_lines_first_last_and_every_third():
+    lines = shown(total=10, every=3).splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("step ")] == ["1/10", "3/10", "6/10", "9/10", "10/10"]
+    assert lines[0] == (
+        "step  1/10  loss 6.2500  smoothed 6.5000  lr 1.00e-03  norm 1.500  tokens/s 12,346  mfu 25.0%  "
+        "data wait 1%  memory 1.25 GiB"
+    )
+    assert lines[1].startswith("first step done ")
+    assert lines[2].endswith("left 14 s")
+    assert lines[-1] == "evaluation after step 10: loss 3.5000  tokens 12,000"
+
+
+def test_unknown_numbers_are_left_out():
+    stream = io.StringIO()
+    with Progress(1, console=Console(file=stream, width=200), started=0.0) as progress:
+        progress.step(record(1, loss=None, mfu=None), smoothed_loss=None)
+    first = stream.getvalue().splitlines()[0]
+    assert "loss" not in first and "mfu" not in first and "norm 1.500" in first
+
+
+def test_bar_on_a_terminal():
+    text = shown(total=4, every=1, terminal=True)
+    assert "step 4/4" in text and "━" in text and "left 0 s" in text
+    assert "loss 6.2500  smoothed 6.5000  lr 1.00e-03  norm 1.500  tokens/s 12,346" in text
+    assert "\nstep 2/4  loss" not in text
+
+
+def test_other_ranks_say_nothing():
+    assert shown(total=4, every=1, enabled=False) == ""
+    assert shown(total=4, every=1, terminal=True, enabled=False) == ""
+
+
+def test_brackets_are_not_markup():
+    stream = io.StringIO()
+    Progress(1, console=Console(file=stream, width=200)).say("[red]x[/red]")
+    assert stream.getvalue() == "[red]x[/red]\n"
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (59, "59 s"), (200, "3:20 min"), (7500, "2:05 h")])
+def test_duration(seconds, text):
+    assert duration(seconds) == text
