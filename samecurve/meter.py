@@ -83,16 +83,19 @@ class Meter:
     def step(self, step: int, result: StepResult, learning_rate: float, data_wait_seconds: float) -> dict:
         """The record of metrics.jsonl (its keys are in the README). step: 1-based. mfu and hfu are fractions of 1.
 
-        tokens, tokens_per_second: all ranks. peak_memory_gib: this process. None: not known on this machine.
+        tokens, tokens_per_second: all ranks. peak_memory_gib: this process. None: not known on this machine, or nothing
+        was trained.
         """
         seconds = self._clock() - self._since
         self.start()
-        self._smooth(result.loss)
+        trained = result.tokens > 0
+        if trained:
+            self._smooth(result.loss)
         rate = result.tokens / seconds
         return {
             "step": step,
-            "loss": result.loss,
-            "grad_norm": result.grad_norm,
+            "loss": result.loss if trained else None,
+            "grad_norm": result.grad_norm if trained else None,
             "learning_rate": learning_rate,
             "tokens": result.tokens,
             "samples": step * self._rows_per_step,

@@ -116,8 +116,11 @@ def header_lines(facts: dict) -> list[tuple[str, str]]:
         ("strategy", _strategy(facts)),
         ("engine", f"{facts['engine']} on {facts['device']}"),
         ("world", _world(facts)),
-        ("parameters", f"{facts['parameters']:,} in all, {facts['parameters_per_rank']:,} on this rank"),
-        ("precision", f"{facts['precision']}: weights {facts['weight_dtype']}, reduction {facts['reduce_dtype']}"),
+        ("parameters", f"{facts['num_parameters']:,} in all, {facts['num_parameters_per_rank']:,} on this rank"),
+        (
+            "precision",
+            f"{facts['precision']}: weights {facts['weight_dtype']}, reduction {facts['reduce_dtype'] or 'none'}",
+        ),
         ("batch", f"{rows} rows = {micro} micro x {accumulation} accumulation x {ranks} data-parallel"),
         ("tokens", f"{rows * length:,} per step = {rows} rows x {length}"),
         ("memory", "every layer's activations are recomputed" if memory == "full" else ""),

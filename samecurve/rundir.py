@@ -82,6 +82,11 @@ class RunDirectory:
         with writing(self.metrics), open(self.metrics, "a", encoding="utf-8") as stream:
             stream.write(line)
 
+    def close(self) -> None:
+        """Give the directory back before the process ends; an earlier run's files stay moved aside."""
+        if self.is_main:
+            self._lock.close()
+
     def _move_aside(self, reads: list[Path]) -> None:
         present = [self.path / name for name in (*RECORDS, *FOLDERS) if (self.path / name).exists()]
         if not present:
@@ -180,7 +185,7 @@ def run_facts(plan: Plan, recipe_path: str, described: dict, data: dict, device:
     """run.json's content, which is also the header's.
 
     described: the live engine's own words (`engine`, `world_size`, `data_parallel_size`, `pipeline_stages`,
-    `gradient_accumulation_steps`, `weight_dtype`, `reduce_dtype`, `parameters`, `parameters_per_rank`, ...).
+    `gradient_accumulation_steps`, `weight_dtype`, `reduce_dtype`, `num_parameters`, `num_parameters_per_rank`, ...).
     data: the task's. device: its name, as a person would say it.
     """
     recipe, strategy = plan.recipe, plan.strategy

@@ -32,7 +32,10 @@ class Clock:
         return self.now
 
 
-def meter(clock=None, flops=TokenFlops(6e9, 8e9), peak=Peak(1.0, "by hand")):
+FLOPS, PEAK = TokenFlops(6e9, 8e9), Peak(1.0, "by hand")
+
+
+def meter(clock=None, flops=FLOPS, peak=PEAK):
     machine = Machine(num_devices=4, peak=peak, peak_memory=lambda: 3 * GIB)
     return Meter(rows_per_step=16, flops=flops, machine=machine, clock=clock or Clock())
 
@@ -104,6 +107,15 @@ def test_smoothed_loss_by_hand():
         seen.append(measured.smoothed_loss)
     # 0.1 x 4 / 0.1; (0.36 + 0.2) / 0.19; a step without a loss changes nothing; (0.504 + 0.1) / 0.271
     assert seen == pytest.approx([4.0, 0.56 / 0.19, 0.56 / 0.19, 0.604 / 0.271])
+
+
+def test_a_step_without_trained_tokens_has_no_loss():
+    clock = Clock()
+    measured = meter(clock)
+    clock.now += 1.0
+    record = measured.step(1, result(loss=0.0, tokens=0), 1e-3, 0.0)
+    assert (record["loss"], record["grad_norm"], record["tokens_per_second"]) == (None, None, 0.0)
+    assert measured.smoothed_loss is None
 
 
 def test_scalars_are_grouped_and_finite():

@@ -19,8 +19,8 @@ FACTS = {
     "gradient_accumulation_steps": 2,
     "weight_dtype": "float32",
     "reduce_dtype": "float32",
-    "parameters": 1234567,
-    "parameters_per_rank": 154321,
+    "num_parameters": 1234567,
+    "num_parameters_per_rank": 154321,
     "precision": "bf16",
     "data": {"rows": 4096, "documents": 800},
     "recipe": {

@@ -19,7 +19,7 @@ def finished_run(path, loss=1.0):
     run.model.mkdir()
     (run.model / "config.json").write_text("{}")
     run.status("done", step=1, exit_code=0)
-    run._lock.close()
+    run.close()
     return run
 
 
