@@ -1,0 +1,224 @@
+"""Pipeline parallelism: DeepSpeed's PipelineModule behind the verbs of base.py.
+
+DeepSpeed offers one verb, train_batch. What the other engines do around an optimizer step (the token mean over the
+whole step, refusing a loss or gradient that is not finite, true fp32 masters) is done here around and inside it.
+Each process builds and fills only the layers of its own stage.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import deepspeed
+import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from torch import Tensor
+from torch import distributed as dist
+from transformers import PreTrainedModel
+
+from ..errors import ConfigurationError, NumericError
+from ..loss import count_trained
+from ..model import fill
+from ..optim import build_optimizer, parameter_groups, set_learning_rate
+from ..stages import cut
+from .base import EvalResult, StepResult
+from .deepspeed_config import concrete
+from .pipeline_stage import build_stage
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from ..data import MicroBatch
+    from ..tasks import Task
+    from .resolve import Plan
+
+
+class PipelineEngine:
+    """Implements base.Engine. `skeleton`: the model on the meta device, which stays there."""
+
+    def __init__(self, accelerator: Accelerator, plan: Plan, skeleton: PreTrainedModel, task: Task):
+        self._task, self._device = task, accelerator.device
+        self._loss_factor = 1.0
+        self._shapes = {name: parameter.shape for name, parameter in skeleton.named_parameters()}
+        module = build_stage(plan, cut(copy.deepcopy(skeleton)), self._loss, self._device)
+        self._weights, self._stages = module.named_weights(), module.stages_by_name()
+
+        settings = plan.recipe.optimizer
+        optimizer = build_optimizer(parameter_groups(self._weights.items(), self._shapes, settings), settings)
+        self._engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=_config(plan))
+        self._grid = self._engine.grid
+        self._guard = _Guard(self._engine)
+        # after initialisation, because DeepSpeed casts weights to bf16 and makes its masters from the rounded ones
+        fill(skeleton, plan.recipe, self._write, names=set(self._weights))
+
+    @property
+    def shard(self) -> tuple[int, int]:
+        return self._grid.get_data_parallel_rank(), self._grid.get_data_parallel_world_size()
+
+    def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
+        """`micro_batches`: as many as gradient_accumulation_steps; every stage of a pipeline passes the same rows."""
+        local = sum(count_trained(batch.labels) for batch in micro_batches)
+        tokens = int(_sum([local], self._device, self._grid.get_data_parallel_group())[0])
+        if tokens == 0:
+            return StepResult(loss=0.0, grad_norm=0.0, tokens=0, applied=False)
+        set_learning_rate(self._engine.optimizer, learning_rate)
+        # DeepSpeed takes the mean over micro-batches and data-parallel ranks; the factor turns it into the token mean
+        self._loss_factor = len(micro_batches) * self.shard[1] / tokens
+        self._engine.train_batch(_rows(micro_batches))
+        loss, grad_norm = self._guard.loss, self._guard.grad_norm
+        if self._guard.refused:
+            raise NumericError(f"the loss is {loss}, the gradient norm {grad_norm}; the weights were not touched")
+        return StepResult(loss, grad_norm, tokens, applied=self._engine.was_step_applied())
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
+        self._loss_factor = 1.0
+        losses = self._engine.eval_batch(
+            _rows(micro_batches), reduce_output=None, bcast_loss=False, num_micro_batches=len(micro_batches)
+        )
+        loss = tokens = 0.0
+        if self._engine.is_last_stage():
+            loss = sum(value.item() for value in losses)
+            tokens = sum(count_trained(batch.labels) for batch in micro_batches)
+        loss, tokens = _sum([loss, tokens], self._device)
+        return EvalResult(loss=loss / max(tokens, 1), tokens=int(tokens))
+
+    def parameters(self) -> Iterator[tuple[str, Tensor | None]]:
+        rank = dist.get_rank()
+        for name, shape in self._shapes.items():
+            stage = self._stages[name]
+            full = self._master(name) if self._grid.get_stage_id() == stage else None
+            sender = self._grid.topology().get_rank(pipe=stage, data=0)
+            if sender != 0 and rank == sender:
+                dist.send(full, dst=0)
+            if sender != 0 and rank == 0:
+                full = torch.empty(shape, dtype=torch.float32, device=self._device)
+                dist.recv(full, src=sender)
+            yield name, full.cpu() if rank == 0 else None
+
+    def describe(self) -> dict:
+        engine = self._engine
+        return {
+            "engine": type(engine).__name__,
+            "optimizer": type(engine.optimizer).__name__,
+            "world_size": dist.get_world_size(),
+            "data_parallel_size": self.shard[1],
+            "pipeline_stages": engine.num_stages,
+            "layers_per_stage": engine.module.layers_per_stage(),
+            "device": str(engine.device),
+            "precision": "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32",
+            "num_parameters": sum(shape.numel() for shape in self._shapes.values()),
+            "num_parameters_per_rank": sum(weight.numel() for weight in self._weights.values()),
+            "micro_batch_size": engine.train_micro_batch_size_per_gpu(),
+            "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
+            "gradient_clipping": engine.gradient_clipping(),
+            "activation_checkpoint_interval": engine.module.activation_checkpoint_interval,
+            "weight_dtype": _name(next(engine.module.parameters()).dtype),
+            "accumulation_dtype": _name(engine.get_data_types()[1]),
+            "reduce_dtype": _name(engine.communication_data_type),
+            "zero_stage": int(engine.zero_optimization_stage()),
+            "sharded": False,
+        }
+
+    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return self._task.loss(logits, labels) * self._loss_factor
+
+    def _write(self, name: str, value: Tensor) -> None:
+        weight = self._weights[name]
+        weight.data.copy_(value)
+        safe_set_full_fp32_param(weight, value.to(weight.device))
+
+    def _master(self, name: str) -> Tensor:
+        """The fp32 weight, gathered over the stage's data-parallel ranks where they share its master."""
+        master = safe_get_full_fp32_param(self._weights[name])
+        return self._weights[name].detach() if master is None else master
+
+
+class _Guard:
+    """Stands between DeepSpeed's reduced gradients and its optimizer: measures the step, refuses what is not finite.
+
+    DeepSpeed alone applies non-finite gradients in some of its optimizers, skips them silently in others, and counts
+    a loss that is not finite as any other.
+    """
+
+    def __init__(self, engine: deepspeed.PipelineEngine):
+        self.loss, self.grad_norm, self.refused = math.nan, math.nan, False
+        self._engine, self._optimizer = engine, engine.optimizer
+        self._take_model_step: Callable = engine._take_model_step
+        engine._take_model_step = self._step
+
+    def _step(self, lr_kwargs: dict | None) -> None:
+        self._measure()
+        self.refused = not math.isfinite(self.loss) or not (math.isfinite(self.grad_norm) or self._may_rescale())
+        if self.refused:
+            self._discard()
+        else:
+            self._take_model_step(lr_kwargs)
+
+    def _measure(self) -> None:
+        engine = self._engine
+        squares = sum(gradient.float().norm().item() ** 2 for gradient in self._counted_gradients())
+        loss = engine.total_loss.item() if engine.is_last_stage() else 0.0
+        loss, squares = _sum([loss, squares], engine.device)
+        self.loss = loss / (engine.gradient_accumulation_steps() * engine.dp_world_size)
+        self.grad_norm = math.sqrt(squares) / getattr(self._optimizer, "loss_scale", 1.0)
+
+    def _counted_gradients(self) -> Iterator[Tensor]:
+        """This rank's part of the global gradient: no element is on two ranks, a tied weight's is on the first stage."""
+        for gradient, weight in self._gradients():
+            if gradient is not None and not weight.ds_pipe_replicated:
+                yield gradient
+
+    def _gradients(self) -> Iterator[tuple[Tensor | None, Tensor]]:
+        optimizer = self._optimizer
+        if isinstance(optimizer, DeepSpeedZeroOptimizer):
+            for index, gradients in optimizer.averaged_gradients.items():
+                real = (gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False))
+                yield from zip(real, optimizer.params_in_partition[index], strict=True)
+        elif self._engine.grid.get_data_parallel_rank() == 0:
+            if isinstance(optimizer, BF16_Optimizer):
+                for gradients, weights in zip(optimizer.fp32_groups_gradients, optimizer.bf16_groups, strict=True):
+                    yield from zip(gradients, weights, strict=True)
+            else:
+                yield from ((weight.grad, weight) for weight in self._engine.module.parameters())
+
+    def _may_rescale(self) -> bool:
+        """fp16: an overflow that a smaller loss scale may cure. DeepSpeed skips the step and lowers the scale."""
+        scaler = getattr(self._optimizer, "loss_scaler", None)
+        return self._engine.fp16_enabled() and scaler is not None and scaler.cur_scale > scaler.min_scale
+
+    def _discard(self) -> None:
+        if isinstance(self._optimizer, DeepSpeedZeroOptimizer):
+            for index in self._optimizer.averaged_gradients:
+                self._optimizer.averaged_gradients[index] = None
+                self._optimizer.all_grad_tensors[index] = None
+        self._optimizer.zero_grad()
+
+
+def _config(plan: Plan) -> dict:
+    """Raises ConfigurationError for fp16 without ZeRO: DeepSpeed's pipeline would not scale the loss there."""
+    config, stage = concrete(plan), plan.strategy.zero_stage
+    if plan.recipe.precision == "fp16" and stage == 0:
+        raise ConfigurationError(
+            f"{plan.strategy.deepspeed_path}: zero_optimization.stage is 0, but DeepSpeed's pipeline scales the "
+            "loss of precision fp16 only under ZeRO; set the stage to 1, or train in bf16"
+        )
+    return config
+
+
+def _rows(micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[tuple[Tensor, Tensor], Tensor]]:
+    return iter([((batch.input_ids, batch.position_ids), batch.labels) for batch in micro_batches])
+
+
+def _sum(values: list[float], device: torch.device, group: dist.ProcessGroup | None = None) -> list[float]:
+    total = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(total, group=group)
+    return total.tolist()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
