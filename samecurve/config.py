@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, NonNegativeInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
+
+from .errors import ConfigurationError
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    """strict: a quoted number is text and is refused, not read as a number. A list from YAML may fill a tuple."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class Model(Section):
@@ -42,17 +46,32 @@ class Batch(Section):
     micro_batch_size: PositiveInt = 1
     sequence_length: PositiveInt
 
+    def accumulation_steps(self, data_parallel_size: int) -> int:
+        """Micro-batches per optimizer step and rank. Raises ConfigurationError when the global batch does not divide."""
+        steps, rest = divmod(self.global_batch_size, self.micro_batch_size * data_parallel_size)
+        if rest:
+            raise ConfigurationError(
+                f"batch.global_batch_size: {self.global_batch_size} does not divide into micro_batch_size "
+                f"{self.micro_batch_size} x {data_parallel_size} data-parallel ranks"
+            )
+        return steps
+
+
+Beta = Annotated[float, Field(ge=0, lt=1, strict=True)]
+
 
 class Optimizer(Section):
     name: Literal["adamw"] = "adamw"
     learning_rate: float = Field(gt=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = Field((0.9, 0.95), strict=False)
     epsilon: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.1, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
 
 
 class Schedule(Section):
+    """`decay_steps`: the length of the final decay of wsd (warm-up, stable, decay), and of no other schedule."""
+
     name: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     warmup_steps: NonNegativeInt = 0
     decay_steps: NonNegativeInt | None = None
@@ -64,7 +83,10 @@ class Memory(Section):
 
 
 class Evaluate(Section):
+    """Rows come from `path` (read like `data.path`), else from the data's held-out fraction. 0 steps: never."""
+
     every_steps: NonNegativeInt = 0
+    path: str | None = None
 
 
 class Checkpoint(Section):

@@ -1,0 +1,179 @@
+"""Command line, environment, recipe, Accelerate YAML and DeepSpeed JSON -> one plan, or one report of all problems.
+
+Imports nothing heavy: a mistake is told before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from .. import recipe as recipes
+from ..config import Recipe
+from ..documents import COMMAND_LINE, ENVIRONMENT, Document, Problem, read, report
+from ..errors import ConfigurationError, TopologyError
+from . import checks, launchers
+from .launchers import Ancestor, Launch
+
+_USAGE = """A later override wins over an earlier one. Strategies are the files in configs/; without one the run is a
+single process. Under `accelerate launch --config_file FILE` that file is the strategy."""
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How the run is spread over processes, as written in the strategy's files.
+
+    name: the file's stem, "single" when nothing was chosen. family: "single" | "ddp" | "fsdp" | "zero" | "pipeline".
+    path, accelerate: the Accelerate YAML and its content; None and {} for plain python and for a bare DeepSpeed JSON.
+    deepspeed_path, deepspeed: the DeepSpeed JSON and its content. launcher: see `launchers.Launch`.
+    offload: what leaves the device and where to: "optimizer:cpu", "param:cpu", "optimizer:nvme", "param:nvme".
+    """
+
+    name: str
+    family: str
+    path: Path | None
+    accelerate: dict
+    deepspeed_path: Path | None
+    deepspeed: dict | None
+    launcher: str
+    world_size: int
+    zero_stage: int
+    pipeline_stages: int
+    replicate_size: int
+    offload: tuple[str, ...]
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.world_size // self.pipeline_stages
+
+
+@dataclass(frozen=True)
+class Plan:
+    recipe: Recipe
+    strategy: Strategy
+
+
+@dataclass(frozen=True)
+class Files:
+    """The strategy's documents; an absent one is empty and has no name."""
+
+    accelerate: Document
+    deepspeed: Document
+
+
+def resolve(
+    argv: Sequence[str], environ: Mapping[str, str], ancestors: Callable[[], Sequence[Ancestor]] | None = None
+) -> Plan:
+    """`argv` without the program's name. `ancestors`: for tests, instead of the processes above this one.
+
+    Raises ConfigurationError with every problem found, or TopologyError when all are about the number of processes.
+    """
+    arguments = _arguments().parse_intermixed_args(argv)
+    launch = launchers.detect(environ, arguments.local_rank, ancestors)
+    problems = list(launch.problems)
+    source = recipes.load(arguments.recipe, arguments.overrides)
+    chosen = _choose(arguments.strategy, launch, environ, problems)
+    files = _read(chosen)
+    strategy = _describe(files, launch)
+    checks.check(source, files, strategy, launch)
+    problems += source.document.problems + files.accelerate.problems + files.deepspeed.problems
+    problems += launchers.override_problems(launch, environ, files.accelerate)
+    if problems:
+        only_topology = all(problem.topology for problem in problems)
+        raise (TopologyError if only_topology else ConfigurationError)(report(problems))
+    return Plan(source.recipe, strategy)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigurationError(f"{report([Problem(COMMAND_LINE, '', message)])}\n{self.format_usage().strip()}")
+
+
+def _arguments() -> argparse.ArgumentParser:
+    parser = _Parser("train.py", description="Train a recipe under a strategy.", epilog=_USAGE, allow_abbrev=False)
+    parser.add_argument(
+        "recipe", metavar="RECIPE", help="what is trained: a YAML file, for example recipes/quickstart.yaml"
+    )
+    parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="recipe values, for example steps=100")
+    parser.add_argument("--strategy", metavar="FILE", help="an Accelerate YAML or a DeepSpeed JSON")
+    parser.add_argument("--local_rank", metavar="N", type=int, help="added by the deepspeed launcher")
+    return parser
+
+
+def _choose(given: str | None, launch: Launch, environ: Mapping[str, str], problems: list[Problem]) -> str | None:
+    """The strategy's file: --strategy, or the config file of accelerate launch; when there are both they are the same."""
+    found = launch.config_file
+    if given and found and os.path.realpath(given) != os.path.realpath(found):
+        text = f"found {given}, but accelerate launch reads {found}; give both the same file, or leave --strategy out"
+        problems.append(Problem(COMMAND_LINE, "--strategy", text))
+    if given or found:
+        return given or found
+    switches = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP")
+    switched = [name for name in switches if environ.get(name, "false").lower() in ("true", "1", "yes")]
+    if switched:
+        text = "is set, but no strategy file is known; pass --strategy FILE, or --config_file FILE to accelerate launch"
+        problems.append(Problem(ENVIRONMENT, switched[0], text))
+    elif launch.launcher == "accelerate" and launch.flags is None:
+        text = "accelerate launch started this process, but its config file cannot be seen; pass --strategy FILE too"
+        problems.append(Problem(ENVIRONMENT, "ACCELERATE_MIXED_PRECISION", text))
+    return None
+
+
+def _read(chosen: str | None) -> Files:
+    """Accelerate resolves the name of the DeepSpeed JSON against the working directory, and so it is here."""
+    if chosen is None:
+        return Files(Document(""), Document(""))
+    if chosen.endswith(".json"):
+        return Files(Document(""), read(chosen))
+    accelerate = read(chosen)
+    json_path = accelerate.get("deepspeed_config", "deepspeed_config_file")
+    if accelerate.get("distributed_type") != "DEEPSPEED" or not isinstance(json_path, str) or not json_path:
+        return Files(accelerate, Document(""))
+    if not os.path.isfile(json_path):
+        text = f"no such file: {os.path.abspath(json_path)}; the name is relative to the working directory"
+        accelerate.problem(("deepspeed_config", "deepspeed_config_file"), text)
+        return Files(accelerate, Document(""))
+    return Files(accelerate, read(json_path))
+
+
+def _describe(files: Files, launch: Launch) -> Strategy:
+    """What the files say. Wrong values count as absent here: `checks` reports them, and then no plan is made."""
+    accelerate, deepspeed = files.accelerate, files.deepspeed
+    offloads = [
+        (part, deepspeed.get("zero_optimization", f"offload_{part}", "device")) for part in ("optimizer", "param")
+    ]
+    if accelerate.get("fsdp_config", "fsdp_offload_params") is True:
+        offloads += [("optimizer", "cpu"), ("param", "cpu")]
+    family = _family(files)
+    path = Path(accelerate.name) if accelerate.name else None
+    json_path = Path(deepspeed.name) if deepspeed.name else None
+    return Strategy(
+        name=(path or json_path or Path("single")).stem,
+        family=family,
+        path=path,
+        accelerate=accelerate.content,
+        deepspeed_path=json_path,
+        deepspeed=deepspeed.content if json_path else None,
+        launcher=launch.launcher,
+        world_size=launch.world_size,
+        zero_stage=_count(deepspeed.get("zero_optimization", "stage"), 0),
+        pipeline_stages=_count(deepspeed.get("pipeline", "stages"), 1) if family == "pipeline" else 1,
+        replicate_size=_count(accelerate.get("parallelism_config", "parallelism_config_dp_replicate_size"), 1),
+        offload=tuple(f"{part}:{device}" for part, device in offloads if device in ("cpu", "nvme")),
+    )
+
+
+def _family(files: Files) -> str:
+    kind = files.accelerate.get("distributed_type")
+    if files.deepspeed.name or kind == "DEEPSPEED":
+        return "pipeline" if "pipeline" in files.deepspeed.content else "zero"
+    return {"MULTI_GPU": "ddp", "FSDP": "fsdp"}.get(kind if isinstance(kind, str) else "", "single")
+
+
+def _count(value: object, default: int) -> int:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and float(value).is_integer() and value > 0
+    return int(value) if number else default
