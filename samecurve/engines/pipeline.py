@@ -168,7 +168,7 @@ class _Guard:
         self.grad_norm = math.sqrt(squares) / getattr(self._optimizer, "loss_scale", 1.0)
 
     def _counted_gradients(self) -> Iterator[Tensor]:
-        """This rank's part of the global gradient: no element is on two ranks, a tied weight's is on the first stage."""
+        """This rank's part of the global gradient: no element is on two ranks, tied weights on the first stage."""
         for gradient, weight in self._gradients():
             if gradient is not None and not weight.ds_pipe_replicated:
                 yield gradient
