@@ -51,11 +51,11 @@ def chart(curves: Sequence[Curve], title: str, tolerance: float) -> str:
         'font-family="sans-serif" font-size="12">',
         f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
         *loss.frame(f"{title}: loss"),
-        *(loss.line(curve.values, index, len(curves)) for index, curve in enumerate(curves)),
+        *(loss.line(curve.values, index, _turns(index, len(curves))) for index, curve in enumerate(curves)),
         *_legend(curves),
         *distance.frame(f"|loss / loss of {curves[0].label} - 1|"),
         distance.rule(tolerance),
-        *(distance.line(curve.values, index + 1, len(curves)) for index, curve in enumerate(distances)),
+        *(distance.line(curve.values, index + 1, 'stroke-width="1.5"') for index, curve in enumerate(distances)),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
@@ -86,14 +86,12 @@ class _Panel:
         parts.append(f'<path d="M{left} {self._top + TOP}V{bottom}H{right}" fill="none" stroke="{AXIS}"/>')
         return parts
 
-    def line(self, values: Sequence[float | None], index: int, count: int) -> str:
-        """Later curves are thinner, so that all are seen where they lie on top of each other."""
+    def line(self, values: Sequence[float | None], index: int, style: str) -> str:
         points = [
             f"{self.x(step):.1f},{self.y(value):.1f}" for step, value in enumerate(values, 1) if value is not None
         ]
-        width = 1.2 + 6 * (count - 1 - index) / max(count - 1, 1)
-        style = f'fill="none" stroke="{_colour(index)}" stroke-width="{width:.1f}" stroke-linejoin="round"'
-        return f'<polyline points="{" ".join(points)}" {style}/>'
+        shape = f'points="{" ".join(points)}" fill="none" stroke-linejoin="round"'
+        return f'<polyline {shape} stroke="{_colour(index)}" {style}/>'
 
     def rule(self, value: float) -> str:
         y = self.y(value)
@@ -108,6 +106,12 @@ class _Panel:
         low, high = self._scale(self._ticks[0]), self._scale(self._ticks[-1])
         share = (self._scale(min(max(value, self._ticks[0]), self._ticks[-1])) - low) / (high - low)
         return self._top + PANEL_HEIGHT - BOTTOM - share * (PANEL_HEIGHT - BOTTOM - TOP)
+
+
+def _turns(index: int, count: int) -> str:
+    """Dashes that take turns, so that curves on top of each other are all seen."""
+    dash = 9
+    return f'stroke-width="3" stroke-dasharray="{dash} {dash * (count - 1)}" stroke-dashoffset="{-dash * index}"'
 
 
 def _legend(curves: Sequence[Curve]) -> list[str]:

@@ -10,12 +10,13 @@ Rank 0 writes; on the others the same calls do nothing, so the loop need not ask
 
 from __future__ import annotations
 
+import argparse
 import errno
 import json
 import math
 import os
 import platform
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from importlib import metadata
@@ -181,16 +182,16 @@ def read_metrics(path: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
 
 
-def run_facts(plan: Plan, recipe_path: str, described: dict, data: dict, device: str) -> dict:
+def run_facts(plan: Plan, arguments: Sequence[str], described: dict, data: dict, device: str) -> dict:
     """run.json's content, which is also the header's.
 
-    described: the live engine's own words (`engine`, `world_size`, `data_parallel_size`, `pipeline_stages`,
-    `gradient_accumulation_steps`, `weight_dtype`, `reduce_dtype`, `num_parameters`, `num_parameters_per_rank`, ...).
-    data: the task's. device: its name, as a person would say it.
+    arguments: train.py's. described: the live engine's own words (`engine`, `world_size`, `data_parallel_size`,
+    `pipeline_stages`, `gradient_accumulation_steps`, `weight_dtype`, `reduce_dtype`, `num_parameters`,
+    `num_parameters_per_rank`, ...). data: the task's. device: its name, as a person would say it.
     """
     recipe, strategy = plan.recipe, plan.strategy
     return {
-        "recipe_path": recipe_path,
+        **_typed(arguments),
         "output_dir": recipe.output_dir,
         "strategy": strategy.name,
         "strategy_path": strategy.path or strategy.deepspeed_path,
@@ -206,6 +207,17 @@ def run_facts(plan: Plan, recipe_path: str, described: dict, data: dict, device:
         "versions": versions(),
         "started": now(),
     }
+
+
+def _typed(arguments: Sequence[str]) -> dict:
+    """The recipe's file and the overrides, so that `samecurve summary` can say how to do it again."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("recipe_path")
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--strategy")
+    parser.add_argument("--local_rank")
+    typed = parser.parse_intermixed_args(arguments)
+    return {"recipe_path": typed.recipe_path, "overrides": typed.overrides}
 
 
 def versions() -> dict[str, str | None]:

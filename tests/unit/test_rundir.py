@@ -3,12 +3,15 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from samecurve import rundir
+from samecurve.config import Recipe
 from samecurve.errors import ConfigurationError, StorageError
-from samecurve.rundir import RunDirectory, read_metrics
+from samecurve.rundir import RunDirectory, read_metrics, run_facts
 
 
 def finished_run(path, loss=1.0):
@@ -109,6 +112,32 @@ def test_path_that_is_a_file(tmp_path):
     file.write_text("")
     with pytest.raises(StorageError, match=f"{file}: File exists"):
         RunDirectory(file)
+
+
+def test_facts_are_jsons_and_remember_the_command(tmp_path):
+    recipe = Recipe.model_validate(
+        {
+            "output_dir": str(tmp_path),
+            "steps": 2,
+            "model": {"path": "m"},
+            "data": {"path": "d"},
+            "batch": {"global_batch_size": 4, "sequence_length": 8},
+            "optimizer": {"learning_rate": 1e-3},
+        }
+    )
+    strategy = SimpleNamespace(
+        name="ddp", path=Path("configs/ddp.yaml"), deepspeed_path=None, family="ddp", launcher="torchrun"
+    )
+    strategy.accelerate, strategy.deepspeed = {"distributed_type": "MULTI_GPU"}, None
+    typed = ["--local_rank=1", "r.yaml", "seed=1", "--strategy", "configs/ddp.yaml", "steps=2"]
+    plan = SimpleNamespace(recipe=recipe, strategy=strategy)
+    run = RunDirectory(tmp_path)
+    run.write_run(run_facts(plan, typed, {"engine": "DistributedDataParallel"}, {"rows": 5}, "cpu"))
+    facts = json.loads((tmp_path / "run.json").read_text())
+    assert (facts["recipe_path"], facts["overrides"]) == ("r.yaml", ["seed=1", "steps=2"])
+    assert (facts["strategy_path"], facts["engine"]) == ("configs/ddp.yaml", "DistributedDataParallel")
+    assert facts["recipe"]["optimizer"]["betas"] == [0.9, 0.95]
+    assert facts["versions"]["torch"] and facts["data"] == {"rows": 5}
 
 
 def test_importing_needs_no_torch():

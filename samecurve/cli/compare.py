@@ -1,0 +1,172 @@
+"""Run the same short job under each strategy on this machine, one after another, and compare the curves."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+from rich.status import Status
+
+from .. import recipe as recipes
+from ..chart import Curve, chart, relative_differences
+from ..config import Recipe
+from ..documents import report
+from ..errors import ConfigurationError
+from ..rundir import writing
+from . import jobs, repository_root
+from .jobs import Job, Outcome
+
+COLUMNS = "strategy", "engine", "world", "loss", "max loss difference", "max norm difference", "tokens/s", "memory GiB"
+# the norm is the square root of a sum over all gradients, each with its own rounding
+NORM_TOLERANCE_FACTOR = 10
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE")
+    parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="recipe values, for every strategy")
+    parser.add_argument("--strategies", default="", metavar="a,b,c", help="of configs/; the first one is the reference")
+    parser.add_argument("--num_processes", type=int, help="default: the number of GPUs, 2 without one")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--tolerance", type=float, default=1e-5, help="of the loss, relative, at every step")
+    parser.add_argument("--output", type=Path, help="default: runs/compare/RECIPE")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """0 when every strategy that can run here agrees with the reference, else 1."""
+    repository_root()
+    settings = overrides(arguments.recipe, arguments.overrides, arguments.steps)
+    names = [name for name in arguments.strategies.split(",") if name]
+    chosen = jobs.jobs(names, arguments.num_processes or _default_processes())
+    output = arguments.output or Path("runs/compare") / Path(arguments.recipe).stem
+    with writing(output):
+        output.mkdir(parents=True, exist_ok=True)
+    outcomes = _run_all(chosen, arguments.recipe, settings, output)
+    text, agree = verdict(outcomes, arguments.tolerance)
+    # a strategy that was asked for by name has to run; of all that there are, some may not be for this machine
+    agree = agree and not (names and any(outcome.refused for outcome in outcomes))
+    title = Path(arguments.recipe).stem
+    curves = [Curve(outcome.job.name, losses(outcome)) for outcome in outcomes if not outcome.reason]
+    with writing(output):
+        (output / "table.md").write_text(text, encoding="utf-8")
+        if curves:
+            (output / "chart.svg").write_text(chart(curves, title, arguments.tolerance), encoding="utf-8")
+    print(f"\n{text}\n{output / 'table.md'}  {output / 'chart.svg' if curves else ''}")
+    return 0 if agree else 1
+
+
+def overrides(recipe: str, given: Sequence[str], steps: int) -> list[str]:
+    """What the user gave, and what makes the job short. fp32, where strategies agree to rounding, unless given.
+
+    Raises ConfigurationError with everything that is wrong with the recipe, before any process is started.
+    """
+    schedule = _checked(recipe, given).schedule
+    short = {
+        "precision": "fp32",
+        "schedule.warmup_steps": min(schedule.warmup_steps, steps // 4),
+        "schedule.decay_steps": min(schedule.decay_steps, steps // 4) if schedule.decay_steps else None,
+        "evaluate.every_steps": 0,
+    }
+    keys = {argument.partition("=")[0] for argument in given}
+    added = [f"{key}={value}" for key, value in short.items() if key not in keys and value is not None]
+    settings = [*given, *added, f"steps={steps}"]
+    _checked(recipe, settings)
+    return settings
+
+
+def _checked(recipe: str, given: Sequence[str]) -> Recipe:
+    source = recipes.load(recipe, given)
+    if source.document.problems:
+        raise ConfigurationError(report(source.document.problems))
+    return source.recipe
+
+
+def _default_processes() -> int:
+    import torch
+
+    return torch.cuda.device_count() or 2
+
+
+def _run_all(chosen: Sequence[Job], recipe: str, settings: Sequence[str], output: Path) -> list[Outcome]:
+    console = Console(highlight=False, soft_wrap=True)
+    outcomes = []
+    for index, job in enumerate(chosen, 1):
+        label = f"[{index}/{len(chosen)}] {job.name}, {job.world_size} process{'es' if job.world_size > 1 else ''}"
+        directory = output / job.name
+        arguments = jobs.command(job, recipe, settings, directory)
+        with console.status(label) as status:
+            outcome = jobs.run(job, arguments, directory, partial(_tell, status, label))
+        outcomes.append(outcome)
+        console.print(f"{label}: {outcome.reason or f'{len(outcome.metrics)} steps'}", markup=False)
+    return outcomes
+
+
+def _tell(status: Status, label: str, steps: int) -> None:
+    status.update(f"{label}: {steps} steps")
+
+
+def losses(outcome: Outcome) -> list[float | None]:
+    return [record["loss"] for record in outcome.metrics]
+
+
+def verdict(outcomes: Sequence[Outcome], tolerance: float) -> tuple[str, bool]:
+    """(the table as markdown, whether all that ran agree and were more than the reference).
+
+    The first strategy that ran is the reference.
+    """
+    ran = [outcome for outcome in outcomes if not outcome.reason]
+    broken = any(outcome.reason and not outcome.refused for outcome in outcomes)
+    rows, agree = [], not broken and len(ran) >= min(2, len(outcomes))
+    for outcome in ran:
+        loss, norm = (_largest(outcome, ran[0], key) for key in ("loss", "grad_norm"))
+        same = loss <= tolerance and norm <= NORM_TOLERANCE_FACTOR * tolerance
+        agree = agree and same
+        shown = ["reference"] * 2 if outcome is ran[0] and same else [f"{loss:.1e}", f"{norm:.1e}"]
+        rows.append([*_facts(outcome), *shown, *_costs(outcome), "PASS" if same else "FAIL"])
+    limits = f"PASS: loss within {tolerance:g} and gradient norm within {NORM_TOLERANCE_FACTOR * tolerance:g} of "
+    parts = (
+        [_markdown([[*COLUMNS, ""], *rows]), f"\n{limits}{ran[0].job.name}'s, relative, at every step.\n"]
+        if ran
+        else []
+    )
+    parts += [
+        f"- {outcome.job.name}: {'cannot run here' if outcome.refused else 'FAIL'}: {outcome.reason}\n"
+        for outcome in outcomes
+        if outcome.reason
+    ]
+    return "".join(parts), agree
+
+
+def _largest(outcome: Outcome, reference: Outcome, key: str) -> float:
+    """The largest relative difference over the steps; infinite when a step or a value is missing."""
+    values, expected = ([record[key] for record in each.metrics] for each in (outcome, reference))
+    differences = relative_differences(values, expected)
+    if not differences or len(values) != len(expected) or None in differences:
+        return math.inf
+    return max(differences)
+
+
+def _facts(outcome: Outcome) -> list[str]:
+    first, last = losses(outcome)[0], losses(outcome)[-1]
+    curve = " -> ".join("none" if loss is None else f"{loss:.4f}" for loss in (first, last))
+    return [outcome.job.name, outcome.run["engine"], str(outcome.run["world_size"]), curve]
+
+
+def _costs(outcome: Outcome) -> list[str]:
+    """tokens/s without the first step, which carries the start-up's costs; memory of rank 0."""
+    steady = outcome.metrics[1:] or outcome.metrics
+    rate = sum(record["tokens"] for record in steady) / sum(record["step_seconds"] for record in steady)
+    return [f"{rate:,.0f}", f"{max(record['peak_memory_gib'] for record in outcome.metrics):.2f}"]
+
+
+def _markdown(rows: Sequence[Sequence[str]]) -> str:
+    """The first row is the header. Columns are as wide as their widest text, so that the source reads well too."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        "| " + " | ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) + " |" for row in rows
+    ]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,134 @@
+"""The same job under one strategy after another, each in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from ..errors import ConfigurationError
+from ..rundir import RunDirectory, read_json, read_metrics
+
+POLL_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Job:
+    """path: the strategy's YAML; None runs plain python. world_size: processes."""
+
+    name: str
+    path: Path | None
+    world_size: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """reason: why there is no curve, in one line; "" when the run was done.
+
+    refused: a mistake of the configuration, or a strategy that this machine cannot run.
+    """
+
+    job: Job
+    run: dict
+    metrics: list[dict]
+    reason: str
+    refused: bool
+    log: Path
+
+
+def jobs(names: Sequence[str], num_processes: int) -> list[Job]:
+    """names: strategies of configs/, none for all of them (single first, as it is the reference).
+
+    Raises ConfigurationError for a name without a file.
+    """
+    known = {path.stem: path for path in sorted(Path("configs").glob("*.yaml"))}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ConfigurationError(f"--strategies: no configs/{unknown[0]}.yaml; there are {', '.join(known)}")
+    chosen = names or sorted(known, key=lambda name: name != "single")
+    return [Job(name, *_placement(known[name], num_processes)) for name in chosen]
+
+
+def _placement(path: Path, num_processes: int) -> tuple[Path | None, int]:
+    """(strategy file, processes): `num_processes`, raised to what the strategy needs at least."""
+    settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if settings.get("distributed_type") == "NO":
+        return None, 1
+    replicas = (settings.get("parallelism_config") or {}).get("parallelism_config_dp_replicate_size", 1)
+    deepspeed_file = (settings.get("deepspeed_config") or {}).get("deepspeed_config_file")
+    deepspeed = json.loads(Path(deepspeed_file).read_text(encoding="utf-8")) if deepspeed_file else {}
+    unit = deepspeed.get("pipeline", {}).get("stages", 2 * replicas if replicas > 1 else 1)
+    return path, -(-num_processes // unit) * unit
+
+
+def command(job: Job, recipe: str, overrides: Sequence[str], output_dir: Path) -> list[str]:
+    start = [sys.executable]
+    if job.path is not None:
+        start += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(job.world_size)]
+    strategy = ["--strategy", str(job.path)] if job.path is not None else []
+    return [*start, "train.py", recipe, *strategy, *overrides, f"output_dir={output_dir}"]
+
+
+def run(job: Job, arguments: Sequence[str], directory: Path, tell: Callable[[int], None]) -> Outcome:
+    """Run a `command` to its end. Its output goes to `directory`.log. tell: called with how many steps are finished."""
+    log = directory.with_name(f"{directory.name}.log")
+    # an earlier comparison's curve must not be taken for this one's when the job stops before it has written its own
+    RunDirectory(directory).close()
+    with open(log, "w", encoding="utf-8") as stream, _processes(arguments, stream, job.world_size) as process:
+        while process.poll() is None:
+            tell(_finished_steps(directory))
+            time.sleep(POLL_SECONDS)
+    code = 0 if process.returncode == 0 else _exit_code(directory, log)
+    reason = "" if code == 0 else _reason(directory, log, code)
+    refused = code == ConfigurationError.exit_code
+    return Outcome(job, read_json(directory / "run.json"), read_metrics(directory), reason, refused, log)
+
+
+@contextmanager
+def _processes(arguments: Sequence[str], stream, world_size: int):
+    """The job in a process group of its own, which is ended when this process is interrupted."""
+    threads = max(1, (os.cpu_count() or 1) // world_size)
+    environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
+    process = subprocess.Popen(
+        arguments, stdout=stream, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait()
+
+
+def _finished_steps(directory: Path) -> int:
+    file = directory / "metrics.jsonl"
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+def _exit_code(directory: Path, log: Path) -> int:
+    """The training's own: status.json has it, or torchrun's report; torchrun itself always ends with 1."""
+    code = read_json(directory / "status.json").get("exit_code")
+    if code is not None:
+        return code
+    reported = re.findall(r"exitcode\s*:\s*(-?\d+)", log.read_text(encoding="utf-8", errors="replace"))
+    return int(reported[0]) if reported else 1
+
+
+def _reason(directory: Path, log: Path, code: int) -> str:
+    """status.json's, else the first problem of the report in the log."""
+    told = read_json(directory / "status.json").get("reason")
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
+    header = next((index for index, line in enumerate(lines) if re.match(r"\d+ problems? in ", line)), None)
+    if not told and header is not None:
+        told = next(iter(lines[header + 1 :]), None)
+    return told.splitlines()[0] if told else f"ended with code {code}, see {log}"

@@ -1,0 +1,96 @@
+"""What a run did: where the loss came from and went to, how fast, and the commands to look at it and to go on."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from ..errors import ConfigurationError
+from ..progress import duration, number
+from ..rundir import read_json, read_metrics
+
+LABEL_WIDTH = 14
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", type=Path, help="a run directory, for example runs/quickstart")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    directory = arguments.run
+    facts, metrics = read_json(directory / "run.json"), read_metrics(directory)
+    if not facts or not metrics:
+        raise ConfigurationError(f"{directory} holds no run with a finished step (run.json, metrics.jsonl)")
+    for label, text in [*_results(facts, metrics, read_json(directory / "status.json")), ("run directory", directory)]:
+        print(f"{label:<{LABEL_WIDTH}}{text}")
+    for purpose, line in commands(directory, facts):
+        print(f"\n{purpose}:\n  {line}")
+    return 0
+
+
+def _results(facts: dict, metrics: list[dict], status: dict) -> Iterator[tuple[str, str]]:
+    state, reason = status.get("state", "unknown"), status.get("reason")
+    yield "state", f"{state}: {reason}" if reason else state
+    yield "ran", f"{facts['strategy']} ({facts['engine']}), {facts['world_size']} processes, {facts['precision']}"
+    trained = [record for record in metrics if record["loss"] is not None]
+    if trained:
+        yield "loss", f"{trained[0]['loss']:.4f} -> {trained[-1]['loss']:.4f} in {len(metrics):,} steps"
+    evaluated = [record for record in metrics if record.get("eval_loss") is not None]
+    if evaluated:
+        yield "held out", _evaluation(evaluated)
+    tokens, seconds = (sum(record[key] for record in metrics) for key in ("tokens", "step_seconds"))
+    yield "tokens", f"{tokens:,} trained in {duration(seconds)} of steps, {tokens / seconds:,.0f} per second"
+
+
+def _evaluation(evaluated: list[dict]) -> str:
+    """Every eval_* number of the last evaluation, and the loss of the first where there are two."""
+    last = {
+        name.removeprefix("eval_").replace("_", " "): value for name, value in evaluated[-1].items() if "eval_" in name
+    }
+    before = f"{evaluated[0]['eval_loss']:.4f} -> " if len(evaluated) > 1 else ""
+    texts = [f"{name} {before if name == 'loss' else ''}{number(value)}" for name, value in last.items()]
+    return f"{', '.join(texts)} (after step {evaluated[-1]['step']})"
+
+
+def commands(directory: Path, facts: dict) -> list[tuple[str, str]]:
+    """(what for, the command). A new run has a new output_dir: an earlier run's files would be moved aside."""
+    recipe, strategy = facts["recipe_path"], facts["strategy_path"]
+    other = "zero3" if facts["strategy"] != "zero3" else "fsdp"
+    found = [("look at it", f"tensorboard --logdir {quoted(directory / 'tensorboard')}")]
+    if (directory / "model").is_dir():
+        start = launch(strategy, facts["world_size"], [recipe, *continued(facts["overrides"], directory)])
+        found.append(("let it write", f"python -m samecurve generate {quoted(directory)}"))
+        found.append(("go on from its weights", start))
+    again = [*_without(facts["overrides"], ("output_dir",)), f"output_dir={directory}-{other}"]
+    found.append(("try another strategy", launch(f"configs/{other}.yaml", None, [recipe, *again])))
+    found.append(("see that they agree", f"python -m samecurve compare {quoted(recipe)} --strategies single,{other}"))
+    return found
+
+
+def launch(strategy: str | None, world_size: int | None, arguments: Sequence[str]) -> str:
+    """The line that starts train.py. world_size None: the strategy file's own number."""
+    typed = " ".join(quoted(argument) for argument in arguments)
+    if strategy is None:
+        return f"python train.py {typed}"
+    if strategy.endswith(".json"):
+        return f"torchrun --nproc_per_node {world_size} train.py {typed} --strategy {quoted(strategy)}"
+    processes = f"--num_processes {world_size} " if world_size else ""
+    return f"accelerate launch --config_file {quoted(strategy)} {processes}train.py {typed}"
+
+
+def continued(overrides: Sequence[str], directory: Path) -> list[str]:
+    """Overrides that start from an export: its weights and its tokenizer, into a new directory."""
+    kept = _without(overrides, ("output_dir", "model.path", "model.config", "tokenizer"))
+    origin = [f"model.path={directory / 'model'}", "model.config=null", "tokenizer.path=null"]
+    return [*kept, *origin, "tokenizer.vocabulary_size=null", f"output_dir={directory}-continued"]
+
+
+def _without(overrides: Sequence[str], keys: tuple[str, ...]) -> list[str]:
+    dotted = [(override.partition("=")[0], override) for override in overrides]
+    return [override for key, override in dotted if not any(key == each or key.startswith(f"{each}.") for each in keys)]
+
+
+def quoted(text: object) -> str:
+    return shlex.quote(str(text))

@@ -1,0 +1,346 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from samecurve import cli, recipe
+from samecurve.cli import compare, generate, jobs, summary
+from samecurve.cli.jobs import Job, Outcome
+from samecurve.errors import ConfigurationError
+from samecurve.export import export
+from samecurve.rundir import RunDirectory
+
+RECIPE = """
+output_dir: runs/x
+steps: 100
+model:
+  config: {model_type: llama, num_hidden_layers: 2}
+tokenizer: {vocabulary_size: 300}
+data: {path: "builtin:python-stdlib"}
+batch: {global_batch_size: 8, sequence_length: 16}
+optimizer: {learning_rate: 1e-3}
+schedule: {warmup_steps: 40}
+"""
+
+
+@pytest.fixture
+def recipe_file(tmp_path):
+    file = tmp_path / "tiny.yaml"
+    file.write_text(RECIPE)
+    return str(file)
+
+
+@pytest.fixture
+def strategies(tmp_path, monkeypatch):
+    """A configs/ folder in the working directory."""
+    files = {
+        "configs/single.yaml": "distributed_type: 'NO'\n",
+        "configs/ddp.yaml": "distributed_type: MULTI_GPU\nnum_processes: 2\n",
+        "configs/hsdp.yaml": "distributed_type: FSDP\nparallelism_config:\n  parallelism_config_dp_replicate_size: 2\n",
+        "configs/pipeline.yaml": "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: p.json\n",
+        "p.json": json.dumps({"pipeline": {"stages": 2}}),
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+
+
+# the front door
+
+
+def test_help_and_errors_need_no_torch(tmp_path):
+    code = (
+        "import sys\nfrom samecurve import cli\n"
+        f"assert cli.main(['summary', {str(tmp_path)!r}]) == 2\n"
+        "import samecurve.cli.compare, samecurve.cli.generate\n"
+        "assert not {'torch', 'transformers', 'accelerate'} & sys.modules.keys()\n"
+        "cli.main(['--help'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert all(command in done.stdout for command in cli.COMMANDS)
+    assert done.stderr == f"{tmp_path} holds no run with a finished step (run.json, metrics.jsonl)\n"
+
+
+def test_another_working_directory_is_refused(tmp_path, monkeypatch, recipe_file, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["compare", recipe_file]) == ConfigurationError.exit_code
+    root = Path(cli.__file__).parents[2]
+    told = capsys.readouterr().err
+    assert told.startswith((f"the strategy files are read relative to the repository: first cd {root}", str(root)))
+
+
+# compare: which jobs
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        (1, {"single": 1, "ddp": 1, "hsdp": 4, "pipeline": 2}),
+        (2, {"single": 1, "ddp": 2, "hsdp": 4, "pipeline": 2}),
+        (5, {"single": 1, "ddp": 5, "hsdp": 8, "pipeline": 6}),
+    ],
+)
+def test_every_strategy_gets_processes_that_make_sense(strategies, asked, expected):
+    assert {job.name: job.world_size for job in jobs.jobs([], asked)} == expected
+    assert jobs.jobs([], asked)[0].name == "single"
+
+
+def test_unknown_strategy(strategies):
+    with pytest.raises(ConfigurationError, match="no configs/dpp.yaml; there are ddp, hsdp, pipeline, single"):
+        jobs.jobs(["ddp", "dpp"], 2)
+
+
+def test_commands():
+    single = jobs.command(Job("single", None, 1), "r.yaml", ["steps=3"], Path("out"))
+    assert single == [sys.executable, "train.py", "r.yaml", "steps=3", "output_dir=out"]
+    ddp = jobs.command(Job("ddp", Path("configs/ddp.yaml"), 2), "r.yaml", [], Path("out"))
+    assert ddp[1:] == [
+        *("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
+        *("train.py", "r.yaml", "--strategy", "configs/ddp.yaml", "output_dir=out"),
+    ]
+
+
+def test_a_short_job_has_a_short_warmup(recipe_file):
+    expected = ["seed=3", "precision=fp32", "schedule.warmup_steps=5", "evaluate.every_steps=0", "steps=20"]
+    assert compare.overrides(recipe_file, ["seed=3"], 20) == expected
+    assert compare.overrides(recipe_file, ["precision=bf16"], 20)[0] == "precision=bf16"
+    assert "precision=fp32" not in compare.overrides(recipe_file, ["precision=bf16"], 20)
+
+
+@pytest.mark.parametrize(("given", "steps"), [(["sede=3"], 20), ([], 0)])
+def test_a_wrong_recipe_starts_no_process(recipe_file, given, steps):
+    with pytest.raises(ConfigurationError, match="1 problem in the configuration"):
+        compare.overrides(recipe_file, given, steps)
+
+
+# compare: what a job leaves
+
+
+def run_job(directory, code):
+    return jobs.run(Job("ddp", None, 1), [sys.executable, "-c", code], directory, tell=lambda steps: None)
+
+
+def test_a_job_that_works(tmp_path):
+    code = (
+        "from samecurve.rundir import RunDirectory\n"
+        f"run = RunDirectory({str(tmp_path / 'ddp')!r})\n"
+        "run.write_run({'engine': 'DDP'}); run.append_metrics({'step': 1}); run.status('done', exit_code=0)\n"
+        "print('hello')"
+    )
+    outcome = run_job(tmp_path / "ddp", code)
+    assert (outcome.run, outcome.metrics, outcome.reason) == ({"engine": "DDP"}, [{"step": 1}], "")
+    assert outcome.log.read_text() == "hello\n"
+
+
+REPORT = "2 problems in the configuration\\n  configs/x.yaml:3: a: wrong\\n  b"
+FAILURES = {
+    "refused, by torchrun's report": (
+        f"import sys; print('{REPORT}'); print('  exitcode  : 2 (pid: 7)'); sys.exit(1)",
+        True,
+        "configs/x.yaml:3: a: wrong",
+    ),
+    "status.json knows better": (
+        "import sys; from samecurve.rundir import RunDirectory; run = RunDirectory(DIRECTORY);"
+        "run.status('failed', 'the loss is nan\\nmore', 3, 5); print('exitcode : 2'); sys.exit(1)",
+        False,
+        "the loss is nan",
+    ),
+    "crash": ("import os; os.abort()", False, "ended with code 1, see LOG"),
+}
+
+
+@pytest.mark.parametrize("case", FAILURES)
+def test_a_job_that_fails_and_an_older_curve(case, tmp_path):
+    code, refused, reason = FAILURES[case]
+    directory = tmp_path / "ddp"
+    old = RunDirectory(directory)
+    old.append_metrics({"step": 1})
+    old.status("done", exit_code=0)
+    old.close()
+    outcome = run_job(directory, code.replace("DIRECTORY", repr(str(directory))))
+    assert outcome.refused is refused
+    assert outcome.reason == reason.replace("LOG", str(tmp_path / "ddp.log"))
+    assert outcome.metrics == []
+    assert (directory / "previous" / "1" / "metrics.jsonl").exists()
+
+
+# compare: the verdict
+
+
+def outcome(name, losses, norms=None, reason="", refused=False):
+    metrics = [
+        {"loss": loss, "grad_norm": norm, "tokens": 100, "step_seconds": seconds, "peak_memory_gib": 1.5}
+        for loss, norm, seconds in zip(losses, norms or [1.0] * len(losses), [10.0, 1.0, 3.0], strict=False)
+    ]
+    run = {"engine": "E", "world_size": 2}
+    return Outcome(Job(name, None, 2), run, metrics, reason, refused, Path("log"))
+
+
+def test_table_by_hand():
+    text, agree = compare.verdict(
+        [
+            outcome("single", [6.0, 5.0, 4.0]),
+            outcome("ddp", [6.0, 5.0 * (1 + 2e-6), 4.0]),
+            outcome("nvme", [], reason="no libaio", refused=True),
+        ],
+        1e-5,
+    )
+    assert agree
+    assert text == (
+        "| strategy | engine | world | loss             | max loss difference | max norm difference | tokens/s"
+        " | memory GiB |      |\n"
+        "|----------|--------|-------|------------------|---------------------|---------------------|----------"
+        "|------------|------|\n"
+        "| single   | E      | 2     | 6.0000 -> 4.0000 | reference           | reference           | 50      "
+        " | 1.50       | PASS |\n"
+        "| ddp      | E      | 2     | 6.0000 -> 4.0000 | 2.0e-06             | 0.0e+00             | 50      "
+        " | 1.50       | PASS |\n"
+        "\nPASS: loss within 1e-05 and gradient norm within 0.0001 of single's, relative, at every step.\n"
+        "- nvme: cannot run here: no libaio\n"
+    )
+
+
+SINGLE = outcome("single", [6.0, 5.0, 4.0])
+
+
+@pytest.mark.parametrize(
+    ("others", "agree"),
+    [
+        ([outcome("a", [6.0, 5.0, 4.0])], True),
+        ([outcome("a", [6.0, 5.0, 4.0001])], False),
+        ([outcome("a", [6.0, 5.0, 4.0], [1.0, 1.0, 1.0 + 5e-5])], True),
+        ([outcome("a", [6.0, 5.0, 4.0], [1.0, 1.0, 1.0 + 2e-4])], False),
+        ([outcome("a", [6.0, 5.0])], False),
+        ([outcome("a", [6.0, None, 4.0])], False),
+        ([outcome("a", [6.0, 5.0, 4.0]), outcome("b", [], reason="crash")], False),
+        ([outcome("a", [], reason="no GPU", refused=True)], False),
+        ([], True),
+    ],
+)
+def test_agreement(others, agree):
+    assert compare.verdict([SINGLE, *others], 1e-5)[1] is agree
+
+
+def test_nothing_ran():
+    text, agree = compare.verdict([outcome("a", [], reason="no GPU", refused=True)], 1e-5)
+    assert (text, agree) == ("- a: cannot run here: no GPU\n", False)
+
+
+# summary
+
+
+def finished(directory, recipe_file, strategy_path="configs/ddp.yaml"):
+    run = RunDirectory(directory)
+    run.write_run(
+        {
+            "recipe_path": recipe_file,
+            "overrides": ["seed=3", "model.config.num_hidden_layers=1", "output_dir=runs/x"],
+            "strategy": "ddp",
+            "strategy_path": strategy_path,
+            "engine": "DistributedDataParallel",
+            "world_size": 2,
+            "precision": "fp32",
+        }
+    )
+    for step, loss, evaluation in (
+        (1, 8.0, {}),
+        (2, 6.5, {"eval_loss": 7.0}),
+        (3, None, {}),
+        (4, 6.0, {"eval_loss": 6.25}),
+    ):
+        bits = {"eval_bits_per_byte": 2.5} if evaluation else {}
+        run.append_metrics({"step": step, "loss": loss, "tokens": 500, "step_seconds": 25.0, **evaluation, **bits})
+    run.status("done", step=4, exit_code=0)
+    run.model.mkdir()
+    (run.model / "config.json").write_text("{}")
+    run.close()
+
+
+def test_summary(tmp_path, recipe_file, capsys):
+    directory = tmp_path / "a run"
+    finished(directory, recipe_file)
+    assert cli.main(["summary", str(directory)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:6] == [
+        "state         done",
+        "ran           ddp (DistributedDataParallel), 2 processes, fp32",
+        "loss          8.0000 -> 6.0000 in 4 steps",
+        "held out      loss 7.0000 -> 6.2500, bits per byte 2.5000 (after step 4)",
+        "tokens        2,000 trained in 1:40 min of steps, 20 per second",
+        f"run directory {directory}",
+    ]
+    assert f"  tensorboard --logdir '{directory}/tensorboard'" in lines
+    assert f"  python -m samecurve generate '{directory}'" in lines
+    again = f"accelerate launch --config_file configs/zero3.yaml train.py {recipe_file} seed=3 "
+    assert f"  {again}model.config.num_hidden_layers=1 'output_dir={directory}-zero3'" in lines
+
+
+def test_the_way_to_go_on_is_legal(tmp_path, recipe_file):
+    directory = tmp_path / "run"
+    finished(directory, recipe_file)
+    source = recipe.load(recipe_file, summary.continued(["seed=3", "model.config.num_hidden_layers=1"], directory))
+    assert source.document.problems == []
+    assert (source.recipe.model.path, source.recipe.model.config) == (str(directory / "model"), None)
+    assert source.recipe.output_dir == f"{directory}-continued" and source.recipe.seed == 3
+
+
+@pytest.mark.parametrize(
+    ("strategy", "line"),
+    [
+        (None, "python train.py r.yaml"),
+        ("configs/ddp.yaml", "accelerate launch --config_file configs/ddp.yaml --num_processes 2 train.py r.yaml"),
+        ("ds_configs/z.json", "torchrun --nproc_per_node 2 train.py r.yaml --strategy ds_configs/z.json"),
+    ],
+)
+def test_launch_lines(strategy, line):
+    assert summary.launch(strategy, 2, ["r.yaml"]) == line
+
+
+# generate
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run directory with a random byte-level model."""
+    directory = tmp_path_factory.mktemp("run")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=len(tokenizer), eos_token_id=None, bos_token_id=None))
+    export(((name, p.detach()) for name, p in model.named_parameters()), model, tokenizer, directory / "model", True)
+    return directory
+
+
+def written(capsys, *arguments):
+    assert cli.main(["generate", *map(str, arguments)]) == 0
+    return capsys.readouterr().out
+
+
+def test_generate_marks_the_prompt_and_is_seeded(trained, capsys):
+    first = written(capsys, trained, "--prompt", "def f", "--max_new_tokens", 16)
+    assert first.startswith(f"{trained / 'model'}, seed 0, temperature 0.8; the prompt is marked\n[def f]")
+    assert first == written(capsys, trained / "model", "--prompt", "def f", "--max_new_tokens", 16)
+    assert first != written(capsys, trained, "--prompt", "def f", "--max_new_tokens", 16, "--seed", 1)
+
+
+def test_generate_without_temperature_ignores_the_seed(trained, capsys):
+    texts = {
+        written(capsys, trained, "--temperature", 0, "--max_new_tokens", 8, "--seed", seed).partition("\n")[2]
+        for seed in (0, 1)
+    }
+    assert len(texts) == 1
+
+
+def test_generate_needs_a_model(tmp_path):
+    with pytest.raises(ConfigurationError, match="holds an exported model"):
+        generate.model_folder(tmp_path)
