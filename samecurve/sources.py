@@ -5,12 +5,12 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import os
 import sysconfig
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,12 +18,10 @@ from .cache import digest
 from .errors import DataError
 
 if TYPE_CHECKING:
-    from datasets import IterableDataset
-
     from .config import Recipe
 
 BUILTIN = "builtin:python-stdlib"
-TABLES = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+TABLES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 COMPRESSED = frozenset((".gz", ".zst", ".bz2", ".xz"))
 TEXTS = frozenset(".txt .text .md .rst .tex .html .xml .py .c .h .cc .cpp .rs .go .java .js .ts .sh .sql".split())
 _NOT_STDLIB = frozenset("test tests idle_test idlelib site-packages dist-packages __pycache__".split())
@@ -44,15 +42,13 @@ class Source:
 
     def documents(self) -> Iterator[str]:
         """The text of every document: a text file is one, a row of a table is one. DataError where one is broken."""
-        for kind, group in groupby(self.files, key=table_kind):
-            if kind is None:
-                yield from map(_read_text, group)
-            else:
-                yield from _read_tables(kind, list(group), self.text_column)
+        for file in self.files:
+            kind = table_kind(file)
+            yield from _read_table(file, kind, self.text_column) if kind else [_read_text(file)]
 
 
 def table_kind(file: Path) -> str | None:
-    """The name of the `datasets` reader for a file, None for a text. `.jsonl.gz` and the like are tables too."""
+    """How a table is read, None for a text. `.jsonl.gz` and the like are tables too."""
     suffixes = [suffix.lower() for suffix in file.suffixes[-2:]]
     if suffixes and suffixes[-1] in COMPRESSED:
         suffixes.pop()
@@ -102,10 +98,14 @@ def held_out_fraction(recipe: Recipe) -> float:
 
 def _builtin_files() -> tuple[Path, ...]:
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = tuple(f for f in sorted(root.rglob("*.py")) if not _NOT_STDLIB & set(f.relative_to(root).parts))
+    files = []
+    for folder, subfolders, names in os.walk(root):
+        # Pruned, not filtered afterwards: site-packages can hold a hundred times the files of the library.
+        subfolders[:] = [name for name in subfolders if name not in _NOT_STDLIB]
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
     if not files:
         raise DataError(f"{BUILTIN}: {root} holds no .py file; this Python keeps its library elsewhere: set data.path")
-    return files
+    return tuple(sorted(files))
 
 
 def _folder_files(root: Path, name: str, pattern: str | None) -> tuple[Path, ...]:
@@ -169,49 +169,62 @@ def _bad_utf8(file: Path, line: int, offset: int, error: UnicodeDecodeError) -> 
     )
 
 
-def _read_tables(kind: str, files: list[Path], column: str) -> Iterator[str]:
+def _read_table(file: Path, kind: str, column: str) -> Iterator[str]:
+    for place, row in _json_lines(file) if kind == "jsonl" else _dataset_rows(file, kind):
+        if column not in row:
+            raise DataError(_no_column(place, column, list(row)))
+        if not isinstance(row[column], str):
+            raise DataError(f"{place}: {column!r} is {row[column]!r:.40}, not text; remove or fill the row")
+        yield row[column]
+
+
+def _json_lines(file: Path) -> Iterator[tuple[str, dict]]:
+    """Parsed here and not by datasets, which gives up where a column that nobody reads changes its type on the way."""
+    offset = 0
+    for number, line in enumerate(_lines(file), start=1):
+        if line.strip():
+            yield f"{file}:{number}", _parse(file, number, offset, line)
+        offset += len(line)
+
+
+def _lines(file: Path) -> Iterator[bytes]:
+    import fsspec
+
+    try:
+        with fsspec.open(str(file), "rb", compression="infer") as lines:
+            yield from lines
+    except Exception as error:  # Each codec has errors of its own.
+        raise DataError(f"{file}: could not be read: {error}") from error
+
+
+def _parse(file: Path, number: int, offset: int, line: bytes) -> dict:
+    try:
+        row = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise DataError(_bad_utf8(file, number, offset + error.start, error)) from error
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{file}:{number}: column {error.colno}: not JSON: {error.msg}; correct or remove the line"
+        ) from error
+    if not isinstance(row, dict):
+        raise DataError(f'{file}:{number}: {row!r:.40} is not a JSON object; write {{"text": ...}}, one per line')
+    return row
+
+
+def _dataset_rows(file: Path, kind: str) -> Iterator[tuple[str, dict]]:
     import datasets  # Two seconds, and not needed when the tokens are cached already.
 
-    rows = datasets.load_dataset(kind, data_files=[str(file) for file in files], split="train", streaming=True)
-    for index, file in enumerate(files):
-        yield from _read_table(file, rows.shard(num_shards=len(files), index=index), column)
-
-
-def _read_table(file: Path, rows: IterableDataset, column: str) -> Iterator[str]:
-    row = 0
+    number = 0
     try:
-        for batch in rows.iter(batch_size=256):
-            if column not in batch:
-                raise DataError(_no_column(file, column, list(batch)))
-            for text in batch[column]:
-                row += 1
-                if not isinstance(text, str):
-                    raise DataError(f"{file}: row {row}: {column!r} is {text!r:.40}, not text; remove or fill the row")
-                yield text
-    except DataError:
-        raise
-    except Exception as error:  # datasets passes on whatever pyarrow, json or the codec raised.
-        raise DataError(_broken_line(file) or f"{file}: after row {row}: {error}") from error
+        # One file at a time: datasets casts all files of a call to the first one's columns, read or not.
+        rows = datasets.load_dataset(kind, data_files=[str(file)], split="train", streaming=True)
+        for number, row in enumerate(rows, start=1):
+            yield f"{file}: row {number}", row
+    except Exception as error:  # datasets passes on whatever pyarrow, pandas or a codec raised.
+        raise DataError(f"{file}: after row {number}: {error}; check that the file is whole {kind}") from error
 
 
-def _no_column(file: Path, column: str, found: list[str]) -> str:
+def _no_column(place: str, column: str, found: list[str]) -> str:
     nearest = difflib.get_close_matches(column, found, n=1, cutoff=0.3)
-    names = ", ".join(found)
-    return f"{file}: no column {column!r}, found: {names}; set data.text_column={nearest[0] if nearest else found[0]}"
-
-
-def _broken_line(file: Path) -> str | None:
-    """The first line that is not UTF-8 or not JSON; datasets names neither the line nor the byte in the file."""
-    if file.suffix not in (".jsonl", ".ndjson"):
-        return None
-    offset = 0
-    with open(file, "rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                json.loads(line.decode().strip() or "null")
-            except UnicodeDecodeError as error:
-                return _bad_utf8(file, number, offset + error.start, error)
-            except json.JSONDecodeError as error:
-                return f"{file}:{number}: column {error.colno}: not JSON: {error.msg}; correct or remove the line"
-            offset += len(line)
-    return None
+    fix = f"set data.text_column={nearest[0]}" if nearest else "set data.text_column, or remove what has no text"
+    return f"{place}: no column {column!r}, found: {', '.join(found)}; {fix}"

@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+from samecurve.config import Batch
+from samecurve.corpus import TokenStream
+from samecurve.data import DocumentRows, PackedRows, StepBatches, evaluation_batches
+from samecurve.loss import IGNORE_INDEX
+
+X = IGNORE_INDEX
+PAD = 99
+
+
+def stream(*documents: list[int]) -> TokenStream:
+    tokens = np.array([token for document in documents for token in document], dtype=np.uint16)
+    return TokenStream(tokens, np.cumsum([0, *map(len, documents)]), fingerprint="x")
+
+
+def random_stream(num_documents: int, longest: int, vocabulary: int = 50, seed: int = 0) -> TokenStream:
+    rng = np.random.default_rng(seed)
+    return stream(*[rng.integers(0, vocabulary, rng.integers(2, longest + 1)).tolist() for _ in range(num_documents)])
+
+
+def all_rows(rows):
+    return rows[np.arange(len(rows))]
+
+
+def test_packed_rows_by_hand():
+    rows = PackedRows(stream([1, 2, 3], [4, 5], [6, 7, 8, 9]), sequence_length=5, padding_token=PAD)
+    input_ids, position_ids, labels = all_rows(rows)
+    assert len(rows) == 2
+    assert input_ids.tolist() == [[1, 2, 3, 4, 5], [6, 7, 8, 9, PAD]]
+    assert position_ids.tolist() == [[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]]
+    assert labels.tolist() == [[2, 3, X, 5, X], [7, 8, 9, X, X]]
+    assert rows.num_targets == 6
+    assert all(array.dtype == np.int64 for array in (input_ids, position_ids, labels))
+
+
+def test_packed_rows_that_cut_a_document():
+    rows = PackedRows(stream([1, 2, 3, 4, 5, 6, 7], [8, 9]), sequence_length=3, padding_token=PAD)
+    input_ids, position_ids, labels = all_rows(rows)
+    assert input_ids.tolist() == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    assert position_ids.tolist() == [[0, 1, 2], [0, 1, 2], [0, 0, 1]]
+    assert labels.tolist() == [[2, 3, 4], [5, 6, 7], [X, 9, X]]
+
+
+def test_document_rows_by_hand():
+    rows = DocumentRows(stream([1, 2, 3], [4], [5, 6, 7, 8], [9, 10, 11, 12, 13, 14]), 3, padding_token=PAD)
+    input_ids, position_ids, labels = all_rows(rows)
+    assert input_ids.tolist() == [[1, 2, 3], [5, 6, 7], [9, 10, 11]]
+    assert position_ids.tolist() == [[0, 1, 2]] * 3
+    assert labels.tolist() == [[2, 3, X], [6, 7, 8], [10, 11, 12]]
+    assert (rows.num_dropped, rows.num_truncated, rows.num_targets) == (1, 1, 8)
+
+
+def test_document_rows_are_padded():
+    input_ids, _, labels = all_rows(DocumentRows(stream([1, 2]), 4, padding_token=PAD))
+    assert input_ids.tolist() == [[1, 2, PAD, PAD]]
+    assert labels.tolist() == [[2, X, X, X]]
+
+
+@pytest.mark.parametrize("sequence_length", [2, 3, 8, 31, 500])
+def test_packing_makes_every_token_a_target_once_but_the_first_of_each_document(sequence_length):
+    documents = random_stream(40, longest=25, vocabulary=1000)
+    rows = PackedRows(documents, sequence_length, PAD)
+    labels = all_rows(rows).labels
+    expected = np.delete(documents.tokens, documents.offsets[:-1])
+    assert labels[labels != X].tolist() == expected.tolist()
+    assert rows.num_targets == len(expected)
+
+
+def test_num_targets_is_what_the_rows_hold():
+    rows = DocumentRows(random_stream(30, longest=20), 11, PAD)
+    assert rows.num_targets == (all_rows(rows).labels != X).sum()
+
+
+@pytest.mark.parametrize("rows_class", [PackedRows, DocumentRows])
+def test_target_bytes_counts_the_targets_text(rows_class):
+    rows = rows_class(stream([1, 2, 3], [4, 2, 0]), 5, PAD)
+    assert rows.target_bytes(np.array([0, 1, 10, 100, 1000])) == (10 + 100) + (10 + 0)
+
+
+def test_fingerprint_tells_rows_apart():
+    documents = random_stream(3, 9)
+    rows = [PackedRows(documents, 4, PAD), PackedRows(documents, 5, PAD), DocumentRows(documents, 4, PAD)]
+    assert len({r.fingerprint for r in rows}) == 3
+    assert PackedRows(documents, 4, PAD).fingerprint == rows[0].fingerprint
+
+
+def tiny_model(family: str, attention: str) -> torch.nn.Module:
+    sizes = {"vocab_size": 100, "initializer_range": 0.5}
+    config = {
+        "llama": LlamaConfig(
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            **sizes,
+        ),
+        "gpt2": GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, **sizes),
+    }[family]
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@torch.no_grad()
+def test_documents_of_a_packed_row_do_not_see_each_other(family, attention):
+    model = tiny_model(family, attention)
+    documents = [[3, 14, 15, 92], [6, 5], [35, 89, 79, 32, 38, 46], [26, 43]]
+    input_ids, position_ids, _ = map(torch.from_numpy, all_rows(PackedRows(stream(*documents), 17, PAD)))
+    packed = model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits[0]
+    start = 0
+    for document in documents:
+        alone = model(input_ids=torch.tensor([document]), use_cache=False).logits[0]
+        torch.testing.assert_close(packed[start : start + len(document)], alone, rtol=1e-5, atol=1e-5)
+        start += len(document)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@torch.no_grad()
+def test_padding_changes_no_trained_logit(family):
+    model = tiny_model(family, "sdpa")
+    first, second = (all_rows(DocumentRows(stream([1, 2, 3, 4]), 9, token)) for token in (5, 77))
+    logits = [
+        model(
+            input_ids=torch.from_numpy(rows.input_ids),
+            position_ids=torch.from_numpy(rows.position_ids),
+            use_cache=False,
+        ).logits[0, :4]
+        for rows in (first, second)
+    ]
+    torch.testing.assert_close(*logits, rtol=0, atol=0)
+
+
+def batch(global_batch_size: int = 8, micro_batch_size: int = 1) -> Batch:
+    return Batch(global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, sequence_length=6)
+
+
+def step_content(rows, world: int, micro: int, step: int) -> Counter:
+    """The multiset of rows that all ranks together read in a step."""
+    shards = [StepBatches(rows, 3, batch(8, micro), (rank, world), 9).at(step) for rank in range(world)]
+    assert {len(shard) for shard in shards} == {8 // (world * micro)}
+    assert {tuple(m.input_ids.shape) for shard in shards for m in shard} == {(micro, 6)}
+    return Counter(tuple(row.tolist()) for shard in shards for m in shard for row in m.labels)
+
+
+@pytest.mark.parametrize("rows_class", [PackedRows, DocumentRows])
+def test_a_step_reads_the_same_rows_under_any_shard_and_micro_batch(rows_class):
+    rows = rows_class(random_stream(23, longest=12), 6, PAD)
+    for step in (0, 2, 7):  # 23 documents: step 2 lies across the end of the first epoch of DocumentRows.
+        reference = step_content(rows, 1, 8, step)
+        assert reference.total() == 8
+        for world, micro in [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2)]:
+            assert step_content(rows, world, micro, step) == reference
+
+
+def test_an_epoch_reads_every_row_once():
+    rows = DocumentRows(random_stream(24, longest=12, vocabulary=1000), 6, PAD)
+    read = [m.input_ids for step in range(3) for m in StepBatches(rows, 0, batch(), (0, 1), 3).at(step)]
+    assert sorted(torch.cat(read).tolist()) == sorted(all_rows(rows).input_ids.tolist())
+
+
+def test_iteration_is_the_pure_function_and_counts():
+    rows = DocumentRows(random_stream(16, longest=12), 6, PAD)
+    batches = StepBatches(rows, 1, batch(8, 4), (0, 1), num_steps=5, start_step=2)
+    assert (batches.samples, batches.epoch) == (16, 1.0)
+    seen = []
+    for micro_batches in batches:
+        expected = batches.at(batches.step - 1)
+        assert all(torch.equal(m.labels, e.labels) for m, e in zip(micro_batches, expected, strict=True))
+        assert batches.last_wait_seconds > 0
+        seen.append((batches.step, batches.samples, batches.epoch))
+    assert seen == [(3, 24, 1.5), (4, 32, 2.0), (5, 40, 2.5)]
+
+
+def test_iteration_can_be_left_and_taken_up_again():
+    rows = DocumentRows(random_stream(16, longest=12), 6, PAD)
+    batches = StepBatches(rows, 1, batch(), (0, 1), num_steps=4)
+    next(iter(batches))
+    assert len(list(batches)) == 3
+
+
+def test_an_error_of_the_reading_thread_reaches_the_loop():
+    class Broken(DocumentRows):
+        def __getitem__(self, indices):
+            raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(iter(StepBatches(Broken(random_stream(16, 12), 6, PAD), 1, batch(), (0, 1), num_steps=4)))
+
+
+@pytest.mark.parametrize(("world", "micro"), [(1, 1), (1, 4), (2, 1), (2, 3), (4, 2), (8, 1), (16, 2)])
+def test_evaluation_reads_every_row_once_and_equally_often_on_each_shard(world, micro):
+    rows = DocumentRows(random_stream(13, longest=12, vocabulary=1000), 6, PAD)
+    shards = [evaluation_batches(rows, micro, (rank, world)) for rank in range(world)]
+    assert {len(shard) for shard in shards} == {-(-13 // (world * micro))}
+    assert {m.labels.shape for shard in shards for m in shard} == {(micro, 6)}
+    labels = torch.cat([m.labels for shard in shards for m in shard])
+    assert labels[(labels != X).any(dim=1)].tolist() == all_rows(rows).labels.tolist()

@@ -1,0 +1,236 @@
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from samecurve import sources
+from samecurve.errors import DataError
+
+
+def jsonl(path: Path, *texts: str, column: str = "text") -> Path:
+    path.write_text("".join(json.dumps({column: text}) + "\n" for text in texts))
+    return path
+
+
+def parquet(path: Path, **columns: list) -> Path:
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    return path
+
+
+def texts(path: Path, **options) -> list[str]:
+    return list(sources.find(str(path), **options).documents())
+
+
+def test_a_text_file_is_one_document_whatever_its_name(tmp_path):
+    (tmp_path / "notes").write_bytes("one\r\nüber\n".encode())
+    assert texts(tmp_path / "notes") == ["one\r\nüber\n"]
+
+
+def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / ".git").mkdir()
+    for name in ["c.txt", "b/z.md", "a.py", "picture.png", ".git/x.txt"]:
+        (tmp_path / name).write_text(name)
+    assert texts(tmp_path) == ["a.py", "b/z.md", "c.txt"]
+    assert texts(tmp_path, pattern="**/*.md") == ["b/z.md"]
+    assert texts(tmp_path, pattern="*.png") == ["picture.png"]
+
+
+def test_jsonl(tmp_path):
+    assert texts(jsonl(tmp_path / "a.jsonl", "x", "y")) == ["x", "y"]
+    assert texts(jsonl(tmp_path / "b.jsonl", "x", column="content"), text_column="content") == ["x"]
+
+
+def test_compressed_jsonl(tmp_path):
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"text": "x"}\n'))
+    assert texts(path) == ["x"]
+
+
+def test_csv(tmp_path):
+    (tmp_path / "a.csv").write_text('id,text\n1,"x, y"\n')
+    assert texts(tmp_path) == ["x, y"]
+
+
+def test_parquet_files_of_a_folder(tmp_path):
+    parquet(tmp_path / "2.parquet", text=["c"], id=[3])
+    parquet(tmp_path / "1.parquet", text=["a", "b"], id=[1, 2])
+    assert texts(tmp_path) == ["a", "b", "c"]
+
+
+def test_columns_that_are_not_read_may_differ_between_rows(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "x", "id": 1}\n{"text": "y"}\n')
+    (tmp_path / "b.jsonl").write_text('{"text": "z", "id": "one", "more": [1]}\n')
+    assert texts(tmp_path) == ["x", "y", "z"]
+
+
+def test_a_json_array(tmp_path):
+    (tmp_path / "a.json").write_text('[{"text": "x"}, {"text": "y"}]')
+    assert texts(tmp_path / "a.json") == ["x", "y"]
+
+
+def test_python_itself():
+    source = sources.find(sources.BUILTIN)
+    names = {file.name for file in source.files}
+    assert {"argparse.py", "dataclasses.py", "decoder.py"} <= names
+    assert not any({"test", "tests", "idlelib", "site-packages"} & set(file.parts) for file in source.files)
+    assert 400 < len(source.files) < 1200
+
+
+def missing(tmp_path):
+    return {"name": str(tmp_path / "nothing")}
+
+
+def empty_folder(tmp_path):
+    return {"name": str(tmp_path)}
+
+
+def no_usable_file(tmp_path):
+    (tmp_path / "a.png").write_text("")
+    return {"name": str(tmp_path)}
+
+
+def no_match(tmp_path):
+    (tmp_path / "a.txt").write_text("")
+    return {"name": str(tmp_path), "pattern": "*.rst"}
+
+
+def mixed(tmp_path):
+    (tmp_path / "README.md").write_text("about the data")
+    jsonl(tmp_path / "a.jsonl", "x")
+    return {"name": str(tmp_path)}
+
+
+def latin1_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"one\ntwo\nf\xfcr\n")
+    return {"name": str(tmp_path)}
+
+
+def latin1_jsonl(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "x"}\n{"text": "f\xfcr"}\n')
+    return {"name": str(tmp_path)}
+
+
+def broken_jsonl(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n\n{"text": y}\n')
+    return {"name": str(tmp_path)}
+
+
+def missing_column(tmp_path):
+    parquet(tmp_path / "a.parquet", texts=["a"], id=[1])
+    return {"name": str(tmp_path)}
+
+
+def missing_column_in_the_second_file(tmp_path):
+    jsonl(tmp_path / "a.jsonl", "x")
+    jsonl(tmp_path / "b.jsonl", "x", column="txt")
+    return {"name": str(tmp_path)}
+
+
+def missing_in_a_row(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"id": 1}\n')
+    return {"name": str(tmp_path)}
+
+
+def null_for_text(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": null}\n')
+    return {"name": str(tmp_path)}
+
+
+def list_for_row(tmp_path):
+    (tmp_path / "a.jsonl").write_text('["x"]\n')
+    return {"name": str(tmp_path)}
+
+
+def broken_gzip(tmp_path):
+    (tmp_path / "a.jsonl.gz").write_bytes(b"not gzip")
+    return {"name": str(tmp_path / "a.jsonl.gz")}
+
+
+def number_for_text(tmp_path):
+    parquet(tmp_path / "a.parquet", text=[1, 2])
+    return {"name": str(tmp_path)}
+
+
+def broken_parquet(tmp_path):
+    (tmp_path / "a.parquet").write_bytes(b"not parquet")
+    return {"name": str(tmp_path)}
+
+
+ERRORS = [
+    (missing, "T/nothing: data.path does not exist; give a file, a folder, or builtin:python-stdlib"),
+    (empty_folder, "T: no text or table file among the folder's 0 files; it is empty"),
+    (
+        no_usable_file,
+        "T: no text or table file among the folder's 1 files (suffixes: .png); set data.pattern to read them as text",
+    ),
+    (no_match, "T: no file matches data.pattern='*.rst'; `**/*.ext` looks in sub-folders too"),
+    (
+        mixed,
+        "T: the folder holds 1 table files (a.jsonl, ...) and 1 text files (README.md, ...); say which are the data "
+        "with data.pattern='**/*.jsonl'",
+    ),
+    (
+        latin1_text,
+        "T/a.txt:3: byte 9 (0xfc) is not UTF-8: invalid start byte; convert the file (iconv -f latin1 -t utf-8) or "
+        "leave it out with data.pattern",
+    ),
+    (
+        latin1_jsonl,
+        "T/a.jsonl:2: byte 25 (0xfc) is not UTF-8: invalid start byte; convert the file (iconv -f latin1 -t utf-8) "
+        "or leave it out with data.pattern",
+    ),
+    (broken_jsonl, "T/a.jsonl:3: column 10: not JSON: Expecting value; correct or remove the line"),
+    (missing_column, "T/a.parquet: row 1: no column 'text', found: texts, id; set data.text_column=texts"),
+    (missing_column_in_the_second_file, "T/b.jsonl:1: no column 'text', found: txt; set data.text_column=txt"),
+    (
+        missing_in_a_row,
+        "T/a.jsonl:2: no column 'text', found: id; set data.text_column, or remove what has no text",
+    ),
+    (null_for_text, "T/a.jsonl:1: 'text' is None, not text; remove or fill the row"),
+    (list_for_row, "T/a.jsonl:1: ['x'] is not a JSON object; write {\"text\": ...}, one per line"),
+    (broken_gzip, "T/a.jsonl.gz: could not be read: "),
+    (number_for_text, "T/a.parquet: row 1: 'text' is 1, not text; remove or fill the row"),
+    (broken_parquet, "T/a.parquet: after row 0: "),
+]
+
+
+@pytest.mark.parametrize(("prepare", "message"), ERRORS, ids=[case[0].__name__ for case in ERRORS])
+def test_errors_name_the_place_and_the_fix(tmp_path, prepare, message):
+    with pytest.raises(DataError) as caught:
+        list(sources.find(**prepare(tmp_path)).documents())
+    found = str(caught.value).replace(str(tmp_path), "T")
+    assert found.startswith(message) if message.endswith(": ") else found == message
+
+
+def test_fingerprint_is_of_the_content(tmp_path):
+    (tmp_path / "a.txt").write_text("one")
+    first = sources.fingerprint(sources.find(str(tmp_path)), tmp_path / "cache")
+    (tmp_path / "a.txt").rename(tmp_path / "b.txt")
+    assert sources.fingerprint(sources.find(str(tmp_path / "b.txt")), tmp_path / "cache") == first
+    (tmp_path / "b.txt").write_text("two")  # the same size, and most likely within one tick of the clock
+    assert sources.fingerprint(sources.find(str(tmp_path / "b.txt")), tmp_path / "cache") != first
+
+
+def test_an_old_file_is_read_once_for_its_fingerprint(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("one")
+    os.utime(tmp_path / "a.txt", (1, 1))
+    source = sources.find(str(tmp_path / "a.txt"))
+    first = sources.fingerprint(source, tmp_path / "cache")
+    monkeypatch.setattr(sources, "_file_hash", lambda file: pytest.fail("read again"))
+    assert sources.fingerprint(source, tmp_path / "cache") == first
+
+
+def test_held_out_is_a_stable_property_of_the_text():
+    documents = [f"document {i}" for i in range(4000)]
+    small, large = ({d for d in documents if sources.is_held_out(d, fraction)} for fraction in (0.1, 0.3))
+    assert small < large
+    assert len(small) == pytest.approx(400, abs=95)  # 19 is one sigma.
+    assert not any(sources.is_held_out(d, 0.0) for d in documents)
