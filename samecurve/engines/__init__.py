@@ -1,0 +1,35 @@
+"""The only place where strategy words live. `start` makes the Accelerator, `build` the engine of the strategy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import PreTrainedModel
+
+    from ..tasks import Task
+    from .base import Engine
+    from .resolve import Plan
+
+
+def start(plan: Plan) -> Accelerator:
+    """Processes, devices, precision and trackers of the plan. Raises TopologyError when they are not those asked for."""
+    from .start import start as start_accelerator
+
+    return start_accelerator(plan)
+
+
+def build(accelerator: Accelerator, plan: Plan, skeleton: PreTrainedModel, task: Task) -> Engine:
+    """The strategy's engine around the architecture `skeleton`, weights filled in and checked against the plan."""
+    from .verify import verify
+
+    if plan.strategy.family == "pipeline":
+        from .pipeline import PipelineEngine as Chosen
+    elif plan.strategy.family == "zero":
+        from .zero import ZeroEngine as Chosen
+    else:
+        from .accelerated import AcceleratedEngine as Chosen
+    engine = Chosen(accelerator, plan, skeleton, task)
+    verify(plan, engine.describe())
+    return engine

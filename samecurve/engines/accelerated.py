@@ -1,0 +1,202 @@
+"""One optimizer step on one device, under DDP and under FSDP2, through accelerate.Accelerator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from ..errors import NumericError
+from ..loss import count_trained
+from ..model import build, fill
+from ..optim import build_optimizer, parameter_groups, set_learning_rate
+from .base import EvalResult, StepResult
+from .loss_scale import LossScale
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..data import MicroBatch
+    from ..tasks import Task
+    from .resolve import Plan
+
+
+class AcceleratedEngine:
+    """Single device, DDP, FSDP2 and HSDP. ZeRO overrides how a model is prepared, updated, written and read."""
+
+    def __init__(self, accelerator: Accelerator, plan: Plan, skeleton: PreTrainedModel, task: Task):
+        self.accelerator, self.plan, self.skeleton, self.task = accelerator, plan, skeleton, task
+        self.recipe, self.device = plan.recipe, accelerator.device
+        self.shapes = {name: p.shape for name, p in skeleton.named_parameters()}
+        self.loss_scale = LossScale() if self.recipe.precision == "fp16" else None
+        self.model, self.optimizer = self._prepare()
+        module = accelerator.unwrap_model(self.model)
+        self.tensors = {**dict(module.named_buffers()), **dict(module.named_parameters())}
+        with torch.no_grad():
+            fill(skeleton, self.recipe, self._write)
+
+    # What the loop asks
+
+    @property
+    def shard(self) -> tuple[int, int]:
+        return self.accelerator.process_index, self.accelerator.num_processes
+
+    def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
+        set_learning_rate(self.optimizer, learning_rate)
+        tokens = int(self._sum(sum(count_trained(batch.labels) for batch in micro_batches)))
+        if tokens == 0:
+            return StepResult(loss=0.0, grad_norm=0.0, tokens=0, applied=False)
+        # DDP, FSDP and ZeRO average gradients over the ranks; the loss is a mean over tokens, not over ranks
+        weight = self.accelerator.num_processes / tokens
+        loss_sum = torch.zeros((), device=self.device)
+        for index, batch in enumerate(micro_batches):
+            last = index == len(micro_batches) - 1
+            with self._accumulating(last):
+                loss = self._loss(batch)
+                loss_sum += loss.detach()
+                # agreed before the last backward: under ZeRO what follows it cannot be taken back
+                mean = self._finite_mean(loss_sum, tokens) if last else None
+                self._backward(loss * weight, last)
+        grad_norm, applied = self._update()
+        if not applied and self.loss_scale is None:
+            raise NumericError(f"the gradient norm is {grad_norm} at a loss of {mean:.6g}; the weights were not touched")
+        return StepResult(loss=mean, grad_norm=grad_norm, tokens=tokens, applied=applied)
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
+        self.model.eval()
+        with torch.no_grad():
+            loss_sum = sum((self._loss(batch) for batch in micro_batches), torch.zeros((), device=self.device))
+        self.model.train()
+        tokens = int(self._sum(sum(count_trained(batch.labels) for batch in micro_batches)))
+        return EvalResult(loss=self._sum(loss_sum) / max(tokens, 1), tokens=tokens)
+
+    def parameters(self) -> Iterator[tuple[str, Tensor | None]]:
+        for name in self.shapes:
+            full = self._read(self.tensors[name])
+            yield name, full.float().cpu() if self.accelerator.is_main_process else None
+
+    def describe(self) -> dict:
+        local = sum(self._local_numel(self.tensors[name]) for name in self.shapes)
+        return {
+            "engine": type(self.model).__name__,
+            "optimizer": type(self.optimizer).__name__,
+            "world_size": self.accelerator.num_processes,
+            "data_parallel_size": self.accelerator.num_processes,
+            "pipeline_stages": 1,
+            "device": str(self.device),
+            "precision": self.recipe.precision,
+            "num_parameters": sum(shape.numel() for shape in self.shapes.values()),
+            "num_parameters_per_rank": local,
+            **self._describe_numbers(),
+        }
+
+    # How one device, DDP and FSDP2 do it
+
+    def _prepare(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        if self.plan.strategy.family == "fsdp":
+            model = self._shard()
+        else:
+            model = build(self.skeleton.config, torch.device(self.device))
+            self._checkpoint_activations(model)
+            model = self.accelerator.prepare_model(model)
+        module = self.accelerator.unwrap_model(model)
+        groups = parameter_groups(module.named_parameters(), self.shapes, self.recipe.optimizer)
+        return model, build_optimizer(groups, self.recipe.optimizer)
+
+    def _shard(self) -> nn.Module:
+        """Shard on the meta device, then allocate: no rank ever holds a full model."""
+        from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+        model = build(self.skeleton.config, torch.device("meta"))
+        self._checkpoint_activations(model)
+        model = fsdp2_prepare_model(self.accelerator, model)
+        offloaded = self.accelerator.state.fsdp_plugin.cpu_offload
+        model.to_empty(device="cpu" if getattr(offloaded, "pin_memory", False) else self.device)
+        for buffer in model.buffers():
+            buffer.data = buffer.data.to(self.device)
+        self.accelerator._models.append(model)
+        return model
+
+    def _checkpoint_activations(self, model: PreTrainedModel) -> None:
+        if self.recipe.memory.activation_checkpointing == "full":
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    def _accumulating(self, last: bool) -> AbstractContextManager:
+        """DDP reduces gradients once a step. FSDP2 reduces every micro-batch, or it would hold whole gradients."""
+        if self.plan.strategy.family == "ddp" and not last:
+            return self.accelerator.no_sync(self.model)
+        return nullcontext()
+
+    def _loss(self, batch: MicroBatch) -> Tensor:
+        batch = batch.to(self.device)
+        output = self.model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False)
+        return self.task.loss(output.logits, batch.labels)
+
+    def _backward(self, loss: Tensor, last: bool) -> None:
+        (loss * self.loss_scale.value if self.loss_scale else loss).backward()
+
+    def _update(self) -> tuple[float, bool]:
+        """(gradient norm before clipping, whether the weights changed)."""
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        if self.loss_scale:
+            torch._foreach_mul_([p.grad for p in parameters], 1 / self.loss_scale.value)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self.recipe.optimizer.max_grad_norm)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        applied = bool(torch.isfinite(norm))
+        if applied:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.loss_scale:
+            self.loss_scale.update(applied)
+        return norm.item(), applied
+
+    def _write(self, name: str, full: Tensor) -> None:
+        tensor = self.tensors[name].detach()
+        if isinstance(tensor, DTensor):
+            # every rank has the same values already, so nothing is sent (src_data_rank=None)
+            on_mesh = full.to(tensor.device_mesh.device_type)
+            shard = distribute_tensor(on_mesh, tensor.device_mesh, tensor.placements, src_data_rank=None)
+            tensor, full = tensor.to_local(), shard.to_local()
+        tensor.copy_(full)
+
+    def _read(self, parameter: nn.Parameter) -> Tensor:
+        tensor = parameter.detach()
+        if isinstance(tensor, DTensor):
+            tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
+        return tensor
+
+    def _local_numel(self, parameter: nn.Parameter) -> int:
+        return parameter.to_local().numel() if isinstance(parameter, DTensor) else parameter.numel()
+
+    def _describe_numbers(self) -> dict:
+        reduced = torch.float32 if self.plan.strategy.family != "single" else None
+        return {
+            "micro_batch_size": self.recipe.batch.micro_batch_size,
+            "gradient_accumulation_steps": self.recipe.batch.accumulation_steps(self.accelerator.num_processes),
+            "gradient_clipping": self.recipe.optimizer.max_grad_norm,
+            "weight_dtype": _name(next(self.model.parameters()).dtype),
+            "reduce_dtype": _name(reduced),
+            "zero_stage": 0,
+            "sharded": any(isinstance(p, DTensor) for p in self.model.parameters()),
+        }
+
+    # Agreement between ranks
+
+    def _sum(self, value: Tensor | float) -> float:
+        total = torch.as_tensor(value, dtype=torch.float64, device=self.device)
+        return self.accelerator.reduce(total, reduction="sum").item()
+
+    def _finite_mean(self, loss_sum: Tensor, tokens: int) -> float:
+        mean = self._sum(loss_sum) / tokens
+        if not torch.isfinite(torch.tensor(mean)):
+            raise NumericError(f"the loss is {mean}; the weights were not touched")
+        return mean
+
+
+def _name(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")

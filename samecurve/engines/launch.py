@@ -1,0 +1,57 @@
+"""The environment that `accelerate launch` would give for a strategy file, for the other launchers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .resolve import Strategy
+
+_OURS = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
+
+
+def environment(strategy: Strategy) -> dict[str, str]:
+    """Variables that Accelerate's plugins read, made by Accelerate's own launcher code from the YAML.
+
+    So torchrun, deepspeed and plain python hand `Accelerator` what `accelerate launch --config_file` hands it.
+    A bare DeepSpeed JSON has no YAML: the variables are those of a YAML that names only the JSON.
+    """
+    if strategy.family == "single":
+        return {}
+    if strategy.path is None:
+        return {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(strategy.deepspeed_path)}
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
+    arguments = launch_command_parser().parse_args(
+        ["--config_file", str(strategy.path), "--main_process_port", "0", "train.py"]
+    )
+    arguments, _, _ = _validate_launch_command(arguments)
+    if not arguments.use_deepspeed:
+        made = prepare_multi_gpu_env(arguments)
+    else:
+        arguments.num_machines = 1  # the processes exist already; only their variables are wanted
+        arguments.deepspeed_fields_from_accelerate_config = ""
+        made = prepare_deepspeed_cmd_env(arguments)[1]
+    return {key: value for key, value in made.items() if key.startswith(_OURS)}
+
+
+def adopt(strategy: Strategy, environ: Mapping[str, str] = os.environ) -> None:
+    """Put `environment` and, for a process without a launcher, a world of one into os.environ."""
+    if strategy.launcher != "accelerate":
+        os.environ.update(environment(strategy))
+    if strategy.family != "single":
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())} if "MASTER_PORT" not in environ else {}
+        for key, value in alone.items():
+            os.environ.setdefault(key, value)
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]

@@ -1,0 +1,51 @@
+"""The CPU bridge: the real strategies over gloo where there is no accelerator.
+
+Left alone, Accelerate on a CPU turns FSDP into separate single-process runs and ignores fp16, without a word. What is
+done about it touches private state of Accelerate 1.15, so all of it is here, and `check` asserts what came out.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from .resolve import Strategy
+
+_KINDS = {"ddp": DistributedType.MULTI_CPU, "fsdp": DistributedType.MULTI_GPU}
+
+
+def needed() -> bool:
+    """Whether this process has no accelerator and rehearses on the CPU."""
+    return not torch.cuda.is_available()
+
+
+def backend(strategy: Strategy) -> str | None:
+    """The process group's backend; None leaves it to Accelerate."""
+    return "gloo" if needed() and strategy.family != "single" else None
+
+
+def prepare(strategy: Strategy) -> None:
+    """Before `Accelerator(...)`: gloo processes of the kind that Accelerate builds the strategy on."""
+    torch.set_num_threads(_threads())
+    if strategy.family in _KINDS:
+        PartialState(backend="gloo")
+        PartialState._shared_state["distributed_type"] = _KINDS[strategy.family]
+
+
+def _threads() -> int:
+    if "OMP_NUM_THREADS" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
+        return int(os.environ["OMP_NUM_THREADS"])
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def adjust(accelerator: Accelerator, precision: str) -> None:
+    """After `Accelerator(...)`: fp16 autocast, which Accelerate leaves off on a CPU and trains in fp32 instead."""
+    if precision == "fp16" and accelerator.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU):
+        accelerator.native_amp = True

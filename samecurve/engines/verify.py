@@ -1,0 +1,46 @@
+"""What runs against what was asked for: Accelerate and DeepSpeed fall back to something else without a word."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..errors import TopologyError
+
+if TYPE_CHECKING:
+    from .resolve import Plan
+
+_WRAPPERS = {"ddp": "DistributedDataParallel", "zero": "DeepSpeedEngine", "pipeline": "PipelineEngine"}
+
+
+def verify(plan: Plan, running: dict) -> None:
+    """Raises TopologyError (exit code 6) that names both values of every difference."""
+    asked = _asked(plan, running)
+    differences = [
+        f"  {key}: asked for {value!r}, but {running.get(key)!r} runs"
+        for key, value in asked.items()
+        if running.get(key) != value
+    ]
+    if differences:
+        raise TopologyError(
+            f"strategy {plan.strategy.name}: what runs is not what was asked for\n" + "\n".join(differences)
+        )
+
+
+def _asked(plan: Plan, running: dict) -> dict:
+    recipe, strategy = plan.recipe, plan.strategy
+    asked = {
+        "world_size": strategy.world_size,
+        "data_parallel_size": strategy.data_parallel_size,
+        "pipeline_stages": strategy.pipeline_stages,
+        "micro_batch_size": recipe.batch.micro_batch_size,
+        "gradient_accumulation_steps": recipe.batch.accumulation_steps(strategy.data_parallel_size),
+        "gradient_clipping": recipe.optimizer.max_grad_norm,
+        "precision": recipe.precision,
+        "zero_stage": strategy.zero_stage,
+        "sharded": strategy.family == "fsdp" or strategy.zero_stage == 3,
+    }
+    if strategy.family in _WRAPPERS:
+        asked["engine"] = _WRAPPERS[strategy.family]
+    if strategy.family in ("zero", "pipeline"):
+        asked["weight_dtype"] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[recipe.precision]
+    return asked

@@ -1,0 +1,83 @@
+"""ZeRO-1, 2 and 3 with CPU and NVMe offload: DeepSpeed's engine, prepared by Accelerate."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+
+import deepspeed
+import torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param, safe_set_local_fp32_param
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..model import build
+from ..optim import build_optimizer, parameter_groups
+from .accelerated import AcceleratedEngine, _name
+
+
+class ZeroEngine(AcceleratedEngine):
+    """DeepSpeed owns backward, clipping, loss scaling and the update; the arithmetic around them is shared."""
+
+    def _prepare(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        config = self.accelerator.deepspeed_plugin.deepspeed_config
+        with ExitStack() as stack:
+            model = build(self.skeleton.config, self._construction(config, stack))
+        self._checkpoint_activations(model)
+        # ZeRO-3 replaces every shape by an empty one, so the groups go by the skeleton's
+        groups = parameter_groups(model.named_parameters(), self.shapes, self.recipe.optimizer)
+        engine, optimizer = self.accelerator.prepare(model, build_optimizer(groups, self.recipe.optimizer))
+        return engine, optimizer
+
+    def _construction(self, config: dict, stack: ExitStack) -> AbstractContextManager:
+        if self.plan.strategy.zero_stage < 3:
+            return torch.device(self.device)
+        return deepspeed.zero.Init(config_dict_or_path=config)
+
+    def _accumulating(self, last: bool) -> AbstractContextManager:
+        self.model.set_gradient_accumulation_boundary(last)
+        return nullcontext()
+
+    def _backward(self, loss: Tensor, last: bool) -> None:
+        self.model.backward(loss, scale_wrt_gas=False)
+
+    def _update(self) -> tuple[float, bool]:
+        self.model.step()
+        return float(self.model.get_global_grad_norm()), self.model.was_step_applied()
+
+    def _write(self, name: str, full: Tensor) -> None:
+        """Both the working weight and its fp32 master, which DeepSpeed would otherwise make from the rounded one."""
+        tensor = self.tensors[name]
+        if not isinstance(tensor, nn.Parameter):
+            tensor.copy_(full)
+        elif hasattr(tensor, "ds_id"):
+            self._write_partitioned(tensor, full)
+        else:
+            tensor.data.copy_(full)
+            safe_set_full_fp32_param(tensor, full.to(tensor.device))
+
+    def _write_partitioned(self, parameter: nn.Parameter, full: Tensor) -> None:
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            if self.accelerator.is_main_process:
+                parameter.data.copy_(full)
+        rank, world = self.shard
+        length = -(-full.numel() // world)  # DeepSpeed pads the last partition
+        padded = functional.pad(full.flatten(), (0, length * world - full.numel()))
+        safe_set_local_fp32_param(parameter, padded.narrow(0, rank * length, length).to(self.device))
+
+    def _read(self, parameter: nn.Parameter) -> Tensor:
+        return safe_get_full_fp32_param(parameter)
+
+    def _local_numel(self, parameter: nn.Parameter) -> int:
+        return parameter.ds_tensor.ds_numel if hasattr(parameter, "ds_tensor") else parameter.numel()
+
+    def _describe_numbers(self) -> dict:
+        return {
+            "optimizer": type(self.model.optimizer).__name__,
+            "micro_batch_size": self.model.train_micro_batch_size_per_gpu(),
+            "gradient_accumulation_steps": self.model.gradient_accumulation_steps(),
+            "gradient_clipping": self.model.gradient_clipping(),
+            "weight_dtype": _name(self.model.get_data_types()[0]),
+            "reduce_dtype": _name(self.model.communication_data_type),
+            "zero_stage": int(self.model.zero_optimization_stage()),
+            "sharded": hasattr(next(self.model.parameters()), "ds_id"),
+        }

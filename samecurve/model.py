@@ -1,0 +1,180 @@
+"""The model's architecture without its weights, and its weights one parameter at a time.
+
+Every engine shards the architecture first and takes the weights after it, so no process ever holds more than one
+block of the model beside its own shard, and a from-scratch model has the same weights under any sharding.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from .config import Recipe
+from .errors import ConfigurationError, DataError
+
+Write = Callable[[str, Tensor], None]
+
+
+def model_config(recipe: Recipe, vocabulary_size: int, special_tokens: dict[str, int] | None = None) -> PreTrainedConfig:
+    """The Hugging Face config of `model.path` or `model.config`.
+
+    A from-scratch config takes `vocab_size` and the `special_tokens` ids (bos_token_id, eos_token_id) from the
+    tokenizer where it does not give its own. Raises DataError when the tokenizer has ids that
+    the embedding does not hold, ConfigurationError when transformers refuses the fields.
+    """
+    settings = recipe.model
+    if settings.path is not None:
+        config = AutoConfig.from_pretrained(settings.path)
+    else:
+        fields = {"vocab_size": vocabulary_size, **(special_tokens or {}), **settings.config}
+        model_type = fields.pop("model_type")
+        try:
+            config = AutoConfig.for_model(model_type, **fields)
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(f"model.config: transformers refuses these fields for {model_type!r}: {error}") from error
+    if config.vocab_size < vocabulary_size:
+        raise DataError(
+            f"the tokenizer has {vocabulary_size} ids, but the model's embedding holds {config.vocab_size} "
+            "(vocab_size): use the tokenizer that belongs to the model, or leave model.config.vocab_size out"
+        )
+    config._attn_implementation = settings.attention
+    return config
+
+
+def build(config: PreTrainedConfig, where: AbstractContextManager) -> PreTrainedModel:
+    """An fp32 causal LM whose weights are not set yet, constructed inside `where` (a torch.device, for example)."""
+    with no_init_weights(), where:
+        model = AutoModelForCausalLM._model_mapping[type(config)](config)
+    model.config.use_cache = False
+    return model.train()
+
+
+def skeleton(recipe: Recipe, vocabulary_size: int, special_tokens: dict[str, int] | None = None) -> PreTrainedModel:
+    """The architecture alone: every tensor on the meta device, in fp32, with its full shape."""
+    return build(model_config(recipe, vocabulary_size, special_tokens), torch.device("meta"))
+
+
+def fill(model: PreTrainedModel, recipe: Recipe, write: Write, names: set[str] | None = None) -> None:
+    """Call `write(name, tensor)` once for every parameter and buffer of the skeleton `model`, or for those in `names`.
+
+    The tensors are full, fp32 (buffers in their own dtype) and on the CPU; tied parameters come once, under the name
+    that `named_parameters()` gives. All ranks that call this see the same values in the same order.
+    """
+    parameters = {name for name, _ in model.named_parameters()}
+    wanted = parameters if names is None else parameters & names
+    source = _pretrained(model, recipe.model.path, wanted) if recipe.model.path else _seeded(model, recipe.seed, wanted)
+    for name, tensor in source:
+        write(name, tensor)
+    for name, tensor in _buffers(model):
+        if names is None or name in names:
+            write(name, tensor)
+
+
+def _seeded(model: PreTrainedModel, seed: int, wanted: set[str]) -> Iterator[tuple[str, Tensor]]:
+    for prefix, unit in _units(model):
+        if any(f"{prefix}.{name}" in wanted for name, _ in unit.named_parameters()):
+            real = _initialised(model, prefix, unit, seed)
+            yield from ((f"{prefix}.{name}", p) for name, p in _tensors(real) if f"{prefix}.{name}" in wanted)
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in module.named_parameters():
+        yield name, parameter.detach()
+
+
+def _initialised(model: PreTrainedModel, prefix: str, unit: nn.Module, seed: int) -> nn.Module:
+    """A CPU copy of one block, initialised by the model family's own rule with one generator state per module.
+
+    Children come before their parents, as in transformers: GPT-2's attention overwrites what its projection drew.
+    """
+    real = copy.deepcopy(unit).to_empty(device="cpu")
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        for name, module in reversed(list(real.named_modules())):
+            key = f"{seed}:{prefix}.{name}".encode()
+            torch.manual_seed(int.from_bytes(hashlib.sha256(key).digest()[:8], "little") >> 1)
+            model._init_weights(module)
+    return real
+
+
+def _units(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The blocks to initialise whole: each layer of a ModuleList, and whatever holds no ModuleList."""
+    for name, child in module.named_children():
+        path = f"{prefix}.{name}" if prefix else name
+        if isinstance(child, nn.ModuleList):
+            yield from ((f"{path}.{index}", layer) for index, layer in child.named_children())
+        elif any(isinstance(m, nn.ModuleList) for m in child.modules()):
+            yield from _units(child, path)
+        else:
+            yield path, child
+
+
+def _buffers(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Buffers such as rotary frequencies, which the families recompute in `_init_weights` after a meta construction."""
+    for prefix, module in model.named_modules():
+        if module._buffers and not any(b is None for b in module._buffers.values()):
+            real = copy.deepcopy(module).to_empty(device="cpu")
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                model._init_weights(real)
+            yield from ((f"{prefix}.{name}" if prefix else name, b) for name, b in real.named_buffers(recurse=False))
+
+
+def _pretrained(model: PreTrainedModel, path: str, wanted: set[str]) -> Iterator[tuple[str, Tensor]]:
+    from safetensors import safe_open
+
+    files = _files_by_key(path)
+    handles: dict[Path, safe_open] = {}
+    for aliases in _aliases(model):
+        if aliases[0] not in wanted:
+            continue
+        key = next((key for alias in aliases for key in _stored_names(model, alias) if key in files), None)
+        if key is None:
+            raise ConfigurationError(f"model.path: {path} holds no tensor for {aliases[0]} (looked for {', '.join(aliases)})")
+        file = files[key]
+        if file not in handles:
+            handles[file] = safe_open(file, framework="pt")
+        tensor, expected = handles[file].get_tensor(key).float(), model.get_parameter(aliases[0]).shape
+        if tensor.shape != expected:
+            raise ConfigurationError(
+                f"{file}: {key} has the shape {tuple(tensor.shape)}, the config needs {tuple(expected)}"
+            )
+        yield aliases[0], tensor
+
+
+def _aliases(model: PreTrainedModel) -> list[list[str]]:
+    """All names of each parameter, the one of `named_parameters()` first (a tied head has two)."""
+    by_identity: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        by_identity.setdefault(id(parameter), []).append(name)
+    return list(by_identity.values())
+
+
+def _stored_names(model: PreTrainedModel, name: str) -> list[str]:
+    """A checkpoint of the bare base model (GPT-2 on the hub, for example) leaves the base model's prefix out."""
+    return [name, name.removeprefix(f"{model.base_model_prefix}.")]
+
+
+def _files_by_key(path: str) -> dict[str, Path]:
+    from safetensors import safe_open
+
+    folder = Path(path)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        return {key: folder / file for key, file in json.loads(index.read_text())["weight_map"].items()}
+    single = folder / "model.safetensors"
+    if not single.exists():
+        raise ConfigurationError(f"model.path: {folder} has no model.safetensors; convert the weights to safetensors")
+    with safe_open(single, framework="pt") as handle:
+        return dict.fromkeys(handle.keys(), single)
