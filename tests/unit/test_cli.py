@@ -284,7 +284,11 @@ def test_summary(tmp_path, recipe_file, capsys):
 def test_the_way_to_go_on_is_legal(tmp_path, recipe_file):
     directory = tmp_path / "run"
     finished(directory, recipe_file)
-    source = recipe.load(recipe_file, summary.continued(["seed=3", "model.config.num_hidden_layers=1"], directory))
+    typed = ["seed=3", "model.config.num_hidden_layers=1", "tokenizer.vocabulary_size=400", "output_dir=x"]
+    overrides = summary.continued(typed, directory)
+    keys = ["seed", "model.path", "model.config", "tokenizer.path", "tokenizer.vocabulary_size", "output_dir"]
+    assert [override.partition("=")[0] for override in overrides] == keys
+    source = recipe.load(recipe_file, overrides)
     assert source.document.problems == []
     assert (source.recipe.model.path, source.recipe.model.config) == (str(directory / "model"), None)
     assert source.recipe.output_dir == f"{directory}-continued" and source.recipe.seed == 3
