@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 BEGIN_OF_TEXT, END_OF_TEXT = "<|begin_of_text|>", "<|end_of_text|>"
 # Part of the cache key: raise it when training on the same documents gives another tokenizer.
-_VERSION = 1
+_VERSION = 2
 _SMALLEST_VOCABULARY = 256 + 2
 
 
@@ -104,7 +104,7 @@ def _trained(recipe: Recipe) -> PreTrainedTokenizerFast:
 
 
 def _train(directory: Path, source: sources.Source, held_out_fraction: float, vocabulary_size: int) -> None:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -117,6 +117,9 @@ def _train(directory: Path, source: sources.Source, held_out_fraction: float, vo
     )
     with reading("training a tokenizer on", source) as advance:
         tokenizer.train_from_iterator(_watched(training_documents(source, held_out_fraction), advance), trainer)
+    # For whoever loads the export: a prompt begins as every training document did.
+    begin = (BEGIN_OF_TEXT, tokenizer.token_to_id(BEGIN_OF_TEXT))
+    tokenizer.post_processor = processors.TemplateProcessing(f"{BEGIN_OF_TEXT} $A", special_tokens=[begin])
     tokenizer.save(str(directory / "tokenizer.json"))
 
 

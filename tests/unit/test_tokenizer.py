@@ -50,6 +50,10 @@ def test_trained_on_the_data(tmp_path):
         ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         assert tokenizer.decode(ids) == text
     assert len(tokenizer(TEXTS[0], add_special_tokens=False)["input_ids"]) < len(TEXTS[0])
+    assert tokenizer("x")["input_ids"] == [
+        tokenizer.bos_token_id,
+        *tokenizer("x", add_special_tokens=False)["input_ids"],
+    ]
 
 
 def test_training_is_deterministic_across_processes(tmp_path):
@@ -90,7 +94,8 @@ def test_saved_and_loaded_by_path(tmp_path):
         loaded = tokenizers_of_recipes.load(recipe)
         assert loaded(TEXTS[1])["input_ids"] == trained(TEXTS[1])["input_ids"]
         assert loaded.eos_token_id == trained.eos_token_id
-    assert AutoTokenizer.from_pretrained(tmp_path / "saved").decode(trained(TEXTS[0])["input_ids"]) == TEXTS[0]
+    reloaded = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert reloaded.decode(trained(TEXTS[0])["input_ids"], skip_special_tokens=True) == TEXTS[0]
 
 
 @pytest.mark.parametrize(

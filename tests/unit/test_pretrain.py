@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from samecurve import tasks
+from samecurve.config import Recipe
+from samecurve.data import DocumentRows, PackedRows, StepBatches, evaluation_batches
+from samecurve.engines.base import EvalResult
+from samecurve.errors import DataError
+from samecurve.loss import IGNORE_INDEX, token_loss_sum
+
+TEXTS = [f"def function_{i}(x):\n    return x + {i}  # naïve {'é' * i}\n" for i in range(40)]
+
+
+def make_recipe(tmp_path, data: dict | None = None, evaluate: dict | None = None, batch: dict | None = None) -> Recipe:
+    folder = tmp_path / "data"
+    folder.mkdir(exist_ok=True)
+    for index, text in enumerate(TEXTS):
+        (folder / f"{index:02}.py").write_text(text)
+    return Recipe.model_validate(
+        {
+            "output_dir": "runs/x",
+            "steps": 1,
+            "model": {"config": {"model_type": "llama"}},
+            "tokenizer": {"vocabulary_size": 300},
+            "data": {"path": str(folder), "cache_dir": str(tmp_path / "cache"), **(data or {})},
+            "batch": {"global_batch_size": 4, "sequence_length": 16, **(batch or {})},
+            "optimizer": {"learning_rate": 1e-3},
+            "evaluate": evaluate or {},
+        }
+    )
+
+
+def test_packed_rows_hold_the_documents(tmp_path):
+    task = tasks.load(make_recipe(tmp_path))
+    assert isinstance(task.train, PackedRows)
+    assert task.held_out is None
+    assert task.vocabulary_size == len(task.tokenizer) == 300
+    tokens = task.train.stream.tokens.tolist()
+    begin, end = task.tokenizer.bos_token, task.tokenizer.eos_token
+    assert task.tokenizer.decode(tokens) == "".join(f"{begin}{text}{end}" for text in TEXTS)
+
+
+def test_end_of_text_is_trained_and_begin_of_text_is_not(tmp_path):
+    task = tasks.load(make_recipe(tmp_path))
+    labels = task.train[np.arange(len(task.train))].labels
+    assert (labels == task.tokenizer.eos_token_id).sum() == len(TEXTS)
+    assert (labels == task.tokenizer.bos_token_id).sum() == 0
+
+
+def test_documents_are_rows_without_packing(tmp_path):
+    task = tasks.load(make_recipe(tmp_path, {"packing": False}))
+    assert isinstance(task.train, DocumentRows)
+    assert len(task.train) == len(TEXTS)
+    assert task.describe()["train"]["truncated_documents"] > 0
+
+
+def test_the_held_out_part_is_not_trained_on(tmp_path):
+    task = tasks.load(make_recipe(tmp_path, {"held_out_fraction": 0.3, "packing": False}))
+    described = task.describe()
+    assert described["train"]["documents"] + described["held_out"]["documents"] == len(TEXTS)
+    assert 2 < described["held_out"]["documents"] < 25
+
+
+def test_evaluation_from_a_path_of_its_own_holds_nothing_out(tmp_path):
+    (tmp_path / "evaluation.txt").write_text("x = 1\n")
+    evaluate = {"path": str(tmp_path / "evaluation.txt")}
+    described = tasks.load(make_recipe(tmp_path, {"held_out_fraction": 0.3}, evaluate)).describe()
+    assert (described["train"]["documents"], described["held_out"]["documents"]) == (len(TEXTS), 1)
+
+
+def test_loss_is_the_token_sum(tmp_path):
+    task = tasks.load(make_recipe(tmp_path))
+    logits, labels = torch.randn(2, 5, 300), torch.randint(0, 300, (2, 5))
+    assert torch.equal(task.loss(logits, labels), token_loss_sum(logits, labels))
+
+
+def test_bits_per_byte_worked_out_by_hand(tmp_path):
+    task = tasks.load(make_recipe(tmp_path, {"held_out_fraction": 0.3}))
+    stream = task.held_out.stream
+    text = task.tokenizer.decode(stream.tokens.tolist(), skip_special_tokens=True)
+    num_targets = len(stream.tokens) - (len(stream.offsets) - 1)
+    metrics = task.metrics(EvalResult(loss=2 * math.log(2), tokens=num_targets))
+    assert metrics["eval_loss"] == pytest.approx(1.386294, abs=1e-6)
+    assert metrics["eval_perplexity"] == pytest.approx(4.0)
+    # Two bits per token; every byte of the text is in some target, end-of-text has none.
+    assert metrics["eval_bits_per_byte"] == pytest.approx(2 * num_targets / len(text.encode()))
+    assert metrics["eval_tokens"] == num_targets
+
+
+def test_a_hopeless_loss_is_still_a_number(tmp_path):
+    task = tasks.load(make_recipe(tmp_path, {"held_out_fraction": 0.3}))
+    metrics = task.metrics(EvalResult(loss=5000.0, tokens=task.held_out.num_targets))
+    assert math.isfinite(metrics["eval_perplexity"])
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_training_and_evaluation_batches_of_a_real_task(tmp_path, packing):
+    recipe = make_recipe(tmp_path, {"held_out_fraction": 0.3, "packing": packing})
+    task = tasks.load(recipe)
+    (micro_batches,) = StepBatches(task.train, recipe.seed, recipe.batch, (1, 2), num_steps=1)
+    assert [tuple(m.input_ids.shape) for m in micro_batches] == [(1, 16), (1, 16)]
+    assert all(m.input_ids.dtype == m.position_ids.dtype == m.labels.dtype == torch.int64 for m in micro_batches)
+    shards = [evaluation_batches(task.held_out, 2, (rank, 2)) for rank in range(2)]
+    trained = sum(int((m.labels != IGNORE_INDEX).sum()) for shard in shards for m in shard)
+    assert trained == task.held_out.num_targets
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"batch": {"global_batch_size": 5000}},
+            "training rows of batch.sequence_length=16 are fewer than batch.global_batch_size=5000; give more data, or "
+            "lower one of the two",
+        ),
+        (
+            {"data": {"held_out_fraction": 1e-9}},
+            "no document is held out (data.held_out_fraction=1e-09 of 40 documents, each kept whole); raise the fraction, "
+            "or set evaluate.path to a file of its own",
+        ),
+    ],
+)
+def test_too_little_data(tmp_path, change, message):
+    with pytest.raises(DataError) as caught:
+        tasks.load(make_recipe(tmp_path, **change))
+    assert message in str(caught.value)
+    assert str(caught.value).startswith(f"{tmp_path / 'data'}: ")
+
+
+def test_no_documents_at_all(tmp_path):
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(DataError, match="0 training rows"):
+        tasks.load(make_recipe(tmp_path, {"path": str(tmp_path / "empty.jsonl")}))
