@@ -161,7 +161,8 @@ class _Guard:
 
     def _measure(self) -> None:
         engine = self._engine
-        squares = sum(gradient.float().norm().item() ** 2 for gradient in self._counted_gradients())
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in self._counted_gradients()]
+        squares = torch.stack(norms).double().square().sum().item() if norms else 0.0
         loss = engine.total_loss.item() if engine.is_last_stage() else 0.0
         loss, squares = _sum([loss, squares], engine.device)
         self.loss = loss / (engine.gradient_accumulation_steps() * engine.dp_world_size)
@@ -188,8 +189,10 @@ class _Guard:
 
     def _may_rescale(self) -> bool:
         """fp16: an overflow that a smaller loss scale may cure. DeepSpeed skips the step and lowers the scale."""
-        scaler = getattr(self._optimizer, "loss_scaler", None)
-        return self._engine.fp16_enabled() and scaler is not None and scaler.cur_scale > scaler.min_scale
+        if not self._engine.fp16_enabled():
+            return False
+        scaler = self._optimizer.loss_scaler
+        return scaler.dynamic and scaler.cur_scale > scaler.min_scale
 
     def _discard(self) -> None:
         if isinstance(self._optimizer, DeepSpeedZeroOptimizer):
@@ -200,14 +203,19 @@ class _Guard:
 
 
 def _config(plan: Plan) -> dict:
-    """Raises ConfigurationError for fp16 without ZeRO: DeepSpeed's pipeline would not scale the loss there."""
-    config, stage = concrete(plan), plan.strategy.zero_stage
-    if plan.recipe.precision == "fp16" and stage == 0:
-        raise ConfigurationError(
-            f"{plan.strategy.deepspeed_path}: zero_optimization.stage is 0, but DeepSpeed's pipeline scales the "
-            "loss of precision fp16 only under ZeRO; set the stage to 1, or train in bf16"
-        )
-    return config
+    """Raises ConfigurationError for what DeepSpeed's pipeline lacks without ZeRO: loss scaling, fp32 accumulation."""
+    config, precision = concrete(plan), plan.recipe.precision
+    accumulation = config.get("data_types", {}).get("grad_accum_dtype")
+    if plan.strategy.zero_stage == 0 and precision == "fp16":
+        problem = "does not scale the loss of precision fp16"
+    elif plan.strategy.zero_stage == 0 and precision == "bf16" and accumulation not in (None, "bf16", "bfloat16"):
+        problem = f"cannot accumulate the gradients of precision bf16 in data_types.grad_accum_dtype {accumulation!r}"
+    else:
+        return config
+    raise ConfigurationError(
+        f"{plan.strategy.deepspeed_path}: zero_optimization.stage is 0, and there DeepSpeed's pipeline {problem}; "
+        "set the stage to 1"
+    )
 
 
 def _rows(micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[tuple[Tensor, Tensor], Tensor]]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import Tensor
+from torch import distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import ConfigurationError
@@ -64,6 +65,18 @@ class StageModule(PipelineModule):
     def layers_per_stage(self) -> list[int]:
         return [int(stop - start) for start, stop in pairwise(self.parts)]
 
+    def get_tied_weights_and_groups(self) -> list[tuple[torch.nn.Parameter, dist.ProcessGroup]]:
+        """What DeepSpeed sums over the stages that share a weight: weight.grad.
+
+        Under fp16 with fp32 accumulation (data_types.grad_accum_dtype) the gradient is in weight.grad_accum instead,
+        which DeepSpeed 0.19 forgets; it is summed here.
+        """
+        pairs = super().get_tied_weights_and_groups()
+        for weight, group in pairs:
+            if getattr(weight, "grad_accum", None) is not None:
+                dist.all_reduce(weight.grad_accum, group=group)
+        return pairs
+
     def _count_layer_params(self) -> list[int]:
         """Without building every layer in turn, as DeepSpeed does."""
         return [sum(parameter.numel() for parameter in spec.layer.parameters()) for spec in self._layer_specs]
@@ -86,7 +99,8 @@ def build_stage(
     block = plan.strategy.deepspeed.get("pipeline", {})
     partition = block.get("partition", "parameters")
     interval = block.get("activation_checkpoint_interval") or 1
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints its topology and layers
+    # it prints its topology and layers, and broadcasts tied weights as if autograd should follow
+    with contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
         module = StageModule(
             _specs(layers, device),
             num_stages=plan.strategy.pipeline_stages,
