@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
+from rich.columns import Columns
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
-from rich.text import Text
 
 LABEL_WIDTH = 12
 
@@ -30,7 +30,7 @@ class Progress:
         started: float | None = None,
     ):
         self._total, self._every, self._enabled = total_steps, every_steps, enabled
-        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._console = console or Console(highlight=False)
         self._started = started
         self._seconds_of_steps: list[float] = []
         self._live: Live | None = None
@@ -46,7 +46,7 @@ class Progress:
 
     def say(self, line: str) -> None:
         if self._enabled and line:
-            self._console.print(line, markup=False)
+            self._console.print(line, markup=False, soft_wrap=True)
 
     def header(self, facts: dict) -> None:
         """What really runs, before the first step. facts: run.json's content (see `header_lines`)."""
@@ -97,7 +97,7 @@ class Progress:
         if self._live is None:
             self._live = Live(console=self._console, auto_refresh=False)
             self._live.start()
-        self._live.update(Group(row, Text("  ".join(numbers))), refresh=True)
+        self._live.update(Group(row, Columns(numbers, padding=(0, 2))), refresh=True)
 
 
 def header_lines(facts: dict) -> list[tuple[str, str]]:
@@ -110,7 +110,6 @@ def header_lines(facts: dict) -> list[tuple[str, str]]:
     )
     rows, length = batch["global_batch_size"], batch["sequence_length"]
     memory = facts["recipe"]["memory"]["activation_checkpointing"]
-    data = ", ".join(f"{number(value)} {name.replace('_', ' ')}" for name, value in facts["data"].items())
     lines = [
         ("recipe", f"{facts['recipe_path']} ({facts['recipe']['task']}, {facts['recipe']['steps']} steps)"),
         ("strategy", _strategy(facts)),
@@ -124,10 +123,24 @@ def header_lines(facts: dict) -> list[tuple[str, str]]:
         ("batch", f"{rows} rows = {micro} micro x {accumulation} accumulation x {ranks} data-parallel"),
         ("tokens", f"{rows * length:,} per step = {rows} rows x {length}"),
         ("memory", "every layer's activations are recomputed" if memory == "full" else ""),
-        ("data", data),
+        *_data(facts["data"]),
         ("output", str(facts["output_dir"])),
     ]
     return [(label, text) for label, text in lines if text]
+
+
+def _data(described: dict) -> list[tuple[str, str]]:
+    """One line per part of the data (a block of counts), one for the rest."""
+    blocks = {name: value for name, value in described.items() if isinstance(value, dict)}
+    rest = {name: value for name, value in described.items() if name not in blocks}
+    lines = [(name, counts) for name, counts in [*blocks.items(), ("data", rest)] if counts]
+    return [
+        (spaced(name), ", ".join(f"{spaced(key)} {number(n)}" for key, n in counts.items())) for name, counts in lines
+    ]
+
+
+def spaced(name: str) -> str:
+    return name.replace("_", " ")
 
 
 def _strategy(facts: dict) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ..errors import ConfigurationError
-from ..progress import duration, number
+from ..progress import duration, number, spaced
 from ..rundir import read_json, read_metrics
 
 LABEL_WIDTH = 14
@@ -46,9 +46,7 @@ def _results(facts: dict, metrics: list[dict], status: dict) -> Iterator[tuple[s
 
 def _evaluation(evaluated: list[dict]) -> str:
     """Every eval_* number of the last evaluation, and the loss of the first where there are two."""
-    last = {
-        name.removeprefix("eval_").replace("_", " "): value for name, value in evaluated[-1].items() if "eval_" in name
-    }
+    last = {spaced(name.removeprefix("eval_")): value for name, value in evaluated[-1].items() if "eval_" in name}
     before = f"{evaluated[0]['eval_loss']:.4f} -> " if len(evaluated) > 1 else ""
     texts = [f"{name} {before if name == 'loss' else ''}{number(value)}" for name, value in last.items()]
     return f"{', '.join(texts)} (after step {evaluated[-1]['step']})"

@@ -22,7 +22,7 @@ FACTS = {
     "num_parameters": 1234567,
     "num_parameters_per_rank": 154321,
     "precision": "bf16",
-    "data": {"rows": 4096, "documents": 800},
+    "data": {"train": {"rows": 4096, "documents": 800}, "held_out": {"rows": 64}, "vocabulary_size": 512},
     "recipe": {
         "task": "pretrain",
         "steps": 120,
@@ -47,11 +47,11 @@ def record(step, **changes):
     return {**values, **changes}
 
 
-def shown(total, every, terminal=False, enabled=True, steps=None):
+def shown(total, every, terminal=False, enabled=True, width=200):
     stream = io.StringIO()
-    console = Console(file=stream, force_terminal=terminal, width=200, highlight=False, soft_wrap=True)
+    console = Console(file=stream, force_terminal=terminal, width=width, highlight=False)
     with Progress(total, every, enabled, console, started=0.0) as progress:
-        for step in steps or range(1, total + 1):
+        for step in range(1, total + 1):
             progress.step(record(step), smoothed_loss=6.5)
         progress.evaluation(total, {"eval_loss": 3.5, "eval_tokens": 12000})
     return stream.getvalue()
@@ -67,7 +67,9 @@ def test_header_says_what_runs():
         ("precision", "bf16: weights float32, reduction float32"),
         ("batch", "64 rows = 4 micro x 2 accumulation x 8 data-parallel"),
         ("tokens", "16,384 per step = 64 rows x 256"),
-        ("data", "4,096 rows, 800 documents"),
+        ("train", "rows 4,096, documents 800"),
+        ("held out", "rows 64"),
+        ("data", "vocabulary size 512"),
         ("output", "runs/quickstart"),
     ]
 
@@ -92,10 +94,12 @@ def test_unknown_numbers_are_left_out():
     assert "loss" not in first and "mfu" not in first and "norm 1.500" in first
 
 
-def test_bar_on_a_terminal():
-    text = shown(total=4, every=1, terminal=True)
+@pytest.mark.parametrize("width", [80, 200])
+def test_bar_on_a_terminal(width):
+    text = shown(total=4, every=1, terminal=True, width=width)
     assert "step 4/4" in text and "━" in text and "left 0 s" in text
-    assert "loss 6.2500  smoothed 6.5000  lr 1.00e-03  norm 1.500  tokens/s 12,346" in text
+    for number in ("loss 6.2500", "smoothed 6.5000", "lr 1.00e-03", "norm 1.500", "tokens/s 12,346", "memory 1.25 GiB"):
+        assert text.count(number) >= 4
     assert "\nstep 2/4  loss" not in text
 
 
