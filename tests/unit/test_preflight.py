@@ -1,0 +1,156 @@
+"""What a machine lacks for a strategy: faked machines in a table, and the trial build against the real compiler."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import gettempdir
+from types import SimpleNamespace
+
+import pytest
+
+from samecurve.engines import preflight
+from samecurve.engines.resolve import Strategy
+
+NOTHING: tuple[str, ...] = ()
+
+
+def strategy(
+    family: str, offload: tuple[str, ...] = NOTHING, nvme_path: str = "/swap", world_size: int = 2
+) -> Strategy:
+    zero = {
+        f"offload_{part}": {"device": device, **({"nvme_path": nvme_path} if device == "nvme" else {})}
+        for part, device in (target.split(":") for target in offload)
+    }
+    deepspeed = {"zero_optimization": zero} if family in ("zero", "pipeline") else None
+    fields = dict.fromkeys(Strategy.__dataclass_fields__)
+    fields |= {"name": "probed", "family": family, "offload": offload, "deepspeed": deepspeed, "world_size": world_size}
+    return Strategy(**fields)
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """A machine with the named executables, with or without libaio and an accelerator. Returns its environment."""
+
+    def build(executables: str = "ninja c++", libaio: bool = True, accelerator: bool = False) -> dict[str, str]:
+        folder = tmp_path / "bin"
+        folder.mkdir()
+        for name in executables.split():
+            (folder / name).touch(mode=0o755)
+        monkeypatch.setattr(sys, "executable", str(folder / "python"))
+        monkeypatch.setattr(preflight, "has_accelerator", lambda environ: accelerator)
+        monkeypatch.setattr(preflight, "_links_libaio", lambda compiler, environ: libaio)
+        monkeypatch.setattr(preflight, "_cuda_toolkit", lambda environ, search: False)
+        monkeypatch.setattr(preflight, "_prebuilt", set)
+        monkeypatch.setattr(sys, "platform", "linux")
+        return {"PATH": str(folder)}
+
+    return build
+
+
+CPU_OFFLOAD, NVME = ("optimizer:cpu", "param:cpu"), ("optimizer:nvme", "param:nvme")
+CASES = [
+    ("a complete machine", strategy("zero", NVME), {}, "fp32", NOTHING),
+    ("ddp needs nothing", strategy("ddp"), {"executables": ""}, "fp32", NOTHING),
+    ("fsdp needs nothing", strategy("fsdp"), {"executables": ""}, "bf16", NOTHING),
+    ("zero on a CPU", strategy("zero"), {"executables": ""}, "fp32", ("pip install ninja", "apt-get install g++")),
+    ("pipeline on a CPU", strategy("pipeline"), {"executables": "c++"}, "fp32", ("deepspeed_shm_comm on first use",)),
+    ("zero on a GPU", strategy("zero"), {"executables": "", "accelerator": True}, "fp16", NOTHING),
+    (
+        "offload on a GPU",
+        strategy("zero", CPU_OFFLOAD),
+        {"executables": "ninja", "accelerator": True},
+        "fp16",
+        ("compiles cpu_adam on first use and the C++ compiler 'c++' is not on PATH",),
+    ),
+    ("nvme without libaio", strategy("zero", NVME), {"libaio": False}, "fp32", ("apt-get install libaio-dev",)),
+    ("nvme on a GPU", strategy("zero", NVME), {"accelerator": True}, "bf16", ("set CUDA_HOME",)),
+    ("fsdp_offload on a CPU", strategy("fsdp", CPU_OFFLOAD), {"executables": ""}, "fp32", ("pinned memory",)),
+    ("fsdp_offload on a GPU", strategy("fsdp", CPU_OFFLOAD), {"executables": "", "accelerator": True}, "bf16", NOTHING),
+    ("fp16 zero on a CPU", strategy("zero"), {}, "fp16", ("set precision to bf16 or fp32",)),
+]
+
+
+@pytest.mark.parametrize("asked, lacks, precision, expected", [case[1:] for case in CASES], ids=[c[0] for c in CASES])
+def test_what_is_missing(machine, asked, lacks, precision, expected):
+    found = preflight.problems(asked, precision, machine(**lacks))
+    assert len(found) == len(expected), found
+    for line, text in zip(found, expected, strict=True):
+        assert line.startswith("strategy probed: ") and text in line
+
+
+def test_a_compiler_named_in_the_environment_is_the_one_looked_for(machine):
+    environ = machine("ninja clang++") | {"CXX": "clang++ -O1"}
+    assert preflight.problems(strategy("zero"), "fp32", environ) == []
+
+
+def test_operators_built_with_deepspeed_need_no_compiler(tmp_path, monkeypatch):
+    (tmp_path / "__init__.py").touch()
+    (tmp_path / "git_version_info_installed.py").write_text(
+        "version='0'\ninstalled_ops={'cpu_adam': True, 'async_io': False}\n"
+    )
+    spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: spec)
+    assert preflight._prebuilt() == {"cpu_adam"}
+
+
+def test_swap_folder_must_be_a_writable_folder_with_room(machine, tmp_path, monkeypatch):
+    environ = machine()
+    swap = strategy("zero", NVME, str(tmp_path / "made" / "later"))
+    assert preflight.problems(swap, "bf16", environ) == []
+    a_file = tmp_path / "file"
+    a_file.touch()
+    [line] = preflight.problems(strategy("zero", NVME, str(a_file / "swap")), "bf16", environ)
+    assert f"{a_file} is a file" in line
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    [line] = preflight.problems(swap, "bf16", environ)
+    assert "is not writable" in line
+
+
+def test_room_is_judged_by_the_ranks_on_this_machine(machine, tmp_path, monkeypatch):
+    environ = machine()
+    swap = strategy("zero", NVME, str(tmp_path), world_size=4)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=int(17e9)))
+    [line] = preflight.problems(swap, "bf16", environ, num_parameters=10**9)
+    assert "17.0 GB are free" in line and "need 18.0 GB" in line
+    assert preflight.problems(swap, "bf16", environ | {"LOCAL_WORLD_SIZE": "2"}, num_parameters=10**9) == []
+
+
+def test_an_accelerator_is_seen_by_its_device_file_unless_hidden(tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight, "_version", lambda package: "2.13.0")
+    assert not preflight.has_accelerator({}, tmp_path)
+    (tmp_path / "nvidiactl").touch()
+    assert not preflight.has_accelerator({}, tmp_path)
+    (tmp_path / "nvidia0").touch()
+    assert preflight.has_accelerator({}, tmp_path)
+    assert preflight.has_accelerator({"CUDA_VISIBLE_DEVICES": "0"}, tmp_path)
+    assert not preflight.has_accelerator({"CUDA_VISIBLE_DEVICES": ""}, tmp_path)
+    monkeypatch.setattr(preflight, "_version", lambda package: "2.13.0+cpu")
+    assert not preflight.has_accelerator({}, tmp_path)
+
+
+def test_own_bin_folder_is_added_to_path_once(monkeypatch):
+    own = str(Path(sys.executable).parent)
+    monkeypatch.setenv("PATH", "/usr/bin")
+    for _ in range(2):
+        preflight.prepare_environment()
+        assert os.environ["PATH"].split(os.pathsep) == [own, "/usr/bin"]
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler here")
+def test_trial_build_agrees_with_the_header(tmp_path):
+    """With an include path that shadows libaio.h by an empty file, the build must fail."""
+    (tmp_path / "libaio.h").write_text("#error shadowed\n")
+    assert not preflight._links_libaio(["c++"], {**os.environ, "CPATH": str(tmp_path)})
+    if Path("/usr/include/libaio.h").exists():
+        assert preflight._links_libaio(["c++"], os.environ)
+
+
+def test_preflight_does_not_load_torch():
+    code = "import samecurve.engines.preflight, sys, json; print(json.dumps(sorted(sys.modules)))"
+    modules = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
+    assert not {"torch", "accelerate", "deepspeed", "transformers"} & set(modules)
