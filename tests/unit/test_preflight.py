@@ -19,9 +19,7 @@ from samecurve.engines.resolve import Strategy
 NOTHING: tuple[str, ...] = ()
 
 
-def strategy(
-    family: str, offload: tuple[str, ...] = NOTHING, nvme_path: str = "/swap", world_size: int = 2
-) -> Strategy:
+def strategy(family: str, offload: tuple[str, ...] = NOTHING, nvme_path: str = gettempdir(), world_size: int = 2):
     zero = {
         f"offload_{part}": {"device": device, **({"nvme_path": nvme_path} if device == "nvme" else {})}
         for part, device in (target.split(":") for target in offload)
@@ -61,11 +59,18 @@ CASES = [
     ("pipeline on a CPU", strategy("pipeline"), {"executables": "c++"}, "fp32", ("deepspeed_shm_comm on first use",)),
     ("zero on a GPU", strategy("zero"), {"executables": "", "accelerator": True}, "fp16", NOTHING),
     (
-        "offload on a GPU",
-        strategy("zero", CPU_OFFLOAD),
+        "optimizer offload on a GPU",
+        strategy("zero", ("optimizer:cpu",)),
         {"executables": "ninja", "accelerator": True},
         "fp16",
         ("compiles cpu_adam on first use and the C++ compiler 'c++' is not on PATH",),
+    ),
+    (
+        "weight offload on a GPU",
+        strategy("zero", ("param:cpu",)),
+        {"executables": "", "accelerator": True},
+        "bf16",
+        NOTHING,
     ),
     ("nvme without libaio", strategy("zero", NVME), {"libaio": False}, "fp32", ("apt-get install libaio-dev",)),
     ("nvme on a GPU", strategy("zero", NVME), {"accelerator": True}, "bf16", ("set CUDA_HOME",)),
@@ -96,6 +101,8 @@ def test_operators_built_with_deepspeed_need_no_compiler(tmp_path, monkeypatch):
     spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
     monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: spec)
     assert preflight._prebuilt() == {"cpu_adam"}
+    monkeypatch.setattr(preflight, "has_accelerator", lambda environ: True)
+    assert preflight.problems(strategy("zero", CPU_OFFLOAD), "bf16", {"PATH": str(tmp_path)}) == []
 
 
 def test_swap_folder_must_be_a_writable_folder_with_room(machine, tmp_path, monkeypatch):
