@@ -24,7 +24,7 @@ class Model(Section):
 
 
 class Tokenizer(Section):
-    """`path`: a tokenizer's folder (default: `model.path`). `vocabulary_size`: train a byte-level BPE on the data instead."""
+    """`path`: a tokenizer's folder (default: `model.path`). `vocabulary_size`: train a byte-level BPE on the data."""
 
     path: str | None = None
     vocabulary_size: PositiveInt | None = None
@@ -47,7 +47,7 @@ class Batch(Section):
     sequence_length: PositiveInt
 
     def accumulation_steps(self, data_parallel_size: int) -> int:
-        """Micro-batches per optimizer step and rank. Raises ConfigurationError when the global batch does not divide."""
+        """Micro-batches per optimizer step and rank. ConfigurationError when the global batch does not divide."""
         steps, rest = divmod(self.global_batch_size, self.micro_batch_size * data_parallel_size)
         if rest:
             raise ConfigurationError(

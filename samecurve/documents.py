@@ -177,7 +177,7 @@ def _parse_json(text: str, document: Document) -> Any:
         place = Place(document.name, getattr(error, "lineno", None))
         document.problems.append(Problem(place, "", f"this is not JSON: {getattr(error, 'msg', error)}"))
         return {}
-    # JSON without tabs is YAML, and PyYAML's nodes know their lines, which json's objects do not. The data stays json's.
+    # JSON without tabs is YAML, and PyYAML's nodes know their lines, which json's objects do not. The data is json's.
     _parse_yaml(text.replace("\t", " "), document)
     return content
 

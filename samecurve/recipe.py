@@ -121,7 +121,7 @@ def _validate(document: Document) -> tuple[Recipe | None, frozenset[KeyPath]]:
 
 
 def _text_fields(document: Document) -> Iterator[KeyPath]:
-    """Keys of the command line whose value YAML read as a number or so, but the schema wants as text (`output_dir=1`)."""
+    """Keys of the command line that YAML reads as something else, but the schema wants as text (`output_dir=1`)."""
     try:
         Recipe.model_validate(document.content)
     except ValidationError as error:

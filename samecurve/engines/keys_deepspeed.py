@@ -199,7 +199,7 @@ DEEPSPEED: Table = {
     "torch_autocast": Refused("the recipe's precision decides what is cast; remove it"),
     "bfloat16": Refused("the block is called bf16", ()),
     "checkpoint": Refused("checkpoints are the recipe's business; remove it"),
-    "datastates": Refused("checkpoints are the recipe's business; remove it"),
+    "datastates_ckpt": Refused("checkpoints are the recipe's business; remove it"),
     "dataloader_drop_last": Refused(
         "the recipe's data has no rest to drop: every step is a whole global batch; remove it"
     ),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..documents import COMMAND_LINE, ENVIRONMENT, Document, Problem, describe
@@ -25,7 +25,7 @@ class Ancestor:
 class Launch:
     """launcher: "accelerate" | "torchrun" | "deepspeed" | "python".
 
-    flags: what accelerate launch was given, without dashes (`num_processes`), None when its command line is not visible.
+    flags: what accelerate launch was given, without dashes (`num_processes`); None when that cannot be seen.
     config_file: the file that accelerate launch reads. counted: the launcher was told how many processes to start.
     """
 
@@ -33,7 +33,7 @@ class Launch:
     world_size: int
     flags: Mapping[str, str] | None = None
     config_file: str | None = None
-    problems: list[Problem] = field(default_factory=list)
+    problems: tuple[Problem, ...] = ()
 
     @property
     def counted(self) -> bool:
@@ -46,15 +46,13 @@ def detect(
     environ: Mapping[str, str], local_rank: int | None, ancestors: Callable[[], Sequence[Ancestor]] | None = None
 ) -> Launch:
     """`local_rank`: the argument that the deepspeed launcher adds. `ancestors`: for tests; asked only where needed."""
-    problems: list[Problem] = []
-    world_size = _world_size(environ, problems)
+    text = environ.get("WORLD_SIZE", "1")
+    world_size, problems = (int(text), ()) if text.isdecimal() and int(text) else (1, (_bad_world_size(text),))
     # Every path through accelerate launch exports this one, with "no" as its default.
     if "ACCELERATE_MIXED_PRECISION" not in environ:
         return Launch(_other_launcher(environ, local_rank), world_size, problems=problems)
     flags, directory = _accelerate_flags((ancestors or running_ancestors)())
-    config_file = None
-    if flags is not None:
-        config_file = _config_file(flags, directory, environ)
+    config_file = None if flags is None else _config_file(flags, directory, environ)
     return Launch("accelerate", world_size, flags, config_file, problems)
 
 
@@ -71,13 +69,9 @@ def running_ancestors() -> list[Ancestor]:
     return found
 
 
-def _world_size(environ: Mapping[str, str], problems: list[Problem]) -> int:
-    text = environ.get("WORLD_SIZE", "1")
-    if text.isdecimal() and int(text) > 0:
-        return int(text)
+def _bad_world_size(text: str) -> Problem:
     what = f"found {describe(text)}, a whole number above 0 is needed; the launcher sets it"
-    problems.append(Problem(ENVIRONMENT, "WORLD_SIZE", what, topology=True))
-    return 1
+    return Problem(ENVIRONMENT, "WORLD_SIZE", what, topology=True)
 
 
 def _other_launcher(environ: Mapping[str, str], local_rank: int | None) -> str:
@@ -127,14 +121,15 @@ def _parse_flags(words: Sequence[str]) -> dict[str, str]:
 def _config_file(flags: Mapping[str, str], directory: str, environ: Mapping[str, str]) -> str | None:
     if flags.get("config_file"):
         given = flags["config_file"]
-        return given if os.path.samefile(directory or ".", ".") else os.path.join(directory, given)
+        return given if os.path.realpath(directory) == os.getcwd() else os.path.join(directory, given)
     cache = environ.get("XDG_CACHE_HOME", "~/.cache")
     home = environ.get("HF_HOME", os.path.join(cache, "huggingface"))
     default = Path(home, "accelerate", "default_config.yaml").expanduser()
     return str(default) if default.is_file() and "cpu" not in flags else None
 
 
-# What a launcher's flag or a variable must not say, because a file owns it: flag, variable, values that say nothing, owner.
+# What a flag of the launcher or a variable must not say, because something else does: both names, values that say
+# nothing, the owner.
 _OVERRIDES = (
     ("mixed_precision", "ACCELERATE_MIXED_PRECISION", ("no",), "the recipe's precision"),
     (

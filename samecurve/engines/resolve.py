@@ -74,7 +74,7 @@ def resolve(
     """
     arguments = _arguments().parse_intermixed_args(argv)
     launch = launchers.detect(environ, arguments.local_rank, ancestors)
-    problems = list(launch.problems)
+    problems: list[Problem] = []
     source = recipes.load(arguments.recipe, arguments.overrides)
     chosen = _choose(arguments.strategy, launch, environ, problems)
     files = _read(chosen)
@@ -105,7 +105,7 @@ def _arguments() -> argparse.ArgumentParser:
 
 
 def _choose(given: str | None, launch: Launch, environ: Mapping[str, str], problems: list[Problem]) -> str | None:
-    """The strategy's file: --strategy, or the config file of accelerate launch; when there are both they are the same."""
+    """The strategy's file: --strategy, or the config file of accelerate launch. Given both, they are the same one."""
     found = launch.config_file
     if given and found and os.path.realpath(given) != os.path.realpath(found):
         text = f"found {given}, but accelerate launch reads {found}; give both the same file, or leave --strategy out"
