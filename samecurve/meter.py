@@ -29,6 +29,7 @@ GROUPS = {
     "learning_rate": "train",
     "tokens": "progress",
     "samples": "progress",
+    "skipped_steps": "progress",
 }
 
 

@@ -125,10 +125,10 @@ def _exit_code(directory: Path, log: Path) -> int:
 
 
 def _reason(directory: Path, log: Path, code: int) -> str:
-    """status.json's, else the first problem of the report in the log."""
+    """status.json's, else the error in the log: its first line, or in a report the first problem."""
     told = read_json(directory / "status.json").get("reason")
-    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
-    header = next((index for index, line in enumerate(lines) if re.match(r"\d+ problems? in ", line)), None)
-    if not told and header is not None:
-        told = next(iter(lines[header + 1 :]), None)
-    return told.splitlines()[0] if told else f"ended with code {code}, see {log}"
+    if not told:
+        text = log.read_text(encoding="utf-8", errors="replace")
+        told = "\n".join(re.findall(r"Error \(exit code \d+\)\n(.*(?:\n.*)?)", text)[:1])
+    lines = [line.strip() for line in told.splitlines() if not re.match(r"\d+ problems? in ", line)]
+    return lines[0] if lines else f"ended with code {code}, see {log}"

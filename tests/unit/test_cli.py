@@ -138,12 +138,17 @@ def test_a_job_that_works(tmp_path):
     assert outcome.log.read_text() == "hello\n"
 
 
-REPORT = "2 problems in the configuration\\n  configs/x.yaml:3: a: wrong\\n  b"
+REPORT = "ConfigurationError (exit code 2)\\n2 problems in the configuration\\n  configs/x.yaml:3: a: wrong\\n  b"
 FAILURES = {
     "refused, by torchrun's report": (
         f"import sys; print('{REPORT}'); print('  exitcode  : 2 (pid: 7)'); sys.exit(1)",
         True,
         "configs/x.yaml:3: a: wrong",
+    ),
+    "refused in one line": (
+        "import sys; print('ConfigurationError (exit code 2)\\nno GPU'); print('exitcode : 2'); sys.exit(1)",
+        True,
+        "no GPU",
     ),
     "status.json knows better": (
         "import sys; from samecurve.rundir import RunDirectory; run = RunDirectory(DIRECTORY);"
