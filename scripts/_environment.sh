@@ -1,0 +1,44 @@
+# Sourced by the other scripts, from the repository's root: the virtual environment .venv, made once and kept up to date.
+
+say() { printf '== %s\n' "$*"; }
+fail() { printf 'error: %s\n' "$*" >&2; exit 1; }
+
+find_python() {
+    local candidate
+    for candidate in python3 python3.13 python3.12 python3.11 python3.10; do
+        if "$candidate" -c 'import sys, venv; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+    fail "python3 >= 3.10 with the venv module is needed (on Debian and Ubuntu: apt-get install python3 python3-venv)"
+}
+
+# make_environment FILE...: .venv with these requirement files, as pinned by constraints.txt. A stamp makes the second
+# time fast. Without the constraint pip would take the newest torch, which the rest was not tried with.
+make_environment() {
+    local stamp=.venv/.requirements wanted file arguments=()
+    [ -x .venv/bin/python ] || "$(find_python)" -m venv .venv ||
+        fail "python3 -m venv does not work here (on Debian and Ubuntu: apt-get install python3-venv)"
+    for file in "$@"; do arguments+=(-r "$file"); done
+    wanted="$(cat "$@" constraints.txt | cksum) $(.venv/bin/python -V)"
+    if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+        say "installing $* into .venv (once; minutes)"
+        .venv/bin/python -m pip install --quiet -c constraints.txt "${arguments[@]}"
+        printf '%s\n' "$wanted" >"$stamp"
+    fi
+    export PATH="$PWD/.venv/bin:$PATH"
+}
+
+# install_packages WHY PACKAGE...: system packages where this is root on Debian or Ubuntu; elsewhere says what may be missing.
+install_packages() {
+    local why=$1
+    shift
+    dpkg -s "$@" >/dev/null 2>&1 && return
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        say "installing $* ($why)"
+        export DEBIAN_FRONTEND=noninteractive
+        apt-get install -y -qq "$@" >/dev/null || { apt-get update -qq && apt-get install -y -qq "$@" >/dev/null; } && return
+    fi
+    say "could not install $* here; where they are missing, $why is skipped"
+}

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Lint, then unit, file and distributed tests, on this machine's CPU. Makes .venv first.
+#
+#   bash scripts/test.sh [--full] [pytest arguments ...]
+#
+# --full adds the long batteries (marker "full"), among them two hosts in network namespaces, which need root on Linux.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/_environment.sh
+
+arguments=(-m "not full")
+full=
+for argument in "$@"; do
+    if [ "$argument" = --full ]; then full=1; else arguments+=("$argument"); fi
+done
+[ -z "$full" ] || arguments+=(-m "full or not full") # the last -m wins
+
+make_environment requirements.txt requirements-dev.txt
+install_packages "NVMe offload" libaio-dev
+[ -z "$full" ] || install_packages "the test over two hosts" iproute2 openssh-server pdsh
+
+export HF_HUB_OFFLINE=1
+say "ruff"
+ruff check .
+ruff format --check .
+say "pytest"
+exec pytest "${arguments[@]}"
