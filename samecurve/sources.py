@@ -24,7 +24,8 @@ BUILTIN = "builtin:python-stdlib"
 TABLES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 COMPRESSED = frozenset((".gz", ".zst", ".bz2", ".xz"))
 TEXTS = frozenset(".txt .text .md .rst .tex .html .xml .py .c .h .cc .cpp .rs .go .java .js .ts .sh .sql".split())
-_NOT_STDLIB = frozenset("test tests idle_test idlelib site-packages dist-packages __pycache__".split())
+# The last two are the library's own, but tables of characters and pages of help instead of code.
+_NOT_STDLIB = frozenset("test tests idlelib site-packages dist-packages __pycache__ encodings pydoc_data".split())
 _RACY_SECONDS = 2.0
 
 

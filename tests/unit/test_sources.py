@@ -80,8 +80,10 @@ def test_python_itself():
     source = sources.find(sources.BUILTIN)
     names = {file.name for file in source.files}
     assert {"argparse.py", "dataclasses.py", "decoder.py"} <= names
-    assert not any({"test", "tests", "idlelib", "site-packages"} & set(file.parts) for file in source.files)
-    assert 400 < len(source.files) < 1200
+    assert not any(
+        {"test", "tests", "idlelib", "site-packages", "encodings"} & set(file.parts) for file in source.files
+    )
+    assert 300 < len(source.files) < 1200
 
 
 def missing(tmp_path):
@@ -215,7 +217,9 @@ def test_fingerprint_is_of_the_content(tmp_path):
     first = sources.fingerprint(sources.find(str(tmp_path)), tmp_path / "cache")
     (tmp_path / "a.txt").rename(tmp_path / "b.txt")
     assert sources.fingerprint(sources.find(str(tmp_path / "b.txt")), tmp_path / "cache") == first
-    (tmp_path / "b.txt").write_text("two")  # the same size, and most likely within one tick of the clock
+    before = (tmp_path / "b.txt").stat()
+    (tmp_path / "b.txt").write_text("two")
+    os.utime(tmp_path / "b.txt", ns=(before.st_atime_ns, before.st_mtime_ns))  # within one tick of a coarse clock
     assert sources.fingerprint(sources.find(str(tmp_path / "b.txt")), tmp_path / "cache") != first
 
 
