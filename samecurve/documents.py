@@ -219,7 +219,9 @@ def override(document: Document, argument: str) -> None:
         return
     value = Document(COMMAND_LINE.file)
     parsed = _parse_yaml(text, value) if text else ""
-    document.problems += [Problem(COMMAND_LINE, dotted, problem.text) for problem in value.problems]
+    if value.problems:
+        document.problems += [Problem(COMMAND_LINE, dotted, problem.text) for problem in value.problems]
+        return
     block = document.content
     for depth, key in enumerate(path[:-1], start=1):
         if not isinstance(block.get(key), (dict, type(None))):

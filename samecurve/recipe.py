@@ -25,12 +25,12 @@ _NEEDED = {
     "dict_type": "a block of keys is needed",
     "model_type": "a block of keys is needed",
     "tuple_type": "a list is needed",
-    "too_long": "a list of {actual_length} is too long: {max_length} values are needed",
+    "too_long": "{max_length} values are needed, not {actual_length}",
     "literal_error": "one of {expected} is needed",
-    "greater_than": "a number above {gt} is needed",
-    "greater_than_equal": "a number of at least {ge} is needed",
-    "less_than": "a number below {lt} is needed",
-    "less_than_equal": "a number of at most {le} is needed",
+    "greater_than": "a number above {gt:g} is needed",
+    "greater_than_equal": "a number of at least {ge:g} is needed",
+    "less_than": "a number below {lt:g} is needed",
+    "less_than_equal": "a number of at most {le:g} is needed",
 }
 
 
@@ -175,7 +175,7 @@ def _apply_rules(source: Source) -> None:
 def _model(value: Callable[[str], Any]) -> Iterator[Finding]:
     path, config = value("model.path"), value("model.config")
     if path is not None and config is not None:
-        yield "model", "both path and config are given, a model has one origin; set the other one to null"
+        yield "model", "both path and config are given, but a model has one origin; set one of them to null"
     elif path is None and config is None:
         yield "model", "neither path (pretrained) nor config (from scratch) is given; add one"
     elif config is not None and "model_type" not in config:

@@ -27,11 +27,7 @@ def check(source: Source, files: Files, strategy: Strategy, launch: Launch) -> N
     if files.deepspeed.content:
         _walk(files.deepspeed, DEEPSPEED, source)
         checks_deepspeed.check(files.deepspeed, strategy, source)
-    kind = files.accelerate.get("distributed_type")
-    if ACCELERATE["distributed_type"].accepts(kind) and (kind != "DEEPSPEED" or files.deepspeed.content):
-        _name(files.accelerate, strategy)
-    if strategy.zero_stage or strategy.family == "pipeline":
-        _name(files.deepspeed, strategy)
+    _names(files, strategy)
     wrong_world = [*launch.problems, *world_problems(files, strategy, launch)]
     source.document.problems += wrong_world
     if not wrong_world:
@@ -115,6 +111,18 @@ def _accelerate(document: Document) -> None:
 
 
 _NAMED = re.compile(r"(zero[123]|fsdp|hsdp|ddp|pipeline|single)(_|$)")
+
+
+def _names(files: Files, strategy: Strategy) -> None:
+    """Skipped where what the file says is broken itself; a JSON speaks for a YAML of the same name."""
+    kind = files.accelerate.get("distributed_type")
+    json_stem = Path(files.deepspeed.name).stem
+    if kind == "DEEPSPEED" and not (files.deepspeed.content and json_stem != Path(files.accelerate.name).stem):
+        kind = None
+    if ACCELERATE["distributed_type"].accepts(kind):
+        _name(files.accelerate, strategy)
+    if strategy.zero_stage or strategy.family == "pipeline":
+        _name(files.deepspeed, strategy)
 
 
 def _name(document: Document, strategy: Strategy) -> None:

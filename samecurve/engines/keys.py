@@ -75,8 +75,8 @@ TEXTS = Kind("a list of texts is needed", _texts)
 GPU_IDS = Kind('"all" or numbers with commas are needed', lambda value: isinstance(value, str) or _whole(value))
 DTYPE = one_of("fp32", "bf16", "fp16")
 
-_TPU = Refused("TPUs are not supported", (None, False, "no", "", []))
-_INLINE = Refused("it belongs in the DeepSpeed JSON, under zero_optimization")
+_TPU = Refused("TPUs are not supported; remove it", (None, False, "no", "", []))
+_INLINE = Refused("the DeepSpeed JSON owns it; move it there, under zero_optimization")
 _FSDP1 = Refused("only FSDP1 reads it, and this is FSDP2; remove it")
 _TENSOR = Refused("only data-parallel replicas and shards are supported; remove it", (None, 1))
 _COMPILE = Refused("torch.compile is not supported yet; remove it", (None, "NO", "no", False, "default"))
@@ -110,9 +110,9 @@ ACCELERATE: Table = {
         "dynamo_use_dynamic": _COMPILE,
         "dynamo_use_regional_compilation": _COMPILE,
     },
-    "megatron_lm_config": Refused("Megatron-LM is not supported", (None, {})),
-    "mpirun_config": Refused("processes come from torchrun here, not from MPI", (None, {})),
-    "downcast_bf16": Refused("TPUs are not supported", (None, False, "no")),
+    "megatron_lm_config": Refused("Megatron-LM is not supported; remove it", (None, {})),
+    "mpirun_config": Refused("processes come from torchrun here, not from MPI; remove it", (None, {})),
+    "downcast_bf16": _TPU,
     "tpu_name": _TPU,
     "tpu_zone": _TPU,
     "tpu_use_cluster": _TPU,

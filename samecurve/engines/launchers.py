@@ -128,22 +128,17 @@ def _config_file(flags: Mapping[str, str], directory: str, environ: Mapping[str,
     return str(default) if default.is_file() and "cpu" not in flags else None
 
 
-# What a flag of the launcher or a variable must not say, because something else does: both names, values that say
-# nothing, the owner.
+# What a flag of the launcher or a variable must not say: both names, values that say nothing, who says it instead.
+_JSON_OWNS = "the DeepSpeed JSON owns it"
 _OVERRIDES = (
-    ("mixed_precision", "ACCELERATE_MIXED_PRECISION", ("no",), "the recipe's precision"),
-    (
-        "cpu",
-        "ACCELERATE_USE_CPU",
-        ("false", "0", "no", "off", "f", "n"),
-        "the machine (it would turn FSDP and DeepSpeed off)",
-    ),
-    ("gradient_accumulation_steps", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", (), "the recipe's batch"),
-    ("gradient_clipping", "ACCELERATE_GRADIENT_CLIPPING", (), "the recipe's optimizer.max_grad_norm"),
-    ("zero_stage", "ACCELERATE_DEEPSPEED_ZERO_STAGE", (), "the DeepSpeed JSON"),
-    ("offload_optimizer_device", "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", (), "the DeepSpeed JSON"),
-    ("offload_param_device", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", (), "the DeepSpeed JSON"),
-    ("dynamo_backend", "ACCELERATE_DYNAMO_BACKEND", ("no",), "nobody: torch.compile is not supported yet"),
+    ("mixed_precision", "ACCELERATE_MIXED_PRECISION", ("no",), "the recipe's precision owns it"),
+    ("cpu", "ACCELERATE_USE_CPU", ("false", "0", "no", "off", "f", "n"), "it turns FSDP and DeepSpeed off"),
+    ("gradient_accumulation_steps", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", (), "the recipe's batch owns it"),
+    ("gradient_clipping", "ACCELERATE_GRADIENT_CLIPPING", (), "the recipe's optimizer.max_grad_norm owns it"),
+    ("zero_stage", "ACCELERATE_DEEPSPEED_ZERO_STAGE", (), _JSON_OWNS),
+    ("offload_optimizer_device", "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", (), _JSON_OWNS),
+    ("offload_param_device", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", (), _JSON_OWNS),
+    ("dynamo_backend", "ACCELERATE_DYNAMO_BACKEND", ("no",), "torch.compile is not supported yet"),
 )
 
 # Flags of accelerate launch about processes and machines, which no file of ours owns.
@@ -161,16 +156,15 @@ def override_problems(launch: Launch, environ: Mapping[str, str], accelerate: Do
     What the YAML itself holds (and accelerate launch exports) is reported there and not here.
     """
     flags = dict(launch.flags or {})
-    for flag, variable, harmless, owner in _OVERRIDES:
+    for flag, variable, harmless, reason in _OVERRIDES:
         value = environ.get(variable, "")
         in_file = flag in accelerate.content or accelerate.get("deepspeed_config", flag) is not None
         if flag in flags:
             if flags.pop(flag).lower() not in harmless:
-                text = f"given to accelerate launch, but it is said by {owner}; remove the flag"
-                yield Problem(COMMAND_LINE, f"--{flag}", text)
+                yield Problem(COMMAND_LINE, f"--{flag}", f"given to accelerate launch, but {reason}; remove the flag")
         elif value and value.lower() not in harmless and not in_file:
-            yield Problem(ENVIRONMENT, variable, f"found {describe(value)}, but it is said by {owner}; unset it")
+            yield Problem(ENVIRONMENT, variable, f"found {describe(value)}, but {reason}; unset it")
     for flag in flags:
         if flag not in _FREE_FLAGS:
-            text = "given to accelerate launch, but it is said by the strategy's file; remove the flag"
+            text = "given to accelerate launch, but the strategy's file owns it; remove the flag"
             yield Problem(COMMAND_LINE, f"--{flag}", text)

@@ -90,6 +90,8 @@ def resolve(
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
+        if message.startswith("unrecognized"):
+            message += "; the only option is --strategy FILE, and recipe values are written steps=100, without dashes"
         raise ConfigurationError(f"{report([Problem(COMMAND_LINE, '', message)])}\n{self.format_usage().strip()}")
 
 
@@ -98,7 +100,9 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "recipe", metavar="RECIPE", help="what is trained: a YAML file, for example recipes/quickstart.yaml"
     )
-    parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="recipe values, for example steps=100")
+    parser.add_argument(
+        "overrides", metavar="key.path=value", nargs="*", default=[], help="recipe values, for example steps=100"
+    )
     parser.add_argument("--strategy", metavar="FILE", help="an Accelerate YAML or a DeepSpeed JSON")
     parser.add_argument("--local_rank", metavar="N", type=int, help="added by the deepspeed launcher")
     return parser

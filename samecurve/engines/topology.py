@@ -20,8 +20,10 @@ _STAGES = ("pipeline", "stages")
 
 def world_problems(files: Files, strategy: Strategy, launch: Launch) -> Iterator[Problem]:
     """Everything about the number of processes."""
-    yield from _wrong_count(files.accelerate, launch)
-    yield from _alone(files.accelerate, strategy)
+    wrong = [*_wrong_count(files.accelerate, launch), *_alone(files.accelerate, strategy, launch)]
+    yield from wrong
+    if wrong:  # how the processes are arranged can be judged when there are as many as were meant
+        return
     world, stages = strategy.world_size, strategy.pipeline_stages
     if world % stages:
         text = f"{world} processes do not divide into {stages} stages; start a multiple of {stages}"
@@ -62,11 +64,12 @@ def _wrong_count(accelerate: Document, launch: Launch) -> Iterator[Problem]:
     yield _world_size(f"{found}; {fix}")
 
 
-def _alone(accelerate: Document, strategy: Strategy) -> Iterator[Problem]:
+def _alone(accelerate: Document, strategy: Strategy, launch: Launch) -> Iterator[Problem]:
     world = strategy.world_size
+    config_unseen = launch.launcher == "accelerate" and launch.flags is None  # then the missing strategy is reported
     if world == 1 or strategy.family != "single":
         return
-    if strategy.path is None:
+    if strategy.path is None and not config_unseen:
         text = f"found {world}, but no strategy is chosen, so each would train alone; pass --strategy configs/ddp.yaml"
         yield _world_size(text)
     elif accelerate.get("distributed_type") == "NO":

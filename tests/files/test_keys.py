@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from samecurve.engines.keys import ACCELERATE, Owned, Refused
 from samecurve.engines.keys_deepspeed import DEEPSPEED, STAGES, ZERO
 
+FAMILIES = {"single": "single", "ddp": "ddp", "fsdp": "fsdp", "hsdp": "fsdp", "zero": "zero", "pipeline": "pipeline"}
+RECIPE = """\
+output_dir: runs/keys
+steps: 2
+model: {config: {model_type: llama}}
+tokenizer: {vocabulary_size: 300}
+data: {path: "builtin:python-stdlib"}
+batch: {global_batch_size: 8, sequence_length: 8}
+optimizer: {learning_rate: 1e-3}
+"""
 BLOCKS = ("fsdp_config", "deepspeed_config", "parallelism_config", "dynamo_config")
 
 
@@ -125,6 +137,29 @@ def test_deepspeed_pipeline_block():
 
     # the pipeline engine reads use_reentrant too, and has no default for it in the configuration
     assert set(DEEPSPEED["pipeline"]) == {*get_pipeline_config({}), "use_reentrant"}
+
+
+ROOT = Path(__file__).resolve().parents[2]
+SHIPPED = sorted(
+    path.relative_to(ROOT) for pattern in ("configs/*.yaml", "ds_configs/*.json") for path in ROOT.glob(pattern)
+)
+
+
+def test_shipped_files_are_found():
+    assert len(SHIPPED) >= 19
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=str)
+def test_shipped_strategy_resolves(path, tmp_path, monkeypatch):
+    from samecurve.engines.resolve import resolve
+
+    monkeypatch.chdir(ROOT)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE)
+    world = {} if path.stem == "single" else {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "4"}
+    strategy = resolve([str(recipe), "--strategy", str(path)], world).strategy
+    assert strategy.name == path.stem
+    assert strategy.family == next(f for stem, f in FAMILIES.items() if path.stem.startswith(stem))
 
 
 def test_removed_blocks_are_named():

@@ -1,0 +1,118 @@
+"""What the tables of configuration mistakes share: good files, one change, and the whole message that must come out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from samecurve.engines.launchers import Ancestor
+from samecurve.engines.resolve import Plan, resolve
+from samecurve.errors import SamecurveError
+
+GOOD = {
+    "r.yaml": """\
+output_dir: runs/x
+steps: 10
+precision: bf16
+model:
+  config: {model_type: llama, num_hidden_layers: 4}
+tokenizer: {vocabulary_size: 512}
+data:
+  path: text.txt
+batch:
+  global_batch_size: 8
+  micro_batch_size: 1
+  sequence_length: 64
+optimizer:
+  learning_rate: 1e-3
+""",
+    "text.txt": "words",
+    "configs/single.yaml": 'distributed_type: "NO"\nnum_processes: 1\n',
+    "configs/ddp.yaml": "distributed_type: MULTI_GPU\nnum_processes: 2\n",
+    "configs/fsdp.yaml": """\
+distributed_type: FSDP
+num_processes: 2
+fsdp_config:
+  fsdp_version: 2
+  fsdp_cpu_ram_efficient_loading: false
+""",
+    "configs/hsdp.yaml": """\
+distributed_type: FSDP
+num_processes: 4
+fsdp_config:
+  fsdp_version: 2
+  fsdp_cpu_ram_efficient_loading: false
+parallelism_config:
+  parallelism_config_dp_replicate_size: 2
+""",
+    "configs/zero2.yaml": """\
+distributed_type: DEEPSPEED
+num_processes: 2
+deepspeed_config:
+  deepspeed_config_file: ds_configs/zero2.json
+""",
+    "ds_configs/zero2.json": """\
+{
+  "gradient_clipping": "auto",
+  "bf16": {"enabled": "auto"},
+  "fp16": {"enabled": "auto"},
+  "zero_optimization": {
+    "stage": 2,
+    "reduce_bucket_size": 5e8
+  }
+}
+""",
+    "ds_configs/zero3_nvme.json": """\
+{
+  "zero_optimization": {
+    "stage": 3,
+    "offload_optimizer": {"device": "nvme", "nvme_path": "/disk"},
+    "offload_param": {"device": "cpu"}
+  }
+}
+""",
+    "ds_configs/pipeline.json": """\
+{
+  "zero_optimization": {"stage": 1},
+  "pipeline": {
+    "stages": 2,
+    "partition": "parameters"
+  }
+}
+""",
+}
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2"}
+ACCELERATE = {**TORCHRUN, "ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO"}
+
+
+def write(folder: Path, files: Mapping[str, str]) -> None:
+    for name, text in {**GOOD, **files}.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+def changed(name: str, old: str, new: str) -> dict[str, str]:
+    """The good file with one change. The change must apply: a case that changes nothing tests nothing."""
+    assert GOOD[name].count(old) == 1, (name, old)
+    return {name: GOOD[name].replace(old, new)}
+
+
+def launched(*words: str, directory: str = ".") -> Callable[[], list[Ancestor]]:
+    """The ancestors of a process that `accelerate launch` started, below a shell."""
+    argv = ("/usr/bin/python", "/venv/bin/accelerate", "launch", *words)
+    return lambda: [Ancestor(argv, str(Path(directory).absolute())), Ancestor(("bash", "run.sh"), "/")]
+
+
+def message(folder: Path, argv: Sequence[str], environ: Mapping[str, str], ancestors=None) -> tuple[str, int] | Plan:
+    """The report without the test's folder, and the exit code; or the plan."""
+    try:
+        return resolve(argv, environ, ancestors or (lambda: []))
+    except SamecurveError as error:
+        return str(error).replace(f"{folder}/", ""), error.exit_code
+
+
+def expected(lines: Sequence[str]) -> str:
+    header = "1 problem in the configuration" if len(lines) == 1 else f"{len(lines)} problems in the configuration"
+    return "\n".join([header, *(f"  {line}" for line in lines)])

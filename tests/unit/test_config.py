@@ -1,0 +1,234 @@
+"""Recipes: every mistake with its whole message, and what a good recipe becomes."""
+
+# ruff: noqa: E501 - a message stands in one piece, so that a search for it finds it
+
+from __future__ import annotations
+
+import pytest
+from report_cases import GOOD, Plan, changed, expected, message, write
+
+from samecurve.config import Batch
+from samecurve.engines.resolve import resolve
+from samecurve.errors import ConfigurationError
+
+R = ["r.yaml"]
+
+
+def r(old, new):
+    return changed("r.yaml", old, new)
+
+
+def add(text):
+    return {"r.yaml": GOOD["r.yaml"] + text}
+
+
+# name, changed files, command line, environment, the report's lines
+# fmt: off
+CASES = [
+    ("unknown top", add("precison: bf16\n"), R, {},
+     ["r.yaml:15: precison: unknown key; did you mean precision?"]),
+    ("unknown nested", r("micro_batch_size", "micro_batch_sise"), R, {},
+     ["r.yaml:11: batch.micro_batch_sise: unknown key; did you mean micro_batch_size?"]),
+    ("unknown elsewhere", add("learning_rate: 1e-3\n"), R, {},
+     ["r.yaml:15: learning_rate: unknown key; it belongs at optimizer.learning_rate"]),
+    ("unknown far", add("logging: {zzz: 1}\n"), R, {},
+     ["r.yaml:15: logging.zzz: unknown key; legal here: every_steps"]),
+    ("missing", r("  sequence_length: 64\n", ""), R, {},
+     ["r.yaml:9: batch.sequence_length: missing; add it"]),
+    ("missing section", r("optimizer:\n  learning_rate: 1e-3\n", ""), R, {},
+     ["r.yaml: optimizer: missing; add it"]),
+    ("text for int", r("steps: 10", "steps: two"), R, {},
+     ['r.yaml:2: steps: found "two" (text), a whole number is needed']),
+    ("1e-3 text", r("1e-3", '"1e-3"'), R, {},
+     ['r.yaml:14: optimizer.learning_rate: found "1e-3" (text), a number is needed; remove the quotes']),
+    ("float int", r("steps: 10", "steps: 1e3"), R, {},
+     ["r.yaml:2: steps: found 1000.0, a whole number is needed; write 1000"]),
+    ("float frac", r("steps: 10", "steps: 1.5"), R, {},
+     ["r.yaml:2: steps: found 1.5, a whole number is needed"]),
+    ("bool as int", r("steps: 10", "steps: true"), R, {},
+     ["r.yaml:2: steps: found true, a whole number is needed"]),
+    ("choice", r("bf16", "int8"), R, {},
+     ["r.yaml:3: precision: found \"int8\" (text), one of 'fp32', 'bf16' or 'fp16' is needed"]),
+    ("zero lr", r("1e-3", "0"), R, {},
+     ["r.yaml:14: optimizer.learning_rate: found 0, a number above 0 is needed"]),
+    ("inf lr", r("1e-3", ".inf"), R, {},
+     ["r.yaml:14: optimizer.learning_rate: found Infinity, a finite number is needed"]),
+    ("negative", add("schedule: {warmup_steps: -1}\n"), R, {},
+     ["r.yaml:15: schedule.warmup_steps: found -1, a number of at least 0 is needed"]),
+    ("fraction", r("  path: text.txt", "  path: text.txt\n  held_out_fraction: 1.0"), R, {},
+     ["r.yaml:9: data.held_out_fraction: found 1.0, a number below 1 is needed"]),
+    ("betas short", r("1e-3", "1e-3\n  betas: [0.9]"), R, {},
+     ["r.yaml:15: optimizer.betas.1: missing; add it"]),
+    ("betas long", r("1e-3", "1e-3\n  betas: [0.9, 0.9, 0.9]"), R, {},
+     ["r.yaml:15: optimizer.betas: found a list, 2 values are needed, not 3"]),
+    ("betas value", r("1e-3", "1e-3\n  betas: [0.9, 1.5]"), R, {},
+     ["r.yaml:15: optimizer.betas.1: found 1.5, a number below 1 is needed"]),
+    ("betas text", r("1e-3", "1e-3\n  betas: high"), R, {},
+     ['r.yaml:15: optimizer.betas: found "high" (text), a list is needed']),
+    ("section scalar", r("batch:\n  global_batch_size: 8\n  micro_batch_size: 1\n  sequence_length: 64\n", "batch: 8\n"), R, {},
+     ["r.yaml:9: batch: found 8, a block of keys is needed"]),
+    ("date", r("runs/x", "2024-01-01\nseed: 2024-01-01"),
+     R, {}, ['r.yaml:2: seed: found "2024-01-01" (text), a whole number is needed']),
+    ("bool text", r("  path: text.txt", "  path: text.txt\n  packing: maybe"), R, {},
+     ['r.yaml:9: data.packing: found "maybe" (text), true or false is needed']),
+    ("path number", r("runs/x", "7"), R, {},
+     ["r.yaml:1: output_dir: found 7, text is needed"]),
+    ("null", r("steps: 10", "steps:"), R, {},
+     ["r.yaml:2: steps: found null, a whole number is needed"]),
+    ("duplicate", add("steps: 20\n"), R, {},
+     ["r.yaml:15: steps: given twice, first in line 2; keep one"]),
+    ("duplicate nested", r("  micro_batch_size: 1\n", "  micro_batch_size: 1\n  micro_batch_size: 2\n"), R, {},
+     ["r.yaml:12: batch.micro_batch_size: given twice, first in line 11; keep one"]),
+    ("syntax", r("steps: 10", "steps: [10"), R, {},
+     ["r.yaml:3: this is not YAML: expected ',' or ']', but got ':'"]),
+    ("tab", r("  path: text", "\tpath: text"), R, {},
+     ["r.yaml:8: this is not YAML: found character '\\t' that cannot start any token"]),
+    ("list", {"r.yaml": "- a\n"}, R, {},
+     ["r.yaml: found a list, a block of keys is needed"]),
+    ("empty", {"r.yaml": ""}, R, {},
+     ["r.yaml: batch: missing; add it",
+      "r.yaml: data: missing; add it",
+      "r.yaml: model: missing; add it",
+      "r.yaml: optimizer: missing; add it",
+      "r.yaml: output_dir: missing; add it",
+      "r.yaml: steps: missing; add it"]),
+    ("no file", {}, ["none.yaml"], {},
+     ["none.yaml: cannot be read: No such file or directory (none.yaml)"]),
+    ("folder", {}, ["configs"], {},
+     ["configs: cannot be read: Is a directory (configs)"]),
+    ("base missing", add("base: base.yaml\n"), R, {},
+     ["r.yaml:15: base: no such file: base.yaml; the name is relative to r.yaml"]),
+    ("base circle", {"r.yaml": "base: b.yaml\n", "b.yaml": "base: r.yaml\n"}, R, {},
+     ['b.yaml:1: base: found "r.yaml", which is based on this file; break the circle']),
+    ("base number", add("base: 3\n"), R, {},
+     ["r.yaml:15: base: found 3, the name of a recipe file is needed"]),
+    ("base's mistake", {"sub/base.yaml": GOOD["r.yaml"].replace("steps: 10", "steps: two"), "r.yaml": "base: sub/base.yaml\nseed: one\n"}, R, {},
+     ['r.yaml:2: seed: found "one" (text), a whole number is needed',
+      'sub/base.yaml:2: steps: found "two" (text), a whole number is needed']),
+    ("override unknown", {}, ["r.yaml", "batch.micro=2"], {},
+     ["command line: batch.micro: unknown key; legal here: global_batch_size, micro_batch_size, sequence_length"]),
+    ("override type", {}, ["r.yaml", "steps=two"], {},
+     ['command line: steps: found "two" (text), a whole number is needed']),
+    ("override syntax", {}, ["r.yaml", "steps"], {},
+     ['command line: found "steps" (text); an override is written key.path=value']),
+    ("override yaml", {}, ["r.yaml", "optimizer.betas=[0.9"], {},
+     ["command line: optimizer.betas: this is not YAML: expected ',' or ']', but got '<stream end>'"]),
+    ("override through value", {}, ["r.yaml", "steps.more=1"], {},
+     ["command line: steps.more: steps is 10, which has no keys"]),
+    ("both model", r("model:", "model:\n  path: m"), R, {},
+     ["r.yaml:4: model: both path and config are given, but a model has one origin; set one of them to null"]),
+    ("no model", r("  config: {model_type: llama, num_hidden_layers: 4}", "  attention: eager"), R, {},
+     ["r.yaml:4: model: neither path (pretrained) nor config (from scratch) is given; add one"]),
+    ("no model type", r("model_type: llama, ", ""), R, {},
+     ["r.yaml:5: model.config: model_type is missing; add it, for example model_type: llama"]),
+    ("model folder", r("config: {model_type: llama, num_hidden_layers: 4}", "path: ./nothing"), R, {},
+     ["r.yaml:5: model.path: no such folder: nothing"]),
+    ("model empty folder", r("config: {model_type: llama, num_hidden_layers: 4}", "path: ./configs"), R, {},
+     ["r.yaml:5: model.path: configs holds no config.json; a Hugging Face model folder is needed"]),
+    ("both tok", r("512}", "512, path: t}"), R, {},
+     ["r.yaml:6: tokenizer: both path and vocabulary_size (train one) are given; keep one"]),
+    ("no tok", r("tokenizer: {vocabulary_size: 512}\n", ""), R, {},
+     ["r.yaml: tokenizer: a model from scratch brings no tokenizer; add tokenizer.path or tokenizer.vocabulary_size"]),
+    ("no data", r("  path: text.txt", "  packing: true"), R, {},
+     ["r.yaml:7: data.path: missing; name a file, a folder or builtin:python-stdlib, here or as data.path=... when starting"]),
+    ("data missing", r("text.txt", "texts.txt"), R, {},
+     ["r.yaml:8: data.path: no such file or folder: texts.txt"]),
+    ("eval path", add("evaluate: {path: nope, every_steps: 5}\n"), R, {},
+     ["r.yaml:15: evaluate.path: no such file or folder: nope"]),
+    ("warmup", add("schedule:\n  warmup_steps: 10\n"), R, {},
+     ["r.yaml:16: schedule.warmup_steps: found 10, but steps is 10; warm-up has to end before the run does"]),
+    ("decay cosine", add("schedule:\n  decay_steps: 5\n"), R, {},
+     ["r.yaml:16: schedule.decay_steps: found 5, but only wsd has a decay of its own and schedule.name is cosine"]),
+    ("wsd none", add("schedule:\n  name: wsd\n"), R, {},
+     ["r.yaml:15: schedule.decay_steps: missing; wsd needs the length of its final decay"]),
+    ("wsd long", add("schedule:\n  name: wsd\n  warmup_steps: 5\n  decay_steps: 6\n"), R, {},
+     ["r.yaml:18: schedule.decay_steps: found 6; with 5 warm-up steps that is more than the 10 steps"]),
+    ("ckpt", add("checkpoint: {every_steps: 100}\n"), R, {},
+     ["r.yaml:15: checkpoint.every_steps: found 100, but this version writes no checkpoints yet; set it to 0"]),
+    ("eval", add("evaluate: {every_steps: 100}\n"), R, {},
+     ["r.yaml:15: evaluate.every_steps: found 100, but nothing is held out; set data.held_out_fraction above 0 or evaluate.path"]),
+    ("batch", r("global_batch_size: 8", "global_batch_size: 9"), [*R, "batch.micro_batch_size=2"], {},
+     ["r.yaml:10: batch.global_batch_size: found 9, which is no multiple of micro_batch_size 2 x 1 data-parallel ranks; nearest global_batch_size: 8 or 10; micro_batch_size that fits: 1 or 3"]),
+    ("several", {"r.yaml": GOOD["r.yaml"].replace("steps: 10", "steps: two").replace("bf16", "int8").replace("text.txt", "gone")}, [*R, "seed=x"], {},
+     ['r.yaml:2: steps: found "two" (text), a whole number is needed',
+      "r.yaml:3: precision: found \"int8\" (text), one of 'fp32', 'bf16' or 'fp16' is needed",
+      "r.yaml:8: data.path: no such file or folder: gone",
+      'command line: seed: found "x" (text), a whole number is needed']),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("files", "argv", "environ", "lines"), [case[1:] for case in CASES], ids=[c[0] for c in CASES])
+def test_report(files, argv, environ, lines, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, files)
+    assert message(tmp_path, argv, environ) == (expected(lines), ConfigurationError.exit_code)
+
+
+def load(tmp_path, monkeypatch, files=None, *overrides):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, files or {})
+    plan = message(tmp_path, ["r.yaml", *overrides], {})
+    assert isinstance(plan, Plan), plan
+    return plan.recipe
+
+
+def test_good_recipe(tmp_path, monkeypatch):
+    recipe = load(tmp_path, monkeypatch)
+    assert recipe.optimizer.learning_rate == 1e-3  # plain PyYAML reads this as text
+    assert recipe.model.config == {"model_type": "llama", "num_hidden_layers": 4}
+    assert recipe.optimizer.betas == (0.9, 0.95)
+
+
+@pytest.mark.parametrize(("text", "number"), [("1e-4", 1e-4), ("1E5", 1e5), ("+.5", 0.5), ("3", 3.0), ("2.", 2.0)])
+def test_numbers_of_yaml_1_2(text, number, tmp_path, monkeypatch):
+    assert load(tmp_path, monkeypatch, r("1e-3", text)).optimizer.learning_rate == number
+
+
+def test_overrides_are_typed_by_the_schema(tmp_path, monkeypatch):
+    overrides = ["output_dir=2024-01-01", "seed=3", "seed=4", "optimizer.betas=[0.8, 0.9]", "data.cache_dir=7"]
+    overrides += ["model.config.hidden_size=8", "tokenizer.path=null", "data.text_column="]
+    recipe = load(tmp_path, monkeypatch, None, *overrides)
+    assert (recipe.output_dir, recipe.seed, recipe.data.cache_dir) == ("2024-01-01", 4, "7")
+    assert recipe.optimizer.betas == (0.8, 0.9)
+    assert recipe.model.config["hidden_size"] == 8 and recipe.model.config["num_hidden_layers"] == 4
+    assert recipe.tokenizer.path is None and recipe.data.text_column == ""
+
+
+def test_base_is_merged_block_by_block(tmp_path, monkeypatch):
+    files = {
+        "sub/base.yaml": GOOD["r.yaml"].replace("steps: 10", "steps: two"),
+        "sub/middle.yaml": "base: base.yaml\nsteps: 3\nbatch: {micro_batch_size: 2}\n",
+        "r.yaml": "base: sub/middle.yaml\nmodel: {config: {num_hidden_layers: 2}}\n",
+    }
+    recipe = load(tmp_path, monkeypatch, files)
+    assert recipe.steps == 3
+    assert (recipe.batch.global_batch_size, recipe.batch.micro_batch_size) == (8, 2)
+    assert recipe.model.config == {"model_type": "llama", "num_hidden_layers": 2}
+
+
+def test_anchors_are_not_duplicates(tmp_path, monkeypatch):
+    merged = r("  micro_batch_size: 1", "  <<: {micro_batch_size: 4}\n  micro_batch_size: 2")
+    assert load(tmp_path, monkeypatch, merged).batch.micro_batch_size == 2
+
+
+def test_bytes_that_are_no_text(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r.yaml").write_bytes(b"steps: \xff")
+    lines = ["r.yaml: cannot be read: not UTF-8 text (r.yaml)"]
+    assert message(tmp_path, R, {}) == (expected(lines), 2)
+
+
+def test_unknown_option_comes_with_the_usage():
+    with pytest.raises(ConfigurationError) as error:
+        resolve(["r.yaml", "--stratgy", "x"], {})
+    hint = "the only option is --strategy FILE, and recipe values are written steps=100, without dashes"
+    first = expected([f"command line: unrecognized arguments: --stratgy x; {hint}"])
+    assert str(error.value).startswith(f"{first}\nusage: train.py [-h]")
+
+
+def test_accumulation_by_hand():
+    batch = Batch(global_batch_size=24, micro_batch_size=2, sequence_length=8)
+    assert batch.accumulation_steps(4) == 3
+    with pytest.raises(ConfigurationError, match="24 does not divide into micro_batch_size 2 x 5 data-parallel ranks"):
+        batch.accumulation_steps(5)

@@ -1,0 +1,205 @@
+"""Which strategy, which launcher, how many processes."""
+
+# ruff: noqa: E501 - a message stands in one piece, so that a search for it finds it
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from report_cases import ACCELERATE, GOOD, TORCHRUN, Ancestor, Plan, changed, expected, launched, message, write
+
+A = ACCELERATE
+ONE = {key: value for key, value in A.items() if key not in TORCHRUN}  # accelerate launch without torchrun below it
+
+# name, changed files, command line, environment, ancestors, the report's lines, and the exit code where it is not 2
+# fmt: off
+CASES = [
+    ("unseen config", {}, ["r.yaml"], A, None,
+     ["environment: ACCELERATE_MIXED_PRECISION: accelerate launch started this process, but its config file cannot be seen; pass --strategy FILE too"]),
+    ("use flag", {}, ["r.yaml"], {**A, "ACCELERATE_USE_FSDP": "true"}, launched("--use_fsdp", "train.py"),
+     ["command line: --use_fsdp: given to accelerate launch, but the strategy's file owns it; remove the flag",
+      "environment: ACCELERATE_USE_FSDP: is set, but no strategy file is known; pass --strategy FILE, or --config_file FILE to accelerate launch",
+      "environment: WORLD_SIZE: found 2, but no strategy is chosen, so each would train alone; pass --strategy configs/ddp.yaml"]),
+    ("two files", {}, ["r.yaml", "--strategy", "configs/fsdp.yaml"], A, launched("--config_file", "configs/ddp.yaml", "train.py"),
+     ["command line: --strategy: found configs/fsdp.yaml, but accelerate launch reads configs/ddp.yaml; give both the same file, or leave --strategy out"]),
+    ("precision flag", {}, ["r.yaml"], {**A, "ACCELERATE_MIXED_PRECISION": "bf16"}, launched("--mixed-precision=bf16", "--config-file=configs/ddp.yaml", "train.py"),
+     ["command line: --mixed_precision: given to accelerate launch, but the recipe's precision owns it; remove the flag"]),
+    ("precision variable", {}, ["r.yaml", "--strategy", "configs/ddp.yaml"], {**TORCHRUN, "ACCELERATE_MIXED_PRECISION": "fp16"}, None,
+     ["environment: ACCELERATE_MIXED_PRECISION: found \"fp16\" (text), but the recipe's precision owns it; unset it"]),
+    ("precision in the file", changed("configs/ddp.yaml", "num_processes: 2", "num_processes: 2\nmixed_precision: fp16"), ["r.yaml"], {**A, "ACCELERATE_MIXED_PRECISION": "fp16"}, launched("--config_file", "configs/ddp.yaml", "train.py"),
+     ['configs/ddp.yaml:3: mixed_precision: found "fp16" (text), but the recipe owns it: precision is "bf16" (r.yaml:3); remove it']),
+    ("cpu", {}, ["r.yaml"], {**ONE, "ACCELERATE_USE_CPU": "True"}, None,
+     ["environment: ACCELERATE_MIXED_PRECISION: accelerate launch started this process, but its config file cannot be seen; pass --strategy FILE too",
+      'environment: ACCELERATE_USE_CPU: found "True" (text), but it turns FSDP and DeepSpeed off; unset it']),
+    ("cpu flag", {}, ["r.yaml", "--strategy", "configs/single.yaml"], {**ONE, "ACCELERATE_USE_CPU": "True"}, launched("--cpu", "train.py"),
+     ["command line: --cpu: given to accelerate launch, but it turns FSDP and DeepSpeed off; remove the flag"]),
+    ("stage var", {}, ["r.yaml", "--strategy", "configs/zero2.yaml"], {**TORCHRUN, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}, None,
+     ['environment: ACCELERATE_DEEPSPEED_ZERO_STAGE: found "3" (text), but the DeepSpeed JSON owns it; unset it']),
+    ("owned flags", {}, ["r.yaml"], A, launched("--config_file", "configs/zero2.yaml", "--zero_stage", "3", "--fsdp_offload_params", "true", "--num_machines", "1", "train.py", "--not_ours"),
+     ["command line: --fsdp_offload_params: given to accelerate launch, but the strategy's file owns it; remove the flag",
+      "command line: --zero_stage: given to accelerate launch, but the DeepSpeed JSON owns it; remove the flag"]),
+    ("dynamo", {}, ["r.yaml", "--strategy", "configs/ddp.yaml"], {**A, "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, None,
+     ['environment: ACCELERATE_DYNAMO_BACKEND: found "INDUCTOR" (text), but torch.compile is not supported yet; unset it']),
+    ("not started", {}, ["r.yaml"], ONE, launched("--config_file", "configs/ddp.yaml", "train.py"),
+     ["environment: WORLD_SIZE: found 1, but configs/ddp.yaml:2 says num_processes: 2; make the two equal"], 6),
+    ("more asked", {}, ["r.yaml"], ONE, launched("--config_file", "configs/single.yaml", "--num_processes", "4", "train.py"),
+     ["environment: WORLD_SIZE: found 1, but accelerate launch was given --num_processes 4; its distributed_type does not start more than one, choose another strategy"], 6),
+    ("found missing", {}, ["r.yaml"], A, launched("--config_file", "configs/none.yaml", "train.py"),
+     ["configs/none.yaml: cannot be read: No such file or directory (configs/none.yaml)"]),
+]
+# fmt: on
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, {})
+    return tmp_path
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case[0] for case in CASES])
+def test_report(case, folder):
+    _, files, argv, environ, ancestors, lines, *code = case
+    write(folder, files)
+    assert message(folder, argv, environ, ancestors) == (expected(lines), *(code or [2]))
+
+
+def strategy(folder, argv, environ, ancestors=None):
+    plan = message(folder, ["r.yaml", *argv], environ, ancestors)
+    assert isinstance(plan, Plan), plan
+    return plan.strategy
+
+
+def test_plain_python_is_single(folder):
+    found = strategy(folder, [], {})
+    assert (found.name, found.family, found.launcher, found.world_size) == ("single", "single", "python", 1)
+    assert (found.path, found.accelerate, found.deepspeed_path, found.deepspeed) == (None, {}, None, None)
+
+
+@pytest.mark.parametrize(
+    ("file", "environ", "argv", "launcher"),
+    [
+        ("configs/zero2.yaml", TORCHRUN, [], "torchrun"),
+        ("configs/zero2.yaml", {"RANK": "0", "WORLD_SIZE": "2"}, ["--local_rank=0"], "deepspeed"),
+        ("configs/zero2.yaml", {"RANK": "0", "WORLD_SIZE": "2", "CROSS_SIZE": "1"}, [], "deepspeed"),
+        ("configs/zero2.yaml", {"RANK": "0", "WORLD_SIZE": "2"}, [], "python"),
+        ("configs/zero2.yaml", A, [], "accelerate"),
+    ],
+)
+def test_same_strategy_under_every_launcher(folder, file, environ, argv, launcher):
+    found = strategy(folder, [*argv, "--strategy", file], environ)
+    assert found.launcher == launcher
+    assert (found.name, found.family, found.zero_stage, found.data_parallel_size) == ("zero2", "zero", 2, 2)
+    assert (found.path, found.deepspeed_path) == (Path(file), Path("ds_configs/zero2.json"))
+    assert found.deepspeed["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 5e8}
+    assert found.accelerate["num_processes"] == 2
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--config_file", "configs/ddp.yaml", "train.py", "r.yaml"),
+        ("--config-file=configs/ddp.yaml", "--num_processes=2", "train.py"),
+        ("--num-processes", "2", "--config-file", "configs/ddp.yaml", "train.py", "--config_file", "configs/fsdp.yaml"),
+    ],
+)
+def test_the_file_of_accelerate_launch_is_found(folder, words):
+    found = strategy(folder, [], A, launched(*words))
+    assert (found.name, found.family, found.path) == ("ddp", "ddp", Path("configs/ddp.yaml"))
+
+
+def test_accelerate_launch_in_its_other_forms(folder):
+    for start in (("accelerate-launch",), ("python", "-m", "accelerate.commands.launch")):
+        ancestors = [Ancestor((*start, "--config_file", "configs/ddp.yaml", "train.py"), str(folder))]
+        assert strategy(folder, [], A, lambda ancestors=ancestors: ancestors).name == "ddp"
+
+
+def test_a_config_file_is_relative_to_the_launcher(folder, monkeypatch):
+    (folder / "below").mkdir()
+    ancestors = launched("--config_file", "configs/ddp.yaml", "train.py", directory=str(folder))
+    monkeypatch.chdir(folder / "below")
+    write(folder / "below", {})
+    assert strategy(folder, [], A, ancestors).path == folder / "configs/ddp.yaml"
+
+
+def test_the_same_file_twice_is_one_choice(folder):
+    ancestors = launched("--config_file", "./configs/ddp.yaml", "train.py")
+    assert strategy(folder, ["--strategy", "configs/ddp.yaml"], A, ancestors).name == "ddp"
+
+
+def test_default_config_of_accelerate(folder):
+    environ = {**A, "HF_HOME": str(folder / "cache")}
+    write(folder, {"cache/accelerate/default_config.yaml": GOOD["configs/ddp.yaml"]})
+    found = strategy(folder, [], environ, launched("train.py"))
+    assert (found.name, found.family) == ("default_config", "ddp")
+
+
+def test_accelerate_launch_without_any_file_is_single(folder):
+    environ = {**ONE, "HF_HOME": str(folder / "nothing")}
+    assert strategy(folder, [], environ, launched("train.py")).family == "single"
+
+
+def test_the_launchers_number_wins_over_the_file(folder):
+    four = {"WORLD_SIZE": "4"}
+    assert strategy(folder, ["--strategy", "configs/ddp.yaml"], {**TORCHRUN, **four}).world_size == 4
+    ancestors = launched("--config_file", "configs/ddp.yaml", "--num_processes", "4", "train.py")
+    assert strategy(folder, [], {**A, **four}, ancestors).world_size == 4
+
+
+def test_plain_python_may_run_any_strategy_alone(folder):
+    write(folder, changed("configs/ddp.yaml", "num_processes: 2\n", ""))
+    assert strategy(folder, ["--strategy", "configs/ddp.yaml"], {}).world_size == 1
+
+
+def test_pipeline_hsdp_and_offload(folder):
+    four = {**TORCHRUN, "WORLD_SIZE": "4"}
+    pipeline = strategy(folder, ["--strategy", "ds_configs/pipeline.json"], four)
+    assert (pipeline.family, pipeline.pipeline_stages, pipeline.data_parallel_size) == ("pipeline", 2, 2)
+    assert (pipeline.name, pipeline.path, pipeline.zero_stage) == ("pipeline", None, 1)
+    assert strategy(folder, ["--strategy", "configs/hsdp.yaml"], four).replicate_size == 2
+    nvme = strategy(folder, ["--strategy", "ds_configs/zero3_nvme.json"], four)
+    assert (nvme.zero_stage, nvme.offload) == (3, ("optimizer:nvme", "param:cpu"))
+    files = changed("configs/fsdp.yaml", "  fsdp_version", "  fsdp_offload_params: true\n  fsdp_version")
+    write(folder, {"configs/fsdp_offload.yaml": files["configs/fsdp.yaml"]})
+    fsdp = strategy(folder, ["--strategy", "configs/fsdp_offload.yaml"], four)
+    assert (fsdp.family, fsdp.offload) == ("fsdp", ("optimizer:cpu", "param:cpu"))
+
+
+def test_layers_of_a_local_model_folder(folder):
+    model = {"model/config.json": '{"n_layer": 1}'}
+    write(folder, model | changed("r.yaml", "config: {model_type: llama, num_hidden_layers: 4}", "path: ./model"))
+    report, _ = message(folder, ["r.yaml", "--strategy", "ds_configs/pipeline.json"], TORCHRUN)
+    assert "pipeline.stages: found 2, but the recipe's model has 1 layers" in report
+
+
+HEAVY = ("torch", "transformers", "accelerate", "deepspeed", "datasets")
+
+
+def test_a_mistake_is_told_before_torch_is_loaded(folder):
+    script = f"""
+import os, sys
+from samecurve.engines.resolve import resolve
+from samecurve.errors import ConfigurationError
+try:
+    resolve(["r.yaml", "steps=two", "--strategy", "configs/zero2.yaml"], {{**os.environ, **{A!r}}})
+except ConfigurationError as error:
+    print([name for name in {HEAVY!r} if name in sys.modules], error.exit_code)
+"""
+    root = Path(__file__).resolve().parents[2]
+    shown = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env={"PYTHONPATH": str(root)}
+    )
+    assert shown.stdout == "[] 2\n", shown.stderr
+
+
+def test_help_needs_no_torch(folder):
+    script = f"import sys; from samecurve.engines.resolve import resolve\ntry: resolve(['--help'], {{}})\nexcept SystemExit as e: print([name for name in {HEAVY!r} if name in sys.modules], e.code)"
+    root = Path(__file__).resolve().parents[2]
+    shown = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env={"PYTHONPATH": str(root)}
+    )
+    assert "RECIPE [key.path=value ...]" in shown.stdout
+    assert shown.stdout.endswith("[] 0\n"), shown.stderr
