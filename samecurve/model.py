@@ -54,6 +54,7 @@ def build(config: PreTrainedConfig, where: AbstractContextManager) -> PreTrained
     """An fp32 causal LM whose weights are not set yet, constructed inside `where` (a torch.device, for example)."""
     with no_init_weights(), where:
         model = AutoModelForCausalLM._model_mapping[type(config)](config)
+    model.tie_weights()  # no_init_weights leaves it out
     model.config.use_cache = False
     return model.train()
 

@@ -44,7 +44,7 @@ class RunDirectory:
     """Claim `path` for one run. An earlier run's files go to `previous/N/`: nothing is lost and nothing mixed.
 
     reads: paths that this run will read (model, data). They must not be among the files that are moved aside.
-    notice: one line about what was moved, "" when nothing was.
+    notice: one line about what was moved, "" when nothing was. step: the last one with a record.
     Raises ConfigurationError when a live run writes there or it holds somebody else's files, StorageError when it
     cannot be written.
     """
@@ -53,6 +53,7 @@ class RunDirectory:
         self.path = Path(path)
         self.is_main = is_main
         self.notice = ""
+        self.step = 0
         if not is_main:
             return
         with writing(self.path):
@@ -77,6 +78,7 @@ class RunDirectory:
 
     def append_metrics(self, record: dict) -> None:
         """One line. What is not finite is written as null: NaN is not JSON."""
+        self.step = record["step"]
         if not self.is_main:
             return
         line = json.dumps(plain(record), allow_nan=False) + "\n"

@@ -1,7 +1,8 @@
-"""The only place where strategy words live. `start` makes the Accelerator, `build` the engine of the strategy."""
+"""The only place where strategy words live: `plan` resolves, `start` makes the Accelerator, `build` the engine."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -11,6 +12,16 @@ if TYPE_CHECKING:
     from ..tasks import Task
     from .base import Engine
     from .resolve import Plan
+
+
+def plan(argv: Sequence[str], environ: Mapping[str, str]) -> Plan:
+    """Command line and environment -> the recipe and the strategy, or one report of all problems. Loads no torch."""
+    # from .preflight import check
+    from .resolve import resolve
+
+    resolved = resolve(argv, environ)
+    # check(resolved, environ)
+    return resolved
 
 
 def start(plan: Plan) -> Accelerator:
@@ -33,3 +44,10 @@ def build(accelerator: Accelerator, plan: Plan, skeleton: PreTrainedModel, task:
     engine = Chosen(accelerator, plan, skeleton, task)
     verify(plan, engine.describe())
     return engine
+
+
+def device_name(accelerator: Accelerator) -> str:
+    """The kind of device that this process trains on, as its maker calls it."""
+    import torch
+
+    return torch.cuda.get_device_name() if accelerator.device.type == "cuda" else accelerator.device.type

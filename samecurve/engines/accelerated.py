@@ -35,7 +35,7 @@ class AcceleratedEngine:
         self.shapes = {name: p.shape for name, p in skeleton.named_parameters()}
         self.loss_scale = LossScale() if self.recipe.precision == "fp16" else None
         self.model, self.optimizer = self._prepare()
-        module = accelerator.unwrap_model(self.model)
+        module = _unwrapped(self.model)
         self.tensors = {**dict(module.named_buffers()), **dict(module.named_parameters())}
         with torch.no_grad():
             fill(skeleton, self.recipe, self._write)
@@ -104,8 +104,7 @@ class AcceleratedEngine:
             model = build(self.skeleton.config, torch.device(self.device))
             self._checkpoint_activations(model)
             model = self.accelerator.prepare_model(model)
-        module = self.accelerator.unwrap_model(model)
-        groups = parameter_groups(module.named_parameters(), self.shapes, self.recipe.optimizer)
+        groups = parameter_groups(_unwrapped(model).named_parameters(), self.shapes, self.recipe.optimizer)
         return model, build_optimizer(groups, self.recipe.optimizer)
 
     def _shard(self) -> nn.Module:
@@ -117,6 +116,7 @@ class AcceleratedEngine:
         model = fsdp2_prepare_model(self.accelerator, model)
         offloaded = self.accelerator.state.fsdp_plugin.cpu_offload
         model.to_empty(device="cpu" if getattr(offloaded, "pin_memory", False) else self.device)
+        model.tie_weights()  # allocation may give each of two tied modules a parameter of its own
         for buffer in model.buffers():
             buffer.data = buffer.data.to(self.device)
         self.accelerator._models.append(model)
@@ -196,6 +196,11 @@ class AcceleratedEngine:
         if not torch.isfinite(torch.tensor(mean)):
             raise NumericError(f"the loss is {mean}; the weights were not touched")
         return mean
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """`accelerator.unwrap_model` would load deepspeed for every strategy."""
+    return getattr(model, "module", model)
 
 
 def _name(dtype: torch.dtype | None) -> str | None:

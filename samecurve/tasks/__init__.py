@@ -15,12 +15,13 @@ if TYPE_CHECKING:
 
 
 class Task(Protocol):
-    """held_out: None when the recipe holds nothing out."""
+    """held_out: None when the recipe holds nothing out. special_tokens: ids for a from-scratch model's config."""
 
     tokenizer: PreTrainedTokenizerFast
     train: Rows
     held_out: Rows | None
     vocabulary_size: int
+    special_tokens: dict[str, int]
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """fp32 scalar: the sum over the trained tokens, which the engine divides by the step's global count."""

@@ -33,6 +33,10 @@ class Pretrain:
     def vocabulary_size(self) -> int:
         return len(self.tokenizer)
 
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        return {"bos_token_id": self.tokenizer.bos_token_id, "eos_token_id": self.tokenizer.eos_token_id}
+
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         return token_loss_sum(logits, labels)
 
