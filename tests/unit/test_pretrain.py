@@ -40,6 +40,10 @@ def test_packed_rows_hold_the_documents(tmp_path):
     assert isinstance(task.train, PackedRows)
     assert task.held_out is None
     assert task.vocabulary_size == len(task.tokenizer) == 300
+    assert task.special_tokens == {
+        "bos_token_id": task.tokenizer.convert_tokens_to_ids("<|begin_of_text|>"),
+        "eos_token_id": task.tokenizer.convert_tokens_to_ids("<|end_of_text|>"),
+    }
     tokens = task.train.stream.tokens.tolist()
     begin, end = task.tokenizer.bos_token, task.tokenizer.eos_token
     assert task.tokenizer.decode(tokens) == "".join(f"{begin}{text}{end}" for text in TEXTS)
