@@ -29,15 +29,15 @@ NVME_BYTES_PER_PARAMETER = 18
 
 
 def prepare_environment() -> None:
-    """Put this Python's own bin folder on PATH, so that the `ninja` installed beside DeepSpeed is found.
+    """Put this Python's own bin folder first on PATH, so that operators are compiled by the ninja beside DeepSpeed.
 
-    Nothing else does when `.venv/bin/python` or `.venv/bin/accelerate` is run without activating the environment.
-    The operators are compiled inside the worker, so it is early enough there.
+    Nothing else does when `.venv/bin/python` or `.venv/bin/accelerate` is run without activating the environment, and
+    another ninja would compile everything anew: 1.11 and 1.13 do not read each other's logs (seen; minutes for
+    async_io). DeepSpeed compiles inside the worker, so the worker's start is early enough.
     """
     own = str(Path(sys.executable).parent)
-    folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
-    if own not in folders:
-        os.environ["PATH"] = os.pathsep.join([own, *folders])
+    others = [folder for folder in os.environ.get("PATH", os.defpath).split(os.pathsep) if folder != own]
+    os.environ["PATH"] = os.pathsep.join([own, *others])
 
 
 def problems(

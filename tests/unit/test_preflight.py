@@ -140,10 +140,10 @@ def test_an_accelerator_is_seen_by_its_device_file_unless_hidden(tmp_path, monke
     assert not preflight.has_accelerator({}, tmp_path)
 
 
-def test_own_bin_folder_is_added_to_path_once(monkeypatch):
+def test_own_bin_folder_comes_first_on_path_and_once(monkeypatch):
     own = str(Path(sys.executable).parent)
-    monkeypatch.setenv("PATH", "/usr/bin")
-    for _ in range(2):
+    for before in ("/usr/bin", f"/usr/bin{os.pathsep}{own}", f"{own}{os.pathsep}/usr/bin"):
+        monkeypatch.setenv("PATH", before)
         preflight.prepare_environment()
         assert os.environ["PATH"].split(os.pathsep) == [own, "/usr/bin"]
 
