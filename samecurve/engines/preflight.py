@@ -21,8 +21,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from ..errors import ConfigurationError
+
 if TYPE_CHECKING:
-    from .resolve import Strategy
+    from .resolve import Plan, Strategy
 
 # fp32 weight, gradient and two Adam moments, and the bf16 weight: 18; 17.9 measured with 4.3 M parameters on two ranks
 NVME_BYTES_PER_PARAMETER = 18
@@ -38,6 +40,16 @@ def prepare_environment() -> None:
     own = str(Path(sys.executable).parent)
     others = [folder for folder in os.environ.get("PATH", os.defpath).split(os.pathsep) if folder != own]
     os.environ["PATH"] = os.pathsep.join([own, *others])
+
+
+def check(plan: Plan, environ: Mapping[str, str] = os.environ) -> None:
+    """Prepare the environment; raise ConfigurationError with everything that this machine lacks for the plan."""
+    prepare_environment()
+    found = problems(plan.strategy, plan.recipe.precision, environ)
+    if found:
+        raise ConfigurationError(
+            "\n".join(["this machine cannot run the strategy as it is", *(f"  {t}" for t in found)])
+        )
 
 
 def problems(

@@ -15,6 +15,7 @@ import pytest
 
 from samecurve.engines import preflight
 from samecurve.engines.resolve import Strategy
+from samecurve.errors import ConfigurationError
 
 NOTHING: tuple[str, ...] = ()
 
@@ -40,6 +41,7 @@ def machine(tmp_path, monkeypatch):
         for name in executables.split():
             (folder / name).touch(mode=0o755)
         monkeypatch.setattr(sys, "executable", str(folder / "python"))
+        monkeypatch.setenv("PATH", os.environ["PATH"])  # put back afterwards
         monkeypatch.setattr(preflight, "has_accelerator", lambda environ: accelerator)
         monkeypatch.setattr(preflight, "_links_libaio", lambda compiler, environ: libaio)
         monkeypatch.setattr(preflight, "_cuda_toolkit", lambda environ, search: False)
@@ -86,6 +88,18 @@ def test_what_is_missing(machine, asked, lacks, precision, expected):
     assert len(found) == len(expected), found
     for line, text in zip(found, expected, strict=True):
         assert line.startswith("strategy probed: ") and text in line
+
+
+def test_check_raises_all_of_it(machine):
+    environ = machine("")
+    plan = SimpleNamespace(strategy=strategy("zero"), recipe=SimpleNamespace(precision="fp16"))
+    with pytest.raises(ConfigurationError) as error:
+        preflight.check(plan, environ)
+    header, *lines = str(error.value).splitlines()
+    assert header == "this machine cannot run the strategy as it is"
+    assert [line[:19] for line in lines] == ["  strategy probed: "] * 3
+    plan.strategy = strategy("ddp")
+    preflight.check(plan, environ)
 
 
 def test_a_compiler_named_in_the_environment_is_the_one_looked_for(machine):
