@@ -9,10 +9,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, NoReturn
 
 import yaml
 
@@ -95,10 +96,11 @@ def run(job: Job, arguments: Sequence[str], directory: Path, tell: Callable[[int
 
 
 @contextmanager
-def _processes(arguments: Sequence[str], stream, world_size: int):
-    """The job in a process group of its own, which is ended when this process is interrupted."""
+def _processes(arguments: Sequence[str], stream: IO, world_size: int) -> Iterator[subprocess.Popen]:
+    """The job in a process group of its own, which ends with this process: by Ctrl-C, by SIGTERM, by an error."""
     threads = max(1, (os.cpu_count() or 1) // world_size)
     environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
+    before = signal.signal(signal.SIGTERM, _leave)
     process = subprocess.Popen(
         arguments, stdout=stream, stderr=subprocess.STDOUT, env=environment, start_new_session=True
     )
@@ -108,6 +110,11 @@ def _processes(arguments: Sequence[str], stream, world_size: int):
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGTERM)
             process.wait()
+        signal.signal(signal.SIGTERM, before)
+
+
+def _leave(number: int, _: object) -> NoReturn:
+    sys.exit(128 + number)
 
 
 def _finished_steps(directory: Path) -> int:

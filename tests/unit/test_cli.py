@@ -1,6 +1,9 @@
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -173,6 +176,25 @@ def test_a_job_that_fails_and_an_older_curve(case, tmp_path):
     assert outcome.reason == reason.replace("LOG", str(tmp_path / "ddp.log"))
     assert outcome.metrics == []
     assert (directory / "previous" / "1" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGINT, cli.INTERRUPTED)])
+def test_no_job_outlives_the_comparison(number, code, tmp_path):
+    training = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    comparison = (
+        "import sys; from pathlib import Path; from samecurve import cli; from samecurve.cli import jobs, summary\n"
+        f"job = jobs.Job('ddp', None, 1), [sys.executable, '-c', {training!r}], Path({str(tmp_path / 'ddp')!r})\n"
+        "summary.run = lambda _: jobs.run(*job, tell=print)\n"
+        "sys.exit(cli.main(['summary', '.']))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", comparison], stdout=subprocess.DEVNULL)
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(number)
+    assert process.wait() == code
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
 # compare: the verdict
