@@ -156,7 +156,10 @@ def _parse_yaml(text: str, document: Document) -> Any:
     try:
         node = loader.get_single_node()
         return {} if node is None else _build(loader, node, (), document)
-    except yaml.YAMLError as error:
+    except RecursionError:
+        document.problem((), "this is not YAML that can be used: an alias stands inside itself")
+        return {}
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a tag such as !!int over a word
         mark = getattr(error, "problem_mark", None)
         place = Place(document.name, mark.line + 1 if mark else None)
         what = getattr(error, "problem", None) or str(error).splitlines()[0]

@@ -237,9 +237,10 @@ def _evaluate(value: Callable[[str], Any]) -> Iterator[Finding]:
 def hidden_layers(source: Source) -> int | None:
     """How many decoder layers the model has, where the recipe or a local model folder says so."""
     with contextlib.suppress(KeyError, OSError, ValueError):
-        config = source.value("model.config")
-        if config is None:
-            config = json.loads((Path(source.value("model.path")) / "config.json").read_text())
+        config, path = source.value("model.config"), source.value("model.path")
+        if config is None and path is not None:
+            config = json.loads((Path(path) / "config.json").read_text())
+        config = config if isinstance(config, dict) else {}
         found = [config[key] for key in ("num_hidden_layers", "n_layer", "num_layers") if key in config]
         return found[0] if found and isinstance(found[0], int) else None
     return None

@@ -221,6 +221,8 @@ CASES = [
       "r.yaml: steps: missing; add it",
       "r.yaml:2: stepps: unknown key; did you mean steps?",
       "command line: seed: found -1, a number of at least 0 is needed"]),
+    ("pipeline: model of neither kind", changed("r.yaml", "  config: {model_type: llama, num_hidden_layers: 4}", "  attention: eager"), ["r.yaml", "--strategy", "ds_configs/pipeline.json"], T,
+     ["r.yaml:4: model: neither path (pretrained) nor config (from scratch) is given; add one"]),
     ("world: python and hsdp", *use("configs/hsdp.yaml", {}),
      ["environment: WORLD_SIZE: plain python starts one process, but configs/hsdp.yaml:2 says num_processes: 4; start it with accelerate launch --config_file configs/hsdp.yaml, or torchrun --nproc_per_node 4"], 6),
     ("yaml: true is not the harmless 1", *acc("parallelism_config:", "parallelism_config:\n  parallelism_config_tp_size: true", "hsdp", {**T, "WORLD_SIZE": "4"}),
