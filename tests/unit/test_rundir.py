@@ -86,9 +86,9 @@ def test_what_the_run_reads_is_not_moved(tmp_path):
 def test_other_ranks_write_nothing(tmp_path):
     run = RunDirectory(tmp_path / "a", is_main=False)
     run.write_run({})
-    run.append_metrics({})
+    run.append_metrics({"step": 7})
     run.status("done")
-    assert not run.path.exists()
+    assert not run.path.exists() and run.step == 7
     assert run.model == tmp_path / "a" / "model"
 
 
