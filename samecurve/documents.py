@@ -53,7 +53,8 @@ def report(problems: Iterable[Problem]) -> str:
         return pseudo, problem.place.file, problem.place.line or 0, problem.key, problem.text
 
     lines = [f"  {problem}" for problem in sorted(set(problems), key=position)]
-    return "\n".join([f"{len(lines)} problem{'s'[: len(lines) != 1]} in the configuration", *lines])
+    count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
+    return "\n".join([f"{count} in the configuration", *lines])
 
 
 @dataclass
