@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 def plan(argv: Sequence[str], environ: Mapping[str, str]) -> Plan:
     """Command line and environment -> the recipe and the strategy, or one report of all problems. Loads no torch."""
-    # from .preflight import check
+    from .preflight import check
     from .resolve import resolve
 
     resolved = resolve(argv, environ)
-    # check(resolved, environ)
+    check(resolved, environ)
     return resolved
 
 

@@ -34,9 +34,20 @@ def backend(strategy: Strategy) -> str | None:
 def prepare(strategy: Strategy) -> None:
     """Before `Accelerator(...)`: gloo processes of the kind that Accelerate builds the strategy on."""
     torch.set_num_threads(_threads())
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns on every rank that it found nothing better
+    if strategy.deepspeed is not None:
+        _leave_out_shared_memory()
     if strategy.family in _KINDS:
         PartialState(backend="gloo")
         PartialState._shared_state["distributed_type"] = _KINDS[strategy.family]
+
+
+def _leave_out_shared_memory() -> None:
+    """DeepSpeed compiles an all-reduce over shared memory at its first start on a CPU: minutes, and a C++ compiler, for
+    nothing that gloo does not do. It also takes two containers that share /dev/shm for one machine."""
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def _threads() -> int:
