@@ -46,7 +46,6 @@ def machine(tmp_path, monkeypatch):
         monkeypatch.setattr(preflight, "_links_libaio", lambda compiler, environ: libaio)
         monkeypatch.setattr(preflight, "_cuda_toolkit", lambda environ, search: False)
         monkeypatch.setattr(preflight, "_prebuilt", set)
-        monkeypatch.setattr(sys, "platform", "linux")
         return {"PATH": str(folder)}
 
     return build
@@ -57,9 +56,16 @@ CASES = [
     ("a complete machine", strategy("zero", NVME), {}, "fp32", NOTHING),
     ("ddp needs nothing", strategy("ddp"), {"executables": ""}, "fp32", NOTHING),
     ("fsdp needs nothing", strategy("fsdp"), {"executables": ""}, "bf16", NOTHING),
-    ("zero on a CPU", strategy("zero"), {"executables": ""}, "fp32", ("pip install ninja", "apt-get install g++")),
-    ("pipeline on a CPU", strategy("pipeline"), {"executables": "c++"}, "fp32", ("deepspeed_shm_comm on first use",)),
-    ("zero on a GPU", strategy("zero"), {"executables": "", "accelerator": True}, "fp16", NOTHING),
+    ("zero without offload", strategy("zero"), {"executables": ""}, "fp32", NOTHING),
+    ("pipeline", strategy("pipeline"), {"executables": ""}, "fp32", NOTHING),
+    (
+        "no tools at all",
+        strategy("zero", CPU_OFFLOAD),
+        {"executables": ""},
+        "fp32",
+        ("pip install ninja", "apt-get install g++"),
+    ),
+    ("no ninja", strategy("zero", CPU_OFFLOAD), {"executables": "c++"}, "fp32", ("compiles cpu_adam on first use",)),
     (
         "optimizer offload on a GPU",
         strategy("zero", ("optimizer:cpu",)),
@@ -78,6 +84,7 @@ CASES = [
     ("nvme on a GPU", strategy("zero", NVME), {"accelerator": True}, "bf16", ("set CUDA_HOME",)),
     ("fsdp_offload on a CPU", strategy("fsdp", CPU_OFFLOAD), {"executables": ""}, "fp32", ("pinned memory",)),
     ("fsdp_offload on a GPU", strategy("fsdp", CPU_OFFLOAD), {"executables": "", "accelerator": True}, "bf16", NOTHING),
+    ("fp16 zero on a GPU", strategy("zero"), {"accelerator": True}, "fp16", NOTHING),
     ("fp16 zero on a CPU", strategy("zero"), {}, "fp16", ("set precision to bf16 or fp32",)),
 ]
 
@@ -92,7 +99,7 @@ def test_what_is_missing(machine, asked, lacks, precision, expected):
 
 def test_check_raises_all_of_it(machine):
     environ = machine("")
-    plan = SimpleNamespace(strategy=strategy("zero"), recipe=SimpleNamespace(precision="fp16"))
+    plan = SimpleNamespace(strategy=strategy("zero", CPU_OFFLOAD), recipe=SimpleNamespace(precision="fp16"))
     with pytest.raises(ConfigurationError) as error:
         preflight.check(plan, environ)
     header, *lines = str(error.value).splitlines()
@@ -104,7 +111,7 @@ def test_check_raises_all_of_it(machine):
 
 def test_a_compiler_named_in_the_environment_is_the_one_looked_for(machine):
     environ = machine("ninja clang++") | {"CXX": "clang++ -O1"}
-    assert preflight.problems(strategy("zero"), "fp32", environ) == []
+    assert preflight.problems(strategy("zero", CPU_OFFLOAD), "fp32", environ) == []
 
 
 def test_operators_built_with_deepspeed_need_no_compiler(tmp_path, monkeypatch):
