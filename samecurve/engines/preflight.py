@@ -21,7 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, StorageError
 
 if TYPE_CHECKING:
     from .resolve import Plan, Strategy
@@ -47,23 +47,34 @@ def check(plan: Plan, environ: Mapping[str, str] = os.environ) -> None:
     prepare_environment()
     found = problems(plan.strategy, plan.recipe.precision, environ)
     if found:
-        raise ConfigurationError(
-            "\n".join(["this machine cannot run the strategy as it is", *(f"  {t}" for t in found)])
-        )
+        lines = ["this machine cannot run the strategy as it is", *(f"  {problem}" for problem in found)]
+        raise ConfigurationError("\n".join(lines))
 
 
-def problems(
-    strategy: Strategy, precision: str, environ: Mapping[str, str] = os.environ, num_parameters: int | None = None
-) -> list[str]:
+def check_room(strategy: Strategy, num_parameters: int, environ: Mapping[str, str] = os.environ) -> None:
+    """Raise StorageError when an NVMe folder is too small for a model of `num_parameters`, all of it counted."""
+    local_ranks = int(environ.get("LOCAL_WORLD_SIZE", strategy.world_size))
+    needed_bytes = num_parameters * NVME_BYTES_PER_PARAMETER * local_ranks // strategy.world_size
+    for path in _nvme_paths(strategy):
+        free_bytes = shutil.disk_usage(_existing(path)).free
+        if free_bytes < needed_bytes:
+            raise StorageError(
+                f"strategy {strategy.name}: nvme_path {path}: {free_bytes / 1e9:.1f} GB are free, but weights, gradients "
+                f"and Adam's states need {needed_bytes / 1e9:.1f} GB ({NVME_BYTES_PER_PARAMETER} bytes for each of "
+                f"this machine's parameters); name a larger disk in the DeepSpeed JSON"
+            )
+
+
+def problems(strategy: Strategy, precision: str, environ: Mapping[str, str] = os.environ) -> list[str]:
     """Why this machine cannot run the strategy, each with what to do about it; empty when it can.
 
-    `precision`: the recipe's. `num_parameters`: of the whole model; without it the room on the NVMe disk is not judged.
+    `precision`: the recipe's.
     """
     accelerator = has_accelerator(environ)
     found = [] if accelerator else list(_needs_accelerator(strategy, precision))
     found += _tools(strategy, environ, accelerator)
     for path in sorted(_nvme_paths(strategy)):
-        found += _folder(path, _nvme_bytes(strategy, environ, num_parameters))
+        found += _folder(path)
     return [f"strategy {strategy.name}: {text}" for text in found]
 
 
@@ -159,21 +170,14 @@ def _nvme_paths(strategy: Strategy) -> set[Path]:
     return {Path(block["nvme_path"]) for block in blocks if block and block.get("device") == "nvme"}
 
 
-def _nvme_bytes(strategy: Strategy, environ: Mapping[str, str], num_parameters: int | None) -> int:
-    """What this machine's ranks will write; every rank holds an equal part."""
-    local_ranks = int(environ.get("LOCAL_WORLD_SIZE", strategy.world_size))
-    return (num_parameters or 0) * NVME_BYTES_PER_PARAMETER * local_ranks // strategy.world_size
+def _existing(path: Path) -> Path:
+    return next(folder for folder in (path, *path.absolute().parents) if folder.exists())
 
 
-def _folder(path: Path, needed_bytes: int) -> Iterator[str]:
-    """A swap folder must exist or be possible to make, be writable and have room."""
-    existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+def _folder(path: Path) -> Iterator[str]:
+    """A swap folder must exist, or be possible to make, and be writable."""
+    existing = _existing(path)
     if not existing.is_dir():
         yield f"nvme_path {path}: {existing} is a file; name a folder on a local disk in the DeepSpeed JSON"
     elif not os.access(existing, os.W_OK | os.X_OK):
         yield f"nvme_path {path}: {existing} is not writable; name a writable folder on a local disk"
-    elif (free := shutil.disk_usage(existing).free) < needed_bytes:
-        yield (
-            f"nvme_path {path}: {free / 1e9:.1f} GB are free, but weights, gradients and Adam's states need "
-            f"{needed_bytes / 1e9:.1f} GB ({NVME_BYTES_PER_PARAMETER} bytes per parameter); name a larger disk"
-        )

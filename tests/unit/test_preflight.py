@@ -15,7 +15,7 @@ import pytest
 
 from samecurve.engines import preflight
 from samecurve.engines.resolve import Strategy
-from samecurve.errors import ConfigurationError
+from samecurve.errors import ConfigurationError, StorageError
 
 NOTHING: tuple[str, ...] = ()
 
@@ -139,13 +139,13 @@ def test_swap_folder_must_be_a_writable_folder_with_room(machine, tmp_path, monk
     assert "is not writable" in line
 
 
-def test_room_is_judged_by_the_ranks_on_this_machine(machine, tmp_path, monkeypatch):
-    environ = machine()
-    swap = strategy("zero", NVME, str(tmp_path), world_size=4)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=int(17e9)))
-    [line] = preflight.problems(swap, "bf16", environ, num_parameters=10**9)
-    assert "17.0 GB are free" in line and "need 18.0 GB" in line
-    assert preflight.problems(swap, "bf16", environ | {"LOCAL_WORLD_SIZE": "2"}, num_parameters=10**9) == []
+def test_room_is_judged_by_the_ranks_on_this_machine(tmp_path, monkeypatch):
+    swap = strategy("zero", NVME, str(tmp_path / "later"), world_size=4)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: {tmp_path: SimpleNamespace(free=int(17e9))}[path])
+    with pytest.raises(StorageError, match="17.0 GB are free.* need 18.0 GB"):
+        preflight.check_room(swap, 10**9, {})
+    preflight.check_room(swap, 10**9, {"LOCAL_WORLD_SIZE": "2"})
+    preflight.check_room(strategy("zero"), 10**15, {})
 
 
 def test_an_accelerator_is_seen_by_its_device_file_unless_hidden(tmp_path, monkeypatch):
