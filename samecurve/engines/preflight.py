@@ -59,8 +59,8 @@ def check_room(strategy: Strategy, num_parameters: int, environ: Mapping[str, st
         free_bytes = shutil.disk_usage(_existing(path)).free
         if free_bytes < needed_bytes:
             raise StorageError(
-                f"strategy {strategy.name}: nvme_path {path}: {free_bytes / 1e9:.1f} GB are free, but weights, gradients "
-                f"and Adam's states need {needed_bytes / 1e9:.1f} GB ({NVME_BYTES_PER_PARAMETER} bytes for each of "
+                f"strategy {strategy.name}: nvme_path {path}: {free_bytes / 1e9:.1f} GB are free, but weights, "
+                f"gradients and Adam's states need {needed_bytes / 1e9:.1f} GB ({NVME_BYTES_PER_PARAMETER} bytes for each of "
                 f"this machine's parameters); name a larger disk in the DeepSpeed JSON"
             )
 
