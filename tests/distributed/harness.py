@@ -1,0 +1,159 @@
+"""Real runs of train.py over gloo processes, on data with uneven rows, kept so that a run is made once per session."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent
+STEPS = 20
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
+
+RECIPE = {
+    "seed": 3,
+    "steps": STEPS,
+    "precision": "fp32",
+    "model": {"config": LLAMA},
+    "tokenizer": {"vocabulary_size": 300},
+    # not packed: rows of very different lengths, so that a mean of means is wrong
+    "data": {"packing": False, "held_out_fraction": 0.1},
+    "batch": {"global_batch_size": 8, "micro_batch_size": 4, "sequence_length": 32},
+    "optimizer": {"learning_rate": 3e-3, "max_grad_norm": 0.8},
+    "schedule": {"name": "cosine", "warmup_steps": 5},
+    "evaluate": {"every_steps": 10},
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a finished process tree left behind."""
+
+    directory: Path
+    returncode: int
+    output: str
+
+    @cached_property
+    def facts(self) -> dict:
+        return json.loads((self.directory / "run.json").read_text())
+
+    @cached_property
+    def status(self) -> dict:
+        return json.loads((self.directory / "status.json").read_text())
+
+    @cached_property
+    def metrics(self) -> list[dict]:
+        return [json.loads(line) for line in (self.directory / "metrics.jsonl").read_text().splitlines()]
+
+    def column(self, key: str) -> list[float]:
+        return [record[key] for record in self.metrics]
+
+    @cached_property
+    def weights(self) -> dict:
+        from safetensors.torch import load_file
+
+        return load_file(self.directory / "model" / "model.safetensors")
+
+
+class Workspace:
+    """One folder of data, recipe and runs. `run` is remembered by its arguments."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.recipe = folder / "recipe.yaml"
+        self._runs: dict[tuple, Run] = {}
+        data = folder / "documents.jsonl"
+        _write_documents(data)
+        recipe = {**RECIPE, "output_dir": str(folder / "run"), "data": {**RECIPE["data"], "path": str(data)}}
+        self.recipe.write_text(json.dumps(recipe))  # JSON is YAML
+
+    def strategy(self, name: str, **changes: dict) -> Path:
+        """A strategy file; with `changes`, a bare DeepSpeed JSON of that name with some blocks replaced."""
+        if not changes:
+            return ROOT / "configs" / f"{name}.yaml"
+        config = json.loads((ROOT / "ds_configs" / f"{name}.json").read_text())
+        folder = self.folder / f"strategy_{len(list(self.folder.iterdir()))}"
+        folder.mkdir()
+        path = folder / f"{name}.json"
+        path.write_text(json.dumps({**config, **changes}))
+        return path
+
+    def run(self, strategy: str | Path | None, world: int, *overrides: str, launcher: str = "torchrun") -> Run:
+        key = (strategy, world, overrides, launcher)
+        if key not in self._runs:
+            directory = self.folder / f"run_{len(self._runs):03d}"
+            path = strategy if isinstance(strategy, Path) or strategy is None else self.strategy(strategy)
+            arguments = [str(self.recipe), f"output_dir={directory}", *overrides]
+            command = launch_command(launcher, path, world, self.folder) + arguments
+            if launcher != "accelerate" and path is not None:
+                command += ["--strategy", str(path)]
+            self._runs[key] = self.execute(command, directory)
+        return self._runs[key]
+
+    def execute(self, command: list[str], directory: Path, **environment: str) -> Run:
+        env = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "FSDP_"))}
+        env |= {"PATH": f"{BIN}:{env['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        env |= {"SAMECURVE_CACHE": str(self.folder / "cache"), "TOKENIZERS_PARALLELISM": "false", **environment}
+        done = subprocess.run(
+            command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=600
+        )
+        return Run(directory, done.returncode, done.stdout + done.stderr)
+
+
+def launch_command(launcher: str, strategy: Path | None, world: int, folder: Path, script: str = "train.py") -> list[str]:
+    """The command up to and with the script; `--strategy` is added by the caller where the launcher has no file."""
+    python, port = sys.executable, str(free_port())
+    if launcher == "python":
+        return [python, script]
+    if launcher == "torchrun":
+        options = ["--nproc_per_node", str(world), "--master_port", port]
+        return [python, "-m", "torch.distributed.run", *options, script]
+    if launcher == "accelerate":
+        options = ["--config_file", str(strategy), "--num_processes", str(world), "--main_process_port", port]
+        return [python, "-m", "accelerate.commands.launch", *options, script]
+    hostfile = folder / "hostfile"
+    hostfile.write_text(f"127.0.0.1 slots={world}\n")
+    options = ["--hostfile", str(hostfile), "--no_ssh", "--node_rank", "0", "--master_addr", "127.0.0.1"]
+    return [str(BIN / "deepspeed"), *options, "--master_port", port, script]
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def _write_documents(path: Path) -> None:
+    """300 documents of 3 to 60 words over 60 made-up words: enough structure to learn, lengths that differ much."""
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefgh", k=draw.randint(2, 6))) for _ in range(60)]
+    texts = [" ".join(draw.choices(words, k=draw.randint(3, 60))) for _ in range(300)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+
+def largest_relative_difference(found: list[float], expected: list[float]) -> float:
+    assert len(found) == len(expected) > 0
+    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+
+
+def relative_l2(found: dict, expected: dict) -> float:
+    """Over all weights together: a single tensor whose true gradient is zero is all rounding under Adam."""
+    assert found.keys() == expected.keys()
+    difference = sum((found[name] - expected[name]).double().square().sum() for name in expected)
+    return float((difference / sum(value.double().square().sum() for value in expected.values())).sqrt())

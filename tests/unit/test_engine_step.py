@@ -1,0 +1,146 @@
+"""One optimizer step of the shared engine on a model small enough for pencil and paper."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from samecurve.engines.accelerated import AcceleratedEngine
+from samecurve.engines.loss_scale import LossScale
+from samecurve.errors import NumericError
+from samecurve.loss import IGNORE_INDEX
+
+
+class Dot(nn.Module):
+    """logits = the weight itself; the task takes its dot product with each trained row, so the gradient is known."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1.0, 2.0]))
+
+    def forward(self, **_) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.weight)
+
+
+@dataclass
+class Rows:
+    """labels: (rows,), trained where not IGNORE_INDEX; `input_ids` carries each row's gradient, shape (rows, 2)."""
+
+    input_ids: Tensor
+    labels: Tensor
+    position_ids: Tensor = None
+
+    def to(self, _) -> Rows:
+        return self
+
+
+class Task:
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        trained = self.rows.input_ids[labels != IGNORE_INDEX]
+        return (trained @ logits).sum()
+
+
+def rows(*gradients, trained=None) -> Rows:
+    labels = torch.zeros(len(gradients), dtype=torch.long)
+    if trained is not None:
+        labels[~torch.tensor(trained)] = IGNORE_INDEX
+    return Rows(torch.tensor(gradients, dtype=torch.float32), labels)
+
+
+def engine(max_grad_norm: float = 100.0, loss_scale: LossScale | None = None) -> AcceleratedEngine:
+    made = AcceleratedEngine.__new__(AcceleratedEngine)
+    made.accelerator, made.device = Accelerator(cpu=True), torch.device("cpu")
+    made.plan = SimpleNamespace(strategy=SimpleNamespace(family="single"))
+    made.recipe = SimpleNamespace(optimizer=SimpleNamespace(max_grad_norm=max_grad_norm))
+    made.model, made.task, made.loss_scale = Dot(), Task(), loss_scale
+    made.optimizer = torch.optim.SGD(made.model.parameters(), lr=1.0)
+    loss = made._loss
+
+    def remember_rows(batch):
+        made.task.rows = batch
+        return loss(batch)
+
+    made._loss = remember_rows
+    return made
+
+
+def weight(of: AcceleratedEngine) -> list[float]:
+    return of.model.weight.tolist()
+
+
+def test_accumulation_takes_the_mean_over_tokens_not_over_micro_batches():
+    """One token of gradient (8, 0) and three of (0, 4): the mean is (2, 3). A mean of means would give (4, 2)."""
+    one = engine()
+    result = one.step([rows((8, 0)), rows((0, 4), (0, 4), (0, 4))], learning_rate=0.5)
+    assert weight(one) == [1 - 0.5 * 2, 2 - 0.5 * 3]
+    assert result.tokens == 4 and result.applied
+    assert result.loss == pytest.approx((8 * 1 + 3 * 4 * 2) / 4)
+    assert result.grad_norm == pytest.approx(13**0.5)
+
+
+def test_masked_tokens_count_neither_in_the_sum_nor_in_the_mean():
+    one = engine()
+    result = one.step([rows((6, 0), (99, 99), trained=[True, False]), rows((0, 2))], learning_rate=1.0)
+    assert weight(one) == [1 - 3, 2 - 1]
+    assert result.tokens == 2
+
+
+def test_clipping_by_hand_and_the_norm_before_it():
+    """Gradient (3, 4) has norm 5; clipped to 1 it is (0.6, 0.8)."""
+    one = engine(max_grad_norm=1.0)
+    result = one.step([rows((3, 4))], learning_rate=1.0)
+    assert result.grad_norm == pytest.approx(5.0)
+    assert weight(one) == [pytest.approx(1 - 0.6, abs=1e-5), pytest.approx(2 - 0.8, abs=1e-5)]
+
+
+def test_a_step_without_trained_tokens_is_skipped():
+    one = engine()
+    result = one.step([rows((3, 4), trained=[False])], learning_rate=1.0)
+    assert (result.tokens, result.applied) == (0, False)
+    assert weight(one) == [1.0, 2.0]
+
+
+def test_gradients_do_not_leak_into_the_next_step():
+    one = engine()
+    one.step([rows((1, 0))], learning_rate=1.0)
+    one.step([rows((0, 1))], learning_rate=1.0)
+    assert weight(one) == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_stops_before_the_update(bad):
+    one = engine()
+    with pytest.raises(NumericError, match="the loss is"):
+        one.step([rows((1, 0)), rows((bad, 1))], learning_rate=1.0)
+    assert weight(one) == [1.0, 2.0]
+
+
+def test_a_gradient_that_is_not_finite_stops_before_the_update():
+    one = engine()
+    one.model.weight.register_hook(lambda gradient: gradient * float("nan"))
+    with pytest.raises(NumericError, match="the gradient norm is"):
+        one.step([rows((1, 0))], learning_rate=1.0)
+    assert weight(one) == [1.0, 2.0]
+
+
+def test_fp16_overflow_skips_the_step_and_halves_the_scale():
+    one = engine(loss_scale=LossScale(value=8.0))
+    hook = one.model.weight.register_hook(lambda gradient: gradient * float("inf"))
+    result = one.step([rows((1, 0))], learning_rate=1.0)
+    assert not result.applied and weight(one) == [1.0, 2.0] and one.loss_scale.value == 4.0
+    hook.remove()
+    result = one.step([rows((1, 0))], learning_rate=1.0)
+    assert result.applied and weight(one) == [0.0, 2.0]
+    assert result.grad_norm == pytest.approx(1.0)  # of the loss, not of the scaled loss
+
+
+def test_loss_scale_grows_after_enough_good_steps():
+    scale = LossScale(value=4.0, growth_interval=2)
+    for applied, expected in [(True, 4.0), (True, 8.0), (False, 4.0), (True, 4.0), (False, 2.0)]:
+        scale.update(applied)
+        assert scale.value == expected

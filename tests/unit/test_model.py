@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from samecurve.config import Model
+from samecurve.errors import ConfigurationError, DataError
+from samecurve.model import build, fill, skeleton
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+FAMILIES = {
+    "llama": LLAMA,
+    "llama_tied": {**LLAMA, "tie_word_embeddings": True},
+    "qwen2": {**LLAMA, "model_type": "qwen2"},
+    "qwen3": {**LLAMA, "model_type": "qwen3", "head_dim": 8},
+    "mistral": {**LLAMA, "model_type": "mistral", "sliding_window": 8},
+    "gpt2": {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+}
+TOKENS = {"bos_token_id": 0, "eos_token_id": 1}
+
+
+def recipe(config=None, path=None, seed=0) -> SimpleNamespace:
+    return SimpleNamespace(model=Model(config=config, path=path), seed=seed)
+
+
+def filled(made, model=None, names=None) -> dict[str, torch.Tensor]:
+    found = {}
+
+    def write(name, tensor):
+        assert name not in found, name
+        found[name] = tensor.clone()
+
+    fill(model or skeleton(made, 64, TOKENS), made, write, names)
+    return found
+
+
+@pytest.fixture(params=FAMILIES, ids=str)
+def from_scratch(request) -> SimpleNamespace:
+    return recipe(FAMILIES[request.param])
+
+
+def test_skeleton_is_on_meta_and_tied_as_the_config_says(from_scratch):
+    model = skeleton(from_scratch, 64, TOKENS)
+    assert all(p.is_meta and p.dtype == torch.float32 for p in model.parameters())
+    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    assert tied == model.config.tie_word_embeddings
+
+
+def test_fill_covers_every_parameter_and_buffer_once(from_scratch):
+    model = skeleton(from_scratch, 64, TOKENS)
+    expected = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    assert filled(from_scratch, model).keys() == expected
+
+
+def test_seeded_weights_have_the_familys_own_distribution_and_buffers(from_scratch):
+    ours = filled(from_scratch)
+    reference = AutoModelForCausalLM.from_config(skeleton(from_scratch, 64, TOKENS).config)
+    for name, tensor in reference.named_parameters():
+        assert ours[name].std() == pytest.approx(tensor.std().item(), rel=0.2, abs=1e-9), name
+        assert ours[name].mean() == pytest.approx(tensor.mean().item(), abs=5e-3), name
+    for name, tensor in reference.named_buffers():
+        assert torch.equal(ours[name], tensor), name
+
+
+def test_weights_do_not_depend_on_which_part_is_asked_for(from_scratch):
+    whole = filled(from_scratch)
+    part = {name for name in whole if ".1." in name}
+    assert part
+    for name, tensor in filled(from_scratch, names=part).items():
+        assert torch.equal(tensor, whole[name]), name
+
+
+def test_another_seed_gives_other_weights_and_the_global_generator_is_left_alone():
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    first = filled(recipe(LLAMA))
+    assert torch.equal(torch.rand(1), expected)
+    second = filled(recipe(LLAMA, seed=1))
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(first[name], second[name])
+    assert not torch.equal(first[name], first["model.layers.1.mlp.up_proj.weight"])
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A pretrained folder as transformers writes it, and its weights."""
+    model = AutoModelForCausalLM.from_config(skeleton(recipe(FAMILIES["llama_tied"]), 64, TOKENS).config)
+    model.save_pretrained(tmp_path)
+    return tmp_path, dict(model.named_parameters())
+
+
+def test_pretrained_weights_are_read_as_fp32(saved):
+    folder, weights = saved
+    save_file({k: v.bfloat16() for k, v in load_file(folder / "model.safetensors").items()}, folder / "model.safetensors")
+    found = filled(recipe(path=str(folder)))
+    for name, tensor in weights.items():
+        assert found[name].dtype == torch.float32
+        assert torch.equal(found[name], tensor.detach().bfloat16().float()), name
+
+
+def test_pretrained_shards_are_found_through_the_index(saved):
+    folder, weights = saved
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="10KB")
+    assert len(list(folder.glob("model-*.safetensors"))) > 1
+    found = filled(recipe(path=str(folder)))
+    assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
+
+
+def test_a_checkpoint_of_the_base_model_has_no_prefix(tmp_path):
+    model = AutoModelForCausalLM.from_config(skeleton(recipe(FAMILIES["gpt2"]), 64, TOKENS).config)
+    model.transformer.save_pretrained(tmp_path)
+    found = filled(recipe(path=str(tmp_path)))
+    assert torch.equal(found["transformer.wte.weight"], model.transformer.wte.weight)
+
+
+def test_a_missing_tensor_and_a_wrong_shape_are_told_by_name(saved):
+    folder, _ = saved
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.norm.weight"
+    save_file({k: v for k, v in tensors.items() if k != name}, folder / "model.safetensors")
+    with pytest.raises(ConfigurationError, match="holds no tensor for model.norm.weight"):
+        filled(recipe(path=str(folder)))
+    save_file({**tensors, name: torch.ones(7)}, folder / "model.safetensors")
+    with pytest.raises(ConfigurationError, match=r"model.norm.weight has the shape \(7,\), the config needs \(32,\)"):
+        filled(recipe(path=str(folder)))
+
+
+def test_a_vocabulary_that_the_embedding_does_not_hold_is_refused():
+    with pytest.raises(DataError, match="tokenizer has 100 ids, but the model's embedding holds 64"):
+        skeleton(recipe({**LLAMA, "vocab_size": 64}), 100)
+
+
+def test_fields_that_transformers_refuses_name_the_key():
+    with pytest.raises(ConfigurationError, match="model.config"):
+        skeleton(recipe({"model_type": "no_such_model"}), 64)
+
+
+def test_build_on_a_device_leaves_no_meta_tensor():
+    made = build(skeleton(recipe(LLAMA), 64, TOKENS).config, torch.device("cpu"))
+    assert not any(p.is_meta for p in made.parameters()) and json.dumps(made.config.use_cache) == "false"
