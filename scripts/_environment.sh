@@ -17,9 +17,11 @@ find_python() {
 # make_environment FILE...: .venv with these requirement files, as pinned by constraints.txt. A stamp makes the second
 # time fast. Without the constraint pip would take the newest torch, which the rest was not tried with.
 make_environment() {
-    local stamp=.venv/.requirements wanted file arguments=()
-    [ -x .venv/bin/python ] || "$(find_python)" -m venv .venv ||
-        fail "python3 -m venv does not work here (on Debian and Ubuntu: apt-get install python3-venv)"
+    local stamp=.venv/.requirements python wanted file arguments=()
+    if [ ! -x .venv/bin/python ]; then
+        python=$(find_python)
+        "$python" -m venv .venv || fail "$python -m venv failed (on Debian and Ubuntu: apt-get install python3-venv)"
+    fi
     for file in "$@"; do arguments+=(-r "$file"); done
     wanted="$(cat "$@" constraints.txt | cksum) $(.venv/bin/python -V)"
     if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then

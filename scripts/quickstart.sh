@@ -26,7 +26,10 @@ for argument in "$@"; do
 done
 
 set -x
-accelerate launch --config_file "configs/$strategy.yaml" --num_processes "$num_processes" \
+# port 0: any free one
+accelerate launch --config_file "configs/$strategy.yaml" --num_processes "$num_processes" --main_process_port 0 \
     train.py recipes/quickstart.yaml "$@"
 python -m samecurve summary "$run"
 python -m samecurve generate "$run"
+{ set +x; } 2>/dev/null
+say "to type the commands above yourself, first: source .venv/bin/activate"

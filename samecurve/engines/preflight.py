@@ -58,10 +58,12 @@ def check_room(strategy: Strategy, num_parameters: int, environ: Mapping[str, st
     for path in _nvme_paths(strategy):
         free_bytes = shutil.disk_usage(_existing(path)).free
         if free_bytes < needed_bytes:
+            sizes = (
+                f"{free_bytes / 1e9:.1f} GB are free, but the model and Adam's states need {needed_bytes / 1e9:.1f} GB"
+            )
             raise StorageError(
-                f"strategy {strategy.name}: nvme_path {path}: {free_bytes / 1e9:.1f} GB are free, but weights, "
-                f"gradients and Adam's states need {needed_bytes / 1e9:.1f} GB ({NVME_BYTES_PER_PARAMETER} bytes for each of "
-                f"this machine's parameters); name a larger disk in the DeepSpeed JSON"
+                f"strategy {strategy.name}: nvme_path {path}: {sizes} ({NVME_BYTES_PER_PARAMETER} bytes per parameter); "
+                "name a larger disk in the DeepSpeed JSON"
             )
 
 

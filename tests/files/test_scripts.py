@@ -1,0 +1,98 @@
+"""The shell scripts: those that cannot run in a test run against stand-ins for what they call."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted(path.name for path in (ROOT / "scripts").iterdir())
+
+
+def test_the_folder_holds_what_the_tests_cover():
+    expected = {"_environment.sh", "hostfile.example", "quickstart.sh", "slurm.sh", "test.sh"}
+    assert expected <= set(SCRIPTS)
+
+
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name.endswith(".sh")])
+def test_a_script_parses_says_what_it_is_for_and_stops_at_the_first_error(name):
+    path = ROOT / "scripts" / name
+    assert subprocess.run(["bash", "-n", path], capture_output=True, text=True).stderr == ""
+    lines = path.read_text().splitlines()
+    sourced = name.startswith("_")
+    assert lines[0 if sourced else 1].startswith("# ")
+    assert sourced or "set -euo pipefail" in lines
+
+
+def stand_in(folder: Path, name: str, body: str) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\n{body}\n")
+    (folder / name).chmod(0o755)
+
+
+def test_slurm_starts_torchrun_on_every_node(tmp_path):
+    stand_in(tmp_path / "bin", "srun", 'for argument in "$@"; do echo "$argument"; done')
+    stand_in(tmp_path / "bin", "scontrol", '[ "$*" = "show hostnames node[7-8]" ] && printf "node7\\nnode8\\n"')
+    job = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_ID": "20123"}
+    job |= {"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8", "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    arguments = ["recipes/pretrain.yaml", "--strategy", "configs/zero3.yaml", "data.path=/a folder"]
+    started = subprocess.run(
+        ["bash", ROOT / "scripts" / "slurm.sh", *arguments], env=job, capture_output=True, text=True, check=True
+    )
+    command = started.stdout.splitlines()
+    assert command[:5] == ["torchrun", "--nnodes", "2", "--nproc_per_node", "8"]
+    assert command[command.index("--rdzv_endpoint") + 1] == "node7:20123"
+    assert command[-5:] == ["train.py", *arguments]
+
+
+def test_deepspeed_reads_the_example_hostfile():
+    from deepspeed.launcher.runner import fetch_hostfile
+
+    assert dict(fetch_hostfile(str(ROOT / "scripts" / "hostfile.example"))) == {"10.0.0.1": 8, "10.0.0.2": 8}
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A folder with the requirement files, whose python3 makes a .venv that only notes what it is asked to do."""
+    pip = 'echo "$@" >> pip.log; [ "$1" != -V ] || echo Python 3.11.7'
+    venv = f"mkdir -p .venv/bin; printf '#!/bin/sh\\n%s\\n' '{pip}' > .venv/bin/python; chmod +x .venv/bin/python"
+    stand_in(tmp_path / "bin", "python3", f'[ "$1" = -c ] && exit 0; {venv}')
+    for tool in ("bash", "cat", "cksum", "mkdir", "chmod"):
+        (tmp_path / "bin" / tool).symlink_to(shutil.which(tool))
+    for name in ("requirements.txt", "requirements-dev.txt", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    return tmp_path
+
+
+def make_environment(folder: Path) -> subprocess.CompletedProcess:
+    code = f"set -euo pipefail; source {ROOT}/scripts/_environment.sh; make_environment requirements.txt"
+    return subprocess.run(
+        ["bash", "-c", code], cwd=folder, env={"PATH": f"{folder}/bin"}, capture_output=True, text=True
+    )
+
+
+def installs(folder: Path) -> list[str]:
+    return [line for line in (folder / "pip.log").read_text().splitlines() if "install" in line]
+
+
+def test_environment_is_installed_under_constraints_and_only_once(checkout):
+    for _ in range(2):
+        made = make_environment(checkout)
+        assert made.returncode == 0, made.stderr
+        assert installs(checkout) == ["-m pip install --quiet -c constraints.txt -r requirements.txt"]
+    with open(checkout / "constraints.txt", "a") as constraints:
+        constraints.write("wheel<1\n")
+    make_environment(checkout)
+    assert len(installs(checkout)) == 2
+
+
+def test_a_machine_without_python_is_told_what_to_install(checkout):
+    (checkout / "bin" / "python3").unlink()
+    made = make_environment(checkout)
+    assert made.returncode != 0
+    [line] = made.stderr.splitlines()
+    assert line.startswith("error: python3 >= 3.10 with the venv module is needed")
