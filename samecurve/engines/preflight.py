@@ -62,7 +62,7 @@ def check_room(strategy: Strategy, num_parameters: int, environ: Mapping[str, st
                 f"{free_bytes / 1e9:.1f} GB are free, but the model and Adam's states need {needed_bytes / 1e9:.1f} GB"
             )
             raise StorageError(
-                f"strategy {strategy.name}: nvme_path {path}: {sizes} ({NVME_BYTES_PER_PARAMETER} bytes per parameter); "
+                f"strategy {strategy.name}: nvme_path {path}: {sizes} ({NVME_BYTES_PER_PARAMETER} bytes a parameter); "
                 "name a larger disk in the DeepSpeed JSON"
             )
 
