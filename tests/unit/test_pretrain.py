@@ -124,8 +124,8 @@ def test_training_and_evaluation_batches_of_a_real_task(tmp_path, packing):
         ),
         (
             {"data": {"held_out_fraction": 1e-9}},
-            "no document is held out (data.held_out_fraction=1e-09 of 40 documents, each kept whole); raise the fraction, "
-            "or set evaluate.path to a file of its own",
+            "no document is held out (data.held_out_fraction=1e-09 of 40 documents, each kept whole); "
+            "raise the fraction, or set evaluate.path to a file of its own",
         ),
     ],
 )
