@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -14,14 +15,16 @@ from .errors import SamecurveError
 if TYPE_CHECKING:
     from .rundir import RunDirectory
 
+WAIT_SECONDS = 10
+
 
 def exit_code(main: Callable[[], None]) -> int:
     """Run `main` and say what stopped it: known errors as their message, once per machine; others as a traceback."""
     try:
         main()
     except SamecurveError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"\n{type(error).__name__} (exit code {error.exit_code})\n{error}", file=sys.stderr)
+        _let_the_first_process_speak()
+        print(f"\n{type(error).__name__} (exit code {error.exit_code})\n{error}", file=sys.stderr, flush=True)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -31,6 +34,15 @@ def exit_code(main: Callable[[], None]) -> int:
     finally:
         _leave_process_group()
     return 0
+
+
+def _let_the_first_process_speak() -> None:
+    """Launchers end the whole job at the first process that exits, so the others wait for the one that prints.
+
+    One that is still alive after the wait has an error of its own, and tells it.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(WAIT_SECONDS)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
@@ -11,11 +12,10 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..errors import NumericError
 from ..loss import count_trained
 from ..model import build, fill
 from ..optim import build_optimizer, parameter_groups, set_learning_rate
-from .base import EvalResult, StepResult
+from .base import EvalResult, StepResult, refusal
 from .loss_scale import LossScale
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class AcceleratedEngine:
                 self._backward(loss * weight, last)
         grad_norm, applied = self._update()
         if not applied and self.loss_scale is None:
-            raise NumericError(f"the gradient norm is {grad_norm} at a loss of {mean:.6g}; the weights were not touched")
+            raise refusal(mean, grad_norm)
         return StepResult(loss=mean, grad_norm=grad_norm, tokens=tokens, applied=applied)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
@@ -193,8 +193,8 @@ class AcceleratedEngine:
 
     def _finite_mean(self, loss_sum: Tensor, tokens: int) -> float:
         mean = self._sum(loss_sum) / tokens
-        if not torch.isfinite(torch.tensor(mean)):
-            raise NumericError(f"the loss is {mean}; the weights were not touched")
+        if not math.isfinite(mean):
+            raise refusal(mean, math.nan)
         return mean
 
 

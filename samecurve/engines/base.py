@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
+
+from ..errors import NumericError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,6 +38,12 @@ class EvalResult:
 
     loss: float
     tokens: int
+
+
+def refusal(loss: float, grad_norm: float) -> NumericError:
+    """The error of a step that was not applied because its loss or its gradient is not finite; the same everywhere."""
+    what = f"the gradient norm is {grad_norm} at a loss of {loss:.6g}" if math.isfinite(loss) else f"the loss is {loss}"
+    return NumericError(f"{what}; the step was not applied and the weights were not touched")
 
 
 class Engine(Protocol):

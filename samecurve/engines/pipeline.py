@@ -21,12 +21,12 @@ from torch import Tensor
 from torch import distributed as dist
 from transformers import PreTrainedModel
 
-from ..errors import ConfigurationError, NumericError
+from ..errors import ConfigurationError
 from ..loss import count_trained
 from ..model import fill
 from ..optim import build_optimizer, parameter_groups, set_learning_rate
 from ..stages import cut
-from .base import EvalResult, StepResult
+from .base import EvalResult, StepResult, refusal
 from .deepspeed_config import concrete
 from .pipeline_stage import build_stage
 
@@ -72,7 +72,7 @@ class PipelineEngine:
         self._engine.train_batch(_rows(micro_batches))
         loss, grad_norm = self._guard.loss, self._guard.grad_norm
         if self._guard.refused:
-            raise NumericError(f"the loss is {loss}, the gradient norm {grad_norm}; the weights were not touched")
+            raise refusal(loss, grad_norm)
         return StepResult(loss, grad_norm, tokens, applied=self._engine.was_step_applied())
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:

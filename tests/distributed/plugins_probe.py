@@ -1,0 +1,33 @@
+"""Run under a launcher with train.py's arguments: prints the plugin objects that Accelerate made, as rank 0 sees them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+from samecurve import engines
+
+
+def main() -> None:
+    plan = engines.plan(sys.argv[1:], os.environ)
+    accelerator = engines.start(plan)
+    state = accelerator.state
+    plugins = [getattr(state, name, None) for name in ("deepspeed_plugin", "fsdp_plugin", "parallelism_config")]
+    found = {type(plugin).__name__: _plain(plugin) for plugin in plugins if plugin is not None}
+    found["launcher"], found["mixed_precision"] = plan.strategy.launcher, accelerator.mixed_precision
+    found["distributed_type"], found["world"] = str(accelerator.distributed_type), accelerator.num_processes
+    accelerator.print("FOUND " + json.dumps(found, sort_keys=True))
+    accelerator.end_training()
+
+
+def _plain(plugin) -> dict:
+    """Functions and configs carry addresses in their repr; names and contents are what is compared."""
+    values = {**vars(plugin)}
+    if "hf_ds_config" in values:
+        values["hf_ds_config"] = plugin.hf_ds_config.config
+    return {key: getattr(value, "__qualname__", None) or repr(value) for key, value in sorted(values.items())}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""What each strategy exports is a plain Hugging Face folder, reloaded here, in another process than the one that trained."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_equal_curves import Case, libaio_is_installed, run_case
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+STRATEGIES = ["single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme"]
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "pipeline"])
+def test_the_export_has_the_trained_models_logits(strategy, workspace, reference):
+    """The loss of the reloaded model over every held-out row is the one that the training process measured last."""
+    if strategy == "zero3_nvme" and not libaio_is_installed():
+        pytest.skip("NVMe offload needs libaio: apt-get install libaio-dev")
+    run = run_case(workspace, Case(strategy, {"single": 1, "hsdp": 4}.get(strategy, 2), 2))
+    folder = run.directory / "model"
+    assert {path.name for path in folder.iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.dtype == torch.float32
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    assert len(AutoTokenizer.from_pretrained(folder)) == model.config.vocab_size
+    loss, tokens = held_out_loss(workspace, model)
+    measured = run.metrics[-1]
+    assert tokens == measured["eval_tokens"]
+    assert loss == pytest.approx(measured["eval_loss"], rel=1e-6)
+
+
+def held_out_loss(workspace, model) -> tuple[float, int]:
+    from samecurve import recipe, tasks
+    from samecurve.data import evaluation_batches
+
+    task = tasks.load(recipe.load(str(workspace.recipe)).recipe)
+    total, tokens = 0.0, 0
+    for batch in evaluation_batches(task.held_out, 8, (0, 1)):
+        with torch.no_grad():
+            logits = model(input_ids=batch.input_ids, position_ids=batch.position_ids).logits.double()
+        total += cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum").item()
+        tokens += int((batch.labels != -100).sum())
+    return total / tokens, tokens

@@ -1,0 +1,55 @@
+"""accelerate launch, torchrun and deepspeed give the same plugin objects and the same losses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from harness import launch_command
+
+LAUNCHERS = ["torchrun", "accelerate", "deepspeed"]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hsdp", "zero1", "zero3_offload", "pipeline"])
+def test_same_plugins(strategy, workspace):
+    made = {launcher: plugins(workspace, strategy, launcher) for launcher in LAUNCHERS}
+    assert [made[launcher].pop("launcher") for launcher in LAUNCHERS] == LAUNCHERS
+    assert made["accelerate"] == made["torchrun"]
+    assert made["deepspeed"] == made["torchrun"]
+    expected = {"ddp": set(), "fsdp": {"FullyShardedDataParallelPlugin"}}
+    expected["hsdp"] = expected["fsdp"] | {"ParallelismConfig"}
+    names = {name for name in made["torchrun"] if name[0].isupper()}
+    assert names == expected.get(strategy, {"DeepSpeedPlugin"})
+
+
+def plugins(workspace, strategy: str, launcher: str) -> dict:
+    path, script = workspace.strategy(strategy), str(Path(__file__).with_name("plugins_probe.py"))
+    world = 4 if strategy == "hsdp" else 2
+    command = launch_command(launcher, path, world, workspace.folder, script)
+    arguments = [str(workspace.recipe), "batch.micro_batch_size=2"]
+    if launcher != "accelerate":
+        arguments += ["--strategy", str(path)]
+    run = workspace.execute(command + arguments, workspace.folder)
+    assert run.returncode == 0, run.output
+    return json.loads(run.output.split("FOUND ", 1)[1].splitlines()[0])
+
+
+@pytest.mark.parametrize("launcher", ["accelerate", "deepspeed"])
+@pytest.mark.parametrize("strategy", ["fsdp", "zero3", "pipeline"])
+def test_same_losses(strategy, launcher, workspace):
+    micro = f"batch.micro_batch_size={4 if strategy == 'pipeline' else 2}"
+    expected = workspace.run(strategy, 2, micro, "precision=fp32")
+    found = workspace.run(strategy, 2, micro, "precision=fp32", launcher=launcher)
+    assert found.returncode == 0, found.output
+    assert found.facts["launcher"] == launcher
+    assert found.column("loss") == expected.column("loss")
+    assert found.column("grad_norm") == expected.column("grad_norm")
+
+
+def test_a_bare_deepspeed_json_is_a_strategy(workspace):
+    expected = workspace.run("zero2", 2, "batch.micro_batch_size=2", "precision=fp32")
+    found = workspace.run(Path("ds_configs/zero2.json"), 2, "batch.micro_batch_size=2", "precision=fp32")
+    assert found.returncode == 0, found.output
+    assert found.facts["engine"] == "DeepSpeedEngine" and found.facts["zero_stage"] == 2
+    assert found.column("loss") == expected.column("loss")

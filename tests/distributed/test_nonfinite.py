@@ -1,0 +1,58 @@
+"""A loss or gradient that is not finite: every engine stops on all ranks, with the weights of the last good step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from harness import launch_command
+from safetensors.torch import load_file, save_file
+from test_equal_curves import ENGINES
+
+
+STRATEGIES = ["ddp", "fsdp", "zero1", "zero2", "zero2_offload", "zero3", "pipeline"]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_weights_are_untouched(strategy, precision, workspace):
+    if precision == "bf16" and strategy in ("ddp", "zero2_offload"):
+        pytest.skip("fp32 shows the same path: fp32 gradients of fp32 weights")
+    path = workspace.strategy(strategy)
+    script = str(Path(__file__).with_name("nonfinite_probe.py"))
+    command = launch_command("torchrun", path, 2, workspace.folder, script)
+    arguments = [str(workspace.recipe), f"precision={precision}", "batch.micro_batch_size=2", "--strategy", str(path)]
+    run = workspace.execute(command + arguments, workspace.folder)
+    assert run.returncode == 0, run.output
+    found = json.loads(run.output.split("FOUND ", 1)[1].splitlines()[0])
+    assert found["engine"] == ENGINES[strategy]
+    assert "the loss is nan" in found["loss"]
+    assert "gradient norm is" in found["gradient"]
+    assert found["untouched by loss"] and found["untouched by gradient"]
+
+
+@pytest.mark.parametrize("strategy", [None, "ddp", "zero3", "pipeline"])
+def test_the_run_ends_with_code_5_and_says_so(strategy, workspace, reference, tmp_path):
+    """The embedding of one token is not a number, so the first step that reads the token has no loss."""
+    model = poisoned(reference.directory / "model", tmp_path / "model")
+    arguments = (f"model={{path: {model}}}", f"tokenizer={{path: {model}}}", "batch.micro_batch_size=4")
+    world = 1 if strategy is None else 2
+    run = workspace.run(strategy, world, *arguments, launcher="python" if strategy is None else "torchrun")
+    assert run.returncode == (5 if strategy is None else 1), run.output  # launchers turn every code into 1
+    assert run.status["state"] == "failed" and run.status["exit_code"] == 5, run.status
+    assert "the loss is nan" in run.status["reason"]
+    assert run.output.count("NumericError (exit code 5)") == 1
+    assert not (run.directory / "model").exists()
+
+
+def poisoned(source: Path, target: Path) -> Path:
+    target.mkdir()
+    for file in source.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(target / "model.safetensors")
+    tensors["model.embed_tokens.weight"][70:80] = float("nan")
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+

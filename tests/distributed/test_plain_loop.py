@@ -1,0 +1,85 @@
+"""The single-process run against a loop written with transformers and torch alone, from the same pretrained folder.
+
+The other strategies read the folder too, so that loading shard by shard is compared with transformers' own loading.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from harness import LLAMA, STEPS, largest_relative_difference, relative_l2
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    get_cosine_with_min_lr_schedule_with_warmup,
+)
+
+from samecurve.config import Batch
+from samecurve.data import StepBatches
+
+MICRO = "batch.micro_batch_size=4"
+
+
+@pytest.fixture(scope="module")
+def pretrained(workspace, reference) -> Path:
+    """A folder that transformers wrote, weights initialised by transformers."""
+    folder = workspace.folder / "pretrained"
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(reference.directory / "model")
+    torch.manual_seed(1)
+    fields = {key: value for key, value in LLAMA.items() if key != "model_type"}
+    config = AutoConfig.for_model("llama", vocab_size=len(tokenizer), **fields)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(workspace, pretrained):
+    """(losses, gradient norms, weights) of a loop that a reader of the transformers documentation would write."""
+    model = AutoModelForCausalLM.from_pretrained(pretrained, dtype=torch.float32).train()
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
+    schedule = get_cosine_with_min_lr_schedule_with_warmup(optimizer, 5, STEPS, min_lr_rate=0.1)
+    losses, norms = [], []
+    for ids, mask in batches(workspace, pretrained):
+        schedule.step()  # transformers counts updates from 0, and the update number 0 has the rate 0
+        labels = ids.masked_fill(mask == 0, -100)
+        loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.8).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, norms, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def batches(workspace, pretrained):
+    """The same rows as unshifted ids and a padding mask, as transformers wants them."""
+    from samecurve import recipe, tasks
+
+    overrides = [f"model={{path: {pretrained}}}", f"tokenizer={{path: {pretrained}}}"]
+    task = tasks.load(recipe.load(str(workspace.recipe), overrides).recipe)
+    whole = Batch(global_batch_size=8, micro_batch_size=8, sequence_length=32)
+    for (batch,) in StepBatches(task.train, 3, whole, (0, 1), STEPS):
+        last = torch.where(batch.labels != -100, batch.labels, 0)[:, -1:]
+        ids = torch.cat([batch.input_ids, last], dim=1)
+        trained = torch.cat([torch.ones(8, 1, dtype=torch.long), (batch.labels != -100).long()], dim=1)
+        yield ids, trained
+
+
+@pytest.mark.parametrize("strategy", [None, "ddp", "fsdp", "zero1", "zero3", "pipeline"])
+def test_follows_the_plain_loop(strategy, workspace, pretrained, plain):
+    losses, norms, weights = plain
+    arguments = (f"model={{path: {pretrained}}}", f"tokenizer={{path: {pretrained}}}", MICRO)
+    launcher, world = ("python", 1) if strategy is None else ("torchrun", 2)
+    run = workspace.run(strategy, world, *arguments, launcher=launcher)
+    assert run.returncode == 0, run.output
+    assert run.facts["strategy"] == (strategy or "single")
+    assert largest_relative_difference(run.column("loss"), losses) < 1e-5
+    assert largest_relative_difference(run.column("grad_norm"), norms) < 1e-4
+    assert relative_l2(run.weights, weights) < 1e-4
