@@ -24,7 +24,9 @@ from .errors import ConfigurationError, DataError
 Write = Callable[[str, Tensor], None]
 
 
-def model_config(recipe: Recipe, vocabulary_size: int, special_tokens: dict[str, int] | None = None) -> PreTrainedConfig:
+def model_config(
+    recipe: Recipe, vocabulary_size: int, special_tokens: dict[str, int] | None = None
+) -> PreTrainedConfig:
     """The Hugging Face config of `model.path` or `model.config`.
 
     A from-scratch config takes `vocab_size` and the `special_tokens` ids (bos_token_id, eos_token_id) from the
@@ -40,7 +42,8 @@ def model_config(recipe: Recipe, vocabulary_size: int, special_tokens: dict[str,
         try:
             config = AutoConfig.for_model(model_type, **fields)
         except (TypeError, ValueError) as error:
-            raise ConfigurationError(f"model.config: transformers refuses these fields for {model_type!r}: {error}") from error
+            text = f"model.config: transformers refuses these fields for {model_type!r}: {error}"
+            raise ConfigurationError(text) from error
     if config.vocab_size < vocabulary_size:
         raise DataError(
             f"the tokenizer has {vocabulary_size} ids, but the model's embedding holds {config.vocab_size} "
@@ -138,7 +141,8 @@ def _pretrained(model: PreTrainedModel, path: str, wanted: set[str]) -> Iterator
             continue
         key = next((key for alias in aliases for key in _stored_names(model, alias) if key in files), None)
         if key is None:
-            raise ConfigurationError(f"model.path: {path} holds no tensor for {aliases[0]} (looked for {', '.join(aliases)})")
+            looked = ", ".join(aliases)
+            raise ConfigurationError(f"model.path: {path} holds no tensor for {aliases[0]} (looked for {looked})")
         file = files[key]
         if file not in handles:
             handles[file] = safe_open(file, framework="pt")

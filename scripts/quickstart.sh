@@ -7,12 +7,12 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/_environment.sh
 
-# How many processes, and under which strategy. A power of two, so that it divides the recipe's global batch.
+# How many processes, and under which strategy. 1, 2 or 4, which divide the recipe's global batch.
 choose_processes() {
     local gpus
     gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
     num_processes=1
-    while [ $((num_processes * 2)) -le "$gpus" ] && [ "$num_processes" -lt 8 ]; do num_processes=$((num_processes * 2)); done
+    while [ $((num_processes * 2)) -le "$gpus" ] && [ "$num_processes" -lt 4 ]; do num_processes=$((num_processes * 2)); done
     strategy=ddp
     if [ "$gpus" = 1 ]; then strategy=single; elif [ "$gpus" = 0 ]; then num_processes=2; fi
 }

@@ -25,7 +25,7 @@ def plan(argv: Sequence[str], environ: Mapping[str, str]) -> Plan:
 
 
 def start(plan: Plan) -> Accelerator:
-    """Processes, devices, precision and trackers of the plan. Raises TopologyError when they are not those asked for."""
+    """Processes, devices, precision and trackers of the plan. Raises TopologyError when the world is another one."""
     from .start import start as start_accelerator
 
     return start_accelerator(plan)
@@ -33,8 +33,10 @@ def start(plan: Plan) -> Accelerator:
 
 def build(accelerator: Accelerator, plan: Plan, skeleton: PreTrainedModel, task: Task) -> Engine:
     """The strategy's engine around the architecture `skeleton`, weights filled in and checked against the plan."""
+    from .preflight import check_room
     from .verify import verify
 
+    check_room(plan.strategy, sum(parameter.numel() for parameter in skeleton.parameters()))
     if plan.strategy.family == "pipeline":
         from .pipeline import PipelineEngine as Chosen
     elif plan.strategy.family == "zero":

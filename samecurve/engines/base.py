@@ -1,4 +1,4 @@
-"""What the training loop may ask of an engine. The unit is one optimizer step; every verb is collective and complete."""
+"""What the training loop may ask of an engine: whole optimizer steps, and verbs that all ranks call together."""
 
 from __future__ import annotations
 

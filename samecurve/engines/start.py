@@ -44,8 +44,9 @@ def start(plan: Plan) -> Accelerator:
         rehearsal.adjust(accelerator, recipe.precision)
     if accelerator.num_processes != strategy.world_size:
         raise TopologyError(
-            f"{strategy.world_size} processes were asked for, but Accelerate made a world of {accelerator.num_processes} "
-            f"({accelerator.distributed_type}): start them with accelerate launch, torchrun or deepspeed"
+            f"{strategy.world_size} processes were asked for, but Accelerate made a world of "
+            f"{accelerator.num_processes} ({accelerator.distributed_type}): start them with accelerate "
+            "launch, torchrun or deepspeed"
         )
     return accelerator
 

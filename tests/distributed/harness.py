@@ -116,7 +116,9 @@ class Workspace:
         return Run(directory, done.returncode, done.stdout + done.stderr)
 
 
-def launch_command(launcher: str, strategy: Path | None, world: int, folder: Path, script: str = "train.py") -> list[str]:
+def launch_command(
+    launcher: str, strategy: Path | None, world: int, folder: Path, script: str = "train.py"
+) -> list[str]:
     """The command up to and with the script; `--strategy` is added by the caller where the launcher has no file."""
     python, port = sys.executable, str(free_port())
     if launcher == "python":

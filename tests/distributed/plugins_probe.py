@@ -1,4 +1,4 @@
-"""Run under a launcher with train.py's arguments: prints the plugin objects that Accelerate made, as rank 0 sees them."""
+"""Run under a launcher with train.py's arguments: prints the plugin objects that Accelerate made."""
 
 from __future__ import annotations
 

@@ -20,14 +20,12 @@ ENGINES = {
     "fsdp": "FSDPLlamaForCausalLM",
     "hsdp": "FSDPLlamaForCausalLM",
     "pipeline": "PipelineEngine",
-} | dict.fromkeys(
-    ["zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme"], "DeepSpeedEngine"
-)
+} | dict.fromkeys(["zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme"], "DeepSpeedEngine")
 STAGES = {"zero1": 1, "zero2": 2, "zero2_offload": 2, "zero3": 3, "zero3_offload": 3, "zero3_nvme": 3, "pipeline": 1}
 ONLY_ON_A_DEVICE = {"fsdp_offload"}  # FSDP2 offloads through pinned memory
 # Rounding: bf16 keeps 8 bits, so one matmul output is off by up to 2^-9 = 0.2 %; a loss near 5 averages hundreds of
-# tokens, a gradient norm does not average. Strategies round at different places (DeepSpeed keeps bf16 weights, FSDP casts them
-# per layer, DDP autocasts per operator), so bf16 runs are compared with the fp32 trajectory itself.
+# tokens, a gradient norm does not average. Strategies round at different places (DeepSpeed keeps bf16 weights, FSDP
+# casts them per layer, DDP autocasts per operator), so bf16 runs are compared with the fp32 trajectory itself.
 LOSS, NORM, WEIGHTS = {"fp32": 1e-5, "bf16": 5e-3}, {"fp32": 1e-4, "bf16": 5e-2}, {"fp32": 1e-4, "bf16": 2e-2}
 
 

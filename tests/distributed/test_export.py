@@ -1,17 +1,15 @@
-"""What each strategy exports is a plain Hugging Face folder, reloaded here, in another process than the one that trained."""
+"""What each strategy exports is a plain Hugging Face folder, reloaded here, not in the process that trained."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from test_equal_curves import Case, libaio_is_installed, run_case
+from test_equal_curves import ENGINES, Case, libaio_is_installed, run_case
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-STRATEGIES = ["single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme"]
 
-
-@pytest.mark.parametrize("strategy", [*STRATEGIES, "pipeline"])
+@pytest.mark.parametrize("strategy", ENGINES)
 def test_the_export_has_the_trained_models_logits(strategy, workspace, reference):
     """The loss of the reloaded model over every held-out row is the one that the training process measured last."""
     if strategy == "zero3_nvme" and not libaio_is_installed():

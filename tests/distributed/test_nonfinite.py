@@ -10,7 +10,6 @@ from harness import launch_command
 from safetensors.torch import load_file, save_file
 from test_equal_curves import ENGINES
 
-
 STRATEGIES = ["ddp", "fsdp", "zero1", "zero2", "zero2_offload", "zero3", "pipeline"]
 
 
@@ -54,5 +53,3 @@ def poisoned(source: Path, target: Path) -> Path:
     tensors["model.embed_tokens.weight"][70:80] = float("nan")
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     return target
-
-

@@ -104,7 +104,8 @@ def saved(tmp_path):
 
 def test_pretrained_weights_are_read_as_fp32(saved):
     folder, weights = saved
-    save_file({k: v.bfloat16() for k, v in load_file(folder / "model.safetensors").items()}, folder / "model.safetensors")
+    rounded = {name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(rounded, folder / "model.safetensors")
     found = filled(recipe(path=str(folder)))
     for name, tensor in weights.items():
         assert found[name].dtype == torch.float32
