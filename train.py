@@ -2,7 +2,7 @@
 
     accelerate launch --config_file configs/STRATEGY.yaml --num_processes N train.py recipes/quickstart.yaml
     torchrun --nproc_per_node N train.py recipes/quickstart.yaml --strategy configs/STRATEGY.yaml
-    deepspeed --hostfile HOSTFILE train.py recipes/quickstart.yaml --strategy configs/STRATEGY.yaml
+    python train.py recipes/quickstart.yaml
 
 A recipe says what is trained, a strategy how it is spread over devices; the loss curve depends on the recipe alone.
 The unit of the loop is one optimizer step, and the loop never asks which strategy it runs under.
@@ -45,7 +45,8 @@ def train(plan, accelerator, run) -> None:
     batches = StepBatches(task.train, recipe.seed, recipe.batch, engine.shard, num_steps=recipe.steps)
     held_out = evaluation_batches(task.held_out, recipe.batch.micro_batch_size, engine.shard) if task.held_out else []
 
-    facts = run_facts(plan, sys.argv[1:], engine.describe(), task.describe(), engines.device_name(accelerator))
+    described = model.describe(skeleton) | engine.describe()
+    facts = run_facts(plan, sys.argv[1:], described, task.describe(), engines.device_name(accelerator))
     run.write_run(facts)
     accelerator.init_trackers(run.tensorboard.name)
     progress = Progress(recipe.steps, recipe.logging.every_steps, enabled=accelerator.is_main_process)

@@ -67,6 +67,15 @@ def skeleton(recipe: Recipe, vocabulary_size: int, special_tokens: dict[str, int
     return build(model_config(recipe, vocabulary_size, special_tokens), torch.device("meta"))
 
 
+def describe(model: PreTrainedModel) -> dict:
+    """For the header and run.json. `dropout`: the config's rates above 0, by their name there."""
+    rates = {key: value for key, value in model.config.to_dict().items() if "dropout" in key or key.endswith("pdrop")}
+    return {
+        "model_type": model.config.model_type,
+        "dropout": {key: rate for key, rate in rates.items() if isinstance(rate, float) and rate > 0},
+    }
+
+
 def fill(model: PreTrainedModel, recipe: Recipe, write: Write, names: set[str] | None = None) -> None:
     """Call `write(name, tensor)` once for every parameter and buffer of the skeleton `model`, or for those in `names`.
 

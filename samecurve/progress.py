@@ -122,6 +122,7 @@ def header_lines(facts: dict) -> list[tuple[str, str]]:
         ),
         ("batch", f"{rows} rows = {micro} micro x {accumulation} accumulation x {ranks} data-parallel"),
         ("tokens", f"{rows * length:,} per step = {rows} rows x {length}"),
+        ("dropout", _dropout(facts["dropout"])),
         ("memory", "every layer's activations are recomputed" if memory == "full" else ""),
         *_data(facts["data"]),
         ("output", str(facts["output_dir"])),
@@ -145,6 +146,13 @@ def spaced(name: str) -> str:
 
 def _strategy(facts: dict) -> str:
     return " ".join(filter(None, [facts["strategy"], f"({facts['strategy_path']})" if facts["strategy_path"] else ""]))
+
+
+def _dropout(rates: dict[str, float]) -> str:
+    if not rates:
+        return ""
+    shown = ", ".join(f"{name} {rate}" for name, rate in rates.items())
+    return f"{shown}: masks are drawn per process, so curves under other strategies agree on average only"
 
 
 def _world(facts: dict) -> str:

@@ -13,6 +13,7 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
     ParallelismConfig,
     ProjectConfiguration,
+    set_seed,
 )
 
 from ..errors import TopologyError
@@ -40,6 +41,7 @@ def start(plan: Plan) -> Accelerator:
         project_config=ProjectConfiguration(project_dir=recipe.output_dir, logging_dir=recipe.output_dir),
         **_plugins(plan),
     )
+    set_seed(recipe.seed, device_specific=True)  # of dropout only; weights and rows have generators of their own
     if rehearsal.needed():
         rehearsal.adjust(accelerator, recipe.precision)
     if accelerator.num_processes != strategy.world_size:

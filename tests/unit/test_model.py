@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from samecurve.config import Model
 from samecurve.errors import ConfigurationError, DataError
-from samecurve.model import build, fill, skeleton
+from samecurve.model import build, describe, fill, skeleton
 
 LLAMA = {
     "model_type": "llama",
@@ -149,6 +149,12 @@ def test_a_vocabulary_that_the_embedding_does_not_hold_is_refused():
 def test_fields_that_transformers_refuses_name_the_key():
     with pytest.raises(ConfigurationError, match="model.config"):
         skeleton(recipe({"model_type": "no_such_model"}), 64)
+
+
+def test_dropout_is_told_by_name():
+    assert describe(skeleton(recipe(LLAMA), 64, TOKENS)) == {"model_type": "llama", "dropout": {}}
+    rates = describe(skeleton(recipe(FAMILIES["gpt2"]), 64, TOKENS))["dropout"]
+    assert {"attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1}.items() <= rates.items()
 
 
 def test_build_on_a_device_leaves_no_meta_tensor():

@@ -22,6 +22,7 @@ FACTS = {
     "num_parameters": 1234567,
     "num_parameters_per_rank": 154321,
     "precision": "bf16",
+    "dropout": {},
     "data": {"train": {"rows": 4096, "documents": 800}, "held_out": {"rows": 64}, "vocabulary_size": 512},
     "recipe": {
         "task": "pretrain",
@@ -55,6 +56,11 @@ def shown(total, every, terminal=False, enabled=True, width=200):
             progress.step(record(step), smoothed_loss=6.5)
         progress.evaluation(total, {"eval_loss": 3.5, "eval_tokens": 12000})
     return stream.getvalue()
+
+
+def test_header_says_that_dropout_is_not_the_same_everywhere():
+    lines = dict(header_lines({**FACTS, "dropout": {"attn_pdrop": 0.1}}))
+    assert lines["dropout"].startswith("attn_pdrop 0.1: masks are drawn per process")
 
 
 def test_header_says_what_runs():

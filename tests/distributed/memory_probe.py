@@ -1,0 +1,34 @@
+"""Run under a launcher with train.py's arguments: how far this process's peak memory grows while the engine is built.
+
+Prints, from rank 0, the largest growth of any rank in units of the model's fp32 weights.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import torch
+
+from samecurve import engines, model, tasks
+from samecurve.meter import peak_memory_bytes
+
+
+def main() -> None:
+    plan = engines.plan(sys.argv[1:], os.environ)
+    accelerator = engines.start(plan)
+    task = tasks.load(plan.recipe)
+    skeleton = model.skeleton(plan.recipe, task.vocabulary_size, task.special_tokens)
+    weights = 4 * sum(parameter.numel() for parameter in skeleton.parameters())
+    before = peak_memory_bytes(accelerator.device)
+    engine = engines.build(accelerator, plan, skeleton, task)
+    growth = torch.tensor([(peak_memory_bytes(accelerator.device) - before) / weights])
+    largest = accelerator.gather(growth).max().item()
+    facts = {"engine": engine.describe()["engine"], "weights_mib": weights / 2**20, "growth": largest}
+    accelerator.print("FOUND " + json.dumps(facts))
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()
