@@ -20,13 +20,13 @@ def main() -> None:
 
     from samecurve.rundir import RunDirectory
 
-    accelerator = engines.start(plan)
     recipe = plan.recipe
     reads = (recipe.model.path, recipe.tokenizer.path, recipe.data.path, recipe.evaluate.path)
-    run = RunDirectory(recipe.output_dir, accelerator.is_main_process, reads)
+    run = RunDirectory(recipe.output_dir, is_main=os.environ.get("RANK", "0") == "0", reads=reads)
     with outcome.recorded(run):
+        accelerator = engines.start(plan)
         train(plan, accelerator, run)
-    accelerator.end_training()
+        accelerator.end_training()
 
 
 def train(plan, accelerator, run) -> None:
@@ -80,4 +80,4 @@ def due(step: int, every_steps: int, last_step: int) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(outcome.exit_code(main))
+    outcome.leave(outcome.exit_code(main))

@@ -26,12 +26,16 @@ if TYPE_CHECKING:
     from .resolve import Plan
 
 
+_PRECISION = {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
 class AcceleratedEngine:
     """Single device, DDP, FSDP2 and HSDP. ZeRO overrides how a model is prepared, updated, written and read."""
 
     def __init__(self, accelerator: Accelerator, plan: Plan, skeleton: PreTrainedModel, task: Task):
         self.accelerator, self.plan, self.skeleton, self.task = accelerator, plan, skeleton, task
         self.recipe, self.device = plan.recipe, accelerator.device
+        self.accumulation_steps = self.recipe.batch.accumulation_steps(accelerator.num_processes)
         self.shapes = {name: p.shape for name, p in skeleton.named_parameters()}
         self.loss_scale = LossScale() if self.recipe.precision == "fp16" else None
         self.model, self.optimizer = self._prepare()
@@ -48,6 +52,7 @@ class AcceleratedEngine:
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
         set_learning_rate(self.optimizer, learning_rate)
+        assert len(micro_batches) == self.accumulation_steps, "the loop's batch is not the recipe's"
         tokens = int(self._sum(sum(count_trained(batch.labels) for batch in micro_batches)))
         if tokens == 0:
             return StepResult(loss=0.0, grad_norm=0.0, tokens=0, applied=False)
@@ -62,8 +67,9 @@ class AcceleratedEngine:
                 # agreed before the last backward: under ZeRO what follows it cannot be taken back
                 mean = self._finite_mean(loss_sum, tokens) if last else None
                 self._backward(loss * weight, last)
+        may_rescale = self._may_rescale()
         grad_norm, applied = self._update()
-        if not applied and self.loss_scale is None:
+        if not applied and not may_rescale:
             raise refusal(mean, grad_norm)
         return StepResult(loss=mean, grad_norm=grad_norm, tokens=tokens, applied=applied)
 
@@ -89,7 +95,6 @@ class AcceleratedEngine:
             "data_parallel_size": self.accelerator.num_processes,
             "pipeline_stages": 1,
             "device": str(self.device),
-            "precision": self.recipe.precision,
             "num_parameters": sum(shape.numel() for shape in self.shapes.values()),
             "num_parameters_per_rank": local,
             **self._describe_numbers(),
@@ -155,6 +160,10 @@ class AcceleratedEngine:
             self.loss_scale.update(applied)
         return norm.item(), applied
 
+    def _may_rescale(self) -> bool:
+        """Whether an overflow may be one of fp16's range, which a smaller loss scale cures."""
+        return self.loss_scale is not None and not self.loss_scale.exhausted
+
     def _write(self, name: str, full: Tensor) -> None:
         tensor = self.tensors[name].detach()
         if isinstance(tensor, DTensor):
@@ -174,16 +183,30 @@ class AcceleratedEngine:
         return parameter.to_local().numel() if isinstance(parameter, DTensor) else parameter.numel()
 
     def _describe_numbers(self) -> dict:
-        reduced = torch.float32 if self.plan.strategy.family != "single" else None
+        """Batch and clipping are this loop's own arithmetic here; the rest is asked of the live objects."""
+        weight = next(self.model.parameters())
+        sharded = isinstance(weight, DTensor)
+        mesh = weight.device_mesh.shape if sharded else ()
+        offloaded = sharded and weight.to_local().device.type != self.device.type
         return {
+            "precision": self._precision(),
             "micro_batch_size": self.recipe.batch.micro_batch_size,
-            "gradient_accumulation_steps": self.recipe.batch.accumulation_steps(self.accelerator.num_processes),
+            "gradient_accumulation_steps": self.accumulation_steps,
             "gradient_clipping": self.recipe.optimizer.max_grad_norm,
-            "weight_dtype": _name(next(self.model.parameters()).dtype),
-            "reduce_dtype": _name(reduced),
+            "weight_dtype": _name(weight.dtype),
+            "reduce_dtype": _name(weight.dtype if self.accelerator.num_processes > 1 else None),
             "zero_stage": 0,
-            "sharded": any(isinstance(p, DTensor) for p in self.model.parameters()),
+            "sharded": sharded,
+            "replicate_size": mesh[0] if len(mesh) == 2 else 1,
+            "offload": ["optimizer:cpu", "param:cpu"] if offloaded else [],
         }
+
+    def _precision(self) -> str:
+        """What the forward pass computes in. Accelerate ignores a precision that it does not support somewhere."""
+        if self.plan.strategy.family == "fsdp":
+            policy = self.model._get_fsdp_state()._mp_policy
+            return _PRECISION[policy.param_dtype]
+        return self.accelerator.mixed_precision if self.accelerator.native_amp else "fp32"
 
     # Agreement between ranks
 

@@ -15,11 +15,17 @@ class LossScale:
 
     value: float = 2.0**16
     growth_interval: int = 2000
+    minimum: float = 1.0
     good_steps: int = 0
+
+    @property
+    def exhausted(self) -> bool:
+        """An overflow now is no matter of scale: the gradient itself is not finite."""
+        return self.value <= self.minimum
 
     def update(self, applied: bool) -> None:
         if not applied:
-            self.value, self.good_steps = max(self.value / 2, 1.0), 0
+            self.value, self.good_steps = max(self.value / 2, self.minimum), 0
             return
         self.good_steps += 1
         if self.good_steps == self.growth_interval:

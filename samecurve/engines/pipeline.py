@@ -122,6 +122,8 @@ class PipelineEngine:
             "reduce_dtype": _name(engine.communication_data_type),
             "zero_stage": int(engine.zero_optimization_stage()),
             "sharded": False,
+            "replicate_size": 1,
+            "offload": [],
         }
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """The CPU bridge: the real strategies over gloo where there is no accelerator.
 
 Left alone, Accelerate on a CPU turns FSDP into separate single-process runs and ignores fp16, without a word. What is
-done about it touches private state of Accelerate 1.15, so all of it is here, and `check` asserts what came out.
+done about it touches private state of Accelerate 1.15 and DeepSpeed 0.19, so all of it is here, and `check` asserts
+what came out.
 """
 
 from __future__ import annotations
@@ -13,12 +14,21 @@ import torch
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 
+from ..errors import TopologyError
+
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from .resolve import Strategy
 
 _KINDS = {"ddp": DistributedType.MULTI_CPU, "fsdp": DistributedType.MULTI_GPU}
+_EXPECTED = {
+    "single": DistributedType.NO,
+    "ddp": DistributedType.MULTI_CPU,
+    "fsdp": DistributedType.FSDP,
+    "zero": DistributedType.DEEPSPEED,
+    "pipeline": DistributedType.DEEPSPEED,
+}
 
 
 def needed() -> bool:
@@ -60,3 +70,14 @@ def adjust(accelerator: Accelerator, precision: str) -> None:
     """After `Accelerator(...)`: fp16 autocast, which Accelerate leaves off on a CPU and trains in fp32 instead."""
     if precision == "fp16" and accelerator.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU):
         accelerator.native_amp = True
+
+
+def check(accelerator: Accelerator, strategy: Strategy) -> None:
+    """Raises TopologyError when Accelerate made something else of the bridge than the strategy."""
+    expected, found = _EXPECTED[strategy.family], accelerator.distributed_type
+    backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else None
+    if found != expected or backend != (None if strategy.family == "single" else "gloo"):
+        raise TopologyError(
+            f"strategy {strategy.name}: on a CPU this version of Accelerate made {found} over {backend} of it, "
+            f"not {expected} over gloo; use the version in constraints.txt"
+        )

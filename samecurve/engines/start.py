@@ -44,6 +44,7 @@ def start(plan: Plan) -> Accelerator:
     set_seed(recipe.seed, device_specific=True)  # of dropout only; weights and rows have generators of their own
     if rehearsal.needed():
         rehearsal.adjust(accelerator, recipe.precision)
+        rehearsal.check(accelerator, strategy)
     if accelerator.num_processes != strategy.world_size:
         raise TopologyError(
             f"{strategy.world_size} processes were asked for, but Accelerate made a world of "

@@ -38,6 +38,8 @@ def _asked(plan: Plan, running: dict) -> dict:
         "precision": recipe.precision,
         "zero_stage": strategy.zero_stage,
         "sharded": strategy.family == "fsdp" or strategy.zero_stage == 3,
+        "replicate_size": strategy.replicate_size,
+        "offload": list(strategy.offload),
     }
     if strategy.family in _WRAPPERS:
         asked["engine"] = _WRAPPERS[strategy.family]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+import math
+from contextlib import AbstractContextManager, nullcontext
 
 import deepspeed
 import torch
@@ -20,15 +21,14 @@ class ZeroEngine(AcceleratedEngine):
 
     def _prepare(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         config = self.accelerator.deepspeed_plugin.deepspeed_config
-        with ExitStack() as stack:
-            model = build(self.skeleton.config, self._construction(config, stack))
+        model = build(self.skeleton.config, self._construction(config))
         self._checkpoint_activations(model)
         # ZeRO-3 replaces every shape by an empty one, so the groups go by the skeleton's
         groups = parameter_groups(model.named_parameters(), self.shapes, self.recipe.optimizer)
         engine, optimizer = self.accelerator.prepare(model, build_optimizer(groups, self.recipe.optimizer))
         return engine, optimizer
 
-    def _construction(self, config: dict, stack: ExitStack) -> AbstractContextManager:
+    def _construction(self, config: dict) -> AbstractContextManager:
         if self.plan.strategy.zero_stage < 3:
             return torch.device(self.device)
         return deepspeed.zero.Init(config_dict_or_path=config)
@@ -41,8 +41,20 @@ class ZeroEngine(AcceleratedEngine):
         self.model.backward(loss, scale_wrt_gas=False)
 
     def _update(self) -> tuple[float, bool]:
-        self.model.step()
+        try:
+            self.model.step()
+        except Exception as error:
+            # the only way in which DeepSpeed says that the gradient itself is at fault
+            if "loss scale already at minimum" not in str(error):
+                raise
+            return math.inf, False
         return float(self.model.get_global_grad_norm()), self.model.was_step_applied()
+
+    def _may_rescale(self) -> bool:
+        if not self.model.fp16_enabled():
+            return False
+        scaler = self.model.optimizer.loss_scaler
+        return scaler.dynamic and scaler.cur_scale > scaler.min_scale
 
     def _write(self, name: str, full: Tensor) -> None:
         """Both the working weight and its fp32 master, which DeepSpeed would otherwise make from the rounded one."""
@@ -73,6 +85,7 @@ class ZeroEngine(AcceleratedEngine):
     def _describe_numbers(self) -> dict:
         return {
             "optimizer": type(self.model.optimizer).__name__,
+            "precision": "bf16" if self.model.bfloat16_enabled() else "fp16" if self.model.fp16_enabled() else "fp32",
             "micro_batch_size": self.model.train_micro_batch_size_per_gpu(),
             "gradient_accumulation_steps": self.model.gradient_accumulation_steps(),
             "gradient_clipping": self.model.gradient_clipping(),
@@ -80,4 +93,15 @@ class ZeroEngine(AcceleratedEngine):
             "reduce_dtype": _name(self.model.communication_data_type),
             "zero_stage": int(self.model.zero_optimization_stage()),
             "sharded": hasattr(next(self.model.parameters()), "ds_id"),
+            "replicate_size": 1,
+            "offload": [*_placed("optimizer", self.model.zero_offload_optimizer()), *self._offloaded_weights()],
         }
+
+    def _offloaded_weights(self) -> list[str]:
+        return _placed("param", self.model.zero_offload_param()) if self.model.zero_optimization_stage() == 3 else []
+
+
+def _placed(part: str, offload) -> list[str]:
+    """offload: DeepSpeed's block for that part, or None."""
+    device = "none" if offload is None else getattr(offload.device, "value", offload.device)
+    return [] if device == "none" else [f"{part}:{device}"]

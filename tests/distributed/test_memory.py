@@ -1,4 +1,4 @@
-"""Sharded strategies build a model without any rank ever holding all of it, from scratch and from a pretrained folder."""
+"""Sharded strategies build a model without any rank ever holding all of it, from scratch and pretrained."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from harness import LLAMA, launch_command
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 LARGE = LLAMA | {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12}
-# What two ranks keep, in units of the whole fp32 weights. FSDP2: half of the weights. ZeRO-3: half of the working weights,
-# of the fp32 masters and of the gradients. A rank that held the whole model on the way would add one more.
+# What two ranks keep, in units of the whole fp32 weights. FSDP2: half of the weights. ZeRO-3: half of the working
+# weights, of the fp32 masters and of the gradients. A rank that held the whole model on the way would add one more.
 KEPT = {"fsdp": 0.5, "zero3": 1.5}
 ON_THE_WAY = 0.5  # a block of the model, the libraries' own buffers, and the allocator's slack
 

@@ -52,9 +52,12 @@ def rows(*gradients, trained=None) -> Rows:
     return Rows(torch.tensor(gradients, dtype=torch.float32), labels)
 
 
-def engine(max_grad_norm: float = 100.0, loss_scale: LossScale | None = None) -> AcceleratedEngine:
+def engine(
+    max_grad_norm: float = 100.0, loss_scale: LossScale | None = None, accumulation: int = 1
+) -> AcceleratedEngine:
     made = AcceleratedEngine.__new__(AcceleratedEngine)
     made.accelerator, made.device = Accelerator(cpu=True), torch.device("cpu")
+    made.accumulation_steps = accumulation
     made.plan = SimpleNamespace(strategy=SimpleNamespace(family="single"))
     made.recipe = SimpleNamespace(optimizer=SimpleNamespace(max_grad_norm=max_grad_norm))
     made.model, made.task, made.loss_scale = Dot(), Task(), loss_scale
@@ -75,7 +78,7 @@ def weight(of: AcceleratedEngine) -> list[float]:
 
 def test_accumulation_takes_the_mean_over_tokens_not_over_micro_batches():
     """One token of gradient (8, 0) and three of (0, 4): the mean is (2, 3). A mean of means would give (4, 2)."""
-    one = engine()
+    one = engine(accumulation=2)
     result = one.step([rows((8, 0)), rows((0, 4), (0, 4), (0, 4))], learning_rate=0.5)
     assert weight(one) == [1 - 0.5 * 2, 2 - 0.5 * 3]
     assert result.tokens == 4 and result.applied
@@ -84,7 +87,7 @@ def test_accumulation_takes_the_mean_over_tokens_not_over_micro_batches():
 
 
 def test_masked_tokens_count_neither_in_the_sum_nor_in_the_mean():
-    one = engine()
+    one = engine(accumulation=2)
     result = one.step([rows((6, 0), (99, 99), trained=[True, False]), rows((0, 2))], learning_rate=1.0)
     assert weight(one) == [1 - 3, 2 - 1]
     assert result.tokens == 2
@@ -114,7 +117,7 @@ def test_gradients_do_not_leak_into_the_next_step():
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite_stops_before_the_update(bad):
-    one = engine()
+    one = engine(accumulation=2)
     with pytest.raises(NumericError, match="the loss is"):
         one.step([rows((1, 0)), rows((bad, 1))], learning_rate=1.0)
     assert weight(one) == [1.0, 2.0]
@@ -137,6 +140,14 @@ def test_fp16_overflow_skips_the_step_and_halves_the_scale():
     result = one.step([rows((1, 0))], learning_rate=1.0)
     assert result.applied and weight(one) == [0.0, 2.0]
     assert result.grad_norm == pytest.approx(1.0)  # of the loss, not of the scaled loss
+
+
+def test_fp16_whose_scale_cannot_fall_further_stops():
+    one = engine(loss_scale=LossScale(value=1.0))
+    one.model.weight.register_hook(lambda gradient: gradient * float("inf"))
+    with pytest.raises(NumericError, match="the gradient norm is (inf|nan)"):
+        one.step([rows((1, 0))], learning_rate=1.0)
+    assert weight(one) == [1.0, 2.0]
 
 
 def test_loss_scale_grows_after_enough_good_steps():

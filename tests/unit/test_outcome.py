@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 
 import pytest
 
@@ -35,6 +37,10 @@ def test_unknown_errors_keep_their_traceback(capsys):
     assert "Traceback" in capsys.readouterr().err
 
 
+def test_sigterm_ends_the_run_with_its_code():
+    assert outcome.exit_code(lambda: os.kill(os.getpid(), signal.SIGTERM)) == 143
+
+
 def test_success_is_zero():
     assert outcome.exit_code(lambda: None) == 0
 
@@ -62,7 +68,13 @@ def test_the_status_file_follows_the_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(NumericError("the loss is nan"), 5), (ValueError("a bug"), 1), (KeyboardInterrupt(), 130)]
+    ("error", "code"),
+    [
+        (NumericError("the loss is nan"), 5),
+        (ValueError("a bug"), 1),
+        (KeyboardInterrupt(), 130),
+        (outcome.Stopped("SIGTERM"), 143),
+    ],
 )
 def test_a_failure_leaves_its_reason_and_code(error, code, tmp_path):
     run = RunDirectory(tmp_path)

@@ -18,7 +18,14 @@ RECIPE = Recipe(
     optimizer={"learning_rate": 1e-3, "max_grad_norm": 0.5},
 )
 STRATEGY = SimpleNamespace(
-    name="zero3", family="zero", world_size=2, data_parallel_size=2, pipeline_stages=1, zero_stage=3
+    name="zero3",
+    family="zero",
+    world_size=2,
+    data_parallel_size=2,
+    pipeline_stages=1,
+    zero_stage=3,
+    replicate_size=1,
+    offload=("optimizer:cpu",),
 )
 RUNNING = {
     "engine": "DeepSpeedEngine",
@@ -32,6 +39,8 @@ RUNNING = {
     "weight_dtype": "bfloat16",
     "zero_stage": 3,
     "sharded": True,
+    "replicate_size": 1,
+    "offload": ["optimizer:cpu"],
 }
 
 
@@ -57,6 +66,8 @@ def test_what_was_asked_for_passes():
         ("weight_dtype", "float32"),
         ("zero_stage", 2),
         ("sharded", False),
+        ("replicate_size", 2),
+        ("offload", []),
     ],
 )
 def test_a_difference_names_both_values(key, running):
