@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -15,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NoReturn
 
-import yaml
-
+from ..engines.placement import REFERENCE, place
 from ..errors import ConfigurationError
 from ..rundir import RunDirectory, read_json, read_metrics
 
@@ -48,7 +46,7 @@ class Outcome:
 
 
 def jobs(names: Sequence[str], num_processes: int) -> list[Job]:
-    """names: strategies of configs/, none for all of them (single first, as it is the reference).
+    """names: strategies of configs/, none for all of them (the reference first).
 
     Raises ConfigurationError for a name without a file.
     """
@@ -56,20 +54,9 @@ def jobs(names: Sequence[str], num_processes: int) -> list[Job]:
     unknown = [name for name in names if name not in known]
     if unknown:
         raise ConfigurationError(f"--strategies: no configs/{unknown[0]}.yaml; there are {', '.join(known)}")
-    chosen = names or sorted(known, key=lambda name: name != "single")
-    return [Job(name, *_placement(known[name], num_processes)) for name in chosen]
-
-
-def _placement(path: Path, num_processes: int) -> tuple[Path | None, int]:
-    """(strategy file, processes): `num_processes`, raised to what the strategy needs at least."""
-    settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-    if settings.get("distributed_type") == "NO":
-        return None, 1
-    replicas = (settings.get("parallelism_config") or {}).get("parallelism_config_dp_replicate_size", 1)
-    deepspeed_file = (settings.get("deepspeed_config") or {}).get("deepspeed_config_file")
-    deepspeed = json.loads(Path(deepspeed_file).read_text(encoding="utf-8")) if deepspeed_file else {}
-    unit = deepspeed.get("pipeline", {}).get("stages", 2 * replicas if replicas > 1 else 1)
-    return path, -(-num_processes // unit) * unit
+    chosen = names or sorted(known, key=lambda name: name != REFERENCE)
+    placements = {name: place(known[name], num_processes) for name in chosen}
+    return [Job(name, placement.path, placement.world_size) for name, placement in placements.items()]
 
 
 def command(job: Job, recipe: str, overrides: Sequence[str], output_dir: Path) -> list[str]:
@@ -132,10 +119,14 @@ def _exit_code(directory: Path, log: Path) -> int:
 
 
 def _reason(directory: Path, log: Path, code: int) -> str:
-    """status.json's, else the error in the log: its first line, or in a report the first problem."""
+    """In one line: status.json's, else the error in the log; of a report with indented problems the first problem."""
     told = read_json(directory / "status.json").get("reason")
     if not told:
         text = log.read_text(encoding="utf-8", errors="replace")
-        told = "\n".join(re.findall(r"Error \(exit code \d+\)\n(.*(?:\n.*)?)", text)[:1])
-    lines = [line.strip() for line in told.splitlines() if not re.match(r"\d+ problems? in ", line)]
-    return lines[0] if lines else f"ended with code {code}, see {log}"
+        told = "\n".join(re.findall(r"Error \(exit code \d+\)\n(.+(?:\n  .+)*)", text)[:1])
+    lines = told.splitlines()
+    problems = [line.strip() for line in lines if line.startswith("  ")]
+    if not lines:
+        return f"ended with code {code}, see {log}"
+    more = f" (and {len(problems) - 1} more, see {log})" if len(problems) > 1 else ""
+    return (problems or lines)[0] + more

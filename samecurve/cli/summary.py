@@ -7,11 +7,13 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from ..engines.placement import REFERENCE, another, num_processes_again
 from ..errors import ConfigurationError
 from ..progress import duration, number, spaced
 from ..rundir import read_json, read_metrics
 
 LABEL_WIDTH = 14
+LENGTH = ("output_dir", "steps", "schedule", "evaluate.every_steps")  # a comparison has its own
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,22 +56,28 @@ def _evaluation(evaluated: list[dict]) -> str:
 
 def commands(directory: Path, facts: dict) -> list[tuple[str, str]]:
     """(what for, the command). A new run has a new output_dir: an earlier run's files would be moved aside."""
-    recipe, strategy = facts["recipe_path"], facts["strategy_path"]
-    other = "zero3" if facts["strategy"] != "zero3" else "fsdp"
+    recipe, overrides, world_size = facts["recipe_path"], facts["overrides"], facts["world_size"]
     found = [("look at it", f"tensorboard --logdir {quoted(directory / 'tensorboard')}")]
     if (directory / "model").is_dir():
-        start = launch(strategy, facts["world_size"], [recipe, *continued(facts["overrides"], directory)])
+        start = launch(facts["strategy_path"], world_size, [recipe, *continued(overrides, directory)])
         found.append(("let it write", f"python -m samecurve generate {quoted(directory)}"))
         found.append(("go on from its weights", start))
-    again = [*_without(facts["overrides"], ("output_dir",)), f"output_dir={directory}-{other}"]
-    found.append(("try another strategy", launch(f"configs/{other}.yaml", None, [recipe, *again])))
-    found.append(("see that they agree", f"python -m samecurve compare {quoted(recipe)} --strategies single,{other}"))
+    other = another(facts["strategy"])
+    again = [recipe, *_without(overrides, ("output_dir",)), f"output_dir={directory}-{other}"]
+    found.append(("try another strategy", launch(f"configs/{other}.yaml", num_processes_again(world_size), again)))
+    found.append(("see that they agree", _compare([recipe, *_without(overrides, LENGTH)], other, world_size)))
     return found
+
+
+def _compare(arguments: Sequence[str], other: str, world_size: int) -> str:
+    processes = num_processes_again(world_size)
+    counted = f" --num_processes {processes}" if processes else ""
+    return f"python -m samecurve compare {_typed(arguments)} --strategies {REFERENCE},{other}{counted}"
 
 
 def launch(strategy: str | None, world_size: int | None, arguments: Sequence[str]) -> str:
     """The line that starts train.py. world_size None: the strategy file's own number."""
-    typed = " ".join(quoted(argument) for argument in arguments)
+    typed = _typed(arguments)
     if strategy is None:
         return f"python train.py {typed}"
     if strategy.endswith(".json"):
@@ -88,6 +96,10 @@ def continued(overrides: Sequence[str], directory: Path) -> list[str]:
 def _without(overrides: Sequence[str], keys: tuple[str, ...]) -> list[str]:
     dotted = [(override.partition("=")[0], override) for override in overrides]
     return [override for key, override in dotted if not any(key == each or key.startswith(f"{each}.") for each in keys)]
+
+
+def _typed(arguments: Sequence[str]) -> str:
+    return " ".join(quoted(argument) for argument in arguments)
 
 
 def quoted(text: object) -> str:

@@ -25,9 +25,10 @@ def place(path: Path, num_processes: int) -> Placement:
 
     What is wrong in the files counts as absent: the run itself reports it.
     """
-    strategy = _describe(_read(str(path)), Launch("torchrun", num_processes))
-    if strategy.family == "single":
+    files = _read(str(path))
+    if files.accelerate.get("distributed_type") == "NO":
         return Placement(None, 1)
+    strategy = _describe(files, Launch("torchrun", num_processes))
     # a replica of one shard is no sharding, and Accelerate refuses it
     shards = 2 if strategy.replicate_size > 1 else 1
     unit = strategy.pipeline_stages * strategy.replicate_size

@@ -86,7 +86,7 @@ def test_another_working_directory_is_refused(tmp_path, monkeypatch, recipe_file
     [
         (1, {"single": 1, "ddp": 1, "hsdp": 4, "pipeline": 2}),
         (2, {"single": 1, "ddp": 2, "hsdp": 4, "pipeline": 2}),
-        (5, {"single": 1, "ddp": 5, "hsdp": 8, "pipeline": 6}),
+        (5, {"single": 1, "ddp": 5, "hsdp": 6, "pipeline": 6}),
     ],
 )
 def test_every_strategy_gets_processes_that_make_sense(strategies, asked, expected):
@@ -142,11 +142,17 @@ def test_a_job_that_works(tmp_path):
 
 
 REPORT = "ConfigurationError (exit code 2)\\n2 problems in the configuration\\n  configs/x.yaml:3: a: wrong\\n  b"
+LACKS = "ConfigurationError (exit code 2)\\nthis machine cannot\\n  strategy x: no GPU\\n  strategy x: no disk\\nW1"
 FAILURES = {
     "refused, by torchrun's report": (
-        f"import sys; print('{REPORT}'); print('  exitcode  : 2 (pid: 7)'); sys.exit(1)",
+        f"import sys; print('{REPORT}\\n[0]:'); print('  exitcode  : 2 (pid: 7)'); sys.exit(1)",
         True,
-        "configs/x.yaml:3: a: wrong",
+        "configs/x.yaml:3: a: wrong (and 1 more, see LOG)",
+    ),
+    "a machine that lacks two things": (
+        f"import sys; print('{LACKS}'); print('E1 failed (exitcode: 2)'); print('  exitcode  : 143'); sys.exit(1)",
+        True,
+        "strategy x: no GPU (and 1 more, see LOG)",
     ),
     "refused in one line": (
         "import sys; print('ConfigurationError (exit code 2)\\nno GPU'); print('exitcode : 2'); sys.exit(1)",
@@ -304,8 +310,10 @@ def test_summary(tmp_path, recipe_file, capsys):
     ]
     assert f"  tensorboard --logdir '{directory}/tensorboard'" in lines
     assert f"  python -m samecurve generate '{directory}'" in lines
-    again = f"accelerate launch --config_file configs/zero3.yaml train.py {recipe_file} seed=3 "
-    assert f"  {again}model.config.num_hidden_layers=1 'output_dir={directory}-zero3'" in lines
+    typed = f"{recipe_file} seed=3 model.config.num_hidden_layers=1"
+    again = f"accelerate launch --config_file configs/zero3.yaml --num_processes 2 train.py {typed}"
+    assert f"  {again} 'output_dir={directory}-zero3'" in lines
+    assert f"  python -m samecurve compare {typed} --strategies single,zero3 --num_processes 2" in lines
 
 
 def test_the_way_to_go_on_is_legal(tmp_path, recipe_file):

@@ -1,0 +1,51 @@
+"""How many processes each strategy of the repository is given, and what is suggested after it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from samecurve.engines import placement
+
+ROOT = Path(__file__).resolve().parents[2]
+STRATEGIES = {path.stem: path for path in (ROOT / "configs").glob("*.yaml")}
+ASKED = (1, 2, 3, 8)
+GIVEN = {"single": (1, 1, 1, 1), "hsdp": (4, 4, 4, 8), "pipeline": (2, 2, 4, 8)}
+
+
+@pytest.mark.parametrize("name", sorted(STRATEGIES))
+def test_processes(name, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    given = [placement.place(STRATEGIES[name], asked) for asked in ASKED]
+    assert tuple(each.world_size for each in given) == GIVEN.get(name, ASKED)
+    assert {each.path for each in given} == {None if name == "single" else STRATEGIES[name]}
+
+
+def test_the_table_is_about_files_that_exist():
+    assert {*GIVEN, placement.REFERENCE} < set(STRATEGIES)
+
+
+def test_a_broken_file_is_left_to_the_run(tmp_path):
+    broken = tmp_path / "x.yaml"
+    broken.write_text("distributed_type: FSDP\nparallelism_config: [1")
+    assert placement.place(broken, 3) == placement.Placement(broken, 3)
+
+
+@pytest.mark.parametrize("name", sorted(STRATEGIES))
+def test_another_strategy_is_another_one(name):
+    assert placement.another(name) in set(STRATEGIES) - {name, name.partition("_")[0]}
+
+
+@pytest.mark.parametrize(("world_size", "gpu", "again"), [(4, False, 4), (1, True, 1), (1, False, None)])
+def test_processes_of_the_next_run(world_size, gpu, again, monkeypatch):
+    monkeypatch.setattr(placement, "has_accelerator", lambda: gpu)
+    assert placement.num_processes_again(world_size) == again
+
+
+def test_nothing_heavy_is_loaded():
+    heavy = "{'torch', 'transformers', 'accelerate', 'deepspeed'} & sys.modules.keys()"
+    code = f"import sys, samecurve.engines.placement; print({heavy})"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout == "set()\n"
