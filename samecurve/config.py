@@ -8,6 +8,13 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 from .errors import ConfigurationError
 
+# every byte and two special tokens
+SMALLEST_VOCABULARY = 256 + 2
+# numpy takes seeds below 2**32, and the rank is added to this one
+LARGEST_SEED = 2**31 - 1
+# empty is what a shell makes of `data.path=$UNSET`; read as a folder it would be the working directory
+Name = Annotated[str, Field(min_length=1)]
+
 
 class Section(BaseModel):
     """strict: a quoted number is text and is refused, not read as a number. A list from YAML may fill a tuple."""
@@ -18,7 +25,7 @@ class Section(BaseModel):
 class Model(Section):
     """`path`: a pretrained Hugging Face folder or hub name. `config`: the fields of a from-scratch config."""
 
-    path: str | None = None
+    path: Name | None = None
     config: dict[str, Any] | None = None
     attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = "sdpa"
 
@@ -26,12 +33,12 @@ class Model(Section):
 class Tokenizer(Section):
     """`path`: a tokenizer's folder (default: `model.path`). `vocabulary_size`: train a byte-level BPE on the data."""
 
-    path: str | None = None
-    vocabulary_size: PositiveInt | None = None
+    path: Name | None = None
+    vocabulary_size: int | None = Field(None, ge=SMALLEST_VOCABULARY)
 
 
 class Data(Section):
-    path: str | None = None
+    path: Name | None = None
     pattern: str | None = None
     text_column: str = "text"
     packing: bool = True
@@ -86,7 +93,7 @@ class Evaluate(Section):
     """Rows come from `path` (read like `data.path`), else from the data's held-out fraction. 0 steps: never."""
 
     every_steps: NonNegativeInt = 0
-    path: str | None = None
+    path: Name | None = None
 
 
 class Checkpoint(Section):
@@ -100,8 +107,8 @@ class Logging(Section):
 
 class Recipe(Section):
     task: Literal["pretrain"] = "pretrain"
-    output_dir: str
-    seed: NonNegativeInt = 0
+    output_dir: Name
+    seed: int = Field(0, ge=0, le=LARGEST_SEED)
     steps: PositiveInt
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     model: Model

@@ -21,16 +21,17 @@ _NEEDED = {
     "float_type": "a number is needed",
     "finite_number": "a finite number is needed",
     "string_type": "text is needed",
+    "string_too_short": "text that is not empty is needed",
     "bool_type": "true or false is needed",
     "dict_type": "a block of keys is needed",
     "model_type": "a block of keys is needed",
     "tuple_type": "a list is needed",
     "too_long": "{max_length} values are needed, not {actual_length}",
     "literal_error": "one of {expected} is needed",
-    "greater_than": "a number above {gt:g} is needed",
-    "greater_than_equal": "a number of at least {ge:g} is needed",
-    "less_than": "a number below {lt:g} is needed",
-    "less_than_equal": "a number of at most {le:g} is needed",
+    "greater_than": "a number above {gt} is needed",
+    "greater_than_equal": "a number of at least {ge} is needed",
+    "less_than": "a number below {lt} is needed",
+    "less_than_equal": "a number of at most {le} is needed",
 }
 
 
@@ -139,7 +140,8 @@ def _explain(detail: dict, path: KeyPath) -> str:
         return "missing; add it"
     if kind not in _NEEDED:
         return f"found {describe(found)}: {detail['msg']}"
-    needed = _NEEDED[kind].format(**detail.get("ctx", {}))
+    limits = {key: f"{limit:g}" if isinstance(limit, float) else limit for key, limit in detail.get("ctx", {}).items()}
+    needed = _NEEDED[kind].format(**limits)
     return f"found {describe(found)}, {needed}{_number_hint(found) if kind in ('int_type', 'float_type') else ''}"
 
 

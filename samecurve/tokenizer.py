@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 BEGIN_OF_TEXT, END_OF_TEXT = "<|begin_of_text|>", "<|end_of_text|>"
 # Part of the cache key: raise it when training on the same documents gives another tokenizer.
 _VERSION = 2
-_SMALLEST_VOCABULARY = 256 + 2
 
 
 def load(recipe: Recipe) -> PreTrainedTokenizerFast:
@@ -84,11 +83,6 @@ def _trained(recipe: Recipe) -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 
     size, fraction = recipe.tokenizer.vocabulary_size, sources.held_out_fraction(recipe)
-    if size < _SMALLEST_VOCABULARY:
-        raise DataError(
-            f"tokenizer.vocabulary_size is {size}; a byte-level tokenizer needs at least {_SMALLEST_VOCABULARY}: "
-            "every byte and two special tokens"
-        )
     cache = location(recipe.data.cache_dir)
     source = sources.find(recipe.data.path, recipe.data.pattern, recipe.data.text_column)
     key = digest(_VERSION, sources.fingerprint(source, cache), source.text_column, fraction, size)

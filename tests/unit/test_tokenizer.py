@@ -104,7 +104,6 @@ def test_saved_and_loaded_by_path(tmp_path):
         ({"path": "/nowhere/at/all"}, "/nowhere/at/all: the tokenizer's folder does not exist; correct tokenizer.path"),
         ({"path": "DATA"}, "DATA: no tokenizer could be loaded ("),
         ({}, "no tokenizer: set tokenizer.path, or tokenizer.vocabulary_size"),
-        ({"vocabulary_size": 200}, "tokenizer.vocabulary_size is 200; a byte-level tokenizer needs at least 258"),
     ],
 )
 def test_errors_name_the_path_and_the_fix(tmp_path, options, message):
