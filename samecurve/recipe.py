@@ -13,8 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from .config import Recipe
 from .documents import Document, KeyPath, describe, merge, override, read, suggest
-
-BUILTIN_DATA = "builtin:python-stdlib"
+from .sources import BUILTIN
 
 _NEEDED = {
     "int_type": "a whole number is needed",
@@ -203,10 +202,10 @@ def _tokenizer(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 def _data(value: Callable[[str], Any]) -> Iterator[Finding]:
     if value("data.path") is None:
-        yield "data.path", f"missing; name a file, a folder or {BUILTIN_DATA}, here or as data.path=... when starting"
+        yield "data.path", f"missing; name a file, a folder or {BUILTIN}, here or as data.path=... when starting"
     for key in ("data.path", "evaluate.path"):
         path = value(key)
-        if path is not None and path != BUILTIN_DATA and not Path(path).exists():
+        if path is not None and path != BUILTIN and not Path(path).exists():
             yield key, f"no such file or folder: {Path(path).absolute()}"
 
 
