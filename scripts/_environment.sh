@@ -14,23 +14,26 @@ find_python() {
     fail "python3 >= 3.10 with the venv module is needed (on Debian and Ubuntu: apt-get install python3 python3-venv)"
 }
 
-# make_environment FILE...: .venv with these requirement files, as pinned by constraints.txt. A stamp makes the second
-# time fast. Without the constraint pip would take the newest torch, which the rest was not tried with.
+# make_environment FILE...: .venv with these requirement files, as pinned by constraints.txt. A stamp for each file makes
+# the second time fast. Without the constraint pip would take the newest torch, which the rest was not tried with.
 make_environment() {
-    local stamp=.venv/.requirements python wanted file arguments=()
+    local python file arguments=()
     if [ ! -x .venv/bin/python ]; then
         python=$(find_python)
         "$python" -m venv .venv || fail "$python -m venv failed (on Debian and Ubuntu: apt-get install python3-venv)"
     fi
-    for file in "$@"; do arguments+=(-r "$file"); done
-    wanted="$(cat "$@" constraints.txt | cksum) $(.venv/bin/python -V)"
-    if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+    for file in "$@"; do
+        [ "$(cat ".venv/.installed_$file" 2>/dev/null)" = "$(stamp "$file")" ] || arguments+=(-r "$file")
+    done
+    if [ ${#arguments[@]} != 0 ]; then
         say "installing $* into .venv (once; minutes)"
         .venv/bin/python -m pip install --quiet -c constraints.txt "${arguments[@]}"
-        printf '%s\n' "$wanted" >"$stamp"
+        for file in "$@"; do stamp "$file" >".venv/.installed_$file"; done
     fi
     export PATH="$PWD/.venv/bin:$PATH"
 }
+
+stamp() { echo "$(cat "$1" constraints.txt | cksum) $(.venv/bin/python -V)"; }
 
 # install_packages WHY PACKAGE...: system packages where this is root on Debian or Ubuntu; elsewhere says what may be missing.
 install_packages() {

@@ -7,14 +7,17 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/_environment.sh
 
-# How many processes, and under which strategy. 1, 2 or 4, which divide the recipe's global batch.
+# Without a GPU two processes and the recipe as it is. With GPUs as many as a power of two allows, up to 8: the recipe's
+# global batch is 8 rows, which they share, so each one's micro-batch is its share and nothing is accumulated.
 choose_processes() {
     local gpus
     gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
+    strategy=ddp num_processes=2 micro_batch_size=
+    [ "$gpus" != 0 ] || return 0
     num_processes=1
-    while [ $((num_processes * 2)) -le "$gpus" ] && [ "$num_processes" -lt 4 ]; do num_processes=$((num_processes * 2)); done
-    strategy=ddp
-    if [ "$gpus" = 1 ]; then strategy=single; elif [ "$gpus" = 0 ]; then num_processes=2; fi
+    while [ $((num_processes * 2)) -le "$gpus" ] && [ "$num_processes" -lt 8 ]; do num_processes=$((num_processes * 2)); done
+    [ "$num_processes" != 1 ] || strategy=single
+    micro_batch_size=$((8 / num_processes))
 }
 
 make_environment requirements.txt
@@ -28,7 +31,7 @@ done
 set -x
 # port 0: any free one
 accelerate launch --config_file "configs/$strategy.yaml" --num_processes "$num_processes" --main_process_port 0 \
-    train.py recipes/quickstart.yaml "$@"
+    train.py recipes/quickstart.yaml ${micro_batch_size:+batch.micro_batch_size=$micro_batch_size} "$@"
 python -m samecurve summary "$run"
 python -m samecurve generate "$run"
 { set +x; } 2>/dev/null

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from samecurve.engines.resolve import resolve
+
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(path.name for path in (ROOT / "scripts").iterdir())
 
@@ -68,8 +70,8 @@ def checkout(tmp_path):
     return tmp_path
 
 
-def make_environment(folder: Path) -> subprocess.CompletedProcess:
-    code = f"set -euo pipefail; source {ROOT}/scripts/_environment.sh; make_environment requirements.txt"
+def make_environment(folder: Path, files: str = "requirements.txt") -> subprocess.CompletedProcess:
+    code = f"set -euo pipefail; source {ROOT}/scripts/_environment.sh; make_environment {files}"
     return subprocess.run(
         ["bash", "-c", code], cwd=folder, env={"PATH": f"{folder}/bin"}, capture_output=True, text=True
     )
@@ -90,9 +92,52 @@ def test_environment_is_installed_under_constraints_and_only_once(checkout):
     assert len(installs(checkout)) == 2
 
 
+def test_another_script_installs_only_what_is_its_own(checkout):
+    for files in ("requirements.txt", "requirements.txt requirements-dev.txt", "requirements.txt"):
+        assert make_environment(checkout, files).returncode == 0
+    assert [line.partition("constraints.txt ")[2] for line in installs(checkout)] == [
+        "-r requirements.txt",
+        "-r requirements-dev.txt",
+    ]
+
+
 def test_a_machine_without_python_is_told_what_to_install(checkout):
     (checkout / "bin" / "python3").unlink()
     made = make_environment(checkout)
     assert made.returncode != 0
     [line] = made.stderr.splitlines()
     assert line.startswith("error: python3 >= 3.10 with the venv module is needed")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "strategy", "processes", "batch"),
+    [
+        (0, "ddp", 2, None),
+        (1, "single", 1, 8),
+        (2, "ddp", 2, 4),
+        (3, "ddp", 2, 4),
+        (4, "ddp", 4, 2),
+        (7, "ddp", 4, 2),
+        (8, "ddp", 8, 1),
+        (16, "ddp", 8, 1),
+    ],
+)
+def test_quickstart_takes_the_gpus_that_are_there(gpus, strategy, processes, batch, tmp_path, monkeypatch):
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    for name in ("requirements.txt", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / ".venv").mkdir()
+    stand_in(tmp_path / ".venv" / "bin", "python", f'[ "$1" != -c ] || echo {gpus}')
+    stand_in(tmp_path / ".venv" / "bin", "accelerate", 'echo "$@"')
+    command = ["bash", tmp_path / "scripts" / "quickstart.sh", "steps=3"]
+    [started] = [
+        line
+        for line in subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        if line.startswith("launch ")
+    ]
+    options = f"--config_file configs/{strategy}.yaml --num_processes {processes} --main_process_port 0"
+    changed = f" batch.micro_batch_size={batch}" if batch else ""
+    assert started == f"launch {options} train.py recipes/quickstart.yaml{changed} steps=3"
+    monkeypatch.chdir(ROOT)
+    world = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": str(processes)}
+    resolve(["recipes/quickstart.yaml", *changed.split(), "--strategy", f"configs/{strategy}.yaml"], world)
