@@ -214,7 +214,10 @@ def merge(base: dict, over: dict) -> dict:
 
 
 def override(document: Document, argument: str) -> None:
-    """Apply one `key.path=value` of the command line. The value is YAML; a later one wins over an earlier one."""
+    """Apply one `key.path=value` of the command line; a later one wins over an earlier one.
+
+    The value is YAML, or else text: of `data.pattern='**/*.md'` the shell leaves what YAML takes for a broken alias.
+    """
     dotted, equals, text = argument.partition("=")
     path = tuple(dotted.split("."))
     if not equals or not all(path):
@@ -223,7 +226,9 @@ def override(document: Document, argument: str) -> None:
         return
     value = Document(COMMAND_LINE.file)
     parsed = _parse_yaml(text, value) if text else ""
-    if value.problems:
+    if value.problems and not text.startswith(("[", "{", '"', "'")):
+        parsed = text
+    elif value.problems:
         document.problems += [Problem(COMMAND_LINE, dotted, problem.text) for problem in value.problems]
         return
     block = document.content

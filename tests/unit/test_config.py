@@ -127,6 +127,8 @@ CASES = [
      ['command line: found "steps" (text); an override is written key.path=value']),
     ("override yaml", {}, ["r.yaml", "optimizer.betas=[0.9"], {},
      ["command line: optimizer.betas: this is not YAML: expected ',' or ']', but got '<stream end>'"]),
+    ("override text", {}, ["r.yaml", "steps=*a: b"], {},
+     ['command line: steps: found "*a: b" (text), a whole number is needed']),
     ("override through value", {}, ["r.yaml", "steps.more=1"], {},
      ["command line: steps.more: steps is 10, which has no keys"]),
     ("both model", r("model:", "model:\n  path: m"), R, {},
@@ -207,6 +209,11 @@ def test_overrides_are_typed_by_the_schema(tmp_path, monkeypatch):
     assert recipe.optimizer.betas == (0.8, 0.9)
     assert recipe.model.config["hidden_size"] == 8 and recipe.model.config["num_hidden_layers"] == 4
     assert recipe.tokenizer.path is None and recipe.data.text_column == ""
+
+
+@pytest.mark.parametrize("pattern", ["**/*.jsonl", "*.md", "a: b: c", "@home", "%x", "!!int ten"])
+def test_what_is_no_yaml_is_text(pattern, tmp_path, monkeypatch):
+    assert load(tmp_path, monkeypatch, None, f"data.pattern={pattern}").data.pattern == pattern
 
 
 def test_base_is_merged_block_by_block(tmp_path, monkeypatch):
