@@ -176,7 +176,19 @@ def _read_table(file: Path, kind: str, column: str) -> Iterator[str]:
             raise DataError(_no_column(place, column, list(row)))
         if not isinstance(row[column], str):
             raise DataError(f"{place}: {column!r} is {row[column]!r:.40}, not text; remove or fill the row")
+        _check_characters(place, column, row[column])
         yield row[column]
+
+
+def _check_characters(place: str, column: str, text: str) -> None:
+    r"""JSON can spell half a character (`"\ud83d"`, an emoji cut in two), which no tokenizer and no hash takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{place}: {column!r} holds half a surrogate pair, {text[error.start]!a}, at character {error.start}; "
+            "correct or remove the row"
+        ) from error
 
 
 def _json_lines(file: Path) -> Iterator[tuple[str, dict]]:

@@ -151,6 +151,11 @@ def list_for_row(tmp_path):
     return {"name": str(tmp_path)}
 
 
+def half_a_character(path):
+    (path / "a.jsonl").write_text('{"text": "\\ud83d\\ude00"}\n{"text": "ab \\ud83d"}\n')
+    return {"name": str(path / "a.jsonl")}
+
+
 def broken_gzip(tmp_path):
     (tmp_path / "a.jsonl.gz").write_bytes(b"not gzip")
     return {"name": str(tmp_path / "a.jsonl.gz")}
@@ -198,6 +203,10 @@ ERRORS = [
     ),
     (null_for_text, "T/a.jsonl:1: 'text' is None, not text; remove or fill the row"),
     (list_for_row, "T/a.jsonl:1: ['x'] is not a JSON object; write {\"text\": ...}, one per line"),
+    (
+        half_a_character,
+        "T/a.jsonl:2: 'text' holds half a surrogate pair, '\\ud83d', at character 3; correct or remove the row",
+    ),
     (broken_gzip, "T/a.jsonl.gz: could not be read: "),
     (number_for_text, "T/a.parquet: row 1: 'text' is 1, not text; remove or fill the row"),
     (broken_parquet, "T/a.parquet: after row 0: "),
