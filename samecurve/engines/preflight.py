@@ -173,13 +173,18 @@ def _nvme_paths(strategy: Strategy) -> set[Path]:
 
 
 def _existing(path: Path) -> Path:
-    return next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
 
 
 def _folder(path: Path) -> Iterator[str]:
-    """A swap folder must exist, or be possible to make, and be writable."""
+    """A swap folder must be writable, or stand to be made in a writable one.
+
+    Not deeper: `/mnt/nvme/swap` on a machine without that disk would fill the disk of `/`.
+    """
     existing = _existing(path)
     if not existing.is_dir():
         yield f"nvme_path {path}: {existing} is a file; name a folder on a local disk in the DeepSpeed JSON"
+    elif existing not in (path.absolute(), path.absolute().parent):
+        yield f"nvme_path {path}: there is no folder {path.absolute().parent}; make it, or name one on a local disk"
     elif not os.access(existing, os.W_OK | os.X_OK):
         yield f"nvme_path {path}: {existing} is not writable; name a writable folder on a local disk"

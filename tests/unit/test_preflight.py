@@ -128,8 +128,12 @@ def test_operators_built_with_deepspeed_need_no_compiler(tmp_path, monkeypatch):
 
 def test_swap_folder_must_be_a_writable_folder_with_room(machine, tmp_path, monkeypatch):
     environ = machine()
-    swap = strategy("zero", NVME, str(tmp_path / "made" / "later"))
+    swap = strategy("zero", NVME, str(tmp_path / "made_later"))
     assert preflight.problems(swap, "bf16", environ) == []
+    [line] = preflight.problems(strategy("zero", NVME, str(tmp_path / "no" / "swap")), "bf16", environ)
+    assert f"there is no folder {tmp_path / 'no'}; make it" in line
+    monkeypatch.chdir(tmp_path)
+    assert preflight.problems(strategy("zero", NVME, "here"), "bf16", environ) == []
     a_file = tmp_path / "file"
     a_file.touch()
     [line] = preflight.problems(strategy("zero", NVME, str(a_file / "swap")), "bf16", environ)
