@@ -111,7 +111,7 @@ class Workspace:
         env |= {"PATH": f"{BIN}:{env['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         env |= {"SAMECURVE_CACHE": str(self.folder / "cache"), "TOKENIZERS_PARALLELISM": "false", **environment}
         done = subprocess.run(
-            command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=600
+            command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=1500
         )
         return Run(directory, done.returncode, done.stdout + done.stderr)
 

@@ -11,7 +11,11 @@ from harness import launch_command
 LAUNCHERS = ["torchrun", "accelerate", "deepspeed"]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hsdp", "zero1", "zero3_offload", "pipeline"])
+EVERY_DAY = ["fsdp", "hsdp", "zero3_offload", "pipeline"]
+LONG = ["ddp", "zero1", "zero2", "zero2_offload", "zero3"]
+
+
+@pytest.mark.parametrize("strategy", [*EVERY_DAY, *(pytest.param(name, marks=pytest.mark.full) for name in LONG)])
 def test_same_plugins(strategy, workspace):
     made = {launcher: plugins(workspace, strategy, launcher) for launcher in LAUNCHERS}
     assert [made[launcher].pop("launcher") for launcher in LAUNCHERS] == LAUNCHERS
@@ -45,6 +49,15 @@ def test_same_losses(strategy, launcher, workspace):
     assert found.facts["launcher"] == launcher
     assert found.column("loss") == expected.column("loss")
     assert found.column("grad_norm") == expected.column("grad_norm")
+
+
+@pytest.mark.parametrize("launcher", ["accelerate", "torchrun"])
+def test_plain_python_is_the_single_strategy(launcher, workspace, reference):
+    found = workspace.run("single", 1, "batch.micro_batch_size=8", launcher=launcher)
+    assert found.returncode == 0, found.output
+    assert (reference.facts["launcher"], found.facts["launcher"]) == ("python", launcher)
+    assert found.facts["engine"] == reference.facts["engine"] and found.facts["strategy"] == "single"
+    assert found.column("loss") == reference.column("loss")
 
 
 def test_a_bare_deepspeed_json_is_a_strategy(workspace):

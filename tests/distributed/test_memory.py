@@ -43,4 +43,5 @@ def test_no_rank_holds_the_whole_model(strategy, origin, workspace, pretrained, 
     assert run.returncode == 0, run.output
     found = json.loads(run.output.split("FOUND ", 1)[1].splitlines()[0])
     assert found["weights_mib"] > 100
+    print(found)
     assert found["growth"] < KEPT[strategy] + ON_THE_WAY, found

@@ -1,0 +1,44 @@
+"""Run under a launcher with train.py's arguments: trains two steps, keeps the live model's logits, and exports it.
+
+The logits are those of the first held-out rows, as the process that computes their loss sees them; under a pipeline
+that is the last stage. They go to OUTPUT_DIR/logits.pt with the rows that gave them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from samecurve import engines, model, tasks
+from samecurve.data import StepBatches, evaluation_batches
+from samecurve.export import export
+
+
+def main() -> None:
+    plan = engines.plan(sys.argv[1:], os.environ)
+    recipe, folder = plan.recipe, Path(plan.recipe.output_dir)
+    accelerator = engines.start(plan)
+    task = tasks.load(recipe)
+    skeleton = model.skeleton(recipe, task.vocabulary_size, task.special_tokens)
+    kept, loss = [], task.loss
+    task.loss = lambda logits, labels: kept.append((logits.detach().clone(), labels)) or loss(logits, labels)
+    engine = engines.build(accelerator, plan, skeleton, task)
+    for micro_batches in StepBatches(task.train, recipe.seed, recipe.batch, engine.shard, num_steps=2):
+        engine.step(micro_batches, 1e-3)
+    kept.clear()
+    held_out = evaluation_batches(task.held_out, recipe.batch.micro_batch_size, engine.shard)
+    engine.evaluate(held_out)
+    folder.mkdir(parents=True, exist_ok=True)
+    if kept and engine.shard[0] == 0:
+        rows = held_out[0]
+        saved = {"logits": kept[0][0], "input_ids": rows.input_ids, "position_ids": rows.position_ids}
+        torch.save(saved, folder / "logits.pt")
+    export(engine.parameters(), skeleton, task.tokenizer, folder / "model", accelerator.is_main_process)
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

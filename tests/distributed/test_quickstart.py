@@ -1,0 +1,83 @@
+"""The first five minutes, made short: the script itself, what it ends with, and the command to go on as it prints it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from harness import ROOT, Run
+
+SHORT = {"steps": 12, "schedule.warmup_steps": 2, "model.config.num_hidden_layers": 1, "evaluate.every_steps": 6}
+ENVIRONMENT = ROOT / ".venv"
+
+pytestmark = pytest.mark.skipif(
+    Path(sys.prefix) != ENVIRONMENT, reason="quickstart.sh trains in .venv, which these tests do not run in"
+)
+
+
+@dataclass(frozen=True)
+class Quickstart:
+    run: Run
+    commands: dict[str, str]  # what for: the line
+
+
+@pytest.fixture(scope="module")
+def quickstart(workspace) -> Quickstart:
+    directory = workspace.folder / "quick start"
+    short = [f"{key}={value}" for key, value in SHORT.items()]
+    stamps = installed()
+    run = workspace.execute(["bash", "scripts/quickstart.sh", *short, f"output_dir={directory}"], directory)
+    assert run.returncode == 0, run.output
+    assert not stamps or installed() == stamps
+    return Quickstart(run, dict(re.findall(r"^(\w[\w ]*):\n  (.+)$", run.output, re.MULTILINE)))
+
+
+def installed() -> dict[str, int]:
+    return {path.name: path.stat().st_mtime_ns for path in ENVIRONMENT.glob(".installed_requirements.txt")}
+
+
+def test_it_learns_and_says_so(quickstart):
+    loss, held_out = quickstart.run.column("loss"), quickstart.run.metrics[-1]
+    assert len(loss) == SHORT["steps"] and held_out["eval_loss"] > 0
+    assert loss[-1] < 0.95 * loss[0]
+    assert f"loss          {loss[0]:.4f} -> {loss[-1]:.4f} in 12 steps" in quickstart.run.output
+    [told] = re.findall(r"^held out +loss [\d.]+ -> ([\d.]+), .*bits per byte ([\d.]+),", quickstart.run.output, re.M)
+    assert told == (f"{held_out['eval_loss']:.4f}", f"{held_out['eval_bits_per_byte']:.4f}")
+
+
+def test_it_shows_a_sample_and_where_everything_is(quickstart):
+    directory = quickstart.run.directory
+    sample = quickstart.run.output.partition("the prompt is marked\n[def ]")[2].partition("\n== ")[0]
+    assert len(sample.split()) > 10
+    assert f"run directory {directory}\n" in quickstart.run.output
+    assert quickstart.commands["look at it"] == f"tensorboard --logdir '{directory}/tensorboard'"
+    assert list((directory / "tensorboard").rglob("events.out.tfevents.*"))
+    assert quickstart.commands["let it write"] == f"python -m samecurve generate '{directory}'"
+    assert "source .venv/bin/activate" in quickstart.run.output
+
+
+def test_the_other_commands_are_legal(quickstart, monkeypatch):
+    import shlex
+
+    from samecurve.engines.resolve import resolve
+
+    monkeypatch.chdir(ROOT)
+    words = shlex.split(quickstart.commands["try another strategy"])
+    assert words[:5] == ["accelerate", "launch", "--config_file", "configs/zero3.yaml", "--num_processes"]
+    world = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": words[5]}
+    plan = resolve([*words[words.index("train.py") + 1 :], "--strategy", words[3]], world)
+    assert plan.strategy.name == "zero3" and plan.recipe.steps == SHORT["steps"]
+    assert quickstart.commands["see that they agree"].startswith("python -m samecurve compare recipes/quickstart.yaml ")
+
+
+def test_the_printed_command_goes_on(quickstart, workspace):
+    command = f"{quickstart.commands['go on from its weights']} steps=4"
+    again = workspace.execute(["bash", "-c", command], Path(f"{quickstart.run.directory}-continued"))
+    assert again.returncode == 0, again.output
+    assert again.facts["world_size"] == 2 and len(again.metrics) == 4
+    # what was learned is there: the first loss is near the held-out loss, and far from the first run's first
+    assert abs(again.metrics[0]["loss"] - quickstart.run.metrics[-1]["eval_loss"]) < 0.3

@@ -1,0 +1,70 @@
+"""What a strategy can be set to beside its default, against one process with the same model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from harness import LLAMA, ROOT, Run, largest_relative_difference, relative_l2
+
+GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 32}
+NO_DROPOUT = dict.fromkeys(["attn_pdrop", "embd_pdrop", "resid_pdrop", "summary_first_dropout"], 0.0)
+MODELS = {
+    "tied llama": LLAMA,
+    "untied llama": {**LLAMA, "tie_word_embeddings": False},
+    "gpt2": {**GPT2, **NO_DROPOUT},
+}
+PIPELINE = json.loads((ROOT / "ds_configs" / "pipeline.json").read_text())
+FULL = "memory.activation_checkpointing=full"
+
+
+def stages(**changes) -> dict:
+    return {"pipeline": {**PIPELINE["pipeline"], **changes}}
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "overrides"),
+    [
+        ("untied llama", {}, ()),
+        ("gpt2", {}, ()),
+        ("tied llama", {"zero_optimization": {"stage": 0}}, ()),
+        ("tied llama", stages(partition="uniform"), ()),
+        ("tied llama", stages(partition="type:decoder"), ()),
+        ("tied llama", stages(activation_checkpoint_interval=1), (FULL,)),
+    ],
+    ids=["untied", "gpt2", "zero0", "uniform", "by type", "recomputed"],
+)
+def test_pipeline(model, changes, overrides, workspace):
+    path = workspace.strategy("pipeline", **changes) if changes else workspace.strategy("pipeline")
+    run = workspace.run(path, 2, _model(model), "batch.micro_batch_size=4", *overrides)
+    follows(run, workspace, model)
+    assert run.facts["engine"] == "PipelineEngine" and run.facts["pipeline_stages"] == 2
+    assert run.facts["zero_stage"] == changes.get("zero_optimization", {"stage": 1})["stage"]
+    assert run.facts["activation_checkpoint_interval"] == (1 if overrides else 0)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero3"])
+def test_recomputed_activations(strategy, workspace):
+    run = workspace.run(strategy, 2, _model("tied llama"), "batch.micro_batch_size=4", FULL)
+    follows(run, workspace, "tied llama")
+    assert run.facts["recipe"]["memory"]["activation_checkpointing"] == "full"
+    assert run.metrics[-1]["hfu"] > run.metrics[-1]["mfu"]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "zero3"])
+@pytest.mark.parametrize("model", ["untied llama", "gpt2"])
+def test_other_models(model, strategy, workspace):
+    follows(workspace.run(strategy, 2, _model(model), "batch.micro_batch_size=4"), workspace, model)
+
+
+def _model(name: str) -> str:
+    return f"model.config={json.dumps(MODELS[name])}"
+
+
+def follows(run: Run, workspace, model: str) -> None:
+    expected = workspace.run(None, 1, _model(model), "batch.micro_batch_size=8", launcher="python")
+    assert expected.returncode == 0, expected.output
+    assert run.returncode == 0, run.output
+    assert largest_relative_difference(run.column("loss"), expected.column("loss")) < 1e-5
+    assert largest_relative_difference(run.column("grad_norm"), expected.column("grad_norm")) < 1e-4
+    assert relative_l2(run.weights, expected.weights) < 1e-4
