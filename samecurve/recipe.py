@@ -167,7 +167,7 @@ Finding = tuple[str, str]
 
 
 def _apply_rules(source: Source) -> None:
-    for rule in (_model, _tokenizer, _data, _schedule, _checkpoint, _evaluate):
+    for rule in (_model, _positions, _tokenizer, _data, _schedule, _checkpoint, _evaluate):
         with contextlib.suppress(KeyError):
             for key, text in rule(source.value):
                 source.document.problem(tuple(key.split(".")), text)
@@ -181,7 +181,9 @@ def _model(value: Callable[[str], Any]) -> Iterator[Finding]:
         yield "model", "neither path (pretrained) nor config (from scratch) is given; add one"
     elif config is not None and "model_type" not in config:
         yield "model.config", "model_type is missing; add it, for example model_type: llama"
-    elif path is not None and path.startswith((".", "/")):
+    elif config is not None and not isinstance(config["model_type"], str):
+        yield "model.config.model_type", f"found {describe(config['model_type'])}, text is needed, for example llama"
+    elif path is not None and path.startswith((".", "/", "~")):
         yield from _model_folder(Path(path))
 
 
@@ -190,6 +192,15 @@ def _model_folder(folder: Path) -> Iterator[Finding]:
         yield "model.path", f"no such folder: {folder.absolute()}"
     elif not (folder / "config.json").is_file():
         yield "model.path", f"{folder.absolute()} holds no config.json; a Hugging Face model folder is needed"
+
+
+def _positions(value: Callable[[str], Any]) -> Iterator[Finding]:
+    length, fields = value("batch.sequence_length"), _architecture(value)
+    for key in ("max_position_embeddings", "n_positions"):
+        limit = fields.get(key)
+        if isinstance(limit, int) and limit < length:
+            owner = "model.config" if value("model.path") is None else "the model's config.json"
+            yield "batch.sequence_length", f"found {length}, but {key} in {owner} is {limit}; a row has to fit into it"
 
 
 def _tokenizer(value: Callable[[str], Any]) -> Iterator[Finding]:
@@ -235,13 +246,28 @@ def _evaluate(value: Callable[[str], Any]) -> Iterator[Finding]:
         yield "evaluate.every_steps", text
 
 
-def hidden_layers(source: Source) -> int | None:
-    """How many decoder layers the model has, where the recipe or a local model folder says so."""
-    with contextlib.suppress(KeyError, OSError, ValueError):
-        config, path = source.value("model.config"), source.value("model.path")
+def _architecture(value: Callable[[str], Any]) -> dict[str, Any]:
+    """The fields of the model's config that the recipe or a local model folder gives."""
+    with contextlib.suppress(OSError, ValueError):
+        config, path = value("model.config"), value("model.path")
         if config is None and path is not None:
             config = json.loads((Path(path) / "config.json").read_text())
-        config = config if isinstance(config, dict) else {}
-        found = [config[key] for key in ("num_hidden_layers", "n_layer", "num_layers") if key in config]
+        return config if isinstance(config, dict) else {}
+    return {}
+
+
+def hidden_layers(source: Source) -> int | None:
+    """How many decoder layers the model has, where that is known without loading it."""
+    with contextlib.suppress(KeyError):
+        fields = _architecture(source.value)
+        found = [fields[key] for key in ("num_hidden_layers", "n_layer", "num_layers") if key in fields]
         return found[0] if found and isinstance(found[0], int) else None
+    return None
+
+
+def model_type(source: Source) -> str | None:
+    """The model's family in transformers, where that is known without loading it."""
+    with contextlib.suppress(KeyError):
+        found = _architecture(source.value).get("model_type")
+        return found if isinstance(found, str) else None
     return None
