@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 from ..documents import Document, describe
-from ..recipe import Source, hidden_layers
+from ..families import FAMILIES
+from ..recipe import Source, hidden_layers, model_type
 from .keys_deepspeed import STAGES
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ def check(document: Document, strategy: Strategy, source: Source) -> None:
         _pipeline(document, strategy)
         _stages(document, strategy, source)
         _recomputation(document, source)
+        _unsharded(document, source)
     else:
         _zero(document, strategy)
 
@@ -94,6 +97,33 @@ def _stages(document: Document, strategy: Strategy, source: Source) -> None:
     elif layers is not None and strategy.pipeline_stages > layers:
         text = f"found {stages}, but the recipe's model has {layers} layers; a stage needs at least one"
         document.problem(("pipeline", "stages"), text)
+
+    family = model_type(source)
+    if family is not None and family not in FAMILIES:
+        known = ", ".join(sorted(FAMILIES))
+        text = f"it cannot cut the recipe's model, whose model_type is {family}; it can cut {known}"
+        document.problem(("pipeline",), f"{text}; use one of these or another strategy")
+
+
+def _unsharded(document: Document, source: Source) -> None:
+    """What DeepSpeed's pipeline lacks without ZeRO: loss scaling and another dtype of accumulation than bf16's own."""
+    precision, accumulation = _precision_asked(source), document.get("data_types", "grad_accum_dtype")
+    if document.get(*_STAGE) not in (None, 0):
+        return
+    if precision == "fp16":
+        lack = f"does not scale the loss, and {source.cite('precision')}"
+    elif precision == "bf16" and accumulation not in (None, "bf16"):
+        place = document.place(("data_types", "grad_accum_dtype"))
+        lack = f"sums bf16 gradients in bf16, and data_types.grad_accum_dtype is {describe(accumulation)} ({place})"
+    else:
+        return
+    document.problem(_STAGE, f"a pipeline of stage 0, which is also the default, {lack}; set it to 1")
+
+
+def _precision_asked(source: Source) -> str | None:
+    with contextlib.suppress(KeyError):
+        return source.value("precision")
+    return None
 
 
 def _recomputation(document: Document, source: Source) -> None:

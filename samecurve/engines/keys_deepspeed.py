@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+from typing import Any
+
 from .keys import (
     BOOLEAN,
     COUNT,
@@ -32,6 +36,18 @@ _QUANTISED = Refused("quantised communication (ZeRO++) changes the training; rem
 _MONITOR = Refused("the run directory has metrics and TensorBoard under every strategy; remove it")
 _OLD_OFFLOAD = Refused("this name is deprecated; use offload_optimizer or offload_param", ())
 _EXPERTS = Refused("expert parallelism is not supported; remove it")
+
+
+def _partition(value: Any) -> bool:
+    """What DeepSpeed 0.19 knows; it ends the pattern at a second colon, and a third method is named but not there."""
+    if not isinstance(value, str) or not value.startswith("type:"):
+        return value in ("parameters", "uniform")
+    with contextlib.suppress(re.error):
+        return bool(re.compile(value[5:]).pattern) and ":" not in value[5:]
+    return False
+
+
+_PARTITION = Kind('"parameters", "uniform" or "type:" and a regular expression is needed', _partition)
 
 ZERO: Table = {
     "stage": one_of(0, 1, 2, 3),
@@ -139,7 +155,7 @@ DEEPSPEED: Table = {
     "zero_optimization": ZERO,
     "pipeline": {
         "stages": COUNT,
-        "partition": TEXT,
+        "partition": _PARTITION,
         "activation_checkpoint_interval": NATURAL,
         "use_reentrant": BOOLEAN,
         "pipe_partitioned": BOOLEAN,

@@ -188,6 +188,18 @@ CASES = [
       "ds_configs/pipeline.json:2: zero_optimization.offload_optimizer: a pipeline cannot offload here; remove it"]),
     ("pipeline: auto", *ds('"stage": 1', '"stage": 1, "reduce_bucket_size": "auto"', "pipeline"),
      ['ds_configs/pipeline.json:2: zero_optimization.reduce_bucket_size: found "auto", but Accelerate, which knows that word, does not prepare a pipeline; write a number']),
+    ("pipeline: partition", *ds('"parameters"', '"profile"', "pipeline"),
+     ['ds_configs/pipeline.json:5: pipeline.partition: found "profile" (text), "parameters", "uniform" or "type:" and a regular expression is needed']),
+    ("pipeline: partition without a pattern", *ds('"parameters"', '"type:"', "pipeline"),
+     ['ds_configs/pipeline.json:5: pipeline.partition: found "type:" (text), "parameters", "uniform" or "type:" and a regular expression is needed']),
+    ("pipeline: partition by half a pattern", *ds('"parameters"', '"type:(decoder"', "pipeline"),
+     ['ds_configs/pipeline.json:5: pipeline.partition: found "type:(decoder" (text), "parameters", "uniform" or "type:" and a regular expression is needed']),
+    ("pipeline: family", *ds('"stages": 2', '"stages": 2', "pipeline")[:1], ["r.yaml", "--strategy", "ds_configs/pipeline.json", "model.config.model_type=opt"], T,
+     ["ds_configs/pipeline.json:3: pipeline: it cannot cut the recipe's model, whose model_type is opt; it can cut gpt2, llama, mistral, qwen2, qwen3; use one of these or another strategy"]),
+    ("pipeline: fp16 without zero", *ds('"stage": 1', '"stage": 0', "pipeline")[:1], ["r.yaml", "--strategy", "ds_configs/pipeline.json", "precision=fp16"], T,
+     ['ds_configs/pipeline.json:2: zero_optimization.stage: a pipeline of stage 0, which is also the default, does not scale the loss, and precision is "fp16" (command line); set it to 1']),
+    ("pipeline: bf16 without zero", *ds('"zero_optimization": {"stage": 1}', '"data_types": {"grad_accum_dtype": "fp32"}', "pipeline"),
+     ['ds_configs/pipeline.json: zero_optimization.stage: a pipeline of stage 0, which is also the default, sums bf16 gradients in bf16, and data_types.grad_accum_dtype is "fp32" (text) (ds_configs/pipeline.json:2); set it to 1']),
     ("pipeline: recompute", *ds('"stages": 2,', '"stages": 2, "activation_checkpoint_interval": 1,', "pipeline"),
      ['ds_configs/pipeline.json:4: pipeline.activation_checkpoint_interval: found 1, but the recipe owns recomputation: memory.activation_checkpointing is "none" (the default); make them agree']),
     ("pipeline: seed", *ds('"stages": 2,', '"stages": 2, "seed_layers": true,', "pipeline"),
@@ -263,6 +275,23 @@ use_cpu: false
 """
     write(tmp_path, {"configs/mine.yaml": lines})
     assert isinstance(message(tmp_path, ["r.yaml", "--strategy", "configs/mine.yaml"], T), Plan)
+
+
+@pytest.mark.parametrize("partition", ["uniform", "type:decoder", "type:^Dec.*r$"])
+def test_partition_methods_of_deepspeed_are_accepted(partition, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    files, argv, environ = ds("parameters", partition, "pipeline")
+    write(tmp_path, files)
+    assert message(tmp_path, argv, environ).strategy.deepspeed["pipeline"]["partition"] == partition
+
+
+@pytest.mark.parametrize(("precision", "accumulation"), [("fp32", "fp32"), ("bf16", "bf16"), ("bf16", None)])
+def test_a_pipeline_without_zero_that_can_run_is_accepted(precision, accumulation, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    types = f', "data_types": {{"grad_accum_dtype": "{accumulation}"}}' if accumulation else ""
+    files, argv, environ = ds('{"stage": 1}', '{"stage": 0}' + types, "pipeline")
+    write(tmp_path, files)
+    assert isinstance(message(tmp_path, [*argv, f"precision={precision}"], environ), Plan)
 
 
 def test_at_least_fifty_cases():
