@@ -8,6 +8,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
+from torch.distributed import run as torchrun
 
 from samecurve.engines.resolve import resolve
 
@@ -16,7 +18,7 @@ SCRIPTS = sorted(path.name for path in (ROOT / "scripts").iterdir())
 
 
 def test_the_folder_holds_what_the_tests_cover():
-    expected = {"_environment.sh", "hostfile.example", "quickstart.sh", "slurm.sh", "test.sh"}
+    expected = {"_environment.sh", "hostfile.example", "kubernetes.yaml", "quickstart.sh", "slurm.sh", "test.sh"}
     assert expected <= set(SCRIPTS)
 
 
@@ -55,6 +57,27 @@ def test_deepspeed_reads_the_example_hostfile():
     from deepspeed.launcher.runner import fetch_hostfile
 
     assert dict(fetch_hostfile(str(ROOT / "scripts" / "hostfile.example"))) == {"10.0.0.1": 8, "10.0.0.2": 8}
+
+
+def test_kubernetes_pods_find_each_other_and_train(tmp_path, monkeypatch):
+    service, job = yaml.safe_load_all((ROOT / "scripts" / "kubernetes.yaml").read_text())
+    name, pod = job["metadata"]["name"], job["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    assert (service["kind"], job["kind"], service["spec"]["clusterIP"]) == ("Service", "Job", "None")
+    assert service["spec"]["selector"] == {"job-name": name}
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert job["spec"]["completionMode"] == "Indexed"
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+
+    command = [word.replace("$(JOB_COMPLETION_INDEX)", "1") for word in container["command"]]
+    asked = torchrun.get_args_parser().parse_args(command[1:])
+    assert (command[0], asked.node_rank, asked.master_addr) == ("torchrun", 1, f"{name}-0.{pod['subdomain']}")
+    assert int(asked.nnodes) == job["spec"]["completions"] == job["spec"]["parallelism"]
+    assert int(asked.nproc_per_node) == container["resources"]["limits"]["nvidia.com/gpu"]
+    monkeypatch.chdir(ROOT)
+    world = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "16"}
+    plan = resolve([*asked.training_script_args, f"data.path={tmp_path}"], world)
+    assert (asked.training_script, plan.strategy.name) == ("train.py", "fsdp")
 
 
 @pytest.fixture
