@@ -1,15 +1,17 @@
-"""The first five minutes, made short: the script itself, what it ends with, and the command to go on as it prints it."""
+"""The first five minutes, made short: the script itself, what it ends with, and the command it prints to go on."""
 
 from __future__ import annotations
 
 import re
-import subprocess
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from harness import ROOT, Run
+
+from samecurve.engines.resolve import resolve
 
 SHORT = {"steps": 12, "schedule.warmup_steps": 2, "model.config.num_hidden_layers": 1, "evaluate.every_steps": 6}
 ENVIRONMENT = ROOT / ".venv"
@@ -61,10 +63,6 @@ def test_it_shows_a_sample_and_where_everything_is(quickstart):
 
 
 def test_the_other_commands_are_legal(quickstart, monkeypatch):
-    import shlex
-
-    from samecurve.engines.resolve import resolve
-
     monkeypatch.chdir(ROOT)
     words = shlex.split(quickstart.commands["try another strategy"])
     assert words[:5] == ["accelerate", "launch", "--config_file", "configs/zero3.yaml", "--num_processes"]
@@ -79,5 +77,5 @@ def test_the_printed_command_goes_on(quickstart, workspace):
     again = workspace.execute(["bash", "-c", command], Path(f"{quickstart.run.directory}-continued"))
     assert again.returncode == 0, again.output
     assert again.facts["world_size"] == 2 and len(again.metrics) == 4
-    # what was learned is there: the first loss is near the held-out loss, and far from the first run's first
-    assert abs(again.metrics[0]["loss"] - quickstart.run.metrics[-1]["eval_loss"]) < 0.3
+    # the same rows as the first run's first, which that run has learned from
+    assert again.metrics[0]["loss"] < quickstart.run.metrics[0]["loss"] - 1
