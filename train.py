@@ -31,7 +31,7 @@ def main() -> None:
 
 def train(plan, accelerator, run) -> None:
     from samecurve import model, tasks
-    from samecurve.data import StepBatches, evaluation_batches
+    from samecurve.data import EvaluationBatches, StepBatches
     from samecurve.export import export
     from samecurve.meter import Meter
     from samecurve.optim import learning_rate
@@ -43,7 +43,7 @@ def train(plan, accelerator, run) -> None:
     skeleton = model.skeleton(recipe, task.vocabulary_size, task.special_tokens)
     engine = engines.build(accelerator, plan, skeleton, task)
     batches = StepBatches(task.train, recipe.seed, recipe.batch, engine.shard, num_steps=recipe.steps)
-    held_out = evaluation_batches(task.held_out, recipe.batch.micro_batch_size, engine.shard) if task.held_out else []
+    held_out = EvaluationBatches(task.held_out, recipe.batch.micro_batch_size, engine.shard) if task.held_out else ()
 
     described = model.describe(skeleton) | engine.describe()
     facts = run_facts(plan, sys.argv[1:], described, task.describe(), engines.device_name(accelerator))

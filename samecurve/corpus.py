@@ -49,6 +49,11 @@ class Corpus:
     empty_documents: int
 
 
+def vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:
+    """One more than the largest id: a vocabulary may have gaps, and then its length says too little."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
 class DocumentEncoder:
     """Texts to the token ids of documents, with a copy of the tokenizer's Rust part.
 
@@ -70,7 +75,7 @@ class DocumentEncoder:
         self._rust.no_padding()
         self._rust.encode_special_tokens = True
         self.identity = digest(self._rust.to_str(), self._begin, self._end)
-        self.dtype = np.dtype(np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32)
+        self.dtype = np.dtype(np.uint16 if vocabulary_size(tokenizer) <= 1 << 16 else np.uint32)
 
     def __call__(self, texts: list[str]) -> list[list[int]]:
         """[begin-of-text] text end-of-text for each text; [] for one without a token."""

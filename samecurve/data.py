@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -205,19 +205,28 @@ class StepBatches:
                 yield micro_batches
 
 
-def evaluation_batches(rows: Rows, micro_batch_size: int, shard: tuple[int, int]) -> list[MicroBatch]:
+class EvaluationBatches(Sequence[MicroBatch]):
     """Every row exactly once over all shards, in order; the same number of micro-batches on each shard.
 
-    What is missing to fill the last ones is a copy of the first row with nothing to train.
+    What is missing to fill the last ones is a copy of the first row with nothing to train. Made when asked for:
+    held-out data may be large.
     """
-    rank, size = shard
-    num_micro_batches = -(-len(rows) // (micro_batch_size * size))
-    num_local = num_micro_batches * micro_batch_size
-    indices = np.arange(rank * num_local, (rank + 1) * num_local)
-    exists = indices < len(rows)
-    input_ids, position_ids, labels = rows[np.where(exists, indices, 0)]
-    labels = np.where(exists[:, None], labels, IGNORE_INDEX)
-    return _micro_batches(RowArrays(input_ids, position_ids, labels), micro_batch_size)
+
+    def __init__(self, rows: Rows, micro_batch_size: int, shard: tuple[int, int]):
+        self.rows, self.micro_batch_size, self.shard = rows, micro_batch_size, shard
+
+    def __len__(self) -> int:
+        return -(-len(self.rows) // (self.micro_batch_size * self.shard[1]))
+
+    def __getitem__(self, index: int) -> MicroBatch:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        first = (self.shard[0] * len(self) + index) * self.micro_batch_size
+        indices = np.arange(first, first + self.micro_batch_size)
+        exists = indices < len(self.rows)
+        input_ids, position_ids, labels = self.rows[np.where(exists, indices, 0)]
+        labels = np.where(exists[:, None], labels, IGNORE_INDEX)
+        return _micro_batches(RowArrays(input_ids, position_ids, labels), self.micro_batch_size)[0]
 
 
 def _micro_batches(rows: RowArrays, micro_batch_size: int) -> list[MicroBatch]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -19,27 +21,19 @@ if TYPE_CHECKING:
 WAIT_SECONDS = 10
 
 
-class Stopped(BaseException):
-    """SIGTERM, from a scheduler or from a launcher whose other process failed."""
-
-    exit_code = 128 + signal.SIGTERM
-
-
 def exit_code(main: Callable[[], None]) -> int:
     """Run `main` and say what stopped it: known errors as their message, once per machine; others as a traceback."""
-    signal.signal(signal.SIGTERM, _stop)
     try:
         main()
     except SamecurveError as error:
         _let_the_first_process_speak()
         print(f"\n{type(error).__name__} (exit code {error.exit_code})\n{error}", file=sys.stderr, flush=True)
         return error.exit_code
-    except Stopped as error:
-        return error.exit_code
     except KeyboardInterrupt:
         return 130
     except Exception:
-        traceback.print_exc()
+        print(f"\nprocess {os.environ.get('RANK', '0')}: {traceback.format_exc()}", file=sys.stderr, flush=True)
+        _let_the_first_process_speak()
         return 1
     return 0
 
@@ -56,10 +50,6 @@ def leave(code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _stop(*_: object) -> NoReturn:
-    raise Stopped("SIGTERM")
-
-
 def _let_the_first_process_speak() -> None:
     """Launchers end the whole job at the first process that exits, so the others wait for the one that prints.
 
@@ -74,7 +64,8 @@ def recorded(run: RunDirectory) -> Iterator[None]:
     """Keep `status.json` true while the body runs: launchers turn every exit code into 1, the file does not."""
     run.status("running")
     try:
-        yield
+        with _watching_for_sigterm(run):
+            yield
     except BaseException as error:
         reason = str(error) or type(error).__name__
         code = 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 1)
@@ -82,3 +73,33 @@ def recorded(run: RunDirectory) -> Iterator[None]:
             run.status("failed", reason=reason, step=run.step, exit_code=code)
         raise
     run.status("done", step=run.step, exit_code=0)
+
+
+@contextlib.contextmanager
+def _watching_for_sigterm(run: RunDirectory) -> Iterator[None]:
+    """A scheduler ends the job, or a launcher does because another process failed: write it down and go at once.
+
+    A Python handler would wait for the main thread, which may itself wait in a collective for a process that is gone;
+    so a thread reads what the interpreter writes into the channel when the signal arrives.
+    """
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    threading.Thread(target=_end_at_sigterm, args=(run, reader), name="sigterm", daemon=True).start()
+    handler = signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, handler)
+        writer.close()
+
+
+def _end_at_sigterm(run: RunDirectory, channel: socket.socket) -> None:
+    code = 128 + signal.SIGTERM
+    while signals := channel.recv(16):  # empty when the run is over
+        if signal.SIGTERM in signals:
+            with contextlib.suppress(SamecurveError):
+                run.status("failed", reason="ended by SIGTERM", step=run.step, exit_code=code)
+            os._exit(code)
+    channel.close()

@@ -12,7 +12,7 @@ import numpy as np
 
 from . import sources
 from .cache import cached, digest, location
-from .corpus import reading, training_documents
+from .corpus import reading, training_documents, vocabulary_size
 from .errors import DataError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def byte_lengths(tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
     """
     description = json.loads(tokenizer.backend_tokenizer.to_str())
     byte_level = '"ByteLevel"' in json.dumps([description["pre_tokenizer"], description["decoder"]])
-    lengths = np.zeros(len(tokenizer), dtype=np.int32)
+    lengths = np.zeros(vocabulary_size(tokenizer), dtype=np.int32)
     for token, index in tokenizer.get_vocab().items():
         lengths[index] = len(token) if byte_level else _num_bytes(token)
     for index, added in tokenizer.added_tokens_decoder.items():

@@ -75,10 +75,13 @@ class AcceleratedEngine:
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         self.model.eval()
-        with torch.no_grad():
-            loss_sum = sum((self._loss(batch) for batch in micro_batches), torch.zeros((), device=self.device))
+        loss_sum, count = torch.zeros((), dtype=torch.float64, device=self.device), 0
+        for batch in micro_batches:
+            with torch.no_grad():
+                loss_sum += self._loss(batch)
+            count += count_trained(batch.labels)
         self.model.train()
-        tokens = int(self._sum(sum(count_trained(batch.labels) for batch in micro_batches)))
+        tokens = int(self._sum(count))
         return EvalResult(loss=self._sum(loss_sum) / max(tokens, 1), tokens=tokens)
 
     def parameters(self) -> Iterator[tuple[str, Tensor | None]]:

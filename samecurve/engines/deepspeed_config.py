@@ -25,4 +25,6 @@ def concrete(plan: Plan) -> dict:
     config["zero_allow_untested_optimizer"] = True  # DeepSpeed's word for an optimizer that the caller made
     for precision in ("bf16", "fp16"):
         config[precision] = {**config.get(precision, {}), "enabled": recipe.precision == precision}
+    # the same rule as loss_scale.py where the JSON says nothing, so that the same steps are skipped
+    config["fp16"] = {"initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1, **config["fp16"]}
     return config

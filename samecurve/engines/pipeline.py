@@ -221,7 +221,8 @@ def _config(plan: Plan) -> dict:
 
 
 def _rows(micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[tuple[Tensor, Tensor], Tensor]]:
-    return iter([((batch.input_ids, batch.position_ids), batch.labels) for batch in micro_batches])
+    for batch in micro_batches:
+        yield (batch.input_ids, batch.position_ids), batch.labels
 
 
 def _sum(values: list[float], device: torch.device, group: dist.ProcessGroup | None = None) -> list[float]:

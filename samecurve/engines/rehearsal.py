@@ -43,7 +43,6 @@ def backend(strategy: Strategy) -> str | None:
 
 def prepare(strategy: Strategy) -> None:
     """Before `Accelerator(...)`: gloo processes of the kind that Accelerate builds the strategy on."""
-    torch.set_num_threads(_threads())
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns on every rank that it found nothing better
     if strategy.deepspeed is not None:
         _leave_out_shared_memory()
@@ -58,12 +57,6 @@ def _leave_out_shared_memory() -> None:
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-
-
-def _threads() -> int:
-    if "OMP_NUM_THREADS" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
-        return int(os.environ["OMP_NUM_THREADS"])
-    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def adjust(accelerator: Accelerator, precision: str) -> None:

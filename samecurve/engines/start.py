@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,7 +33,10 @@ def start(plan: Plan) -> Accelerator:
     launch.adopt(strategy)
     if rehearsal.needed():
         rehearsal.prepare(strategy)
+    if rehearsal.needed() or any(part.startswith("optimizer:") for part in strategy.offload):
+        torch.set_num_threads(_threads())
     accelerator = Accelerator(
+        cpu=rehearsal.needed() and strategy.family == "single",  # else Apple's GPU, which lacks float64
         mixed_precision="no" if recipe.precision == "fp32" else recipe.precision,
         # the loop hands over a whole step's micro-batches, so Accelerate has nothing to count
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
@@ -54,6 +58,14 @@ def start(plan: Plan) -> Accelerator:
     return accelerator
 
 
+def _threads() -> int:
+    """This process's share of the cores. torchrun leaves one thread, on which a CPU update of Adam starves."""
+    if "OMP_NUM_THREADS" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
+        return int(os.environ["OMP_NUM_THREADS"])
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
 def _plugins(plan: Plan) -> dict:
     strategy = plan.strategy
     if strategy.family in ("zero", "pipeline"):
@@ -69,12 +81,11 @@ def _plugins(plan: Plan) -> dict:
 
 
 def _fsdp_policy(plan: Plan):
-    """Compute in the recipe's precision, but reduce gradients and return logits in fp32.
+    """Compute in the recipe's precision, but reduce gradients in fp32; Accelerate's own policy reduces in bf16.
 
-    Accelerate's own policy reduces and returns in bf16, which costs the loss its last digits.
+    Outputs keep their precision: the loss is taken in fp32 from logits (loss.py), and one output dtype for every layer
+    would hand fp32 activations to bf16 weights when they are recomputed.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    return MixedPrecisionPolicy(
-        param_dtype=_DTYPE.get(plan.recipe.precision), reduce_dtype=torch.float32, output_dtype=torch.float32
-    )
+    return MixedPrecisionPolicy(param_dtype=_DTYPE.get(plan.recipe.precision), reduce_dtype=torch.float32)

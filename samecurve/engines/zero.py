@@ -41,13 +41,13 @@ class ZeroEngine(AcceleratedEngine):
         self.model.backward(loss, scale_wrt_gas=False)
 
     def _update(self) -> tuple[float, bool]:
+        exhausted = self.model.fp16_enabled() and not self._may_rescale()
         try:
             self.model.step()
-        except Exception as error:
-            # the only way in which DeepSpeed says that the gradient itself is at fault
-            if "loss scale already at minimum" not in str(error):
+        except Exception:
+            if not exhausted:
                 raise
-            return math.inf, False
+            return math.inf, False  # DeepSpeed's way to say that no loss scale is small enough
         return float(self.model.get_global_grad_norm()), self.model.was_step_applied()
 
     def _may_rescale(self) -> bool:

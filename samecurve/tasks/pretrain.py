@@ -31,7 +31,7 @@ class Pretrain:
 
     @property
     def vocabulary_size(self) -> int:
-        return len(self.tokenizer)
+        return corpus.vocabulary_size(self.tokenizer)
 
     @property
     def special_tokens(self) -> dict[str, int]:
@@ -42,7 +42,10 @@ class Pretrain:
 
     def metrics(self, result: EvalResult) -> dict[str, float]:
         """eval_loss in nats per token; eval_bits_per_byte, which tokenizers of any vocabulary can be compared by."""
-        assert result.tokens == self.held_out.num_targets, (result.tokens, self.held_out.num_targets)
+        if result.tokens != self.held_out.num_targets:
+            raise DataError(
+                f"{result.tokens} held-out tokens were evaluated, but the data hold {self.held_out.num_targets}"
+            )
         return {
             "eval_loss": result.loss,
             "eval_perplexity": math.exp(min(result.loss, 700.0)),  # exp(710) overflows a float.

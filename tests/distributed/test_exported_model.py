@@ -50,11 +50,11 @@ def test_the_export_of_a_whole_run(strategy, workspace, reference):
 
 def held_out_loss(workspace, model) -> tuple[float, int]:
     from samecurve import recipe, tasks
-    from samecurve.data import evaluation_batches
+    from samecurve.data import EvaluationBatches
 
     task = tasks.load(recipe.load(str(workspace.recipe)).recipe)
     total, tokens = 0.0, 0
-    for batch in evaluation_batches(task.held_out, 8, (0, 1)):
+    for batch in EvaluationBatches(task.held_out, 8, (0, 1)):
         with torch.no_grad():
             logits = model(input_ids=batch.input_ids, position_ids=batch.position_ids).logits.double()
         total += cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum").item()

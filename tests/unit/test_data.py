@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from samecurve.config import Batch
 from samecurve.corpus import TokenStream
-from samecurve.data import DocumentRows, PackedRows, StepBatches, evaluation_batches
+from samecurve.data import DocumentRows, EvaluationBatches, PackedRows, StepBatches
 from samecurve.loss import IGNORE_INDEX
 
 X = IGNORE_INDEX
@@ -200,7 +200,7 @@ def test_an_error_of_the_reading_thread_reaches_the_loop():
 @pytest.mark.parametrize(("world", "micro"), [(1, 1), (1, 4), (2, 1), (2, 3), (4, 2), (8, 1), (16, 2)])
 def test_evaluation_reads_every_row_once_and_equally_often_on_each_shard(world, micro):
     rows = DocumentRows(random_stream(13, longest=12, vocabulary=1000), 6, PAD)
-    shards = [evaluation_batches(rows, micro, (rank, world)) for rank in range(world)]
+    shards = [EvaluationBatches(rows, micro, (rank, world)) for rank in range(world)]
     assert {len(shard) for shard in shards} == {-(-13 // (world * micro))}
     assert {m.labels.shape for shard in shards for m in shard} == {(micro, 6)}
     labels = torch.cat([m.labels for shard in shards for m in shard])

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -37,10 +38,6 @@ def test_unknown_errors_keep_their_traceback(capsys):
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_sigterm_ends_the_run_with_its_code():
-    assert outcome.exit_code(lambda: os.kill(os.getpid(), signal.SIGTERM)) == 143
-
-
 def test_success_is_zero():
     assert outcome.exit_code(lambda: None) == 0
 
@@ -73,7 +70,6 @@ def test_the_status_file_follows_the_run(tmp_path):
         (NumericError("the loss is nan"), 5),
         (ValueError("a bug"), 1),
         (KeyboardInterrupt(), 130),
-        (outcome.Stopped("SIGTERM"), 143),
     ],
 )
 def test_a_failure_leaves_its_reason_and_code(error, code, tmp_path):
@@ -83,3 +79,32 @@ def test_a_failure_leaves_its_reason_and_code(error, code, tmp_path):
         raise error
     reason = str(error) or "KeyboardInterrupt"
     assert status(tmp_path) == {"state": "failed", "reason": reason, "step": 3, "exit_code": code}
+
+
+WAITING = """
+import sys
+from samecurve import outcome
+from samecurve.rundir import RunDirectory
+run = RunDirectory(sys.argv[1])
+with outcome.recorded(run):
+    run.append_metrics({"step": 4})
+    print("ready", flush=True)
+    sys.stdin.buffer.read()  # like a collective: not Python code
+"""
+
+
+def test_sigterm_is_written_down_even_while_the_main_thread_waits(tmp_path):
+    """The main thread sits in a read system call that the interpreter restarts after a signal."""
+    command = [sys.executable, "-c", WAITING, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 143
+    assert status(tmp_path) == {"state": "failed", "reason": "ended by SIGTERM", "step": 4, "exit_code": 143}
+
+
+def test_sigterm_is_left_alone_after_the_run(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    with outcome.recorded(RunDirectory(tmp_path)):
+        assert signal.getsignal(signal.SIGTERM) != before
+    assert signal.getsignal(signal.SIGTERM) == before

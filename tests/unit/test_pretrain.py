@@ -8,7 +8,7 @@ import torch
 
 from samecurve import tasks
 from samecurve.config import Recipe
-from samecurve.data import DocumentRows, PackedRows, StepBatches, evaluation_batches
+from samecurve.data import DocumentRows, EvaluationBatches, PackedRows, StepBatches
 from samecurve.engines.base import EvalResult
 from samecurve.errors import DataError
 from samecurve.loss import IGNORE_INDEX, token_loss_sum
@@ -103,13 +103,13 @@ def test_a_hopeless_loss_is_still_a_number(tmp_path):
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_training_and_evaluation_batches_of_a_real_task(tmp_path, packing):
+def test_training_and_EvaluationBatches_of_a_real_task(tmp_path, packing):
     recipe = make_recipe(tmp_path, {"held_out_fraction": 0.3, "packing": packing})
     task = tasks.load(recipe)
     (micro_batches,) = StepBatches(task.train, recipe.seed, recipe.batch, (1, 2), num_steps=1)
     assert [tuple(m.input_ids.shape) for m in micro_batches] == [(1, 16), (1, 16)]
     assert all(m.input_ids.dtype == m.position_ids.dtype == m.labels.dtype == torch.int64 for m in micro_batches)
-    shards = [evaluation_batches(task.held_out, 2, (rank, 2)) for rank in range(2)]
+    shards = [EvaluationBatches(task.held_out, 2, (rank, 2)) for rank in range(2)]
     trained = sum(int((m.labels != IGNORE_INDEX).sum()) for shard in shards for m in shard)
     assert trained == task.held_out.num_targets
 
