@@ -77,7 +77,7 @@ def run(job: Job, arguments: Sequence[str], directory: Path, tell: Callable[[int
             tell(_finished_steps(directory))
             time.sleep(POLL_SECONDS)
     code = 0 if process.returncode == 0 else _exit_code(directory, log)
-    reason = "" if code == 0 else _reason(directory, log, code)
+    reason = "" if code == 0 else _reason(directory, log, code).removeprefix(f"strategy {job.name}: ")
     refused = code == ConfigurationError.exit_code
     return Outcome(job, read_json(directory / "run.json"), read_metrics(directory), reason, refused, log)
 

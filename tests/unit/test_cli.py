@@ -142,7 +142,7 @@ def test_a_job_that_works(tmp_path):
 
 
 REPORT = "ConfigurationError (exit code 2)\\n2 problems in the configuration\\n  configs/x.yaml:3: a: wrong\\n  b"
-LACKS = "ConfigurationError (exit code 2)\\nthis machine cannot\\n  strategy x: no GPU\\n  strategy x: no disk\\nW1"
+LACKS = "ConfigurationError (exit code 2)\\nthis machine cannot\\n  strategy ddp: no GPU\\n  strategy ddp: no disk\\nW1"
 FAILURES = {
     "refused, by torchrun's report": (
         f"import sys; print('{REPORT}\\n[0]:'); print('  exitcode  : 2 (pid: 7)'); sys.exit(1)",
@@ -152,7 +152,7 @@ FAILURES = {
     "a machine that lacks two things": (
         f"import sys; print('{LACKS}'); print('E1 failed (exitcode: 2)'); print('  exitcode  : 143'); sys.exit(1)",
         True,
-        "strategy x: no GPU (and 1 more, see LOG)",
+        "no GPU (and 1 more, see LOG)",
     ),
     "refused in one line": (
         "import sys; print('ConfigurationError (exit code 2)\\nno GPU'); print('exitcode : 2'); sys.exit(1)",

@@ -1,0 +1,23 @@
+"""The command that compares strategies: those that agree, and one that a machine without a GPU cannot run."""
+
+from __future__ import annotations
+
+import sys
+
+
+def test_a_table_of_what_agrees_and_what_cannot_run(workspace):
+    output = workspace.folder / "compared"
+    asked = ["--strategies", "single,zero2,fsdp_offload", "--steps", "4", "--output", str(output)]
+    command = [sys.executable, "-m", "samecurve", "compare", str(workspace.recipe), "batch.micro_batch_size=2", *asked]
+    run = workspace.execute(command, output, CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in run.output.splitlines() if line[:1] == "|"]
+    assert [(row[0], row[1], row[2], row[-1]) for row in rows[2:]] == [
+        ("single", "LlamaForCausalLM", "1", "PASS"),
+        ("zero2", "DeepSpeedEngine", "2", "PASS"),
+    ]
+    assert rows[2][4] == "reference" and 0 <= float(rows[3][4]) <= 1e-5
+    assert "- fsdp_offload: cannot run here: FSDP offloads through pinned memory, which needs an accele" in run.output
+    # it was asked for by name and did not run
+    assert run.returncode == 1, run.output
+    assert (output / "table.md").read_text() in run.output
+    assert (output / "chart.svg").read_text().startswith("<svg")
