@@ -15,42 +15,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from .architecture import check_causal, model_config, reason
 from .config import Recipe
-from .errors import ConfigurationError, DataError
+from .errors import ConfigurationError
 
 Write = Callable[[str, Tensor], None]
-
-
-def model_config(
-    recipe: Recipe, vocabulary_size: int, special_tokens: dict[str, int] | None = None
-) -> PreTrainedConfig:
-    """The Hugging Face config of `model.path` or `model.config`.
-
-    A from-scratch config takes `vocab_size` and the `special_tokens` ids (bos_token_id, eos_token_id) from the
-    tokenizer where it does not give its own. Raises DataError when the tokenizer has ids that
-    the embedding does not hold, ConfigurationError when transformers refuses the fields.
-    """
-    settings = recipe.model
-    if settings.path is not None:
-        config = AutoConfig.from_pretrained(settings.path)
-    else:
-        fields = {"vocab_size": vocabulary_size, **(special_tokens or {}), **settings.config}
-        model_type = fields.pop("model_type")
-        try:
-            config = AutoConfig.for_model(model_type, **fields)
-        except (TypeError, ValueError) as error:
-            text = f"model.config: transformers refuses these fields for {model_type!r}: {error}"
-            raise ConfigurationError(text) from error
-    if config.vocab_size < vocabulary_size:
-        raise DataError(
-            f"the tokenizer has {vocabulary_size} ids, but the model's embedding holds {config.vocab_size} "
-            "(vocab_size): use the tokenizer that belongs to the model, or leave model.config.vocab_size out"
-        )
-    config._attn_implementation = settings.attention
-    return config
 
 
 def build(config: PreTrainedConfig, where: AbstractContextManager) -> PreTrainedModel:
@@ -63,8 +35,20 @@ def build(config: PreTrainedConfig, where: AbstractContextManager) -> PreTrained
 
 
 def skeleton(recipe: Recipe, vocabulary_size: int, special_tokens: dict[str, int] | None = None) -> PreTrainedModel:
-    """The architecture alone: every tensor on the meta device, in fp32, with its full shape."""
-    return build(model_config(recipe, vocabulary_size, special_tokens), torch.device("meta"))
+    """The architecture alone: every tensor on the meta device, in fp32, with its full shape.
+
+    Raises what `model_config` does, ConfigurationError also for a model that cannot be built or is not causal.
+    """
+    config = model_config(recipe, vocabulary_size, special_tokens)
+    try:
+        model = build(config, torch.device("meta"))
+    except Exception as error:  # a package that is not there, an attention or activation that the family does not have
+        raise ConfigurationError(
+            f"model: transformers cannot build this {config.model_type} with model.attention {recipe.model.attention} "
+            f"({reason(error)}); correct model.attention or the model's config"
+        ) from error
+    check_causal(model)
+    return model
 
 
 def describe(model: PreTrainedModel) -> dict:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -31,8 +32,9 @@ FAMILIES = {
 TOKENS = {"bos_token_id": 0, "eos_token_id": 1}
 
 
-def recipe(config=None, path=None, seed=0) -> SimpleNamespace:
-    return SimpleNamespace(model=Model(config=config, path=path), seed=seed)
+def recipe(config=None, path=None, seed=0, attention="sdpa", sequence_length=16) -> SimpleNamespace:
+    model = Model(config=config, path=path, attention=attention)
+    return SimpleNamespace(model=model, seed=seed, batch=SimpleNamespace(sequence_length=sequence_length))
 
 
 def filled(made, model=None, names=None) -> dict[str, torch.Tensor]:
@@ -146,9 +148,108 @@ def test_a_vocabulary_that_the_embedding_does_not_hold_is_refused():
         skeleton(recipe({**LLAMA, "vocab_size": 64}), 100)
 
 
-def test_fields_that_transformers_refuses_name_the_key():
-    with pytest.raises(ConfigurationError, match="model.config"):
-        skeleton(recipe({"model_type": "no_such_model"}), 64)
+BERT = {
+    "model_type": "bert",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+}
+XLNET = {"model_type": "xlnet", "d_model": 32, "n_layer": 1, "n_head": 4}
+# name, the recipe's model, how the message begins
+MISTAKES = [
+    (
+        "unknown key",
+        recipe({**LLAMA, "num_hiden_layers": 5}),
+        "model.config.num_hiden_layers: a llama has no such key; did you mean num_hidden_layers?",
+    ),
+    (
+        "unknown keys, a parameter of generation and another family's",
+        recipe({**FAMILIES["gpt2"], "max_length": 5, "rope_theta": 1e4}),
+        "model.config.max_length: a gpt2 has no such key; remove it\nmodel.config.rope_theta: a gpt2 has no such key",
+    ),
+    (
+        "another key of the recipe",
+        recipe({**LLAMA, "attn_implementation": "eager"}),
+        "model.config.attn_implementation: the recipe's model.attention says it; remove it",
+    ),
+    (
+        "wrong type",
+        recipe({**LLAMA, "num_hidden_layers": "two"}),
+        "model.config: transformers refuses these fields for a llama (StrictDataclassFieldValidationError: Validation "
+        "error for field 'num_hidden_layers': TypeError: Field 'num_hidden_layers' expected int, got str",
+    ),
+    (
+        "values that do not fit",
+        recipe({**LLAMA, "hidden_size": 30}),
+        "model.config: transformers refuses these fields for a llama (StrictDataclassClassValidationError: ",
+    ),
+    ("no division", recipe({**LLAMA, "num_attention_heads": 0}), "model.config: transformers refuses these fields"),
+    (
+        "unknown activation",
+        recipe({**LLAMA, "hidden_act": "sulu"}),
+        "model: transformers cannot build this llama with model.attention sdpa (KeyError: 'sulu'); correct",
+    ),
+    (
+        "too few positions by default",
+        recipe(FAMILIES["gpt2"], sequence_length=65),
+        "batch.sequence_length: found 65, but the model's max_position_embeddings is 64; a row has to fit into it",
+    ),
+    ("unknown family", recipe({"model_type": "lama"}), "model.config.model_type: transformers "),
+    ("no such name on the hub", recipe(path="no/such"), "model.path: no model's config could be read from no/such (OS"),
+    ("no causal class", recipe({"model_type": "t5"}), "model: t5 is not a causal language model of text alone"),
+    ("more than text", recipe({"model_type": "gemma3"}), "model: gemma3 is not a causal language model of text alone"),
+    ("an encoder", recipe(BERT), "model: every position of a bert sees the following tokens"),
+    ("permutations", recipe(XLNET, attention="eager"), "model: every position of a xlnet sees the following tokens"),
+]
+
+
+@pytest.mark.parametrize(("made", "message"), [case[1:] for case in MISTAKES], ids=[case[0] for case in MISTAKES])
+def test_mistakes_in_the_model_are_told_by_key(made, message, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigurationError) as error:
+        skeleton(made, 64, TOKENS)
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.skipif(find_spec("flash_attn") is not None, reason="flash-attn is installed here")
+def test_an_attention_that_is_not_installed_is_told():
+    with pytest.raises(ConfigurationError, match=r"model.attention flash_attention_2 \(ImportError: "):
+        skeleton(recipe(LLAMA, attention="flash_attention_2"), 64, TOKENS)
+
+
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [({"rope_theta": 5e5}, {"rope_theta": 5e5}), ({"rope_scaling": LINEAR}, LINEAR)], ids=str
+)
+def test_older_spellings_that_the_family_translates_are_known(old, new):
+    config = skeleton(recipe({**LLAMA, **old}), 64, TOKENS).config
+    assert new.items() <= config.rope_parameters.items()
+
+
+def test_the_recipes_own_fields_are_left_as_they_are():
+    fields = {**LLAMA, "rope_parameters": {"rope_type": "default"}}
+    skeleton(recipe(fields), 64, TOKENS)
+    assert fields["rope_parameters"] == {"rope_type": "default"}
+
+
+CAUSAL = {
+    "bert as a decoder": {**BERT, "is_decoder": True},
+    "bart's decoder": {"model_type": "bart", "d_model": 32, "decoder_layers": 1, "decoder_attention_heads": 4},
+    "gpt_neox": {**BERT, "model_type": "gpt_neox"},
+}
+
+
+@pytest.mark.parametrize("fields", CAUSAL.values(), ids=CAUSAL)
+def test_what_passes_for_causal_is(fields):
+    model = AutoModelForCausalLM.from_config(skeleton(recipe(fields), 64, TOKENS).config).eval()
+    first = torch.arange(3, 11)[None]
+    second = first.clone()
+    second[0, -1] = 40
+    difference = (model(input_ids=first).logits - model(input_ids=second).logits).abs().amax(-1)[0]
+    assert difference[:-1].max() < 1e-6 < difference[-1]
 
 
 def test_dropout_is_told_by_name():

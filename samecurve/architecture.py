@@ -1,0 +1,134 @@
+"""The Hugging Face config of the recipe's model, checked.
+
+transformers keeps fields that it does not know, and lets models that see the following tokens train on predicting
+them: neither would stop a run, both would make it worthless.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import inspect
+import sys
+from typing import Any
+
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers import __version__ as transformers_version
+
+from .config import Recipe
+from .documents import suggest
+from .errors import ConfigurationError, DataError
+
+# What another key of the recipe says; transformers would take the value, and nothing would come of it.
+_OWNED = {"attn_implementation": "model.attention", "dtype": "precision", "torch_dtype": "precision"}
+# Seen with transformers 5.23: a token changes the logits of the positions before it, whatever the config says.
+_NOT_CAUSAL = frozenset(("cpmant", "xlm", "xlnet"))
+
+
+def model_config(
+    recipe: Recipe, vocabulary_size: int, special_tokens: dict[str, int] | None = None
+) -> PreTrainedConfig:
+    """The Hugging Face config of `model.path` or `model.config`.
+
+    A from-scratch config takes `vocab_size` and the `special_tokens` ids (bos_token_id, eos_token_id) from the
+    tokenizer where it does not give its own. Raises DataError when the tokenizer has ids that the embedding does not
+    hold, ConfigurationError when the model is not there, is no causal language model, has not enough positions, and
+    when transformers refuses a field or does not know it.
+    """
+    settings = recipe.model
+    if settings.path is not None:
+        config = _stored(settings.path)
+    else:
+        config = _from_scratch(settings.config, {"vocab_size": vocabulary_size, **(special_tokens or {})})
+    if type(config) not in AutoModelForCausalLM._model_mapping or "vocab_size" not in _fields(config):
+        text = f"{config.model_type} is not a causal language model of text alone; choose a decoder, for example llama"
+        raise ConfigurationError(f"model: {text}")
+    if config.vocab_size < vocabulary_size:
+        raise DataError(
+            f"the tokenizer has {vocabulary_size} ids, but the model's embedding holds {config.vocab_size} "
+            "(vocab_size): use the tokenizer that belongs to the model, or leave model.config.vocab_size out"
+        )
+    length, positions = recipe.batch.sequence_length, getattr(config, "max_position_embeddings", None)
+    if positions is not None and 0 < positions < length:  # -1 where there is no limit
+        text = f"found {length}, but the model's max_position_embeddings is {positions}; a row has to fit into it"
+        raise ConfigurationError(f"batch.sequence_length: {text}")
+    config._attn_implementation = settings.attention
+    return config
+
+
+def check_causal(model: PreTrainedModel) -> None:
+    """Raises ConfigurationError for a model whose positions see the following tokens, as BERT's do.
+
+    Most such families have a causal form behind `is_decoder`; where the causal form is a class of its own (BART's), it
+    has set the key itself by now. GPT-NeoX has the key too, but no other mask than the causal one.
+    """
+    config = model.config
+    may_look_ahead = hasattr(sys.modules[type(model).__module__], "create_bidirectional_mask")
+    if config.model_type in _NOT_CAUSAL or (may_look_ahead and getattr(config, "is_decoder", None) is False):
+        raise ConfigurationError(
+            f"model: every position of a {config.model_type} sees the following tokens, which it would be trained to "
+            "predict; choose a decoder, for example llama, or set is_decoder to true where the config has that key"
+        )
+
+
+def reason(error: Exception) -> str:
+    """What transformers says, in one line of a bearable length."""
+    text = " ".join(str(error).split()) or "no reason given"
+    return f"{type(error).__name__}: {text if len(text) <= 300 else text[:297] + '...'}"
+
+
+def _stored(path: str) -> PreTrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(path)
+    except Exception as error:  # transformers, huggingface_hub and the families have errors of their own
+        raise ConfigurationError(
+            f"model.path: no model's config could be read from {path} ({reason(error)}); a folder needs config.json, a "
+            "hub name needs the network or an earlier download"
+        ) from error
+
+
+def _from_scratch(fields: dict[str, Any], defaults: dict[str, int]) -> PreTrainedConfig:
+    given = {key: value for key, value in fields.items() if key != "model_type"}
+    model_type = fields["model_type"]
+    if model_type not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(model_type, CONFIG_MAPPING.keys(), n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        text = f"transformers {transformers_version} has no model_type {model_type}{hint}"
+        raise ConfigurationError(f"model.config.model_type: {text}")
+    try:
+        # a copy, because transformers completes nested fields in place
+        config = AutoConfig.for_model(model_type, **(defaults | copy.deepcopy(given)))
+    except Exception as error:  # huggingface_hub's for a wrong type, others for what each family checks itself
+        text = f"model.config: transformers refuses these fields for a {model_type} ({reason(error)})"
+        raise ConfigurationError(text) from error
+    problems = [*_owned(given), *_unknown(given, config)]
+    if problems:
+        raise ConfigurationError("\n".join(problems))
+    return config
+
+
+def _owned(given: dict[str, Any]) -> list[str]:
+    return [f"model.config.{key}: the recipe's {_OWNED[key]} says it; remove it" for key in given if key in _OWNED]
+
+
+def _unknown(given: dict[str, Any], config: PreTrainedConfig) -> list[str]:
+    """Older spellings (rope_theta) are known too, if the family translates them: then no attribute is left of them."""
+    known = _fields(config)
+    left = vars(config).keys() | vars(GenerationConfig()).keys()  # the latter are dropped without a trace
+    legal = [("model", "config", key) for key in known]
+    return [
+        f"model.config.{key}: a {config.model_type} has no such key{suggest(path, legal) or '; remove it'}"
+        for path in (("model", "config", key) for key in given)
+        if (key := path[-1]) not in known and key not in _OWNED and key in left
+    ]
+
+
+def _fields(config: PreTrainedConfig) -> set[str]:
+    return {*inspect.signature(type(config).__init__).parameters, *type(config).attribute_map} - {"self", "kwargs"}
