@@ -43,6 +43,7 @@ def backend(strategy: Strategy) -> str | None:
 
 def prepare(strategy: Strategy) -> None:
     """Before `Accelerator(...)`: gloo processes of the kind that Accelerate builds the strategy on."""
+    os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")  # else Apple's GPU, which lacks float64
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns on every rank that it found nothing better
     if strategy.deepspeed is not None:
         _leave_out_shared_memory()
@@ -69,7 +70,7 @@ def check(accelerator: Accelerator, strategy: Strategy) -> None:
     """Raises TopologyError when Accelerate made something else of the bridge than the strategy."""
     expected, found = _EXPECTED[strategy.family], accelerator.distributed_type
     backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else None
-    if found != expected or backend != (None if strategy.family == "single" else "gloo"):
+    if found != expected or (backend != "gloo" and strategy.family != "single"):
         raise TopologyError(
             f"strategy {strategy.name}: on a CPU this version of Accelerate made {found} over {backend} of it, "
             f"not {expected} over gloo; use the version in constraints.txt"

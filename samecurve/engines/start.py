@@ -36,7 +36,6 @@ def start(plan: Plan) -> Accelerator:
     if rehearsal.needed() or any(part.startswith("optimizer:") for part in strategy.offload):
         torch.set_num_threads(_threads())
     accelerator = Accelerator(
-        cpu=rehearsal.needed() and strategy.family == "single",  # else Apple's GPU, which lacks float64
         mixed_precision="no" if recipe.precision == "fp32" else recipe.precision,
         # the loop hands over a whole step's micro-batches, so Accelerate has nothing to count
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
