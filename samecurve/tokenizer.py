@@ -13,7 +13,7 @@ import numpy as np
 from . import sources
 from .cache import cached, digest, location
 from .corpus import reading, training_documents, vocabulary_size
-from .errors import DataError
+from .errors import ConfigurationError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -28,13 +28,13 @@ _VERSION = 2
 def load(recipe: Recipe) -> PreTrainedTokenizerFast:
     """The tokenizer of `tokenizer.path`, a trained one of `tokenizer.vocabulary_size`, else that of `model.path`.
 
-    Errors: DataError when its files are missing, or when there is nothing to train it on.
+    Errors: ConfigurationError when its files are missing, DataError when there is nothing to train it on.
     """
     if recipe.tokenizer.vocabulary_size is not None:
         return _trained(recipe)
     path = recipe.tokenizer.path or recipe.model.path
     if path is None:
-        raise DataError("no tokenizer: set tokenizer.path, or tokenizer.vocabulary_size to train one on the data")
+        raise ConfigurationError("no tokenizer: set tokenizer.path, or tokenizer.vocabulary_size to train one")
     return _pretrained(path)
 
 
@@ -65,11 +65,11 @@ def _pretrained(path: str) -> PreTrainedTokenizerFast:
     from transformers import AutoTokenizer
 
     if path.startswith((".", "/", "~")) and not Path(path).expanduser().is_dir():
-        raise DataError(f"{path}: the tokenizer's folder does not exist; correct tokenizer.path (or model.path)")
+        raise ConfigurationError(f"{path}: the tokenizer's folder does not exist; correct tokenizer.path or model.path")
     try:
         return AutoTokenizer.from_pretrained(str(Path(path).expanduser()) if path.startswith("~") else path)
     except (OSError, ValueError) as error:
-        raise DataError(
+        raise ConfigurationError(
             f"{path}: no tokenizer could be loaded ({_first_line(error)}); a folder needs tokenizer.json and "
             "tokenizer_config.json, a hub name needs the network or an earlier download"
         ) from error

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from samecurve import tokenizer as tokenizers_of_recipes
 from samecurve.config import Recipe
-from samecurve.errors import DataError
+from samecurve.errors import ConfigurationError
 
 TEXTS = [
     "def f(x):\n    return x + 1\n",
@@ -110,7 +110,7 @@ def test_errors_name_the_path_and_the_fix(tmp_path, options, message):
     options = {"vocabulary_size": None} | options
     if options.get("path") == "DATA":
         options["path"] = str(tmp_path / "data")
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(ConfigurationError) as caught:
         tokenizers_of_recipes.load(make_recipe(tmp_path, **options))
     assert str(caught.value).replace(str(tmp_path / "data"), "DATA").startswith(message)
 
