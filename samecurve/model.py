@@ -69,8 +69,11 @@ def fill(model: PreTrainedModel, recipe: Recipe, write: Write, names: set[str] |
     parameters = {name for name, _ in model.named_parameters()}
     wanted = parameters if names is None else parameters & names
     source = _pretrained(model, recipe.model.path, wanted) if recipe.model.path else _seeded(model, recipe.seed, wanted)
+    written = set()
     for name, tensor in source:
         write(name, tensor)
+        written.add(name)
+    assert written == wanted, f"no weights for {sorted(wanted - written)}"
     for name, tensor in _buffers(model):
         if names is None or name in names:
             write(name, tensor)
@@ -97,7 +100,8 @@ def _initialised(model: PreTrainedModel, prefix: str, unit: nn.Module, seed: int
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         for name, module in reversed(list(real.named_modules())):
             key = f"{seed}:{prefix}.{name}".encode()
-            torch.manual_seed(int.from_bytes(hashlib.sha256(key).digest()[:8], "little") >> 1)
+            # not torch.manual_seed, which would seed the GPU's generator too, and leave it so
+            torch.default_generator.manual_seed(int.from_bytes(hashlib.sha256(key).digest()[:8], "little") >> 1)
             model._init_weights(module)
     return real
 
@@ -128,7 +132,6 @@ def _pretrained(model: PreTrainedModel, path: str, wanted: set[str]) -> Iterator
     from safetensors import safe_open
 
     files = _files_by_key(path)
-    handles: dict[Path, safe_open] = {}
     for aliases in _aliases(model):
         if aliases[0] not in wanted:
             continue
@@ -136,10 +139,9 @@ def _pretrained(model: PreTrainedModel, path: str, wanted: set[str]) -> Iterator
         if key is None:
             looked = ", ".join(aliases)
             raise ConfigurationError(f"model.path: {path} holds no tensor for {aliases[0]} (looked for {looked})")
-        file = files[key]
-        if file not in handles:
-            handles[file] = safe_open(file, framework="pt")
-        tensor, expected = handles[file].get_tensor(key).float(), model.get_parameter(aliases[0]).shape
+        file, expected = files[key], model.get_parameter(aliases[0]).shape
+        with safe_open(file, framework="pt") as handle:  # opened anew each time: pages of an open map stay in memory
+            tensor = handle.get_tensor(key).float()
         if tensor.shape != expected:
             raise ConfigurationError(
                 f"{file}: {key} has the shape {tuple(tensor.shape)}, the config needs {tuple(expected)}"
@@ -167,7 +169,7 @@ def _files_by_key(path: str) -> dict[str, Path]:
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
 
-        folder = Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
+        folder = Path(snapshot_download(path, allow_patterns=["model*.safetensors", "*.json"]))
     index = folder / "model.safetensors.index.json"
     if index.exists():
         return {key: folder / file for key, file in json.loads(index.read_text())["weight_map"].items()}

@@ -167,7 +167,7 @@ Finding = tuple[str, str]
 
 
 def _apply_rules(source: Source) -> None:
-    for rule in (_model, _positions, _tokenizer, _data, _schedule, _checkpoint, _evaluate):
+    for rule in (_model, _attention, _positions, _tokenizer, _data, _schedule, _checkpoint, _evaluate):
         with contextlib.suppress(KeyError):
             for key, text in rule(source.value):
                 source.document.problem(tuple(key.split(".")), text)
@@ -201,6 +201,20 @@ def _positions(value: Callable[[str], Any]) -> Iterator[Finding]:
         if isinstance(limit, int) and limit < length:
             owner = "model.config" if value("model.path") is None else "the model's config.json"
             yield "batch.sequence_length", f"found {length}, but {key} in {owner} is {limit}; a row has to fit into it"
+
+
+def _attention(value: Callable[[str], Any]) -> Iterator[Finding]:
+    """flash-attn tells packed documents apart by their positions only in a batch of one row, and knows no fp32."""
+    if value("model.attention") != "flash_attention_2":
+        return
+    if value("data.packing") and value("batch.micro_batch_size") > 1:
+        text = (
+            f"found flash_attention_2, which does not keep packed documents apart when batch.micro_batch_size is "
+            f"{value('batch.micro_batch_size')}; set that to 1, or use sdpa, or data.packing: false"
+        )
+        yield "model.attention", text
+    if value("precision") == "fp32":
+        yield "model.attention", "found flash_attention_2, which does not compute in fp32; use sdpa, or precision: bf16"
 
 
 def _tokenizer(value: Callable[[str], Any]) -> Iterator[Finding]:

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", type=Path, help="a run directory, or a folder with a model")
-    parser.add_argument("--prompt", default="def ")
+    parser.add_argument("--prompt", default="import os\n\n\ndef ")
     parser.add_argument("--max_new_tokens", type=int, default=120)
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token")
+    parser.add_argument("--temperature", type=float, default=0.5, help="0: always the likeliest token")
     parser.add_argument("--seed", type=int, default=0)
 
 

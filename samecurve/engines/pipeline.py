@@ -21,7 +21,6 @@ from torch import Tensor
 from torch import distributed as dist
 from transformers import PreTrainedModel
 
-from ..errors import ConfigurationError
 from ..loss import count_trained
 from ..model import fill
 from ..optim import build_optimizer, parameter_groups, set_learning_rate
@@ -50,7 +49,7 @@ class PipelineEngine:
 
         settings = plan.recipe.optimizer
         optimizer = build_optimizer(parameter_groups(self._weights.items(), self._shapes, settings), settings)
-        self._engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=_config(plan))
+        self._engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=concrete(plan))
         self._grid = self._engine.grid
         self._guard = _Guard(self._engine)
         # after initialisation, because DeepSpeed casts weights to bf16 and makes its masters from the rounded ones
@@ -202,22 +201,6 @@ class _Guard:
                 self._optimizer.averaged_gradients[index] = None
                 self._optimizer.all_grad_tensors[index] = None
         self._optimizer.zero_grad()
-
-
-def _config(plan: Plan) -> dict:
-    """Raises ConfigurationError for what DeepSpeed's pipeline lacks without ZeRO: loss scaling, fp32 accumulation."""
-    config, precision = concrete(plan), plan.recipe.precision
-    accumulation = config.get("data_types", {}).get("grad_accum_dtype")
-    if plan.strategy.zero_stage == 0 and precision == "fp16":
-        problem = "does not scale the loss of precision fp16"
-    elif plan.strategy.zero_stage == 0 and precision == "bf16" and accumulation not in (None, "bf16", "bfloat16"):
-        problem = f"cannot accumulate the gradients of precision bf16 in data_types.grad_accum_dtype {accumulation!r}"
-    else:
-        return config
-    raise ConfigurationError(
-        f"{plan.strategy.deepspeed_path}: zero_optimization.stage is 0, and there DeepSpeed's pipeline {problem}; "
-        "set the stage to 1"
-    )
 
 
 def _rows(micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[tuple[Tensor, Tensor], Tensor]]:

@@ -53,7 +53,7 @@ def test_it_learns_and_says_so(quickstart):
 
 def test_it_shows_a_sample_and_where_everything_is(quickstart):
     directory = quickstart.run.directory
-    sample = quickstart.run.output.partition("the prompt is marked\n[def ]")[2].partition("\n== ")[0]
+    sample = quickstart.run.output.partition("def ]")[2].partition("\n== ")[0]
     assert len(sample.split()) > 10
     assert f"run directory {directory}\n" in quickstart.run.output
     assert quickstart.commands["look at it"] == f"tensorboard --logdir '{directory}/tensorboard'"

@@ -161,6 +161,11 @@ CASES = [
      ["r.yaml:8: data.path: no such file or folder: texts.txt"]),
     ("eval path", add("evaluate: {path: nope, every_steps: 5}\n"), R, {},
      ["r.yaml:15: evaluate.path: no such file or folder: nope"]),
+    ("flash packed", r("  config: {", "  attention: flash_attention_2\n  config: {"), [*R, "batch.micro_batch_size=2"], {},
+     ["r.yaml:5: model.attention: found flash_attention_2, which does not keep packed documents apart when "
+      "batch.micro_batch_size is 2; set that to 1, or use sdpa, or data.packing: false"]),
+    ("flash fp32", r("  config: {", "  attention: flash_attention_2\n  config: {"), [*R, "precision=fp32"], {},
+     ["r.yaml:5: model.attention: found flash_attention_2, which does not compute in fp32; use sdpa, or precision: bf16"]),
     ("warmup", add("schedule:\n  warmup_steps: 10\n"), R, {},
      ["r.yaml:16: schedule.warmup_steps: found 10, but steps is 10; warm-up has to end before the run does"]),
     ("decay cosine", add("schedule:\n  decay_steps: 5\n"), R, {},
