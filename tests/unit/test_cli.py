@@ -367,7 +367,7 @@ def written(capsys, *arguments):
 
 def test_generate_marks_the_prompt_and_is_seeded(trained, capsys):
     first = written(capsys, trained, "--prompt", "def f", "--max_new_tokens", 16)
-    assert first.startswith(f"{trained / 'model'}, seed 0, temperature 0.8; the prompt is marked\n[def f]")
+    assert first.startswith(f"{trained / 'model'}, seed 0, temperature 0.5; the prompt is marked\n[def f]")
     assert first == written(capsys, trained / "model", "--prompt", "def f", "--max_new_tokens", 16)
     assert first != written(capsys, trained, "--prompt", "def f", "--max_new_tokens", 16, "--seed", 1)
 
