@@ -162,8 +162,8 @@ class _Guard:
 
     def _measure(self) -> None:
         engine = self._engine
-        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in self._counted_gradients()]
-        squares = torch.stack(norms).double().square().sum().item() if norms else 0.0
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in self._counted_gradients()]
+        squares = torch.stack(norms).square().sum().item() if norms else 0.0
         loss = engine.total_loss.item() if engine.is_last_stage() else 0.0
         loss, squares = _sum([loss, squares], engine.device)
         self.loss = loss / (engine.gradient_accumulation_steps() * engine.dp_world_size)
