@@ -48,7 +48,18 @@ def skeleton(recipe: Recipe, vocabulary_size: int, special_tokens: dict[str, int
             f"({reason(error)}); correct model.attention or the model's config"
         ) from error
     check_causal(model)
+    _check_complete(model)
     return model
+
+
+def _check_complete(model: PreTrainedModel) -> None:
+    """Only parameters are read, trained and exported; a buffer that belongs to the weights would be lost."""
+    kept = {name for name, _ in model.named_buffers()} & model.state_dict().keys()
+    if kept:
+        raise ConfigurationError(
+            f"model: {model.config.model_type} keeps trained values in buffers ({', '.join(sorted(kept)[:3])}), which "
+            "are not written to an export yet; use another model_type"
+        )
 
 
 def describe(model: PreTrainedModel) -> dict:
@@ -73,7 +84,11 @@ def fill(model: PreTrainedModel, recipe: Recipe, write: Write, names: set[str] |
     for name, tensor in source:
         write(name, tensor)
         written.add(name)
-    assert written == wanted, f"no weights for {sorted(wanted - written)}"
+    if written != wanted:
+        raise ConfigurationError(
+            f"model: {model.config.model_type} keeps weights beside its layers, which cannot be initialised layer "
+            f"by layer yet: {', '.join(sorted(wanted - written))}"
+        )
     for name, tensor in _buffers(model):
         if names is None or name in names:
             write(name, tensor)

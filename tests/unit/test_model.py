@@ -252,6 +252,12 @@ def test_what_passes_for_causal_is(fields):
     assert difference[:-1].max() < 1e-6 < difference[-1]
 
 
+def test_a_family_with_trained_buffers_is_refused():
+    fields = {**LLAMA, "model_type": "deepseek_v3", "n_routed_experts": 8, "first_k_dense_replace": 1}
+    with pytest.raises(ConfigurationError, match="deepseek_v3 keeps trained values in buffers .*e_score_corr"):
+        skeleton(recipe(fields), 64, TOKENS)
+
+
 def test_dropout_is_told_by_name():
     assert describe(skeleton(recipe(LLAMA), 64, TOKENS)) == {"model_type": "llama", "dropout": {}}
     rates = describe(skeleton(recipe(FAMILIES["gpt2"]), 64, TOKENS))["dropout"]
