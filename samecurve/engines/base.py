@@ -58,7 +58,7 @@ class Engine(Protocol):
         """Loss without an update. Every rank passes the same number of micro-batches."""
 
     def parameters(self) -> Iterator[tuple[str, Tensor | None]]:
-        """What `export` writes: weights by Hugging Face name, one at a time, full fp32 CPU tensors on rank 0, else None."""
+        """What is exported: weights by Hugging Face name, one at a time, full fp32 CPU tensors on rank 0, else None."""
 
     def describe(self) -> dict:
         """What really runs, asked of the live objects."""
