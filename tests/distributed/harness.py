@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 STEPS = 20
@@ -133,6 +135,11 @@ def launch_command(
     hostfile.write_text(f"127.0.0.1 slots={world}\n")
     options = ["--hostfile", str(hostfile), "--no_ssh", "--node_rank", "0", "--master_addr", "127.0.0.1"]
     return [str(BIN / "deepspeed"), *options, "--master_port", port, script]
+
+
+def long(*values) -> list:
+    """Parameters for `scripts/test.sh --full` only: other ways into what the everyday ones show."""
+    return [pytest.param(value, marks=pytest.mark.full) for value in values]
 
 
 def free_port() -> int:

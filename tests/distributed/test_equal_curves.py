@@ -53,9 +53,10 @@ def worlds(strategy: str) -> list[int]:
 def cases() -> list:
     fp32 = [Case(name, world, count) for name in ENGINES for world in worlds(name) for count in (1, 2)]
     bf16 = [Case(name, worlds(name)[-1], 2, "bf16") for name in ENGINES]
-    # NVMe is slow on a disk that is none: one of its cases is enough for every day
-    long = [case for case in fp32 + bf16 if case.strategy == "zero3_nvme" and case != Case("zero3_nvme", 2, 2)]
-    return [pytest.param(case, marks=pytest.mark.full if case in long else (), id=str(case)) for case in fp32 + bf16]
+    # one case of NVMe is enough for every day, and in bf16 one of each kind of optimizer
+    rare = [case for case in fp32 if case.strategy == "zero3_nvme" and case != Case("zero3_nvme", 2, 2)]
+    rare += [case for case in bf16 if case.strategy not in ("single", "ddp", "fsdp", "zero1", "zero3", "pipeline")]
+    return [pytest.param(case, marks=pytest.mark.full if case in rare else (), id=str(case)) for case in fp32 + bf16]
 
 
 def test_every_strategy_file_is_covered():

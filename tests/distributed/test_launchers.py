@@ -6,16 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
-from harness import launch_command
+from harness import launch_command, long
 
 LAUNCHERS = ["torchrun", "accelerate", "deepspeed"]
 
 
-EVERY_DAY = ["fsdp", "hsdp", "zero3_offload", "pipeline"]
-LONG = ["ddp", "zero1", "zero2", "zero2_offload", "zero3"]
-
-
-@pytest.mark.parametrize("strategy", [*EVERY_DAY, *(pytest.param(name, marks=pytest.mark.full) for name in LONG)])
+@pytest.mark.parametrize(
+    "strategy",
+    ["hsdp", "zero3_offload", *long("ddp", "fsdp", "zero1", "zero2", "zero2_offload", "zero3", "pipeline")],
+)
 def test_same_plugins(strategy, workspace):
     made = {launcher: plugins(workspace, strategy, launcher) for launcher in LAUNCHERS}
     assert [made[launcher].pop("launcher") for launcher in LAUNCHERS] == LAUNCHERS
@@ -40,7 +39,7 @@ def plugins(workspace, strategy: str, launcher: str) -> dict:
 
 
 @pytest.mark.parametrize("launcher", ["accelerate", "deepspeed"])
-@pytest.mark.parametrize("strategy", ["fsdp", "zero3", "pipeline"])
+@pytest.mark.parametrize("strategy", ["zero3", *long("fsdp", "pipeline")])
 def test_same_losses(strategy, launcher, workspace):
     micro = f"batch.micro_batch_size={4 if strategy == 'pipeline' else 2}"
     expected = workspace.run(strategy, 2, micro, "precision=fp32")

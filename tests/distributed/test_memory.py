@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from harness import LLAMA, launch_command
+from harness import LLAMA, launch_command, long
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 LARGE = LLAMA | {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12}
@@ -26,7 +26,7 @@ def pretrained(workspace, reference) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("origin", ["config", "path"])
+@pytest.mark.parametrize("origin", ["path", *long("config")])
 @pytest.mark.parametrize("strategy", KEPT)
 def test_no_rank_holds_the_whole_model(strategy, origin, workspace, pretrained, reference):
     path = workspace.strategy(strategy)

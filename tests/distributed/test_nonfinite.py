@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from harness import launch_command
+from harness import launch_command, long
 from safetensors.torch import load_file, save_file
 from test_equal_curves import ENGINES
 
@@ -23,7 +23,10 @@ def test_every_strategy_is_covered():
 
 @pytest.mark.parametrize(
     ("strategy", "precision"),
-    [*((name, "fp32") for name in STRATEGIES), *((name, "bf16") for name in OTHER_CODE_IN_BF16)],
+    [
+        *((name, "fp32") for name in STRATEGIES),
+        *(pytest.param(name, "bf16", marks=pytest.mark.full) for name in OTHER_CODE_IN_BF16),
+    ],
 )
 def test_weights_are_untouched(strategy, precision, workspace):
     path = workspace.strategy(strategy)
@@ -39,7 +42,7 @@ def test_weights_are_untouched(strategy, precision, workspace):
     assert found["untouched by loss"] and found["untouched by gradient"]
 
 
-@pytest.mark.parametrize("strategy", [None, "ddp", "zero3", "pipeline"])
+@pytest.mark.parametrize("strategy", [None, "zero3", *long("ddp", "pipeline")])
 def test_the_run_ends_with_code_5_and_says_so(strategy, workspace, reference, tmp_path):
     """The embedding of one token is not a number, so the first step that reads the token has no loss."""
     model = poisoned(reference.directory / "model", tmp_path / "model")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import LLAMA, STEPS, largest_relative_difference, relative_l2
+from harness import LLAMA, STEPS, largest_relative_difference, long, relative_l2
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -72,7 +72,7 @@ def batches(workspace, pretrained):
         yield ids, trained
 
 
-@pytest.mark.parametrize("strategy", [None, "ddp", "fsdp", "zero1", "zero3", "pipeline"])
+@pytest.mark.parametrize("strategy", [None, "fsdp", "zero3", "pipeline", *long("ddp", "zero1")])
 def test_follows_the_plain_loop(strategy, workspace, pretrained, plain):
     losses, norms, weights = plain
     arguments = (f"model={{path: {pretrained}}}", f"tokenizer={{path: {pretrained}}}", MICRO)
