@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 
 from samecurve import engines
@@ -26,7 +27,8 @@ def _plain(plugin) -> dict:
     values = {**vars(plugin)}
     if "hf_ds_config" in values:
         values["hf_ds_config"] = plugin.hf_ds_config.config
-    return {key: getattr(value, "__qualname__", None) or repr(value) for key, value in sorted(values.items())}
+    shown = {key: getattr(value, "__qualname__", None) or repr(value) for key, value in sorted(values.items())}
+    return {key: re.sub(r" at 0x[0-9a-f]+", "", text) for key, text in shown.items()}
 
 
 if __name__ == "__main__":
