@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from samecurve import engines, model, tasks
+from samecurve import engines, model, outcome, tasks
 from samecurve.data import EvaluationBatches, StepBatches
 from samecurve.export import export
 
@@ -41,4 +41,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    outcome.leave(outcome.exit_code(main))

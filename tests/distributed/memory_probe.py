@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from samecurve import engines, model, tasks
+from samecurve import engines, model, outcome, tasks
 from samecurve.meter import peak_memory_bytes
 
 
@@ -31,4 +31,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    outcome.leave(outcome.exit_code(main))

@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from samecurve import engines, model, tasks
+from samecurve import engines, model, outcome, tasks
 from samecurve.data import StepBatches
 from samecurve.errors import NumericError
 
@@ -65,4 +65,4 @@ def weights(engine) -> dict:
 
 
 if __name__ == "__main__":
-    main()
+    outcome.leave(outcome.exit_code(main))

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 
-from samecurve import engines
+from samecurve import engines, outcome
 
 
 def main() -> None:
@@ -32,4 +32,4 @@ def _plain(plugin) -> dict:
 
 
 if __name__ == "__main__":
-    main()
+    outcome.leave(outcome.exit_code(main))

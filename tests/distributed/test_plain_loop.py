@@ -20,6 +20,7 @@ from transformers import (
 from samecurve.config import Batch
 from samecurve.data import StepBatches
 
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 MICRO = "batch.micro_batch_size=4"
 
 
