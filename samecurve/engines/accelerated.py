@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from ..loss import count_trained
 from ..model import build, fill
 from ..optim import build_optimizer, parameter_groups, set_learning_rate
-from .base import EvalResult, StepResult, refusal
+from .base import EvalResult, StepResult, dtype_name, refusal
 from .loss_scale import LossScale
 
 if TYPE_CHECKING:
@@ -208,8 +208,8 @@ class AcceleratedEngine:
             "micro_batch_size": self.recipe.batch.micro_batch_size,
             "gradient_accumulation_steps": self.accumulation_steps,
             "gradient_clipping": self.recipe.optimizer.max_grad_norm,
-            "weight_dtype": _name(weight.dtype),
-            "reduce_dtype": _name(weight.dtype if self.accelerator.num_processes > 1 else None),
+            "weight_dtype": dtype_name(weight.dtype),
+            "reduce_dtype": dtype_name(weight.dtype if self.accelerator.num_processes > 1 else None),
             "zero_stage": 0,
             "sharded": sharded,
             "replicate_size": mesh[0] if len(mesh) == 2 else 1,
@@ -243,7 +243,3 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _name(dtype: torch.dtype | None) -> str | None:
-    return None if dtype is None else str(dtype).removeprefix("torch.")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from ..errors import NumericError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from ..data import MicroBatch
@@ -44,6 +45,11 @@ def refusal(loss: float, grad_norm: float) -> NumericError:
     """The error of a step that was not applied because its loss or its gradient is not finite; the same everywhere."""
     what = f"the gradient norm is {grad_norm} at a loss of {loss:.6g}" if math.isfinite(loss) else f"the loss is {loss}"
     return NumericError(f"{what}; the step was not applied and the weights were not touched")
+
+
+def dtype_name(dtype: torch.dtype | None) -> str | None:
+    """As run.json has it: float32, not torch.float32."""
+    return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 class Engine(Protocol):

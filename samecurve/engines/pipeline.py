@@ -25,7 +25,8 @@ from ..loss import count_trained
 from ..model import fill
 from ..optim import build_optimizer, parameter_groups, set_learning_rate
 from ..stages import cut
-from .base import EvalResult, StepResult, refusal
+from . import deepspeed_live
+from .base import EvalResult, StepResult, dtype_name, refusal
 from .deepspeed_config import concrete
 from .pipeline_stage import build_stage
 
@@ -109,16 +110,16 @@ class PipelineEngine:
             "pipeline_stages": engine.num_stages,
             "layers_per_stage": engine.module.layers_per_stage(),
             "device": str(engine.device),
-            "precision": "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32",
+            "precision": deepspeed_live.precision(engine),
             "num_parameters": sum(shape.numel() for shape in self._shapes.values()),
             "num_parameters_per_rank": sum(weight.numel() for weight in self._weights.values()),
             "micro_batch_size": engine.train_micro_batch_size_per_gpu(),
             "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
             "gradient_clipping": engine.gradient_clipping(),
             "activation_checkpoint_interval": engine.module.activation_checkpoint_interval,
-            "weight_dtype": _name(next(engine.module.parameters()).dtype),
-            "accumulation_dtype": _name(engine.get_data_types()[1]),
-            "reduce_dtype": _name(engine.communication_data_type),
+            "weight_dtype": dtype_name(next(engine.module.parameters()).dtype),
+            "accumulation_dtype": dtype_name(engine.get_data_types()[1]),
+            "reduce_dtype": dtype_name(engine.communication_data_type),
             "zero_stage": int(engine.zero_optimization_stage()),
             "sharded": False,
             "replicate_size": 1,
@@ -154,7 +155,9 @@ class _Guard:
 
     def _step(self, lr_kwargs: dict | None) -> None:
         self._measure()
-        self.refused = not math.isfinite(self.loss) or not (math.isfinite(self.grad_norm) or self._may_rescale())
+        self.refused = not math.isfinite(self.loss) or not (
+            math.isfinite(self.grad_norm) or deepspeed_live.may_rescale(self._engine)
+        )
         if self.refused:
             self._discard()
         else:
@@ -188,13 +191,6 @@ class _Guard:
             else:
                 yield from ((weight.grad, weight) for weight in self._engine.module.parameters())
 
-    def _may_rescale(self) -> bool:
-        """fp16: an overflow that a smaller loss scale may cure. DeepSpeed skips the step and lowers the scale."""
-        if not self._engine.fp16_enabled():
-            return False
-        scaler = self._optimizer.loss_scaler
-        return scaler.dynamic and scaler.cur_scale > scaler.min_scale
-
     def _discard(self) -> None:
         if isinstance(self._optimizer, DeepSpeedZeroOptimizer):
             for index in self._optimizer.averaged_gradients:
@@ -212,7 +208,3 @@ def _sum(values: list[float], device: torch.device, group: dist.ProcessGroup | N
     total = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(total, group=group)
     return total.tolist()
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .launchers import Launch
 from .preflight import has_accelerator
-from .resolve import _describe, _read
+from .resolve import describe_strategy, read_files
 
 REFERENCE = "single"  # what every other strategy has to match
 
@@ -25,10 +25,10 @@ def place(path: Path, num_processes: int) -> Placement:
 
     What is wrong in the files counts as absent: the run itself reports it.
     """
-    files = _read(str(path))
+    files = read_files(str(path))
     if files.accelerate.get("distributed_type") == "NO":
         return Placement(None, 1)
-    strategy = _describe(files, Launch("torchrun", num_processes))
+    strategy = describe_strategy(files, Launch("torchrun", num_processes))
     # a replica of one shard is no sharding, and Accelerate refuses it
     shards = 2 if strategy.replicate_size > 1 else 1
     unit = strategy.pipeline_stages * strategy.replicate_size

@@ -72,13 +72,13 @@ def resolve(
 
     Raises ConfigurationError with every problem found, or TopologyError when all are about the number of processes.
     """
-    arguments = _arguments().parse_intermixed_args(argv)
+    arguments = command_line().parse_intermixed_args(argv)
     launch = launchers.detect(environ, arguments.local_rank, ancestors)
     problems: list[Problem] = []
     source = recipes.load(arguments.recipe, arguments.overrides)
     chosen = _choose(arguments.strategy, launch, environ, problems)
-    files = _read(chosen)
-    strategy = _describe(files, launch)
+    files = read_files(chosen)
+    strategy = describe_strategy(files, launch)
     checks.check(source, files, strategy, launch)
     problems += source.document.problems + files.accelerate.problems + files.deepspeed.problems
     problems += launchers.override_problems(launch, environ, files.accelerate)
@@ -95,7 +95,7 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigurationError(f"{report([Problem(COMMAND_LINE, '', message)])}\n{self.format_usage().strip()}")
 
 
-def _arguments() -> argparse.ArgumentParser:
+def command_line() -> argparse.ArgumentParser:
     parser = _Parser("train.py", description="Train a recipe under a strategy.", epilog=_USAGE, allow_abbrev=False)
     parser.add_argument(
         "recipe", metavar="RECIPE", help="what is trained: a YAML file, for example recipes/quickstart.yaml"
@@ -127,7 +127,7 @@ def _choose(given: str | None, launch: Launch, environ: Mapping[str, str], probl
     return None
 
 
-def _read(chosen: str | None) -> Files:
+def read_files(chosen: str | None) -> Files:
     """Accelerate resolves the name of the DeepSpeed JSON against the working directory, and so it is here."""
     if chosen is None:
         return Files(Document(""), Document(""))
@@ -144,7 +144,7 @@ def _read(chosen: str | None) -> Files:
     return Files(accelerate, read(json_path))
 
 
-def _describe(files: Files, launch: Launch) -> Strategy:
+def describe_strategy(files: Files, launch: Launch) -> Strategy:
     """What the files say. Wrong values count as absent here: `checks` reports them, and then no plan is made."""
     accelerate, deepspeed = files.accelerate, files.deepspeed
     offloads = [

@@ -13,7 +13,9 @@ from torch.nn import functional
 
 from ..model import build
 from ..optim import build_optimizer, parameter_groups
-from .accelerated import AcceleratedEngine, _name
+from . import deepspeed_live
+from .accelerated import AcceleratedEngine
+from .base import dtype_name
 
 
 class ZeroEngine(AcceleratedEngine):
@@ -51,10 +53,7 @@ class ZeroEngine(AcceleratedEngine):
         return float(self.model.get_global_grad_norm()), self.model.was_step_applied()
 
     def _may_rescale(self) -> bool:
-        if not self.model.fp16_enabled():
-            return False
-        scaler = self.model.optimizer.loss_scaler
-        return scaler.dynamic and scaler.cur_scale > scaler.min_scale
+        return deepspeed_live.may_rescale(self.model)
 
     def _write(self, name: str, full: Tensor) -> None:
         """Both the working weight and its fp32 master, which DeepSpeed would otherwise make from the rounded one."""
@@ -85,12 +84,12 @@ class ZeroEngine(AcceleratedEngine):
     def _describe_numbers(self) -> dict:
         return {
             "optimizer": type(self.model.optimizer).__name__,
-            "precision": "bf16" if self.model.bfloat16_enabled() else "fp16" if self.model.fp16_enabled() else "fp32",
+            "precision": deepspeed_live.precision(self.model),
             "micro_batch_size": self.model.train_micro_batch_size_per_gpu(),
             "gradient_accumulation_steps": self.model.gradient_accumulation_steps(),
             "gradient_clipping": self.model.gradient_clipping(),
-            "weight_dtype": _name(self.model.get_data_types()[0]),
-            "reduce_dtype": _name(self.model.communication_data_type),
+            "weight_dtype": dtype_name(self.model.get_data_types()[0]),
+            "reduce_dtype": dtype_name(self.model.communication_data_type),
             "zero_stage": int(self.model.zero_optimization_stage()),
             "sharded": hasattr(next(self.model.parameters()), "ds_id"),
             "replicate_size": 1,

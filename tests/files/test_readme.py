@@ -12,7 +12,7 @@ import pytest
 
 from samecurve import cli
 from samecurve.engines.base import EvalResult, StepResult
-from samecurve.engines.resolve import _arguments
+from samecurve.engines.resolve import command_line
 from samecurve.meter import Machine, Meter
 from samecurve.tasks.pretrain import Pretrain
 
@@ -61,7 +61,7 @@ def test_a_command_can_be_typed_here(line):
     folders = ("configs/", "ds_configs/", "recipes/", "scripts/", "train.py")
     assert [word for word in words if word.startswith(folders) and not (ROOT / word).exists()] == []
     if "train.py" in words:
-        parsed = _arguments().parse_intermixed_args(words[words.index("train.py") + 1 :])
+        parsed = command_line().parse_intermixed_args(words[words.index("train.py") + 1 :])
         assert parsed.recipe.startswith("recipes/")
         assert all("=" in override for override in parsed.overrides)
     elif words[:3] == ["python", "-m", "samecurve"]:
