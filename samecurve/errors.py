@@ -44,3 +44,32 @@ class StorageError(SamecurveError):
     """A file could not be written."""
 
     exit_code = 7
+
+
+class RepeatedFailureError(SamecurveError):
+    """The same step failed again after every automatic restart."""
+
+
+class Preempted(SamecurveError):
+    """The run was told to stop, saved a checkpoint and can go on from it: not a failure."""
+
+    exit_code = 75  # EX_TEMPFAIL of sysexits.h: try again
+
+
+class HangError(SamecurveError):
+    """No progress for timeout.step_seconds."""
+
+    exit_code = 124  # as timeout(1) of coreutils
+
+
+class PeerError(SamecurveError):
+    """Another rank ended, so this one cannot go on; the code is that rank's, where it is known.
+
+    speaks: this is the lowest rank that can still tell it, so it does not wait for another one to.
+    """
+
+    speaks = False
+
+    def __init__(self, message: str, exit_code: int = 1):
+        super().__init__(message)
+        self.exit_code = exit_code

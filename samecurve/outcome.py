@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
-import socket
 import sys
 import threading
 import time
@@ -13,26 +11,39 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NoReturn
 
-from .errors import SamecurveError
+from .errors import HangError, PeerError, Preempted, SamecurveError
+from .stop import StopRequest
+from .watchdog import LAST_RESORT_SECONDS, Watchdog, last_resort
 
 if TYPE_CHECKING:
     from .rundir import RunDirectory
 
 WAIT_SECONDS = 10
+PREEMPTED_SECONDS = 1
+SIGNAL_CODES = 128
+# A process that was killed closes its connections before others can see that it is gone.
+DEATH_SECONDS = 1.0
 
 
 def exit_code(main: Callable[[], None]) -> int:
     """Run `main` and say what stopped it: known errors as their message, once per machine; others as a traceback."""
     try:
         main()
+    except Preempted as error:  # all ranks know the same, and a scheduler's time may be short
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            tell(f"\npreempted (exit code {error.exit_code}): {error}")
+        else:
+            time.sleep(PREEMPTED_SECONDS)
+        return error.exit_code
     except SamecurveError as error:
-        _let_the_first_process_speak()
-        print(f"\n{type(error).__name__} (exit code {error.exit_code})\n{error}", file=sys.stderr, flush=True)
+        if not (isinstance(error, PeerError) and error.speaks):
+            _let_the_first_process_speak()
+        tell(_told(error))
         return error.exit_code
     except KeyboardInterrupt:
         return 130
     except Exception:
-        print(f"\nprocess {os.environ.get('RANK', '0')}: {traceback.format_exc()}", file=sys.stderr, flush=True)
+        tell(f"\nprocess {os.environ.get('RANK', '0')}: {traceback.format_exc()}")
         _let_the_first_process_speak()
         return 1
     return 0
@@ -43,11 +54,21 @@ def leave(code: int) -> NoReturn:
 
     Seen in about one of fifty runs, after all work was done: "terminate called without an active exception", SIGABRT.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # whoever read it is gone
+        sys.stdout.flush()
+        sys.stderr.flush()
     if "torch" in sys.modules:
         os._exit(code)
     sys.exit(code)
+
+
+def tell(text: str) -> None:
+    with contextlib.suppress(OSError):  # the launcher or the terminal is gone
+        print(text, file=sys.stderr, flush=True)
+
+
+def _told(error: SamecurveError) -> str:
+    return f"\n{type(error).__name__} (exit code {error.exit_code})\n{error}"
 
 
 def _let_the_first_process_speak() -> None:
@@ -60,46 +81,137 @@ def _let_the_first_process_speak() -> None:
 
 
 @contextlib.contextmanager
-def recorded(run: RunDirectory) -> Iterator[None]:
-    """Keep `status.json` true while the body runs: launchers turn every exit code into 1, the file does not."""
+def recorded(
+    run: RunDirectory, launcher: str = "python", step_seconds: float = 0, interval: float = 1.0
+) -> Iterator[Surroundings]:
+    """Keep `status.json` true while the body runs: launchers turn every exit code into 1, the file does not.
+
+    launcher: see `engines.launchers.Launch`. step_seconds: timeout.step_seconds. interval: of the watchdog's looks.
+    """
     run.status("running")
-    try:
-        with _watching_for_sigterm(run):
-            yield
-    except BaseException as error:
+    around = Surroundings(run, launcher, step_seconds, interval)
+    with around.stop, around.watchdog:
+        try:
+            yield around
+        except Exception as error:
+            told = around.failed(error)
+            if told is error:
+                raise
+            raise told from error
+        except BaseException as error:
+            around.failed(error)
+            raise
+        around.done()
+
+
+class Surroundings:
+    """What can end a run from outside, for the loop: whether to stop, and where to tell that it gets on.
+
+    deferred: see StopRequest. phase, alive, busy: see Watchdog.
+    """
+
+    def __init__(self, run: RunDirectory, launcher: str, step_seconds: float, interval: float):
+        self._run = run
+        self._ending = threading.Lock()  # taken once: of several reasons to end, the first one is told
+        self.stop = StopRequest(self._end_stopped, self._tell_request, launcher)
+        self.watchdog = Watchdog(run.path, step_seconds, self._end, interval)
+        self.deferred = self.stop.deferred
+        self.phase, self.alive, self.busy = self.watchdog.phase, self.watchdog.alive, self.watchdog.busy
+
+    @property
+    def requested(self) -> str:
+        """ "" or what asked this process to stop; other ranks may not have been asked (yet)."""
+        return self.stop.requested
+
+    def done(self) -> None:
+        self._take_the_end()
+        self._run.status("done", step=self._run.step, exit_code=0)
+        self.watchdog.heartbeats.write("finished")
+
+    def failed(self, error: BaseException) -> BaseException:
+        """Write the main thread's error down. Returns the one to raise: another rank's, where that explains it."""
+        if isinstance(error, Preempted):
+            self._take_the_end()
+            self._write("preempted", str(error), error.exit_code)
+            self.watchdog.heartbeats.write("finished")
+            return error
+        if isinstance(error, Exception) and not isinstance(error, SamecurveError):
+            error = self._explained(error)
+        self._take_the_end()
         reason = str(error) or type(error).__name__
         code = 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 1)
+        self._write("failed", reason, code)
+        own = "" if isinstance(error, PeerError) else f"rank {self.watchdog.rank}: "
+        self.watchdog.heartbeats.write("failed", own + reason, code)
+        return error
+
+    def _explained(self, error: Exception) -> Exception:
+        heartbeats = self.watchdog.heartbeats
+        heartbeats.look()
+        deadline = time.monotonic() + DEATH_SECONDS
+        while heartbeats.peers and not self.watchdog.cause() and time.monotonic() < deadline:
+            time.sleep(0.1)
+            heartbeats.look()
+        cause = self.watchdog.cause()
+        if cause is None or str(cause).endswith(f": {error}"):  # the same mistake everywhere
+            return error
+        lines = str(error).splitlines() or [""]
+        told = PeerError(f"{cause}\n(then here: {type(error).__name__}: {lines[0][:200]})", cause.exit_code)
+        told.speaks = self.watchdog.speaks()
+        return told
+
+    def _take_the_end(self) -> None:
+        """When another thread was first, this one waits for it to end the process."""
+        if not self._ending.acquire(blocking=False):
+            time.sleep(LAST_RESORT_SECONDS)
+
+    def _write(self, state: str, reason: str, code: int) -> None:
         with contextlib.suppress(SamecurveError):  # a full disk must not hide what went wrong before
-            run.status("failed", reason=reason, step=run.step, exit_code=code)
-        raise
-    run.status("done", step=run.step, exit_code=0)
+            force = self.watchdog.replaces_rank_0()
+            self._run.status(state, reason=reason, step=self._run.step, exit_code=code, force=force)
 
+    def _tell_request(self, text: str) -> None:
+        if self.watchdog.rank == 0:
+            _tell_from_thread(text)
 
-@contextlib.contextmanager
-def _watching_for_sigterm(run: RunDirectory) -> Iterator[None]:
-    """A scheduler ends the job, or a launcher does because another process failed: write it down and go at once.
-
-    A Python handler would wait for the main thread, which may itself wait in a collective for a process that is gone;
-    so a thread reads what the interpreter writes into the channel when the signal arrives.
-    """
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
-    threading.Thread(target=_end_at_sigterm, args=(run, reader), name="sigterm", daemon=True).start()
-    handler = signal.signal(signal.SIGTERM, lambda *_: None)
-    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGTERM, handler)
-        writer.close()
-
-
-def _end_at_sigterm(run: RunDirectory, channel: socket.socket) -> None:
-    code = 128 + signal.SIGTERM
-    while signals := channel.recv(16):  # empty when the run is over
-        if signal.SIGTERM in signals:
-            with contextlib.suppress(SamecurveError):
-                run.status("failed", reason="ended by SIGTERM", step=run.step, exit_code=code)
+    def _end_stopped(self, reason: str, code: int) -> None:
+        """A signal, or a launcher that is gone: it may have ended this process because another one failed."""
+        self.watchdog.heartbeats.look()
+        cause = self.watchdog.cause()
+        if cause is not None and cause.exit_code < SIGNAL_CODES:
+            self._end(cause)
+        elif self._ending.acquire(blocking=False):
+            reason = f"{reason} in {self.watchdog.where}"
+            self._write("failed", reason, code)
+            self.watchdog.heartbeats.write("failed", f"rank {self.watchdog.rank}: {reason}", code)
+            if self.watchdog.speaks():
+                _tell_from_thread(f"\n{reason} (exit code {code})")
             os._exit(code)
-    channel.close()
+
+    def _end(self, error: SamecurveError) -> None:
+        """Called in a thread, when the main thread may never answer again."""
+        if not self._ending.acquire(blocking=False):
+            return
+        last_resort(error.exit_code)
+        speaks = self.watchdog.speaks()
+        self._write("failed", str(error), error.exit_code)
+        if speaks or not isinstance(error, HangError):  # the one that speaks still asks where a hanging rank is
+            self.watchdog.heartbeats.write("failed", str(error), error.exit_code)
+        if speaks:
+            _tell_from_thread(_told(error))
+        else:
+            self._wait_for_the_speaker()
+        os._exit(error.exit_code)
+
+    def _wait_for_the_speaker(self) -> None:
+        """As in _let_the_first_process_speak; the launcher's signal says that it has spoken."""
+        deadline = time.monotonic() + WAIT_SECONDS
+        while time.monotonic() < deadline and not self.requested:
+            time.sleep(0.1)
+
+
+def _tell_from_thread(text: str) -> None:
+    """Past Python's streams, whose locks the main thread may hold for ever."""
+    show_cursor = "\x1b[?25h" if os.isatty(2) else ""  # a progress display hides it
+    with contextlib.suppress(OSError):
+        os.write(2, f"{show_cursor}{text}\n".encode())

@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-import json
 import signal
-import subprocess
-import sys
 
 import pytest
+from surrounded import ranks, status
 
 from samecurve import outcome
-from samecurve.errors import ConfigurationError, DataError, NumericError, StorageError, TopologyError
+from samecurve.errors import ConfigurationError, DataError, NumericError, Preempted, StorageError, TopologyError
 from samecurve.rundir import RunDirectory
 
 
@@ -51,11 +49,6 @@ def test_other_processes_wait_so_that_the_first_one_can_speak(monkeypatch, capsy
     assert waited == [outcome.WAIT_SECONDS] and "only here" in capsys.readouterr().err
 
 
-def status(path) -> dict:
-    found = json.loads((path / "status.json").read_text())
-    return {key: found[key] for key in ("state", "reason", "step", "exit_code")}
-
-
 def test_the_status_file_follows_the_run(tmp_path):
     run = RunDirectory(tmp_path)
     with outcome.recorded(run):
@@ -81,26 +74,87 @@ def test_a_failure_leaves_its_reason_and_code(error, code, tmp_path):
     assert status(tmp_path) == {"state": "failed", "reason": reason, "step": 3, "exit_code": code}
 
 
-WAITING = """
-import sys
-from samecurve import outcome
-from samecurve.rundir import RunDirectory
-run = RunDirectory(sys.argv[1])
-with outcome.recorded(run):
-    run.append_metrics({"step": 4})
-    print("ready", flush=True)
-    sys.stdin.buffer.read()  # like a collective: not Python code
-"""
+def test_preempted_is_no_failure(tmp_path, capsys):
+    def main():
+        with outcome.recorded(RunDirectory(tmp_path)):
+            raise Preempted("SIGTERM: saved at step 3")
+
+    assert outcome.exit_code(main) == 75
+    assert capsys.readouterr().err == "\npreempted (exit code 75): SIGTERM: saved at step 3\n"
+    assert status(tmp_path) == {"state": "preempted", "reason": "SIGTERM: saved at step 3", "step": 0, "exit_code": 75}
 
 
-def test_sigterm_is_written_down_even_while_the_main_thread_waits(tmp_path):
-    """The main thread sits in a read system call that the interpreter restarts after a signal."""
-    command = [sys.executable, "-c", WAITING, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "ready\n"
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=30) == 143
-    assert status(tmp_path) == {"state": "failed", "reason": "ended by SIGTERM", "step": 4, "exit_code": 143}
+def test_a_reader_that_is_gone_changes_nothing(monkeypatch):
+    class Closed:
+        def write(self, text):
+            raise BrokenPipeError
+
+    monkeypatch.setattr(outcome.sys, "stderr", Closed())
+    assert outcome.exit_code(raising(DataError("what to do"))) == 3
+
+
+def test_the_sentence_of_another_rank_becomes_the_reason(tmp_path):
+    """Rank 1 has a mistake of its own; rank 0 waits for it in what is like a collective."""
+    with ranks(tmp_path / "run", "meet(watch)\nwait()", 'meet(watch)\nraise DataError("no rows")') as (first, second):
+        assert first.ends() == 3
+        assert second.ends() == 3
+    assert status(first.folder) == {"state": "failed", "reason": "rank 1: no rows", "step": 0, "exit_code": 3}
+    assert first.said == "\nPeerError (exit code 3)\nrank 1: no rows\n"
+    assert second.said == "\nDataError (exit code 3)\nno rows\n"
+
+
+GLOO = 'raise RuntimeError("Connection closed by peer [127.0.0.1]:1\\nmore")'
+
+
+def test_an_error_that_another_ranks_mistake_explains(tmp_path):
+    body = f"meet(watch)\ntime.sleep(1)\n{GLOO}"
+    with ranks(tmp_path / "run", body, 'meet(watch)\nraise DataError("no rows")') as (first, _):
+        assert first.ends() == 3
+    told = "rank 1: no rows\n(then here: RuntimeError: Connection closed by peer [127.0.0.1]:1)"
+    assert status(first.folder)["reason"] == told
+    assert first.said == f"\nPeerError (exit code 3)\n{told}\n"
+
+
+def test_an_error_that_a_killed_rank_explains(tmp_path):
+    bodies = f"meet(watch)\nwait()\n{GLOO}", "meet(watch)\nready()\nwait()"
+    with ranks(tmp_path / "run", *bodies) as (first, second):
+        second.wait_until("ready")
+        second.process.kill()
+        first.go_on()
+        assert first.ends() == 1
+        pid = second.process.pid
+    assert first.said.startswith(
+        f"\nPeerError (exit code 1)\nrank 1 (pid {pid}) died, while rank 0 was in phase build;"
+    )
+    assert "(then here: RuntimeError: Connection closed" in first.said and "Traceback" not in first.said
+
+
+def test_rank_0_that_was_killed_has_its_end_written_by_another(tmp_path):
+    bodies = "meet(watch)\nready()\nwait()", f"meet(watch)\nwait()\n{GLOO}"
+    with ranks(tmp_path / "run", *bodies) as (first, second):
+        first.wait_until("ready")
+        first.process.kill()
+        second.go_on()
+        assert second.ends(5) == 1  # without waiting for a first process to speak
+    found = status(first.folder)
+    assert (found["state"], found["exit_code"]) == ("failed", 1) and found["reason"].startswith("rank 0 (pid ")
+
+
+def test_the_same_mistake_everywhere_is_told_as_such(tmp_path):
+    body = 'meet(watch)\nraise ValueError("a bug")'
+    with ranks(tmp_path / "run", body, body) as (first, _):
+        assert first.ends() == 1
+    assert status(first.folder)["reason"] == "a bug" and "Traceback" in first.said
+
+
+def test_before_all_ranks_are_there_only_rank_0_writes(tmp_path):
+    """The directory may be another run's, which rank 0 is just about to find out."""
+    with ranks(tmp_path / "run", "ready()\nwait()", "ready()\nwait()\ntime.sleep(60)") as (first, second):
+        for rank in (first, second):
+            rank.wait_until("ready")
+        second.process.terminate()
+        assert second.ends() == 143
+        assert status(first.folder)["state"] == "running" and not (first.folder / "heartbeats").exists()
 
 
 def test_sigterm_is_left_alone_after_the_run(tmp_path):

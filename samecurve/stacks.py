@@ -1,0 +1,82 @@
+"""Where each thread of a process is: output_dir/stacks/rank_00000.txt, when nothing moves or SIGUSR2 asks for it."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO
+
+COLLECT_SECONDS = 2.0
+
+
+class Stacks:
+    """This rank's file. Until `open` there is none, and SIGUSR2 writes to stderr; an empty one does not stay."""
+
+    def __init__(self, folder: Path, rank: int):
+        self.folder, self._rank = folder, rank
+        self._stream: IO[str] | None = None
+
+    def on_demand(self) -> None:
+        """SIGUSR2, which would end the process, writes the stacks: also of a thread that never comes back to Python."""
+        if hasattr(faulthandler, "register"):  # not on Windows
+            descriptor = 2 if self._stream is None else self._stream.fileno()
+            faulthandler.register(signal.SIGUSR2, file=descriptor, all_threads=True)
+
+    def open(self) -> None:
+        if self._stream is None:
+            with contextlib.suppress(OSError):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._stream = open(self._path(self._rank), "w", encoding="utf-8")
+                self.on_demand()
+
+    def dump(self, header: str) -> None:
+        if self._stream is not None:
+            with contextlib.suppress(OSError):
+                self._stream.write(f"{header}\n")
+                self._stream.flush()
+                faulthandler.dump_traceback(self._stream, all_threads=True)
+
+    def collect(self, processes: Mapping[int, int], frozen: set[int]) -> None:
+        """From other ranks' processes of this machine, what they did not write themselves. The frozen ones end here.
+
+        processes: their ids by rank. frozen: ranks; a stopped process goes on for the moment that it takes to write.
+        """
+        silent = [rank for rank in processes if not self._is_written(rank)]
+        for rank in silent:
+            _send(processes[rank], signal.SIGUSR2)
+            if rank in frozen:
+                _send(processes[rank], signal.SIGCONT)
+        deadline = time.monotonic() + COLLECT_SECONDS
+        while time.monotonic() < deadline and not all(map(self._is_written, silent)):
+            time.sleep(0.05)
+        for rank in frozen & processes.keys():
+            _send(processes[rank], signal.SIGKILL)
+
+    def close(self) -> None:
+        if hasattr(faulthandler, "unregister"):
+            faulthandler.unregister(signal.SIGUSR2)
+        if self._stream is None:
+            return
+        self._stream.close()
+        with contextlib.suppress(OSError):
+            if not self._is_written(self._rank):
+                self._path(self._rank).unlink()
+            self.folder.rmdir()  # by the last rank, and only when it is empty
+
+    def _path(self, rank: int) -> Path:
+        return self.folder / f"rank_{rank:05d}.txt"
+
+    def _is_written(self, rank: int) -> bool:
+        with contextlib.suppress(OSError):
+            return self._path(rank).stat().st_size > 0
+        return False
+
+
+def _send(pid: int, number: int) -> None:
+    with contextlib.suppress(OSError):
+        os.kill(pid, number)

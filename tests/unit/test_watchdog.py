@@ -1,0 +1,274 @@
+"""Runs that do not get on: dead, failed, frozen and hanging ranks, seen by the others."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import psutil
+import pytest
+from surrounded import ranks, status, wait_until
+
+from samecurve import heartbeat
+from samecurve.errors import PeerError
+from samecurve.heartbeat import Beat, Heartbeats, Peer
+from samecurve.watchdog import Watchdog
+
+STEP = "meet(watch)\nwatch.phase('step', 12)\nready()\nwait()\ntime.sleep(60)"
+LIMIT = 2.0
+
+
+def stacks(folder) -> dict[str, str]:
+    return {path.name: path.read_text() for path in (folder / "stacks").iterdir()}
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_killed_rank_ends_the_others(dead, tmp_path):
+    with ranks(tmp_path / "run", STEP, STEP) as pair:
+        for rank in pair:
+            rank.wait_until("ready")
+        victim, other = pair[dead], pair[1 - dead]
+        victim.process.kill()  # and it stays a zombie until the end of the test
+        start = time.monotonic()
+        assert other.ends(10) == 1
+        assert time.monotonic() - start < 8
+        pid = victim.process.pid
+    found = status(other.folder)
+    assert found["reason"].startswith(
+        f"rank {dead} (pid {pid}) died, while rank {1 - dead} was in phase step of step 12;"
+    )
+    assert (found["state"], found["exit_code"]) == ("failed", 1)
+    assert other.said.count("died") == 1 and "PeerError (exit code 1)" in other.said
+
+
+def test_deaths_are_seen_while_the_model_is_built_too(tmp_path):
+    body = "meet(watch)\nready()\nwait()\ntime.sleep(60)"
+    with ranks(tmp_path / "run", body, body, step_seconds=LIMIT) as (first, second):
+        for rank in (first, second):
+            rank.wait_until("ready")
+        second.process.kill()
+        assert first.ends(10) == 1
+    assert "died, while rank 0 was in phase build;" in status(first.folder)["reason"]
+
+
+def test_a_rank_that_is_through_is_not_dead(tmp_path):
+    body = "meet(watch)\nwatch.phase('export')\ntime.sleep(6)"
+    with ranks(tmp_path / "run", body, "meet(watch)") as (first, second):
+        assert second.ends() == 0
+        assert first.ends() == 0
+    assert status(first.folder)["state"] == "done" and first.said == ""
+    assert not (first.folder / "stacks").exists()  # nothing to tell
+
+
+def test_one_lone_rank_that_hangs(tmp_path):
+    with ranks(tmp_path / "run", STEP, step_seconds=LIMIT) as [rank]:
+        assert rank.ends() == 124
+    text = "no progress for 2 s (timeout.step_seconds): rank 0 is in phase step of step 12"
+    reason = f"{text}; the stacks of all ranks are in {rank.folder / 'stacks'}"
+    assert status(rank.folder) == {"state": "failed", "reason": reason, "step": 0, "exit_code": 124}
+    assert rank.said == f"ready\n\nHangError (exit code 124)\n{reason}\n"
+    [(name, dump)] = stacks(rank.folder).items()
+    assert name == "rank_00000.txt" and dump.startswith("rank 0 (pid ")
+    assert "in wait" in dump and "watchdog.py" in dump  # the main thread's stack and those of the others
+
+
+def test_all_ranks_hang_in_one_phase(tmp_path):
+    with ranks(tmp_path / "run", STEP, STEP, step_seconds=LIMIT) as (first, second):
+        assert (first.ends(), second.ends()) == (124, 124)
+    assert ": all 2 ranks that can be seen are in phase step of step 12;" in status(first.folder)["reason"]
+    assert first.said.count("HangError") == 1 and "HangError" not in second.said
+    dumps = stacks(first.folder)
+    assert set(dumps) == {"rank_00000.txt", "rank_00001.txt"}
+    assert all("in wait" in dump for dump in dumps.values())
+
+
+def test_the_rank_that_lags_is_named(tmp_path):
+    lagging = STEP.replace("watch.phase('step', 12)", "watch.phase('data', 12)")
+    bodies = STEP.replace("watch.phase", "watch.phase('data', 12)\nwatch.phase"), lagging
+    with ranks(tmp_path / "run", *bodies, step_seconds=LIMIT) as (first, second):
+        assert first.ends() == 124
+        pid = second.process.pid
+    reason = status(first.folder)["reason"]
+    assert f"rank 1 (pid {pid}) is in phase data of step 12 for " in reason
+    assert ", while rank 0 is in phase step of step 12;" in reason
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_stopped_rank_is_named_and_does_not_stay(frozen, tmp_path):
+    with ranks(tmp_path / "run", STEP, STEP, step_seconds=LIMIT) as pair:
+        for rank in pair:
+            rank.wait_until("ready")
+        victim, other = pair[frozen], pair[1 - frozen]
+        victim.process.send_signal(signal.SIGSTOP)
+        assert other.ends() == 124
+        assert victim.ends(5) == -signal.SIGKILL
+        pid = victim.process.pid
+    found = status(other.folder)
+    assert f": rank {frozen} (pid {pid}) shows no sign of life" in found["reason"] and found["exit_code"] == 124
+    dumps = stacks(other.folder)
+    assert "in wait" in dumps[f"rank_{frozen:05d}.txt"] and "in wait" in dumps[f"rank_{1 - frozen:05d}.txt"]
+
+
+def test_a_run_that_slept_as_a_whole_goes_on(tmp_path):
+    body = STEP.replace("time.sleep(60)", "")
+    with ranks(tmp_path / "run", body, body, step_seconds=4) as pair:
+        for rank in pair:
+            rank.wait_until("ready")
+        for rank in pair:
+            rank.process.send_signal(signal.SIGSTOP)
+        time.sleep(5)
+        for rank in pair:
+            rank.process.send_signal(signal.SIGCONT)
+        time.sleep(2.8)  # more than the grace, less than the limit
+        for rank in pair:
+            rank.go_on()
+        assert [rank.ends() for rank in pair] == [0, 0]
+
+
+def test_signs_of_life_count_as_progress(tmp_path):
+    body = "meet(watch)\nwatch.phase('evaluate', 12)\nfor _ in range(30):\n    time.sleep(0.2)\n    watch.alive()"
+    with ranks(tmp_path / "run", body, step_seconds=LIMIT) as [rank]:
+        assert rank.ends() == 0, rank.said
+
+
+@pytest.mark.parametrize("body", ["ready()\ntime.sleep(4)", "meet(watch)\ntime.sleep(4)"], ids=["start", "build"])
+def test_starting_may_take_its_time(body, tmp_path):
+    with ranks(tmp_path / "run", body, step_seconds=LIMIT) as [rank]:
+        assert rank.ends() == 0, rank.said
+
+
+def test_stacks_on_demand(tmp_path):
+    body = "ready()\nwait()\nmeet(watch)\nwatch.phase('step', 1)\nwait()"
+    with ranks(tmp_path / "run", body) as [rank]:
+        rank.wait_until("ready")
+        rank.process.send_signal(signal.SIGUSR2)
+        rank.wait_until("in wait")  # while it starts: stderr
+        rank.go_on()
+        file = rank.folder / "stacks" / "rank_00000.txt"
+        wait_until(file.exists)
+        time.sleep(0.2)
+        rank.process.send_signal(signal.SIGUSR2)
+        wait_until(lambda: "in wait" in file.read_text())
+        rank.go_on()
+        assert rank.ends() == 0
+    assert file.exists()
+
+
+def beat(**changes) -> Beat:
+    own = Beat(1, os.getpid(), "here", heartbeat.machine(), "step", 3, 5, 0, 0.0, time=time.time() + 1)
+    return replace(own, **changes)
+
+
+def write(folder, other: Beat) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / f"rank_{other.rank:05d}.json").write_text(json.dumps(other.__dict__))
+
+
+@pytest.fixture
+def heartbeats(tmp_path) -> Heartbeats:
+    return Heartbeats(tmp_path / "beats", lambda: beat(rank=0), every=5.0, interval=1.0)
+
+
+def test_files_of_an_earlier_session_and_broken_ones_are_not_seen(heartbeats):
+    write(heartbeats.folder, beat(time=time.time() - 60))
+    (heartbeats.folder / "rank_00002.json").write_text('{"rank": 2')
+    (heartbeats.folder / "rank_00003.json").write_text('{"rank": 3}')
+    heartbeats.look()
+    assert heartbeats.peers == {}
+    write(heartbeats.folder, beat())
+    heartbeats.look()
+    assert list(heartbeats.peers) == [1]
+
+
+def ended_process() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_process_ids_of_another_machine_mean_nothing(heartbeats):
+    """Cloned machines with one host name, or containers with process ids of their own, on one directory."""
+    pid = ended_process()
+    write(heartbeats.folder, beat(pid=pid, machine="another"))
+    write(heartbeats.folder, beat(pid=pid, rank=2))
+    heartbeats.look()
+    assert {rank: peer.died for rank, peer in heartbeats.peers.items()} == {1: False, 2: True}
+
+
+def test_a_last_word_after_the_process_is_gone_counts(heartbeats):
+    other = beat(pid=ended_process())
+    write(heartbeats.folder, other)
+    heartbeats.look()
+    assert heartbeats.peers[1].died
+    write(heartbeats.folder, replace(other, state="finished"))
+    heartbeats.look()
+    assert not heartbeats.peers[1].died and heartbeats.peers[1].ended is None
+
+
+def test_a_process_exists_until_it_is_a_zombie():
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert heartbeat.exists(process.pid)
+    process.stdin.close()
+    wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE)
+    assert not heartbeat.exists(process.pid)
+    process.wait()
+    assert not heartbeat.exists(process.pid)
+
+
+@pytest.fixture
+def watchdog(tmp_path, monkeypatch) -> Watchdog:
+    """Rank 1, not started; tests give it peers."""
+    monkeypatch.setenv("RANK", "1")
+    made = Watchdog(tmp_path, 60, lambda _: None)
+    made._num_phases = 1
+    return made
+
+
+def give(watchdog: Watchdog, *beats: Beat, age: float = 0.0, ended: float | None = None) -> None:
+    now = time.monotonic()
+    for other in beats:
+        watchdog.heartbeats.peers[other.rank] = Peer(other, now - age, None if ended is None else now - ended)
+
+
+def test_who_speaks(watchdog):
+    assert watchdog.speaks() and not watchdog.replaces_rank_0()  # alone, as far as it sees
+    give(watchdog, beat(rank=2), beat(rank=0))
+    assert not watchdog.speaks()
+    give(watchdog, beat(rank=0), age=1000)
+    assert watchdog.speaks() and watchdog.replaces_rank_0()
+    give(watchdog, beat(rank=0))
+    watchdog._given_up = {0}  # it was woken only to write its stacks
+    assert watchdog.speaks() and watchdog.replaces_rank_0()
+    give(watchdog, beat(rank=0, state="failed"), ended=1)
+    assert not watchdog.speaks() and not watchdog.replaces_rank_0()
+
+
+def test_of_several_ends_the_one_with_words_is_told_first(watchdog):
+    give(watchdog, beat(rank=2), ended=1)
+    assert "rank 2 (pid" in str(watchdog.cause()) and watchdog.cause(after_seconds=2) is None
+    give(watchdog, beat(rank=3, state="failed", reason="rank 3: no rows", exit_code=3), ended=1)
+    assert (str(watchdog.cause()), watchdog.cause().exit_code) == ("rank 3: no rows", 3)
+
+
+@pytest.mark.parametrize("state", ["finished", "running"])
+def test_the_last_word_is_read_before_a_death_is_told(state, tmp_path):
+    errors = []
+    watchdog = Watchdog(tmp_path, 0, errors.append, interval=0.05)
+    give(watchdog, beat(pid=ended_process()), ended=10)
+    write(watchdog.heartbeats.folder, replace(watchdog.heartbeats.peers[1].beat, state=state))
+    with watchdog:
+        time.sleep(0.5)
+    assert [type(error) for error in errors] == ([] if state == "finished" else [PeerError])
+
+
+def test_nobody_is_accused_when_the_storage_does_not_answer(watchdog):
+    give(watchdog, beat(rank=0), age=1000)
+    assert [peer.beat.rank for peer in watchdog._frozen()] == [0]
+    watchdog.heartbeats.looked -= 1000
+    assert watchdog._frozen() == []
+    assert watchdog._judge([]).endswith("does not answer")
