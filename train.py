@@ -5,7 +5,8 @@
     python train.py recipes/quickstart.yaml
 
 A recipe says what is trained, a strategy how it is spread over devices; the loss curve depends on the recipe alone.
-The unit of the loop is one optimizer step, and the loop never asks which strategy it runs under.
+The unit of the loop is one optimizer step, and the loop never asks which strategy it runs under. A run that was ended
+goes on when it is started again, also under another strategy or with another number of processes.
 """
 
 import os
@@ -22,57 +23,58 @@ def main() -> None:
 
     recipe = plan.recipe
     reads = (recipe.model.path, recipe.tokenizer.path, recipe.data.path, recipe.evaluate.path)
-    run = RunDirectory(recipe.output_dir, is_main=os.environ.get("RANK", "0") == "0", reads=reads)
-    with outcome.recorded(run):
+    is_main = os.environ.get("RANK", "0") == "0"
+    run = RunDirectory(recipe.output_dir, is_main, reads, plan.resume, plan.start_over)
+    with outcome.recorded(run, plan.strategy.launcher, recipe.timeout.step_seconds) as watch:
         accelerator = engines.start(plan)
-        train(plan, accelerator, run)
+
+        from samecurve.session import Session
+
+        session = Session(plan, accelerator, run, watch, sys.argv[1:])
+        train(session)
+        session.export()
         accelerator.end_training()
 
 
-def train(plan, accelerator, run) -> None:
-    from samecurve import model, tasks
-    from samecurve.data import EvaluationBatches, StepBatches
-    from samecurve.export import export
-    from samecurve.meter import Meter
+def train(session) -> None:
+    from samecurve.checkpoint.manager import Position
     from samecurve.optim import learning_rate
-    from samecurve.progress import Progress
-    from samecurve.rundir import run_facts
 
-    recipe = plan.recipe
-    task = tasks.load(recipe)
-    skeleton = model.skeleton(recipe, task.vocabulary_size, task.special_tokens)
-    engine = engines.build(accelerator, plan, skeleton, task)
-    batches = StepBatches(task.train, recipe.seed, recipe.batch, engine.shard, num_steps=recipe.steps)
-    held_out = EvaluationBatches(task.held_out, recipe.batch.micro_batch_size, engine.shard) if task.held_out else ()
-
-    described = model.describe(skeleton) | engine.describe()
-    facts = run_facts(plan, sys.argv[1:], described, task.describe(), engines.device_name(accelerator))
-    run.write_run(facts)
-    accelerator.init_trackers(run.tensorboard.name)
-    progress = Progress(recipe.steps, recipe.logging.every_steps, enabled=accelerator.is_main_process)
-    progress.say(run.notice)
-    progress.header(facts)
-
-    updates = 0  # a skipped step does not move the schedule on
-    meter = Meter.for_run(recipe, skeleton, accelerator)
-    with progress:
+    recipe, engine, batches = session.recipe, session.engine, session.batches
+    meter, guard, checkpoints = session.meter, session.guard, session.checkpoints
+    updates = session.start.updates  # a skipped step does not move the schedule on
+    with session.progress as progress, session.watch.deferred():
         meter.start()
-        for step, micro_batches in enumerate(batches, start=1):
+        for step, micro_batches in enumerate(batches, start=session.start.step + 1):
+            session.watch.phase("step", step)
             rate = learning_rate(recipe, updates + 1)
+            usual_loss = meter.smoothed_loss
             result = engine.step(micro_batches, rate)
             updates += result.applied
-            record = meter.step(step, result, rate, batches.last_wait_seconds) | {"skipped_steps": step - updates}
+            record = meter.step(step, result, rate, batches.samples, batches.last_wait_seconds)
+            record |= {"skipped_steps": step - updates}
             progress.step(record, meter.smoothed_loss)
-            if held_out and due(step, recipe.evaluate.every_steps, recipe.steps):
-                metrics = task.metrics(engine.evaluate(held_out))
+
+            guard.check(step, result, batches)
+            guard.compare_replicas(step, engine)
+            if guard.spiked(step, result, usual_loss, batches):
+                updates = checkpoints.roll_back(engine)
+            if session.held_out and due(step, recipe.evaluate.every_steps, recipe.steps):
+                session.watch.phase("evaluate", step)
+                metrics = session.task.metrics(engine.evaluate(session.held_out))
                 progress.evaluation(step, metrics)
                 record |= metrics
                 meter.start()
-            run.append_metrics(record)
-            accelerator.log(meter.scalars(record), step=step)
 
-    export(engine.parameters(), skeleton, task.tokenizer, run.model, accelerator.is_main_process)
-    progress.say(f"the trained model is in {run.model}")
+            here = Position(step, updates, batches.samples, meter.state, record)
+            if due(step, recipe.checkpoint.every_steps, recipe.steps):
+                session.watch.phase("save", step)
+                record |= checkpoints.save(engine, here, wait=step == recipe.steps)
+                meter.start()
+            record |= checkpoints.finished()
+            session.run.append_metrics(record)
+            session.accelerator.log(meter.scalars(record), step=step)
+            session.stop_if_asked(here)
 
 
 def due(step: int, every_steps: int, last_step: int) -> bool:

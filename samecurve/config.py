@@ -97,8 +97,26 @@ class Evaluate(Section):
 
 
 class Checkpoint(Section):
-    every_steps: NonNegativeInt = 0
-    keep: PositiveInt = 2
+    """`keep`: the newest ones; at least two, so that there is another behind a damaged one. `best`: and its lowest."""
+
+    every_steps: NonNegativeInt = 200
+    keep: int = Field(2, ge=2)
+    best: Literal["eval_loss"] | None = None
+    background: bool = True
+
+
+class Guard(Section):
+    """`max_skipped_steps`: not finite, in a row. `rollback_ratio`: of a loss to the smoothed one. None, 0: off."""
+
+    max_skipped_steps: NonNegativeInt = 3
+    rollback_ratio: float | None = Field(None, gt=1)
+    compare_replicas_every_steps: NonNegativeInt = 0
+
+
+class Timeout(Section):
+    """`step_seconds`: without progress, before a run counts as frozen and ends. 0: never."""
+
+    step_seconds: NonNegativeInt = 600
 
 
 class Logging(Section):
@@ -120,4 +138,6 @@ class Recipe(Section):
     memory: Memory = Memory()
     evaluate: Evaluate = Evaluate()
     checkpoint: Checkpoint = Checkpoint()
+    guard: Guard = Guard()
+    timeout: Timeout = Timeout()
     logging: Logging = Logging()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -161,22 +161,31 @@ class StepBatches:
 
     A pure function of the step: step s reads the global positions [s * G, (s + 1) * G), G = batch.global_batch_size,
     whatever the shard and the micro-batch. shard: (data-parallel rank, data-parallel size); G must divide into them,
-    which the configuration has checked.
+    which the configuration has checked. start_step, start_samples: where a run goes on; nothing before it is looked at.
     """
 
     def __init__(
-        self, rows: Rows, seed: int, batch: Batch, shard: tuple[int, int], num_steps: int, start_step: int = 0
+        self,
+        rows: Rows,
+        seed: int,
+        batch: Batch,
+        shard: tuple[int, int],
+        num_steps: int,
+        start_step: int = 0,
+        start_samples: int | None = None,
     ):
         self.rows, self.seed, self.batch, self.shard = rows, seed, batch, shard
         self.num_steps = num_steps
         self.step = start_step
+        given = start_step * batch.global_batch_size if start_samples is None else start_samples
+        self._origin = given - start_step * batch.global_batch_size  # not 0 when the batch's size was another before
         self.last_wait_seconds = 0.0
         assert batch.global_batch_size % (batch.micro_batch_size * shard[1]) == 0
 
     @property
     def samples(self) -> int:
         """Rows consumed by all ranks, this step's included."""
-        return self.step * self.batch.global_batch_size
+        return self._origin + self.step * self.batch.global_batch_size
 
     @property
     def epoch(self) -> float:
@@ -186,10 +195,13 @@ class StepBatches:
     def at(self, step: int) -> list[MicroBatch]:
         """The micro-batches that this rank reads in the given 0-based step."""
         rank, size = self.shard
-        num_local = self.batch.global_batch_size // size
-        start = step * self.batch.global_batch_size + rank * num_local
-        indices = rows_at(np.arange(start, start + num_local), len(self.rows), self.seed)
-        return _micro_batches(self.rows[indices], self.batch.micro_batch_size)
+        own = np.split(self.rows_of(step), size)[rank]
+        return _micro_batches(self.rows[own], self.batch.micro_batch_size)
+
+    def rows_of(self, step: int) -> np.ndarray:
+        """int64 (global_batch_size,): the rows that all ranks together read in the given 0-based step."""
+        start = self._origin + step * self.batch.global_batch_size
+        return rows_at(np.arange(start, start + self.batch.global_batch_size), len(self.rows), self.seed)
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
         """From `step` on, counting it up; `last_wait_seconds` says how long the list just handed out took to come."""
@@ -209,11 +221,14 @@ class EvaluationBatches(Sequence[MicroBatch]):
     """Every row exactly once over all shards, in order; the same number of micro-batches on each shard.
 
     What is missing to fill the last ones is a copy of the first row with nothing to train. Made when asked for:
-    held-out data may be large.
+    held-out data may be large. alive: called for each, which says that a long evaluation gets on.
     """
 
-    def __init__(self, rows: Rows, micro_batch_size: int, shard: tuple[int, int]):
+    def __init__(
+        self, rows: Rows, micro_batch_size: int, shard: tuple[int, int], alive: Callable[[], None] = lambda: None
+    ):
         self.rows, self.micro_batch_size, self.shard = rows, micro_batch_size, shard
+        self._alive = alive
 
     def __len__(self) -> int:
         return -(-len(self.rows) // (self.micro_batch_size * self.shard[1]))
@@ -221,6 +236,7 @@ class EvaluationBatches(Sequence[MicroBatch]):
     def __getitem__(self, index: int) -> MicroBatch:
         if not 0 <= index < len(self):
             raise IndexError(index)
+        self._alive()
         first = (self.shard[0] * len(self) + index) * self.micro_batch_size
         indices = np.arange(first, first + self.micro_batch_size)
         exists = indices < len(self.rows)

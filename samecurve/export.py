@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .errors import CheckpointError, NumericError, SamecurveError, StorageError
-from .rundir import write_json, writing
+from .records import write_json, writing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -55,14 +55,12 @@ class Meter:
 
     def __init__(
         self,
-        rows_per_step: int,
         flops: TokenFlops | None,
         machine: Machine,
         clock: Callable[[], float] = time.perf_counter,
     ):
         self.machine = machine
         self.smoothed_loss: float | None = None
-        self._rows_per_step = rows_per_step
         self._flops = flops
         self._clock = clock
         self._average = self._weight = 0.0
@@ -76,12 +74,22 @@ class Meter:
         flops = token_flops(model, recipe.batch.sequence_length, recompute)
         peak = device_peak(device, recipe.precision) if accelerator.is_main_process else None
         machine = Machine(accelerator.num_processes, peak, lambda: peak_memory_bytes(device))
-        return cls(recipe.batch.global_batch_size, flops, machine)
+        return cls(flops, machine)
 
     def start(self) -> None:
         self._since = self._clock()
 
-    def step(self, step: int, result: StepResult, learning_rate: float, data_wait_seconds: float) -> dict:
+    @property
+    def state(self) -> dict:
+        """The smoothed loss's state, for a run that goes on. Assigning it goes on from there."""
+        return {"average": self._average, "weight": self._weight}
+
+    @state.setter
+    def state(self, values: dict) -> None:
+        self._average, self._weight = values.get("average", 0.0), values.get("weight", 0.0)
+        self.smoothed_loss = self._average / self._weight if self._weight else None
+
+    def step(self, step: int, result: StepResult, learning_rate: float, samples: int, data_wait_seconds: float) -> dict:
         """The record of metrics.jsonl (its keys are in the README). step: 1-based. mfu and hfu are fractions of 1.
 
         tokens, tokens_per_second: all ranks. peak_memory_gib: this process. None: not known on this machine, or nothing
@@ -99,7 +107,7 @@ class Meter:
             "grad_norm": result.grad_norm if trained else None,
             "learning_rate": learning_rate,
             "tokens": result.tokens,
-            "samples": step * self._rows_per_step,
+            "samples": samples,
             "step_seconds": seconds,
             "tokens_per_second": rate,
             **self._utilisation(rate / self.machine.num_devices),

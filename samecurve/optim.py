@@ -11,6 +11,9 @@ from .config import Optimizer, Recipe
 if TYPE_CHECKING:
     import torch
 
+STATE_NAMES = ("exp_avg", "exp_avg_sq")
+"""What AdamW keeps per weight, by torch's names: running means of the gradient and of its square."""
+
 
 def learning_rate(recipe: Recipe, update: int) -> float:
     """Learning rate of the `update`-th applied update, 1-based; it depends on nothing else, so it resumes for free.
@@ -62,3 +65,11 @@ def build_optimizer(groups: list[dict], settings: Optimizer) -> torch.optim.Opti
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = value
+
+
+def empty_state(parameter: torch.Tensor, integer_step: bool = False) -> dict:
+    """AdamW's state of one parameter before its first update. integer_step: DeepSpeed's CPU Adam counts in an int."""
+    import torch
+
+    step = 0 if integer_step else torch.tensor(0.0, dtype=torch.float32)
+    return {"step": step, **{name: torch.zeros_like(parameter) for name in STATE_NAMES}}

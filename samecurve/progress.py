@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable
 
@@ -33,6 +34,7 @@ class Progress:
         self._console = console or Console(highlight=False)
         self._started = started
         self._seconds_of_steps: list[float] = []
+        self._done = 0
         self._live: Live | None = None
 
     def __enter__(self) -> Progress:
@@ -46,7 +48,8 @@ class Progress:
 
     def say(self, line: str) -> None:
         if self._enabled and line:
-            self._console.print(line, markup=False, soft_wrap=True)
+            with contextlib.suppress(OSError):  # the terminal or the launcher that read it is gone; the run still saves
+                self._console.print(line, markup=False, soft_wrap=True)
 
     def header(self, facts: dict) -> None:
         """What really runs, before the first step. facts: run.json's content (see `header_lines`)."""
@@ -58,6 +61,7 @@ class Progress:
         if not self._enabled:
             return
         self._seconds_of_steps.append(record["step_seconds"])
+        self._done = record["step"]
         numbers = numbers_of(record, smoothed_loss)
         if self._console.is_terminal:
             self._draw(record["step"], numbers)
@@ -81,7 +85,7 @@ class Progress:
     def _seconds_left(self) -> float | None:
         """The first step carries the start-up's costs, so it is left out once there is another."""
         steady = self._seconds_of_steps[1:]
-        left = self._total - len(self._seconds_of_steps)
+        left = self._total - self._done
         return sum(steady) / len(steady) * left if steady else None
 
     def _process_start(self) -> float:

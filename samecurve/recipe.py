@@ -167,7 +167,7 @@ Finding = tuple[str, str]
 
 
 def _apply_rules(source: Source) -> None:
-    for rule in (_model, _attention, _positions, _tokenizer, _data, _schedule, _checkpoint, _evaluate):
+    for rule in (_model, _attention, _positions, _tokenizer, _data, _schedule, _checkpoint, _guard, _evaluate):
         with contextlib.suppress(KeyError):
             for key, text in rule(source.value):
                 source.document.problem(tuple(key.split(".")), text)
@@ -248,9 +248,20 @@ def _schedule(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 
 def _checkpoint(value: Callable[[str], Any]) -> Iterator[Finding]:
-    every = value("checkpoint.every_steps")
-    if every:
-        yield "checkpoint.every_steps", f"found {every}, but this version writes no checkpoints yet; set it to 0"
+    every, best, evaluated = map(value, ("checkpoint.every_steps", "checkpoint.best", "evaluate.every_steps"))
+    if best and every and (not evaluated or every % evaluated):
+        text = (
+            f"found {best}, but checkpoints are written every {every} steps and evaluate.every_steps is {evaluated}; "
+            "set that to a divisor of checkpoint.every_steps, so that each has a number of its own"
+        )
+        yield "checkpoint.best", text
+
+
+def _guard(value: Callable[[str], Any]) -> Iterator[Finding]:
+    ratio = value("guard.rollback_ratio")
+    if ratio is not None and not value("checkpoint.every_steps"):
+        text = f"found {ratio:g}, but checkpoint.every_steps is 0, so there is nothing to go back to; set it above 0"
+        yield "guard.rollback_ratio", text
 
 
 def _evaluate(value: Callable[[str], Any]) -> Iterator[Finding]:

@@ -1,32 +1,26 @@
 """The run directory: what a run leaves behind and how it gets there.
 
     run.json        what runs, asked of the live engine      status.json   running | done | failed | preempted
-    metrics.jsonl   one line per optimizer step              model/        the Hugging Face export
-    tensorboard/    the same numbers                         checkpoints/  step_00000040/ ...
-    previous/N/     earlier runs into the same directory, moved aside whole
+    metrics.jsonl   one line per optimizer step              skipped.jsonl steps that were not applied, with their rows
+    checkpoints/    step_00000040/ ...                       model/        the Hugging Face export
+    tensorboard/    the metrics again                        stacks/       of all ranks, when one stopped answering
+    previous/N/     what an earlier session left and this one does not continue, moved aside whole
 
 Rank 0 writes; on the others the same calls do nothing, so the loop need not ask.
 """
 
 from __future__ import annotations
 
-import argparse
 import errno
 import json
-import math
 import os
-import platform
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from datetime import datetime, timezone
-from importlib import metadata
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from .errors import ConfigurationError, StorageError
-
-if TYPE_CHECKING:
-    from .engines.resolve import Plan
+from .checkpoint.filesystem import LocalFileSystem
+from .errors import CheckpointError, ConfigurationError, RepeatedFailureError
+from .records import now, plain, read_json, write_json, write_text, writing
 
 try:
     import fcntl
@@ -34,32 +28,51 @@ except ImportError:  # Windows: no lock, everything else works
     fcntl = None
 
 State = Literal["running", "done", "failed", "preempted"]
-RECORDS = ("run.json", "status.json", "metrics.jsonl")
-FOLDERS = ("model", "tensorboard", "checkpoints")
+RECORDS = ("run.json", "status.json", "metrics.jsonl", "skipped.jsonl")
+FOLDERS = ("model", "tensorboard", "checkpoints", "stacks", "heartbeats")
+OF_ONE_SESSION = ("run.json", "status.json", "model", "stacks")
+MOST_FAILURES = 3
+RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
-VERSIONED = ("torch", "accelerate", "deepspeed", "transformers", "datasets", "samecurve")
 
 
 class RunDirectory:
-    """Claim `path` for one run. An earlier run's files go to `previous/N/`: nothing is lost and nothing mixed.
+    """Claim `path` for one run. What a fresh run does not continue goes to `previous/N/`: nothing is lost or mixed.
 
     reads: paths that this run will read (model, data). They must not be among the files that are moved aside.
-    notice: one line about what was moved, "" when nothing was. step: the last one with a record.
-    Raises ConfigurationError when a live run writes there or it holds somebody else's files, StorageError when it
-    cannot be written.
+    resume, start_over: see engines.resolve.Plan.
+    continues: there are checkpoints here to go on from, so nothing was moved yet (see `go_on`). notice: one line about
+    what was moved, "" when nothing was. step: the last one with a record.
+    Raises, on rank 0: ConfigurationError when a live run writes there or it holds somebody else's files,
+    CheckpointError when it has checkpoints that `resume` would leave behind, RepeatedFailureError after the third
+    automatic restart at one step, StorageError when it cannot be written.
     """
 
-    def __init__(self, path: str | Path, is_main: bool = True, reads: Iterable[str | Path | None] = ()):
+    def __init__(
+        self,
+        path: str | Path,
+        is_main: bool = True,
+        reads: Iterable[str | Path | None] = (),
+        resume: str = "none",
+        start_over: bool = False,
+    ):
         self.path = Path(path)
         self.is_main = is_main
         self.notice = ""
         self.step = 0
+        self.continues = False
+        self._failures: dict = {}
         if not is_main:
             return
         with writing(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
+            _make_durable(self.path)
             self._lock = _lock(self.path)
-            self._move_aside([Path(read).resolve() for read in reads if read])
+            self._failures = self._count_failures()
+            self.continues = self._has_checkpoints() and not start_over
+            if self.continues:
+                self._check_resume(resume)
+            else:
+                self._move_aside([Path(read).resolve() for read in reads if read])
 
     model = property(lambda self: self.path / "model")
     tensorboard = property(lambda self: self.path / "tensorboard")
@@ -70,25 +83,104 @@ class RunDirectory:
         if self.is_main:
             write_json(self.path / "run.json", facts)
 
-    def status(self, state: State, reason: str = "", step: int = 0, exit_code: int | None = None) -> None:
-        """exit_code: what the process ends with; None while it runs."""
-        if self.is_main:
+    def status(
+        self, state: State, reason: str = "", step: int = 0, exit_code: int | None = None, force: bool = False
+    ) -> None:
+        """exit_code: what the process ends with; None while it runs. force: from another rank, when rank 0 cannot."""
+        if self.is_main or force:
             content = {"state": state, "reason": reason, "step": step, "exit_code": exit_code, "time": now()}
-            write_json(self.path / "status.json", content)
+            write_json(self.path / "status.json", content | self._failures)
 
     def append_metrics(self, record: dict) -> None:
         """One line. What is not finite is written as null: NaN is not JSON."""
         self.step = record["step"]
-        if not self.is_main:
+        self._append(self.metrics, record)
+
+    def sync_metrics(self) -> None:
+        """What was appended survives a power cut from here on."""
+        if self.is_main and self.metrics.exists():
+            with writing(self.metrics), open(self.metrics, "a") as stream:
+                os.fsync(stream.fileno())
+
+    def append_skipped(self, record: dict) -> None:
+        self._append(self.path / "skipped.jsonl", record)
+
+    def go_on(self, step: int, record: dict) -> None:
+        """Continue after `step`: what came later, and the papers of the earlier session, move to `previous/N/`.
+
+        record: the line of metrics.jsonl of that step, which the checkpoint keeps; it is added where it is missing.
+        """
+        self.step = step
+        if not self.continues:
             return
-        line = json.dumps(plain(record), allow_nan=False) + "\n"
-        with writing(self.metrics), open(self.metrics, "a", encoding="utf-8") as stream:
-            stream.write(line)
+        with writing(self.path):
+            target = self._next_previous()
+            later = [path for path in self.checkpoints.glob("step_*") if _step_of(path) > step]
+            for path in [*(self.path / name for name in OF_ONE_SESSION), *later]:
+                if path.exists():
+                    moved = target / path.relative_to(self.path)
+                    moved.parent.mkdir(exist_ok=True)
+                    os.rename(path, moved)
+            num_later = self._cut_metrics(step, record, target)
+        self.notice = f"going on after step {step} in {self.path}; the earlier session's papers are in {target}"
+        if num_later:
+            self.notice += f", with {num_later} steps that came after the checkpoint and are done again"
 
     def close(self) -> None:
         """Give the directory back before the process ends; an earlier run's files stay moved aside."""
         if self.is_main:
             self._lock.close()
+
+    def _append(self, path: Path, record: dict) -> None:
+        if not self.is_main:
+            return
+        line = json.dumps(plain(record), allow_nan=False) + "\n"
+        with writing(path), open(path, "a", encoding="utf-8") as stream:
+            stream.write(line)
+
+    def _cut_metrics(self, step: int, record: dict, target: Path) -> int:
+        """Lines up to `step` stay, whole and each once. Returns how many later ones went to `target`."""
+        lines = self.metrics.read_text(encoding="utf-8").splitlines() if self.metrics.exists() else []
+        numbers = [_step_in(line) for line in lines]
+        kept = [line for line, number in zip(lines, numbers, strict=True) if number is not None and number <= step]
+        others = [line for line, number in zip(lines, numbers, strict=True) if number is None or number > step]
+        if record and (_step_in(kept[-1]) if kept else 0) == step - 1:
+            kept.append(json.dumps(plain(record), allow_nan=False))
+        if others:
+            (target / self.metrics.name).write_text("".join(f"{line}\n" for line in others), encoding="utf-8")
+        write_text(self.metrics, "".join(f"{line}\n" for line in kept))
+        return len(others)
+
+    def _has_checkpoints(self) -> bool:
+        return any(path.is_dir() for path in self.checkpoints.glob("step_*"))
+
+    def _check_resume(self, resume: str) -> None:
+        inside = resume not in ("auto", "none") and Path(resume).resolve().parent == self.checkpoints.resolve()
+        if resume == "auto" or inside:
+            return
+        how = "--resume none" if resume == "none" else f"--resume {resume}"
+        raise CheckpointError(
+            f"output_dir: {self.path} holds checkpoints of an earlier run, which {how} would leave behind; go on from "
+            "them (--resume auto), choose another output_dir, or add --start_over to move them aside"
+        )
+
+    def _count_failures(self) -> dict:
+        """How often in a row the run failed at the same step; a restart that no person asked for stops at the third."""
+        try:
+            before, records = read_json(self.path / "status.json"), read_metrics(self.path)
+        except ValueError:  # damaged, like anything on that disk; the checkpoints say themselves whether they are good
+            return {}
+        if before.get("state") not in ("running", "failed"):
+            return {}
+        step = records[-1]["step"] + 1 if records else 1
+        times = before.get("failures", 0) + 1 if before.get("failing_step") == step else 1
+        restarted = any(os.environ.get(name, "0") not in ("", "0") for name in RESTART_COUNTS)
+        if restarted and times >= MOST_FAILURES:
+            raise RepeatedFailureError(
+                f"step {step} failed {times} times in a row, so it is not tried again; the last time: "
+                f"{before.get('reason') or 'the processes ended without a word'}"
+            )
+        return {"failing_step": step, "failures": times}
 
     def _move_aside(self, reads: list[Path]) -> None:
         present = [self.path / name for name in (*RECORDS, *FOLDERS) if (self.path / name).exists()]
@@ -118,6 +210,27 @@ class RunDirectory:
         return target
 
 
+def _make_durable(path: Path) -> None:
+    """A folder whose name survives a power cut, as every name above it that is made here."""
+    new = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in new:
+        LocalFileSystem().sync_folder(folder.parent)
+
+
+def _step_of(path: Path) -> int:
+    digits = path.name.removeprefix("step_")
+    return int(digits) if digits.isdigit() else 0
+
+
+def _step_in(line: str) -> int | None:
+    """The step of a line of metrics.jsonl; None for one that a killed process wrote half of."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
 def _lock(path: Path) -> Any:
     """An open file with an exclusive lock, which the kernel releases when the process ends, however it ends."""
     stream = open(path / ".lock", "a")
@@ -136,102 +249,8 @@ def _lock(path: Path) -> Any:
     return stream
 
 
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn an OSError (full disk, no permission) into a StorageError that names the path and the errno."""
-    try:
-        yield
-    except OSError as error:
-        code = errno.errorcode.get(error.errno or 0, "unknown")
-        reason = error.strerror or str(error)
-        raise StorageError(f"{error.filename or path}: {reason} (errno {error.errno}, {code})") from error
-
-
-def write_json(path: Path, content: dict) -> None:
-    """Whole or not at all: a reader never sees half a file, a full disk leaves the old one."""
-    text = json.dumps(plain(content), indent=2, allow_nan=False) + "\n"
-    temporary = path.with_name(f".{path.name}.partial")
-    with writing(path):
-        with open(temporary, "w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
-
-
-def plain(value: Any) -> Any:
-    """JSON's types only: floats that are not finite become None, paths strings, NumPy's scalars Python's."""
-    if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    if hasattr(value, "item"):
-        return plain(value.item())
-    return str(value)
-
-
-def read_json(path: Path) -> dict:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-
-
 def read_metrics(path: Path) -> list[dict]:
-    """A run directory's metrics, one dict per step; [] when no step was finished."""
+    """A run directory's metrics, one dict per finished step. Half a line at the end is left out."""
     file = path / "metrics.jsonl"
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
-
-
-def run_facts(plan: Plan, arguments: Sequence[str], described: dict, data: dict, device: str) -> dict:
-    """run.json's content, which is also the header's.
-
-    arguments: train.py's. described: the live engine's own words (`engine`, `world_size`, `data_parallel_size`,
-    `pipeline_stages`, `gradient_accumulation_steps`, `weight_dtype`, `reduce_dtype`, `num_parameters`,
-    `num_parameters_per_rank`, ...). data: the task's. device: its name, as a person would say it.
-    """
-    recipe, strategy = plan.recipe, plan.strategy
-    return {
-        **_typed(arguments),
-        "output_dir": recipe.output_dir,
-        "strategy": strategy.name,
-        "strategy_path": strategy.path or strategy.deepspeed_path,
-        "family": strategy.family,
-        "launcher": strategy.launcher,
-        **described,
-        "device": device,
-        "precision": recipe.precision,
-        "data": data,
-        "recipe": recipe.model_dump(),
-        "accelerate": strategy.accelerate,
-        "deepspeed": strategy.deepspeed,
-        "versions": versions(),
-        "started": now(),
-    }
-
-
-def _typed(arguments: Sequence[str]) -> dict:
-    """The recipe's file and the overrides, so that `samecurve summary` can say how to do it again."""
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("recipe_path")
-    parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--strategy")
-    parser.add_argument("--local_rank")
-    typed = parser.parse_intermixed_args(arguments)
-    return {"recipe_path": typed.recipe_path, "overrides": typed.overrides}
-
-
-def versions() -> dict[str, str | None]:
-    """Installed versions of what decides a run's numbers; None for what is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in VERSIONED:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
-
-
-def now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    return [json.loads(line) for line in lines if _step_in(line) is not None]

@@ -16,7 +16,7 @@ from ..chart import Curve, chart, relative_differences
 from ..config import Recipe
 from ..documents import report
 from ..errors import ConfigurationError
-from ..rundir import writing
+from ..records import writing
 from . import jobs, repository_root
 from .jobs import Job, Outcome
 
@@ -69,6 +69,7 @@ def overrides(recipe: str, given: Sequence[str], steps: int) -> list[str]:
         "schedule.warmup_steps": min(schedule.warmup_steps, steps // 4),
         "schedule.decay_steps": min(schedule.decay_steps, steps // 4) if schedule.decay_steps else None,
         "evaluate.every_steps": 0,
+        "checkpoint.every_steps": 0,
     }
     keys = {argument.partition("=")[0] for argument in given}
     added = [f"{key}={value}" for key, value in short.items() if key not in keys and value is not None]

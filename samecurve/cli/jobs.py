@@ -16,7 +16,8 @@ from typing import IO, NoReturn
 
 from ..engines.placement import REFERENCE, place
 from ..errors import ConfigurationError
-from ..rundir import RunDirectory, read_json, read_metrics
+from ..records import read_json
+from ..rundir import RunDirectory, read_metrics
 
 POLL_SECONDS = 0.5
 

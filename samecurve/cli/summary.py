@@ -10,7 +10,8 @@ from pathlib import Path
 from ..engines.placement import REFERENCE, another, num_processes_again
 from ..errors import ConfigurationError
 from ..progress import duration, number, spaced
-from ..rundir import read_json, read_metrics
+from ..records import read_json
+from ..rundir import read_metrics
 
 LABEL_WIDTH = 14
 LENGTH = ("output_dir", "steps", "schedule", "evaluate.every_steps")  # a comparison has its own
@@ -58,6 +59,8 @@ def commands(directory: Path, facts: dict) -> list[tuple[str, str]]:
     """(what for, the command). A new run has a new output_dir: an earlier run's files would be moved aside."""
     recipe, overrides, world_size = facts["recipe_path"], facts["overrides"], facts["world_size"]
     found = [("look at it", f"tensorboard --logdir {quoted(directory / 'tensorboard')}")]
+    if any((directory / "checkpoints").glob("step_*")) and read_json(directory / "status.json").get("state") != "done":
+        found.append(("go on where it stopped", launch(facts["strategy_path"], world_size, [recipe, *overrides])))
     if (directory / "model").is_dir():
         start = launch(facts["strategy_path"], world_size, [recipe, *continued(overrides, directory)])
         found.append(("let it write", f"python -m samecurve generate {quoted(directory)}"))

@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from ..loss import count_trained
 from ..model import build, fill
 from ..optim import build_optimizer, parameter_groups, set_learning_rate
-from .base import EvalResult, StepResult, dtype_name, refusal
+from .base import EvalResult, StepResult, dtype_name, finished
 from .loss_scale import LossScale
+from .state import LiveState, State
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,6 +42,7 @@ class AcceleratedEngine:
         self.model, self.optimizer = self._prepare()
         module = _unwrapped(self.model)
         self.tensors = {**dict(module.named_buffers()), **dict(module.named_parameters())}
+        self.state = self._state({name: self.tensors[name] for name in self.shapes})
         with torch.no_grad():
             fill(skeleton, self.recipe, self._write)
 
@@ -64,14 +66,14 @@ class AcceleratedEngine:
             with self._accumulating(last):
                 loss = self._loss(batch)
                 loss_sum += loss.detach()
-                # agreed before the last backward: under ZeRO what follows it cannot be taken back
-                mean = self._finite_mean(loss_sum, tokens) if last else None
+                if last:
+                    mean = self._sum(loss_sum) / tokens
+                    # a loss can overflow where its gradient does not; this makes every engine skip the update
+                    weight *= 1.0 if math.isfinite(mean) else math.nan
                 self._backward(loss * weight, last)
         may_rescale = self._may_rescale()
         grad_norm, applied = self._update()
-        if not applied and not may_rescale:
-            raise refusal(mean, grad_norm)
-        return StepResult(loss=mean, grad_norm=grad_norm, tokens=tokens, applied=applied)
+        return finished(mean, grad_norm, tokens, applied, may_rescale)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         self.model.eval()
@@ -103,6 +105,15 @@ class AcceleratedEngine:
             **self._describe_numbers(),
         }
 
+    @property
+    def loss_scale_state(self) -> dict:
+        return {"value": self.loss_scale.value, "good_steps": self.loss_scale.good_steps} if self.loss_scale else {}
+
+    @loss_scale_state.setter
+    def loss_scale_state(self, values: dict) -> None:
+        if self.loss_scale and values:
+            self.loss_scale.value, self.loss_scale.good_steps = values["value"], values["good_steps"]
+
     # How one device, DDP and FSDP2 do it
 
     def _prepare(self) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -114,6 +125,9 @@ class AcceleratedEngine:
             model = self.accelerator.prepare_model(model)
         groups = parameter_groups(_unwrapped(model).named_parameters(), self.shapes, self.recipe.optimizer)
         return model, build_optimizer(groups, self.recipe.optimizer)
+
+    def _state(self, parameters: dict[str, nn.Parameter]) -> State:
+        return LiveState(parameters, self.optimizer, replica=self.shard)
 
     def _shard(self) -> nn.Module:
         """Shard on the meta device, then allocate: no rank ever holds a full model."""
@@ -228,12 +242,6 @@ class AcceleratedEngine:
     def _sum(self, value: Tensor | float) -> float:
         total = torch.as_tensor(value, dtype=torch.float64, device=self.device)
         return self.accelerator.reduce(total, reduction="sum").item()
-
-    def _finite_mean(self, loss_sum: Tensor, tokens: int) -> float:
-        mean = self._sum(loss_sum) / tokens
-        if not math.isfinite(mean):
-            raise refusal(mean, math.nan)
-        return mean
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
-
-from ..errors import NumericError
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from ..data import MicroBatch
+    from .state import State
 
 
 @dataclass(frozen=True)
@@ -24,13 +22,16 @@ class StepResult:
     loss: token mean over the step's trained tokens of all ranks and micro-batches, in nats.
     grad_norm: global L2 norm of that loss's gradient before clipping.
     tokens: trained tokens of this step, all ranks.
-    applied: False when nothing was updated (no trained token, or an fp16 overflow).
+    applied: False when nothing was updated (no trained token, an fp16 overflow, or a refusal).
+    refused: why the step must not be applied (its loss or its gradient is not finite), "" otherwise. No weight, moment
+    or counter was touched, and the next step starts clean.
     """
 
     loss: float
     grad_norm: float
     tokens: int
     applied: bool
+    refused: str = ""
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,17 @@ class EvalResult:
     tokens: int
 
 
-def refusal(loss: float, grad_norm: float) -> NumericError:
-    """The error of a step that was not applied because its loss or its gradient is not finite; the same everywhere."""
-    what = f"the gradient norm is {grad_norm} at a loss of {loss:.6g}" if math.isfinite(loss) else f"the loss is {loss}"
-    return NumericError(f"{what}; the step was not applied and the weights were not touched")
+def finished(loss: float, grad_norm: float, tokens: int, applied: bool, may_rescale: bool) -> StepResult:
+    """The result of a step that trained something; the same rule everywhere for what is refused.
+
+    may_rescale: a gradient that is not finite may only be out of fp16's range, which a smaller loss scale cures.
+    """
+    refused = ""
+    if not math.isfinite(loss):
+        refused = f"the loss is {loss}"
+    elif not applied and not may_rescale:
+        refused = f"the gradient norm is {grad_norm} at a loss of {loss:.6g}"
+    return StepResult(loss, grad_norm, tokens, applied, refused)
 
 
 def dtype_name(dtype: torch.dtype | None) -> str | None:
@@ -58,7 +66,7 @@ class Engine(Protocol):
         """(data-parallel rank, data-parallel size): which rows of the global batch this process reads."""
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
-        """Forward, backward and update over this rank's micro-batches. NumericError leaves the weights untouched."""
+        """Forward, backward and update over this rank's micro-batches."""
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         """Loss without an update. Every rank passes the same number of micro-batches."""
@@ -69,8 +77,10 @@ class Engine(Protocol):
     def describe(self) -> dict:
         """What really runs, asked of the live objects."""
 
-    def save(self, directory: Path) -> None:
-        """Write a checkpoint. Not implemented yet."""
-
-    def load(self, directory: Path) -> None:
-        """Read a checkpoint. Not implemented yet."""
+    shapes: dict[str, torch.Size]
+    """Full shape by Hugging Face name of every parameter that is trained."""
+    device: torch.device
+    state: State
+    """This rank's part of weights and optimizer: what a checkpoint reads and writes."""
+    loss_scale_state: dict
+    """fp16's dynamic loss scale, {} without one. Assigning it goes on from there."""

@@ -21,3 +21,26 @@ def may_rescale(engine: deepspeed.DeepSpeedEngine) -> bool:
         return False
     scaler = engine.optimizer.loss_scaler
     return scaler.dynamic and scaler.cur_scale > scaler.min_scale
+
+
+_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def loss_scale_state(engine: deepspeed.DeepSpeedEngine) -> dict:
+    """The dynamic loss scale in LossScale's words and, to go on exactly, in DeepSpeed's; {} without one."""
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    if not engine.fp16_enabled() or not getattr(scaler, "dynamic", False):
+        return {}
+    good_steps = max(scaler.cur_iter - 1 - scaler.last_overflow_iter, 0)
+    own = {name: getattr(scaler, name) for name in _SCALER}
+    return {"value": float(scaler.cur_scale), "good_steps": good_steps, "deepspeed": own}
+
+
+def set_loss_scale(engine: deepspeed.DeepSpeedEngine, values: dict) -> None:
+    """values: `loss_scale_state`'s, of any strategy."""
+    if not values or not loss_scale_state(engine):
+        return
+    scaler = engine.optimizer.loss_scaler
+    own = {"cur_scale": values["value"], "cur_iter": values["good_steps"] + 1, "last_overflow_iter": 0}
+    for name, value in values.get("deepspeed", own).items():
+        setattr(scaler, name, value)

@@ -26,9 +26,10 @@ from ..model import fill
 from ..optim import build_optimizer, parameter_groups, set_learning_rate
 from ..stages import cut
 from . import deepspeed_live
-from .base import EvalResult, StepResult, dtype_name, refusal
+from .base import EvalResult, StepResult, dtype_name, finished
 from .deepspeed_config import concrete
 from .pipeline_stage import build_stage
+from .state import FragmentState, LiveState, State
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -42,19 +43,20 @@ class PipelineEngine:
     """Implements base.Engine. `skeleton`: the model on the meta device, which stays there."""
 
     def __init__(self, accelerator: Accelerator, plan: Plan, skeleton: PreTrainedModel, task: Task):
-        self._task, self._device = task, accelerator.device
+        self._task, self.device = task, accelerator.device
         self._loss_factor = 1.0
-        self._shapes = {name: parameter.shape for name, parameter in skeleton.named_parameters()}
-        module = build_stage(plan, cut(copy.deepcopy(skeleton)), self._loss, self._device)
+        self.shapes = {name: parameter.shape for name, parameter in skeleton.named_parameters()}
+        module = build_stage(plan, cut(copy.deepcopy(skeleton)), self._loss, self.device)
         self._weights, self._stages = module.named_weights(), module.stages_by_name()
 
         settings = plan.recipe.optimizer
-        optimizer = build_optimizer(parameter_groups(self._weights.items(), self._shapes, settings), settings)
+        optimizer = build_optimizer(parameter_groups(self._weights.items(), self.shapes, settings), settings)
         self._engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=concrete(plan))
         self._grid = self._engine.grid
         self._guard = _Guard(self._engine)
         # after initialisation, because DeepSpeed casts weights to bf16 and makes its masters from the rounded ones
         fill(skeleton, plan.recipe, self._write, names=set(self._weights))
+        self.state = self._state()
 
     @property
     def shard(self) -> tuple[int, int]:
@@ -63,17 +65,16 @@ class PipelineEngine:
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
         """`micro_batches`: as many as gradient_accumulation_steps; every stage of a pipeline passes the same rows."""
         local = sum(count_trained(batch.labels) for batch in micro_batches)
-        tokens = int(_sum([local], self._device, self._grid.get_data_parallel_group())[0])
+        tokens = int(_sum([local], self.device, self._grid.get_data_parallel_group())[0])
         if tokens == 0:
             return StepResult(loss=0.0, grad_norm=0.0, tokens=0, applied=False)
         set_learning_rate(self._engine.optimizer, learning_rate)
         # DeepSpeed takes the mean over micro-batches and data-parallel ranks; the factor turns it into the token mean
         self._loss_factor = len(micro_batches) * self.shard[1] / tokens
         self._engine.train_batch(_rows(micro_batches))
-        loss, grad_norm = self._guard.loss, self._guard.grad_norm
-        if self._guard.refused:
-            raise refusal(loss, grad_norm)
-        return StepResult(loss, grad_norm, tokens, applied=self._engine.was_step_applied())
+        guard = self._guard
+        applied = not guard.refused and self._engine.was_step_applied()
+        return finished(guard.loss, guard.grad_norm, tokens, applied, may_rescale=not guard.refused)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         self._loss_factor = 1.0
@@ -84,21 +85,29 @@ class PipelineEngine:
         if self._engine.is_last_stage():
             loss = sum(value.item() for value in losses)
             tokens = sum(count_trained(batch.labels) for batch in micro_batches)
-        loss, tokens = _sum([loss, tokens], self._device)
+        loss, tokens = _sum([loss, tokens], self.device)
         return EvalResult(loss=loss / max(tokens, 1), tokens=int(tokens))
 
     def parameters(self) -> Iterator[tuple[str, Tensor | None]]:
         rank = dist.get_rank()
-        for name, shape in self._shapes.items():
+        for name, shape in self.shapes.items():
             stage = self._stages[name]
             full = self._master(name) if self._grid.get_stage_id() == stage else None
             sender = self._grid.topology().get_rank(pipe=stage, data=0)
             if sender != 0 and rank == sender:
                 dist.send(full, dst=0)
             if sender != 0 and rank == 0:
-                full = torch.empty(shape, dtype=torch.float32, device=self._device)
+                full = torch.empty(shape, dtype=torch.float32, device=self.device)
                 dist.recv(full, src=sender)
             yield name, full.cpu() if rank == 0 else None
+
+    @property
+    def loss_scale_state(self) -> dict:
+        return deepspeed_live.loss_scale_state(self._engine)
+
+    @loss_scale_state.setter
+    def loss_scale_state(self, values: dict) -> None:
+        deepspeed_live.set_loss_scale(self._engine, values)
 
     def describe(self) -> dict:
         engine = self._engine
@@ -111,7 +120,7 @@ class PipelineEngine:
             "layers_per_stage": engine.module.layers_per_stage(),
             "device": str(engine.device),
             "precision": deepspeed_live.precision(engine),
-            "num_parameters": sum(shape.numel() for shape in self._shapes.values()),
+            "num_parameters": sum(shape.numel() for shape in self.shapes.values()),
             "num_parameters_per_rank": sum(weight.numel() for weight in self._weights.values()),
             "micro_batch_size": engine.train_micro_batch_size_per_gpu(),
             "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
@@ -125,6 +134,13 @@ class PipelineEngine:
             "replicate_size": 1,
             "offload": [],
         }
+
+    def _state(self) -> State:
+        optimizer, stage = self._engine.optimizer, self._grid.get_stage_id()
+        saved = {name for name in self._weights if self._stages[name] == stage}  # a tied weight is on two stages
+        if hasattr(next(iter(self._weights.values())), "_hp_mapping"):
+            return FragmentState(self._weights, optimizer, saved)
+        return LiveState(self._weights, optimizer, self.shard, saved)
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         return self._task.loss(logits, labels) * self._loss_factor

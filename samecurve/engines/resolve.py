@@ -53,8 +53,12 @@ class Strategy:
 
 @dataclass(frozen=True)
 class Plan:
+    """resume: "auto", "none" or a checkpoint's folder. start_over: an earlier run's checkpoints may be moved aside."""
+
     recipe: Recipe
     strategy: Strategy
+    resume: str = "auto"
+    start_over: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,18 +84,32 @@ def resolve(
     files = read_files(chosen)
     strategy = describe_strategy(files, launch)
     checks.check(source, files, strategy, launch)
+    problems += _resume_problems(arguments)
     problems += source.document.problems + files.accelerate.problems + files.deepspeed.problems
     problems += launchers.override_problems(launch, environ, files.accelerate)
     if problems:
         only_topology = all(problem.topology for problem in problems)
         raise (TopologyError if only_topology else ConfigurationError)(report(problems))
-    return Plan(source.recipe, strategy)
+    resume = "none" if arguments.start_over else arguments.resume
+    return Plan(source.recipe, strategy, resume, arguments.start_over)
+
+
+def _resume_problems(arguments: argparse.Namespace) -> list[Problem]:
+    found, problems = arguments.resume, []
+    if found not in ("auto", "none") and not os.path.isdir(found):
+        text = f"found {found}, but there is no such folder; give auto, none or RUN/checkpoints/step_00000040"
+        problems.append(Problem(COMMAND_LINE, "--resume", text))
+    if arguments.start_over and found not in ("auto", "none"):
+        problems.append(
+            Problem(COMMAND_LINE, "--start_over", f"given together with --resume {found}; keep one of them")
+        )
+    return problems
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if message.startswith("unrecognized"):
-            message += "; the only option is --strategy FILE, and recipe values are written steps=100, without dashes"
+            message += "; recipe values are written steps=100, without dashes"
         raise ConfigurationError(f"{report([Problem(COMMAND_LINE, '', message)])}\n{self.format_usage().strip()}")
 
 
@@ -104,6 +122,17 @@ def command_line() -> argparse.ArgumentParser:
         "overrides", metavar="key.path=value", nargs="*", default=[], help="recipe values, for example steps=100"
     )
     parser.add_argument("--strategy", metavar="FILE", help="an Accelerate YAML or a DeepSpeed JSON")
+    parser.add_argument(
+        "--resume",
+        metavar="WHAT",
+        default="auto",
+        help="auto (default): the newest good checkpoint in output_dir, if it has any; none; or a checkpoint's folder",
+    )
+    parser.add_argument(
+        "--start_over",
+        action="store_true",
+        help="from the first step, although output_dir has checkpoints: moves them aside",
+    )
     parser.add_argument("--local_rank", metavar="N", type=int, help="added by the deepspeed launcher")
     return parser
 

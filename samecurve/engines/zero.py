@@ -16,6 +16,7 @@ from ..optim import build_optimizer, parameter_groups
 from . import deepspeed_live
 from .accelerated import AcceleratedEngine
 from .base import dtype_name
+from .state import FragmentState, PartitionState, State
 
 
 class ZeroEngine(AcceleratedEngine):
@@ -54,6 +55,20 @@ class ZeroEngine(AcceleratedEngine):
 
     def _may_rescale(self) -> bool:
         return deepspeed_live.may_rescale(self.model)
+
+    @property
+    def loss_scale_state(self) -> dict:
+        return deepspeed_live.loss_scale_state(self.model)
+
+    @loss_scale_state.setter
+    def loss_scale_state(self, values: dict) -> None:
+        deepspeed_live.set_loss_scale(self.model, values)
+
+    def _state(self, parameters: dict[str, nn.Parameter]) -> State:
+        optimizer = self.model.optimizer
+        if self.model.zero_optimization_stage() < 3:
+            return FragmentState(parameters, optimizer, saved=set(parameters))
+        return PartitionState(parameters, optimizer, self.shard[0])
 
     def _write(self, name: str, full: Tensor) -> None:
         """Both the working weight and its fp32 master, which DeepSpeed would otherwise make from the rounded one."""

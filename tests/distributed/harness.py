@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import socket
 import subprocess
 import sys
@@ -16,7 +17,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
-STEPS = 20
+STEPS = 25
+SAVE_EVERY = 5  # and all are kept: 20 steps follow the first
 
 LLAMA = {
     "model_type": "llama",
@@ -40,6 +42,7 @@ RECIPE = {
     "optimizer": {"learning_rate": 3e-3, "max_grad_norm": 0.8},
     "schedule": {"name": "cosine", "warmup_steps": 5},
     "evaluate": {"every_steps": 10},
+    "checkpoint": {"every_steps": SAVE_EVERY, "keep": STEPS // SAVE_EVERY},
 }
 
 
@@ -65,6 +68,9 @@ class Run:
 
     def column(self, key: str) -> list[float]:
         return [record[key] for record in self.metrics]
+
+    def checkpoint(self, step: int) -> Path:
+        return self.directory / "checkpoints" / f"step_{step:08d}"
 
     @cached_property
     def weights(self) -> dict:
@@ -108,14 +114,27 @@ class Workspace:
             self._runs[key] = self.execute(command, directory)
         return self._runs[key]
 
+    def resume(self, source: Run, step: int, strategy: str | Path | None, world: int, *overrides: str) -> Run:
+        """Go on from a copy of another run as it was after `step`, under any strategy."""
+        directory = self.folder / f"resumed_{len(list(self.folder.iterdir()))}"
+        shutil.copytree(source.directory, directory, ignore=shutil.ignore_patterns("model", "tensorboard", "step_*"))
+        shutil.copytree(source.checkpoint(step), directory / "checkpoints" / source.checkpoint(step).name)
+        path = strategy if isinstance(strategy, Path) or strategy is None else self.strategy(strategy)
+        command = launch_command("python" if path is None else "torchrun", path, world, self.folder)
+        command += [str(self.recipe), f"output_dir={directory}", *overrides]
+        return self.execute(command + (["--strategy", str(path)] if path else []), directory)
+
     def execute(self, command: list[str], directory: Path, **environment: str) -> Run:
-        env = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "FSDP_"))}
-        env |= {"PATH": f"{BIN}:{env['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        env |= {"SAMECURVE_CACHE": str(self.folder / "cache"), "TOKENIZERS_PARALLELISM": "false", **environment}
+        env = self.environment(**environment)
         done = subprocess.run(
             command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=1500
         )
         return Run(directory, done.returncode, done.stdout + done.stderr)
+
+    def environment(self, **more: str) -> dict[str, str]:
+        env = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "FSDP_"))}
+        env |= {"PATH": f"{BIN}:{env['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        return env | {"SAMECURVE_CACHE": str(self.folder / "cache"), "TOKENIZERS_PARALLELISM": "false", **more}
 
 
 def launch_command(
@@ -139,7 +158,8 @@ def launch_command(
 
 def long(*values) -> list:
     """Parameters for `scripts/test.sh --full` only: other ways into what the everyday ones show."""
-    return [pytest.param(value, marks=pytest.mark.full) for value in values]
+    cases = [value if isinstance(value, tuple) else (value,) for value in values]
+    return [pytest.param(*case, marks=pytest.mark.full) for case in cases]
 
 
 def free_port() -> int:

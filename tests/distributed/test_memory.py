@@ -13,6 +13,8 @@ LARGE = LLAMA | {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_laye
 # What two ranks keep, in units of the whole fp32 weights. FSDP2: half of the weights. ZeRO-3: half of the working
 # weights, of the fp32 masters and of the gradients. A rank that held the whole model on the way would add one more.
 KEPT = {"fsdp": 0.5, "zero3": 1.5}
+AS_AT_EVERY_STEP = {"zero1": 1.0}  # DeepSpeed's all-gather of the working weights over gloo
+SLACK = 0.05  # of the weights, 8 MiB: the index, buffers of the file system
 ON_THE_WAY = 0.5  # a block of the model, the libraries' own buffers, and the allocator's slack
 
 
@@ -29,11 +31,27 @@ def pretrained(workspace, reference) -> Path:
 @pytest.mark.parametrize("origin", ["path", *long("config")])
 @pytest.mark.parametrize("strategy", KEPT)
 def test_no_rank_holds_the_whole_model(strategy, origin, workspace, pretrained, reference):
-    path = workspace.strategy(strategy)
-    command = launch_command("torchrun", path, 2, workspace.folder, str(Path(__file__).with_name("memory_probe.py")))
     model = {"config": LARGE} if origin == "config" else {"path": str(pretrained)}
+    found = probe("memory_probe.py", strategy, model, workspace, reference)
+    assert found["growth"] < KEPT[strategy] + ON_THE_WAY, found
+
+
+@pytest.mark.parametrize("strategy", ["zero3", *long("ddp", "fsdp", "zero1", "pipeline")])
+def test_saving_and_loading_hold_a_few_parameters(strategy, workspace, reference, tmp_path):
+    found = probe("checkpoint_memory_probe.py", strategy, {"config": LARGE}, workspace, reference, tmp_path / "run")
+    few = 4 * found["largest_parameter"] + SLACK
+    assert found["streamed"] < few, found
+    assert found["loaded"] < few + AS_AT_EVERY_STEP.get(strategy, 0.0), found
+    # beside training: this rank's half of weights and moments, once
+    assert 1.2 < found["copied"] < 1.5 + few, found
+
+
+def probe(name: str, strategy: str, model: dict, workspace, reference, output_dir: Path | None = None) -> dict:
+    path = workspace.strategy(strategy)
+    command = launch_command("torchrun", path, 2, workspace.folder, str(Path(__file__).with_name(name)))
     tokenizer = {"path": str(reference.directory / "model")}
     arguments = [f"model={json.dumps(model)}", f"tokenizer={json.dumps(tokenizer)}", "batch.micro_batch_size=2"]
+    arguments += [f"output_dir={output_dir}"] if output_dir else []
     run = workspace.execute(
         [*command, str(workspace.recipe), *arguments, "--strategy", str(path)],
         workspace.folder,
@@ -44,4 +62,4 @@ def test_no_rank_holds_the_whole_model(strategy, origin, workspace, pretrained, 
     found = json.loads(run.output.split("FOUND ", 1)[1].splitlines()[0])
     assert found["weights_mib"] > 100
     print(found)
-    assert found["growth"] < KEPT[strategy] + ON_THE_WAY, found
+    return found

@@ -30,8 +30,8 @@ def test_modules_and_functions_stay_small():
 
 
 def test_layers_import_only_downwards():
-    """Tasks and engines are above the modules that they use; nothing below imports them."""
-    below = [path for path in (ROOT / "samecurve").glob("*.py") if path.name not in ("__main__.py",)]
+    """Tasks and engines are above the modules that they use; only the session, which is made of both, imports them."""
+    below = [path for path in (ROOT / "samecurve").glob("*.py") if path.name not in ("__main__.py", "session.py")]
     assert len(below) > 15
     for path in below:
         for node in ast.parse(path.read_text()).body:

@@ -78,10 +78,11 @@ def test_every_metric_is_named_and_no_other():
 
 def recorded() -> list[str]:
     """What a run's records hold: the meter's, what train.py adds, the evaluation's."""
-    meter = Meter(8, None, Machine(1, None, lambda: 0))
-    record = meter.step(1, StepResult(loss=1.0, grad_norm=1.0, tokens=1, applied=True), 1e-3, 0.0)
+    meter = Meter(None, Machine(1, None, lambda: 0))
+    record = meter.step(1, StepResult(loss=1.0, grad_norm=1.0, tokens=1, applied=True), 1e-3, 8, 0.0)
     loop = ast.walk(ast.parse((ROOT / "train.py").read_text()))
     added = [key.value for node in loop if isinstance(node, ast.Dict) for key in node.keys]
+    added += ["save_stall_seconds", "save_seconds"]
     task = Pretrain(tokenizer=None, train=None, held_out=SimpleNamespace(num_targets=1))
     task.__dict__["_held_out_bytes"] = 4
     return [*record, *added, *task.metrics(EvalResult(loss=1.0, tokens=1))]

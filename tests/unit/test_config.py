@@ -174,8 +174,16 @@ CASES = [
      ["r.yaml:15: schedule.decay_steps: missing; wsd needs the length of its final decay"]),
     ("wsd long", add("schedule:\n  name: wsd\n  warmup_steps: 5\n  decay_steps: 6\n"), R, {},
      ["r.yaml:18: schedule.decay_steps: found 6; with 5 warm-up steps that is more than the 10 steps"]),
-    ("ckpt", add("checkpoint: {every_steps: 100}\n"), R, {},
-     ["r.yaml:15: checkpoint.every_steps: found 100, but this version writes no checkpoints yet; set it to 0"]),
+    ("keep", add("checkpoint: {keep: 1}\n"), R, {},
+     ["r.yaml:15: checkpoint.keep: found 1, a number of at least 2 is needed"]),
+    ("best", add("checkpoint: {best: eval_loss, every_steps: 3}\n"), [*R, "data.held_out_fraction=0.1", "evaluate.every_steps=2"], {},
+     ["r.yaml:15: checkpoint.best: found eval_loss, but checkpoints are written every 3 steps and evaluate.every_steps is 2; set that to a divisor of checkpoint.every_steps, so that each has a number of its own"]),
+    ("rollback", add("guard: {rollback_ratio: 2.0}\n"), [*R, "checkpoint.every_steps=0"], {},
+     ["r.yaml:15: guard.rollback_ratio: found 2, but checkpoint.every_steps is 0, so there is nothing to go back to; set it above 0"]),
+    ("resume", {}, [*R, "--resume", "gone"], {},
+     ["command line: --resume: found gone, but there is no such folder; give auto, none or RUN/checkpoints/step_00000040"]),
+    ("start over", {}, [*R, "--resume", ".", "--start_over"], {},
+     ["command line: --start_over: given together with --resume .; keep one of them"]),
     ("eval", add("evaluate: {every_steps: 100}\n"), R, {},
      ["r.yaml:15: evaluate.every_steps: found 100, but nothing is held out; set data.held_out_fraction above 0 or evaluate.path"]),
     ("batch", r("global_batch_size: 8", "global_batch_size: 9"), [*R, "batch.micro_batch_size=2"], {},
@@ -258,7 +266,7 @@ def test_bytes_that_are_no_text(tmp_path, monkeypatch):
 def test_unknown_option_comes_with_the_usage():
     with pytest.raises(ConfigurationError) as error:
         resolve(["r.yaml", "--stratgy", "x"], {})
-    hint = "the only option is --strategy FILE, and recipe values are written steps=100, without dashes"
+    hint = "recipe values are written steps=100, without dashes"
     first = expected([f"command line: unrecognized arguments: --stratgy x; {hint}"])
     assert str(error.value).startswith(f"{first}\nusage: train.py [-h]")
 

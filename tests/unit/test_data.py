@@ -205,3 +205,40 @@ def test_evaluation_reads_every_row_once_and_equally_often_on_each_shard(world, 
     assert {m.labels.shape for shard in shards for m in shard} == {(micro, 6)}
     labels = torch.cat([m.labels for shard in shards for m in shard])
     assert labels[(labels != X).any(dim=1)].tolist() == all_rows(rows).labels.tolist()
+
+
+def test_going_on_looks_at_nothing_before_it():
+    """A billion rows and a position in the middle cost what a thousand cost: only the step's own rows are asked for."""
+
+    class Counted:
+        def __init__(self, num_rows):
+            self.num_rows, self.asked = num_rows, []
+
+        def __len__(self):
+            return self.num_rows
+
+        def __getitem__(self, indices):
+            self.asked += indices.tolist()
+            return np.zeros((3, len(indices), 4), dtype=np.int64)
+
+    batch = Batch(global_batch_size=8, micro_batch_size=2, sequence_length=4)
+    for num_rows in (10**3, 10**9):
+        rows = Counted(num_rows)
+        step = num_rows // 16
+        batches = StepBatches(rows, 0, batch, (1, 2), step + 1, start_step=step)
+        (micro_batches,) = batches
+        assert len(micro_batches) == 2 and len(rows.asked) == 4 and len(set(rows.asked)) == 4
+        assert rows.asked == batches.rows_of(step)[4:].tolist()
+        assert max(rows.asked) > num_rows // 8
+
+
+def test_another_batch_size_goes_on_at_the_same_row():
+    rows = DocumentRows(random_stream(90, 6), 4, PAD)
+    small, large = (Batch(global_batch_size=size, micro_batch_size=1, sequence_length=4) for size in (4, 6))
+    before = StepBatches(rows, 0, small, (0, 1), 5)
+    after = StepBatches(rows, 0, large, (0, 1), 9, start_step=5, start_samples=20)
+    read = [row for step in range(5) for row in before.rows_of(step)]
+    read += [row for step in range(5, 9) for row in after.rows_of(step)]
+    whole = StepBatches(rows, 0, Batch(global_batch_size=44, micro_batch_size=1, sequence_length=4), (0, 1), 1)
+    assert read == whole.rows_of(0).tolist()
+    assert after.samples == 20

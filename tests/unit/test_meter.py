@@ -37,7 +37,7 @@ FLOPS, PEAK = TokenFlops(6e9, 8e9), Peak(1.0, "by hand")
 
 def meter(clock=None, flops=FLOPS, peak=PEAK):
     machine = Machine(num_devices=4, peak=peak, peak_memory=lambda: 3 * GIB)
-    return Meter(rows_per_step=16, flops=flops, machine=machine, clock=clock or Clock())
+    return Meter(flops=flops, machine=machine, clock=clock or Clock())
 
 
 def result(loss=2.0, tokens=800):
@@ -48,7 +48,7 @@ def test_record_by_hand():
     clock = Clock()
     measured = meter(clock)
     clock.now += 2.0
-    record = measured.step(3, result(), learning_rate=1e-3, data_wait_seconds=0.5)
+    record = measured.step(3, result(), learning_rate=1e-3, samples=48, data_wait_seconds=0.5)
     # 800 tokens in 2 s on 4 devices: 100 tokens/s each, x 6e9 FLOPs = 0.6 TFLOP/s of 1.0
     assert record == pytest.approx(
         {
@@ -76,7 +76,7 @@ def test_evaluation_is_not_a_steps_time():
     seconds = []
     for step, passed in enumerate((2.0, 4.0, 3.0), 1):
         clock.now += passed
-        seconds.append(measured.step(step, result(), 1e-3, 0.0)["step_seconds"])
+        seconds.append(measured.step(step, result(), 1e-3, 16, 0.0)["step_seconds"])
         if step == 2:
             clock.now += 50.0
             measured.start()
@@ -94,7 +94,7 @@ def test_what_is_not_known_is_none(flops, peak, unknown):
     clock = Clock()
     measured = meter(clock, flops, peak)
     clock.now += 1.0
-    record = measured.step(1, result(), 1e-3, 0.0)
+    record = measured.step(1, result(), 1e-3, 16, 0.0)
     assert {key for key, value in record.items() if value is None} == unknown
     assert list(record) == KEYS
 
@@ -105,7 +105,7 @@ def test_smoothed_loss_by_hand():
     seen = []
     for loss in (4.0, 2.0, math.nan, 1.0):
         clock.now += 1.0
-        measured.step(1, result(loss), 1e-3, 0.0)
+        measured.step(1, result(loss), 1e-3, 16, 0.0)
         seen.append(measured.smoothed_loss)
     # 0.1 x 4 / 0.1; (0.36 + 0.2) / 0.19; a step without a loss changes nothing; (0.504 + 0.1) / 0.271
     assert seen == pytest.approx([4.0, 0.56 / 0.19, 0.56 / 0.19, 0.604 / 0.271])
@@ -115,7 +115,7 @@ def test_a_step_without_trained_tokens_has_no_loss():
     clock = Clock()
     measured = meter(clock)
     clock.now += 1.0
-    record = measured.step(1, result(loss=0.0, tokens=0), 1e-3, 0.0)
+    record = measured.step(1, result(loss=0.0, tokens=0), 1e-3, 16, 0.0)
     assert (record["loss"], record["grad_norm"], record["tokens_per_second"]) == (None, None, 0.0)
     assert measured.smoothed_loss is None
 
@@ -124,7 +124,7 @@ def test_scalars_are_grouped_and_finite():
     clock = Clock()
     measured = meter(clock, flops=None)
     clock.now += 1.0
-    record = measured.step(1, result(math.nan), 1e-3, 0.0) | {"eval_loss": 3.0}
+    record = measured.step(1, result(math.nan), 1e-3, 16, 0.0) | {"eval_loss": 3.0}
     scalars = measured.scalars(record)
     assert scalars["evaluate/eval_loss"] == 3.0
     assert scalars["train/grad_norm"] == 0.5

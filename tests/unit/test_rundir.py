@@ -8,10 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from samecurve import rundir
+from samecurve import records
 from samecurve.config import Recipe
-from samecurve.errors import ConfigurationError, StorageError
-from samecurve.rundir import RunDirectory, read_metrics, run_facts
+from samecurve.errors import CheckpointError, ConfigurationError, RepeatedFailureError, StorageError
+from samecurve.facts import run_facts
+from samecurve.rundir import RunDirectory, read_metrics
 
 
 def finished_run(path, loss=1.0):
@@ -99,7 +100,7 @@ def test_full_disk_names_path_and_errno(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(rundir.os, "fsync", full)
+    monkeypatch.setattr(records.os, "fsync", full)
     with pytest.raises(StorageError) as error:
         run.status("done")
     expected = f"{tmp_path / 'status.json'}: No space left on device (errno {errno.ENOSPC}, ENOSPC)"
@@ -143,3 +144,96 @@ def test_facts_are_jsons_and_remember_the_command(tmp_path):
 def test_importing_needs_no_torch():
     code = "import sys, samecurve.rundir, samecurve.progress; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=os.getcwd())
+
+
+def interrupted_run(path, num_steps=7, saved=(2, 4, 6), state="running"):
+    """A run that was killed after some steps, with checkpoints; its last line is half written."""
+    run = RunDirectory(path)
+    run.write_run({"strategy": "ddp"})
+    run.status(state, step=0)
+    for step in range(1, num_steps + 1):
+        run.append_metrics({"step": step, "loss": float(step)})
+    with open(run.metrics, "a") as stream:
+        stream.write('{"step": 8, "lo')
+    for step in saved:
+        (run.checkpoints / f"step_{step:08d}").mkdir(parents=True)
+    run.close()
+
+
+def test_going_on_leaves_no_gap_and_no_double_step(tmp_path):
+    interrupted_run(tmp_path)
+    run = RunDirectory(tmp_path, resume="auto")
+    assert run.continues and run.notice == ""
+    run.go_on(4, {"step": 4, "loss": 4.0})
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3, 4]
+    run.append_metrics({"step": 5, "loss": 5.5})
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
+    assert run.metrics.read_text().endswith('{"step": 5, "loss": 5.5}\n')
+    old = tmp_path / "previous" / "1"
+    assert [record["step"] for record in read_metrics(old)] == [5, 6, 7]
+    assert sorted(path.name for path in old.iterdir()) == ["checkpoints", "metrics.jsonl", "run.json", "status.json"]
+    assert [path.name for path in (old / "checkpoints").iterdir()] == ["step_00000006"]
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step_00000002", "step_00000004"]
+    assert "4 steps that came after the checkpoint" in run.notice
+
+
+def test_a_line_that_a_power_cut_took_comes_back_from_the_checkpoint(tmp_path):
+    interrupted_run(tmp_path, num_steps=3, saved=(4,))
+    run = RunDirectory(tmp_path, resume="auto")
+    run.go_on(4, {"step": 4, "loss": 4.0})
+    assert read_metrics(tmp_path)[-1] == {"step": 4, "loss": 4.0}
+
+
+@pytest.mark.parametrize("resume", ["none", "elsewhere"])
+def test_checkpoints_are_not_left_behind_without_being_told_to(resume, tmp_path):
+    interrupted_run(tmp_path)
+    with pytest.raises(CheckpointError, match=f"--resume {resume} would leave behind; .* --start_over"):
+        RunDirectory(tmp_path, resume=resume)
+    assert len(list(tmp_path.glob("checkpoints/*"))) == 3
+
+
+def test_starting_over_moves_checkpoints_aside(tmp_path):
+    interrupted_run(tmp_path)
+    run = RunDirectory(tmp_path, resume="none", start_over=True)
+    assert not run.continues and not run.checkpoints.exists()
+    assert len(list(tmp_path.glob("previous/1/checkpoints/*"))) == 3
+
+
+def test_one_of_its_own_checkpoints_may_be_chosen(tmp_path):
+    interrupted_run(tmp_path)
+    run = RunDirectory(tmp_path, resume=str(tmp_path / "checkpoints" / "step_00000002"))
+    assert run.continues
+
+
+def test_the_third_restart_at_one_step_is_the_last(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    interrupted_run(tmp_path, num_steps=7)
+    for _ in range(2):  # each comes to step 7 again and dies
+        run = RunDirectory(tmp_path, resume="auto")
+        run.status("running")
+        run.close()
+    with pytest.raises(RepeatedFailureError, match="step 8 failed 3 times in a row"):
+        RunDirectory(tmp_path, resume="auto")
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")  # a person may try again
+    assert RunDirectory(tmp_path, resume="auto").continues
+
+
+def test_failures_at_different_steps_do_not_add_up(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    interrupted_run(tmp_path, num_steps=7)
+    for step in (8, 9, 10, 11):
+        run = RunDirectory(tmp_path, resume="auto")
+        run.status("failed", reason="x")
+        run.go_on(step - 1, {})
+        run.append_metrics({"step": step})
+        run.status("failed", reason="x")
+        run.close()
+
+
+def test_a_run_that_was_told_to_stop_did_not_fail(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    interrupted_run(tmp_path, state="preempted")
+    for _ in range(4):
+        run = RunDirectory(tmp_path, resume="auto")
+        run.status("preempted")
+        run.close()

@@ -1,0 +1,58 @@
+"""What is not as it was when a checkpoint was written: most may change and is told, some may not and is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from ..tasks import Task
+
+# What the model and the rows are is compared itself (`identity`), so the paths that they come from may change.
+FIXED = ("task", "seed", "optimizer.name")
+SILENT = ("output_dir", "data.cache_dir", "logging.every_steps")
+_NOT_ARCHITECTURE = frozenset("_name_or_path transformers_version dtype torch_dtype architectures use_cache".split())
+
+
+def identity(config: PreTrainedConfig, task: Task) -> dict:
+    """What is trained, on what: the architecture's numbers and the rows' fingerprint."""
+    fields = config.to_dict()
+    kept = {key for key in fields if key not in _NOT_ARCHITECTURE and "attn_implementation" not in key}
+    return {
+        "model": {key: fields[key] for key in kept},
+        "data": {"rows": task.train.fingerprint, "vocabulary_size": task.vocabulary_size},
+    }
+
+
+def refusals(saved: dict, now: dict) -> list[str]:
+    """Every reason why the run may not go on. Both are state.json's content: `recipe`, `model`, `data`, `step`."""
+    found = [text for key, text in _differences(saved["recipe"], now["recipe"]) if key in FIXED]
+    found += [f"model.{text}" for _, text in _differences(saved["model"], now["model"])]
+    found += [f"data, which is not what it was: {text}" for _, text in _differences(saved["data"], now["data"])]
+    if now["recipe"]["steps"] < saved["step"]:
+        found.append(f"steps: {now['recipe']['steps']}, but the checkpoint is after step {saved['step']}")
+    return found
+
+
+def changes(saved: dict, now: dict) -> list[str]:
+    """What changed and may: recipe keys, strategy, number of processes, versions."""
+    found = [text for key, text in _differences(saved["recipe"], now["recipe"]) if key not in (*FIXED, *SILENT)]
+    for key in ("strategy", "world_size", "versions"):
+        found += [text for _, text in _differences({key: saved[key]}, {key: now[key]})]
+    return found
+
+
+def _differences(before: dict, after: dict, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(dotted key, "key: before -> after") of every leaf that differs."""
+    for key in sorted(before.keys() | after.keys()):
+        old, new = before.get(key), after.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from _differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            yield f"{prefix}{key}", f"{prefix}{key}: {_shown(old)} -> {_shown(new)}"
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value)

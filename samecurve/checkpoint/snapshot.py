@@ -1,0 +1,63 @@
+"""This rank's part of a checkpoint: which tensors, and their values, live or as a copy in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .. import rng
+from .files import Entry
+
+if TYPE_CHECKING:
+    from ..engines.base import Engine
+
+
+class Snapshot:
+    """What one rank saves. Between saves it keeps its host buffers, because allocating pinned memory is slow."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self._buffers: dict[str, Tensor] = {}
+        self._generators: dict[str, Tensor] = {}
+        held = [each for each in engine.state.held() if each.save_stop > each.save_start]
+        self.ranges = [(each.name, each.save_start, each.save_stop) for each in held]
+
+    def take(self, copy: bool) -> tuple[list[Entry], Iterator[Tensor]]:
+        """A file's entries and their values, which come one at a time.
+
+        copy: the values are those of now, whatever happens to the model; host memory grows by this rank's part once.
+        Otherwise they are read when they are asked for, one tensor in memory at a time.
+        """
+        self._generators = rng.capture(self._engine.device)
+        entries = [Entry(f"{kind}/{name}", stop - start) for name, start, stop, kind in self._places()]
+        entries += [Entry(f"rng/{name}", state.numel(), torch.uint8) for name, state in self._generators.items()]
+        if not copy:
+            return entries, (value.cpu() for value in self._values())
+        for entry, value in zip(entries, self._values(), strict=True):
+            self._keep(entry, value)
+        if self._engine.device.type == "cuda":
+            torch.cuda.synchronize(self._engine.device)  # the copies to pinned memory run beside
+        return entries, (self._buffers[entry.key] for entry in entries)
+
+    def _places(self) -> Iterator[tuple[str, int, int, str]]:
+        from ..engines.state import KINDS
+
+        for name, start, stop in self.ranges:
+            for kind in KINDS:
+                yield name, start, stop, kind
+
+    def _values(self) -> Iterator[Tensor]:
+        for held, _, tensor in self._engine.state.visit():
+            if held.save_stop > held.save_start:
+                part = tensor[held.save_start - held.start : held.save_stop - held.start]
+                yield part
+        yield from self._generators.values()
+
+    def _keep(self, entry: Entry, value: Tensor) -> None:
+        if entry.key not in self._buffers:
+            pinned = value.device.type == "cuda"
+            self._buffers[entry.key] = torch.empty(entry.numel, dtype=entry.dtype, pin_memory=pinned)
+        self._buffers[entry.key].copy_(value, non_blocking=True)

@@ -1,0 +1,265 @@
+"""Where the engines keep what is trained: weights and optimizer state, as ranges of flattened fp32 tensors.
+
+However a strategy cuts a parameter, a rank holds one contiguous range of it: all of it (DDP), some rows (FSDP2 shards
+dimension 0), a fragment of a flat group (ZeRO-1 and 2), a partition (ZeRO-3). So a range of the flattened tensor is the
+one layout that all of them read and write. Nothing here is collective and nothing is gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ..optim import STATE_NAMES, empty_state
+
+WEIGHT = "weight"
+KINDS = (WEIGHT, *STATE_NAMES)
+
+
+class Held(NamedTuple):
+    """A rank's range [start, stop) of the flattened parameter `name`, and the part of it that this rank saves.
+
+    Of a range that several ranks hold, each saves a part, or one saves all and the others an empty one.
+    """
+
+    name: str
+    start: int
+    stop: int
+    save_start: int
+    save_stop: int
+
+
+class State(Protocol):
+    def held(self) -> list[Held]:
+        """This rank's ranges, none of them empty, in the order in which `visit` comes to them."""
+
+    def visit(self, writing: bool = False) -> Iterator[tuple[Held, str, Tensor]]:
+        """Every range under every kind, in KINDS' order: a live fp32 tensor (stop - start,), until the next one comes.
+
+        writing: what the caller writes into the tensors is kept.
+        """
+
+    def finish(self, updates: int) -> None:
+        """After writing: the optimizer's counter, and whatever is computed from the weights. Collective."""
+
+    def replicas(self) -> Iterator[tuple[str, Tensor]]:
+        """(label, tensor) of what every rank with the same label holds bit for bit."""
+
+
+def split(start: int, stop: int, index: int, count: int) -> tuple[int, int]:
+    """The index-th of `count` nearly equal parts of [start, stop)."""
+    length = stop - start
+    return start + length * index // count, start + length * (index + 1) // count
+
+
+class LiveState:
+    """One device, DDP, FSDP2 and HSDP: the parameters are the fp32 weights.
+
+    replica: (index, count) of this rank among those that hold the same parameters. saved: see FragmentState.
+    """
+
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        replica: tuple[int, int],
+        saved: set[str] | None = None,
+    ):
+        self._parameters, self._optimizer, self._replica = parameters, optimizer, replica
+        self._saved = set(parameters) if saved is None else saved
+
+    def held(self) -> list[Held]:
+        found = []
+        for name, parameter in self._parameters.items():
+            start, stop, replica = _placed(parameter, self._replica)
+            if stop > start:
+                part = split(start, stop, *replica) if name in self._saved else (start, start)
+                found.append(Held(name, start, stop, *part))
+        return found
+
+    def visit(self, writing: bool = False) -> Iterator[tuple[Held, str, Tensor]]:
+        for held in self.held():
+            parameter = self._parameters[held.name]
+            state = _state_of(self._optimizer, parameter, create=writing)
+            for kind in KINDS:
+                yield held, kind, _flat(parameter.detach() if kind == WEIGHT else state[kind])
+
+    def finish(self, updates: int) -> None:
+        set_updates(self._optimizer, updates)
+
+    def replicas(self) -> Iterator[tuple[str, Tensor]]:
+        for held in self.held():
+            if _placed(self._parameters[held.name], self._replica)[2][1] > 1:
+                yield f"{held.name} from {held.start}", _flat(self._parameters[held.name].detach())
+
+
+class FragmentState:
+    """ZeRO-1 and 2, and DeepSpeed's bf16 optimizer: fp32 masters in flat groups, each rank with one part of them.
+
+    saved: names that this rank saves; a weight that two pipeline stages share is saved by one of them.
+    """
+
+    def __init__(self, parameters: dict[str, nn.Parameter], optimizer, saved: set[str]):
+        self._parameters, self._optimizer, self._saved = parameters, optimizer, saved
+
+    def held(self) -> list[Held]:
+        found = []
+        for name, parameter in self._parameters.items():
+            if parameter._hp_mapping is not None:
+                place = parameter._hp_mapping.lp_fragment_address
+                start, stop = place.start, place.start + place.numel
+                found.append(Held(name, start, stop, start, stop if name in self._saved else start))
+        return found
+
+    def visit(self, writing: bool = False) -> Iterator[tuple[Held, str, Tensor]]:
+        """Through the flat groups: DeepSpeed 0.19's own fragments of the optimizer's state are linked after the first
+        group's first step, when the other groups have none yet, and stay empty."""
+        base = self._optimizer.optimizer
+        for held in self.held():
+            mapping = self._parameters[held.name]._hp_mapping
+            place, (flat,) = mapping.hp_fragment_address, base.param_groups[mapping.param_group_index]["params"]
+            state = _state_of(base, flat, create=writing)
+            for kind in KINDS:
+                whole = flat if kind == WEIGHT else state[kind]
+                yield held, kind, whole.detach().narrow(0, place.start, place.numel)
+
+    def finish(self, updates: int) -> None:
+        set_updates(self._optimizer.optimizer, updates)
+        self._optimizer.update_lp_params()
+
+    def replicas(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self._parameters.items():
+            yield name, parameter.detach()
+
+
+class PartitionState:
+    """ZeRO-3: each rank holds one partition of every parameter, in groups that may lie on NVMe until asked for.
+
+    optimizer: DeepSpeedZeroOptimizer_Stage3, whose partitions and swapping have no public name.
+    """
+
+    def __init__(self, parameters: dict[str, nn.Parameter], optimizer, rank: int):
+        self._parameters, self._optimizer, self._rank = parameters, optimizer, rank
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+
+    def held(self) -> list[Held]:
+        return [held for group in self._optimizer.fp16_groups for p in group if (held := self._held(p)) is not None]
+
+    def visit(self, writing: bool = False) -> Iterator[tuple[Held, str, Tensor]]:
+        zero = self._optimizer
+        for index, group in enumerate(zero.fp16_groups):
+            swapped = zero._swappable_optimizer_subgroup(index)
+            if swapped:
+                zero._optimizer_states_and_gradient_swap_in(index)
+            flat = zero.fp32_partitioned_groups_flat[index]
+            state = _state_of(zero.optimizer, flat, create=writing)
+            for parameter in group:
+                yield from self._visit_one(parameter, flat, state)
+            if swapped and writing:
+                zero._optimizer_states_and_gradient_swap_out(index)
+            elif swapped:
+                zero._release_swap_buffers(index)
+
+    def finish(self, updates: int) -> None:
+        """The weights that are computed with: in place where a rank has its partition, through a gather where that is
+        on NVMe or whole already (DeepSpeed keeps small parameters so)."""
+        from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus, ZeroParamStatus
+
+        set_updates(self._optimizer.optimizer, updates)
+        here = {
+            name: p
+            for name, p in self._parameters.items()
+            if p.ds_status == ZeroParamStatus.NOT_AVAILABLE and p.ds_tensor.status == PartitionedParamStatus.AVAILABLE
+        }
+        for held, kind, tensor in self.visit():
+            if kind == WEIGHT and held.name in here:
+                here[held.name].ds_tensor.data[: tensor.numel()].copy_(tensor)
+        for name, parameter in self._parameters.items():
+            if name not in here:
+                self._write_gathered(parameter)
+
+    def _write_gathered(self, parameter: nn.Parameter) -> None:
+        import deepspeed
+
+        full = self._optimizer.get_full_hp_param(parameter)
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            if torch.distributed.get_rank() == 0:
+                parameter.data.copy_(full)
+
+    def replicas(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(())
+
+    def _visit_one(self, parameter: nn.Parameter, flat: Tensor, state: dict) -> Iterator[tuple[Held, str, Tensor]]:
+        held = self._held(parameter)
+        if held is None:
+            return
+        _, offset, _ = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
+        for kind in KINDS:
+            whole = flat if kind == WEIGHT else state[kind]
+            yield held, kind, whole.detach().narrow(0, offset, held.stop - held.start)
+
+    def _held(self, parameter: nn.Parameter) -> Held | None:
+        start = self._rank * parameter.partition_numel()
+        stop = min(start + parameter.partition_numel(), parameter.ds_numel)  # the last partition is padded
+        return Held(self._names[id(parameter)], start, stop, start, stop) if stop > start else None
+
+
+def set_updates(optimizer: torch.optim.Optimizer, updates: int) -> None:
+    """Adam's counter, from which it corrects its moments' bias."""
+    for state in optimizer.state.values():
+        if isinstance(state.get("step"), Tensor):
+            state["step"].fill_(updates)
+        elif "step" in state:
+            state["step"] = updates
+    if type(optimizer).__name__ == "DeepSpeedCPUAdam":
+        _replay(optimizer, updates)
+
+
+def _replay(optimizer, updates: int) -> None:
+    """DeepSpeed's CPU Adam keeps beta ** step as a product that it multiplies on, step by step, in fp32 (0.19.8,
+    csrc/includes/cpu_adam.h); only the same multiplications give the same bits."""
+    group = optimizer.param_groups[0]
+    values = [torch.zeros(1) for _ in range(4)]
+    beta1, beta2 = group["betas"]
+    for step in range(1, updates + 1):
+        optimizer.ds_opt_adam.adam_update(
+            optimizer.opt_id, step, 0.0, beta1, beta2, group["eps"], 0.0, group["bias_correction"], *values
+        )
+
+
+def _state_of(optimizer: torch.optim.Optimizer, parameter: Tensor, create: bool) -> dict:
+    """The optimizer's state of a parameter. Before the first update there is none: zeros, which `create` keeps."""
+    state = optimizer.state.get(parameter) or {}
+    if KINDS[1] in state:
+        return state
+    made = {**state, **empty_state(parameter, integer_step=type(optimizer).__name__ == "DeepSpeedCPUAdam")}
+    if create:
+        optimizer.state[parameter] = made
+    return made
+
+
+def _placed(parameter: nn.Parameter, replica: tuple[int, int]) -> tuple[int, int, tuple[int, int]]:
+    """(start, stop, (replica index, number of replicas)) of the range that this rank holds."""
+    if not isinstance(parameter, DTensor):
+        return 0, parameter.numel(), replica
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    mesh, placements = parameter.device_mesh, parameter.placements
+    assert all(isinstance(p, Replicate) or p == Shard(0) for p in placements), f"unknown placements {placements}"
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
+    row = parameter.numel() // max(parameter.shape[0], 1)
+    start, length = offset[0] * row, shape[0] * row
+    index, count = 0, 1
+    for dimension, placement in enumerate(placements):
+        if isinstance(placement, Replicate):
+            index, count = index * mesh.size(dimension) + mesh.get_local_rank(dimension), count * mesh.size(dimension)
+    return start, start + length, (index, count)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.view(-1)

@@ -1,0 +1,82 @@
+"""run.json's content: what runs, where, and by which versions."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+from collections.abc import Sequence
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+from .checkpoint.changes import identity
+from .records import now
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from .engines.resolve import Plan
+    from .tasks import Task
+
+VERSIONED = ("torch", "accelerate", "deepspeed", "transformers", "datasets", "samecurve")
+
+
+def run_facts(plan: Plan, arguments: Sequence[str], described: dict, data: dict, device: str) -> dict:
+    """run.json's content, which is also the header's.
+
+    arguments: train.py's. described: the live engine's own words (`engine`, `world_size`, `data_parallel_size`,
+    `pipeline_stages`, `gradient_accumulation_steps`, `weight_dtype`, `reduce_dtype`, `num_parameters`,
+    `num_parameters_per_rank`, ...). data: the task's. device: its name, as a person would say it.
+    """
+    recipe, strategy = plan.recipe, plan.strategy
+    return {
+        **_typed(arguments),
+        "output_dir": recipe.output_dir,
+        "strategy": strategy.name,
+        "strategy_path": strategy.path or strategy.deepspeed_path,
+        "family": strategy.family,
+        "launcher": strategy.launcher,
+        **described,
+        "device": device,
+        "precision": recipe.precision,
+        "data": data,
+        "recipe": recipe.model_dump(),
+        "accelerate": strategy.accelerate,
+        "deepspeed": strategy.deepspeed,
+        "versions": versions(),
+        "started": now(),
+    }
+
+
+def decisive(plan: Plan, skeleton: PreTrainedModel, task: Task) -> dict:
+    """What decides whether a checkpoint's run may go on, and what a reader wants to know that changed since."""
+    return {
+        "recipe": plan.recipe.model_dump(),
+        "strategy": plan.strategy.name,
+        "world_size": plan.strategy.world_size,
+        "versions": versions(),
+        **identity(skeleton.config, task),
+    }
+
+
+def _typed(arguments: Sequence[str]) -> dict:
+    """The recipe's file and the overrides, so that `samecurve summary` can say how to do it again."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("recipe_path")
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--strategy")
+    parser.add_argument("--resume")
+    parser.add_argument("--start_over", action="store_true")
+    parser.add_argument("--local_rank")
+    typed = parser.parse_intermixed_args(arguments)
+    return {"recipe_path": typed.recipe_path, "overrides": typed.overrides}
+
+
+def versions() -> dict[str, str | None]:
+    """Installed versions of what decides a run's numbers; None for what is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in VERSIONED:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found

@@ -1,0 +1,96 @@
+"""What the training loop works with, put together in the order in which one part needs another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from . import engines, model, tasks
+from .checkpoint.manager import Checkpoints, Position
+from .data import EvaluationBatches, StepBatches
+from .errors import Preempted
+from .export import export
+from .facts import decisive, run_facts
+from .guard import Guard
+from .meter import Meter
+from .progress import Progress
+from .world import World
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch import Tensor
+
+    from .engines.resolve import Plan
+    from .outcome import Surroundings
+    from .rundir import RunDirectory
+
+
+class Session:
+    """One start of train.py: from the first step, or from where an earlier session's checkpoint is, to the end.
+
+    start: the Position that it began from. arguments: train.py's. See Plan, RunDirectory and Surroundings for the rest.
+    """
+
+    def __init__(
+        self, plan: Plan, accelerator: Accelerator, run: RunDirectory, watch: Surroundings, arguments: Sequence[str]
+    ):
+        recipe = plan.recipe
+        self.recipe, self.accelerator, self.run, self.watch = recipe, accelerator, run, watch
+        watch.phase("build")
+        self.world = World()
+        self.task = tasks.load(recipe)
+        self.skeleton = model.skeleton(recipe, self.task.vocabulary_size, self.task.special_tokens)
+        self.progress = Progress(recipe.steps, recipe.logging.every_steps, enabled=accelerator.is_main_process)
+
+        facts = decisive(plan, self.skeleton, self.task)
+        self.checkpoints = Checkpoints(run, facts, self.world, self.progress.say, watch.busy)
+        found = self.checkpoints.find(plan.resume)
+        self.engine = engines.build(accelerator, plan, self.skeleton, self.task)
+        watch.phase("load")
+        self.start = self.checkpoints.load(found, self.engine) if found else Position()
+        if found:
+            run.go_on(self.start.step, self.start.record)
+
+        shard, batch = self.engine.shard, recipe.batch
+        self.batches = StepBatches(
+            self.task.train, recipe.seed, batch, shard, recipe.steps, self.start.step, self.start.samples
+        )
+        self.held_out = (
+            EvaluationBatches(self.task.held_out, batch.micro_batch_size, shard, watch.alive)
+            if self.task.held_out
+            else ()
+        )
+        self.guard = Guard(recipe.guard, run, self.world)
+        self.meter = Meter.for_run(recipe, self.skeleton, accelerator)
+        self.meter.state = self.start.meter
+        self._introduce(plan, arguments, found)
+
+    def stop_if_asked(self, here: Position) -> None:
+        """When any rank was asked to stop: a committed checkpoint of this step, then Preempted on all ranks."""
+        self.watch.phase("boundary", here.step)
+        reason = self.world.agree(self.watch.requested)
+        if reason:
+            self.watch.phase("save", here.step)
+            self.checkpoints.secure(self.engine, here)
+            raise Preempted(f"{reason}: saved after step {here.step}; the same command goes on from there")
+
+    def export(self) -> None:
+        self.watch.phase("export", self.recipe.steps)
+        export(self._parameters(), self.skeleton, self.task.tokenizer, self.run.model, self.accelerator.is_main_process)
+        self.progress.say(f"the trained model is in {self.run.model}")
+
+    def _parameters(self) -> Iterator[tuple[str, Tensor | None]]:
+        for pair in self.engine.parameters():
+            self.watch.alive()
+            yield pair
+
+    def _introduce(self, plan: Plan, arguments: Sequence[str], found) -> None:
+        described = model.describe(self.skeleton) | self.engine.describe()
+        facts = run_facts(plan, arguments, described, self.task.describe(), engines.device_name(self.accelerator))
+        facts |= {"resumed_from": found and str(found), "start_step": self.start.step}
+        self.run.write_run(facts)
+        # steps that are done again replace those that the earlier session wrote after its checkpoint
+        purge = {"purge_step": self.start.step + 1}
+        self.accelerator.init_trackers(self.run.tensorboard.name, init_kwargs={"tensorboard": purge})
+        self.progress.say(self.run.notice)
+        self.progress.header(facts)

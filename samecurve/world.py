@@ -1,0 +1,45 @@
+"""What ranks tell each other outside of training: small things, over the CPU, on groups of their own."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+# An operation that a rank never joins is the watchdog's to end (timeout.step_seconds); this is only above it.
+TIMEOUT = timedelta(hours=24)
+
+
+class World:
+    """All ranks make it together, once the process group stands. Alone in the world everything is immediate.
+
+    Each World has a group of its own, so a thread that runs beside training takes a second one.
+    """
+
+    def __init__(self) -> None:
+        alone = not dist.is_initialized() or dist.get_world_size() == 1
+        self.size = 1 if alone else dist.get_world_size()
+        self.rank = 0 if alone else dist.get_rank()
+        self._group = None if alone else dist.new_group(backend="gloo", timeout=TIMEOUT)
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order; a barrier too."""
+        if self._group is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def agree(self, text: str) -> str:
+        """The text of the lowest rank that has one, "" when none has: one small all-reduce unless there is one."""
+        if self._group is None:
+            return text
+        given = torch.tensor([1 if text else 0], dtype=torch.uint8)
+        dist.all_reduce(given, op=dist.ReduceOp.MAX, group=self._group)
+        return next(filter(None, self.exchange(text)), "") if given.item() else ""

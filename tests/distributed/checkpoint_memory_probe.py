@@ -1,0 +1,75 @@
+"""Run under a launcher with train.py's arguments: how far this process's memory grows while it saves and loads.
+
+Prints, from rank 0, the largest growth of any rank, in units of the model's fp32 weights, of each way to do it.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from samecurve import engines, model, outcome, tasks
+from samecurve.checkpoint.manager import Checkpoints, Position
+from samecurve.data import StepBatches
+from samecurve.facts import decisive
+from samecurve.rundir import RunDirectory
+from samecurve.world import World
+
+OWN = Path("/proc/self")
+
+
+def main() -> None:
+    plan = engines.plan(sys.argv[1:], os.environ)
+    run = RunDirectory(plan.recipe.output_dir, is_main=os.environ.get("RANK", "0") == "0")
+    accelerator = engines.start(plan)
+    task = tasks.load(plan.recipe)
+    skeleton = model.skeleton(plan.recipe, task.vocabulary_size, task.special_tokens)
+    engine = engines.build(accelerator, plan, skeleton, task)
+    for step, micro_batches in enumerate(StepBatches(task.train, 0, plan.recipe.batch, engine.shard, 2)):
+        engine.step(micro_batches, 1e-3 * step)
+    facts, sizes = decisive(plan, skeleton, task), [parameter.numel() for parameter in skeleton.parameters()]
+
+    def checkpoints(background: bool) -> Checkpoints:
+        changed = copy.deepcopy(facts)
+        changed["recipe"]["checkpoint"]["background"] = background
+        return Checkpoints(run, changed, World(), accelerator.print)
+
+    streamed, copied = checkpoints(background=False), checkpoints(background=True)
+    folder = run.checkpoints / "step_00000002"
+    streamed.save(engine, Position(step=1, updates=2), wait=True)  # libraries load what they need
+    found = {
+        "engine": engine.describe()["engine"],
+        "weights_mib": 4 * sum(sizes) / 2**20,
+        "largest_parameter": max(sizes) / sum(sizes),
+        "streamed": growth(lambda: streamed.save(engine, Position(step=2, updates=2), wait=True)),
+        "loaded": growth(lambda: streamed.load(folder, engine)),
+        "copied": growth(lambda: copied.save(engine, Position(step=3, updates=2), wait=True)),
+    }
+    for key in ("streamed", "loaded", "copied"):
+        most = accelerator.gather(torch.tensor([found[key]])).max().item()
+        found[key] = most / (4 * sum(sizes))
+    accelerator.print("FOUND " + json.dumps(found))
+    accelerator.end_training()
+
+
+def growth(work: Callable[[], object]) -> float:
+    """Bytes of resident memory at the most while it works, above what there was before."""
+    (OWN / "clear_refs").write_text("5")  # resets the peak (proc(5))
+    before = resident("VmRSS")
+    work()
+    return float(resident("VmHWM") - before)
+
+
+def resident(name: str) -> int:
+    line = next(line for line in (OWN / "status").read_text().splitlines() if line.startswith(f"{name}:"))
+    return int(line.split()[1]) * 1024
+
+
+if __name__ == "__main__":
+    outcome.leave(outcome.exit_code(main))

@@ -1,0 +1,145 @@
+"""A run stops anywhere and goes on: bit for bit under the same strategy, on the same curve under any other.
+
+The runs that stop are those of test_equal_curves.py, which save every 5 steps; 20 steps follow the first save.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+
+import pytest
+import torch
+from harness import STEPS, Run, largest_relative_difference, launch_command, long
+from safetensors.torch import load_file
+from test_equal_curves import ENGINES, Case, assert_what_ran, libaio_is_installed, run_case, worlds
+
+STOP = 5
+LOSS, NORM = 1e-5, 1e-4
+CASES = {name: Case(name, worlds(name)[-1] if name != "pipeline" else 2, 2) for name in ENGINES}
+# each goes on from the next one's checkpoint, so every strategy writes one for another and reads one of another
+RING = dict(zip(CASES, [*list(CASES)[1:], next(iter(CASES))], strict=True))
+RARE = ("zero3_nvme", "zero2", "zero3_offload")  # other placements of what zero1, zero2_offload and zero3 do
+EVERY_DAY = [name for name in CASES if name not in RARE]
+
+
+def finished(name: str, workspace) -> Run:
+    if name == "zero3_nvme" and not libaio_is_installed():
+        pytest.skip("NVMe offload needs libaio: apt-get install libaio-dev")
+    run = run_case(workspace, CASES[name])
+    assert run.returncode == 0, run.output
+    return run
+
+
+def going_on(source: Run, name: str, workspace, *overrides: str, step: int = STOP) -> Run:
+    case = CASES[name]
+    strategy = None if name == "single" else name
+    run = workspace.resume(source, step, strategy, case.world, case.micro_batch, *overrides)
+    assert run.returncode == 0, run.output
+    assert_what_ran(run, case)
+    return run
+
+
+@pytest.mark.parametrize("name", [*EVERY_DAY, *long(*RARE)])
+def test_the_same_strategy_goes_on_bit_for_bit(name, workspace):
+    golden = finished(name, workspace)
+    run = going_on(golden, name, workspace)
+    assert run.column("step") == list(range(1, STEPS + 1))
+    for key in ("loss", "grad_norm", "learning_rate", "tokens", "samples"):
+        assert run.column(key) == golden.column(key), key
+    assert hashes(run) == hashes(golden)  # weights, moments and random numbers of every rank
+
+
+@pytest.mark.parametrize("name", [*EVERY_DAY, *long(*RARE)])
+def test_every_value_is_read_and_written(name, workspace, tmp_path):
+    """Load another strategy's checkpoint and save it at once: every weight and moment comes back as it was."""
+    source = finished(RING[name], workspace)
+    case, path = CASES[name], None if name == "single" else workspace.strategy(name)
+    script = __file__.replace("test_resume.py", "checkpoint_probe.py")
+    command = launch_command("python" if path is None else "torchrun", path, case.world, tmp_path, script)
+    command += [str(source.checkpoint(STOP)), str(workspace.recipe), f"output_dir={tmp_path / 'run'}"]
+    command += [case.micro_batch, *(["--strategy", str(path)] if path else [])]
+    run = workspace.execute(command, tmp_path / "run")
+    assert run.returncode == 0, run.output
+    assert f"ENGINE {ENGINES[name]}" in run.output
+    assert_equal(whole(run.checkpoint(STOP)), whole(source.checkpoint(STOP)))
+
+
+PAIRS = [*RING.items()]
+OTHER_PAIRS = [pair for pair in product(CASES, CASES) if pair not in PAIRS and pair[0] != pair[1]]
+# what is read and written is shown for all by the test above; here the losses after it, once for each kind of engine
+EVERY_DAY_PAIRS = [pair for pair in PAIRS if pair[0] in ("ddp", "fsdp", "zero1", "pipeline")]
+
+
+@pytest.mark.parametrize(
+    ("name", "origin"),
+    [*EVERY_DAY_PAIRS, *long(*(pair for pair in PAIRS if pair not in EVERY_DAY_PAIRS), *OTHER_PAIRS)],
+)
+def test_another_strategy_goes_on_on_the_same_curve(name, origin, workspace):
+    golden = finished(origin, workspace)
+    run = going_on(golden, name, workspace)
+    assert run.column("step") == list(range(1, STEPS + 1))
+    for key in ("learning_rate", "tokens", "samples"):
+        assert run.column(key) == golden.column(key), key
+    assert largest_relative_difference(run.column("loss")[STOP:], golden.column("loss")[STOP:]) < LOSS
+    assert largest_relative_difference(run.column("grad_norm")[STOP:], golden.column("grad_norm")[STOP:]) < NORM
+    assert f"strategy: {origin} -> {name}" in run.output
+
+
+GPT2 = "{model_type: gpt2, n_embd: 32, n_layer: 2, n_head: 4, n_positions: 32, resid_pdrop: 0.1, embd_pdrop: 0.1}"
+# of 267 rows: an epoch ends with a step (the 15th); an epoch ends within one (the 4th)
+AT_ITS_END, WITHIN_A_STEP = (
+    ("batch.global_batch_size=89", "batch.micro_batch_size=89"),
+    (
+        "batch.global_batch_size=80",
+        "batch.micro_batch_size=20",
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world", "step", "overrides"),
+    [
+        (None, 1, 15, AT_ITS_END),
+        ("ddp", 2, 5, WITHIN_A_STEP),
+        ("ddp", 2, 10, (f"model.config={GPT2}", "batch.micro_batch_size=2")),
+        *long(("fsdp", 2, 10, (f"model.config={GPT2}", "batch.micro_batch_size=2"))),
+        *long(("zero3", 2, 10, (f"model.config={GPT2}", "batch.micro_batch_size=2"))),
+        *long(("pipeline", 2, 10, (f"model.config={GPT2}", "batch.micro_batch_size=2"))),
+        *long(("ddp", 2, 10, ("precision=fp16", "batch.micro_batch_size=2"))),
+        *long(*((name, 2, 10, ("precision=bf16", "batch.micro_batch_size=2")) for name in ("fsdp", "zero1", "zero3"))),
+    ],
+    ids=lambda value: "-".join(text.split(":")[-1] for text in value) if isinstance(value, tuple) else None,
+)
+def test_nothing_is_forgotten(strategy, world, step, overrides, workspace):
+    """Rows at the end of an epoch and beyond, dropout's random numbers, fp16's loss scale."""
+    golden = workspace.run(strategy, world, *overrides, launcher="python" if strategy is None else "torchrun")
+    assert golden.returncode == 0, golden.output
+    run = workspace.resume(golden, step, strategy, world, *overrides)
+    assert run.returncode == 0, run.output
+    assert run.column("loss") == golden.column("loss")
+    assert hashes(run) == hashes(golden)
+
+
+def hashes(run: Run) -> dict[str, str]:
+    manifest = json.loads((run.checkpoint(STEPS) / "manifest.json").read_text())
+    return {file["name"]: file["sha256"] for file in manifest["files"] if file["name"].startswith("rank_")}
+
+
+def whole(folder) -> dict[str, torch.Tensor]:
+    """Every weight and moment, put together from all files with safetensors' own reader."""
+    files = [load_file(path) for path in sorted(folder.glob("rank_*.safetensors"))]
+    found = {}
+    for name, item in json.loads((folder / "index.json").read_text()).items():
+        for kind in ("weight", "exp_avg", "exp_avg_sq"):
+            full = torch.full((torch.Size(item["shape"]).numel(),), torch.nan)
+            for rank, start, stop in item["ranges"]:
+                full[start:stop] = files[rank][f"{kind}/{name}"]
+            found[f"{kind}/{name}"] = full
+    return found
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys() and len(found) > 100
+    different = [name for name in expected if not torch.equal(found[name], expected[name])]
+    assert not different

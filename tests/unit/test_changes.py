@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import copy
+
+from samecurve.checkpoint.changes import changes, refusals
+
+SAVED = {
+    "step": 40,
+    "recipe": {"task": "pretrain", "seed": 0, "steps": 100, "optimizer": {"name": "adamw", "learning_rate": 1e-3}},
+    "model": {"hidden_size": 8, "rope": {"theta": 1.0}},
+    "data": {"rows": "abc", "vocabulary_size": 300},
+    "strategy": "ddp",
+    "world_size": 2,
+    "versions": {"torch": "2.13.0"},
+}
+
+
+def now(**changed) -> dict:
+    content = copy.deepcopy(SAVED)
+    for dotted, value in changed.items():
+        *path, last = dotted.split("__")
+        block = content
+        for key in path:
+            block = block[key]
+        block[last] = value
+    return content
+
+
+def test_nothing_changed():
+    assert refusals(SAVED, now()) == changes(SAVED, now()) == []
+
+
+def test_what_may_change_is_told():
+    after = now(recipe__steps=50, recipe__optimizer__learning_rate=1e-4, strategy="fsdp", world_size=4)
+    assert refusals(SAVED, after) == []
+    assert changes(SAVED, after) == [
+        "optimizer.learning_rate: 0.001 -> 0.0001",
+        "steps: 100 -> 50",
+        "strategy: ddp -> fsdp",
+        "world_size: 2 -> 4",
+    ]
+
+
+def test_a_version_is_told():
+    assert changes(SAVED, now(versions__torch="2.14.0")) == ["versions.torch: 2.13.0 -> 2.14.0"]
+
+
+def test_what_may_not_change_is_refused_all_at_once():
+    after = now(recipe__seed=1, model__rope__theta=2.0, data__rows="xyz", recipe__steps=30)
+    assert refusals(SAVED, after) == [
+        "seed: 0 -> 1",
+        "model.rope.theta: 1.0 -> 2.0",
+        "data, which is not what it was: rows: abc -> xyz",
+        "steps: 30, but the checkpoint is after step 40",
+    ]

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from samecurve.config import Guard as Settings
+from samecurve.engines.base import StepResult
+from samecurve.errors import NumericError
+from samecurve.guard import MOST_ROLLBACKS, Guard
+from samecurve.rundir import RunDirectory
+from samecurve.world import World
+
+
+class Batches:
+    def rows_of(self, step: int) -> np.ndarray:
+        return np.array([3, 1, step])
+
+
+ROWS = Batches()
+
+
+def guard(tmp_path, **settings) -> Guard:
+    return Guard(Settings(**settings), RunDirectory(tmp_path), World())
+
+
+def result(loss: float = 2.0, refused: str = "") -> StepResult:
+    return StepResult(loss, 1.0, 8, applied=not refused, refused=refused)
+
+
+def test_refused_steps_are_written_down_and_the_one_too_many_ends_the_run(tmp_path):
+    one = guard(tmp_path, max_skipped_steps=2)
+    bad = result(math.nan, "the loss is nan")
+    for step in (1, 2):
+        one.check(step, bad, ROWS)
+    one.check(3, result(), ROWS)  # a good one starts the count anew
+    for step in (4, 5):
+        one.check(step, bad, ROWS)
+    with pytest.raises(NumericError, match="step 6: the loss is nan; .*That is 3 in a row.*skipped.jsonl"):
+        one.check(6, bad, ROWS)
+    written = [json.loads(line) for line in (tmp_path / "skipped.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in written] == [1, 2, 4, 5, 6]
+    assert written[0] == {"step": 1, "reason": "the loss is nan", "loss": "nan", "grad_norm": "1.0", "rows": [3, 1, 0]}
+
+
+def test_a_spike_by_hand(tmp_path):
+    one = guard(tmp_path, rollback_ratio=2.0)
+    assert not one.spiked(1, result(100.0), None, ROWS)
+    assert not one.spiked(2, result(4.0), 2.0, ROWS)
+    assert one.spiked(3, result(4.1), 2.0, ROWS)
+    assert "2.05 times" in (tmp_path / "skipped.jsonl").read_text()
+
+
+def test_spikes_that_do_not_end_do(tmp_path):
+    one = guard(tmp_path, rollback_ratio=2.0)
+    assert all(one.spiked(step, result(9.0), 2.0, ROWS) for step in range(MOST_ROLLBACKS))
+    with pytest.raises(NumericError, match="after 3 roll-backs"):
+        one.spiked(9, result(9.0), 2.0, ROWS)
+
+
+def test_off_by_default(tmp_path):
+    assert not guard(tmp_path).spiked(1, result(1e9), 1.0, ROWS)
+
+
+class Ranks:
+    """Three ranks, of which the last holds another value."""
+
+    def exchange(self, own):
+        return [own, own, {**own, "b": "0"}]
+
+
+class Held:
+    def __init__(self):
+        self.state = self
+
+    def replicas(self):
+        yield "a", torch.ones(3)
+        yield "b", torch.zeros(2)
+
+
+def test_the_rank_that_differs_is_named(tmp_path):
+    one = Guard(Settings(compare_replicas_every_steps=2), RunDirectory(tmp_path), Ranks())
+    one.compare_replicas(1, Held())
+    with pytest.raises(NumericError, match="rank 2: 1 differ, first b") as error:
+        one.compare_replicas(2, Held())
+    assert "rank 0" not in str(error.value)

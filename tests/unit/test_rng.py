@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+
+from samecurve import rng
+
+CPU = torch.device("cpu")
+
+
+def draw() -> tuple:
+    return torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random(), random.gauss(0, 1)
+
+
+def test_every_generator_goes_on():
+    draw()
+    states = rng.capture(CPU)
+    expected = draw()
+    draw()
+    rng.restore(states, CPU)
+    assert draw() == expected
+
+
+def test_states_are_bytes():
+    assert {state.dtype for state in rng.capture(CPU).values()} == {torch.uint8}
+
+
+def test_ranks_and_steps_draw_differently_and_the_same_again():
+    drawn = {}
+    for step, rank in [(0, 0), (0, 1), (1, 0)]:
+        rng.reseed(5, step, rank)
+        drawn[step, rank] = draw()
+    assert len({value[2] for value in drawn.values()}) == 3
+    rng.reseed(5, 0, 1)
+    assert draw() == drawn[0, 1]

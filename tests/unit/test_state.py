@@ -1,0 +1,67 @@
+"""Ranges of live tensors: what a single process and DDP save. The sharded ones are compared in tests/distributed."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from samecurve.engines.state import KINDS, LiveState
+from samecurve.optim import STATE_NAMES
+
+
+def made(replica=(0, 1), saved=None):
+    parameters = {"a": nn.Parameter(torch.arange(6.0).reshape(2, 3)), "b": nn.Parameter(torch.tensor([7.0]))}
+    optimizer = torch.optim.AdamW(parameters.values(), lr=0.1)
+    return parameters, optimizer, LiveState(parameters, optimizer, replica, saved)
+
+
+def update(parameters, optimizer):
+    for parameter in parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+def test_replicas_hold_all_and_save_a_part_each():
+    parts = [
+        [(held.start, held.stop, held.save_start, held.save_stop) for held in made((r, 2))[2].held()] for r in (0, 1)
+    ]
+    assert parts == [[(0, 6, 0, 3), (0, 1, 0, 0)], [(0, 6, 3, 6), (0, 1, 0, 1)]]
+
+
+def test_a_second_copy_is_held_and_not_saved():
+    state = made(saved={"b"})[2]
+    assert [(held.name, held.save_stop - held.save_start) for held in state.held()] == [("a", 0), ("b", 1)]
+
+
+def test_what_is_visited_is_what_the_optimizer_uses():
+    parameters, optimizer, state = made()
+    update(parameters, optimizer)
+    visited = {(held.name, kind): tensor.clone() for held, kind, tensor in state.visit()}
+    assert list(visited) == [(name, kind) for name in parameters for kind in KINDS]
+    for name, parameter in parameters.items():
+        assert torch.equal(visited[name, "weight"], parameter.detach().flatten())
+        for kind in STATE_NAMES:
+            assert torch.equal(visited[name, kind], optimizer.state[parameter][kind].flatten())
+
+
+def test_reading_before_the_first_update_gives_zeros_and_leaves_no_state():
+    parameters, optimizer, state = made()
+    moments = [tensor for _, kind, tensor in state.visit() if kind in STATE_NAMES]
+    assert len(moments) == 4 and not any(tensor.any() for tensor in moments)
+    assert not optimizer.state
+
+
+def test_what_is_written_is_gone_on_from():
+    """Ten updates at once, or five, a copy into a fresh optimizer, and five more: the same bits."""
+    whole, copied = made(), made()
+    for _ in range(5):
+        update(*whole[:2])
+    values = {(held.name, kind): tensor.clone() for held, kind, tensor in whole[2].visit()}
+    with torch.no_grad():
+        for held, kind, tensor in copied[2].visit(writing=True):
+            tensor.copy_(values[held.name, kind])
+    copied[2].finish(5)
+    for parameters, optimizer, _ in (whole, copied):
+        for _ in range(5):
+            update(parameters, optimizer)
+    assert all(torch.equal(whole[0][name], copied[0][name]) for name in whole[0])
