@@ -43,7 +43,7 @@ def train(session) -> None:
     recipe, engine, batches = session.recipe, session.engine, session.batches
     meter, guard, checkpoints = session.meter, session.guard, session.checkpoints
     updates = session.start.updates  # a skipped step does not move the schedule on
-    with session.progress as progress, session.watch.deferred():
+    with session.progress as progress, session.watch.deferred(), session.saving():
         meter.start()
         for step, micro_batches in enumerate(batches, start=session.start.step + 1):
             session.watch.phase("step", step)
@@ -58,7 +58,7 @@ def train(session) -> None:
             guard.check(step, result, batches)
             guard.compare_replicas(step, engine)
             if guard.spiked(step, result, usual_loss, batches):
-                updates = checkpoints.roll_back(engine)
+                updates = session.roll_back(updates)
             if session.held_out and due(step, recipe.evaluate.every_steps, recipe.steps):
                 session.watch.phase("evaluate", step)
                 metrics = session.task.metrics(engine.evaluate(session.held_out))
@@ -67,13 +67,13 @@ def train(session) -> None:
                 meter.start()
 
             here = Position(step, updates, batches.samples, meter.state, record)
-            if due(step, recipe.checkpoint.every_steps, recipe.steps):
+            if checkpoints.due(step, recipe.steps):
                 session.watch.phase("save", step)
                 record |= checkpoints.save(engine, here, wait=step == recipe.steps)
                 meter.start()
             record |= checkpoints.finished()
             session.run.append_metrics(record)
-            session.accelerator.log(meter.scalars(record), step=step)
+            session.log(record)
             session.stop_if_asked(here)
 
 

@@ -97,12 +97,15 @@ class Evaluate(Section):
 
 
 class Checkpoint(Section):
-    """`keep`: the newest ones; at least two, so that there is another behind a damaged one. `best`: and its lowest."""
+    """`keep`: the newest ones; at least two, so that there is another behind a damaged one. `best`: and its lowest.
+
+    `background`: None is True, except where the optimizer lies on NVMe, because it takes a copy in memory.
+    """
 
     every_steps: NonNegativeInt = 200
     keep: int = Field(2, ge=2)
     best: Literal["eval_loss"] | None = None
-    background: bool = True
+    background: bool | None = None
 
 
 class Guard(Section):

@@ -1,6 +1,6 @@
 """Failures on purpose, for tests/faults. Without the variable SAMECURVE_FAULTS nothing happens here.
 
-    SAMECURVE_FAULTS="save.write@2:1:kill,step@7/0:0:hang"   phase[@occurrence][/restart]:rank:action, several with commas
+    SAMECURVE_FAULTS="save.write@2:1:kill,step@7/0:0:hang"   phase[@occurrence][/restart]:rank:action, ...
 
 A phase is a place in the code that calls `reach`; `occurrence` counts this process's visits from 1 (default: 1) and
 "*" means every visit. With `restart`, only the processes that torchrun started the so-manieth time, from 0, fail.

@@ -44,7 +44,7 @@ class Guard:
         Raises NumericError when that has not helped several times in a row.
         """
         ratio = self._settings.rollback_ratio
-        if ratio is None or smoothed_loss is None or result.tokens == 0:
+        if ratio is None or smoothed_loss is None or result.refused or result.tokens == 0:
             return False
         if not result.loss > ratio * smoothed_loss:
             self._rollbacks = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 
 import numpy as np
@@ -11,13 +10,16 @@ from torch import Tensor
 
 
 def capture(device: torch.device) -> dict[str, Tensor]:
-    """uint8 (num_bytes,) by generator: torch on the CPU and on this process's GPU, NumPy and Python."""
+    """uint8 (num_bytes,) by generator, always of the same length: torch on the CPU and on this process's GPU, NumPy's,
+    Python's. A normal number that NumPy or Python keeps for the next call counts as a generator of its own."""
     _, keys, position, has_gauss, gauss = np.random.get_state()
-    numpy_state = [keys.tolist(), position, has_gauss, gauss]
+    _, internal, gauss_next = random.getstate()
     states = {
         "torch_cpu": torch.get_rng_state(),
-        "numpy": _packed(numpy_state),
-        "python": _packed(random.getstate()),
+        "numpy": _bytes(np.array([*keys, position], dtype=np.uint32)),
+        "numpy_gauss": _bytes(np.array([has_gauss, gauss], dtype=np.float64)),
+        "python": _bytes(np.array(internal, dtype=np.uint32)),
+        "python_gauss": _bytes(np.array([gauss_next is not None, gauss_next or 0.0], dtype=np.float64)),
     }
     if device.type == "cuda":
         states["torch_cuda"] = torch.cuda.get_rng_state(device)
@@ -26,10 +28,12 @@ def capture(device: torch.device) -> dict[str, Tensor]:
 
 def restore(states: dict[str, Tensor], device: torch.device) -> None:
     torch.set_rng_state(states["torch_cpu"])
-    keys, position, has_gauss, gauss = _unpacked(states["numpy"])
-    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, gauss))
-    version, internal, gauss_next = _unpacked(states["python"])
-    random.setstate((version, tuple(internal), gauss_next))
+    *keys, position = states["numpy"].numpy().view(np.uint32).tolist()
+    has_gauss, gauss = states["numpy_gauss"].numpy().view(np.float64).tolist()
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, int(has_gauss), gauss))
+    internal = states["python"].numpy().view(np.uint32).tolist()
+    has_next, gauss_next = states["python_gauss"].numpy().view(np.float64).tolist()
+    random.setstate((3, tuple(internal), gauss_next if has_next else None))
     if "torch_cuda" in states and device.type == "cuda":
         torch.cuda.set_rng_state(states["torch_cuda"], device)
 
@@ -42,9 +46,5 @@ def reseed(seed: int, step: int, rank: int) -> None:
     torch.manual_seed(value)
 
 
-def _packed(value: object) -> Tensor:
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-
-
-def _unpacked(tensor: Tensor) -> list:
-    return json.loads(tensor.numpy().tobytes())
+def _bytes(array: np.ndarray) -> Tensor:
+    return torch.from_numpy(array.view(np.uint8).copy())

@@ -11,15 +11,17 @@ Rank 0 writes; on the others the same calls do nothing, so the loop need not ask
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from .checkpoint.filesystem import LocalFileSystem
-from .errors import CheckpointError, ConfigurationError, RepeatedFailureError
+from .checkpoint.verify import candidates, step_of
+from .errors import CheckpointError, ConfigurationError, RepeatedFailureError, StorageError
 from .records import now, plain, read_json, write_json, write_text, writing
 
 try:
@@ -30,7 +32,7 @@ except ImportError:  # Windows: no lock, everything else works
 State = Literal["running", "done", "failed", "preempted"]
 RECORDS = ("run.json", "status.json", "metrics.jsonl", "skipped.jsonl")
 FOLDERS = ("model", "tensorboard", "checkpoints", "stacks", "heartbeats")
-OF_ONE_SESSION = ("run.json", "status.json", "model", "stacks")
+OF_ONE_SESSION = ("model", "stacks", "status.json", "run.json")
 MOST_FAILURES = 3
 RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
@@ -62,6 +64,7 @@ class RunDirectory:
         self.step = 0
         self.continues = False
         self._failures: dict = {}
+        self._unwritten: dict[Path, str] = {}
         if not is_main:
             return
         with writing(self.path):
@@ -71,6 +74,7 @@ class RunDirectory:
             self.continues = self._has_checkpoints() and not start_over
             if self.continues:
                 self._check_resume(resume)
+                self._set_papers_aside()
             else:
                 self._move_aside([Path(read).resolve() for read in reads if read])
 
@@ -89,7 +93,8 @@ class RunDirectory:
         """exit_code: what the process ends with; None while it runs. force: from another rank, when rank 0 cannot."""
         if self.is_main or force:
             content = {"state": state, "reason": reason, "step": step, "exit_code": exit_code, "time": now()}
-            write_json(self.path / "status.json", content | self._failures)
+            counted = self._failures if self.is_main else _counted(self.path / "status.json")
+            write_json(self.path / "status.json", content | (counted if state != "done" else {}))
 
     def append_metrics(self, record: dict) -> None:
         """One line. What is not finite is written as null: NaN is not JSON."""
@@ -97,8 +102,10 @@ class RunDirectory:
         self._append(self.metrics, record)
 
     def sync_metrics(self) -> None:
-        """What was appended survives a power cut from here on."""
-        if self.is_main and self.metrics.exists():
+        """What was appended survives a power cut from here on. Raises StorageError."""
+        if self.is_main and (self.metrics.exists() or self._unwritten):
+            for path in list(self._unwritten):
+                self._write_lines(path)
             with writing(self.metrics), open(self.metrics, "a") as stream:
                 os.fsync(stream.fileno())
 
@@ -106,22 +113,21 @@ class RunDirectory:
         self._append(self.path / "skipped.jsonl", record)
 
     def go_on(self, step: int, record: dict) -> None:
-        """Continue after `step`: what came later, and the papers of the earlier session, move to `previous/N/`.
+        """Continue after `step`: what came later moves to `previous/N/`, where the earlier session's papers are.
 
         record: the line of metrics.jsonl of that step, which the checkpoint keeps; it is added where it is missing.
         """
         self.step = step
         if not self.continues:
             return
+        target = self._aside
         with writing(self.path):
-            target = self._next_previous()
-            later = [path for path in self.checkpoints.glob("step_*") if _step_of(path) > step]
-            for path in [*(self.path / name for name in OF_ONE_SESSION), *later]:
-                if path.exists():
-                    moved = target / path.relative_to(self.path)
-                    moved.parent.mkdir(exist_ok=True)
-                    os.rename(path, moved)
-            num_later = self._cut_metrics(step, record, target)
+            for folder in candidates(LocalFileSystem(), self.checkpoints):
+                if step_of(folder) > step:
+                    (target / "checkpoints").mkdir(exist_ok=True)
+                    os.rename(folder, target / "checkpoints" / folder.name)
+            num_later = _cut(self.metrics, step, target, record)
+            _cut(self.path / "skipped.jsonl", step, target)
         self.notice = f"going on after step {step} in {self.path}; the earlier session's papers are in {target}"
         if num_later:
             self.notice += f", with {num_later} steps that came after the checkpoint and are done again"
@@ -132,27 +138,34 @@ class RunDirectory:
             self._lock.close()
 
     def _append(self, path: Path, record: dict) -> None:
+        """A line that the disk does not take is no reason to end the run: it is kept, and goes with the next one."""
         if not self.is_main:
             return
-        line = json.dumps(plain(record), allow_nan=False) + "\n"
-        with writing(path), open(path, "a", encoding="utf-8") as stream:
-            stream.write(line)
+        self._unwritten[path] = self._unwritten.get(path, "") + json.dumps(plain(record), allow_nan=False) + "\n"
+        with contextlib.suppress(StorageError):
+            self._write_lines(path)
 
-    def _cut_metrics(self, step: int, record: dict, target: Path) -> int:
-        """Lines up to `step` stay, whole and each once. Returns how many later ones went to `target`."""
-        lines = self.metrics.read_text(encoding="utf-8").splitlines() if self.metrics.exists() else []
-        numbers = [_step_in(line) for line in lines]
-        kept = [line for line, number in zip(lines, numbers, strict=True) if number is not None and number <= step]
-        others = [line for line, number in zip(lines, numbers, strict=True) if number is None or number > step]
-        if record and (_step_in(kept[-1]) if kept else 0) == step - 1:
-            kept.append(json.dumps(plain(record), allow_nan=False))
-        if others:
-            (target / self.metrics.name).write_text("".join(f"{line}\n" for line in others), encoding="utf-8")
-        write_text(self.metrics, "".join(f"{line}\n" for line in kept))
-        return len(others)
+    def _write_lines(self, path: Path) -> None:
+        """All lines or none. Raises StorageError."""
+        size = path.stat().st_size if path.exists() else 0
+        try:
+            with writing(path), open(path, "ab") as stream:
+                stream.write(self._unwritten.get(path, "").encode())
+        except StorageError:
+            with contextlib.suppress(OSError):
+                os.truncate(path, size)
+            raise
+        self._unwritten[path] = ""
 
     def _has_checkpoints(self) -> bool:
-        return any(path.is_dir() for path in self.checkpoints.glob("step_*"))
+        return bool(candidates(LocalFileSystem(), self.checkpoints))
+
+    def _set_papers_aside(self) -> None:
+        """Before this session writes any of its own."""
+        self._aside = self._next_previous()
+        for name in OF_ONE_SESSION:
+            if (self.path / name).exists():
+                os.rename(self.path / name, self._aside / name)
 
     def _check_resume(self, resume: str) -> None:
         inside = resume not in ("auto", "none") and Path(resume).resolve().parent == self.checkpoints.resolve()
@@ -167,23 +180,30 @@ class RunDirectory:
     def _count_failures(self) -> dict:
         """How often in a row the run failed at the same step; a restart that no person asked for stops at the third."""
         try:
-            before, records = read_json(self.path / "status.json"), read_metrics(self.path)
+            before, records = self._last_status(), read_metrics(self.path)
         except ValueError:  # damaged, like anything on that disk; the checkpoints say themselves whether they are good
             return {}
         if before.get("state") not in ("running", "failed"):
             return {}
         step = records[-1]["step"] + 1 if records else 1
         times = before.get("failures", 0) + 1 if before.get("failing_step") == step else 1
-        restarted = any(os.environ.get(name, "0") not in ("", "0") for name in RESTART_COUNTS)
-        if restarted and times >= MOST_FAILURES:
+        if is_restart(os.environ) and times >= MOST_FAILURES:
             raise RepeatedFailureError(
                 f"step {step} failed {times} times in a row, so it is not tried again; the last time: "
                 f"{before.get('reason') or 'the processes ended without a word'}"
             )
         return {"failing_step": step, "failures": times}
 
+    def _last_status(self) -> dict:
+        """The earlier session's, also when this one was killed after it had set that aside."""
+        aside = sorted(self.path.glob("previous/*/status.json"), key=lambda path: int(path.parent.name))
+        return read_json(self.path / "status.json") or (read_json(aside[-1]) if aside else {})
+
     def _move_aside(self, reads: list[Path]) -> None:
-        present = [self.path / name for name in (*RECORDS, *FOLDERS) if (self.path / name).exists()]
+        # checkpoints first, else a kill between two of these lets the next start go on from them; run.json last,
+        # because without it the rest looks like somebody else's
+        names = ("checkpoints", *FOLDERS, *reversed(RECORDS))
+        present = [self.path / name for name in dict.fromkeys(names) if (self.path / name).exists()]
         if not present:
             return
         if not any((self.path / name).exists() for name in RECORDS):
@@ -210,6 +230,11 @@ class RunDirectory:
         return target
 
 
+def is_restart(environ: Mapping[str, str]) -> bool:
+    """Whether the same command was started again by torchrun --max-restarts or requeued by SLURM, not by a person."""
+    return any(environ.get(name, "0") not in ("", "0") for name in RESTART_COUNTS)
+
+
 def _make_durable(path: Path) -> None:
     """A folder whose name survives a power cut, as every name above it that is made here."""
     new = [folder for folder in (path, *path.parents) if not folder.exists()]
@@ -218,17 +243,34 @@ def _make_durable(path: Path) -> None:
         LocalFileSystem().sync_folder(folder.parent)
 
 
-def _step_of(path: Path) -> int:
-    digits = path.name.removeprefix("step_")
-    return int(digits) if digits.isdigit() else 0
+def _cut(path: Path, step: int, target: Path, record: dict | None = None) -> int:
+    """Lines up to `step` stay, whole and each once. Returns how many others went to the folder `target`.
+
+    record: added where it is the one that is missing.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    kept = [line for line in lines if 0 <= _step_in(line, -1) <= step]
+    others = [line for line in lines if not 0 <= _step_in(line, -1) <= step]
+    if record and (_step_in(kept[-1]) if kept else 0) == step - 1:
+        kept.append(json.dumps(plain(record), allow_nan=False))
+    if others:
+        (target / path.name).write_text("".join(f"{line}\n" for line in others), encoding="utf-8")
+    if kept != lines:
+        write_text(path, "".join(f"{line}\n" for line in kept))
+    return len(others)
 
 
-def _step_in(line: str) -> int | None:
-    """The step of a line of metrics.jsonl; None for one that a killed process wrote half of."""
+def _counted(path: Path) -> dict:
+    """What status.json says about failures, for a rank that replaces rank 0."""
+    return {key: value for key, value in read_json(path).items() if key in ("failing_step", "failures")}
+
+
+def _step_in(line: str, half: int | None = None) -> int | None:
+    """The step of a line of metrics.jsonl; `half` for one that a killed process wrote half of."""
     try:
         return json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):
-        return None
+        return half
 
 
 def _lock(path: Path) -> Any:

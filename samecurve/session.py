@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from . import engines, model, tasks
 from .checkpoint.manager import Checkpoints, Position
 from .data import EvaluationBatches, StepBatches
-from .errors import Preempted
+from .errors import NumericError, Preempted
 from .export import export
 from .facts import decisive, run_facts
 from .guard import Guard
@@ -43,7 +44,10 @@ class Session:
         self.progress = Progress(recipe.steps, recipe.logging.every_steps, enabled=accelerator.is_main_process)
 
         facts = decisive(plan, self.skeleton, self.task)
-        self.checkpoints = Checkpoints(run, facts, self.world, self.progress.say, watch.busy)
+        background = recipe.checkpoint.background
+        if background is None:
+            background = "optimizer:nvme" not in plan.strategy.offload
+        self.checkpoints = Checkpoints(run, facts, self.world, self.progress.say, watch.busy, background)
         found = self.checkpoints.find(plan.resume)
         self.engine = engines.build(accelerator, plan, self.skeleton, self.task)
         watch.phase("load")
@@ -60,10 +64,40 @@ class Session:
             if self.task.held_out
             else ()
         )
+        self._logging = True
         self.guard = Guard(recipe.guard, run, self.world)
         self.meter = Meter.for_run(recipe, self.skeleton, accelerator)
         self.meter.state = self.start.meter
         self._introduce(plan, arguments, found)
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """An error that all ranks raise alike leaves the checkpoint that is being written time to be committed."""
+        try:
+            yield
+        except NumericError:
+            self.checkpoints.wait()
+            raise
+
+    def log(self, record: dict) -> None:
+        """To the trackers. A disk that takes no more events is told once, and no reason to end the run."""
+        if not self._logging:
+            return
+        try:
+            self.accelerator.log(self.meter.scalars(record), step=record["step"])
+        except OSError as error:
+            self._logging = False
+            self.progress.say(
+                f"{self.run.tensorboard}: {error}; nothing more is written there, metrics.jsonl has it all"
+            )
+
+    def roll_back(self, updates: int) -> int:
+        """After a loss spike. Returns the number of updates that the weights have seen now."""
+        position = self.checkpoints.roll_back(self.engine)
+        if position is None:
+            return updates
+        self.meter.state = position.meter
+        return position.updates
 
     def stop_if_asked(self, here: Position) -> None:
         """When any rank was asked to stop: a committed checkpoint of this step, then Preempted on all ranks."""
@@ -77,6 +111,7 @@ class Session:
     def export(self) -> None:
         self.watch.phase("export", self.recipe.steps)
         export(self._parameters(), self.skeleton, self.task.tokenizer, self.run.model, self.accelerator.is_main_process)
+        self.run.sync_metrics()
         self.progress.say(f"the trained model is in {self.run.model}")
 
     def _parameters(self) -> Iterator[tuple[str, Tensor | None]]:

@@ -150,7 +150,8 @@ class Watchdog:
         if self._phase in UNLIMITED:
             return None
         self._stacks.open()
-        if not self._limit or not (time.monotonic() - self._marked > self._limit or self._another_hangs()):
+        stuck = time.monotonic() - self._marked > self._limit and not self._another_gets_on()
+        if not self._limit or not (stuck or self._another_hangs()):
             return None
         timer = last_resort(HangError.exit_code)
         self._stacks.dump(f"rank {self.rank} (pid {os.getpid()}) on {self._host}: {self.where}")
@@ -164,6 +165,10 @@ class Watchdog:
         self._collect({peer.beat.rank for peer in frozen})
         limit = f"no progress for {self._limit:g} s (timeout.step_seconds)"
         return HangError(f"{limit}: {text}; the stacks of all ranks are in {self._stacks.folder}")
+
+    def _another_gets_on(self) -> bool:
+        """This rank may wait for one that is slow: at a large file, for example. In a collective all stand still."""
+        return any(peer.beat.idle_seconds < self._limit / 2 for peer in self._live())
 
     def _another_hangs(self) -> bool:
         return any(peer.beat.state == "hanging" for peer in self._live())

@@ -15,7 +15,7 @@ TIMEOUT = timedelta(hours=24)
 class World:
     """All ranks make it together, once the process group stands. Alone in the world everything is immediate.
 
-    Each World has a group of its own, so a thread that runs beside training takes a second one.
+    Each World has a process group of its own.
     """
 
     def __init__(self) -> None:
@@ -35,6 +35,10 @@ class World:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self._group)
         return values
+
+    def another(self) -> World:
+        """The same ranks in a group of its own, for a thread that runs beside training. Collective."""
+        return World()
 
     def agree(self, text: str) -> str:
         """The text of the lowest rank that has one, "" when none has: one small all-reduce unless there is one."""

@@ -106,14 +106,14 @@ def report(hashed: tuple[float, float], saves: list[dict]) -> str:
     listed = ", ".join(f"{name} {version}" for name, version in found.items())
     return f"""# What a checkpoint costs
 
-Measured on {date.today()} by `python scripts/bench_checkpoint.py`: {os.cpu_count()} cores ({platform.machine()}), no GPU,
-gloo, a local disk; {listed}.
+Measured on {date.today()} by `python scripts/bench_checkpoint.py`: {os.cpu_count()} cores ({platform.machine()}),
+no GPU, gloo, a local disk; {listed}.
 
 A rank's file of {FILE_MIB} MiB with its sha256 is written at {hashed[0]:,.0f} MiB/s, in {hashed[1]:.2f} times the time
 that it takes without (median of {PAIRS} pairs in turn).
 
-Two processes, a 45 M Llama, 541 MB per checkpoint; seconds, medians. *Beside training* waits for the copy to host memory,
-and for the save before it where that is not through; `checkpoint.background: false` waits for the commit.
+Two processes, a 45 M Llama, 541 MB per checkpoint; seconds, medians. *Beside training* waits for the copy to host
+memory, and for the save before it where that is not through; `checkpoint.background: false` waits for the commit.
 
 | strategy | a step | training waits, beside | training waits, `background: false` | ratio |
 |---|---|---|---|---|

@@ -4,8 +4,8 @@
 #
 #   sbatch --nodes 2 scripts/slurm.sh recipes/pretrain.yaml --strategy configs/zero3.yaml data.path=/data/books
 #
-# Five minutes before its time is up, or when it is preempted, the job is told to stop: it saves, and the same line goes on
-# from there. A job that SLURM requeues does so by itself.
+# Five minutes before its time is up the job is told to stop: it saves, and the same line goes on from there. A preempted
+# job has the partition's GraceTime for that; requeued by SLURM, it goes on by itself.
 #SBATCH --job-name=samecurve
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1

@@ -2,6 +2,6 @@
 
 manager.py     what the training loop uses          commit.py   all of a checkpoint or nothing of it, whatever happens
 snapshot.py    what this rank saves                 verify.py   whether a checkpoint on the disk is still good
-changes.py     what may differ from the saved run   files.py    the tensors' files and their index
-filesystem.py  what all this asks of a disk
+finder.py      which one a run goes on from         files.py    the tensors' files and their index
+changes.py     what may differ from the saved run   filesystem.py  what all this asks of a disk
 """

@@ -29,7 +29,7 @@ def identity(config: PreTrainedConfig, task: Task) -> dict:
 def refusals(saved: dict, now: dict) -> list[str]:
     """Every reason why the run may not go on. Both are state.json's content: `recipe`, `model`, `data`, `step`."""
     found = [text for key, text in _differences(saved["recipe"], now["recipe"]) if key in FIXED]
-    found += [f"model.{text}" for _, text in _differences(saved["model"], now["model"])]
+    found += [f"model.{text}" for _, text in _differences(*_shared(saved["model"], now["model"]))]
     found += [f"data, which is not what it was: {text}" for _, text in _differences(saved["data"], now["data"])]
     if now["recipe"]["steps"] < saved["step"]:
         found.append(f"steps: {now['recipe']['steps']}, but the checkpoint is after step {saved['step']}")
@@ -41,7 +41,16 @@ def changes(saved: dict, now: dict) -> list[str]:
     found = [text for key, text in _differences(saved["recipe"], now["recipe"]) if key not in (*FIXED, *SILENT)]
     for key in ("strategy", "world_size", "versions"):
         found += [text for _, text in _differences({key: saved[key]}, {key: now[key]})]
+    common = _shared(saved["model"], now["model"])[0].keys()
+    for key in sorted((saved["model"].keys() | now["model"].keys()) - common):
+        found.append(f"model.{key}, which one version of transformers does not know")
     return found
+
+
+def _shared(before: dict, after: dict) -> tuple[dict, dict]:
+    """Without what only one of them has: another version of transformers has other fields. Shapes are compared too."""
+    common = before.keys() & after.keys()
+    return {key: before[key] for key in common}, {key: after[key] for key in common}
 
 
 def _differences(before: dict, after: dict, prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -13,22 +13,20 @@ from typing import TYPE_CHECKING
 import torch
 
 from .. import rng
-from ..errors import CheckpointError, StorageError
+from ..errors import StorageError
 from ..faults import reach
 from ..records import now, plain, write_json
 from . import commit, files
-from .changes import changes, refusals
 from .filesystem import LocalFileSystem
+from .finder import FORMAT, STATE, Finder, read_state
 from .snapshot import Snapshot
-from .verify import candidates, check, file_name, manifest_digest
+from .verify import candidates, check, file_name
 
 if TYPE_CHECKING:
     from ..engines.base import Engine
     from ..rundir import RunDirectory
     from ..world import World
 
-FORMAT = 1
-STATE = "state.json"
 MOST_FAILURES = 3
 
 
@@ -50,6 +48,7 @@ class Checkpoints:
     """facts: what decides whether a run may go on: `recipe`, `model`, `data`, `strategy`, `world_size`, `versions`.
 
     say: prints a line (on rank 0 only). busy: called for each tensor, which says that a long save or load gets on.
+    background: whether training goes on while a checkpoint is written; takes a copy of this rank's part in memory.
     """
 
     def __init__(
@@ -59,48 +58,32 @@ class Checkpoints:
         world: World,
         say: Callable[[str], None],
         busy: Callable[[], None] = lambda: None,
+        background: bool = True,
     ):
         self._run, self._facts, self._world, self._say, self._busy = run, plain(facts), world, say, busy
-        self._settings = facts["recipe"]["checkpoint"]
+        self._settings, self._background = facts["recipe"]["checkpoint"], background
+        self._finder = Finder(run.checkpoints, self._facts, world, say)
         self._files = LocalFileSystem()
-        self._exchange = type(world)().exchange  # a group of the thread's own
+        self._exchange = world.another().exchange  # the writing thread's
         self._snapshot: Snapshot | None = None
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._failures = 0
         self._metrics: dict = {}
-        self._started_step = self._committed_step = 0
+        self._started_step = self._waited_step = self._committed_step = 0
         self._resumed_from: Path | None = None
 
     # Going on
 
     def find(self, resume: str) -> Path | None:
-        """The checkpoint to go on from, every byte of it checked; None for a fresh start.
-
-        resume: "auto", "none", or a folder. Tells why others were rejected. Raises CheckpointError, on all ranks, when
-        there are only bad ones, or when the run may not go on from the good one.
-        """
-        rejected: list[str] = []
-        for folder in self._candidates(resume):
-            problems = self._problems(folder)
-            if not problems:
-                self._check_changes(folder)
-                self._resumed_from = folder
-                return folder
-            text = "\n".join(f"  {folder.name}/{problem}" for problem in problems)
-            self._say(f"a checkpoint in {folder.parent} is not used:\n{text}")
-            rejected.append(text)
-        if rejected:
-            raise CheckpointError(
-                f"{self._run.checkpoints}: no checkpoint can be used; choose one by hand (--resume FOLDER), or begin "
-                "again and move these aside (--start_over)\n" + "\n".join(rejected)
-            )
-        return None
+        """See Finder.find."""
+        self._resumed_from = self._finder.find(resume)
+        return self._resumed_from
 
     def load(self, folder: Path, engine: Engine, generators: bool = True) -> Position:
         """Fill the engine from a checked checkpoint. generators: go on with dropout's random numbers too."""
         reach("load.read")
-        saved = self._state(folder)
+        saved = read_state(folder)
         reader = files.Reader(folder)
         reader.check_names(engine.shapes)
         with torch.no_grad():
@@ -117,14 +100,19 @@ class Checkpoints:
         reach("load.done")
         return Position(**{key: saved[key] for key in Position.__dataclass_fields__})
 
-    def roll_back(self, engine: Engine) -> int:
-        """Weights and optimizer of the newest checkpoint; rows and steps go on. Returns its number of updates."""
+    def roll_back(self, engine: Engine) -> Position | None:
+        """Weights and optimizer of the newest checkpoint, whose Position is returned; rows and steps go on.
+
+        None when there is none yet: that is told, and nothing changes.
+        """
         self.wait()
-        folder = next((folder for folder in self._candidates("auto") if not self._problems(folder)), None)
+        chosen = [*self._finder.candidates("auto"), *filter(None, [self._resumed_from])]
+        folder = next((folder for folder in chosen if not self._finder.problems(folder)), None)
         if folder is None:
-            raise CheckpointError(f"{self._run.checkpoints}: there is no checkpoint to roll back to yet")
-        self._say(f"back to the weights of {folder}; the rows since then are not seen again")
-        return self.load(folder, engine, generators=False).updates
+            self._say("a loss spike, but there is no checkpoint to go back to yet; training goes on")
+            return None
+        self._say(f"a loss spike: back to the weights of {folder}; the rows since then are not seen again")
+        return self.load(folder, engine, generators=False)
 
     # Saving
 
@@ -136,10 +124,9 @@ class Checkpoints:
         """
         began = time.perf_counter()
         self.wait()
-        self._run.sync_metrics()
         while True:
             self._start(engine, position, began)
-            if not wait and self._settings["background"]:
+            if not wait and self._background:
                 break
             committed = self.wait()
             if committed or not wait:
@@ -154,16 +141,26 @@ class Checkpoints:
 
     def wait(self) -> bool:
         """For the save in flight: whether it was committed. Raises StorageError when it is the third that failed."""
-        if self._thread is None:
-            return True
-        self._thread.join()
-        self._thread = None
+        if self._started_step == self._waited_step:
+            return self._failures == 0
+        if self._thread is not None:
+            self._thread.join()
+        self._thread, self._waited_step = None, self._started_step
         error, self._error = self._error, None
         self._failures = self._failures + 1 if error else 0
         self._committed_step = self._committed_step if error else self._started_step
         if self._failures >= MOST_FAILURES:
             raise StorageError(f"{self._failures} saves in a row failed; the last time: {error}") from error
         return error is None
+
+    def due(self, step: int, last_step: int) -> bool:
+        """Every checkpoint.every_steps, after the last step, and once more soon after a save that failed."""
+        every = self._settings["every_steps"]
+        if not every:
+            return False
+        if step % every == 0 or step == last_step:
+            return True
+        return step - self._started_step == max(1, every // 4) and not self.wait()
 
     def finished(self) -> dict:
         """`save_seconds` of a save that was committed since the last call."""
@@ -172,7 +169,7 @@ class Checkpoints:
 
     def _start(self, engine: Engine, position: Position, began: float) -> None:
         self._snapshot = self._snapshot or Snapshot(engine)
-        entries, values = self._snapshot.take(copy=self._settings["background"])
+        entries, values = self._snapshot.take(copy=self._background)
         reach("save.staged")
         papers = {STATE: json.dumps(plain(self._describe(engine, position))).encode()}
         shapes = {name: list(shape) for name, shape in engine.shapes.items()}
@@ -183,6 +180,10 @@ class Checkpoints:
             record = commit.write_file(self._files, folder / file_name(rank), chunks)
             return [record], ranges
 
+        def finish(notes: list) -> dict[str, bytes]:
+            self._run.sync_metrics()  # the lines up to this step are as durable as the checkpoint
+            return papers | {files.INDEX: files.index(shapes, notes)}
+
         def job() -> None:
             try:
                 planned = sum(entry.nbytes for entry in entries)
@@ -192,7 +193,7 @@ class Checkpoints:
                     position.step,
                     planned,
                     write,
-                    lambda notes: papers | {files.INDEX: files.index(shapes, notes)},
+                    finish,
                     self._exchange,
                     rank,
                 )
@@ -203,7 +204,10 @@ class Checkpoints:
             else:
                 self._tidy()
 
-        self._started_step = position.step
+        self._started_step, self._waited_step = position.step, -1
+        if not self._background:  # in this thread, whose CUDA device the live tensors are on
+            job()
+            return
         self._thread = threading.Thread(target=job, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -232,7 +236,7 @@ class Checkpoints:
         metric, values = self._settings["best"], {}
         for folder in candidates(self._files, self._run.checkpoints):
             damaged = check(self._files, folder, shard=None)
-            value = None if damaged else self._state(folder)["record"].get(metric)
+            value = None if damaged else read_state(folder)["record"].get(metric)
             if value is not None:
                 values[folder] = value
         if not values:
@@ -245,40 +249,3 @@ class Checkpoints:
         for chunk in chunks:
             self._busy()
             yield chunk
-
-    # Looking
-
-    def _candidates(self, resume: str) -> list[Path]:
-        """As rank 0 sees them, newest first: all ranks have to look at the same."""
-        if resume not in ("auto", "none"):
-            return [Path(resume)]
-        own = candidates(self._files, self._run.checkpoints) if resume == "auto" and self._world.is_main else []
-        return self._world.exchange(own)[0]
-
-    def _problems(self, folder: Path) -> list[str]:
-        """Of all ranks: each reads the papers and its share of the files."""
-        reach("load.verify")
-        problems = [str(p) for p in check(self._files, folder, (self._world.rank, self._world.size))]
-        seen = None if problems else manifest_digest(self._files, folder)
-        of_all = self._world.exchange((problems, seen))
-        found = sorted({problem for others, _ in of_all for problem in others})
-        if not found and len({digest for _, digest in of_all}) > 1:
-            found = ["ranks read different manifest.json; output_dir has to be the same folder on all machines"]
-        return found
-
-    def _check_changes(self, folder: Path) -> None:
-        saved = self._state(folder)
-        if saved.get("format") != FORMAT:
-            raise CheckpointError(f"{folder / STATE}: format {saved.get('format')}, but this version reads {FORMAT}")
-        refused = refusals(saved, self._facts)
-        if refused:
-            raise CheckpointError(
-                f"{folder}: the run may not go on from it, because this may not change:\n"
-                + "\n".join(f"  {text}" for text in refused)
-                + "\nundo it, choose another output_dir, or begin again (--start_over)"
-            )
-        changed = changes(saved, self._facts)
-        self._say("\n".join([f"going on from {folder}", *(f"  changed: {text}" for text in changed)]))
-
-    def _state(self, folder: Path) -> dict:
-        return json.loads((folder / STATE).read_text(encoding="utf-8"))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import rng
+from ..errors import NumericError
 from .files import Entry
 
 if TYPE_CHECKING:
@@ -35,12 +36,12 @@ class Snapshot:
         entries = [Entry(f"{kind}/{name}", stop - start) for name, start, stop, kind in self._places()]
         entries += [Entry(f"rng/{name}", state.numel(), torch.uint8) for name, state in self._generators.items()]
         if not copy:
-            return entries, (value.cpu() for value in self._values())
+            return entries, _checked(entries, (value.cpu() for value in self._values()))
         for entry, value in zip(entries, self._values(), strict=True):
             self._keep(entry, value)
         if self._engine.device.type == "cuda":
             torch.cuda.synchronize(self._engine.device)  # the copies to pinned memory run beside
-        return entries, (self._buffers[entry.key] for entry in entries)
+        return entries, _checked(entries, (self._buffers[entry.key] for entry in entries))
 
     def _places(self) -> Iterator[tuple[str, int, int, str]]:
         from ..engines.state import KINDS
@@ -61,3 +62,11 @@ class Snapshot:
             pinned = value.device.type == "cuda"
             self._buffers[entry.key] = torch.empty(entry.numel, dtype=entry.dtype, pin_memory=pinned)
         self._buffers[entry.key].copy_(value, non_blocking=True)
+
+
+def _checked(entries: list[Entry], values: Iterator[Tensor]) -> Iterator[Tensor]:
+    """A checkpoint that holds NaN would be taken for a good one for ever. Raises NumericError while it is written."""
+    for entry, value in zip(entries, values, strict=True):
+        if value.is_floating_point() and not torch.isfinite(value).all():
+            raise NumericError(f"{entry.key} holds values that are not finite")
+        yield value

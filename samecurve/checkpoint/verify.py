@@ -41,6 +41,10 @@ def folder_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
+def step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step_"))
+
+
 def file_name(rank: int) -> str:
     """The file that every rank writes; it may write others too."""
     return f"rank_{rank:05d}.safetensors"

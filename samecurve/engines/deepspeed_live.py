@@ -31,7 +31,7 @@ def loss_scale_state(engine: deepspeed.DeepSpeedEngine) -> dict:
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     if not engine.fp16_enabled() or not getattr(scaler, "dynamic", False):
         return {}
-    good_steps = max(scaler.cur_iter - 1 - scaler.last_overflow_iter, 0)
+    good_steps = max(scaler.cur_iter - 1 - scaler.last_overflow_iter, 0) % scaler.scale_window
     own = {name: getattr(scaler, name) for name in _SCALER}
     return {"value": float(scaler.cur_scale), "good_steps": good_steps, "deepspeed": own}
 

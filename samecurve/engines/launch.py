@@ -49,6 +49,31 @@ def adopt(strategy: Strategy, environ: Mapping[str, str] = os.environ) -> None:
             os.environ.setdefault(key, value)
 
 
+def meet_again(backend: str | None, environ: Mapping[str, str] = os.environ) -> None:
+    """Make the process group of a restart by torchrun with a fixed --master_port.
+
+    torch 2.13 takes the launcher's key-value store for a new one at every restart, which it is with --standalone or
+    --rdzv_backend c10d only; else the addresses of the dead processes are still in it, and the new ones wait for them
+    (distributed/rendezvous.py, _create_c10d_store). Accelerate and DeepSpeed take a group that is there.
+    """
+    restart = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restart == "0" or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    import torch
+    from torch import distributed as dist
+
+    rank, world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+    store = dist.TCPStore(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), world_size, is_master=False)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(environ["LOCAL_RANK"]))
+    dist.init_process_group(
+        backend or "cpu:gloo,cuda:nccl",
+        store=dist.PrefixStore(f"restart_{restart}", store),
+        rank=rank,
+        world_size=world_size,
+    )
+
+
 def _free_port() -> int:
     import socket
 

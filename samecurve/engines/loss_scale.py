@@ -28,5 +28,5 @@ class LossScale:
             self.value, self.good_steps = max(self.value / 2, self.minimum), 0
             return
         self.good_steps += 1
-        if self.good_steps == self.growth_interval:
+        if self.good_steps >= self.growth_interval:
             self.value, self.good_steps = self.value * 2, 0

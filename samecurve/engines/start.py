@@ -31,6 +31,8 @@ def start(plan: Plan) -> Accelerator:
     """Raises TopologyError when Accelerate made another world than the plan's."""
     strategy, recipe = plan.strategy, plan.recipe
     launch.adopt(strategy)
+    if strategy.family != "single":
+        launch.meet_again(rehearsal.backend(strategy))
     if rehearsal.needed():
         rehearsal.prepare(strategy)
     if rehearsal.needed() or any(part.startswith("optimizer:") for part in strategy.offload):

@@ -8,6 +8,7 @@ one layout that all of them read and write. Nothing here is collective and nothi
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 import torch
@@ -150,45 +151,50 @@ class PartitionState:
         return [held for group in self._optimizer.fp16_groups for p in group if (held := self._held(p)) is not None]
 
     def visit(self, writing: bool = False) -> Iterator[tuple[Held, str, Tensor]]:
-        zero = self._optimizer
-        for index, group in enumerate(zero.fp16_groups):
-            swapped = zero._swappable_optimizer_subgroup(index)
-            if swapped:
-                zero._optimizer_states_and_gradient_swap_in(index)
-            flat = zero.fp32_partitioned_groups_flat[index]
-            state = _state_of(zero.optimizer, flat, create=writing)
-            for parameter in group:
-                yield from self._visit_one(parameter, flat, state)
-            if swapped and writing:
-                zero._optimizer_states_and_gradient_swap_out(index)
-            elif swapped:
-                zero._release_swap_buffers(index)
+        for index, group in enumerate(self._optimizer.fp16_groups):
+            with self._swapped_in(index, writing) as flat:
+                state = _state_of(self._optimizer.optimizer, flat, create=writing)
+                for parameter in group:
+                    yield from self._visit_one(parameter, flat, state)
 
     def finish(self, updates: int) -> None:
         """The weights that are computed with: in place where a rank has its partition, through a gather where that is
         on NVMe or whole already (DeepSpeed keeps small parameters so)."""
+        zero = self._optimizer
+        set_updates(zero.optimizer, updates)
+        for index, group in enumerate(zero.fp16_groups):
+            with self._swapped_in(index, writing=False) as flat:
+                for parameter in group:
+                    self._refresh(parameter, flat)
+
+    def _refresh(self, parameter: nn.Parameter, flat: Tensor) -> None:
+        import deepspeed
         from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus, ZeroParamStatus
 
-        set_updates(self._optimizer.optimizer, updates)
-        here = {
-            name: p
-            for name, p in self._parameters.items()
-            if p.ds_status == ZeroParamStatus.NOT_AVAILABLE and p.ds_tensor.status == PartitionedParamStatus.AVAILABLE
-        }
-        for held, kind, tensor in self.visit():
-            if kind == WEIGHT and held.name in here:
-                here[held.name].ds_tensor.data[: tensor.numel()].copy_(tensor)
-        for name, parameter in self._parameters.items():
-            if name not in here:
-                self._write_gathered(parameter)
-
-    def _write_gathered(self, parameter: nn.Parameter) -> None:
-        import deepspeed
-
-        full = self._optimizer.get_full_hp_param(parameter)
+        zero = self._optimizer
+        _, offset, length = zero.grad_position[zero.get_param_id(parameter)]
+        partition = flat.detach().narrow(0, offset, length)
+        alone = parameter.ds_status == ZeroParamStatus.NOT_AVAILABLE
+        if alone and parameter.ds_tensor.status == PartitionedParamStatus.AVAILABLE:
+            parameter.ds_tensor.data[:length].copy_(partition)
+            return
+        full = zero._fp32_state_allgather(parameter, partition.to(parameter.device))
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             if torch.distributed.get_rank() == 0:
                 parameter.data.copy_(full)
+
+    @contextmanager
+    def _swapped_in(self, index: int, writing: bool) -> Iterator[Tensor]:
+        """A group's flat fp32 weights, from NVMe if they are there, and back if they are written."""
+        zero = self._optimizer
+        swapped = zero._swappable_optimizer_subgroup(index)
+        if swapped:
+            zero._optimizer_states_and_gradient_swap_in(index)
+        yield zero.fp32_partitioned_groups_flat[index]
+        if swapped and writing:
+            zero._optimizer_states_and_gradient_swap_out(index)
+        elif swapped:
+            zero._release_swap_buffers(index)
 
     def replicas(self) -> Iterator[tuple[str, Tensor]]:
         return iter(())

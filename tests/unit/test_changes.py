@@ -45,6 +45,12 @@ def test_a_version_is_told():
     assert changes(SAVED, now(versions__torch="2.14.0")) == ["versions.torch: 2.13.0 -> 2.14.0"]
 
 
+def test_a_field_that_another_version_of_transformers_added_is_told():
+    after = now(model__new_default=False)
+    assert refusals(SAVED, after) == []
+    assert changes(SAVED, after) == ["model.new_default, which one version of transformers does not know"]
+
+
 def test_what_may_not_change_is_refused_all_at_once():
     after = now(recipe__seed=1, model__rope__theta=2.0, data__rows="xyz", recipe__steps=30)
     assert refusals(SAVED, after) == [

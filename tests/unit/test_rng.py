@@ -23,6 +23,17 @@ def test_every_generator_goes_on():
     assert draw() == expected
 
 
+def test_states_have_one_length():
+    """Host buffers are kept from save to save."""
+    lengths = set()
+    for _ in range(3):
+        lengths.add(tuple(state.numel() for state in rng.capture(CPU).values()))
+        draw()
+        np.random.normal()
+        random.gauss(0, 1)
+    assert len(lengths) == 1
+
+
 def test_states_are_bytes():
     assert {state.dtype for state in rng.capture(CPU).values()} == {torch.uint8}
 
