@@ -188,9 +188,12 @@ class RunDirectory:
         step = records[-1]["step"] + 1 if records else 1
         times = before.get("failures", 0) + 1 if before.get("failing_step") == step else 1
         if is_restart(os.environ) and times >= MOST_FAILURES:
+            last = before.get("reason") or "the processes ended without a word"
+            # still counted from before: a launcher that does not give up is refused again
+            ended = {"state": "failed", "reason": last, "exit_code": RepeatedFailureError.exit_code, "time": now()}
+            write_json(self.path / "status.json", {**before, **ended})
             raise RepeatedFailureError(
-                f"step {step} failed {times} times in a row, so it is not tried again; the last time: "
-                f"{before.get('reason') or 'the processes ended without a word'}"
+                f"step {step} failed {times} times in a row, so it is not tried again; the last time: {last}"
             )
         return {"failing_step": step, "failures": times}
 

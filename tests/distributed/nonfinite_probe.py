@@ -1,6 +1,7 @@
-"""Run under a launcher with train.py's arguments: breaks a loss, then a gradient, and looks at the weights.
+"""Run under a launcher with train.py's arguments: breaks a loss, then a gradient, looks at weights, goes on.
 
-Prints one JSON line on rank 0: the message of each NumericError and whether the weights are bitwise what they were.
+Prints one JSON line on rank 0: why each broken step was refused, whether weights and moments are bitwise what they were,
+and loss and gradient norm of the good steps after it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import torch
 
 from samecurve import engines, model, outcome, tasks
 from samecurve.data import StepBatches
-from samecurve.errors import NumericError
 
 
 class BrokenGradient(torch.autograd.Function):
@@ -42,26 +42,29 @@ def main() -> None:
     task.loss = loss
     skeleton = model.skeleton(plan.recipe, task.vocabulary_size, task.special_tokens)
     engine = engines.build(accelerator, plan, skeleton, task)
-    batches = iter(StepBatches(task.train, plan.recipe.seed, plan.recipe.batch, engine.shard, 3))
+    batches = iter(StepBatches(task.train, plan.recipe.seed, plan.recipe.batch, engine.shard, 7))
     engine.step(next(batches), 1e-3)
-    found = {"engine": engine.describe()["engine"]}
-    for broken["by"] in ("loss", "gradient"):
-        before = weights(engine)
-        try:
-            engine.step(next(batches), 1e-3)
-            message = None
-        except NumericError as error:
-            message = str(error)
-        assert message is not None, f"rank {accelerator.process_index} went on with a broken {broken['by']}"
-        after = weights(engine)
-        found[broken["by"]] = message
-        found[f"untouched by {broken['by']}"] = all(torch.equal(before[name], after[name]) for name in before)
+    found = {"engine": engine.describe()["engine"], "after": []}
+    for by in ("loss", "gradient"):
+        broken["by"] = by
+        before = kept(engine)
+        result = engine.step(next(batches), 1e-3)
+        broken["by"] = None
+        assert result.refused and not result.applied, f"rank {accelerator.process_index} went on with a broken {by}"
+        after = kept(engine)
+        found[by] = result.refused
+        found[f"untouched by {by}"] = all(torch.equal(before[name], after[name]) for name in before)
+        for _ in range(2):
+            result = engine.step(next(batches), 1e-3)
+            assert result.applied and not result.refused
+            found["after"].append((result.loss, result.grad_norm))
     accelerator.print("FOUND " + json.dumps(found))
     accelerator.end_training()
 
 
-def weights(engine) -> dict:
-    return {name: tensor for name, tensor in engine.parameters() if tensor is not None}
+def kept(engine) -> dict:
+    """Weights and moments that this rank has."""
+    return {(held.name, kind): tensor.clone() for held, kind, tensor in engine.state.visit()}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A loss or gradient that is not finite: every engine stops on all ranks, with the weights of the last good step."""
+"""A loss or gradient that is not finite: every engine skips the step on all ranks, untouched, and goes on the same."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from harness import launch_command, long
 from safetensors.torch import load_file, save_file
-from test_equal_curves import ENGINES
+from test_equal_curves import ENGINES, LOSS, NORM
 
 STRATEGIES = ["ddp", "fsdp", "zero1", "zero2_offload", "zero3", "pipeline"]
 # what is not run is one of the others where it matters: the shared step, or the same DeepSpeed optimizer class
@@ -28,30 +28,49 @@ def test_every_strategy_is_covered():
         *(pytest.param(name, "bf16", marks=pytest.mark.full) for name in OTHER_CODE_IN_BF16),
     ],
 )
-def test_weights_are_untouched(strategy, precision, workspace):
-    path = workspace.strategy(strategy)
-    script = str(Path(__file__).with_name("nonfinite_probe.py"))
-    command = launch_command("torchrun", path, 2, workspace.folder, script)
-    arguments = [str(workspace.recipe), f"precision={precision}", "batch.micro_batch_size=2", "--strategy", str(path)]
-    run = workspace.execute(command + arguments, workspace.folder)
-    assert run.returncode == 0, run.output
-    found = json.loads(run.output.split("FOUND ", 1)[1].splitlines()[0])
+def test_the_step_is_skipped_and_nothing_stays_of_it(strategy, precision, workspace, single):
+    found = probe(strategy, precision, workspace)
     assert found["engine"] == ENGINES[strategy]
     assert "the loss is nan" in found["loss"]
     assert "gradient norm is" in found["gradient"]
     assert found["untouched by loss"] and found["untouched by gradient"]
+    assert len(found["after"]) == 4
+    for (loss, norm), (expected_loss, expected_norm) in zip(found["after"], single["after"], strict=True):
+        assert abs(loss / expected_loss - 1) < LOSS[precision]
+        assert abs(norm / expected_norm - 1) < NORM[precision]
+
+
+@pytest.fixture(scope="module")
+def single(workspace) -> dict:
+    return probe("single", "fp32", workspace)
+
+
+def probe(strategy: str, precision: str, workspace) -> dict:
+    path, world = workspace.strategy(strategy), 1 if strategy == "single" else 2
+    script = str(Path(__file__).with_name("nonfinite_probe.py"))
+    command = launch_command("torchrun", path, world, workspace.folder, script)
+    arguments = [str(workspace.recipe), f"precision={precision}", "batch.micro_batch_size=2", "--strategy", str(path)]
+    run = workspace.execute(command + arguments, workspace.folder)
+    assert run.returncode == 0, run.output
+    return json.loads(run.output.split("FOUND ", 1)[1].splitlines()[0])
 
 
 @pytest.mark.parametrize("strategy", [None, "zero3", *long("ddp", "pipeline")])
 def test_the_run_ends_with_code_5_and_says_so(strategy, workspace, reference, tmp_path):
-    """The embedding of one token is not a number, so the first step that reads the token has no loss."""
+    """The embedding of one token is not a number, so no step that reads the token has a loss."""
     model = poisoned(reference.directory / "model", tmp_path / "model")
     arguments = (f"model={{path: {model}}}", f"tokenizer={{path: {model}}}", "batch.micro_batch_size=4")
     world = 1 if strategy is None else 2
     run = workspace.run(strategy, world, *arguments, launcher="python" if strategy is None else "torchrun")
     assert run.returncode == (5 if strategy is None else 1), run.output  # launchers turn every code into 1
     assert run.status["state"] == "failed" and run.status["exit_code"] == 5, run.status
-    assert "the loss is nan" in run.status["reason"]
+    assert "the loss is nan" in run.status["reason"] and "That is 4 in a row" in run.status["reason"]
+    skipped = [json.loads(line) for line in (run.directory / "skipped.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in skipped][-4:] == list(
+        range(run.status["step"] + 1 - 3, run.status["step"] + 2)
+    )
+    assert all(len(record["rows"]) == 8 for record in skipped)
+    assert not (run.directory / "checkpoints").exists()  # weights that are not numbers are never committed
     assert run.output.count("NumericError (exit code 5)") == 1
     assert not (run.directory / "model").exists()
 
