@@ -1,7 +1,7 @@
 """Run under a launcher with train.py's arguments: breaks a loss, then a gradient, looks at weights, goes on.
 
-Prints one JSON line on rank 0: why each broken step was refused, whether weights and moments are bitwise what they were,
-and loss and gradient norm of the good steps after it.
+Prints one JSON line on rank 0: why each broken step was refused, whether weights and moments are bitwise what they
+were, and loss and gradient norm of the good steps after it.
 """
 
 from __future__ import annotations
