@@ -11,9 +11,7 @@ Rank 0 writes; on the others the same calls do nothing, so the loop need not ask
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -21,8 +19,9 @@ from typing import Any, Literal
 
 from .checkpoint.filesystem import LocalFileSystem
 from .checkpoint.verify import candidates, step_of
-from .errors import CheckpointError, ConfigurationError, RepeatedFailureError, StorageError
-from .records import now, plain, read_json, write_json, write_text, writing
+from .errors import CheckpointError, ConfigurationError, RepeatedFailureError
+from .lines import Lines, read_lines
+from .records import now, read_json, write_json, writing
 
 try:
     import fcntl
@@ -64,7 +63,7 @@ class RunDirectory:
         self.step = 0
         self.continues = False
         self._failures: dict = {}
-        self._unwritten: dict[Path, str] = {}
+        self._metrics, self._skipped = Lines(self.metrics), Lines(self.path / "skipped.jsonl")
         if not is_main:
             return
         with writing(self.path):
@@ -97,20 +96,19 @@ class RunDirectory:
             write_json(self.path / "status.json", content | (counted if state != "done" else {}))
 
     def append_metrics(self, record: dict) -> None:
-        """One line. What is not finite is written as null: NaN is not JSON."""
         self.step = record["step"]
-        self._append(self.metrics, record)
+        if self.is_main:
+            self._metrics.append(record)
 
     def sync_metrics(self) -> None:
         """What was appended survives a power cut from here on. Raises StorageError."""
-        if self.is_main and (self.metrics.exists() or self._unwritten):
-            for path in list(self._unwritten):
-                self._write_lines(path)
-            with writing(self.metrics), open(self.metrics, "a") as stream:
-                os.fsync(stream.fileno())
+        if self.is_main:
+            self._metrics.sync()
+            self._skipped.sync()
 
     def append_skipped(self, record: dict) -> None:
-        self._append(self.path / "skipped.jsonl", record)
+        if self.is_main:
+            self._skipped.append(record)
 
     def go_on(self, step: int, record: dict) -> None:
         """Continue after `step`: what came later moves to `previous/N/`, where the earlier session's papers are.
@@ -126,8 +124,8 @@ class RunDirectory:
                 if step_of(folder) > step:
                     (target / "checkpoints").mkdir(exist_ok=True)
                     os.rename(folder, target / "checkpoints" / folder.name)
-            num_later = _cut(self.metrics, step, target, record)
-            _cut(self.path / "skipped.jsonl", step, target)
+            num_later = self._metrics.cut(step, target, record)
+            self._skipped.cut(step, target)
         self.notice = f"going on after step {step} in {self.path}; the earlier session's papers are in {target}"
         if num_later:
             self.notice += f", with {num_later} steps that came after the checkpoint and are done again"
@@ -136,26 +134,6 @@ class RunDirectory:
         """Give the directory back before the process ends; an earlier run's files stay moved aside."""
         if self.is_main:
             self._lock.close()
-
-    def _append(self, path: Path, record: dict) -> None:
-        """A line that the disk does not take is no reason to end the run: it is kept, and goes with the next one."""
-        if not self.is_main:
-            return
-        self._unwritten[path] = self._unwritten.get(path, "") + json.dumps(plain(record), allow_nan=False) + "\n"
-        with contextlib.suppress(StorageError):
-            self._write_lines(path)
-
-    def _write_lines(self, path: Path) -> None:
-        """All lines or none. Raises StorageError."""
-        size = path.stat().st_size if path.exists() else 0
-        try:
-            with writing(path), open(path, "ab") as stream:
-                stream.write(self._unwritten.get(path, "").encode())
-        except StorageError:
-            with contextlib.suppress(OSError):
-                os.truncate(path, size)
-            raise
-        self._unwritten[path] = ""
 
     def _has_checkpoints(self) -> bool:
         return bool(candidates(LocalFileSystem(), self.checkpoints))
@@ -246,34 +224,9 @@ def _make_durable(path: Path) -> None:
         LocalFileSystem().sync_folder(folder.parent)
 
 
-def _cut(path: Path, step: int, target: Path, record: dict | None = None) -> int:
-    """Lines up to `step` stay, whole and each once. Returns how many others went to the folder `target`.
-
-    record: added where it is the one that is missing.
-    """
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    kept = [line for line in lines if 0 <= _step_in(line, -1) <= step]
-    others = [line for line in lines if not 0 <= _step_in(line, -1) <= step]
-    if record and (_step_in(kept[-1]) if kept else 0) == step - 1:
-        kept.append(json.dumps(plain(record), allow_nan=False))
-    if others:
-        (target / path.name).write_text("".join(f"{line}\n" for line in others), encoding="utf-8")
-    if kept != lines:
-        write_text(path, "".join(f"{line}\n" for line in kept))
-    return len(others)
-
-
 def _counted(path: Path) -> dict:
     """What status.json says about failures, for a rank that replaces rank 0."""
     return {key: value for key, value in read_json(path).items() if key in ("failing_step", "failures")}
-
-
-def _step_in(line: str, half: int | None = None) -> int | None:
-    """The step of a line of metrics.jsonl; `half` for one that a killed process wrote half of."""
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return half
 
 
 def _lock(path: Path) -> Any:
@@ -295,7 +248,5 @@ def _lock(path: Path) -> Any:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """A run directory's metrics, one dict per finished step. Half a line at the end is left out."""
-    file = path / "metrics.jsonl"
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    return [json.loads(line) for line in lines if _step_in(line) is not None]
+    """A run directory's metrics, one dict per finished step."""
+    return read_lines(path / "metrics.jsonl")
