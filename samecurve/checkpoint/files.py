@@ -71,9 +71,9 @@ class Reader:
         self.folder = folder
         try:
             content = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-            self._ranges = {name: [tuple(r) for r in item["ranges"]] for name, item in content.items()}
-            self.shapes: dict[str, tuple[int, ...]] = {name: tuple(item["shape"]) for name, item in content.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            self._ranges = {name: [_integers(r, 3) for r in item["ranges"]] for name, item in content.items()}
+            self.shapes: dict[str, tuple[int, ...]] = {name: _integers(item["shape"]) for name, item in content.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{folder / INDEX}: cannot be read as an index ({error})") from error
 
     def check_names(self, shapes: Mapping[str, Iterable[int]]) -> None:
@@ -111,9 +111,21 @@ class Reader:
         path = self.folder / file_name(rank)
         try:
             with safe_open(path, framework="pt") as file:  # opened anew each time: an open map's pages stay in memory
-                return file.get_slice(key)[start:stop]
+                found = file.get_slice(key)[start:stop]
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path}: {key} cannot be read ({error})") from error
+        if stop is not None and found.shape != (stop - start,):
+            raise CheckpointError(
+                f"{path}: {key} holds {tuple(found.shape)} from {start} on, {stop - start} are needed"
+            )
+        return found
+
+
+def _integers(values: list, length: int | None = None) -> tuple[int, ...]:
+    """Raises ValueError."""
+    if length not in (None, len(values)) or not all(type(value) is int and value >= 0 for value in values):
+        raise ValueError(f"found {values!r:.40}, whole numbers are needed")
+    return tuple(values)
 
 
 def index(shapes: Mapping[str, Iterable[int]], ranges: Iterable[Iterable[tuple[str, int, int]]]) -> bytes:

@@ -91,7 +91,7 @@ def read_state(folder: Path) -> dict:
     """state.json of a checkpoint. Raises CheckpointError when it is none: a hash only says that it is unchanged."""
     try:
         content = json.loads((folder / STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{folder / STATE}: cannot be read ({error})") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{folder / STATE}: found {type(content).__name__}, a JSON object is needed")

@@ -20,6 +20,7 @@ from started import LIMIT_SECONDS, Started
 
 from samecurve.checkpoint.filesystem import LocalFileSystem
 from samecurve.checkpoint.verify import candidates, check
+from samecurve.records import now
 from samecurve.rundir import read_json, read_metrics
 
 RESULTS = "SAMECURVE_FAULT_RESULTS"
@@ -63,7 +64,11 @@ class Expected:
 
 @dataclass
 class Record:
-    """A line of the results: see scripts/reliability.py."""
+    """A line of the results: see scripts/reliability.py.
+
+    could_save: False when the fault leaves no checkpoint to go on from, so that nothing bounds the lost steps.
+    resumed_equal: None when the run did not have to come to the golden end. failed: the first line of the assertion.
+    """
 
     strategy: str
     world: int
@@ -74,6 +79,7 @@ class Record:
     lost_steps: int = 0
     steps_while_saving: int = 0
     seconds: float = 0.0
+    could_save: bool = True
     checkpoint_lost: bool = False
     corruption_accepted: bool = False
     hung: bool = False
@@ -112,6 +118,7 @@ class Victim:
         """Run until the fault has ended it, check everything, return the output. do: the fault, done from outside."""
         strategy, world = self.case.strategy or "single", self.case.world
         record = Record(strategy, world, launcher or self.case.launcher, kind, fault)
+        record.could_save = expected.lost is not None
         self.records.append(record)
         started = self.start(faults, launcher, *more, **environment)
         try:
@@ -240,7 +247,7 @@ class Battery:
 def write_result(record: Record) -> None:
     if RESULTS in os.environ:
         with open(os.environ[RESULTS], "a", encoding="utf-8") as stream:
-            stream.write(json.dumps(asdict(record)) + "\n")
+            stream.write(json.dumps(asdict(record) | {"time": now()}) + "\n")
 
 
 def rank_hashes(folder: Path) -> dict[str, str]:

@@ -101,7 +101,7 @@ FORGED: dict[str, Callable[[Path, Path], object]] = {
     "deep state.json": lambda folder, _: (folder / STATE).write_bytes(DEEP),
     "deep index.json": lambda folder, _: (folder / INDEX).write_bytes(DEEP),
     "a list as state.json": lambda folder, _: (folder / STATE).write_bytes(b"[1]"),
-    "an index of huge ranges": lambda folder, _: _change_index(folder, [[0, 0, 2**62]]),
+    "an index that leaves values out": lambda folder, _: _change_index(folder, [[0, 0, 7]]),
     "an index of a rank that is not there": lambda folder, _: _change_index(folder, [[7, 0, 9600]]),
     "an index of a rank that is a path": lambda folder, _: _change_index(folder, [["../../x", 0, 9600]]),
     "tensors of other lengths": lambda folder, _: _shorten(folder / RANK),

@@ -42,26 +42,22 @@ def test_signals(battery):
     expected = Expected(75, PREEMPTED.format("the launcher ended"), state="preempted", lost=0)
     do = send("launcher", signal.SIGKILL, after_step=victim.newest() + 2)
     victim.hurt("signal", "SIGKILL to launcher", expected, faults="step@3:0:slow", do=do)
+    at_once = Expected(143, r"ended by SIGTERM in phase \w+ of step \d+ \(exit code 143\)")
+    victim.hurt("signal", "SIGTERM twice", at_once, faults="step@3:0:slow", do=twice)
     victim.finish()
+
+
+def twice(started: Started) -> None:
+    metrics = started.directory / "metrics.jsonl"
+    send("rank 0", signal.SIGTERM, after_step=len(metrics.read_text().splitlines()) + 2)(started)
+    time.sleep(1.5)  # within a second it would count as the same request
+    started.ranks()[0].send_signal(signal.SIGTERM)
 
 
 def test_a_signal_to_accelerate_with_one_process(battery):
     victim = battery.victim(SINGLE)
     # accelerate passes nothing on to a single process: the launcher is gone, which is the same request
     signalled(victim, signal.SIGTERM, "launcher", "accelerate", "the launcher ended")
-    victim.finish()
-
-
-def test_the_second_signal_ends_a_run_at_once(battery):
-    victim = battery.victim()
-
-    def twice(started: Started) -> None:
-        send("rank 0", signal.SIGTERM, after_step=6)(started)
-        time.sleep(1.5)  # within a second it would count as the same request
-        started.ranks()[0].send_signal(signal.SIGTERM)
-
-    says = r"ended by SIGTERM in phase \w+ of step \d+ \(exit code 143\)"
-    victim.hurt("signal", "SIGTERM twice", Expected(143, says, 5), faults="step@7:0:slow", do=twice)
     victim.finish()
 
 
@@ -113,10 +109,10 @@ def test_what_fails_at_the_same_step_stops(battery):
     victim = battery.victim(Case(None, 1, "torchrun"))
     expected = Expected(1, r"step 3 failed 3 times in a row", 0)
     victim.hurt("kill", "SIGKILL, same step", expected, "--max-restarts=3", faults="step@3:0:kill")
-    victim.finish()
+    victim.write(None)
 
 
-def test_what_may_not_change_is_refused_and_nothing_is_touched(battery):
+def test_what_may_not_change_is_refused_and_start_over_moves_it_aside(battery):
     victim = battery.victim(SINGLE)
     victim.hurt("kill", "SIGKILL of a single process", Expected(None, "", 10, "running"), faults="step@13:0:kill")
     before = contents(victim)
@@ -132,16 +128,9 @@ def test_what_may_not_change_is_refused_and_nothing_is_touched(battery):
     for reason in ("seed: 3 -> 4", "model.num_hidden_layers: 4 -> 3", "rows: ", "steps: 8, but"):
         assert started.output.count(reason) == 1, (reason, started.output)
     assert contents(victim) == before
-    victim.finish()
-
-
-def test_start_over_moves_everything_aside(battery):
-    victim = battery.victim(SINGLE)
-    victim.hurt("kill", "SIGKILL of a single process", Expected(None, "", 10, "running"), faults="step@13:0:kill")
-    before = contents(victim)
     run = victim.finish("--start_over")
     assert run.facts["resumed_from"] is None
-    moved = victim.directory / "previous" / "1" / "checkpoints"
+    (moved,) = victim.directory.glob("previous/*/checkpoints")
     assert {path.relative_to(moved).as_posix(): path.read_bytes() for path in moved.rglob("*.*")} == before
 
 

@@ -1,0 +1,218 @@
+"""Write benchmarks/reliability.md from what the fault battery did; no number in it comes from anywhere else.
+
+    SAMECURVE_FAULT_RESULTS=faults.jsonl bash scripts/test.sh --full tests/faults
+    python benchmarks/stock/faults.py
+    python scripts/reliability.py faults.jsonl
+
+The second command is for the comparison with stock loops; without its results the page has none. Run the last one on
+the machine that ran the others: hardware and versions are this machine's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("torch", "accelerate", "deepspeed", "transformers")
+COMMANDS = """```bash
+SAMECURVE_FAULT_RESULTS=faults.jsonl bash scripts/test.sh --full tests/faults
+python benchmarks/stock/faults.py
+python scripts/reliability.py faults.jsonl
+```"""
+# of a stock loop's case, from the best to the worst
+OUTCOMES = ("same curve", "another curve", "started over", "does not start", "hung", "silently damaged")
+KINDS = {
+    "kill": "SIGKILL of a rank, by phase",
+    "random": "SIGKILL at a random time",
+    "signal": "signals, a dead launcher",
+    "hang": "stopped and deadlocked ranks",
+    "disk": "full disk",
+    "numbers": "NaN, loss spikes, differing replicas",
+    "corruption": "damaged files",
+}
+
+Row = Sequence[object]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("results", type=Path, help="what $SAMECURVE_FAULT_RESULTS named while tests/faults ran")
+    parser.add_argument("--stock", type=Path, default=ROOT / "benchmarks" / "stock" / "results.json")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "reliability.md")
+    arguments = parser.parse_args()
+    records = [json.loads(line) for line in arguments.results.read_text(encoding="utf-8").splitlines()]
+    if not records:
+        parser.error(f"{arguments.results} is empty; see the head of this file")
+    stock = json.loads(arguments.stock.read_text(encoding="utf-8")) if arguments.stock.exists() else None
+    arguments.output.write_text(page(records, stock), encoding="utf-8")
+    print(arguments.output)
+
+
+def page(records: list[dict], stock: dict | None) -> str:
+    runs = [record for record in records if record["kind"] != "corruption"]
+    parts = [
+        "# What happens to a run that something happens to",
+        total(records),
+        f"Measured {when(records)}: {machine()}. Made by `scripts/reliability.py`; to run it again:",
+        COMMANDS,
+        "## Per strategy",
+        by_strategy([record for record in runs if record["kind"] != "random"]),
+        "Checkpoints are saved every 5 steps. Steps lost: those that had to be done again after the restart; in "
+        "brackets how many of them had run while the next checkpoint was being written. Equal: started again, the run "
+        "ended with the losses, gradient norms, weights, moments and random numbers of an undisturbed one, bit for "
+        "bit.",
+    ]
+    if any(record["kind"] == "random" for record in runs):
+        parts += ["## One run, killed at random times", by_random([r for r in runs if r["kind"] == "random"])]
+    parts += ["## Per kind of fault", by_kind(records)]
+    if stock is not None:
+        parts += ["## The same faults against stock loops", against_stock(stock)]
+    return "\n\n".join(parts) + "\n"
+
+
+def total(records: list[dict]) -> str:
+    num_damaged = count(records, lambda r: r["kind"] == "corruption")
+    lines = [
+        ("kills injected", count(records, is_kill)),
+        ("other faults injected", len(records) - count(records, is_kill) - num_damaged),
+        ("files damaged", num_damaged),
+        ("committed checkpoints lost", count(records, lambda r: r["checkpoint_lost"])),
+        ("corruptions accepted", count(records, lambda r: r["corruption_accepted"])),
+        ("hangs", count(records, lambda r: r["hung"])),
+        ("processes left behind", sum(record["left_behind"] for record in records)),
+        ("runs that did not end as the undisturbed one", count(records, lambda r: r["resumed_equal"] is False)),
+        ("cases that failed in another way", count(records, lambda r: bool(r["failed"]))),
+    ]
+    return table(("", "number"), lines)
+
+
+def by_strategy(records: list[dict]) -> str:
+    header = (
+        "strategy",
+        "kills",
+        "other faults",
+        "checkpoints lost",
+        "hangs",
+        "left behind",
+        "most steps lost",
+        "equal",
+    )
+    rows = []
+    for name in sorted({record["strategy"] for record in records}):
+        own = [record for record in records if record["strategy"] == name]
+        lost = [record["checkpoint_lost"] for record in own]
+        kills = count(own, is_kill)
+        hangs, left = count(own, lambda r: r["hung"]), sum(record["left_behind"] for record in own)
+        rows.append((name, kills, len(own) - kills, sum(lost), hangs, left, most_lost(own), equal(own)))
+    return table(header, rows)
+
+
+def by_random(records: list[dict]) -> str:
+    header = ("strategy", "kills", "of a rank", "of all", "of the launcher", "most steps lost", "mean", "equal")
+    rows = []
+    for name in sorted({record["strategy"] for record in records}):
+        own = [record for record in records if record["strategy"] == name]
+        victims = Counter(record["fault"].removeprefix("SIGKILL of ").split()[0] for record in own)
+        mean = sum(record["lost_steps"] for record in own) / len(own)
+        numbers = (victims["rank"], victims["all"], victims["launcher"])
+        rows.append((name, len(own), *numbers, most_lost(own), f"{mean:.1f}", equal(own)))
+    note = "Saved every 10 steps; the run is started again after each kill until it is done."
+    return f"{table(header, rows)}\n\n{note}"
+
+
+def by_kind(records: list[dict]) -> str:
+    rows = []
+    for kind, title in KINDS.items():
+        own = [record for record in records if record["kind"] == kind]
+        if own:
+            codes = sorted({str(r["exit_code"]) for r in own if r["exit_code"] is not None}, key=int)
+            seconds = max(record["seconds"] for record in own)
+            bad = count(own, lambda r: bool(r["failed"]) or r["hung"] or r["corruption_accepted"])
+            rows.append((title, len(own), ", ".join(codes) or "-", f"{seconds:.0f}" if seconds else "-", bad))
+    header = ("fault", "number", "exit codes in status.json", "longest run in seconds", "failed")
+    return table(header, rows)
+
+
+def against_stock(stock: dict) -> str:
+    cases = stock["cases"]
+    loops = list(dict.fromkeys(case["loop"] for case in cases))
+    faults = list(dict.fromkeys(case["fault"] for case in cases))
+    found = {(case["loop"], case["fault"]): case for case in cases}
+    rows = [(fault, *(outcome(found.get((loop, fault))) for loop in loops)) for fault in faults]
+    known = [name for name in OUTCOMES if any(case["outcome"] == name for case in cases)]
+    others = sorted({case["outcome"] for case in cases} - {*known})
+    summary = [(name, *(count(cases, in_loop(loop, name)) for loop in loops)) for name in [*known, *others]]
+    lost = [max((c.get("steps_lost") or 0 for c in cases if c["loop"] == loop), default=0) for loop in loops]
+    summary.append(("most steps lost", *lost))
+    settings = stock["settings"]
+    note = (
+        f"{settings['processes']} processes, {settings['steps']} steps, saved every {settings['save_every']}, "
+        f"{settings['keep']} kept; run on {stock['date']} by `benchmarks/stock/faults.py`, whose loops say how each is "
+        "configured and why. In brackets: steps lost."
+    )
+    return f"{table(('', *loops), summary)}\n\n{table(('fault', *loops), rows)}\n\n{note}"
+
+
+def in_loop(loop: str, outcome_name: str) -> Callable[[dict], bool]:
+    return lambda case: case["loop"] == loop and case["outcome"] == outcome_name
+
+
+def outcome(case: dict | None) -> str:
+    if case is None:
+        return "not run"
+    lost = case.get("steps_lost")  # a run that did not start again lost all, or nothing that can be counted
+    return f"{case['outcome']} ({lost})" if lost else case["outcome"]
+
+
+def most_lost(records: list[dict]) -> str:
+    """Without those that nothing bounds: no checkpoint could be written at all."""
+    bounded = [record for record in records if record["could_save"]]
+    worst = max(bounded, key=lambda record: record["lost_steps"], default=None)
+    return f"{worst['lost_steps']} ({worst['steps_while_saving']})" if worst else "-"
+
+
+def equal(records: list[dict]) -> str:
+    asked = [record["resumed_equal"] for record in records if record["resumed_equal"] is not None]
+    return f"{sum(asked)} of {len(asked)}" if asked else "-"
+
+
+def is_kill(record: dict) -> bool:
+    return "SIGKILL" in record["fault"]
+
+
+def count(records: list[dict], condition: Callable[[dict], bool]) -> int:
+    return sum(1 for record in records if condition(record))
+
+
+def table(header: Sequence[str], rows: Sequence[Row]) -> str:
+    cells = [[str(cell) for cell in row] for row in (header, *rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells
+    ]
+    return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
+
+
+def when(records: list[dict]) -> str:
+    dates = sorted(record["time"][:10] for record in records)
+    return f"on {dates[0]}" if dates[0] == dates[-1] else f"from {dates[0]} to {dates[-1]}"
+
+
+def machine() -> str:
+    cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
+    named = re.search(r"^model name\s*: (.+)$", cpuinfo, re.MULTILINE)
+    processor = named[1] if named else platform.machine()
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES)
+    return f"{os.cpu_count()} cores of {processor}, no GPU used, gloo; Python {platform.python_version()}, {versions}"
+
+
+if __name__ == "__main__":
+    main()

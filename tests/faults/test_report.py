@@ -1,0 +1,87 @@
+"""scripts/reliability.py: its numbers are those of the results, worked out by hand here."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import battery
+from battery import RESULTS, Record, write_result
+from harness import ROOT
+
+RECORDS = [
+    Record("ddp", 2, "torchrun", "kill", "SIGKILL step", 1, 7, 3, resumed_equal=True),
+    Record("ddp", 2, "torchrun", "hang", "SIGSTOP", 124, 4, hung=True, resumed_equal=False),
+    Record("ddp", 2, "torchrun", "disk", "ENOSPC always", 7, 19, could_save=False, resumed_equal=True),
+    Record("zero1", 2, "torchrun", "kill", "SIGKILL save.write", 1, 5, checkpoint_lost=True, left_behind=2),
+    Record("ddp", 2, "torchrun", "random", "SIGKILL of rank 1", 1, 12, 4, resumed_equal=True),
+    Record("ddp", 2, "torchrun", "random", "SIGKILL of launcher", 1, 3, resumed_equal=True),
+    Record("-", 2, "-", "corruption", "state.json empty"),
+    Record("-", 2, "-", "corruption", "state.json half", corruption_accepted=True),
+]
+CASE = {"steps_lost": 0, "outcome": "same curve"}
+STOCK = {
+    "date": "2026-01-02",
+    "settings": {"processes": 2, "steps": 30, "save_every": 5, "keep": 2},
+    "cases": [
+        {**CASE, "loop": "a", "fault": "SIGSTOP"},
+        {**CASE, "loop": "b", "fault": "SIGSTOP", "outcome": "hung"},
+        {**CASE, "loop": "a", "fault": "bit flip", "steps_lost": 4},
+        {**CASE, "loop": "b", "fault": "bit flip", "outcome": "silently damaged"},
+    ],
+}
+
+
+def written(tmp_path: Path, *arguments: str) -> str:
+    command = [sys.executable, str(ROOT / "scripts" / "reliability.py"), str(tmp_path / "faults.jsonl")]
+    output = tmp_path / "page.md"
+    subprocess.run([*command, "--output", str(output), *arguments], check=True)
+    return output.read_text()
+
+
+def cells(page: str, first: str) -> list[list[str]]:
+    rows = re.findall(rf"^\| {re.escape(first)} +\|.*$", page, re.MULTILINE)
+    return [[cell.strip() for cell in row.split("|")[2:-1]] for row in rows]
+
+
+def test_numbers(tmp_path, monkeypatch):
+    monkeypatch.setenv(RESULTS, str(tmp_path / "faults.jsonl"))
+    for record in RECORDS:
+        write_result(record)
+    (tmp_path / "stock.json").write_text(json.dumps(STOCK))
+    page = written(tmp_path, "--stock", str(tmp_path / "stock.json"))
+    expected = {
+        "kills injected": 4,
+        "other faults injected": 2,
+        "files damaged": 2,
+        "committed checkpoints lost": 1,
+        "corruptions accepted": 1,
+        "hangs": 1,
+        "processes left behind": 2,
+        "runs that did not end as the undisturbed one": 1,
+    }
+    assert {name: cells(page, name) for name in expected} == {name: [[str(n)]] for name, n in expected.items()}
+    by_strategy, by_random = cells(page, "ddp")
+    assert by_strategy == ["1", "2", "0", "1", "0", "7 (3)", "2 of 3"]
+    assert by_random == ["2", "1", "0", "1", "12 (4)", "7.5", "2 of 2"]
+    assert cells(page, "zero1") == [["1", "0", "1", "0", "2", "5 (0)", "-"]]
+    assert cells(page, "SIGSTOP") == [["same curve", "hung"]]
+    assert cells(page, "bit flip") == [["same curve (4)", "silently damaged"]]
+    assert cells(page, "same curve") == [["2", "0"]] and cells(page, "most steps lost") == [["4", "0"]]
+
+
+def test_without_stock_loops_there_is_no_table_of_them(tmp_path, monkeypatch):
+    monkeypatch.setenv(RESULTS, str(tmp_path / "faults.jsonl"))
+    write_result(RECORDS[0])
+    assert "stock loops" not in written(tmp_path, "--stock", str(tmp_path / "absent.json"))
+
+
+def test_nothing_is_written_unless_asked(tmp_path, monkeypatch):
+    monkeypatch.delenv(RESULTS, raising=False)
+    monkeypatch.chdir(tmp_path)
+    battery.write_result(RECORDS[0])
+    assert not list(tmp_path.iterdir()) and asdict(RECORDS[0])["strategy"] == "ddp"
