@@ -155,8 +155,8 @@ def against_stock(stock: dict) -> str:
     settings = stock["settings"]
     note = (
         f"{settings['processes']} processes, {settings['steps']} steps, saved every {settings['save_every']}, "
-        f"{settings['keep']} kept; run on {stock['date']} by `benchmarks/stock/faults.py`, whose loops say how each is "
-        "configured and why. In brackets: steps lost."
+        f"{settings['keep']} kept; run {when(cases, 'date')} by `benchmarks/stock/faults.py`, whose loops say how "
+        "each is configured and why. In brackets: steps lost. File named: the output says which file is damaged."
     )
     return f"{table(('', *loops), summary)}\n\n{table(('fault', *loops), rows)}\n\n{note}"
 
@@ -169,7 +169,8 @@ def outcome(case: dict | None) -> str:
     if case is None:
         return "not run"
     lost = case.get("steps_lost")  # a run that did not start again lost all, or nothing that can be counted
-    return f"{case['outcome']} ({lost})" if lost else case["outcome"]
+    text = f"{case['outcome']} ({lost})" if lost else case["outcome"]
+    return f"{text}, file named" if case.get("named") else text
 
 
 def most_lost(records: list[dict]) -> str:
@@ -201,8 +202,8 @@ def table(header: Sequence[str], rows: Sequence[Row]) -> str:
     return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
 
 
-def when(records: list[dict]) -> str:
-    dates = sorted(record["time"][:10] for record in records)
+def when(records: list[dict], key: str = "time") -> str:
+    dates = sorted(record[key][:10] for record in records)
     return f"on {dates[0]}" if dates[0] == dates[-1] else f"from {dates[0]} to {dates[-1]}"
 
 

@@ -38,7 +38,8 @@ def test_signals(battery):
     victim = battery.victim()
     signalled(victim, signal.SIGTERM, "launcher")
     signalled(victim, signal.SIGUSR1, "rank 1", "accelerate")
-    signalled(victim, signal.SIGINT, "all", "deepspeed")
+    # deepspeed's launcher sends SIGTERM behind it, and on a busy machine that may come first
+    signalled(victim, signal.SIGINT, "all", "deepspeed", "SIG(?:INT|TERM)")
     expected = Expected(75, PREEMPTED.format("the launcher ended"), state="preempted", lost=0)
     do = send("launcher", signal.SIGKILL, after_step=victim.newest() + 2)
     victim.hurt("signal", "SIGKILL to launcher", expected, faults="step@3:0:slow", do=do)

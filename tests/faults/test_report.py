@@ -23,14 +23,13 @@ RECORDS = [
     Record("-", 2, "-", "corruption", "state.json empty"),
     Record("-", 2, "-", "corruption", "state.json half", corruption_accepted=True),
 ]
-CASE = {"steps_lost": 0, "outcome": "same curve"}
+CASE = {"steps_lost": 0, "outcome": "same curve", "date": "2026-01-02", "named": False}
 STOCK = {
-    "date": "2026-01-02",
     "settings": {"processes": 2, "steps": 30, "save_every": 5, "keep": 2},
     "cases": [
         {**CASE, "loop": "a", "fault": "SIGSTOP"},
         {**CASE, "loop": "b", "fault": "SIGSTOP", "outcome": "hung"},
-        {**CASE, "loop": "a", "fault": "bit flip", "steps_lost": 4},
+        {**CASE, "loop": "a", "fault": "bit flip", "steps_lost": 4, "named": True},
         {**CASE, "loop": "b", "fault": "bit flip", "outcome": "silently damaged"},
     ],
 }
@@ -70,7 +69,7 @@ def test_numbers(tmp_path, monkeypatch):
     assert by_random == ["2", "1", "0", "1", "12 (4)", "7.5", "2 of 2"]
     assert cells(page, "zero1") == [["1", "0", "1", "0", "2", "5 (0)", "-"]]
     assert cells(page, "SIGSTOP") == [["same curve", "hung"]]
-    assert cells(page, "bit flip") == [["same curve (4)", "silently damaged"]]
+    assert cells(page, "bit flip") == [["same curve (4), file named", "silently damaged"]]
     assert cells(page, "same curve") == [["2", "0"]] and cells(page, "most steps lost") == [["4", "0"]]
 
 
