@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
+import psutil
+
 # SIGUSR1 is what schedulers send some time before the end (sbatch --signal), SIGHUP a terminal that closes.
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP") if hasattr(signal, name))
 LAUNCHER_ENDED = "the launcher ended"
@@ -36,7 +38,8 @@ class StopRequest:
     def __init__(self, end: Callable[[str, int], None], tell: Callable[[str], None], launcher: str = "python"):
         self.requested = ""
         self._end, self._tell = end, tell
-        self._parent = None if launcher == "python" else os.getppid()
+        self._above = None if launcher == "python" else _above(launcher)
+        self._launcher = launcher
         self._deferred = False
         self._first: float | None = None  # when the first signal came
         self._handlers: dict = {}
@@ -101,10 +104,26 @@ class StopRequest:
             self._tell(f"{number.name}: the run stops and saves after this step; a second signal ends it at once")
 
     def _check_launcher(self) -> None:
-        if self._parent is None or os.getppid() == self._parent:
+        if self._above is None or _above(self._launcher) == self._above:
             return
-        self._parent = None
+        self._above = None
         if self._deferred:
             self.requested = self.requested or LAUNCHER_ENDED
         else:
             self._end(LAUNCHER_ENDED, 128 + signal.SIGTERM)  # what it would have sent
+
+
+def _above(launcher: str) -> tuple[int, ...]:
+    """Ids of the launcher's processes; other ones when one of them is gone, because its children get another parent.
+
+    The deepspeed command starts a second process, which starts the ranks and does not look after the first one.
+    """
+    parent = os.getppid()
+    if launcher != "deepspeed":
+        return (parent,)
+    try:
+        first = psutil.Process(parent).parent()
+        # not a shell or sshd: what starts the second one on another machine, or by hand, may go
+        return (parent, first.pid) if first and any("deepspeed" in word for word in first.cmdline()[:2]) else (parent,)
+    except psutil.Error:
+        return (parent,)

@@ -97,7 +97,7 @@ def test_signals_in_every_phase(launcher, number, battery):
         do=when_running(victim, number),
         launcher=launcher,
     )
-    says = rf"preempted \(exit code 75\): {number.name}: saved after step \d+"
+    says = rf"preempted \(exit code 75\): {told}: saved after step \d+"
     for phase, after_step in (("evaluate", 9), ("save", 4), ("boundary", 2)):
         after_step += victim.newest() if phase == "boundary" else 0
         faults = "boundary@3:0:slow" if phase == "boundary" else f"{phase}:0:slow"

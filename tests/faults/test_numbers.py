@@ -72,7 +72,8 @@ def test_the_same_steps_are_skipped_and_the_curve_is_the_same(strategy, kind, ra
     ids=str,
 )
 def test_too_many_in_a_row_end_the_run_with_code_5(case, poison, battery):
-    run = poisoned(battery, case, poison)
+    # a checkpoint with such a weight is refused, and three of these would be the end first
+    run = poisoned(battery, case, poison, "checkpoint.every_steps=25")
     assert run.status["state"] == "failed" and run.status["exit_code"] == 5, run.output
     assert run.output.count("NumericError (exit code 5)") == 1
     assert "in a row, and guard.max_skipped_steps is 3" in run.output
@@ -93,7 +94,8 @@ def test_a_loss_spike_goes_back_to_the_checkpoint(battery):
     assert run.column("loss")[13] == pytest.approx(golden[13], rel=0.1)  # three updates less, the same rows
 
 
-@pytest.mark.parametrize("case", [Case(), *long(Case("zero1"), Case("ddp", 4))], ids=str)
+# ZeRO gathers the weights that are computed with anew in every update, so a difference in them heals by itself
+@pytest.mark.parametrize("case", [Case(), *long(Case("ddp", 4))], ids=str)
 def test_replicas_that_differ_are_named(case, battery):
     run = poisoned(battery, case, "flip@4-4:1", "guard.compare_replicas_every_steps=5")
     assert run.status["exit_code"] == 5, run.output
