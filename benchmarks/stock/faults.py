@@ -27,7 +27,7 @@ from pathlib import Path
 import injuries
 import toy
 from injuries import DAMAGE, FULL_DISK, LIVE, ONE_PROCESS, NotReached
-from loops import LOOPS, NOTES, Loop
+from loops import LOOPS, NOTES, ROOT, Loop
 from processes import Job
 
 RESULTS = Path(__file__).with_name("results.json")
@@ -136,7 +136,7 @@ class Bench:
 
     def _start(self, directory: Path, world: int = 2) -> Job:
         log = self.work / f"{directory.name}_{time.time_ns()}.log"
-        return Job(self.loop.command(directory, self.work, world), log, self.environment, self.work)
+        return Job(self.loop.command(directory, self.work, world), log, self.environment, ROOT)
 
     def _folder(self, name: str) -> Path:
         folder = self.work / name.lower().replace(" ", "_").replace("'", "")
