@@ -50,11 +50,11 @@ def adopt(strategy: Strategy, environ: Mapping[str, str] = os.environ) -> None:
 
 
 def meet_again(backend: str | None, environ: Mapping[str, str] = os.environ) -> None:
-    """Make the process group of a restart by torchrun with a fixed --master_port.
+    """Make the process group of a restart by torchrun, under keys of its own.
 
-    torch 2.13 takes the launcher's key-value store for a new one at every restart, which it is with --standalone or
-    --rdzv_backend c10d only; else the addresses of the dead processes are still in it, and the new ones wait for them
-    (distributed/rendezvous.py, _create_c10d_store). Accelerate and DeepSpeed take a group that is there.
+    torch 2.13 takes the launcher's key-value store for a new one at every restart (distributed/rendezvous.py,
+    _create_c10d_store), but the addresses of the dead processes are still in it, and new ones wait for them (seen with a
+    fixed --master_port and with --rdzv_backend c10d). Accelerate and DeepSpeed take a group that is there.
     """
     restart = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if restart == "0" or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
