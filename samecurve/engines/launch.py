@@ -53,8 +53,8 @@ def meet_again(backend: str | None, environ: Mapping[str, str] = os.environ) -> 
     """Make the process group of a restart by torchrun, under keys of its own.
 
     torch 2.13 takes the launcher's key-value store for a new one at every restart (distributed/rendezvous.py,
-    _create_c10d_store), but the addresses of the dead processes are still in it, and new ones wait for them (seen with a
-    fixed --master_port and with --rdzv_backend c10d). Accelerate and DeepSpeed take a group that is there.
+    _create_c10d_store), but the addresses of the dead processes are still in it, and new ones wait for them (seen with
+    a fixed --master_port and with --rdzv_backend c10d). Accelerate and DeepSpeed take a group that is there.
     """
     restart = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if restart == "0" or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
