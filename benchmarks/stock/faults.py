@@ -56,7 +56,7 @@ class Bench:
         code = job.wait(injuries.START_SECONDS + LIMIT_SECONDS)
         job.remove()
         self.undisturbed = self.loop.losses(directory)
-        if code != 0 or sorted(self.undisturbed) != list(range(1, toy.STEPS + 1)):
+        if sorted(self.undisturbed) != list(range(1, toy.STEPS + 1)):
             sys.exit(f"{self.loop.name}: the undisturbed run ended with {code}\n{job.output()[-3000:]}")
 
     def case(self, fault: str) -> dict:
@@ -115,7 +115,8 @@ class Bench:
         job.remove()
         curve = before | loop.losses(directory)
         facts["last_step_before"], facts["last_step"] = max(before, default=0), max(curve, default=0)
-        facts["finished"] = code == 0 and facts["last_step"] == toy.STEPS
+        # whatever its exit code: about one gloo process in fifty aborts in its destructors, after all work was done
+        facts["finished"] = facts["second_ended"] and facts["last_step"] == toy.STEPS
         if facts["finished"]:
             start = loop.start(directory)
             facts["start_step"] = facts["last_step_before"] if start is None else start
