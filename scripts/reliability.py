@@ -157,8 +157,8 @@ def against_stock(stock: dict) -> str:
         f"{settings['processes']} processes, {settings['steps']} steps, saved every {settings['save_every']}, "
         f"{settings['keep']} kept; run {when(cases, 'date')} by `benchmarks/stock/faults.py`, whose loops say how "
         "each is configured and why. In brackets: steps lost, of starts that finished: who loads a damaged checkpoint "
-        "or does not start loses fewer than who goes back to an older good one. File named: the output says which file is "
-        "damaged. Swapped weights leave no good checkpoint, so refusing to start is right there."
+        "or does not start loses fewer than who goes back to an older good one. File named: the output says which "
+        "file is damaged. Swapped weights leave no good checkpoint, so refusing to start is right there."
     )
     return f"{table(('', *loops), summary)}\n\n{table(('fault', *loops), rows)}\n\n{note}"
 
