@@ -78,7 +78,8 @@ class Guard:
 def _differing(of_all: list[dict[str, str]]) -> list[tuple[int, list[str]]]:
     """(rank, labels) of those that are not as the majority has them; with two ranks, of both."""
     found = []
-    values = {label: Counter(own[label] for own in of_all if label in own) for own in of_all for label in own}
+    labels_of_all = {label for own in of_all for label in own}
+    values = {label: Counter(own[label] for own in of_all if label in own) for label in labels_of_all}
     for rank, own in enumerate(of_all):
         labels = [label for label, digest in own.items() if 2 * values[label][digest] <= values[label].total()]
         if labels:
