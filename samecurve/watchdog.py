@@ -64,6 +64,8 @@ class Watchdog:
     def phase(self, name: str, step: int = 0) -> None:
         """The main thread goes on to `name`. Every rank calls it alike, for the first time when all ranks are there."""
         reach(name)
+        if name not in UNLIMITED:
+            self._stacks.open()
         self._phase, self.step = name, step
         self._num_phases += 1
         self._num_marks = 0
@@ -149,7 +151,6 @@ class Watchdog:
     def _hang(self) -> HangError | None:
         if self._phase in UNLIMITED:
             return None
-        self._stacks.open()
         stuck = time.monotonic() - self._marked > self._limit and not self._another_gets_on()
         if not self._limit or not (stuck or self._another_hangs()):
             return None

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..documents import Document, describe
 from ..families import FAMILIES
-from ..recipe import Source, hidden_layers, model_type
+from ..recipe import Source
+from ..rules import hidden_layers, model_type
 from .keys_deepspeed import STAGES
 
 if TYPE_CHECKING:

@@ -1,0 +1,150 @@
+"""What more than one key of a recipe takes part in. A rule is skipped when a key that it asks for is itself wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .documents import describe
+from .sources import BUILTIN
+
+if TYPE_CHECKING:
+    from .recipe import Source
+
+Finding = tuple[str, str]
+
+
+def apply(source: Source) -> None:
+    """Add what the rules find to the source's problems."""
+    for rule in (_model, _attention, _positions, _tokenizer, _data, _schedule, _checkpoint, _guard, _evaluate):
+        with contextlib.suppress(KeyError):
+            for key, text in rule(source.value):
+                source.document.problem(tuple(key.split(".")), text)
+
+
+def _model(value: Callable[[str], Any]) -> Iterator[Finding]:
+    path, config = value("model.path"), value("model.config")
+    if path is not None and config is not None:
+        yield "model", "both path and config are given, but a model has one origin; set one of them to null"
+    elif path is None and config is None:
+        yield "model", "neither path (pretrained) nor config (from scratch) is given; add one"
+    elif config is not None and "model_type" not in config:
+        yield "model.config", "model_type is missing; add it, for example model_type: llama"
+    elif config is not None and not isinstance(config["model_type"], str):
+        yield "model.config.model_type", f"found {describe(config['model_type'])}, text is needed, for example llama"
+    elif path is not None and path.startswith((".", "/", "~")):
+        yield from _model_folder(Path(path))
+
+
+def _model_folder(folder: Path) -> Iterator[Finding]:
+    if not folder.is_dir():
+        yield "model.path", f"no such folder: {folder.absolute()}"
+    elif not (folder / "config.json").is_file():
+        yield "model.path", f"{folder.absolute()} holds no config.json; a Hugging Face model folder is needed"
+
+
+def _positions(value: Callable[[str], Any]) -> Iterator[Finding]:
+    length, fields = value("batch.sequence_length"), _architecture(value)
+    for key in ("max_position_embeddings", "n_positions"):
+        limit = fields.get(key)
+        if isinstance(limit, int) and limit < length:
+            owner = "model.config" if value("model.path") is None else "the model's config.json"
+            yield "batch.sequence_length", f"found {length}, but {key} in {owner} is {limit}; a row has to fit into it"
+
+
+def _attention(value: Callable[[str], Any]) -> Iterator[Finding]:
+    """flash-attn tells packed documents apart by their positions only in a batch of one row, and knows no fp32."""
+    if value("model.attention") != "flash_attention_2":
+        return
+    if value("data.packing") and value("batch.micro_batch_size") > 1:
+        text = (
+            f"found flash_attention_2, which does not keep packed documents apart when batch.micro_batch_size is "
+            f"{value('batch.micro_batch_size')}; set that to 1, or use sdpa, or data.packing: false"
+        )
+        yield "model.attention", text
+    if value("precision") == "fp32":
+        yield "model.attention", "found flash_attention_2, which does not compute in fp32; use sdpa, or precision: bf16"
+
+
+def _tokenizer(value: Callable[[str], Any]) -> Iterator[Finding]:
+    path, size = value("tokenizer.path"), value("tokenizer.vocabulary_size")
+    if path is not None and size is not None:
+        yield "tokenizer", "both path and vocabulary_size (train one) are given; keep one"
+    elif path is None and size is None and value("model.path") is None:
+        yield "tokenizer", "a model from scratch brings no tokenizer; add tokenizer.path or tokenizer.vocabulary_size"
+
+
+def _data(value: Callable[[str], Any]) -> Iterator[Finding]:
+    if value("data.path") is None:
+        yield "data.path", f"missing; name a file, a folder or {BUILTIN}, here or as data.path=... when starting"
+    for key in ("data.path", "evaluate.path"):
+        path = value(key)
+        if path is not None and path != BUILTIN and not Path(path).exists():
+            yield key, f"no such file or folder: {Path(path).absolute()}"
+
+
+def _schedule(value: Callable[[str], Any]) -> Iterator[Finding]:
+    steps, warmup = value("steps"), value("schedule.warmup_steps")
+    if warmup >= steps:
+        yield "schedule.warmup_steps", f"found {warmup}, but steps is {steps}; warm-up has to end before the run does"
+    name, decay = value("schedule.name"), value("schedule.decay_steps")
+    if name != "wsd" and decay is not None:
+        yield "schedule.decay_steps", f"found {decay}, but only wsd has a decay of its own and schedule.name is {name}"
+    elif name == "wsd" and decay is None:
+        yield "schedule.decay_steps", "missing; wsd needs the length of its final decay"
+    elif name == "wsd" and warmup < steps < warmup + decay:
+        yield "schedule.decay_steps", f"found {decay}; with {warmup} warm-up steps that is more than the {steps} steps"
+
+
+def _checkpoint(value: Callable[[str], Any]) -> Iterator[Finding]:
+    every, best, evaluated = map(value, ("checkpoint.every_steps", "checkpoint.best", "evaluate.every_steps"))
+    if best and every and (not evaluated or every % evaluated):
+        text = (
+            f"found {best}, but checkpoints are written every {every} steps and evaluate.every_steps is {evaluated}; "
+            "set that to a divisor of checkpoint.every_steps, so that each has a number of its own"
+        )
+        yield "checkpoint.best", text
+
+
+def _guard(value: Callable[[str], Any]) -> Iterator[Finding]:
+    ratio = value("guard.rollback_ratio")
+    if ratio is not None and not value("checkpoint.every_steps"):
+        text = f"found {ratio:g}, but checkpoint.every_steps is 0, so there is nothing to go back to; set it above 0"
+        yield "guard.rollback_ratio", text
+
+
+def _evaluate(value: Callable[[str], Any]) -> Iterator[Finding]:
+    every, held_out = value("evaluate.every_steps"), value("data.held_out_fraction")
+    if every and not held_out and value("evaluate.path") is None:
+        text = f"found {every}, but nothing is held out; set data.held_out_fraction above 0 or evaluate.path"
+        yield "evaluate.every_steps", text
+
+
+def _architecture(value: Callable[[str], Any]) -> dict[str, Any]:
+    """The fields of the model's config that the recipe or a local model folder gives."""
+    with contextlib.suppress(OSError, ValueError):
+        config, path = value("model.config"), value("model.path")
+        if config is None and path is not None:
+            config = json.loads((Path(path) / "config.json").read_text())
+        return config if isinstance(config, dict) else {}
+    return {}
+
+
+def hidden_layers(source: Source) -> int | None:
+    """How many decoder layers the model has, where that is known without loading it."""
+    with contextlib.suppress(KeyError):
+        fields = _architecture(source.value)
+        found = [fields[key] for key in ("num_hidden_layers", "n_layer", "num_layers") if key in fields]
+        return found[0] if found and isinstance(found[0], int) else None
+    return None
+
+
+def model_type(source: Source) -> str | None:
+    """The model's family in transformers, where that is known without loading it."""
+    with contextlib.suppress(KeyError):
+        found = _architecture(source.value).get("model_type")
+        return found if isinstance(found, str) else None
+    return None
