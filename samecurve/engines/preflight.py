@@ -22,6 +22,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigurationError, StorageError
+from . import build_locks
 
 if TYPE_CHECKING:
     from .resolve import Plan, Strategy
@@ -49,6 +50,9 @@ def check(plan: Plan, environ: Mapping[str, str] = os.environ) -> None:
     if found:
         lines = ["this machine cannot run the strategy as it is", *(f"  {problem}" for problem in found)]
         raise ConfigurationError("\n".join(lines))
+    needed = operators(plan.strategy)
+    if needed and environ.get("LOCAL_RANK", "0") == "0":
+        build_locks.clear({*needed, "pin_memory"}, print, environ)
 
 
 def check_room(strategy: Strategy, num_parameters: int, environ: Mapping[str, str] = os.environ) -> None:
