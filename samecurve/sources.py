@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import json
 import os
 import sysconfig
 import time
@@ -16,13 +15,12 @@ from typing import TYPE_CHECKING
 
 from .cache import digest
 from .errors import DataError
+from .tables import bad_utf8, check_characters, rows, table_kind
 
 if TYPE_CHECKING:
     from .config import Recipe
 
 BUILTIN = "builtin:python-stdlib"
-TABLES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-COMPRESSED = frozenset((".gz", ".zst", ".bz2", ".xz"))
 TEXTS = frozenset(".txt .text .md .rst .tex .html .xml .py .c .h .cc .cpp .rs .go .java .js .ts .sh .sql".split())
 # The last two are the library's own, but tables of characters and pages of help instead of code.
 _NOT_STDLIB = frozenset("test tests idlelib site-packages dist-packages __pycache__ encodings pydoc_data".split())
@@ -44,16 +42,7 @@ class Source:
     def documents(self) -> Iterator[str]:
         """The text of every document: a text file is one, a row of a table is one. DataError where one is broken."""
         for file in self.files:
-            kind = table_kind(file)
-            yield from _read_table(file, kind, self.text_column) if kind else [_read_text(file)]
-
-
-def table_kind(file: Path) -> str | None:
-    """How a table is read, None for a text. `.jsonl.gz` and the like are tables too."""
-    suffixes = [suffix.lower() for suffix in file.suffixes[-2:]]
-    if suffixes and suffixes[-1] in COMPRESSED:
-        suffixes.pop()
-    return TABLES.get(suffixes[-1]) if suffixes else None
+            yield from _read_table(file, self.text_column) if table_kind(file) else [_read_text(file)]
 
 
 def find(name: str, pattern: str | None = None, text_column: str = "text") -> Source:
@@ -159,82 +148,17 @@ def _read_text(file: Path) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError(_bad_utf8(file, data.count(b"\n", 0, error.start) + 1, error.start, error)) from error
+        raise DataError(bad_utf8(file, data.count(b"\n", 0, error.start) + 1, error.start, error)) from error
 
 
-def _bad_utf8(file: Path, line: int, offset: int, error: UnicodeDecodeError) -> str:
-    value = error.object[error.start]
-    return (
-        f"{file}:{line}: byte {offset} (0x{value:02x}) is not UTF-8: {error.reason}; "
-        "convert the file (iconv -f latin1 -t utf-8) or leave it out with data.pattern"
-    )
-
-
-def _read_table(file: Path, kind: str, column: str) -> Iterator[str]:
-    for place, row in _json_lines(file) if kind == "jsonl" else _dataset_rows(file, kind):
+def _read_table(file: Path, column: str) -> Iterator[str]:
+    for place, row in rows(file):
         if column not in row:
             raise DataError(_no_column(place, column, list(row)))
         if not isinstance(row[column], str):
             raise DataError(f"{place}: {column!r} is {row[column]!r:.40}, not text; remove or fill the row")
-        _check_characters(place, column, row[column])
+        check_characters(place, column, row[column])
         yield row[column]
-
-
-def _check_characters(place: str, column: str, text: str) -> None:
-    r"""JSON can spell half a character (`"\ud83d"`, an emoji cut in two), which no tokenizer and no hash takes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{place}: {column!r} holds half a surrogate pair, {text[error.start]!a}, at character {error.start}; "
-            "correct or remove the row"
-        ) from error
-
-
-def _json_lines(file: Path) -> Iterator[tuple[str, dict]]:
-    """Parsed here and not by datasets, which gives up where a column that nobody reads changes its type on the way."""
-    offset = 0
-    for number, line in enumerate(_lines(file), start=1):
-        if line.strip():
-            yield f"{file}:{number}", _parse(file, number, offset, line)
-        offset += len(line)
-
-
-def _lines(file: Path) -> Iterator[bytes]:
-    import fsspec
-
-    try:
-        with fsspec.open(str(file), "rb", compression="infer") as lines:
-            yield from lines
-    except Exception as error:  # Each codec has errors of its own.
-        raise DataError(f"{file}: could not be read: {error}") from error
-
-
-def _parse(file: Path, number: int, offset: int, line: bytes) -> dict:
-    try:
-        row = json.loads(line.decode())
-    except UnicodeDecodeError as error:
-        raise DataError(_bad_utf8(file, number, offset + error.start, error)) from error
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f"{file}:{number}: column {error.colno}: not JSON: {error.msg}; correct or remove the line"
-        ) from error
-    if not isinstance(row, dict):
-        raise DataError(f'{file}:{number}: {row!r:.40} is not a JSON object; write {{"text": ...}}, one per line')
-    return row
-
-
-def _dataset_rows(file: Path, kind: str) -> Iterator[tuple[str, dict]]:
-    import datasets  # Two seconds, and not needed when the tokens are cached already.
-
-    number = 0
-    try:
-        # One file at a time: datasets casts all files of a call to the first one's columns, read or not.
-        rows = datasets.load_dataset(kind, data_files=[str(file)], split="train", streaming=True)
-        for number, row in enumerate(rows, start=1):
-            yield f"{file}: row {number}", row
-    except Exception as error:  # datasets passes on whatever pyarrow, pandas or a codec raised.
-        raise DataError(f"{file}: after row {number}: {error}; check that the file is whole {kind}") from error
 
 
 def _no_column(place: str, column: str, found: list[str]) -> str:

@@ -202,7 +202,7 @@ ERRORS = [
         "T/a.jsonl:2: no column 'text', found: id; set data.text_column, or remove what has no text",
     ),
     (null_for_text, "T/a.jsonl:1: 'text' is None, not text; remove or fill the row"),
-    (list_for_row, "T/a.jsonl:1: ['x'] is not a JSON object; write {\"text\": ...}, one per line"),
+    (list_for_row, "T/a.jsonl:1: ['x'] is not a JSON object; write {\"column\": ...}, one per line"),
     (
         half_a_character,
         "T/a.jsonl:2: 'text' holds half a surrogate pair, '\\ud83d', at character 3; correct or remove the row",

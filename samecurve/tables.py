@@ -1,0 +1,93 @@
+"""Tables to rows, each with its place: JSON lines, JSON, parquet and csv. DataError where a file is broken."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from .errors import DataError
+
+TABLES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+COMPRESSED = frozenset((".gz", ".zst", ".bz2", ".xz"))
+
+
+def table_kind(file: Path) -> str | None:
+    """How a table is read, None for a text. `.jsonl.gz` and the like are tables too."""
+    suffixes = [suffix.lower() for suffix in file.suffixes[-2:]]
+    if suffixes and suffixes[-1] in COMPRESSED:
+        suffixes.pop()
+    return TABLES.get(suffixes[-1]) if suffixes else None
+
+
+def rows(file: Path) -> Iterator[tuple[str, dict]]:
+    """(place, row) of every row of a table: the place is what a message names, `file:line` or `file: row N`."""
+    kind = table_kind(file)
+    return _json_lines(file) if kind == "jsonl" else _dataset_rows(file, kind)
+
+
+def check_characters(place: str, column: str, text: str) -> None:
+    r"""JSON can spell half a character (`"\ud83d"`, an emoji cut in two), which no tokenizer and no hash takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{place}: {column!r} holds half a surrogate pair, {text[error.start]!a}, at character {error.start}; "
+            "correct or remove the row"
+        ) from error
+
+
+def _json_lines(file: Path) -> Iterator[tuple[str, dict]]:
+    """Parsed here and not by datasets, which gives up where a column that nobody reads changes its type on the way."""
+    offset = 0
+    for number, line in enumerate(_lines(file), start=1):
+        if line.strip():
+            yield f"{file}:{number}", _parse(file, number, offset, line)
+        offset += len(line)
+
+
+def _lines(file: Path) -> Iterator[bytes]:
+    import fsspec
+
+    try:
+        with fsspec.open(str(file), "rb", compression="infer") as lines:
+            yield from lines
+    except Exception as error:  # Each codec has errors of its own.
+        raise DataError(f"{file}: could not be read: {error}") from error
+
+
+def _parse(file: Path, number: int, offset: int, line: bytes) -> dict:
+    try:
+        row = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise DataError(bad_utf8(file, number, offset + error.start, error)) from error
+    except json.JSONDecodeError as error:
+        fix = "correct or remove the line" if line.endswith(b"\n") else "it is the last line: is the file cut off?"
+        raise DataError(f"{file}:{number}: column {error.colno}: not JSON: {error.msg}; {fix}") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+        raise DataError(f"{file}:{number}: not JSON that can be read: {error}; remove the line") from error
+    if not isinstance(row, dict):
+        raise DataError(f'{file}:{number}: {row!r:.40} is not a JSON object; write {{"column": ...}}, one per line')
+    return row
+
+
+def _dataset_rows(file: Path, kind: str) -> Iterator[tuple[str, dict]]:
+    import datasets  # Two seconds, and not needed when the tokens are cached already.
+
+    number = 0
+    try:
+        # One file at a time: datasets casts all files of a call to the first one's columns, read or not.
+        rows = datasets.load_dataset(kind, data_files=[str(file)], split="train", streaming=True)
+        for number, row in enumerate(rows, start=1):
+            yield f"{file}: row {number}", row
+    except Exception as error:  # datasets passes on whatever pyarrow, pandas or a codec raised.
+        raise DataError(f"{file}: after row {number}: {error}; check that the file is whole {kind}") from error
+
+
+def bad_utf8(file: Path, line: int, offset: int, error: UnicodeDecodeError) -> str:
+    """The message for bytes that are no text; the error carries them."""
+    value = error.object[error.start]
+    return (
+        f"{file}:{line}: byte {offset} (0x{value:02x}) is not UTF-8: {error.reason}; "
+        "convert the file (iconv -f latin1 -t utf-8) or leave it out with data.pattern"
+    )
