@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from . import engines, model, tasks
@@ -76,7 +76,8 @@ class Session:
         try:
             yield
         except NumericError:
-            self.checkpoints.wait()
+            with suppress(NumericError):  # the first one says more
+                self.checkpoints.wait()
             raise
 
     def log(self, record: dict) -> None:

@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..errors import StorageError
+from ..errors import NumericError, StorageError
 from ..faults import reach
 from ..records import writing
 from .filesystem import PIECE_BYTES, FileSystem
@@ -55,8 +55,9 @@ def commit(
 
     write: writes this rank's files into a folder, with `write_file`; also returns a note, any JSON value.
     papers: from all ranks' notes to rank 0's small files.
-    Raises StorageError with the same text on all ranks when anything failed on any; what `exchange` raises when a rank
-    is gone is passed on. After a failure the folder is either not there or, when only the last sync failed, complete.
+    Raises StorageError with the same text on all ranks when anything failed on any, NumericError when `write` said so
+    on any; what `exchange` raises when a rank is gone is passed on. After a failure the folder is either not there or,
+    when only the last sync failed, complete.
     """
     partial = directory / f"{PARTIAL}{folder_name(step)}"
     try:
@@ -64,7 +65,7 @@ def commit(
         _together(exchange, lambda: _prepare(fs, partial, sum(planned)) if rank == 0 else None)
         wrote = _together(exchange, lambda: _write(fs, partial, write))
         _together(exchange, lambda: _finish(fs, partial, step, wrote, papers) if rank == 0 else None)
-    except StorageError:
+    except (StorageError, NumericError):
         if rank == 0:
             _sweep(fs, directory)
         raise
@@ -102,18 +103,20 @@ def _pieces(chunks: Iterable[Any]) -> Iterator[memoryview | bytes]:
 
 
 def _together(exchange: Exchange, work: Callable[[], T]) -> list[T]:
-    """Do this rank's work and learn every rank's result. When it failed anywhere, all ranks raise."""
+    """Do this rank's work and learn every rank's result. When it failed anywhere, all ranks raise the same class."""
     result, failure, error = None, "", None
     try:
         result = work()
     except Exception as caught:  # a bug too: the others wait in `exchange` and have to learn of it
         error = caught
-        failure = str(error) if isinstance(error, StorageError) else f"{type(error).__name__}: {error}"
-    outcomes = exchange((result, failure))
-    failures = [f"rank {rank}: {failure}" for rank, (_, failure) in enumerate(outcomes) if failure]
+        told = isinstance(error, (StorageError, NumericError))
+        failure = str(error) if told else f"{type(error).__name__}: {error}"
+    outcomes = exchange((result, failure, isinstance(error, NumericError)))
+    failures = [f"rank {rank}: {failure}" for rank, (_, failure, _) in enumerate(outcomes) if failure]
     if failures:
-        raise StorageError("; ".join(failures)) from error
-    return [result for result, _ in outcomes]
+        kind = NumericError if any(numeric for *_, numeric in outcomes) else StorageError
+        raise kind("; ".join(failures)) from error
+    return [result for result, *_ in outcomes]
 
 
 def _plan(directory: Path, planned_bytes: int) -> int:

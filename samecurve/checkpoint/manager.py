@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .. import rng
-from ..errors import StorageError
+from ..errors import NumericError, StorageError
 from ..faults import reach
 from ..records import now, plain, write_json
 from . import commit, files
@@ -140,7 +140,11 @@ class Checkpoints:
             self.save(engine, position, wait=True)
 
     def wait(self) -> bool:
-        """For the save in flight: whether it was committed. Raises StorageError when it is the third that failed."""
+        """For the save in flight: whether it was committed.
+
+        Raises StorageError when it is the third in a row that failed, NumericError when what it had to save is not
+        finite, which no later step mends.
+        """
         if self._started_step == self._waited_step:
             return self._failures == 0
         if self._thread is not None:
@@ -149,6 +153,8 @@ class Checkpoints:
         error, self._error = self._error, None
         self._failures = self._failures + 1 if error else 0
         self._committed_step = self._committed_step if error else self._started_step
+        if isinstance(error, NumericError):
+            raise NumericError(f"{error}; the checkpoints that there are hold finite values only") from error
         if self._failures >= MOST_FAILURES:
             raise StorageError(f"{self._failures} saves in a row failed; the last time: {error}") from error
         return error is None

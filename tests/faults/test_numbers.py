@@ -72,7 +72,7 @@ def test_the_same_steps_are_skipped_and_the_curve_is_the_same(strategy, kind, ra
     ids=str,
 )
 def test_too_many_in_a_row_end_the_run_with_code_5(case, poison, battery):
-    # a checkpoint with such a weight is refused, and three of these would be the end first
+    # a checkpoint with such a weight is refused, which would be the end first
     run = poisoned(battery, case, poison, "checkpoint.every_steps=25")
     assert run.status["state"] == "failed" and run.status["exit_code"] == 5, run.output
     assert run.output.count("NumericError (exit code 5)") == 1
@@ -80,6 +80,15 @@ def test_too_many_in_a_row_end_the_run_with_code_5(case, poison, battery):
     first = skipped(run)[0]["step"]
     # a weight that only the optimizer holds shows after the next update
     assert first in (4, 5) and [line["step"] for line in skipped(run)] == list(range(first, first + 4))
+
+
+@pytest.mark.parametrize("case", [Case(), *long(SINGLE, *(Case(name) for name in ("zero1", *STRATEGIES)))], ids=str)
+def test_a_checkpoint_never_holds_a_weight_that_is_not_finite(case, battery):
+    run = poisoned(battery, case, "weight@9-9:*", "guard.max_skipped_steps=20")
+    assert run.status["state"] == "failed" and run.status["exit_code"] == 5, run.output
+    assert run.output.count("NumericError (exit code 5)") == 1
+    assert "holds values that are not finite" in run.status["reason"]
+    assert [folder.name for folder in (run.directory / "checkpoints").glob("step_*")] == [run.checkpoint(5).name]
 
 
 def test_a_loss_spike_goes_back_to_the_checkpoint(battery):
