@@ -31,16 +31,27 @@ class Model(Section):
 
 
 class Tokenizer(Section):
-    """`path`: a tokenizer's folder (default: `model.path`). `vocabulary_size`: train a byte-level BPE on the data."""
+    """`path`: a tokenizer's folder (default: `model.path`). `vocabulary_size`: train a byte-level BPE on the data.
+
+    `chat_template`: a Jinja file that replaces the tokenizer's own template.
+    """
 
     path: Name | None = None
+    chat_template: Name | None = None
     vocabulary_size: int | None = Field(None, ge=SMALLEST_VOCABULARY)
 
 
 class Data(Section):
+    """`text_column` is pretrain's. sft reads `messages_column`, or `prompt_column` and `completion_column`."""
+
     path: Name | None = None
     pattern: str | None = None
     text_column: str = "text"
+    messages_column: Name | None = None
+    prompt_column: Name | None = None
+    completion_column: Name | None = None
+    chat: bool = True
+    train_on: Literal["assistant", "all"] = "assistant"
     packing: bool = True
     held_out_fraction: float = Field(0.0, ge=0.0, lt=1.0)
     cache_dir: str | None = None
@@ -127,7 +138,7 @@ class Logging(Section):
 
 
 class Recipe(Section):
-    task: Literal["pretrain"] = "pretrain"
+    task: Literal["pretrain", "sft"] = "pretrain"
     output_dir: Name
     seed: int = Field(0, ge=0, le=LARGEST_SEED)
     steps: PositiveInt

@@ -9,17 +9,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .documents import describe
-from .sources import BUILTIN
+from .sources import BUILTIN, FUNCTIONS
 
 if TYPE_CHECKING:
     from .recipe import Source
 
 Finding = tuple[str, str]
+# What only one task reads, with its default: where another one runs, it would do nothing.
+_KEYS_OF_TASKS = {
+    "pretrain": {"data.text_column": "text"},
+    "sft": {
+        "data.messages_column": None,
+        "data.prompt_column": None,
+        "data.completion_column": None,
+        "data.chat": True,
+        "data.train_on": "assistant",
+        "tokenizer.chat_template": None,
+    },
+}
+_BUILTINS = {"pretrain": BUILTIN, "sft": FUNCTIONS}
 
 
 def apply(source: Source) -> None:
     """Add what the rules find to the source's problems."""
-    for rule in (_model, _attention, _positions, _tokenizer, _data, _schedule, _checkpoint, _guard, _evaluate):
+    data = (_tokenizer, _data, _task, _columns)
+    for rule in (_model, _attention, _positions, *data, _schedule, _checkpoint, _guard, _evaluate):
         with contextlib.suppress(KeyError):
             for key, text in rule(source.value):
                 source.document.problem(tuple(key.split(".")), text)
@@ -78,12 +92,39 @@ def _tokenizer(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 
 def _data(value: Callable[[str], Any]) -> Iterator[Finding]:
+    builtin = _BUILTINS[value("task")]
     if value("data.path") is None:
-        yield "data.path", f"missing; name a file, a folder or {BUILTIN}, here or as data.path=... when starting"
+        yield "data.path", f"missing; name a file, a folder or {builtin}, here or as data.path=... when starting"
     for key in ("data.path", "evaluate.path"):
         path = value(key)
-        if path is not None and path != BUILTIN and not Path(path).exists():
+        if path in _BUILTINS.values() and path != builtin:
+            yield key, f"found {path}, which task {value('task')} cannot read; {builtin} is the one that it can"
+        elif path is not None and path != builtin and not Path(path).exists():
             yield key, f"no such file or folder: {Path(path).absolute()}"
+    pattern = value("data.pattern")
+    if pattern and (".." in Path(pattern).parts or Path(pattern).is_absolute()):
+        yield (
+            "data.pattern",
+            f"found {describe(pattern)}, which leaves the folder; set data.path to what it should be in",
+        )
+
+
+def _task(value: Callable[[str], Any]) -> Iterator[Finding]:
+    for task, keys in _KEYS_OF_TASKS.items():
+        for key, default in keys.items():
+            if task != value("task") and value(key) != default:
+                yield key, f"found {describe(value(key))}, but only task {task} reads it and task is {value('task')}"
+
+
+def _columns(value: Callable[[str], Any]) -> Iterator[Finding]:
+    others = [key for key in ("data.prompt_column", "data.completion_column") if value(key) is not None]
+    if value("data.messages_column") is not None and others:
+        yield "data.messages_column", f"given together with {others[0]}; a row is one or the other, keep one of them"
+    if value("data.messages_column") is not None and not value("data.chat"):
+        yield "data.chat", "found false, but messages need a template; set it to true, or name prompt_column instead"
+    template = value("tokenizer.chat_template")
+    if template is not None and not Path(template).is_file():
+        yield "tokenizer.chat_template", f"no such file: {Path(template).absolute()}"
 
 
 def _schedule(value: Callable[[str], Any]) -> Iterator[Finding]:

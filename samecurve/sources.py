@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .config import Recipe
 
 BUILTIN = "builtin:python-stdlib"
+FUNCTIONS = "builtin:python-functions"  # for sft
 TEXTS = frozenset(".txt .text .md .rst .tex .html .xml .py .c .h .cc .cpp .rs .go .java .js .ts .sh .sql".split())
 # The last two are the library's own, but tables of characters and pages of help instead of code.
 _NOT_STDLIB = frozenset("test tests idlelib site-packages dist-packages __pycache__ encodings pydoc_data".split())
