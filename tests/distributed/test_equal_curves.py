@@ -100,10 +100,10 @@ def run_case(workspace, case: Case) -> Run:
         return workspace.run(None, 1, *overrides, launcher="python")
     # shipped with two stages; one is the boundary case
     alone = case.strategy == "pipeline" and case.stages == 1
-    return workspace.run(_one_stage(workspace) if alone else case.strategy, case.world, *overrides)
+    return workspace.run(one_stage(workspace) if alone else case.strategy, case.world, *overrides)
 
 
-def _one_stage(workspace) -> Path:
+def one_stage(workspace) -> Path:
     folder = workspace.folder / "one_stage"
     folder.mkdir(exist_ok=True)
     config = json.loads((ROOT / "ds_configs" / "pipeline.json").read_text())

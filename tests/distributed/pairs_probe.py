@@ -1,0 +1,62 @@
+"""Run under a launcher with train.py's arguments and a JSON file first: {"sources": {name: folder}, "results": file}.
+
+One after the other, each source's checkpoint is loaded and trained on from. Rank 0 writes a line for each: whether all
+ranks hold its values bit for bit (read here with safetensors' own reader), then the losses and norms of the next steps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from test_resume import whole
+
+from samecurve import engines, model, outcome, tasks
+from samecurve.checkpoint.manager import Checkpoints
+from samecurve.data import StepBatches
+from samecurve.facts import decisive
+from samecurve.optim import learning_rate
+from samecurve.rundir import RunDirectory
+from samecurve.world import World
+
+
+def main() -> None:
+    wanted = json.loads(Path(sys.argv[1]).read_text())
+    plan = engines.plan(sys.argv[2:], os.environ)
+    recipe = plan.recipe
+    run = RunDirectory(recipe.output_dir, is_main=os.environ.get("RANK", "0") == "0")
+    accelerator = engines.start(plan)
+    task = tasks.load(recipe)
+    skeleton = model.skeleton(recipe, task.vocabulary_size, task.special_tokens)
+    world = World()
+    checkpoints = Checkpoints(run, decisive(plan, skeleton, task), world, accelerator.print)
+    engine = engines.build(accelerator, plan, skeleton, task)
+    for name, folder in wanted["sources"].items():
+        position = checkpoints.load(Path(folder), engine)
+        stored = whole(Path(folder))
+        unequal = {
+            f"{kind}/{held.name}" for held, kind, tensor in engine.state.visit() if differs(stored, held, kind, tensor)
+        }
+        batches = StepBatches(task.train, recipe.seed, recipe.batch, engine.shard, recipe.steps, position.step)
+        results = [
+            engine.step(micro_batches, learning_rate(recipe, step))
+            for step, micro_batches in enumerate(batches, start=position.step + 1)
+        ]
+        found = {"source": name, "unequal": sorted(set().union(*world.exchange(unequal)))}
+        found |= {"engine": engine.describe()["engine"], "world_size": world.size, "start_step": position.step}
+        found |= {"losses": [result.loss for result in results], "norms": [result.grad_norm for result in results]}
+        if world.is_main:
+            with open(wanted["results"], "a", encoding="utf-8") as stream:
+                stream.write(json.dumps(found) + "\n")
+    accelerator.end_training()
+
+
+def differs(stored: dict, held, kind: str, tensor: torch.Tensor) -> bool:
+    return not torch.equal(stored[f"{kind}/{held.name}"][held.start : held.stop], tensor.cpu())
+
+
+if __name__ == "__main__":
+    outcome.leave(outcome.exit_code(main))

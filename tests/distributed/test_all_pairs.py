@@ -1,0 +1,73 @@
+"""Every strategy on every number of processes goes on from the checkpoints of all of them, uneven shards included.
+
+Under each, train.py runs once and keeps its checkpoint after 5 steps; then one start under each loads them all.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from harness import STEPS, Run, largest_relative_difference, launch_command
+from test_equal_curves import ENGINES, Case, libaio_is_installed, one_stage
+
+STOP = 5
+LOSS, NORM = 1e-5, 1e-4
+WORLDS = {"single": [1], "hsdp": [4], "pipeline": [1, 2, 4]}
+# 3 processes divide neither the rows of a weight (FSDP) nor its number of values (ZeRO-3)
+UNEVEN = ("ddp", "fsdp", "zero1", "zero3")
+CASES = [
+    Case(name, world, 1)
+    for name in ENGINES
+    for world in WORLDS.get(name, [1, 2, 3, 4] if name in UNEVEN else [1, 2, 4])
+]
+GLOBAL_BATCH = 12
+
+
+def name_of(case: Case) -> str:
+    return f"{case.strategy}-{case.world}"
+
+
+def arguments(case: Case, workspace) -> tuple[Path | None, list[str]]:
+    micro_batch = GLOBAL_BATCH // (case.world // case.stages) // case.stages
+    batch = [f"batch.global_batch_size={GLOBAL_BATCH}", f"batch.micro_batch_size={micro_batch}"]
+    if case.strategy == "single":
+        return None, batch
+    alone = case.strategy == "pipeline" and case.world == 1
+    return one_stage(workspace) if alone else workspace.strategy(case.strategy), batch
+
+
+def finished(case: Case, workspace) -> Run:
+    strategy, batch = arguments(case, workspace)
+    run = workspace.run(strategy, case.world, *batch, launcher="torchrun" if strategy else "python")
+    assert run.returncode == 0, run.output
+    assert (run.facts["engine"], run.facts["world_size"]) == (ENGINES[case.strategy], case.world)
+    return run
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_goes_on_from_all_of_them(case, workspace, tmp_path):
+    cases = [each for each in CASES if each.strategy != "zero3_nvme" or libaio_is_installed()]
+    if case not in cases:
+        pytest.skip("NVMe offload needs libaio: apt-get install libaio-dev")
+    golden = finished(Case("single", 1, 1), workspace)
+    wanted, results = tmp_path / "wanted.json", tmp_path / "results.jsonl"
+    sources = {name_of(each): str(finished(each, workspace).checkpoint(STOP)) for each in cases}
+    wanted.write_text(json.dumps({"sources": sources, "results": str(results)}))
+
+    strategy, batch = arguments(case, workspace)
+    script = __file__.replace("test_all_pairs.py", "pairs_probe.py")
+    command = launch_command("torchrun" if strategy else "python", strategy, case.world, tmp_path, script)
+    command += [str(wanted), str(workspace.recipe), f"output_dir={tmp_path / 'run'}", *batch]
+    run = workspace.execute(command + (["--strategy", str(strategy)] if strategy else []), tmp_path / "run")
+    assert run.returncode == 0, run.output
+
+    lines = [json.loads(line) for line in results.read_text().splitlines()]
+    assert [line["source"] for line in lines] == [*sources]
+    for line in lines:
+        assert (line["engine"], line["world_size"]) == (ENGINES[case.strategy], case.world)
+        assert (line["unequal"], line["start_step"], len(line["losses"])) == ([], STOP, STEPS - STOP), line["source"]
+        assert largest_relative_difference(line["losses"], golden.column("loss")[STOP:]) < LOSS, line["source"]
+        assert largest_relative_difference(line["norms"], golden.column("grad_norm")[STOP:]) < NORM, line["source"]
