@@ -5,12 +5,14 @@ from __future__ import annotations
 import array
 import json
 import time
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 # Part of the cache key: raise it when the tokens written for the same input change.
-_VERSION = 1
+_VERSION = 2
 _BATCH_CHARACTERS = 1 << 20
 _PLAIN_LINE_SECONDS = 30.0
 PARTS = ("train", "held_out")
@@ -30,14 +32,16 @@ PARTS = ("train", "held_out")
 
 @dataclass(frozen=True)
 class TokenStream:
-    """All documents of one part, one after the other: [begin-of-text] text end-of-text.
+    """All documents of one part, one after the other: [begin-of-text] text end-of-text, or what the encoder makes.
 
     tokens: (num_tokens,), unsigned. offsets: (num_documents + 1,) int64, where each document starts, then num_tokens.
+    trained: (num_tokens,) uint8, 1 where a token is to be predicted; None: all are.
     """
 
     tokens: np.ndarray
     offsets: np.ndarray
     fingerprint: str
+    trained: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -54,12 +58,21 @@ def vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:
     return max(tokenizer.get_vocab().values()) + 1
 
 
-class DocumentEncoder:
-    """Texts to the token ids of documents, with a copy of the tokenizer's Rust part.
+class Encoded(NamedTuple):
+    """A document's token ids, [] when nothing is in it, and which of them are to be predicted (None: all)."""
 
-    The copy reads special tokens that stand in a text as text, and neither truncates nor pads. It uses every core.
-    DataError for a tokenizer without such a part or without an end-of-text token.
+    tokens: Sequence[int] | np.ndarray
+    trained: np.ndarray | None = None
+
+
+class Encoder(ABC):
+    """Documents to token ids, with a copy of the tokenizer's Rust part, which uses every core.
+
+    The copy neither truncates nor pads. identity: changes when the ids for the same document do. masked: whether some
+    tokens are not trained. DataError for a tokenizer without such a part or without an end-of-text token.
     """
+
+    masked = False
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast):
         from tokenizers import Tokenizer
@@ -77,18 +90,28 @@ class DocumentEncoder:
         self.identity = digest(self._rust.to_str(), self._begin, self._end)
         self.dtype = np.dtype(np.uint16 if vocabulary_size(tokenizer) <= 1 << 16 else np.uint32)
 
+    @abstractmethod
+    def encode(self, documents: list) -> list[Encoded]: ...
+
+
+class DocumentEncoder(Encoder):
+    """Plain texts. Special tokens that stand in a text are read as text."""
+
     def __call__(self, texts: list[str]) -> list[list[int]]:
         """[begin-of-text] text end-of-text for each text; [] for one without a token."""
         encodings = self._rust.encode_batch_fast(texts, add_special_tokens=False)
         return [[*self._begin, *e.ids, *self._end] if e.ids else [] for e in encodings]
 
+    def encode(self, documents: list[str]) -> list[Encoded]:
+        return [Encoded(tokens) for tokens in self(documents)]
 
-def load(source: Source, encoder: DocumentEncoder, held_out_fraction: float, cache: Path) -> Corpus:
+
+def load(source: Source, encoder: Encoder, held_out_fraction: float, cache: Path) -> Corpus:
     """The tokens of a source, from the cache or made now.
 
     Errors: DataError for unusable data, StorageError when the cache cannot be written.
     """
-    key = digest(_VERSION, fingerprint(source, cache), source.text_column, held_out_fraction, encoder.identity)
+    key = digest(_VERSION, fingerprint(source, cache), source.identity, held_out_fraction, encoder.identity)
     build = partial(_write, source=source, encoder=encoder, held_out_fraction=held_out_fraction)
     directory = cached(cache / "tokens" / key, build)
     meta = json.loads((directory / "meta.json").read_text())
@@ -96,40 +119,71 @@ def load(source: Source, encoder: DocumentEncoder, held_out_fraction: float, cac
     return Corpus(train, held_out, meta["empty_documents"])
 
 
-def training_documents(source: Source, held_out_fraction: float) -> Iterator[str]:
-    """The documents that are trained on, which are also the only ones that a tokenizer may learn from."""
-    return (text for text in source.documents() if not is_held_out(text, held_out_fraction))
+def training_texts(source: Source, held_out_fraction: float) -> Iterator[str]:
+    """The texts that are trained on, which are also the only ones that a tokenizer may learn from."""
+    for document in source.documents():
+        if not is_held_out(str(document), held_out_fraction):
+            yield from source.texts(document)
 
 
-def _write(directory: Path, source: Source, encoder: DocumentEncoder, held_out_fraction: float) -> None:
-    offsets = {part: array.array("q", [0]) for part in PARTS}
+def _write(directory: Path, source: Source, encoder: Encoder, held_out_fraction: float) -> None:
+    source.check()
     num_empty = 0
     with ExitStack() as stack:
-        files = {part: stack.enter_context(open(directory / f"{part}.bin", "wb")) for part in PARTS}
+        writers = {part: stack.enter_context(_Writer(directory, part, encoder)) for part in PARTS}
         advance = stack.enter_context(reading("tokenising", source))
-        for texts in _batches(source.documents()):
-            for text, tokens in zip(texts, encoder(texts), strict=True):
-                if not tokens:
+        for documents in _batches(source.documents()):
+            for document, encoded in zip(documents, encoder.encode(documents), strict=True):
+                if not len(encoded.tokens):
                     num_empty += 1
                     continue
-                part = "held_out" if is_held_out(text, held_out_fraction) else "train"
-                np.asarray(tokens, dtype=encoder.dtype).tofile(files[part])
-                offsets[part].append(offsets[part][-1] + len(tokens))
-            advance(texts)
-    for part in PARTS:
-        np.save(directory / f"{part}_offsets.npy", np.frombuffer(offsets[part], dtype=np.int64))
-    counts = {part: offsets[part][-1] for part in PARTS}
-    meta = {"source": source.name, "dtype": encoder.dtype.name, "num_tokens": counts, "empty_documents": num_empty}
+                part = "held_out" if is_held_out(str(document), held_out_fraction) else "train"
+                writers[part].append(encoded)
+            advance(documents)
+    counts = {part: writers[part].offsets[-1] for part in PARTS}
+    meta = {
+        "source": source.name,
+        "dtype": encoder.dtype.name,
+        "masked": encoder.masked,
+        "num_tokens": counts,
+        "empty_documents": num_empty,
+    }
     (directory / "meta.json").write_text(json.dumps(meta))
 
 
-def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
+class _Writer:
+    """The files of one part: tokens and marks as they come, the offsets at the end."""
+
+    def __init__(self, directory: Path, part: str, encoder: Encoder):
+        self.offsets = array.array("q", [0])
+        self._dtype, self._offsets_path = encoder.dtype, directory / f"{part}_offsets.npy"
+        self._tokens = open(directory / f"{part}.bin", "wb")
+        self._trained = open(directory / f"{part}_trained.bin", "wb") if encoder.masked else None
+
+    def __enter__(self) -> _Writer:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._tokens.close()
+        if self._trained:
+            self._trained.close()
+        if error is None:
+            np.save(self._offsets_path, np.frombuffer(self.offsets, dtype=np.int64))
+
+    def append(self, encoded: Encoded) -> None:
+        np.asarray(encoded.tokens, dtype=self._dtype).tofile(self._tokens)
+        if self._trained:
+            encoded.trained.astype(np.uint8).tofile(self._trained)
+        self.offsets.append(self.offsets[-1] + len(encoded.tokens))
+
+
+def _batches(documents: Iterator) -> Iterator[list]:
     """Lists of documents large enough for the tokenizer's own threads, which use every core."""
-    batch: list[str] = []
+    batch: list = []
     size = 0
-    for text in documents:
-        batch.append(text)
-        size += len(text)
+    for document in documents:
+        batch.append(document)
+        size += len(str(document))
         if size >= _BATCH_CHARACTERS:
             yield batch
             batch, size = [], 0
@@ -138,21 +192,27 @@ def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
 
 
 def _map(directory: Path, part: str, meta: dict, key: str) -> TokenStream:
-    file, dtype, num_tokens = directory / f"{part}.bin", np.dtype(meta["dtype"]), meta["num_tokens"][part]
+    num_tokens = meta["num_tokens"][part]
+    tokens = _map_file(directory / f"{part}.bin", np.dtype(meta["dtype"]), num_tokens)
+    offsets = np.load(directory / f"{part}_offsets.npy", mmap_mode="r")
+    trained = _map_file(directory / f"{part}_trained.bin", np.dtype(np.uint8), num_tokens) if meta["masked"] else None
+    return TokenStream(tokens, offsets, digest(key, part), trained)
+
+
+def _map_file(file: Path, dtype: np.dtype, num_tokens: int) -> np.ndarray:
     if not file.is_file() or file.stat().st_size != num_tokens * dtype.itemsize:
-        raise DataError(f"{file}: does not hold the {num_tokens} tokens that meta.json states; delete {directory}")
+        raise DataError(f"{file}: does not hold the {num_tokens} tokens that meta.json states; delete {file.parent}")
     # An empty file cannot be mapped.
-    tokens = np.memmap(file, dtype=dtype, mode="r") if num_tokens else np.empty(0, dtype=dtype)
-    return TokenStream(tokens, np.load(directory / f"{part}_offsets.npy", mmap_mode="r"), digest(key, part))
+    return np.memmap(file, dtype=dtype, mode="r") if num_tokens else np.empty(0, dtype=dtype)
 
 
 @contextmanager
-def reading(title: str, source: Source) -> Iterator[Callable[[list[str]], None]]:
+def reading(title: str, source: Source) -> Iterator[Callable[[list], None]]:
     """Shows how far the documents of a source are read: a bar on a terminal, else a line every 30 s and one at the
     end.
 
-    Gives a function to call with each batch of texts. The bar's end is the size of the files, so it is exact for text
-    files and a guide for tables.
+    Gives a function to call with each batch of documents. The bar's end is the size of the files, so it is exact for
+    text files and a guide for tables.
     """
     from rich.console import Console
     from rich.progress import Progress
@@ -168,10 +228,10 @@ def reading(title: str, source: Source) -> Iterator[Callable[[list[str]], None]]
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(title, total=source.num_bytes)
 
-        def advance(texts: list[str]) -> None:
+        def advance(documents: list) -> None:
             nonlocal num_documents, num_bytes, last_line
-            size = sum(len(text.encode()) for text in texts)
-            num_documents, num_bytes = num_documents + len(texts), num_bytes + size
+            size = sum(len(str(document).encode()) for document in documents)
+            num_documents, num_bytes = num_documents + len(documents), num_bytes + size
             bar.advance(task, size)
             if not console.is_terminal and time.perf_counter() - last_line > _PLAIN_LINE_SECONDS:
                 last_line = time.perf_counter()

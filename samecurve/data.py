@@ -1,30 +1,27 @@
-"""Tokens to rows, and rows to the micro-batches of each optimizer step."""
+"""Rows to the micro-batches of each optimizer step."""
 
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .cache import digest
 from .loss import IGNORE_INDEX
 from .order import rows_at
+from .rows import RowArrays, Rows
 
 if TYPE_CHECKING:
     from .config import Batch
-    from .corpus import TokenStream
 
 _PREFETCHED_STEPS = 2
-_ROWS_PER_PASS = 256
 
 
 @dataclass(frozen=True)
@@ -48,112 +45,6 @@ class MicroBatch:
     @property
     def _tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.input_ids, self.position_ids, self.labels
-
-
-class RowArrays(NamedTuple):
-    """The rows of some indices: int64 arrays (len(indices), sequence_length), as in MicroBatch."""
-
-    input_ids: np.ndarray
-    position_ids: np.ndarray
-    labels: np.ndarray
-
-
-class Rows(ABC):
-    """Rows of one length, cut from a stream of documents and readable by any index."""
-
-    def __init__(self, stream: TokenStream, sequence_length: int, padding_token: int):
-        """padding_token: any token; its labels are IGNORE_INDEX and no trained token attends to it."""
-        self.stream = stream
-        self.sequence_length = sequence_length
-        self.padding_token = padding_token
-        self.fingerprint = digest(type(self).__name__, stream.fingerprint, sequence_length, padding_token)
-
-    @abstractmethod
-    def __len__(self) -> int: ...
-
-    @abstractmethod
-    def __getitem__(self, indices: np.ndarray) -> RowArrays: ...
-
-    @property
-    @abstractmethod
-    def num_targets(self) -> int:
-        """Trained tokens in one pass over all rows."""
-
-    def target_bytes(self, byte_lengths: np.ndarray) -> int:
-        """Bytes of text that the targets of all rows stand for. byte_lengths: (vocabulary,) bytes per token."""
-        return sum(int(byte_lengths[labels[labels != IGNORE_INDEX]].sum()) for labels in self._all_labels())
-
-    def _all_labels(self) -> Iterator[np.ndarray]:
-        for start in range(0, len(self), _ROWS_PER_PASS):
-            yield self[np.arange(start, min(start + _ROWS_PER_PASS, len(self)))].labels
-
-    def _take(self, places: np.ndarray, valid: np.ndarray) -> np.ndarray:
-        return np.where(valid, self.stream.tokens[np.where(valid, places, 0)], self.padding_token).astype(np.int64)
-
-
-class PackedRows(Rows):
-    """All documents end to end, cut every `sequence_length` tokens.
-
-    Row i reads tokens [i * S, (i + 1) * S) and predicts tokens [i * S + 1, (i + 1) * S + 1), so every token is a
-    target exactly once, except the first of each document, which nothing precedes.
-    """
-
-    def __len__(self) -> int:
-        return -(-max(0, len(self.stream.tokens) - 1) // self.sequence_length)
-
-    def __getitem__(self, indices: np.ndarray) -> RowArrays:
-        row_starts = np.asarray(indices, dtype=np.int64)[:, None] * self.sequence_length
-        places = row_starts + np.arange(self.sequence_length)
-        targets, num_tokens = places + 1, len(self.stream.tokens)
-        # Padding counts on from the last document instead of starting a block of its own: it comes after every trained
-        # token, so causal attention already hides it.
-        position_ids = places - np.maximum(self._document_starts(places), row_starts)
-        trained = (targets < num_tokens) & (self._document_starts(targets) != targets)
-        labels = np.where(trained, self._take(targets, targets < num_tokens), IGNORE_INDEX)
-        return RowArrays(self._take(places, places < num_tokens), position_ids, labels)
-
-    @property
-    def num_targets(self) -> int:
-        return len(self.stream.tokens) - (len(self.stream.offsets) - 1)
-
-    def _document_starts(self, places: np.ndarray) -> np.ndarray:
-        starts = self.stream.offsets[:-1]
-        return starts[np.searchsorted(starts, places, side="right") - 1]
-
-
-class DocumentRows(Rows):
-    """Each document is a row of its own, truncated and padded, so rows train different numbers of tokens.
-
-    num_truncated: documents that lost their end. num_dropped: those of one token, with nothing to predict.
-    """
-
-    def __init__(self, stream: TokenStream, sequence_length: int, padding_token: int):
-        super().__init__(stream, sequence_length, padding_token)
-        lengths = np.diff(stream.offsets)
-        kept = lengths > 1
-        self.num_dropped = int((~kept).sum())
-        self.num_truncated = int((lengths > sequence_length + 1).sum())
-        self._starts = stream.offsets[:-1][kept]
-        self._lengths = lengths[kept]
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def __getitem__(self, indices: np.ndarray) -> RowArrays:
-        steps = np.arange(self.sequence_length)[None, :]
-        places, lengths = self._starts[indices][:, None] + steps, self._lengths[indices][:, None]
-        trained = steps + 1 < lengths
-        labels = np.where(trained, self._take(places + 1, trained), IGNORE_INDEX)
-        # Padding counts on, as in PackedRows.
-        return RowArrays(self._take(places, steps < lengths), np.broadcast_to(steps, places.shape).copy(), labels)
-
-    @property
-    def num_targets(self) -> int:
-        return int(np.minimum(self._lengths - 1, self.sequence_length).sum())
-
-
-def make_rows(stream: TokenStream, sequence_length: int, padding_token: int, packing: bool) -> Rows:
-    return (PackedRows if packing else DocumentRows)(stream, sequence_length, padding_token)
 
 
 class StepBatches:

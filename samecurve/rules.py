@@ -105,7 +105,7 @@ def _data(value: Callable[[str], Any]) -> Iterator[Finding]:
     if pattern and (".." in Path(pattern).parts or Path(pattern).is_absolute()):
         yield (
             "data.pattern",
-            f"found {describe(pattern)}, which leaves the folder; set data.path to what it should be in",
+            f"found {describe(pattern)}, which leaves the folder; set data.path to the other one",
         )
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from .cache import digest
 from .errors import DataError
-from .tables import bad_utf8, check_characters, rows, table_kind
+from .tables import check_characters, read_text, rows, table_kind
 
 if TYPE_CHECKING:
     from .config import Recipe
@@ -30,7 +30,10 @@ _RACY_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Source:
-    """Files in a fixed order. `name`: the path as the user wrote it. `text_column`: where tables hold the text."""
+    """Files in a fixed order. `name`: the path as the user wrote it. `text_column`: where tables hold the text.
+
+    A document is anything whose str() is its content: that decides whether it is held out, and how far a bar is.
+    """
 
     name: str
     files: tuple[Path, ...]
@@ -40,10 +43,22 @@ class Source:
     def num_bytes(self) -> int:
         return sum(file.stat().st_size for file in self.files)
 
+    @property
+    def identity(self) -> str:
+        """Beside the files' content: what decides which documents they hold."""
+        return self.text_column
+
+    def check(self) -> None:
+        """Raise DataError for everything that is wrong with the rows, where a first look is cheap."""
+
+    def texts(self, document: str) -> list[str]:
+        """What of a document a tokenizer learns from."""
+        return [document]
+
     def documents(self) -> Iterator[str]:
         """The text of every document: a text file is one, a row of a table is one. DataError where one is broken."""
         for file in self.files:
-            yield from _read_table(file, self.text_column) if table_kind(file) else [_read_text(file)]
+            yield from _read_table(file, self.text_column) if table_kind(file) else [read_text(file)]
 
 
 def find(name: str, pattern: str | None = None, text_column: str = "text") -> Source:
@@ -52,7 +67,7 @@ def find(name: str, pattern: str | None = None, text_column: str = "text") -> So
     Errors: DataError for a missing path, a folder without a usable file, a folder that mixes texts and tables.
     """
     if name == BUILTIN:
-        return Source(name, _builtin_files())
+        return Source(name, builtin_files())
     root = Path(name).expanduser()
     if root.is_file():
         return Source(name, (root,), text_column)
@@ -87,7 +102,8 @@ def held_out_fraction(recipe: Recipe) -> float:
     return 0.0 if recipe.evaluate.path is not None else recipe.data.held_out_fraction
 
 
-def _builtin_files() -> tuple[Path, ...]:
+def builtin_files() -> tuple[Path, ...]:
+    """The modules of the standard library on this machine."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = []
     for folder, subfolders, names in os.walk(root):
@@ -139,17 +155,6 @@ def _remember(path: Path, text: str) -> None:
         path.write_text(text)
     except OSError:
         pass  # Only speed is lost; a cache that cannot be written is reported where the tokens are stored.
-
-
-def _read_text(file: Path) -> str:
-    try:
-        data = file.read_bytes()
-    except OSError as error:
-        raise DataError(f"{file}: could not be read: {error.strerror}") from error
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(bad_utf8(file, data.count(b"\n", 0, error.start) + 1, error.start, error)) from error
 
 
 def _read_table(file: Path, column: str) -> Iterator[str]:

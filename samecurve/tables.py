@@ -1,4 +1,4 @@
-"""Tables to rows, each with its place: JSON lines, JSON, parquet and csv. DataError where a file is broken."""
+"""Files to text, and tables (JSON lines, JSON, parquet, csv) to rows with places. DataError where one is broken."""
 
 from __future__ import annotations
 
@@ -24,6 +24,18 @@ def rows(file: Path) -> Iterator[tuple[str, dict]]:
     """(place, row) of every row of a table: the place is what a message names, `file:line` or `file: row N`."""
     kind = table_kind(file)
     return _json_lines(file) if kind == "jsonl" else _dataset_rows(file, kind)
+
+
+def read_text(file: Path) -> str:
+    """A whole file of UTF-8. DataError where it cannot be read."""
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise DataError(f"{file}: could not be read: {error.strerror}") from error
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(_bad_utf8(file, data.count(b"\n", 0, error.start) + 1, error.start, error)) from error
 
 
 def check_characters(place: str, column: str, text: str) -> None:
@@ -60,7 +72,7 @@ def _parse(file: Path, number: int, offset: int, line: bytes) -> dict:
     try:
         row = json.loads(line.decode())
     except UnicodeDecodeError as error:
-        raise DataError(bad_utf8(file, number, offset + error.start, error)) from error
+        raise DataError(_bad_utf8(file, number, offset + error.start, error)) from error
     except json.JSONDecodeError as error:
         fix = "correct or remove the line" if line.endswith(b"\n") else "it is the last line: is the file cut off?"
         raise DataError(f"{file}:{number}: column {error.colno}: not JSON: {error.msg}; {fix}") from error
@@ -84,8 +96,7 @@ def _dataset_rows(file: Path, kind: str) -> Iterator[tuple[str, dict]]:
         raise DataError(f"{file}: after row {number}: {error}; check that the file is whole {kind}") from error
 
 
-def bad_utf8(file: Path, line: int, offset: int, error: UnicodeDecodeError) -> str:
-    """The message for bytes that are no text; the error carries them."""
+def _bad_utf8(file: Path, line: int, offset: int, error: UnicodeDecodeError) -> str:
     value = error.object[error.start]
     return (
         f"{file}:{line}: byte {offset} (0x{value:02x}) is not UTF-8: {error.reason}; "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,8 +12,9 @@ import numpy as np
 
 from . import sources
 from .cache import cached, digest, location
-from .corpus import reading, training_documents, vocabulary_size
+from .corpus import reading, training_texts, vocabulary_size
 from .errors import ConfigurationError
+from .tables import read_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -21,17 +22,42 @@ if TYPE_CHECKING:
     from .config import Recipe
 
 BEGIN_OF_TEXT, END_OF_TEXT = "<|begin_of_text|>", "<|end_of_text|>"
+BEGIN_OF_TURN, END_OF_TURN = "<|im_start|>", "<|im_end|>"
+# ChatML, for the tokenizers that are trained here: what is inside of `generation` is what a model learns to write.
+CHAT_TEMPLATE = """\
+{{ bos_token }}{% for message in messages %}
+{{- '<|im_start|>' + message['role'] + '\\n' }}
+{%- if message['role'] == 'assistant' %}
+{%- generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}
+{%- else %}
+{{- message['content'] + '<|im_end|>' }}
+{%- endif %}
+{{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 # Part of the cache key: raise it when training on the same documents gives another tokenizer.
 _VERSION = 2
 
 
-def load(recipe: Recipe) -> PreTrainedTokenizerFast:
+def load(recipe: Recipe, find: Callable[[str], sources.Source] | None = None) -> PreTrainedTokenizerFast:
     """The tokenizer of `tokenizer.path`, a trained one of `tokenizer.vocabulary_size`, else that of `model.path`.
 
+    find: `data.path` to what a tokenizer is trained on; default: plain documents.
     Errors: ConfigurationError when its files are missing, DataError when there is nothing to train it on.
     """
+    tokenizer = _load(recipe, find)
+    if recipe.tokenizer.chat_template is not None:
+        tokenizer.chat_template = read_text(Path(recipe.tokenizer.chat_template))
+    return tokenizer
+
+
+def _load(recipe: Recipe, find: Callable[[str], sources.Source] | None) -> PreTrainedTokenizerFast:
     if recipe.tokenizer.vocabulary_size is not None:
-        return _trained(recipe)
+        if find is None:
+            source = sources.find(recipe.data.path, recipe.data.pattern, recipe.data.text_column)
+        else:
+            source = find(recipe.data.path)
+        return _trained(recipe, source)
     path = recipe.tokenizer.path or recipe.model.path
     if path is None:
         raise ConfigurationError("no tokenizer: set tokenizer.path, or tokenizer.vocabulary_size to train one")
@@ -79,38 +105,48 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def _trained(recipe: Recipe) -> PreTrainedTokenizerFast:
+def _trained(recipe: Recipe, source: sources.Source) -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 
     size, fraction = recipe.tokenizer.vocabulary_size, sources.held_out_fraction(recipe)
-    cache = location(recipe.data.cache_dir)
-    source = sources.find(recipe.data.path, recipe.data.pattern, recipe.data.text_column)
-    key = digest(_VERSION, sources.fingerprint(source, cache), source.text_column, fraction, size)
-    build = partial(_train, source=source, held_out_fraction=fraction, vocabulary_size=size)
+    cache, chat = location(recipe.data.cache_dir), recipe.task == "sft"
+    markers = (BEGIN_OF_TEXT, END_OF_TEXT, *((BEGIN_OF_TURN, END_OF_TURN) if chat else ()))
+    key = digest(_VERSION, sources.fingerprint(source, cache), source.identity, fraction, size, *markers[2:])
+    build = partial(_train, source=source, held_out_fraction=fraction, vocabulary_size=size, special_tokens=markers)
     directory = cached(cache / "tokenizers" / key, build)
-    return PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_file=str(directory / "tokenizer.json"),
         bos_token=BEGIN_OF_TEXT,
-        eos_token=END_OF_TEXT,
+        eos_token=END_OF_TURN if chat else END_OF_TEXT,
         pad_token=END_OF_TEXT,
         clean_up_tokenization_spaces=False,
     )
+    if chat:
+        tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
 
 
-def _train(directory: Path, source: sources.Source, held_out_fraction: float, vocabulary_size: int) -> None:
+def _train(
+    directory: Path,
+    source: sources.Source,
+    held_out_fraction: float,
+    vocabulary_size: int,
+    special_tokens: Sequence[str] = (BEGIN_OF_TEXT, END_OF_TEXT),
+) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+    source.check()
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary_size,
-        special_tokens=[BEGIN_OF_TEXT, END_OF_TEXT],
+        special_tokens=list(special_tokens),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     with reading("training a tokenizer on", source) as advance:
-        tokenizer.train_from_iterator(_watched(training_documents(source, held_out_fraction), advance), trainer)
+        tokenizer.train_from_iterator(_watched(training_texts(source, held_out_fraction), advance), trainer)
     # For whoever loads the export: a prompt begins as every training document did.
     begin = (BEGIN_OF_TEXT, tokenizer.token_to_id(BEGIN_OF_TEXT))
     tokenizer.post_processor = processors.TemplateProcessing(f"{BEGIN_OF_TEXT} $A", special_tokens=[begin])

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from ..config import Recipe
-    from ..data import Rows
     from ..engines.base import EvalResult
+    from ..rows import Rows
 
 
 class Task(Protocol):

@@ -65,7 +65,7 @@ def test_the_held_out_part_is_disjoint_and_complete(tmp_path, tokenizer):
     assert not set(train) & set(held_out)
     assert sorted(train + held_out) == sorted([*range(1, 60), *range(1, 60)])
     assert len(held_out) > 10
-    taught = list(corpus.training_documents(source, 0.3))
+    taught = list(corpus.training_texts(source, 0.3))
     assert [text.count("a") for text in taught] == train
 
 

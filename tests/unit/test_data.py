@@ -9,8 +9,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from samecurve.config import Batch
 from samecurve.corpus import TokenStream
-from samecurve.data import DocumentRows, EvaluationBatches, PackedRows, StepBatches
+from samecurve.data import EvaluationBatches, StepBatches
 from samecurve.loss import IGNORE_INDEX
+from samecurve.rows import DocumentRows, PackedRows
 
 X = IGNORE_INDEX
 PAD = 99

@@ -8,10 +8,11 @@ import torch
 
 from samecurve import tasks
 from samecurve.config import Recipe
-from samecurve.data import DocumentRows, EvaluationBatches, PackedRows, StepBatches
+from samecurve.data import EvaluationBatches, StepBatches
 from samecurve.engines.base import EvalResult
 from samecurve.errors import DataError
 from samecurve.loss import IGNORE_INDEX, token_loss_sum
+from samecurve.rows import DocumentRows, PackedRows
 
 TEXTS = [f"def function_{i}(x):\n    return x + {i}  # naïve {'é' * i}\n" for i in range(40)]
 

@@ -1,0 +1,207 @@
+"""Conversations to token ids and to marks of what is trained, through the tokenizer's chat template."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .cache import digest
+from .conversations import Conversation, Schema
+from .corpus import Encoded, Encoder
+from .errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+Span = tuple[int, int]
+# Part of the cache key: raise it when the same conversation gives other tokens or other marks.
+_VERSION = 1
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_FIX = "mark what is trained by {% generation %} in a template of your own (tokenizer.chat_template: FILE)"
+
+
+class ChatEncoder(Encoder):
+    """What is trained is found in the rendered text, and from there in the tokens that overlap it.
+
+    It is what the template marks by {% generation %}, else what each assistant turn adds to the text before it, else an
+    error. The special token that ends a turn is trained, also where the mark ends before it. DataError for a tokenizer
+    without a template, and for a conversation that the template cannot render.
+    """
+
+    masked = True
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, schema: Schema):
+        super().__init__(tokenizer)
+        if not tokenizer.chat_template:
+            raise DataError(
+                f"{tokenizer.name_or_path or 'the tokenizer'}: has no chat template; use a chat model's tokenizer, "
+                "or set tokenizer.chat_template to a Jinja file, or data.chat=false for prompts and completions"
+            )
+        from tokenizers import processors
+
+        self.tokenizer, self.schema = tokenizer, schema
+        self._rust.encode_special_tokens = False  # the template writes them as text
+        # It would trim spaces from the tokens' offsets, and add tokens that the template has written already.
+        self._rust.post_processor = processors.Sequence([])
+        self._special = tuple(t.content for t in tokenizer.added_tokens_decoder.values() if t.special)
+        template = [tokenizer.chat_template, {key: str(value) for key, value in tokenizer.special_tokens_map.items()}]
+        self.identity = digest(_VERSION, self.identity, template, schema.train_on)
+
+    def encode(self, documents: list[Conversation]) -> list[Encoded]:
+        rendered = [self.render(document) for document in documents]
+        encodings = self._rust.encode_batch([text for text, _ in rendered], add_special_tokens=False)
+        return [
+            Encoded(encoding.ids, _overlap(np.array(encoding.offsets), spans))
+            for encoding, (_, spans) in zip(encodings, rendered, strict=True)
+        ]
+
+    def render(self, conversation: Conversation) -> tuple[str, list[Span]]:
+        """The template's text, and the character ranges of it that are trained."""
+        template = self._template(conversation)
+        text, marked = self._apply(conversation, template, len(conversation.messages))
+        if self.schema.train_on == "all":
+            return text, [(0, len(text))]
+        if _GENERATION.search(template):
+            spans = self._without_prompt(conversation, template, text, [(a, b) for a, b in marked if a < b])
+        else:
+            spans = self._by_difference(conversation, template, text)
+        if not spans:
+            raise DataError(f"{conversation.place}: the chat template marks no part of it as the assistant's; {_FIX}")
+        return text, [self._with_end(conversation, text, span) for span in spans]
+
+    def _template(self, conversation: Conversation) -> str:
+        tools = conversation.tools and list(conversation.tools)
+        template = self.tokenizer.get_chat_template(None, tools)
+        used = {"tools": tools, "tool_calls": any("tool_calls" in message for message in conversation.messages)}
+        for name, is_used in used.items():
+            if is_used and name not in template:
+                raise DataError(
+                    f"{conversation.place}: has {name}, which the chat template leaves out; remove them, or set "
+                    "tokenizer.chat_template to a template that renders them"
+                )
+        return template
+
+    def _apply(
+        self, conversation: Conversation, template: str, num_messages: int, prompt: bool = False
+    ) -> tuple[str, list[Span]]:
+        """The first messages as text, with the ranges that `generation` marks. prompt: and an answer's beginning."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        marks = _GENERATION.search(template) is not None
+        try:
+            texts, spans = render_jinja_template(
+                [[dict(message) for message in conversation.messages[:num_messages]]],
+                tools=conversation.tools and list(conversation.tools),
+                chat_template=template,
+                return_assistant_tokens_mask=marks,
+                add_generation_prompt=prompt,
+                **self.tokenizer.special_tokens_map,
+            )
+        except Exception as error:  # jinja's, and whatever an expression of the template raises
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise DataError(f"{conversation.place}: the chat template cannot render it: {reason}") from error
+        return texts[0], spans[0] if marks else []
+
+    def _without_prompt(self, conversation: Conversation, template: str, text: str, spans: list[Span]) -> list[Span]:
+        """A prompt may hold answers of its own, as examples, which are not trained."""
+        prompt = conversation.messages[: conversation.num_prompt]
+        if not any(message["role"] == "assistant" for message in prompt):
+            return spans
+        before, _ = self._apply(conversation, template, len(prompt))
+        if not text.startswith(before):
+            raise DataError(
+                f"{conversation.place}: the chat template renders the prompt's turns differently when the completion "
+                "follows, so where it ends cannot be said; give them as one column of messages"
+            )
+        return [span for span in spans if span[0] >= len(before)]
+
+    def _by_difference(self, conversation: Conversation, template: str, text: str) -> list[Span]:
+        """What each assistant turn adds to the text that the model is given to answer."""
+        spans = []
+        apply = partial(self._apply, conversation, template)
+        for index in range(conversation.num_prompt, len(conversation.messages)):
+            message = conversation.messages[index]
+            if message["role"] != "assistant":
+                continue
+            asked, answered = apply(index, prompt=True)[0], apply(index + 1)[0]
+            if not (text.startswith(answered) and answered.startswith(asked)):
+                raise DataError(
+                    f"{conversation.place}: message {index}: the chat template renders this turn differently when it "
+                    f"is not the last one, so its tokens cannot be told from the others; {_FIX}"
+                )
+            header = answered[len(asked) :].partition(message["content"].strip())[0].strip()
+            if header and asked == apply(index)[0]:
+                raise DataError(
+                    f"{conversation.place}: message {index}: the chat template has no generation prompt, so "
+                    f"{header!r:.40} cannot be told from the answer; {_FIX}"
+                )
+            spans.append(self._trimmed(text, len(asked), len(answered)))
+        return spans
+
+    def _trimmed(self, text: str, start: int, end: int) -> Span:
+        """Without the white space behind the token that ends the turn, which no model has to write."""
+        stripped = text[start:end].rstrip()
+        return (start, start + len(stripped)) if stripped.endswith(self._special) else (start, end)
+
+    def _with_end(self, conversation: Conversation, text: str, span: Span) -> Span:
+        """The span with the special token that ends the turn. DataError where there is none: no answer would end."""
+        start, end = span
+        if text[start:end].rstrip().endswith(self._special):
+            return span
+        following = max((token for token in self._special if text.startswith(token, end)), key=len, default=None)
+        if following is None:
+            raise DataError(
+                f"{conversation.place}: the chat template ends the assistant's turn {text[start:end]!r:.40} with no "
+                "special token, so a model would never learn to stop; write {{ eos_token }} behind it in a template of "
+                "your own (tokenizer.chat_template: FILE)"
+            )
+        return start, end + len(following)
+
+
+class TextEncoder(Encoder):
+    """data.chat: false. [begin-of-text] prompt completion end-of-text, without a template; the prompt is not trained.
+
+    Special tokens that stand in the texts are read as text.
+    """
+
+    masked = True
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, schema: Schema):
+        super().__init__(tokenizer)
+        from tokenizers import processors
+
+        self.schema = schema
+        self._rust.post_processor = processors.Sequence([])
+        self.identity = digest(_VERSION, self.identity, "text", schema.train_on)
+
+    def encode(self, documents: list[Conversation]) -> list[Encoded]:
+        rendered = [self.render(document) for document in documents]
+        encodings = self._rust.encode_batch([text for text, _ in rendered], add_special_tokens=False)
+        found = []
+        for encoding, (_, spans) in zip(encodings, rendered, strict=True):
+            begin, end = np.zeros(len(self._begin), dtype=bool), np.ones(len(self._end), dtype=bool)
+            marks = [begin, _overlap(np.array(encoding.offsets), spans), end]
+            found.append(Encoded([*self._begin, *encoding.ids, *self._end], np.concatenate(marks)))
+        return found
+
+    def render(self, conversation: Conversation) -> tuple[str, list[Span]]:
+        """Prompt and completion, and the character range that is trained."""
+        prompt, completion = (message["content"] for message in conversation.messages)
+        text = prompt + completion
+        return text, [(0 if self.schema.train_on == "all" else len(prompt), len(text))]
+
+
+def encoder(tokenizer: PreTrainedTokenizerFast, schema: Schema) -> ChatEncoder | TextEncoder:
+    return ChatEncoder(tokenizer, schema) if schema.chat else TextEncoder(tokenizer, schema)
+
+
+def _overlap(offsets: np.ndarray, spans: list[Span]) -> np.ndarray:
+    """(num_tokens,) bool: which tokens have a character in a span. offsets: (num_tokens, 2), each token's range."""
+    starts, ends = offsets.reshape(-1, 2).T
+    marked = np.zeros(len(starts), dtype=bool)
+    for start, end in spans:
+        marked |= (ends > start) & (starts < end)
+    return marked

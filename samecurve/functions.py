@@ -1,0 +1,64 @@
+"""builtin:python-functions: the documented functions of the standard library as chats, from signature to body."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from .conversations import Conversation, ConversationSource
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class FunctionSource(ConversationSource):
+    """The user's turn is the signature and the docstring, the assistant's the body; together they are the function."""
+
+    @property
+    def identity(self) -> str:
+        return "functions"
+
+    def check(self) -> None:
+        """Nothing of this was written by the user."""
+
+    def documents(self) -> Iterator[Conversation]:
+        """Each pair once: copies would be learnt by heart. Files of another encoding or syntax are left out."""
+        seen = set()
+        for file in self.files:
+            for line, prompt, body in _functions(file):
+                if (prompt, body) not in seen:
+                    seen.add((prompt, body))
+                    messages = ({"role": "user", "content": prompt}, {"role": "assistant", "content": body})
+                    yield Conversation(f"{file}:{line}", messages)
+
+
+def _functions(file: Path) -> Iterator[tuple[int, str, str]]:
+    """(line, signature and docstring, body) of each documented function that is more than its docstring."""
+    try:
+        source = file.read_bytes().decode()
+        tree = ast.parse(source)
+    except (UnicodeDecodeError, SyntaxError):
+        return
+    lines = source.split("\n")
+    for node in ast.walk(tree):
+        if isinstance(node, Function) and len(node.body) > 1 and ast.get_docstring(node):
+            docstring = node.body[0]
+            prompt = _dedented(lines[node.lineno - 1 : docstring.end_lineno], node.col_offset)
+            body = _dedented(lines[docstring.end_lineno : node.end_lineno], node.col_offset).lstrip("\n")
+            if prompt and body and _is_code(f"{prompt}\n{body}"):
+                yield node.lineno, prompt, body
+
+
+def _dedented(lines: list[str], indent: int) -> str:
+    """Without the function's own indentation, where all lines have it: a text over several lines may not."""
+    return "\n".join(line[indent:] if not line[:indent].strip() else line for line in lines).rstrip()
+
+
+def _is_code(text: str) -> bool:
+    try:
+        ast.parse(text)
+    except (SyntaxError, ValueError):
+        return False
+    return True

@@ -1,0 +1,204 @@
+"""Tokens to rows of one length, readable by any index."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from .cache import digest
+from .loss import IGNORE_INDEX
+
+if TYPE_CHECKING:
+    from .corpus import TokenStream
+
+_ROWS_PER_PASS = 256
+
+
+class RowArrays(NamedTuple):
+    """The rows of some indices: int64 arrays (len(indices), sequence_length), as in MicroBatch."""
+
+    input_ids: np.ndarray
+    position_ids: np.ndarray
+    labels: np.ndarray
+
+
+class Rows(ABC):
+    """Rows of one length, cut from a stream of documents and readable by any index."""
+
+    def __init__(self, stream: TokenStream, sequence_length: int, padding_token: int):
+        """padding_token: any token; its labels are IGNORE_INDEX and no trained token attends to it."""
+        self.stream = stream
+        self.sequence_length = sequence_length
+        self.padding_token = padding_token
+        self.fingerprint = digest(type(self).__name__, stream.fingerprint, sequence_length, padding_token)
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __getitem__(self, indices: np.ndarray) -> RowArrays: ...
+
+    @property
+    @abstractmethod
+    def num_targets(self) -> int:
+        """Trained tokens in one pass over all rows."""
+
+    def target_bytes(self, byte_lengths: np.ndarray) -> int:
+        """Bytes of text that the targets of all rows stand for. byte_lengths: (vocabulary,) bytes per token."""
+        return sum(int(byte_lengths[labels[labels != IGNORE_INDEX]].sum()) for labels in self._all_labels())
+
+    def _all_labels(self) -> Iterator[np.ndarray]:
+        for start in range(0, len(self), _ROWS_PER_PASS):
+            yield self[np.arange(start, min(start + _ROWS_PER_PASS, len(self)))].labels
+
+    def _take(self, places: np.ndarray, valid: np.ndarray) -> np.ndarray:
+        return np.where(valid, self.stream.tokens[np.where(valid, places, 0)], self.padding_token).astype(np.int64)
+
+
+class PackedRows(Rows):
+    """All documents end to end, cut every `sequence_length` tokens.
+
+    Row i reads tokens [i * S, (i + 1) * S) and predicts tokens [i * S + 1, (i + 1) * S + 1), so every token is a
+    target exactly once, except the first of each document, which nothing precedes.
+    """
+
+    def __len__(self) -> int:
+        return -(-max(0, len(self.stream.tokens) - 1) // self.sequence_length)
+
+    def __getitem__(self, indices: np.ndarray) -> RowArrays:
+        row_starts = np.asarray(indices, dtype=np.int64)[:, None] * self.sequence_length
+        places = row_starts + np.arange(self.sequence_length)
+        targets, num_tokens = places + 1, len(self.stream.tokens)
+        # Padding counts on from the last document instead of starting a block of its own: it comes after every trained
+        # token, so causal attention already hides it.
+        position_ids = places - np.maximum(self._document_starts(places), row_starts)
+        trained = (targets < num_tokens) & (self._document_starts(targets) != targets)
+        labels = np.where(trained, self._take(targets, targets < num_tokens), IGNORE_INDEX)
+        return RowArrays(self._take(places, places < num_tokens), position_ids, labels)
+
+    @property
+    def num_targets(self) -> int:
+        return len(self.stream.tokens) - (len(self.stream.offsets) - 1)
+
+    def _document_starts(self, places: np.ndarray) -> np.ndarray:
+        starts = self.stream.offsets[:-1]
+        return starts[np.searchsorted(starts, places, side="right") - 1]
+
+
+class SampleRows(Rows):
+    """Rows of whole documents, or of what of a document fits into a row.
+
+    Its last token is only a target, so a document of n tokens takes n - 1 places. num_truncated: documents that lost
+    their end, num_truncated_tokens: what they lost. num_dropped: those that train nothing (in what is left of them).
+    """
+
+    def __init__(self, stream: TokenStream, sequence_length: int, padding_token: int):
+        super().__init__(stream, sequence_length, padding_token)
+        lengths = np.diff(stream.offsets)
+        sizes = np.clip(lengths - 1, 0, sequence_length)
+        kept = self._count_trained(stream.offsets[:-1], sizes) > 0
+        self.num_dropped = int((~kept).sum())
+        self.num_truncated = int((lengths > sequence_length + 1).sum())
+        self.num_truncated_tokens = int(np.maximum(lengths - 1 - sequence_length, 0).sum())
+        self._starts, self._sizes = stream.offsets[:-1][kept], sizes[kept]
+
+    @cached_property
+    def num_targets(self) -> int:
+        return int(self._count_trained(self._starts, self._sizes).sum())
+
+    def _count_trained(self, starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        """Trained tokens among the targets of each document."""
+        if self.stream.trained is None:
+            return sizes
+        if not len(sizes):
+            return sizes
+        # The sums from each start to its end, and between; not a running sum, which is eight times the marks' memory.
+        bounds = np.stack([starts + 1, starts + 1 + sizes], axis=1).ravel()
+        at_end = bounds >= len(self.stream.trained)
+        sums = np.zeros(len(bounds), dtype=np.int64)
+        sums[~at_end] = np.add.reduceat(self.stream.trained, bounds[~at_end], dtype=np.int64)
+        return np.where(sizes > 0, sums[::2], 0)
+
+    def _targets(self, places: np.ndarray, valid: np.ndarray) -> np.ndarray:
+        """Labels for the targets at `places`, where they are valid and trained."""
+        if self.stream.trained is not None:
+            valid = valid & (self.stream.trained[np.where(valid, places, 0)] > 0)
+        return np.where(valid, self._take(places, valid), IGNORE_INDEX)
+
+
+class DocumentRows(SampleRows):
+    """Each document is a row of its own, truncated and padded, so rows train different numbers of tokens."""
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, indices: np.ndarray) -> RowArrays:
+        steps = np.arange(self.sequence_length)[None, :]
+        places, sizes = self._starts[indices][:, None] + steps, self._sizes[indices][:, None]
+        # Padding counts on, as in PackedRows.
+        positions = np.broadcast_to(steps, places.shape).copy()
+        return RowArrays(self._take(places, steps <= sizes), positions, self._targets(places + 1, steps < sizes))
+
+
+class PackedSampleRows(SampleRows):
+    """Whole documents side by side, none cut in two, in the fewest rows that best-fit-decreasing finds.
+
+    Which documents share a row is a pure function of their lengths; position_ids restart at each.
+    """
+
+    def __init__(self, stream: TokenStream, sequence_length: int, padding_token: int):
+        super().__init__(stream, sequence_length, padding_token)
+        self.members, self.row_offsets = best_fit_decreasing(self._sizes, sequence_length)
+
+    def __len__(self) -> int:
+        return len(self.row_offsets) - 1
+
+    def __getitem__(self, indices: np.ndarray) -> RowArrays:
+        rows = [self._row(index) for index in np.asarray(indices, dtype=np.int64)]
+        places, positions, valid = (np.stack(arrays) for arrays in zip(*rows, strict=True))
+        return RowArrays(self._take(places, valid), positions, self._targets(places + 1, valid))
+
+    def _row(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Where in the stream the row's inputs are, their positions, and which of them are not padding."""
+        members = self.members[self.row_offsets[index] : self.row_offsets[index + 1]]
+        sizes = self._sizes[members]
+        firsts = np.cumsum(sizes) - sizes
+        steps = np.arange(self.sequence_length)
+        # Padding counts on from the last document, as in PackedRows.
+        nth = np.searchsorted(firsts, steps, side="right") - 1
+        positions = steps - firsts[nth]
+        return self._starts[members][nth] + positions, positions, steps < sizes.sum()
+
+
+def best_fit_decreasing(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+    """Items into the bins of one capacity, the largest first, each into the fullest bin that still takes it.
+
+    sizes: (num_items,), each in [1, capacity]. Returns (members, offsets): bin i holds the items
+    members[offsets[i]:offsets[i + 1]]. Needs at most 11/9 of the fewest bins possible, and one (Johnson, 1973).
+    """
+    bins: list[list[int]] = []
+    by_room: dict[int, list[int]] = {}
+    rooms: list[int] = []  # the keys of by_room in order
+    for item in np.argsort(-sizes, kind="stable").tolist():
+        size = int(sizes[item])
+        place = bisect_left(rooms, size)
+        if place == len(rooms):
+            room, index = capacity, len(bins)
+            bins.append([])
+        else:
+            room = rooms[place]
+            index = by_room[room].pop()
+            if not by_room[room]:
+                del by_room[room], rooms[place]
+        bins[index].append(item)
+        if room > size:
+            if room - size not in by_room:
+                insort(rooms, room - size)
+            by_room.setdefault(room - size, []).append(index)
+    offsets = np.cumsum([0, *map(len, bins)])
+    return np.array([item for members in bins for item in members], dtype=np.int64), offsets

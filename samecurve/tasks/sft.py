@@ -1,0 +1,30 @@
+"""Supervised fine-tuning: the answers of conversations."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .. import chat, conversations, corpus, sources, tokenizer
+from ..rows import DocumentRows, PackedSampleRows, SampleRows
+from . import causal
+
+if TYPE_CHECKING:
+    from ..config import Recipe
+
+
+def load(recipe: Recipe) -> causal.CausalTask:
+    """Errors: see causal.load; DataError also for a tokenizer without a chat template."""
+    schema = conversations.Schema.of(recipe.data)
+
+    def find(path: str) -> sources.Source:
+        return conversations.find(path, recipe.data.pattern, schema)
+
+    chat_tokenizer = tokenizer.load(recipe, find)
+    rows_class = PackedSampleRows if recipe.data.packing else DocumentRows
+
+    def make_rows(stream: corpus.TokenStream) -> SampleRows:
+        return rows_class(stream, recipe.batch.sequence_length, chat_tokenizer.eos_token_id)
+
+    task = causal.load(recipe, chat_tokenizer, chat.encoder(chat_tokenizer, schema), find, make_rows)
+    task.details = {"train_on": recipe.data.train_on}
+    return task

@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from samecurve.chat import ChatEncoder, TextEncoder
+from samecurve.conversations import Schema, conversation
+from samecurve.errors import DataError
+from samecurve.tokenizer import CHAT_TEMPLATE
+
+SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>", "<|im_start|>", "<|im_end|>"]
+UNMARKED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# As Llama 2 and Mistral have it: an answer begins right behind the question, and the prompt needs no more.
+INST = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m['content'] + eos_token }}{% endif %}{% endfor %}"
+)
+# As Qwen 3 has it: thoughts are left out of the turns before the last.
+FORGETFUL = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{{ m['content'] if loop.last else m['content'].split('|')[-1] }}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TURNS = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "hi  there 🙂"},
+    {"role": "assistant", "content": "  héllo 🙂\n\n"},
+    {"role": "user", "content": "\n2+2?"},
+    {"role": "assistant", "content": "4"},
+]
+
+
+@pytest.fixture(scope="module")
+def rust() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(["assistant user system be brief hello there [INST] [/INST] 4\n\n"] * 3, trainer)
+    return tokenizer
+
+
+@pytest.fixture
+def make(rust):
+    def make(template: str | None = CHAT_TEMPLATE, eos: str = "<|im_end|>") -> PreTrainedTokenizerFast:
+        copy = Tokenizer.from_str(rust.to_str())
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=copy, bos_token=SPECIAL[0], eos_token=eos)
+        tokenizer.add_special_tokens({"extra_special_tokens": SPECIAL[2:]})
+        tokenizer.chat_template = template
+        return tokenizer
+
+    return make
+
+
+def encode(tokenizer, row: dict | list, **schema) -> tuple[list[int], list[bool]]:
+    schema = Schema(**schema)
+    row = {"messages": row} if isinstance(row, list) else row
+    encoder = (ChatEncoder if schema.chat else TextEncoder)(tokenizer, schema)
+    (encoded,) = encoder.encode([conversation("here", row, schema)])
+    return list(encoded.tokens), encoded.trained.tolist()
+
+
+def trained_text(tokenizer, row: dict | list, **schema) -> list[str]:
+    """The runs of trained tokens, decoded."""
+    runs: list[list[int]] = [[]]
+    for token, trained in zip(*encode(tokenizer, row, **schema), strict=True):
+        runs[-1].append(token) if trained else runs.append([])
+    return [tokenizer.decode(run) for run in runs if run]
+
+
+def test_one_exchange_by_hand(make):
+    tokenizer = make()
+    tokens, trained = encode(tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+    words = ["<|begin_of_text|>", "<|im_start|>", "user", "\n", "a", "<|im_end|>", "\n"]
+    words += ["<|im_start|>", "assistant", "\n", "b", "<|im_end|>", "\n"]
+    assert "".join(tokenizer.decode([token]) for token in tokens) == "".join(words)
+    found = [tokenizer.decode([token]) for token, mark in zip(tokens, trained, strict=True) if mark]
+    assert found == ["b", "<|im_end|>"]
+    assert trained.index(True) == len(tokens) - 3
+
+
+def test_the_ids_are_those_of_transformers(make):
+    for template in (CHAT_TEMPLATE, UNMARKED):
+        tokenizer = make(template)
+        assert encode(tokenizer, TURNS)[0] == tokenizer.apply_chat_template(TURNS, return_dict=True)["input_ids"]
+
+
+def test_the_marks_are_those_of_transformers(make):
+    tokenizer = make()
+    expected = tokenizer.apply_chat_template(TURNS, return_dict=True, return_assistant_tokens_mask=True)
+    tokens, trained = encode(tokenizer, TURNS)
+    assert (tokens, [int(mark) for mark in trained]) == (expected["input_ids"], expected["assistant_masks"])
+    assert 0 < sum(trained) < len(trained)
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, UNMARKED])
+def test_every_answer_is_trained_with_its_end_and_nothing_else(make, template):
+    assert trained_text(make(template), TURNS) == ["  héllo 🙂\n\n<|im_end|>", "4<|im_end|>"]
+
+
+def test_an_answer_that_begins_right_behind_the_question(make):
+    tokenizer = make(INST, eos="<|end_of_text|>")
+    assert trained_text(tokenizer, TURNS[1:]) == ["   héllo 🙂\n\n<|end_of_text|>", " 4<|end_of_text|>"]
+
+
+def test_an_end_of_turn_behind_the_mark_is_trained_too(make):
+    template = CHAT_TEMPLATE.replace("+ '<|im_end|>' }}{% endgeneration %}", "}}{% endgeneration %}{{ '<|im_end|>' }}")
+    assert template != CHAT_TEMPLATE
+    assert trained_text(make(template), TURNS[-2:]) == ["4<|im_end|>"]
+
+
+def test_all_turns_by_option(make):
+    tokens, trained = encode(make(), TURNS, train_on="all")
+    assert all(trained) and tokens == encode(make(), TURNS)[0]
+    assert sum(encode(make(), TURNS[:2], train_on="all")[1]) > 10  # no answer is needed then
+
+
+def test_prompt_and_completion_as_text_are_turns(make):
+    row = {"prompt": "a", "completion": "b"}
+    as_messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert encode(make(), row) == encode(make(), as_messages)
+    assert encode(make(), {"question": "a", "answer": "b"}, prompt="question", completion="answer") == encode(
+        make(), row
+    )
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, UNMARKED])
+def test_answers_inside_a_prompt_are_not_trained(make, template):
+    row = {"prompt": TURNS[:4], "completion": TURNS[4:]}
+    assert trained_text(make(template), row) == ["4<|im_end|>"]
+    assert encode(make(template), row)[0] == encode(make(template), TURNS)[0]
+
+
+def test_text_without_a_template(make):
+    row, tokenizer = {"prompt": "a <|im_end|>", "completion": " b"}, make(None)
+    tokens, trained = encode(tokenizer, row, chat=False)
+    assert tokenizer.decode(tokens) == "<|begin_of_text|>a <|im_end|> b<|im_end|>"
+    assert tokens.count(tokenizer.eos_token_id) == 1  # the prompt's own is text
+    assert tokenizer.decode([t for t, mark in zip(tokens, trained, strict=True) if mark]) == " b<|im_end|>"
+    assert encode(tokenizer, row, chat=False, train_on="all")[1] == [False] + [True] * (len(tokens) - 1)
+
+
+def test_empty_keys_that_arrow_adds_are_not_seen_by_the_template(make):
+    padded = [{**turn, "tool_calls": None, "name": None} for turn in TURNS]
+    assert encode(make(), padded) == encode(make(), TURNS)
+
+
+def test_identity_holds_whatever_changes_tokens_or_marks(make):
+    encoders = [ChatEncoder(make(), Schema()), ChatEncoder(make(), Schema(train_on="all"))]
+    encoders += [ChatEncoder(make(UNMARKED), Schema()), ChatEncoder(make(eos="<|end_of_text|>"), Schema())]
+    encoders += [TextEncoder(make(), Schema(chat=False)), TextEncoder(make(), Schema(chat=False, train_on="all"))]
+    assert len({encoder.identity for encoder in encoders}) == 6
+    assert ChatEncoder(make(), Schema()).identity == encoders[0].identity
+
+
+THOUGHT = TURNS[:2] + [{"role": "assistant", "content": "think|answer"}] + TURNS[3:]
+WITH_TOOLS = {"messages": TURNS, "tools": json.dumps([{"name": "f"}])}
+TOOL_CALL = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [{"name": "f"}]}]
+STRICT = "{{ raise_exception('roles must alternate') }}"
+HEADLESS = UNMARKED.replace("{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}", "")
+ERRORS = [
+    (
+        None,
+        TURNS,
+        "has no chat template; use a chat model's tokenizer, or set tokenizer.chat_template to a Jinja file, or "
+        "data.chat=false",
+    ),
+    (STRICT, TURNS, "here: the chat template cannot render it: roles must alternate"),
+    (
+        FORGETFUL,
+        TURNS[:2] + [{"role": "assistant", "content": "think|answer"}] + TURNS[3:],
+        "here: message 2: the chat",
+    ),
+    (HEADLESS, TURNS, "here: message 2: the chat template has no generation prompt, so '<|im_start|>assistant' cannot"),
+    ("{{ messages[-1]['content'] }}", TURNS, "here: message 2: the chat template renders this turn differently"),
+    (
+        "{% for m in messages %}{{ m['content'] + '\n' }}{% endfor %}",
+        TURNS,
+        "here: the chat template ends the assistant's turn '  héllo 🙂\\n\\n\\n' with no special token, so a model "
+        "would never learn to stop",
+    ),
+    ("{% generation %}{% endgeneration %}x", TURNS, "here: the chat template marks no part of it as the assistant's"),
+    (CHAT_TEMPLATE, TOOL_CALL, "here: has tool_calls, which the chat template leaves out"),
+    (
+        CHAT_TEMPLATE,
+        {"messages": TURNS, "tools": json.dumps([{"name": "f"}])},
+        "here: has tools, which the chat template",
+    ),
+]
+
+
+@pytest.mark.parametrize(("template", "row", "message"), ERRORS)
+def test_what_cannot_be_marked_exactly_is_an_error(make, template, row, message):
+    with pytest.raises(DataError) as caught:
+        encode(make(template), row)
+    assert message in str(caught.value)
