@@ -39,7 +39,7 @@ class Session:
         self.recipe, self.accelerator, self.run, self.watch = recipe, accelerator, run, watch
         watch.phase("build")
         self.world = World()
-        self.task = tasks.load(recipe)
+        self.task = tasks.load_together(recipe, self.world)
         self.skeleton = model.skeleton(recipe, self.task.vocabulary_size, self.task.special_tokens)
         self.progress = Progress(recipe.steps, recipe.logging.every_steps, enabled=accelerator.is_main_process)
 
