@@ -73,7 +73,7 @@ class RunDirectory:
             self.continues = self._has_checkpoints() and not start_over
             if self.continues:
                 self._check_resume(resume)
-                self._set_papers_aside()
+                self._set_files_aside()
             else:
                 self._move_aside([Path(read).resolve() for read in reads if read])
 
@@ -111,7 +111,7 @@ class RunDirectory:
             self._skipped.append(record)
 
     def go_on(self, step: int, record: dict) -> None:
-        """Continue after `step`: what came later moves to `previous/N/`, where the earlier session's papers are.
+        """Continue after `step`: what came later moves to `previous/N/`, where the earlier session's files are.
 
         record: the line of metrics.jsonl of that step, which the checkpoint keeps; it is added where it is missing.
         """
@@ -126,7 +126,7 @@ class RunDirectory:
                     os.rename(folder, target / "checkpoints" / folder.name)
             num_later = self._metrics.cut(step, target, record)
             self._skipped.cut(step, target)
-        self.notice = f"going on after step {step} in {self.path}; the earlier session's papers are in {target}"
+        self.notice = f"going on after step {step} in {self.path}; the earlier session's files are in {target}"
         if num_later:
             self.notice += f", with {num_later} steps that came after the checkpoint and are done again"
 
@@ -138,7 +138,7 @@ class RunDirectory:
     def _has_checkpoints(self) -> bool:
         return bool(candidates(LocalFileSystem(), self.checkpoints))
 
-    def _set_papers_aside(self) -> None:
+    def _set_files_aside(self) -> None:
         """Before this session writes any of its own."""
         self._aside = self._next_previous()
         for name in OF_ONE_SESSION:

@@ -5,7 +5,7 @@ snapshot.py    what this rank saves                 verify.py   whether a checkp
 finder.py      which one a run goes on from         files.py    the tensors' files and their index
 changes.py     what may differ from the saved run   filesystem.py  what all this asks of a disk
 
-Why not torch.distributed.checkpoint: its tensors are blocks of rows and columns, and ZeRO's partitions are ranges of the
-flattened parameter that begin and end within a row; its metadata file is a pickle, which loading must not run; and it
-has no commit that survives a power cut (read in torch 2.13).
+Why not torch.distributed.checkpoint: its tensors are blocks of rows and columns, and ZeRO's partitions are ranges of
+the flattened parameter that begin and end within a row; its metadata file is a pickle, which loading must not run; and
+it has no commit that survives a power cut (read in torch 2.13).
 """

@@ -1,7 +1,7 @@
 """All of a checkpoint or nothing of it, whatever happens: a full disk, a killed rank, a power cut.
 
     step_00000040/              rank_00000.safetensors, ...    by every rank
-                                state.json, index.json, ...    "papers", by rank 0
+                                state.json, index.json, ...    by rank 0
                                 manifest.json                  name, size and sha256 of every file above
                                 COMMITTED                      the manifest's sha256
     .partial-step_00000040/     while it is written
@@ -32,7 +32,7 @@ from .verify import MANIFEST, MARKER, FileRecord, candidates, check, folder_name
 __all__ = ["FileRecord", "candidates", "check", "commit", "manifest_digest", "rotate", "write_file"]
 
 PARTIAL, DELETED = ".partial-", ".deleted-"
-SPARE_BYTES = 16 << 20  # for papers, the files' headers and the file system's own blocks
+SPARE_BYTES = 16 << 20  # for the small files, the files' headers and the file system's own blocks
 
 T = TypeVar("T")
 Exchange = Callable[[Any], list]  # every rank's value, in rank order; a barrier too
@@ -47,14 +47,14 @@ def commit(
     step: int,
     planned_bytes: int,
     write: Callable[[Path], tuple[list[FileRecord], Any]],
-    papers: Callable[[list], dict[str, bytes]],
+    small_files: Callable[[list], dict[str, bytes]],
     exchange: Exchange,
     rank: int,
 ) -> None:
     """Write the checkpoint of `step` into `directory`, all ranks together; when it returns, it survives a power cut.
 
     write: writes this rank's files into a folder, with `write_file`; also returns a note, any JSON value.
-    papers: from all ranks' notes to rank 0's small files.
+    small_files: from all ranks' notes to what rank 0 adds.
     Raises StorageError with the same text on all ranks when anything failed on any, NumericError when `write` said so
     on any; what `exchange` raises when a rank is gone is passed on. After a failure the folder is either not there or,
     when only the last sync failed, complete.
@@ -64,7 +64,7 @@ def commit(
         planned = _together(exchange, lambda: _plan(directory, planned_bytes))
         _together(exchange, lambda: _prepare(fs, partial, sum(planned)) if rank == 0 else None)
         wrote = _together(exchange, lambda: _write(fs, partial, write))
-        _together(exchange, lambda: _finish(fs, partial, step, wrote, papers) if rank == 0 else None)
+        _together(exchange, lambda: _finish(fs, partial, step, wrote, small_files) if rank == 0 else None)
     except (StorageError, NumericError):
         if rank == 0:
             _sweep(fs, directory)
@@ -154,13 +154,13 @@ def _write(fs: FileSystem, partial: Path, write: Callable) -> tuple[list[FileRec
         return wrote
 
 
-def _finish(fs: FileSystem, partial: Path, step: int, wrote: list, papers: Callable) -> None:
+def _finish(fs: FileSystem, partial: Path, step: int, wrote: list, small_files: Callable) -> None:
     """Rank 0, when all ranks' files are durable."""
     with writing(partial):
         records = [record for records, _ in wrote for record in records]
         for record in records:
             _check_visible(fs, partial, record)
-        contents = papers([note for _, note in wrote])
+        contents = small_files([note for _, note in wrote])
         records += [_write_small(fs, partial / name, content) for name, content in contents.items()]
         assert len({record.name for record in records}) == len(records), f"two files of one name: {records}"
         reach("save.manifest")

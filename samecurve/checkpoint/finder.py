@@ -59,7 +59,7 @@ class Finder:
         return self._world.exchange(own)[0]
 
     def problems(self, folder: Path) -> list[str]:
-        """Of all ranks: each reads the papers and its share of the files."""
+        """Of all ranks: each reads the small files and its share of the files."""
         try:
             reach("load.verify")
             problems = [str(p) for p in check(self._files, folder, (self._world.rank, self._world.size))]

@@ -7,16 +7,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from .. import rng
 from ..errors import NumericError, StorageError
 from ..faults import reach
 from ..records import now, plain, write_json
 from . import commit, files
+from .files import Entry
 from .filesystem import LocalFileSystem
 from .finder import FORMAT, STATE, Finder, read_state
 from .snapshot import Snapshot
@@ -44,6 +47,16 @@ class Position:
     record: dict = field(default_factory=dict)
 
 
+@dataclass
+class _Save:
+    """One that was started. thread: None when it is through already. error: why it was not committed."""
+
+    step: int
+    began: float
+    thread: threading.Thread | None = None
+    error: Exception | None = None
+
+
 class Checkpoints:
     """facts: what decides whether a run may go on: `recipe`, `model`, `data`, `strategy`, `world_size`, `versions`.
 
@@ -66,11 +79,10 @@ class Checkpoints:
         self._files = LocalFileSystem()
         self._exchange = world.another().exchange  # the writing thread's
         self._snapshot: Snapshot | None = None
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
-        self._failures = 0
+        self._in_flight: _Save | None = None
+        self._failures = 0  # in a row
+        self._tried_step = self._committed_step = 0
         self._metrics: dict = {}
-        self._started_step = self._waited_step = self._committed_step = 0
         self._resumed_from: Path | None = None
 
     # Going on
@@ -145,19 +157,20 @@ class Checkpoints:
         Raises StorageError when it is the third in a row that failed, NumericError when what it had to save is not
         finite, which no later step mends.
         """
-        if self._started_step == self._waited_step:
+        save, self._in_flight = self._in_flight, None
+        if save is None:
             return self._failures == 0
-        if self._thread is not None:
-            self._thread.join()
-        self._thread, self._waited_step = None, self._started_step
-        error, self._error = self._error, None
-        self._failures = self._failures + 1 if error else 0
-        self._committed_step = self._committed_step if error else self._started_step
-        if isinstance(error, NumericError):
-            raise NumericError(f"{error}; the checkpoints that there are hold finite values only") from error
+        if save.thread is not None:
+            save.thread.join()
+        if isinstance(save.error, NumericError):
+            raise NumericError(f"{save.error}; the checkpoints that there are hold finite values only") from save.error
+        if save.error is None:
+            self._failures, self._committed_step = 0, save.step
+            return True
+        self._failures += 1
         if self._failures >= MOST_FAILURES:
-            raise StorageError(f"{self._failures} saves in a row failed; the last time: {error}") from error
-        return error is None
+            raise StorageError(f"{self._failures} saves in a row failed; the last time: {save.error}") from save.error
+        return False
 
     def due(self, step: int, last_step: int) -> bool:
         """Every checkpoint.every_steps, after the last step, and once more soon after a save that failed."""
@@ -166,7 +179,7 @@ class Checkpoints:
             return False
         if step % every == 0 or step == last_step:
             return True
-        return step - self._started_step == max(1, every // 4) and not self.wait()
+        return step - self._tried_step == max(1, every // 4) and not self.wait()
 
     def finished(self) -> dict:
         """`save_seconds` of a save that was committed since the last call."""
@@ -177,45 +190,38 @@ class Checkpoints:
         self._snapshot = self._snapshot or Snapshot(engine)
         entries, values = self._snapshot.take(copy=self._background)
         reach("save.staged")
-        papers = {STATE: json.dumps(plain(self._describe(engine, position))).encode()}
-        shapes = {name: list(shape) for name, shape in engine.shapes.items()}
-        ranges, rank = self._snapshot.ranges, self._world.rank
+        state = json.dumps(plain(self._describe(engine, position))).encode()
+        save = self._in_flight = _Save(position.step, began)
+        self._tried_step = position.step
+        work = partial(self._commit, save, entries, values, state)
+        if not self._background:  # in this thread, whose CUDA device the live tensors are on
+            work()
+            return
+        save.thread = threading.Thread(target=work, name="checkpoint", daemon=True)
+        save.thread.start()
+
+    def _commit(self, save: _Save, entries: list[Entry], values: Iterator[Tensor], state: bytes) -> None:
+        """An error is the save's, and is raised in `wait`."""
+        snapshot, rank = self._snapshot, self._world.rank
 
         def write(folder: Path) -> tuple[list, list]:
             chunks = self._seen(files.chunks(entries, values))
-            record = commit.write_file(self._files, folder / file_name(rank), chunks)
-            return [record], ranges
+            return [commit.write_file(self._files, folder / file_name(rank), chunks)], snapshot.ranges
 
-        def finish(notes: list) -> dict[str, bytes]:
+        def small_files(ranges: list) -> dict[str, bytes]:
             self._run.sync_metrics()  # the lines up to this step are as durable as the checkpoint
-            return papers | {files.INDEX: files.index(shapes, notes)}
+            return {STATE: state, files.INDEX: files.index(snapshot.shapes, ranges)}
 
-        def job() -> None:
-            try:
-                planned = sum(entry.nbytes for entry in entries)
-                commit.commit(
-                    self._files,
-                    self._run.checkpoints,
-                    position.step,
-                    planned,
-                    write,
-                    finish,
-                    self._exchange,
-                    rank,
-                )
-                self._metrics = {"save_seconds": time.perf_counter() - began}
-            except Exception as error:
-                self._error = error
-                self._say(f"the checkpoint after step {position.step} was not written: {error}")
-            else:
-                self._tidy()
-
-        self._started_step, self._waited_step = position.step, -1
-        if not self._background:  # in this thread, whose CUDA device the live tensors are on
-            job()
-            return
-        self._thread = threading.Thread(target=job, name="checkpoint", daemon=True)
-        self._thread.start()
+        planned = sum(entry.nbytes for entry in entries)
+        folder = self._run.checkpoints
+        try:
+            commit.commit(self._files, folder, save.step, planned, write, small_files, self._exchange, rank)
+            self._metrics = {"save_seconds": time.perf_counter() - save.began}
+        except Exception as error:
+            save.error = error
+            self._say(f"the checkpoint after step {save.step} was not written: {error}")
+        else:
+            self._tidy()
 
     def _describe(self, engine: Engine, position: Position) -> dict:
         state = {"format": FORMAT, **asdict(position), "loss_scale": engine.loss_scale_state}

@@ -59,8 +59,8 @@ def candidates(fs: FileSystem, directory: Path) -> list[Path]:
 def check(fs: FileSystem, folder: Path, shard: tuple[int, int] | None = (0, 1)) -> list[Problem]:
     """Every problem of a checkpoint; [] when it is good. Files that the manifest does not name do not matter.
 
-    shard: (rank, number of ranks) that share the work: each hashes the papers and every n-th rank file. Presence and
-    sizes are looked at by all. None: hash the papers only.
+    shard: (rank, number of ranks) that share the work: each hashes the small files and every n-th rank file. Presence
+    and sizes are looked at by all. None: hash the small files only.
     """
     try:
         files = _listed(fs, folder)

@@ -42,8 +42,8 @@ def save(directories: list[Path], step: int, bug: Exception | None = None) -> li
                 raise bug
             return [protocol.write_file(DISK, folder / file_name(rank), [b"head", f"{rank} {step}".encode()])], rank
 
-        papers = lambda notes: {"state.json": json.dumps(notes).encode()}  # noqa: E731
-        protocol.commit(DISK, directories[rank], step, 100, write, papers, exchange, rank)
+        small_files = lambda notes: {"state.json": json.dumps(notes).encode()}  # noqa: E731
+        protocol.commit(DISK, directories[rank], step, 100, write, small_files, exchange, rank)
 
     with ThreadPoolExecutor(len(directories)) as ranks:
         return [future.exception(20) for future in [ranks.submit(job, rank) for rank in range(len(directories))]]

@@ -242,7 +242,7 @@ WRONG = {
     "rank files are not synced at their end": {
         "ignores": lambda phase, operation, path: phase == "save.fsync" and names("rank_")(phase, operation, path)
     },
-    "papers are not synced": {"ignores": names("state.json")},
+    "state.json is not synced": {"ignores": names("state.json")},
     "the manifest is not synced": {"ignores": names(MANIFEST)},
     "the marker is not synced": {"ignores": names(MARKER)},
     "the checkpoint's folder is not synced": {"ignores": folder(".partial-")},

@@ -158,12 +158,12 @@ class Team:
             pieces = [data[:8], memoryview(data)[8:]]
             return [protocol.write_file(self.disk, folder / file_name(rank), pieces)], {"rank": rank}
 
-        def papers(notes: list[dict]) -> dict[str, bytes]:
+        def small_files(notes: list[dict]) -> dict[str, bytes]:
             assert notes == [{"rank": 0}, {"rank": 1}]
             return {"state.json": content["state.json"]}
 
         planned, exchange = len(content[file_name(rank)]), self._exchange(rank, step, attempt)
-        protocol.commit(self.disk, DIRECTORY, step, planned, write, papers, exchange, rank)
+        protocol.commit(self.disk, DIRECTORY, step, planned, write, small_files, exchange, rank)
         if rank == 0:
             self.committed.append(step)
             self._rotated = protocol.rotate(self.disk, DIRECTORY, self.keep, ())
