@@ -2,7 +2,7 @@
 
 Every process has a thread that looks at its own progress and at the heartbeats of the others (heartbeat.py). A live
 main thread may tell its own error first; after that the process ends without it, because it may wait in a collective
-that nobody joins. SIGUSR2 writes the stacks of a process's threads: to stderr while it starts, then to
+that nobody joins. SIGUSR2 writes the stacks of a process's threads: to stderr until all ranks are there, then to
 stacks/rank_00000.txt.
 """
 
@@ -64,13 +64,12 @@ class Watchdog:
     def phase(self, name: str, step: int = 0) -> None:
         """The main thread goes on to `name`. Every rank calls it alike, for the first time when all ranks are there."""
         reach(name)
-        if name not in UNLIMITED:
-            self._stacks.open()
         self._phase, self.step = name, step
         self._num_phases += 1
         self._num_marks = 0
         self._marked = time.monotonic()
         if self._num_phases == 1:
+            self._stacks.open()
             self.heartbeats.start()
 
     def alive(self) -> None:
@@ -149,10 +148,7 @@ class Watchdog:
                 return
 
     def _hang(self) -> HangError | None:
-        if self._phase in UNLIMITED:
-            return None
-        stuck = time.monotonic() - self._marked > self._limit and not self._another_gets_on()
-        if not self._limit or not (stuck or self._another_hangs()):
+        if not self._limit or not (self._stuck() or self._another_hangs()):
             return None
         timer = last_resort(HangError.exit_code)
         self._stacks.dump(f"rank {self.rank} (pid {os.getpid()}) on {self._host}: {self.where}")
@@ -166,6 +162,13 @@ class Watchdog:
         self._collect({peer.beat.rank for peer in frozen})
         limit = f"no progress for {self._limit:g} s (timeout.step_seconds)"
         return HangError(f"{limit}: {text}; the stacks of all ranks are in {self._stacks.folder}")
+
+    def _stuck(self) -> bool:
+        """Where the work itself has no limit, a stopped rank is seen all the same: its heart no longer beats."""
+        now = time.monotonic()
+        if self._phase in UNLIMITED:
+            return self._can_judge() and any(now - peer.changed > self._limit for peer in self._running())
+        return now - self._marked > self._limit and not self._another_gets_on()
 
     def _another_gets_on(self) -> bool:
         """This rank may wait for one that is slow: at a large file, for example. In a collective all stand still."""

@@ -52,6 +52,8 @@ def test_dead_and_frozen_ranks(strategy, battery):
         frozen = Expected(124, rf"no progress for 10 s .* rank {rank} \(pid \d+\)", victim.newest() + SAVE_EVERY)
         action = ("stop", "hang")[rank]
         victim.hurt("hang", f"{action} of rank {rank}", frozen, limit, faults=f"{place}:{action}")
+    frozen = Expected(124, r"no progress for 10 s .* rank 1 \(pid \d+\) shows no sign of life", victim.newest())
+    victim.hurt("hang", "stop of rank 1 as it loads", frozen, limit, faults="load.read:1:stop")
     victim.finish()
 
 

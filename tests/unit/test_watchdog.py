@@ -114,6 +114,21 @@ def test_a_stopped_rank_is_named_and_does_not_stay(frozen, tmp_path):
     assert "in wait" in dumps[f"rank_{frozen:05d}.txt"] and "in wait" in dumps[f"rank_{1 - frozen:05d}.txt"]
 
 
+def test_a_rank_that_stops_while_the_model_is_built(tmp_path):
+    body = "meet(watch)\nready()\nwait()\ntime.sleep(60)"
+    with ranks(tmp_path / "run", body, body, step_seconds=LIMIT) as (first, second):
+        for rank in (first, second):
+            rank.wait_until("ready")
+        time.sleep(1.5 * LIMIT)  # reading the data takes as long as it takes
+        assert first.process.poll() is None and second.process.poll() is None
+        second.process.send_signal(signal.SIGSTOP)
+        assert first.ends(10) == 124
+        assert second.ends(5) == -signal.SIGKILL
+    reason = status(first.folder)["reason"]
+    assert "shows no sign of life" in reason and "last seen in phase build;" in reason
+    assert set(stacks(first.folder)) == {"rank_00000.txt", "rank_00001.txt"}
+
+
 def test_a_run_that_slept_as_a_whole_goes_on(tmp_path):
     body = STEP.replace("time.sleep(60)", "")
     with ranks(tmp_path / "run", body, body, step_seconds=4) as pair:
