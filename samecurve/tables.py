@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from .errors import DataError
 
@@ -23,7 +24,8 @@ def table_kind(file: Path) -> str | None:
 def rows(file: Path) -> Iterator[tuple[str, dict]]:
     """(place, row) of every row of a table: the place is what a message names, `file:line` or `file: row N`."""
     kind = table_kind(file)
-    return _json_lines(file) if kind == "jsonl" else _dataset_rows(file, kind)
+    read = {"jsonl": _json_lines, "json": _json_rows}.get(kind)
+    return read(file) if read else _dataset_rows(file, kind)
 
 
 def read_text(file: Path) -> str:
@@ -58,6 +60,19 @@ def _json_lines(file: Path) -> Iterator[tuple[str, dict]]:
         offset += len(line)
 
 
+def _json_rows(file: Path) -> Iterator[tuple[str, dict]]:
+    """One array of objects, or lines. datasets would give lists of objects with different keys as text."""
+    first = next((line for line in _lines(file) if line.strip()), b"")
+    if not first.lstrip().startswith(b"["):
+        yield from _json_lines(file)
+        return
+    found = _parse_json(file, 1, 0, b"".join(_lines(file)))
+    for number, row in enumerate(found, start=1):
+        if not isinstance(row, dict):
+            raise DataError(f"{file}: row {number}: {row!r:.40} is not a JSON object; correct or remove it")
+        yield f"{file}: row {number}", row
+
+
 def _lines(file: Path) -> Iterator[bytes]:
     import fsspec
 
@@ -69,18 +84,26 @@ def _lines(file: Path) -> Iterator[bytes]:
 
 
 def _parse(file: Path, number: int, offset: int, line: bytes) -> dict:
-    try:
-        row = json.loads(line.decode())
-    except UnicodeDecodeError as error:
-        raise DataError(_bad_utf8(file, number, offset + error.start, error)) from error
-    except json.JSONDecodeError as error:
-        fix = "correct or remove the line" if line.endswith(b"\n") else "it is the last line: is the file cut off?"
-        raise DataError(f"{file}:{number}: column {error.colno}: not JSON: {error.msg}; {fix}") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
-        raise DataError(f"{file}:{number}: not JSON that can be read: {error}; remove the line") from error
+    row = _parse_json(file, number, offset, line)
     if not isinstance(row, dict):
         raise DataError(f'{file}:{number}: {row!r:.40} is not a JSON object; write {{"column": ...}}, one per line')
     return row
+
+
+def _parse_json(file: Path, first_line: int, offset: int, data: bytes) -> Any:
+    """first_line: of the file, where data begin; offset: in bytes."""
+    try:
+        return json.loads(data.decode())
+    except UnicodeDecodeError as error:
+        number = first_line + data.count(b"\n", 0, error.start)
+        raise DataError(_bad_utf8(file, number, offset + error.start, error)) from error
+    except json.JSONDecodeError as error:
+        place = f"{file}:{first_line + error.lineno - 1}: column {error.colno}"
+        cut_off = error.pos >= len(error.doc.rstrip()) or not data.endswith(b"\n")
+        fix = "is the end of the file cut off? Correct or remove the line" if cut_off else "correct or remove the line"
+        raise DataError(f"{place}: not JSON: {error.msg}; {fix}") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+        raise DataError(f"{file}:{first_line}: not JSON that can be read: {error}; remove the line") from error
 
 
 def _dataset_rows(file: Path, kind: str) -> Iterator[tuple[str, dict]]:

@@ -1,0 +1,145 @@
+"""Rows of whole samples with marks of what is trained. Rows without marks: test_data.py."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from samecurve.corpus import TokenStream
+from samecurve.loss import IGNORE_INDEX
+from samecurve.rows import DocumentRows, PackedSampleRows, best_fit_decreasing
+
+X = IGNORE_INDEX
+PAD = 99
+
+
+def stream(*samples: list[int], trained: str | None = None) -> TokenStream:
+    """trained: a 1 or 0 for each token; white space is skipped."""
+    tokens = np.array([token for sample in samples for token in sample], dtype=np.uint16)
+    marks = None if trained is None else np.array([int(mark) for mark in trained if mark != " "], dtype=np.uint8)
+    assert marks is None or len(marks) == len(tokens)
+    return TokenStream(tokens, np.cumsum([0, *map(len, samples)]), "x", marks)
+
+
+def random_stream(num_samples: int, longest: int, seed: int = 0) -> TokenStream:
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, longest + 1, num_samples)
+    marks = (rng.random(lengths.sum()) < 0.4).astype(np.uint8)
+    tokens = rng.integers(0, 1000, lengths.sum()).astype(np.uint16)
+    return TokenStream(tokens, np.cumsum([0, *lengths]), "x", marks)
+
+
+def all_rows(rows):
+    return rows[np.arange(len(rows))]
+
+
+def test_packed_samples_by_hand():
+    samples = stream([1, 2, 3], [4, 5, 6, 7, 8], [9, 10], [11, 12, 13], trained="001 01011 01 000")
+    rows = PackedSampleRows(samples, 6, PAD)
+    input_ids, position_ids, labels = all_rows(rows)
+    # 4 places of the second sample and 2 of the first; the third does not fit any more; the last trains nothing
+    assert input_ids.tolist() == [[4, 5, 6, 7, 1, 2], [9, PAD, PAD, PAD, PAD, PAD]]
+    assert position_ids.tolist() == [[0, 1, 2, 3, 0, 1], [0, 1, 2, 3, 4, 5]]
+    assert labels.tolist() == [[5, X, 7, 8, X, 3], [10, X, X, X, X, X]]
+    assert (rows.num_targets, rows.num_dropped, rows.num_truncated) == (5, 1, 0)
+    assert all(array.dtype == np.int64 for array in (input_ids, position_ids, labels))
+
+
+def test_truncation_and_what_it_leaves_nothing_of():
+    samples = stream([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5], [7, 8], trained="001001 00001 01")
+    for rows_class in (PackedSampleRows, DocumentRows):
+        rows = rows_class(samples, 3, PAD)
+        assert (rows.num_truncated, rows.num_truncated_tokens, rows.num_dropped) == (2, 3, 1)
+        assert rows.num_targets == 2
+        assert sorted(label for label in all_rows(rows).labels.ravel() if label != X) == [3, 8]
+
+
+@pytest.mark.parametrize("rows_class", [PackedSampleRows, DocumentRows])
+@pytest.mark.parametrize("sequence_length", [3, 17, 40])
+def test_every_marked_token_that_fits_is_a_target_once(rows_class, sequence_length):
+    samples = random_stream(200, longest=30)
+    expected = []
+    for start, end in zip(samples.offsets[:-1], samples.offsets[1:], strict=True):
+        places = np.arange(start + 1, min(end, start + 1 + sequence_length))
+        expected += samples.tokens[places][samples.trained[places] > 0].tolist()
+    rows = rows_class(samples, sequence_length, PAD)
+    labels = all_rows(rows).labels
+    assert sorted(labels[labels != X].tolist()) == sorted(expected)
+    assert rows.num_targets == len(expected) > 100
+
+
+def test_no_sample_is_cut_in_two_and_every_one_begins_at_position_0():
+    samples = random_stream(200, longest=30)
+    rows = PackedSampleRows(samples, 40, PAD)
+    input_ids, position_ids, _ = all_rows(rows)
+    found = []
+    for ids, positions, index in zip(input_ids, position_ids, range(len(rows)), strict=True):
+        starts = np.flatnonzero(positions == 0)
+        used = rows._sizes[rows.members[rows.row_offsets[index] : rows.row_offsets[index + 1]]]
+        assert np.diff(starts).tolist() == used[:-1].tolist()
+        found += [ids[start : start + size].tolist() for start, size in zip(starts, used, strict=True)]
+    ends = zip(samples.offsets[:-1], samples.offsets[1:], strict=True)
+    whole = [samples.tokens[a : b - 1].tolist() for a, b in ends if samples.trained[a + 1 : b].any()]
+    assert sorted(found) == sorted(whole)
+
+
+def test_packing_by_hand():
+    # 7 opens a bin, 5 another; 4 does not fit to 7, but to 5; 3 fits to 7 exactly; 2 opens a third
+    members, offsets = best_fit_decreasing(np.array([3, 4, 7, 2, 5]), 10)
+    assert [part.tolist() for part in np.split(members, offsets[1:-1])] == [[2, 0], [4, 1], [3]]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_packing_holds_every_item_once_in_few_bins(seed):
+    sizes = np.random.default_rng(seed).integers(1, 65, 500)
+    members, offsets = best_fit_decreasing(sizes, 64)
+    assert sorted(members.tolist()) == list(range(500))
+    loads = np.add.reduceat(sizes[members], offsets[:-1])
+    assert loads.max() <= 64
+    assert len(loads) <= -(-11 * sizes.sum() // (9 * 64)) + 1
+
+
+FAMILIES = {
+    "llama": {"num_key_value_heads": 2},
+    "mistral": {"num_key_value_heads": 2, "sliding_window": 6},
+    "qwen2": {"num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    "qwen3": {"num_key_value_heads": 2, "head_dim": 8},
+    "gemma2": {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 6},
+    "gemma3_text": {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 6},
+    "phi3": {"num_key_value_heads": 2, "pad_token_id": 0},
+    "gpt2": {"n_positions": 64},
+    "gpt_neox": {},
+}
+SAMPLES = [[3, 14, 15, 92, 4, 8, 7, 6, 5, 1], [6, 5, 9], [35, 89, 79, 32, 38, 46], [26, 43], [7, 1, 2, 3, 4, 5, 6, 7]]
+COMMON = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+# gemma2 knows no sdpa. flex_attention is compiled for each shape, which takes a CPU up to a minute.
+CASES = [(family, attention) for family in FAMILIES for attention in ("sdpa", "eager")]
+CASES = [case for case in CASES if case != ("gemma2", "sdpa")]
+FLEX = [pytest.param(name, "flex_attention", marks=pytest.mark.full) for name in ("llama", "mistral", "qwen2", "qwen3")]
+
+
+@pytest.mark.parametrize(("family", "attention"), CASES + FLEX)
+@torch.no_grad()
+def test_samples_of_a_packed_row_do_not_see_each_other(family, attention):
+    """Two rows in one micro-batch: their samples begin at different places, and one is padded."""
+    fields = COMMON | {"vocab_size": 100, "initializer_range": 0.5} | FAMILIES[family]
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **fields)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    rows = PackedSampleRows(stream(*SAMPLES), 16, PAD)
+    input_ids, position_ids, _ = map(torch.from_numpy, all_rows(rows))
+    packed = model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
+    num_seen = 0
+    for row in range(len(rows)):
+        place = 0
+        for member in rows.members[rows.row_offsets[row] : rows.row_offsets[row + 1]]:
+            sample = SAMPLES[member][:-1]
+            alone = model(input_ids=torch.tensor([sample]), use_cache=False).logits[0]
+            torch.testing.assert_close(packed[row, place : place + len(sample)], alone, rtol=1e-4, atol=1e-4)
+            place += len(sample)
+            num_seen += 1
+    assert (len(rows), num_seen) == (2, 5)
