@@ -1,0 +1,134 @@
+"""sft under every kind of strategy, against a loop written with transformers and torch alone.
+
+The loop reads each conversation by itself, padded, with the marks that transformers finds in the template: whatever
+packing, marks or strategy get wrong makes another curve.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from harness import LLAMA, largest_relative_difference, long, relative_l2
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoConfig, AutoModelForCausalLM, get_cosine_with_min_lr_schedule_with_warmup
+
+from samecurve import recipe, tasks
+from samecurve.data import StepBatches
+
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+STEPS, SEQUENCE_LENGTH = 8, 160
+
+
+@pytest.fixture(scope="module")
+def chats(workspace) -> Path:
+    """200 conversations of one to three exchanges, of very different lengths; some are too long for a row."""
+    draw = random.Random(1)
+    words = ["".join(draw.choices("abcdefgh", k=draw.randint(2, 6))) for _ in range(60)]
+    path = workspace.folder / "chats.jsonl"
+    with open(path, "w") as file:
+        for _ in range(200):
+            roles = ("user", "assistant") * draw.randint(1, 3)
+            said = [{"role": role, "content": " ".join(draw.choices(words, k=draw.randint(1, 12)))} for role in roles]
+            file.write(json.dumps({"messages": said}) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def overrides(workspace, chats) -> tuple[str, ...]:
+    """A model and a tokenizer that transformers wrote, on the conversations."""
+    common = ["task=sft", f"steps={STEPS}", f"data.path={chats}", f"data.cache_dir={workspace.folder / 'cache'}"]
+    common += ["data.packing=true", "data.held_out_fraction=0", "evaluate.every_steps=0", "checkpoint.every_steps=0"]
+    common += [f"batch.sequence_length={SEQUENCE_LENGTH}", "batch.micro_batch_size=2"]
+    tokenizer = tasks.load(recipe.load(str(workspace.recipe), common).recipe).tokenizer
+    folder = workspace.folder / "chat_model"
+    torch.manual_seed(1)
+    fields = {key: value for key, value in LLAMA.items() if key != "model_type"}
+    config = AutoConfig.for_model("llama", vocab_size=len(tokenizer), **fields)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return (*common, f"model={{path: {folder}}}", f"tokenizer={{path: {folder}}}")
+
+
+@pytest.fixture(scope="module")
+def plain(workspace, chats, overrides):
+    """(losses, gradient norms, trained tokens, weights)."""
+    found = recipe.load(str(workspace.recipe), overrides).recipe
+    model = AutoModelForCausalLM.from_pretrained(found.model.path, dtype=torch.float32).train()
+    matrices, vectors = ([p for p in model.parameters() if (p.dim() >= 2) == wanted] for wanted in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
+    schedule = get_cosine_with_min_lr_schedule_with_warmup(optimizer, 5, STEPS, min_lr_rate=0.1)
+    losses, norms, tokens = [], [], []
+    for ids, attention_mask, labels in batches(found, chats):
+        schedule.step()  # transformers counts updates from 0, and the update number 0 has the rate 0
+        loss = model(input_ids=ids, attention_mask=attention_mask, labels=labels).loss
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.8).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        tokens.append(int((labels[:, 1:] != -100).sum()))
+    return losses, norms, tokens, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def batches(found, chats):
+    """Each step's conversations, one a row. Which ones those are is all that is asked of samecurve."""
+    task = tasks.load(found)
+    conversations = [json.loads(line)["messages"] for line in chats.read_text().splitlines()]
+    assert task.train.num_dropped == 0 and 0 < task.train.num_truncated < 100
+    steps = StepBatches(task.train, found.seed, found.batch, (0, 1), STEPS)
+    for step in range(STEPS):
+        rows = [task.train.members[slice(*task.train.row_offsets[row : row + 2])] for row in steps.rows_of(step)]
+        assert len(rows) == 8 < sum(map(len, rows))
+        ids, labels = [], []
+        for index in [member for row in rows for member in row]:
+            encoded = task.tokenizer.apply_chat_template(
+                conversations[index], return_dict=True, return_assistant_tokens_mask=True
+            )
+            tokens = torch.tensor(encoded["input_ids"])[: SEQUENCE_LENGTH + 1]
+            marks = torch.tensor(encoded["assistant_masks"])[: SEQUENCE_LENGTH + 1]
+            ids.append(tokens)
+            labels.append(tokens.masked_fill(marks == 0, -100))
+        padded = pad_sequence(labels, batch_first=True, padding_value=-100)
+        mask = pad_sequence([torch.ones_like(one) for one in ids], batch_first=True)
+        yield pad_sequence(ids, batch_first=True), mask, padded
+
+
+@pytest.mark.parametrize("strategy", [None, "fsdp", "zero3", "pipeline", *long("ddp", "zero2")])
+def test_follows_the_plain_loop(strategy, workspace, overrides, plain):
+    losses, norms, tokens, weights = plain
+    launcher, world = ("python", 1) if strategy is None else ("torchrun", 2)
+    run = workspace.run(strategy, world, *overrides, launcher=launcher)
+    assert run.returncode == 0, run.output
+    assert (run.facts["strategy"], run.facts["recipe"]["task"]) == (strategy or "single", "sft")
+    assert run.column("tokens") == tokens
+    assert largest_relative_difference(run.column("loss"), losses) < 1e-5
+    assert largest_relative_difference(run.column("grad_norm"), norms) < 1e-4
+    assert relative_l2(run.weights, weights) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ('{"messages": [{"role": "bot", "content": "x"}]}', "messages[0].role is 'bot'; write 'assistant'"),
+        (
+            '{"messages": [{"role"',
+            "column 22: not JSON: Expecting ':' delimiter; is the end of the file cut off? Correct or remove the line",
+        ),
+    ],
+)
+def test_data_errors_end_all_ranks_at_once(workspace, chats, overrides, tmp_path, broken, message):
+    path = tmp_path / "broken.jsonl"
+    path.write_text(chats.read_text() + broken)
+    began = time.monotonic()
+    run = workspace.run("ddp", 2, *overrides, f"data.path={path}")
+    assert time.monotonic() - began < 20  # 8 s on two cores, nearly all to start; a rank that is left waiting adds 16
+    assert run.returncode != 0
+    assert run.status["exit_code"] == 3
+    assert run.status["reason"] == f"{path}:201: {message}"
+    assert run.output.count(message) == 1
