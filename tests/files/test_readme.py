@@ -14,7 +14,7 @@ from samecurve import cli
 from samecurve.engines.base import EvalResult, StepResult
 from samecurve.engines.resolve import command_line
 from samecurve.meter import Machine, Meter
-from samecurve.tasks.pretrain import Pretrain
+from samecurve.tasks.causal import CausalTask
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -83,6 +83,6 @@ def recorded() -> list[str]:
     loop = ast.walk(ast.parse((ROOT / "train.py").read_text()))
     added = [key.value for node in loop if isinstance(node, ast.Dict) for key in node.keys]
     added += ["save_stall_seconds", "save_seconds"]
-    task = Pretrain(tokenizer=None, train=None, held_out=SimpleNamespace(num_targets=1))
+    task = CausalTask(tokenizer=None, train=None, held_out=SimpleNamespace(num_targets=1))
     task.__dict__["_held_out_bytes"] = 4
     return [*record, *added, *task.metrics(EvalResult(loss=1.0, tokens=1))]
