@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 from .errors import ConfigurationError
 
@@ -28,6 +28,26 @@ class Model(Section):
     path: Name | None = None
     config: dict[str, Any] | None = None
     attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = "sdpa"
+
+
+def _modules(value: Any) -> Any:
+    names = list(value) if isinstance(value, (list, tuple)) else [value]
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise ValueError("a pattern, a list of names or all-linear is needed")
+    return value if isinstance(value, str) else tuple(names)
+
+
+class Adapter(Section):
+    """`name`: None trains the whole model. `target_modules`: a regular expression over whole names, or last parts."""
+
+    name: Literal["lora"] | None = None
+    rank: PositiveInt = 16
+    alpha: PositiveInt = 32
+    dropout: float = Field(0.0, ge=0, lt=1)
+    target_modules: Annotated[Any, BeforeValidator(_modules)] = "all-linear"
+    rslora: bool = False
+    dora: bool = False
+    quantization: Literal["4bit"] | None = None
 
 
 class Tokenizer(Section):
@@ -144,6 +164,7 @@ class Recipe(Section):
     steps: PositiveInt
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     model: Model
+    adapter: Adapter = Adapter()
     tokenizer: Tokenizer = Tokenizer()
     data: Data
     batch: Batch

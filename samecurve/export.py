@@ -1,19 +1,21 @@
-"""The trained model as a plain Hugging Face folder, written one parameter at a time."""
+"""The trained model as a plain Hugging Face folder, or its adapter as peft's, written one parameter at a time."""
 
 from __future__ import annotations
 
 import copy
+import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from .adapter import is_adapted, stored_config, stored_names
 from .errors import CheckpointError, NumericError, SamecurveError, StorageError
 from .records import write_json, writing
 
@@ -31,7 +33,8 @@ def export(
     is_main: bool,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write fp32 safetensors, config and tokenizer to `directory`: all of it, or nothing.
+    """Write fp32 safetensors, config and tokenizer to `directory`: all of it, or nothing. Of an adapted model, what
+    peft loads beside the base model, which is not written again.
 
     parameters: the engine's; every rank iterates it to the end, because gathering a parameter is collective. So a
     problem found on the way is told after the last one. skeleton: the architecture on the meta device, whose
@@ -44,23 +47,46 @@ def export(
             pass
         return
     partial = directory.with_name(f"{directory.name}.partial")
-    writer = _Writer(dict(skeleton.named_parameters()), partial, shard_bytes)
+    layout = _adapter(skeleton) if is_adapted(skeleton) else _whole_model(skeleton, shard_bytes)
+    writer = _Writer(skeleton, layout, partial)
     try:
         for name, tensor in parameters:
-            writer.take(name, tensor)
+            writer.take(layout.names.get(name, name), tensor)
         writer.finish()
         with writing(partial):
-            _write_papers(skeleton, tokenizer, partial)
+            layout.write_config(skeleton, partial)
+            tokenizer.save_pretrained(partial)
             _rename(partial, directory)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+class _Layout(NamedTuple):
+    """names: in the file, by the skeleton's. stem: the file's name. write_config: (skeleton, directory)."""
+
+    names: dict[str, str]
+    stem: str
+    shard_bytes: float
+    write_config: Callable[[PreTrainedModel, Path], None]
+
+
+def _whole_model(skeleton: PreTrainedModel, shard_bytes: int) -> _Layout:
+    names = {name: name for name, _ in skeleton.named_parameters()}
+    return _Layout(names, "model", shard_bytes, _write_config)
+
+
+def _adapter(skeleton: PreTrainedModel) -> _Layout:
+    """peft reads one file."""
+    return _Layout(stored_names(skeleton), "adapter_model", math.inf, _write_adapter_config)
+
+
 class _Writer:
     """Collects parameters into shards. After the first problem it writes nothing more, and `finish` raises."""
 
-    def __init__(self, expected: dict[str, Tensor], directory: Path, shard_bytes: int):
-        self._expected, self._directory, self._limit = expected, directory, shard_bytes
+    def __init__(self, skeleton: PreTrainedModel, layout: _Layout, directory: Path):
+        parameters = dict(skeleton.named_parameters())
+        self._expected = {stored: parameters[name] for name, stored in layout.names.items()}
+        self._directory, self._limit, self._stem = directory, layout.shard_bytes, layout.stem
         self._shard: dict[str, Tensor] = {}
         self._shard_size = self._total = 0
         self._shards: list[list[str]] = []
@@ -132,18 +158,22 @@ class _Writer:
         count = len(self._shards)
         with writing(self._directory):
             if count == 1:
-                os.rename(self._shard_path(0), self._directory / "model.safetensors")
+                os.rename(self._shard_path(0), self._directory / f"{self._stem}.safetensors")
                 return
             weight_map = {}
             for index, names in enumerate(self._shards):
-                file = f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+                file = f"{self._stem}-{index + 1:05d}-of-{count:05d}.safetensors"
                 os.rename(self._shard_path(index), self._directory / file)
                 weight_map |= dict.fromkeys(names, file)
         index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
-        write_json(self._directory / "model.safetensors.index.json", index)
+        write_json(self._directory / f"{self._stem}.safetensors.index.json", index)
 
 
-def _write_papers(skeleton: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+def _write_adapter_config(skeleton: PreTrainedModel, directory: Path) -> None:
+    stored_config(skeleton).save_pretrained(directory)
+
+
+def _write_config(skeleton: PreTrainedModel, directory: Path) -> None:
     config = copy.deepcopy(skeleton.config)
     config.architectures = [type(skeleton).__name__]
     config.dtype = "float32"
@@ -153,7 +183,6 @@ def _write_papers(skeleton: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
         generation = copy.deepcopy(skeleton.generation_config)
         generation.use_cache = True
         generation.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
 
 
 def _rename(partial: Path, directory: Path) -> None:

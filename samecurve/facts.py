@@ -14,10 +14,11 @@ from .records import now
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from .config import Recipe
     from .engines.resolve import Plan
     from .tasks import Task
 
-VERSIONED = ("torch", "accelerate", "deepspeed", "transformers", "datasets", "samecurve")
+VERSIONED = ("torch", "accelerate", "deepspeed", "transformers", "peft", "datasets", "samecurve")
 
 
 def run_facts(plan: Plan, arguments: Sequence[str], described: dict, data: dict, device: str) -> dict:
@@ -55,7 +56,18 @@ def decisive(plan: Plan, skeleton: PreTrainedModel, task: Task) -> dict:
         "world_size": plan.strategy.world_size,
         "versions": versions(),
         **identity(skeleton.config, task),
+        "adapter": _adapter(plan.recipe),
     }
+
+
+def _adapter(recipe: Recipe) -> dict | None:
+    """What its matrices fit to: their layers and sizes, and the frozen weights, wherever those lie now."""
+    if recipe.adapter.name is None:
+        return None
+    from .adapter import fingerprint
+    from .model import weight_files
+
+    return recipe.adapter.model_dump() | {"base_model": fingerprint(weight_files(recipe.model.path))}
 
 
 def _typed(arguments: Sequence[str]) -> dict:

@@ -18,17 +18,23 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from . import adapter as adapters
 from .architecture import check_causal, model_config, reason
-from .config import Recipe
+from .config import Adapter, Recipe
 from .errors import ConfigurationError
 
 Write = Callable[[str, Tensor], None]
 
 
-def build(config: PreTrainedConfig, where: AbstractContextManager) -> PreTrainedModel:
-    """An fp32 causal LM whose weights are not set yet, constructed inside `where` (a torch.device, for example)."""
+def build(config: PreTrainedConfig, where: AbstractContextManager, adapter: Adapter | None = None) -> PreTrainedModel:
+    """An fp32 causal LM whose weights are not set yet, constructed inside `where` (a torch.device, for example).
+
+    adapter: with its layers beside the frozen ones, when its name says which. Raises what adapter.inject does.
+    """
     with no_init_weights(), where:
         model = AutoModelForCausalLM._model_mapping[type(config)](config)
+        if adapter is not None and adapter.name:
+            adapters.inject(model, adapter)
     model.tie_weights()  # no_init_weights leaves it out
     model.config.use_cache = False
     return model.train()
@@ -49,6 +55,9 @@ def skeleton(recipe: Recipe, vocabulary_size: int, special_tokens: dict[str, int
         ) from error
     check_causal(model)
     _check_complete(model)
+    if recipe.adapter.name:
+        adapters.inject(model, recipe.adapter)
+        adapters.check(model, recipe.adapter)
     return model
 
 
@@ -79,9 +88,8 @@ def fill(model: PreTrainedModel, recipe: Recipe, write: Write, names: set[str] |
     """
     parameters = {name for name, _ in model.named_parameters()}
     wanted = parameters if names is None else parameters & names
-    source = _pretrained(model, recipe.model.path, wanted) if recipe.model.path else _seeded(model, recipe.seed, wanted)
     written = set()
-    for name, tensor in source:
+    for name, tensor in _source(model, recipe, wanted):
         write(name, tensor)
         written.add(name)
     if written != wanted:
@@ -92,6 +100,19 @@ def fill(model: PreTrainedModel, recipe: Recipe, write: Write, names: set[str] |
     for name, tensor in _buffers(model):
         if names is None or name in names:
             write(name, tensor)
+
+
+def _source(model: PreTrainedModel, recipe: Recipe, wanted: set[str]) -> Iterator[tuple[str, Tensor]]:
+    added = {name: p.shape for name, p in model.named_parameters() if name in wanted and adapters.is_adapters(name)}
+    if not recipe.model.path:
+        yield from _seeded(model, recipe.seed, wanted)
+        return
+    for name, tensor in _pretrained(model, recipe.model.path, wanted - added.keys()):
+        yield name, tensor
+        derived = adapters.magnitude(model, name, tensor) if added else None
+        if derived is not None:
+            yield derived
+    yield from adapters.initial(added, recipe.seed)
 
 
 def _seeded(model: PreTrainedModel, seed: int, wanted: set[str]) -> Iterator[tuple[str, Tensor]]:
@@ -146,7 +167,7 @@ def _buffers(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 def _pretrained(model: PreTrainedModel, path: str, wanted: set[str]) -> Iterator[tuple[str, Tensor]]:
     from safetensors import safe_open
 
-    files = _files_by_key(path)
+    files = weight_files(path)
     for aliases in _aliases(model):
         if aliases[0] not in wanted:
             continue
@@ -174,10 +195,12 @@ def _aliases(model: PreTrainedModel) -> list[list[str]]:
 
 def _stored_names(model: PreTrainedModel, name: str) -> list[str]:
     """A checkpoint of the bare base model (GPT-2 on the hub, for example) leaves the base model's prefix out."""
+    name = adapters.pretrained_name(name)
     return [name, name.removeprefix(f"{model.base_model_prefix}.")]
 
 
-def _files_by_key(path: str) -> dict[str, Path]:
+def weight_files(path: str) -> dict[str, Path]:
+    """The safetensors file of each tensor of a folder or hub name. ConfigurationError where there are none."""
     from safetensors import safe_open
 
     folder = Path(path)

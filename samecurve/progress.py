@@ -119,7 +119,7 @@ def header_lines(facts: dict) -> list[tuple[str, str]]:
         ("strategy", _strategy(facts)),
         ("engine", f"{facts['engine']} on {facts['device']}"),
         ("world", _world(facts)),
-        ("parameters", f"{facts['num_parameters']:,} in all, {facts['num_parameters_per_rank']:,} on this rank"),
+        ("parameters", _parameters(facts)),
         (
             "precision",
             f"{facts['precision']}: weights {facts['weight_dtype']}, reduction {facts['reduce_dtype'] or 'none'}",
@@ -157,6 +157,12 @@ def _dropout(rates: dict[str, float]) -> str:
         return ""
     shown = ", ".join(f"{name} {rate}" for name, rate in rates.items())
     return f"{shown}: masks are drawn per process, so curves under other strategies agree on average only"
+
+
+def _parameters(facts: dict) -> str:
+    count, trained, local = (facts[f"num_{key}"] for key in ("parameters", "trained_parameters", "parameters_per_rank"))
+    part = f"{trained:,} of them trained ({trained / count:.2%}), " if trained != count else ""
+    return f"{count:,} in all, {part}{local:,} on this rank"
 
 
 def _world(facts: dict) -> str:

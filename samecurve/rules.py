@@ -33,7 +33,7 @@ _BUILTINS = {"pretrain": BUILTIN, "sft": FUNCTIONS}
 def apply(source: Source) -> None:
     """Add what the rules find to the source's problems."""
     data = (_tokenizer, _data, _task, _columns)
-    for rule in (_model, _attention, _positions, *data, _schedule, _checkpoint, _guard, _evaluate):
+    for rule in (_model, _adapter, _attention, _positions, *data, _schedule, _checkpoint, _guard, _evaluate):
         with contextlib.suppress(KeyError):
             for key, text in rule(source.value):
                 source.document.problem(tuple(key.split(".")), text)
@@ -51,6 +51,19 @@ def _model(value: Callable[[str], Any]) -> Iterator[Finding]:
         yield "model.config.model_type", f"found {describe(config['model_type'])}, text is needed, for example llama"
     elif path is not None and path.startswith((".", "/", "~")):
         yield from _model_folder(Path(path))
+
+
+def _adapter(value: Callable[[str], Any]) -> Iterator[Finding]:
+    if value("adapter.quantization") is not None:
+        text = f"found {value('adapter.quantization')}, but no strategy here trains on a quantized model yet; use null"
+        yield "adapter.quantization", text
+    if value("adapter.name") is None:
+        for key in ("rslora", "dora"):
+            if value(f"adapter.{key}"):
+                yield f"adapter.{key}", "found true, but adapter.name is null, so there is no adapter; set it to lora"
+    elif value("model.config") is not None:
+        text = f"found {value('adapter.name')}, which adapts a pretrained model, but model.config makes a new one; "
+        yield "adapter.name", text + "give model.path, or set adapter.name to null"
 
 
 def _model_folder(folder: Path) -> Iterator[Finding]:

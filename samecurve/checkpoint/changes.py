@@ -31,6 +31,8 @@ def refusals(saved: dict, now: dict) -> list[str]:
     found = [text for key, text in _differences(saved["recipe"], now["recipe"]) if key in FIXED]
     found += [f"model.{text}" for _, text in _differences(*_shared(saved["model"], now["model"]))]
     found += [f"data, which is not what it was: {text}" for _, text in _differences(saved["data"], now["data"])]
+    before, after = ({"adapter": facts.get("adapter")} for facts in (saved, now))
+    found += [text for _, text in _differences(before, after)]
     if now["recipe"]["steps"] < saved["step"]:
         found.append(f"steps: {now['recipe']['steps']}, but the checkpoint is after step {saved['step']}")
     return found
@@ -38,13 +40,17 @@ def refusals(saved: dict, now: dict) -> list[str]:
 
 def changes(saved: dict, now: dict) -> list[str]:
     """What changed and may: recipe keys, strategy, number of processes, versions."""
-    found = [text for key, text in _differences(saved["recipe"], now["recipe"]) if key not in (*FIXED, *SILENT)]
+    found = [text for key, text in _differences(saved["recipe"], now["recipe"]) if _may_change(key)]
     for key in ("strategy", "world_size", "versions"):
         found += [text for _, text in _differences({key: saved[key]}, {key: now[key]})]
     common = _shared(saved["model"], now["model"])[0].keys()
     for key in sorted((saved["model"].keys() | now["model"].keys()) - common):
         found.append(f"model.{key}, which one version of transformers does not know")
     return found
+
+
+def _may_change(key: str) -> bool:
+    return key not in (*FIXED, *SILENT) and not key.startswith("adapter")
 
 
 def _shared(before: dict, after: dict) -> tuple[dict, dict]:

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from ..adapter import trained_shapes
 from ..loss import count_trained
 from ..model import build, fill
 from ..optim import build_optimizer, parameter_groups, set_learning_rate
@@ -37,7 +38,7 @@ class AcceleratedEngine:
         self.accelerator, self.plan, self.skeleton, self.task = accelerator, plan, skeleton, task
         self.recipe, self.device = plan.recipe, accelerator.device
         self.accumulation_steps = self.recipe.batch.accumulation_steps(accelerator.num_processes)
-        self.shapes = {name: p.shape for name, p in skeleton.named_parameters()}
+        self.shapes = trained_shapes(skeleton)
         self.loss_scale = LossScale() if self.recipe.precision == "fp16" else None
         self.model, self.optimizer = self._prepare()
         module = _unwrapped(self.model)
@@ -92,7 +93,8 @@ class AcceleratedEngine:
             yield name, full.float().cpu() if self.accelerator.is_main_process else None
 
     def describe(self) -> dict:
-        local = sum(self._local_numel(self.tensors[name]) for name in self.shapes)
+        names = [name for name, _ in self.skeleton.named_parameters()]
+        local = sum(self._local_numel(self.tensors[name]) for name in names)
         return {
             "engine": type(self.model).__name__,
             "optimizer": type(self.optimizer).__name__,
@@ -100,7 +102,8 @@ class AcceleratedEngine:
             "data_parallel_size": self.accelerator.num_processes,
             "pipeline_stages": 1,
             "device": str(self.device),
-            "num_parameters": sum(shape.numel() for shape in self.shapes.values()),
+            "num_parameters": self.skeleton.num_parameters(),
+            "num_trained_parameters": sum(shape.numel() for shape in self.shapes.values()),
             "num_parameters_per_rank": local,
             **self._describe_numbers(),
         }
@@ -120,7 +123,7 @@ class AcceleratedEngine:
         if self.plan.strategy.family == "fsdp":
             model = self._shard()
         else:
-            model = build(self.skeleton.config, torch.device(self.device))
+            model = build(self.skeleton.config, torch.device(self.device), self.recipe.adapter)
             self._checkpoint_activations(model)
             model = self.accelerator.prepare_model(model)
         groups = parameter_groups(_unwrapped(model).named_parameters(), self.shapes, self.recipe.optimizer)
@@ -133,7 +136,7 @@ class AcceleratedEngine:
         """Shard on the meta device, then allocate: no rank ever holds a full model."""
         from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
-        model = build(self.skeleton.config, torch.device("meta"))
+        model = build(self.skeleton.config, torch.device("meta"), self.recipe.adapter)
         self._checkpoint_activations(model)
         model = fsdp2_prepare_model(self.accelerator, model)
         offloaded = self.accelerator.state.fsdp_plugin.cpu_offload

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch import distributed as dist
 from transformers import PreTrainedModel
 
+from ..adapter import trained_shapes
 from ..loss import count_trained
 from ..model import fill
 from ..optim import build_optimizer, parameter_groups, set_learning_rate
@@ -45,7 +46,7 @@ class PipelineEngine:
     def __init__(self, accelerator: Accelerator, plan: Plan, skeleton: PreTrainedModel, task: Task):
         self._task, self.device = task, accelerator.device
         self._loss_factor = 1.0
-        self.shapes = {name: parameter.shape for name, parameter in skeleton.named_parameters()}
+        self.shapes, self._num_parameters = trained_shapes(skeleton), skeleton.num_parameters()
         module = build_stage(plan, cut(copy.deepcopy(skeleton)), self._loss, self.device)
         self._weights, self._stages = module.named_weights(), module.stages_by_name()
 
@@ -120,7 +121,8 @@ class PipelineEngine:
             "layers_per_stage": engine.module.layers_per_stage(),
             "device": str(engine.device),
             "precision": deepspeed_live.precision(engine),
-            "num_parameters": sum(shape.numel() for shape in self.shapes.values()),
+            "num_parameters": self._num_parameters,
+            "num_trained_parameters": sum(shape.numel() for shape in self.shapes.values()),
             "num_parameters_per_rank": sum(weight.numel() for weight in self._weights.values()),
             "micro_batch_size": engine.train_micro_batch_size_per_gpu(),
             "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
@@ -137,10 +139,11 @@ class PipelineEngine:
 
     def _state(self) -> State:
         optimizer, stage = self._engine.optimizer, self._grid.get_stage_id()
-        saved = {name for name in self._weights if self._stages[name] == stage}  # a tied weight is on two stages
-        if hasattr(next(iter(self._weights.values())), "_hp_mapping"):
-            return FragmentState(self._weights, optimizer, saved)
-        return LiveState(self._weights, optimizer, self.shard, saved)
+        trained = {name: weight for name, weight in self._weights.items() if name in self.shapes}
+        saved = {name for name in trained if self._stages[name] == stage}  # a tied weight is on two stages
+        if hasattr(next(iter(trained.values())), "_hp_mapping"):
+            return FragmentState(trained, optimizer, saved)
+        return LiveState(trained, optimizer, self.shard, saved)
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         return self._task.loss(logits, labels) * self._loss_factor
@@ -148,7 +151,8 @@ class PipelineEngine:
     def _write(self, name: str, value: Tensor) -> None:
         weight = self._weights[name]
         weight.data.copy_(value)
-        safe_set_full_fp32_param(weight, value.to(weight.device))
+        if name in self.shapes:
+            safe_set_full_fp32_param(weight, value.to(weight.device))
 
     def _master(self, name: str) -> Tensor:
         """The fp32 weight, gathered over the stage's data-parallel ranks where they share its master."""

@@ -24,7 +24,7 @@ class ZeroEngine(AcceleratedEngine):
 
     def _prepare(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         config = self.accelerator.deepspeed_plugin.deepspeed_config
-        model = build(self.skeleton.config, self._construction(config))
+        model = build(self.skeleton.config, self._construction(config), self.recipe.adapter)
         self._checkpoint_activations(model)
         # ZeRO-3 replaces every shape by an empty one, so the groups go by the skeleton's
         groups = parameter_groups(model.named_parameters(), self.shapes, self.recipe.optimizer)
@@ -76,15 +76,18 @@ class ZeroEngine(AcceleratedEngine):
         if not isinstance(tensor, nn.Parameter):
             tensor.copy_(full)
         elif hasattr(tensor, "ds_id"):
-            self._write_partitioned(tensor, full)
+            self._write_partitioned(tensor, full, trained=name in self.shapes)
         else:
             tensor.data.copy_(full)
-            safe_set_full_fp32_param(tensor, full.to(tensor.device))
+            if name in self.shapes:
+                safe_set_full_fp32_param(tensor, full.to(tensor.device))
 
-    def _write_partitioned(self, parameter: nn.Parameter, full: Tensor) -> None:
+    def _write_partitioned(self, parameter: nn.Parameter, full: Tensor, trained: bool) -> None:
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             if self.accelerator.is_main_process:
                 parameter.data.copy_(full)
+        if not trained:
+            return  # what is frozen has no master
         rank, world = self.shard
         length = -(-full.numel() // world)  # DeepSpeed pads the last partition
         padded = functional.pad(full.flatten(), (0, length * world - full.numel()))

@@ -20,6 +20,7 @@ FACTS = {
     "weight_dtype": "float32",
     "reduce_dtype": "float32",
     "num_parameters": 1234567,
+    "num_trained_parameters": 1234567,
     "num_parameters_per_rank": 154321,
     "precision": "bf16",
     "dropout": {},
