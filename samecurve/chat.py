@@ -29,9 +29,13 @@ class ChatEncoder(Encoder):
     It is what the template marks by {% generation %}, else what each assistant turn adds to the text before it, else an
     error. The special token that ends a turn is trained, also where the mark ends before it. DataError for a tokenizer
     without a template, and for a conversation that the template cannot render.
+
+    Counted: answers whose first characters share a token with the prompt (a line break and the spaces after it, mostly;
+    the model is trained to write that token, but is never asked to), and messages that hold a special token's text.
     """
 
     masked = True
+    counted = ("answers_begun_inside_a_token", "messages_with_special_tokens")
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, schema: Schema):
         super().__init__(tokenizer)
@@ -53,10 +57,17 @@ class ChatEncoder(Encoder):
     def encode(self, documents: list[Conversation]) -> list[Encoded]:
         rendered = [self.render(document) for document in documents]
         encodings = self._rust.encode_batch([text for text, _ in rendered], add_special_tokens=False)
-        return [
-            Encoded(encoding.ids, _overlap(np.array(encoding.offsets), spans))
-            for encoding, (_, spans) in zip(encodings, rendered, strict=True)
-        ]
+        found = []
+        for document, encoding, (_, spans) in zip(documents, encodings, rendered, strict=True):
+            offsets = np.array(encoding.offsets)
+            found.append(Encoded(encoding.ids, _overlap(offsets, spans)))
+            inside = sum(bool(((offsets[:, 0] < start) & (start < offsets[:, 1])).any()) for start, _ in spans)
+            self.counts["answers_begun_inside_a_token"] += inside
+            self.counts["messages_with_special_tokens"] += self._count_special(document)
+        return found
+
+    def _count_special(self, document: Conversation) -> int:
+        return sum(any(token in message["content"] for token in self._special) for message in document.messages)
 
     def render(self, conversation: Conversation) -> tuple[str, list[Span]]:
         """The template's text, and the character ranges of it that are trained."""

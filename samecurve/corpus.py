@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 # Part of the cache key: raise it when the tokens written for the same input change.
-_VERSION = 2
+_VERSION = 3
 _BATCH_CHARACTERS = 1 << 20
 _PLAIN_LINE_SECONDS = 30.0
 PARTS = ("train", "held_out")
@@ -46,11 +46,12 @@ class TokenStream:
 
 @dataclass(frozen=True)
 class Corpus:
-    """empty_documents: how many were dropped because they hold no text."""
+    """empty_documents: how many were dropped because they hold no text. counts: what else the encoder counted."""
 
     train: TokenStream
     held_out: TokenStream
     empty_documents: int
+    counts: dict[str, int]
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:
@@ -69,10 +70,12 @@ class Encoder(ABC):
     """Documents to token ids, with a copy of the tokenizer's Rust part, which uses every core.
 
     The copy neither truncates nor pads. identity: changes when the ids for the same document do. masked: whether some
-    tokens are not trained. DataError for a tokenizer without such a part or without an end-of-text token.
+    tokens are not trained. counts: what was noticed in the documents so far, by name. DataError for a tokenizer without
+    such a part or without an end-of-text token.
     """
 
     masked = False
+    counted: tuple[str, ...] = ()
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast):
         from tokenizers import Tokenizer
@@ -88,6 +91,7 @@ class Encoder(ABC):
         self._rust.no_padding()
         self._rust.encode_special_tokens = True
         self.identity = digest(self._rust.to_str(), self._begin, self._end)
+        self.counts = dict.fromkeys(self.counted, 0)
         self.dtype = np.dtype(np.uint16 if vocabulary_size(tokenizer) <= 1 << 16 else np.uint32)
 
     @abstractmethod
@@ -116,7 +120,7 @@ def load(source: Source, encoder: Encoder, held_out_fraction: float, cache: Path
     directory = cached(cache / "tokens" / key, build)
     meta = json.loads((directory / "meta.json").read_text())
     train, held_out = (_map(directory, part, meta, key) for part in PARTS)
-    return Corpus(train, held_out, meta["empty_documents"])
+    return Corpus(train, held_out, meta["empty_documents"], meta["counts"])
 
 
 def training_texts(source: Source, held_out_fraction: float) -> Iterator[str]:
@@ -128,7 +132,7 @@ def training_texts(source: Source, held_out_fraction: float) -> Iterator[str]:
 
 def _write(directory: Path, source: Source, encoder: Encoder, held_out_fraction: float) -> None:
     source.check()
-    num_empty = 0
+    num_empty, before = 0, dict(encoder.counts)
     with ExitStack() as stack:
         writers = {part: stack.enter_context(_Writer(directory, part, encoder)) for part in PARTS}
         advance = stack.enter_context(reading("tokenising", source))
@@ -147,6 +151,7 @@ def _write(directory: Path, source: Source, encoder: Encoder, held_out_fraction:
         "masked": encoder.masked,
         "num_tokens": counts,
         "empty_documents": num_empty,
+        "counts": {name: count - before[name] for name, count in encoder.counts.items()},
     }
     (directory / "meta.json").write_text(json.dumps(meta))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,11 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class FunctionSource(ConversationSource):
-    """The user's turn is the signature and the docstring, the assistant's the body; together they are the function."""
+    """The user's turn is the signature and the docstring, the assistant's the body without its indentation.
+
+    An answer that began with spaces would begin inside of a token: `\\n` and spaces are one, and the line break
+    belongs to the prompt.
+    """
 
     @property
     def identity(self) -> str:
@@ -46,9 +51,14 @@ def _functions(file: Path) -> Iterator[tuple[int, str, str]]:
         if isinstance(node, Function) and len(node.body) > 1 and ast.get_docstring(node):
             docstring = node.body[0]
             prompt = _dedented(lines[node.lineno - 1 : docstring.end_lineno], node.col_offset)
-            body = _dedented(lines[docstring.end_lineno : node.end_lineno], node.col_offset).lstrip("\n")
-            if prompt and body and _is_code(f"{prompt}\n{body}"):
+            body = _dedented(lines[docstring.end_lineno : node.end_lineno], docstring.col_offset).strip()
+            if prompt and body and _is_code(function(prompt, body)):
                 yield node.lineno, prompt, body
+
+
+def function(prompt: str, body: str) -> str:
+    """The code that a prompt and an answer to it make together."""
+    return f"{prompt}\n{textwrap.indent(body, '    ')}\n"
 
 
 def _dedented(lines: list[str], indent: int) -> str:

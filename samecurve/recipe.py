@@ -12,7 +12,8 @@ from pydantic import BaseModel, ValidationError
 
 from . import rules
 from .config import Recipe
-from .documents import Document, KeyPath, describe, merge, override, read, suggest
+from .documents import Document, KeyPath, describe, merge, override, read, report, suggest
+from .errors import ConfigurationError
 
 _NEEDED = {
     "int_type": "a whole number is needed",
@@ -79,6 +80,14 @@ def load(path: str, overrides: Sequence[str] = ()) -> Source:
     source = Source(document, recipe, invalid)
     rules.apply(source)
     return source
+
+
+def checked(path: str, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe. Raises ConfigurationError with everything that is wrong with it."""
+    source = load(path, overrides)
+    if source.document.problems:
+        raise ConfigurationError(report(source.document.problems))
+    return source.recipe
 
 
 def _read_based(path: str, chain: tuple[str, ...]) -> Document:

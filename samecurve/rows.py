@@ -105,11 +105,11 @@ class SampleRows(Rows):
         self.num_dropped = int((~kept).sum())
         self.num_truncated = int((lengths > sequence_length + 1).sum())
         self.num_truncated_tokens = int(np.maximum(lengths - 1 - sequence_length, 0).sum())
-        self._starts, self._sizes = stream.offsets[:-1][kept], sizes[kept]
+        self._starts, self.sizes = stream.offsets[:-1][kept], sizes[kept]
 
     @cached_property
     def num_targets(self) -> int:
-        return int(self._count_trained(self._starts, self._sizes).sum())
+        return int(self._count_trained(self._starts, self.sizes).sum())
 
     def _count_trained(self, starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
         """Trained tokens among the targets of each document."""
@@ -139,7 +139,7 @@ class DocumentRows(SampleRows):
 
     def __getitem__(self, indices: np.ndarray) -> RowArrays:
         steps = np.arange(self.sequence_length)[None, :]
-        places, sizes = self._starts[indices][:, None] + steps, self._sizes[indices][:, None]
+        places, sizes = self._starts[indices][:, None] + steps, self.sizes[indices][:, None]
         # Padding counts on, as in PackedRows.
         positions = np.broadcast_to(steps, places.shape).copy()
         return RowArrays(self._take(places, steps <= sizes), positions, self._targets(places + 1, steps < sizes))
@@ -153,7 +153,7 @@ class PackedSampleRows(SampleRows):
 
     def __init__(self, stream: TokenStream, sequence_length: int, padding_token: int):
         super().__init__(stream, sequence_length, padding_token)
-        self.members, self.row_offsets = best_fit_decreasing(self._sizes, sequence_length)
+        self.members, self.row_offsets = best_fit_decreasing(self.sizes, sequence_length)
 
     def __len__(self) -> int:
         return len(self.row_offsets) - 1
@@ -166,7 +166,7 @@ class PackedSampleRows(SampleRows):
     def _row(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Where in the stream the row's inputs are, their positions, and which of them are not padding."""
         members = self.members[self.row_offsets[index] : self.row_offsets[index + 1]]
-        sizes = self._sizes[members]
+        sizes = self.sizes[members]
         firsts = np.cumsum(sizes) - sizes
         steps = np.arange(self.sequence_length)
         # Padding counts on from the last document, as in PackedRows.

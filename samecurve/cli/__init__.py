@@ -12,6 +12,7 @@ from ..errors import ConfigurationError, SamecurveError
 
 INTERRUPTED = 130  # the shell's number for SIGINT
 COMMANDS = {
+    "inspect": "what a recipe trains on, token by token, without a model",
     "compare": "run the same short job under each strategy and compare the curves",
     "summary": "what a run did, and how to look at it and go on",
     "generate": "let a trained model write",

@@ -13,9 +13,6 @@ from rich.status import Status
 
 from .. import recipe as recipes
 from ..chart import Curve, chart, relative_differences
-from ..config import Recipe
-from ..documents import report
-from ..errors import ConfigurationError
 from ..records import writing
 from . import jobs, repository_root
 from .jobs import Job, Outcome
@@ -63,7 +60,7 @@ def overrides(recipe: str, given: Sequence[str], steps: int) -> list[str]:
 
     Raises ConfigurationError with everything that is wrong with the recipe, before any process is started.
     """
-    schedule = _checked(recipe, given).schedule
+    schedule = recipes.checked(recipe, given).schedule
     short = {
         "precision": "fp32",
         "schedule.warmup_steps": min(schedule.warmup_steps, steps // 4),
@@ -74,15 +71,8 @@ def overrides(recipe: str, given: Sequence[str], steps: int) -> list[str]:
     keys = {argument.partition("=")[0] for argument in given}
     added = [f"{key}={value}" for key, value in short.items() if key not in keys and value is not None]
     settings = [*given, *added, f"steps={steps}"]
-    _checked(recipe, settings)
+    recipes.checked(recipe, settings)
     return settings
-
-
-def _checked(recipe: str, given: Sequence[str]) -> Recipe:
-    source = recipes.load(recipe, given)
-    if source.document.problems:
-        raise ConfigurationError(report(source.document.problems))
-    return source.recipe
 
 
 def _default_processes() -> int:

@@ -92,7 +92,7 @@ def load(
         held_out = make_rows(read(recipe.evaluate.path, 0.0).train)
     elif fraction > 0:
         held_out = make_rows(training.held_out)
-    task = CausalTask(text_tokenizer, make_rows(training.train), held_out, training.empty_documents)
+    task = CausalTask(text_tokenizer, make_rows(training.train), held_out, training.empty_documents, training.counts)
     _check(task, recipe)
     return task
 

@@ -26,5 +26,5 @@ def load(recipe: Recipe) -> causal.CausalTask:
         return rows_class(stream, recipe.batch.sequence_length, chat_tokenizer.eos_token_id)
 
     task = causal.load(recipe, chat_tokenizer, chat.encoder(chat_tokenizer, schema), find, make_rows)
-    task.details = {"train_on": recipe.data.train_on}
+    task.details = {"train_on": recipe.data.train_on, **task.details}
     return task

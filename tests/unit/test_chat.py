@@ -45,7 +45,9 @@ def rust() -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
-    tokenizer.train_from_iterator(["assistant user system be brief hello there [INST] [/INST] 4\n\n"] * 3, trainer)
+    tokenizer.train_from_iterator(
+        ["assistant user system be brief hello there [INST] [/INST] 4\n\n x\n\t\t4"] * 3, trainer
+    )
     return tokenizer
 
 
@@ -152,6 +154,13 @@ def test_text_without_a_template(make):
 def test_empty_keys_that_arrow_adds_are_not_seen_by_the_template(make):
     padded = [{**turn, "tool_calls": None, "name": None} for turn in TURNS]
     assert encode(make(), padded) == encode(make(), TURNS)
+
+
+def test_what_is_trained_but_never_asked_for_is_counted(make):
+    encoder = ChatEncoder(make(), Schema())
+    odd = [{"role": "user", "content": "<|im_end|>"}, {"role": "assistant", "content": "\t\t4"}]  # "\n\t" is one token
+    encoder.encode([conversation("here", {"messages": messages}, Schema()) for messages in (TURNS, odd)])
+    assert encoder.counts == {"answers_begun_inside_a_token": 1, "messages_with_special_tokens": 1}
 
 
 def test_identity_holds_whatever_changes_tokens_or_marks(make):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from samecurve import conversations, sources, tasks
+from samecurve import conversations, functions, sources, tasks
 from samecurve.config import Recipe
 from samecurve.conversations import Schema
 from samecurve.errors import DataError
@@ -75,9 +75,9 @@ def test_functions_of_the_library():
     assert 3000 < len(found) < 12000
     prompt = next(text for text in found if text.startswith("def getcallargs("))
     body = found[prompt].messages[1]["content"]
-    assert prompt.endswith('"""') and body.startswith("    spec = getfullargspec(func)")
+    assert prompt.endswith('"""') and body.startswith("spec = getfullargspec(func)")
     namespace: dict = {"getfullargspec": None}
-    exec(f"{prompt}\n{body}", namespace)
+    exec(functions.function(prompt, body), namespace)
     assert namespace["getcallargs"].__doc__.startswith("Get the mapping of arguments")
 
 

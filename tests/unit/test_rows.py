@@ -77,7 +77,7 @@ def test_no_sample_is_cut_in_two_and_every_one_begins_at_position_0():
     found = []
     for ids, positions, index in zip(input_ids, position_ids, range(len(rows)), strict=True):
         starts = np.flatnonzero(positions == 0)
-        used = rows._sizes[rows.members[rows.row_offsets[index] : rows.row_offsets[index + 1]]]
+        used = rows.sizes[rows.members[rows.row_offsets[index] : rows.row_offsets[index + 1]]]
         assert np.diff(starts).tolist() == used[:-1].tolist()
         found += [ids[start : start + size].tolist() for start, size in zip(starts, used, strict=True)]
     ends = zip(samples.offsets[:-1], samples.offsets[1:], strict=True)

@@ -1,0 +1,93 @@
+"""What a recipe trains on, before a model is loaded: the first samples with the trained tokens marked, and counts."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from .. import recipe as recipes
+from ..inspection import Part, Sample, inspect
+from ..records import write_text
+
+TRAINED = "black on green"
+BAR_WIDTH = 64
+LABEL_WIDTH = 22
+BLOCKS = "█▓"  # neighbours in a row differ
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE")
+    parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="recipe values, as for train.py")
+    parser.add_argument("--samples", type=int, default=3, help="how many of the first documents are shown")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="write the same as a page, too")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    recipe = recipes.checked(arguments.recipe, arguments.overrides)
+    from .. import tasks
+
+    findings = inspect(f"{arguments.recipe}: {recipe.data.path}", tasks.load(recipe), arguments.samples)
+    console = Console(highlight=False, soft_wrap=True, emoji=False)
+    for index, sample in enumerate(findings.samples):
+        console.print(f"\nsample {index + 1}: {summary(sample)}", markup=False)
+        console.print(marked(sample, console.is_terminal))
+    console.print()
+    for name, value in findings.details.items():
+        console.print(f"{name:<{LABEL_WIDTH + 8}}{value}", markup=False)
+    for part in findings.parts:
+        console.print("\n".join(["", *lines(part, findings.sequence_length)]), markup=False)
+    if arguments.html:
+        from .inspect_page import page
+
+        write_text(arguments.html, page(findings))
+        console.print(f"\n{arguments.html}", markup=False)
+    return 0
+
+
+def summary(sample: Sample) -> str:
+    trained = sum(count for _, mark, count in sample.runs if mark)
+    total = sum(count for _, _, count in sample.runs)
+    lost = f", {sample.lost} more cut off" if sample.lost else ""
+    return f"{total} tokens, {trained} trained{lost}"
+
+
+def marked(sample: Sample, colours: bool) -> Text:
+    """Trained text in colour; where there is none, between ⟦ and ⟧."""
+    text = Text()
+    for piece, trained, _ in sample.runs:
+        if trained and not colours:
+            piece = f"⟦{piece}⟧"
+        text.append(piece, style=TRAINED if trained and colours else None)
+    return text
+
+
+def lines(part: Part, sequence_length: int) -> Iterator[str]:
+    yield part.name
+    for name, value in part.counts.items():
+        yield f"  {name:<{LABEL_WIDTH}}{value}"
+    ends = [f"{text!r} {count:,}" for text, count in part.ends.items() if text][:5]
+    ends += [f"cut off {part.ends['']:,}"] if "" in part.ends else []
+    yield f"  {'last trained token':<{LABEL_WIDTH}}{', '.join(ends)}"
+    yield "  tokens per document"
+    most = max((count for _, _, count, _ in part.lengths), default=1)
+    for low, high, count, truncated in part.lengths:
+        bar = "█" * round(40 * count / max(most, 1))
+        yield f"  {f'{low:,}-{high - 1:,}':>{LABEL_WIDTH - 2}}  {bar} {count:,}" + (
+            f" ({truncated:,} truncated)" if truncated else ""
+        )
+    yield f"  the first {len(part.rows)} rows, {sequence_length} tokens wide"
+    for index, members in enumerate(part.rows):
+        yield f"  {index:>{LABEL_WIDTH - 2}}  {bar_of(members, sequence_length)} {len(members)} documents"
+
+
+def bar_of(members: list[tuple[int, int]], sequence_length: int) -> str:
+    """A row as text of BAR_WIDTH characters, padding as dots."""
+    bar, place = "", 0
+    for index, (size, _) in enumerate(members):
+        place += size
+        bar += BLOCKS[index % 2] * (round(place * BAR_WIDTH / sequence_length) - len(bar))
+    return bar.ljust(BAR_WIDTH, "·")

@@ -1,0 +1,190 @@
+"""What is in the rows of a task: counts over all documents, the first ones token by token, and how they are packed.
+
+No model is needed. Everything is read from the rows that a run reads, so it cannot differ from what is trained.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .rows import PackedRows, PackedSampleRows, Rows, SampleRows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from .tasks.causal import CausalTask
+
+SHOWN_ROWS = 6
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Consecutive tokens that are all trained or all not: (text, trained, number of tokens). lost: tokens cut off."""
+
+    runs: list[tuple[str, bool, int]]
+    lost: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of the data. counts: name -> value. lengths: (from, below, documents, of these truncated) per bin.
+
+    rows: for the first rows, (number of tokens, number of trained tokens) of each document in it; [] where rows are
+    cut from a stream. ends: how many documents train a last token of this text, most frequent first.
+    """
+
+    name: str
+    counts: dict[str, str]
+    lengths: list[tuple[int, int, int, int]]
+    rows: list[list[tuple[int, int]]]
+    ends: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Findings:
+    """details: what was counted over all parts."""
+
+    title: str
+    sequence_length: int
+    samples: list[Sample]
+    parts: list[Part]
+    details: dict[str, str]
+
+
+def inspect(title: str, task: CausalTask, num_samples: int) -> Findings:
+    """The first documents of the training part, and the counts of all parts."""
+    parts = [("train", task.train), ("held out", task.held_out)]
+    return Findings(
+        title,
+        task.train.sequence_length,
+        [_sample(task.train, task.tokenizer, index) for index in range(min(num_samples, _num_documents(task.train)))],
+        [_part(name, rows, task.tokenizer) for name, rows in parts if rows is not None],
+        {name.replace("_", " "): str(value) for name, value in task.details.items()},
+    )
+
+
+def _num_documents(rows: Rows) -> int:
+    return len(rows.stream.offsets) - 1
+
+
+def _document(rows: Rows, index: int) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens, which of them are trained): the first one never is, because nothing precedes it."""
+    start, end = rows.stream.offsets[index : index + 2]
+    tokens = np.asarray(rows.stream.tokens[start:end])
+    trained = np.ones(len(tokens), dtype=bool)
+    if rows.stream.trained is not None:
+        trained = np.asarray(rows.stream.trained[start:end]) > 0
+    trained[:1] = False
+    return tokens, trained
+
+
+def _sample(rows: Rows, tokenizer: PreTrainedTokenizerFast, index: int) -> Sample:
+    tokens, trained = _document(rows, index)
+    kept = len(tokens) if not isinstance(rows, SampleRows) else min(len(tokens), rows.sequence_length + 1)
+    pairs = zip(tokens[:kept].tolist(), trained[:kept].tolist(), strict=True)
+    runs = []
+    for mark, group in groupby(pairs, key=lambda pair: pair[1]):
+        ids = [token for token, _ in group]
+        runs.append((tokenizer.decode(ids, clean_up_tokenization_spaces=False), mark, len(ids)))
+    return Sample(runs, len(tokens) - kept)
+
+
+def _part(name: str, rows: Rows, tokenizer: PreTrainedTokenizerFast) -> Part:
+    lengths = np.diff(rows.stream.offsets)
+    return Part(
+        name, _counts(rows, tokenizer, lengths), _histogram(rows, lengths), _packing(rows), _ends(rows, tokenizer)
+    )
+
+
+def _counts(rows: Rows, tokenizer: PreTrainedTokenizerFast, lengths: np.ndarray) -> dict[str, str]:
+    num_tokens, num_documents = len(rows.stream.tokens), len(lengths)
+    places = len(rows) * rows.sequence_length
+    found = {
+        "rows": f"{len(rows):,} of {rows.sequence_length} tokens",
+        "documents": f"{num_documents:,}",
+        "tokens": f"{num_tokens:,}",
+        "trained tokens": _share(rows.num_targets, num_tokens),
+    }
+    if isinstance(rows, SampleRows):
+        used = int(rows.sizes.sum())
+        found |= {
+            "padding": _share(places - used, places),
+            "truncated documents": f"{_share(rows.num_truncated, num_documents)}, {rows.num_truncated_tokens:,} tokens",
+            "dropped documents": f"{_share(rows.num_dropped, num_documents)}: nothing trained is left of them",
+        }
+    return found | {
+        "exact duplicates": _share(_num_duplicates(rows), num_documents),
+        "unknown tokens": _unknown(rows, tokenizer),
+    }
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part:,} ({part / max(whole, 1):.1%})"
+
+
+def _num_duplicates(rows: Rows) -> int:
+    """Documents that are there before, token for token."""
+    offsets = np.asarray(rows.stream.offsets)
+    seen = {hash(rows.stream.tokens[a:b].tobytes()) for a, b in zip(offsets[:-1], offsets[1:], strict=True)}
+    return len(offsets) - 1 - len(seen)
+
+
+def _unknown(rows: Rows, tokenizer: PreTrainedTokenizerFast) -> str:
+    if tokenizer.unk_token_id is None:
+        return "none: the tokenizer has a token for every byte or character"
+    return _share(int((rows.stream.tokens == tokenizer.unk_token_id).sum()), len(rows.stream.tokens))
+
+
+def _ends(rows: Rows, tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
+    """The text of the last trained token -> documents. Those that lose it by truncation are counted under ""."""
+    found: Counter[str] = Counter()
+    limit = rows.sequence_length if isinstance(rows, SampleRows) else None
+    names: dict[int, str] = {}
+    for index in range(_num_documents(rows)):
+        tokens, trained = _document(rows, index)
+        places = np.flatnonzero(trained)
+        if not len(places) or (limit is not None and places[-1] > limit):
+            found[""] += 1
+            continue
+        token = int(tokens[places[-1]])
+        if token not in names:
+            names[token] = tokenizer.decode([token])
+        found[names[token]] += 1
+    return dict(found.most_common())
+
+
+def _histogram(rows: Rows, lengths: np.ndarray) -> list[tuple[int, int, int, int]]:
+    """Bins that double."""
+    if not len(lengths):
+        return []
+    limit = rows.sequence_length + 1 if isinstance(rows, SampleRows) else int(lengths.max())
+    edges = 1 << np.arange(int(lengths.min()).bit_length() - 1, int(lengths.max()).bit_length() + 1)
+    bins = []
+    for low, high in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+        inside = lengths[(lengths >= low) & (lengths < high)]
+        bins.append((low, high, len(inside), int((inside > limit).sum())))
+    return bins
+
+
+def _packing(rows: Rows) -> list[list[tuple[int, int]]]:
+    return [list(_members(rows, row)) for row in range(min(SHOWN_ROWS, len(rows)))]
+
+
+def _members(rows: Rows, row: int) -> Iterator[tuple[int, int]]:
+    """The documents of a row, told apart where positions begin again; padding is no document."""
+    _, positions, labels = (array[0] for array in rows[np.array([row])])
+    starts = np.flatnonzero(positions == 0).tolist()
+    if isinstance(rows, PackedSampleRows):
+        sizes = rows.sizes[rows.members[rows.row_offsets[row] : rows.row_offsets[row + 1]]].tolist()
+    elif isinstance(rows, PackedRows):
+        sizes = np.diff([*starts, len(positions)]).tolist()
+    else:
+        sizes = [int(rows.sizes[row])]
+    for start, size in zip(starts, sizes, strict=True):
+        yield size, int((labels[start : start + size] >= 0).sum())

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from samecurve import cli
+from samecurve.cli.inspect import bar_of
+
+SHORT = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c <b>"}]
+LONG = [*SHORT, {"role": "user", "content": "x" * 40}, {"role": "assistant", "content": "y"}]
+
+
+@pytest.fixture
+def recipe_file(tmp_path) -> str:
+    rows = [{"messages": messages} for messages in (SHORT, LONG, SHORT)]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = {
+        "task": "sft",
+        "output_dir": str(tmp_path / "run"),
+        "steps": 1,
+        "model": {"config": {"model_type": "llama"}},
+        "tokenizer": {"vocabulary_size": 260},
+        "data": {"path": str(tmp_path / "chats.jsonl"), "cache_dir": str(tmp_path / "cache")},
+        "batch": {"global_batch_size": 1, "sequence_length": 70},
+        "optimizer": {"learning_rate": 1e-3},
+        "schedule": {"warmup_steps": 0},
+    }
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    return str(tmp_path / "recipe.yaml")
+
+
+def test_samples_and_counts_by_hand(recipe_file, capsys):
+    """One token per byte and marker: a short chat has 1 + (8 + 2) + (13 + 5) = 29 tokens, the long one 29 + 48 + 14."""
+    assert cli.main(["inspect", recipe_file, "--samples", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "sample 1: 29 tokens, 6 trained\n<|begin_of_text|><|im_start|>user\nab<|im_end|>\n" in out
+    assert "<|im_start|>assistant\n⟦c <b><|im_end|>⟧\n" in out
+    assert "sample 2: 71 tokens, 6 trained, 20 more cut off" in out
+    values = dict(re.findall(r"^ {0,2}(\w[\w ]*?)  +(\S.*)$", out, re.MULTILINE))
+    assert values["rows"] == "2 of 70 tokens"
+    assert values["tokens"] == "149"
+    assert values["trained tokens"] == "18 (12.1%)"
+    assert values["padding"] == "14 (10.0%)"
+    assert values["truncated documents"] == "1 (33.3%), 20 tokens"
+    assert values["dropped documents"].startswith("0 (0.0%)")
+    assert values["exact duplicates"] == "1 (33.3%)"
+    assert values["last trained token"] == "'<|im_end|>' 2, cut off 1"
+    assert values["answers begun inside a token"] == "0"
+    assert "64-127  ████████████████████ 1 (1 truncated)" in out
+
+
+def test_a_bar_shows_the_share_of_each_document():
+    assert bar_of([(4, 1), (2, 1)], 8) == "█" * 32 + "▓" * 16 + "·" * 16
+
+
+def test_the_page_marks_what_is_trained_and_escapes_it(recipe_file, tmp_path):
+    assert cli.main(["inspect", recipe_file, "--html", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("<mark>c &lt;b&gt;&lt;|im_end|&gt;</mark>") == 3
+    assert "<b>" not in page
+    assert page.count('class="row"') == 2
+
+
+def test_pretrain_too(recipe_file, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("abc")
+    overrides = ["task=pretrain", f"data.path={tmp_path / 'a.txt'}"]
+    assert cli.main(["inspect", recipe_file, *overrides]) == 0
+    assert "sample 1: 3 tokens, 2 trained\n<|begin_of_text|>⟦abc<|end_of_text|>⟧\n" in capsys.readouterr().out
+
+
+def test_data_that_cannot_be_used_have_their_exit_code(recipe_file, tmp_path, capsys):
+    (tmp_path / "chats.jsonl").write_text("{}\n")
+    assert cli.main(["inspect", recipe_file]) == 3
+    assert "no column 'messages'" in capsys.readouterr().err
+
+
+def test_no_model_is_loaded(recipe_file):
+    code = (
+        "import sys\nfrom samecurve import cli\n"
+        f"cli.main(['inspect', {recipe_file!r}])\n"
+        "sys.exit('a model' if any('modeling_llama' in name for name in sys.modules) else 0)"
+    )
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
