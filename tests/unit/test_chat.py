@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from samecurve.chat import ChatEncoder, TextEncoder
@@ -161,6 +161,14 @@ def test_what_is_trained_but_never_asked_for_is_counted(make):
     odd = [{"role": "user", "content": "<|im_end|>"}, {"role": "assistant", "content": "\t\t4"}]  # "\n\t" is one token
     encoder.encode([conversation("here", {"messages": messages}, Schema()) for messages in (TURNS, odd)])
     assert encoder.counts == {"answers_begun_inside_a_token": 1, "messages_with_special_tokens": 1}
+    assert trained_text(make(), odd) == ["\n\t\t4<|im_end|>"]  # as transformers marks it, and no token less
+
+
+def test_offsets_are_not_trimmed(make):
+    """GPT-2's and Llama 3's post-processors leave spaces out of a token's offsets."""
+    tokenizer = make(None)
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    assert trained_text(tokenizer, {"prompt": "a", "completion": "b "}, chat=False) == ["b <|im_end|>"]
 
 
 def test_identity_holds_whatever_changes_tokens_or_marks(make):

@@ -323,6 +323,18 @@ def test_a_tokenizer_without_a_template_or_an_end(tmp_path):
         assert str(caught.value).startswith(chosen["path"])
 
 
+def test_all_rows_are_looked_at_before_the_first_is_tokenised(tmp_path):
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m['content'] + eos_token }}{% endfor %}")
+    chosen = {"path": save_tokenizer(tmp_path, eos_token="</s>"), "vocabulary_size": None}
+    recipe = make_recipe(
+        tmp_path,
+        jsonl(tmp_path / "a.jsonl", GOOD, *[{"prompt": "a", "completion": ""}] * 2),
+        tokenizer={**chosen, "chat_template": str(tmp_path / "t.jinja")},
+    )
+    with pytest.raises(DataError, match="2 rows cannot be used"):
+        tasks.load(recipe)
+
+
 class Ranks:
     """Two ranks, of which this process is one."""
 
