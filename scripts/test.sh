@@ -19,6 +19,11 @@ make_environment requirements.txt requirements-dev.txt
 install_packages "NVMe offload" libaio-dev
 [ -z "$full" ] || install_packages "the test over two hosts" iproute2 openssh-server pdsh
 
+if [ -n "$full" ]; then
+    export SAMECURVE_TRL=$PWD/.venv/trl # a reference for the tests alone; what it needs is there already
+    [ -d "$SAMECURVE_TRL/trl" ] || pip install --quiet --no-deps --target "$SAMECURVE_TRL" trl==1.16.0
+fi
+
 export HF_HUB_OFFLINE=1
 say "ruff"
 ruff check .
