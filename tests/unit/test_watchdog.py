@@ -151,9 +151,8 @@ def test_signs_of_life_count_as_progress(tmp_path):
         assert rank.ends() == 0, rank.said
 
 
-@pytest.mark.parametrize("body", ["ready()\ntime.sleep(4)", "meet(watch)\ntime.sleep(4)"], ids=["start", "build"])
-def test_starting_may_take_its_time(body, tmp_path):
-    with ranks(tmp_path / "run", body, step_seconds=LIMIT) as [rank]:
+def test_starting_may_take_its_time(tmp_path):
+    with ranks(tmp_path / "run", "ready()\ntime.sleep(4)", step_seconds=LIMIT) as [rank]:
         assert rank.ends() == 0, rank.said
 
 
