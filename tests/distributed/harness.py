@@ -45,6 +45,8 @@ RECIPE = {
     "checkpoint": {"every_steps": SAVE_EVERY, "keep": STEPS // SAVE_EVERY},
 }
 
+LORA = "adapter={name: lora, rank: 4, alpha: 8}"
+
 
 @dataclass(frozen=True)
 class Run:
@@ -90,6 +92,18 @@ class Workspace:
         _write_documents(data)
         recipe = {**RECIPE, "output_dir": str(folder / "run"), "data": {**RECIPE["data"], "path": str(data)}}
         self.recipe.write_text(json.dumps(recipe))  # JSON is YAML
+
+    @cached_property
+    def base(self) -> Path:
+        """A model to put adapters on: the export of a short run."""
+        run = self.run(None, 1, "steps=6", "checkpoint.every_steps=0", "batch.micro_batch_size=8", launcher="python")
+        assert run.returncode == 0, run.output
+        return run.directory / "model"
+
+    @property
+    def lora(self) -> tuple[str, ...]:
+        """Overrides: train an adapter on `base`."""
+        return f"model={{path: {self.base}}}", f"tokenizer={{path: {self.base}}}", LORA
 
     def strategy(self, name: str, **changes: dict) -> Path:
         """A strategy file; with `changes`, a bare DeepSpeed JSON of that name with some blocks replaced."""

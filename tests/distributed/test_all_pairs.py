@@ -22,6 +22,8 @@ CASES = [
     for name in ENGINES
     for world in WORLDS.get(name, [1, 2, 3, 4] if name in UNEVEN else [1, 2, 4])
 ]
+LORA_CASES = [Case(name, WORLDS.get(name, [2])[-1], 1) for name in ENGINES if name not in ("pipeline", "zero3_nvme")]
+LORA_CASES += [Case("pipeline", 2, 1), Case("fsdp", 3, 1), Case("zero3", 3, 1)]
 GLOBAL_BATCH = 12
 
 
@@ -29,38 +31,50 @@ def name_of(case: Case) -> str:
     return f"{case.strategy}-{case.world}"
 
 
-def arguments(case: Case, workspace) -> tuple[Path | None, list[str]]:
+def arguments(case: Case, workspace, lora: bool) -> tuple[Path | None, list[str]]:
     micro_batch = GLOBAL_BATCH // (case.world // case.stages) // case.stages
-    batch = [f"batch.global_batch_size={GLOBAL_BATCH}", f"batch.micro_batch_size={micro_batch}"]
+    more = [f"batch.global_batch_size={GLOBAL_BATCH}", f"batch.micro_batch_size={micro_batch}"]
+    more += workspace.lora if lora else ()
     if case.strategy == "single":
-        return None, batch
+        return None, more
     alone = case.strategy == "pipeline" and case.world == 1
-    return one_stage(workspace) if alone else workspace.strategy(case.strategy), batch
+    return one_stage(workspace) if alone else workspace.strategy(case.strategy), more
 
 
-def finished(case: Case, workspace) -> Run:
-    strategy, batch = arguments(case, workspace)
-    run = workspace.run(strategy, case.world, *batch, launcher="torchrun" if strategy else "python")
+def finished(case: Case, workspace, lora: bool) -> Run:
+    strategy, more = arguments(case, workspace, lora)
+    run = workspace.run(strategy, case.world, *more, launcher="torchrun" if strategy else "python")
     assert run.returncode == 0, run.output
     assert (run.facts["engine"], run.facts["world_size"]) == (ENGINES[case.strategy], case.world)
+    assert (run.facts["num_trained_parameters"] < run.facts["num_parameters"]) == lora
     return run
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_goes_on_from_all_of_them(case, workspace, tmp_path):
-    cases = [each for each in CASES if each.strategy != "zero3_nvme" or libaio_is_installed()]
+    goes_on_from_all(CASES, case, workspace, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", LORA_CASES, ids=name_of)
+def test_adapters_go_on_from_all_of_them(case, workspace, tmp_path):
+    goes_on_from_all(LORA_CASES, case, workspace, tmp_path, lora=True)
+
+
+def goes_on_from_all(cases: list[Case], case: Case, workspace, tmp_path, lora: bool = False) -> None:
+    cases = [each for each in cases if each.strategy != "zero3_nvme" or libaio_is_installed()]
     if case not in cases:
         pytest.skip("NVMe offload needs libaio: apt-get install libaio-dev")
-    golden = finished(Case("single", 1, 1), workspace)
+    golden = finished(Case("single", 1, 1), workspace, lora)
     wanted, results = tmp_path / "wanted.json", tmp_path / "results.jsonl"
-    sources = {name_of(each): str(finished(each, workspace).checkpoint(STOP)) for each in cases}
+    sources = {name_of(each): str(finished(each, workspace, lora).checkpoint(STOP)) for each in cases}
     wanted.write_text(json.dumps({"sources": sources, "results": str(results)}))
 
-    strategy, batch = arguments(case, workspace)
+    strategy, more = arguments(case, workspace, lora)
     script = __file__.replace("test_all_pairs.py", "pairs_probe.py")
     command = launch_command("torchrun" if strategy else "python", strategy, case.world, tmp_path, script)
-    command += [str(wanted), str(workspace.recipe), f"output_dir={tmp_path / 'run'}", *batch]
+    command += [str(wanted), str(workspace.recipe), f"output_dir={tmp_path / 'run'}", *more]
     run = workspace.execute(command + (["--strategy", str(strategy)] if strategy else []), tmp_path / "run")
     assert run.returncode == 0, run.output
 

@@ -30,18 +30,19 @@ OUR_TRACEBACK = re.compile(rf'File "{re.escape(str(ROOT))}/(samecurve/|train\.py
 
 @dataclass(frozen=True)
 class Case:
-    """What is run. strategy: a file of configs/, or None for plain python."""
+    """What is run. strategy: a file of configs/, or None for plain python. lora: an adapter, not all of the model."""
 
     strategy: str | None = "ddp"
     world: int = 2
     launcher: str = "torchrun"
+    lora: bool = False
 
     @property
-    def overrides(self) -> tuple[str, ...]:
-        return (f"batch.micro_batch_size={2 if self.world > 2 else 4}",)
+    def name(self) -> str:
+        return (self.strategy or "single") + (" LoRA" if self.lora else "")
 
     def __str__(self) -> str:
-        return f"{self.strategy or 'single'}-{self.world}-{self.launcher}"
+        return f"{self.name}-{self.world}-{self.launcher}"
 
 
 SINGLE = Case(None, 1, "python")
@@ -116,8 +117,7 @@ class Victim:
         **environment: str,
     ) -> str:
         """Run until the fault has ended it, check everything, return the output. do: the fault, done from outside."""
-        strategy, world = self.case.strategy or "single", self.case.world
-        record = Record(strategy, world, launcher or self.case.launcher, kind, fault)
+        record = Record(self.case.name, self.case.world, launcher or self.case.launcher, kind, fault)
         record.could_save = expected.lost is not None
         self.records.append(record)
         started = self.start(faults, launcher, *more, **environment)
@@ -223,7 +223,7 @@ class Battery:
     def golden(self, case: Case) -> Run:
         # Under any launcher it is the same run: tests/distributed/test_launchers.py
         launcher = "python" if case.strategy is None else "torchrun"
-        run = self.workspace.run(case.strategy, case.world, *case.overrides, launcher=launcher)
+        run = self.workspace.run(case.strategy, case.world, *self.overrides(case), launcher=launcher)
         assert run.returncode == 0, run.output
         return run
 
@@ -241,7 +241,11 @@ class Battery:
             start, more = [*start[:-1], more[0], start[-1]], more[1:]
         named = launcher != "accelerate" and path is not None
         options = ["--strategy", str(path)] if named else []
-        return [*start, str(self.workspace.recipe), f"output_dir={directory}", *case.overrides, *more, *options]
+        return [*start, str(self.workspace.recipe), f"output_dir={directory}", *self.overrides(case), *more, *options]
+
+    def overrides(self, case: Case) -> tuple[str, ...]:
+        micro_batch = f"batch.micro_batch_size={2 if case.world > 2 else 4}"
+        return (micro_batch, *(self.workspace.lora if case.lora else ()))
 
 
 def write_result(record: Record) -> None:

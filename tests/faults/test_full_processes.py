@@ -17,6 +17,7 @@ from samecurve.rundir import read_json
 pytestmark = pytest.mark.full
 
 STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3", "zero2_offload", "pipeline")
+CASES = [*map(Case, STRATEGIES), Case("ddp", lora=True), Case("zero3", lora=True)]
 BEFORE = ("save.staged", "save.prepare", "save.write", "save.fsync", "save.agree")  # on every rank
 ONLY_RANK_0 = ("save.manifest", "save.marker", "save.rename")
 LOADING = ("load.verify", "load.read", "load.done")
@@ -26,9 +27,9 @@ LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_killed_in_every_phase(strategy, battery):
-    victim = battery.victim(Case(strategy))
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_killed_in_every_phase(case, battery):
+    victim = battery.victim(case)
     newest = SAVE_EVERY
     victim.hurt("kill", "SIGKILL step", Expected(1, DEAD.format(0), newest), faults="step@9:0:kill")
     for index, phase in enumerate((*BEFORE, *ONLY_RANK_0, *LOADING, *COMMITTED)):

@@ -49,7 +49,7 @@ def test_many_kills(strategy, battery):
     steps = num_kills * STEPS_PER_KILL
     more = (f"steps={steps}", f"checkpoint.every_steps={EVERY}", "evaluate.every_steps=500", "checkpoint.keep=2")
     victim = battery.victim(case)
-    golden = battery.workspace.run(strategy, 2, *case.overrides, *more)
+    golden = battery.workspace.run(strategy, 2, *battery.overrides(case), *more)
     assert golden.returncode == 0, golden.output
     done = most_lost = most_while_saving = 0
     while done < num_kills and not (victim.directory / "model").exists():
