@@ -4,6 +4,7 @@ Model FLOPs per trained token are 6 N + 12 L h s (PaLM, arXiv:2204.02311, append
 matrix multiplications, L layers, h = heads x head size, s the sequence length. Forward is a third of it, backward two.
 N leaves out what is only looked up (input and position embeddings; a tied embedding is also the output head and
 counts once). As in PaLM, attention is not halved for the causal mask, and packed or windowed rows count as full ones.
+Frozen parameters get no gradient of their own, which is a third of the 6: with an adapter they count 4.
 Hardware FLOPs add the forward that activation checkpointing repeats: the decoder layers', not the output head's.
 """
 
@@ -81,23 +82,27 @@ def token_flops(model: PreTrainedModel, sequence_length: int, recompute: bool) -
     heads = config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     attention = 12 * config.num_hidden_layers * heads * head_size * sequence_length
-    parameters, head = _multiplied_parameters(model)
+    parameters, frozen, head = _multiplied_parameters(model)
     repeated = 2 * (parameters - head) + attention / 3 if recompute else 0
-    forward_backward = 6 * parameters + attention
+    forward_backward = 6 * parameters - 2 * frozen + attention
     return TokenFlops(forward_backward, forward_backward + repeated)
 
 
-def _multiplied_parameters(model: PreTrainedModel) -> tuple[int, int]:
-    """(N, those of them in the output head). Tied weights are counted once, as the head."""
+def _multiplied_parameters(model: PreTrainedModel) -> tuple[int, int, int]:
+    """(N, those of them that are frozen, those in the output head). Tied weights are counted once, as the head."""
     from torch import nn
 
     output = model.get_output_embeddings()
     head = output.weight if output is not None else None
     looked_up = {
-        module.weight for module in model.modules() if isinstance(module, nn.Embedding) and module.weight is not head
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding) and module.weight is not head
     }
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    return parameters - sum(weight.numel() for weight in looked_up), head.numel() if head is not None else 0
+    multiplied = [parameter for parameter in model.parameters() if id(parameter) not in looked_up]
+    frozen = sum(parameter.numel() for parameter in multiplied if not parameter.requires_grad)
+    total = sum(parameter.numel() for parameter in multiplied)
+    return total, frozen, head.numel() if head is not None else 0
 
 
 def table_peak(device_name: str, precision: str) -> Peak | None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
-from ..errors import ConfigurationError
+from .models import load, model_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -26,13 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     folder = model_folder(arguments.run)
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    model, tokenizer = load(folder)
     written = sample(model, tokenizer, arguments)
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"{folder}, seed {arguments.seed}, temperature {arguments.temperature:g}; the prompt is marked")
@@ -41,13 +34,6 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         console.print(f"[{arguments.prompt}]{written}", markup=False)
     return 0
-
-
-def model_folder(run: Path) -> Path:
-    for folder in (run / "model", run):
-        if (folder / "config.json").is_file():
-            return folder
-    raise ConfigurationError(f"neither {run / 'model'} nor {run} holds an exported model (config.json)")
 
 
 def sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, arguments: argparse.Namespace) -> str:

@@ -22,6 +22,7 @@ from torch import distributed as dist
 from transformers import PreTrainedModel
 
 from ..adapter import trained_shapes
+from ..errors import ConfigurationError
 from ..loss import count_trained
 from ..model import fill
 from ..optim import build_optimizer, parameter_groups, set_learning_rate
@@ -49,6 +50,7 @@ class PipelineEngine:
         self.shapes, self._num_parameters = trained_shapes(skeleton), skeleton.num_parameters()
         module = build_stage(plan, cut(copy.deepcopy(skeleton)), self._loss, self.device)
         self._weights, self._stages = module.named_weights(), module.stages_by_name()
+        _check_trained({self._stages[name] for name in self.shapes}, module.num_stages)
 
         settings = plan.recipe.optimizer
         optimizer = build_optimizer(parameter_groups(self._weights.items(), self.shapes, settings), settings)
@@ -217,6 +219,16 @@ class _Guard:
                 self._optimizer.averaged_gradients[index] = None
                 self._optimizer.all_grad_tensors[index] = None
         self._optimizer.zero_grad()
+
+
+def _check_trained(stages: set[int], num_stages: int) -> None:
+    """DeepSpeed steps an optimizer on every stage. Raises ConfigurationError, on all ranks, where one is all frozen."""
+    idle = sorted(set(range(num_stages)) - stages)
+    if idle:
+        raise ConfigurationError(
+            f"adapter.target_modules: no layer of pipeline stage {', '.join(map(str, idle))} of {num_stages} is adapted, "
+            "and every stage needs something to train; name layers in all of them, or use fewer pipeline.stages"
+        )
 
 
 def _rows(micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[tuple[Tensor, Tensor], Tensor]]:

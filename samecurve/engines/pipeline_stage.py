@@ -69,9 +69,10 @@ class StageModule(PipelineModule):
         """What DeepSpeed sums over the stages that share a weight: weight.grad.
 
         Under fp16 with fp32 accumulation (data_types.grad_accum_dtype) the gradient is in weight.grad_accum instead,
-        which DeepSpeed 0.19 forgets; it is summed here.
+        which DeepSpeed 0.19 forgets; it is summed here. A frozen weight has neither, and DeepSpeed's bf16 optimizer
+        fails on it.
         """
-        pairs = super().get_tied_weights_and_groups()
+        pairs = [(weight, group) for weight, group in super().get_tied_weights_and_groups() if weight.requires_grad]
         for weight, group in pairs:
             if getattr(weight, "grad_accum", None) is not None:
                 dist.all_reduce(weight.grad_accum, group=group)

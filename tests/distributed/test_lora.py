@@ -6,22 +6,30 @@ gradient, without a master and without an optimizer state.
 
 from __future__ import annotations
 
+import functools
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from harness import Run, largest_relative_difference, long, relative_l2
-from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from test_equal_curves import ENGINES
+from test_exported_model import held_out_loss
 from test_plain_loop import batches
 from transformers import AutoModelForCausalLM, get_cosine_with_min_lr_schedule_with_warmup
 
+from samecurve import cli
 from samecurve.adapter import initial
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 STEPS, STOP = 10, 5
 LOSS, NORM = 1e-5, 1e-4
+VARIANTS = ["dora", "rslora"]
+DORA_EXTRA = 4 * (32 + 16 + 16 + 32 + 64 + 64 + 32)  # one magnitude per output
 LORA = "adapter={name: lora, rank: 4, alpha: 8}"
 EVERY_DAY = ["single", "ddp", "fsdp", "zero2", "zero3", "pipeline"]
 RARE = ["zero1", "hsdp", "zero2_offload", "zero3_offload"]
@@ -49,33 +57,44 @@ def world(name: str) -> int:
     return {"single": 1, "hsdp": 4}.get(name, 2)
 
 
-def run_lora(workspace, base: Path, name: str, *more: str) -> Run:
+def run_lora(workspace, base: Path, name: str, *more: str, extra: int = 0) -> Run:
     strategy, launcher = (None, "python") if name == "single" else (name, "torchrun")
     run = workspace.run(strategy, world(name), *arguments(base, name, *more), launcher=launcher)
     assert run.returncode == 0, run.output
-    assert_what_ran(run, name)
+    assert_what_ran(run, name, extra)
     return run
 
 
-def assert_what_ran(run: Run, name: str) -> None:
+def assert_what_ran(run: Run, name: str, extra: int = 0) -> None:
     facts = run.facts
     assert (facts["strategy"], facts["engine"], facts["world_size"]) == (name, ENGINES[name], world(name))
     # rank 4 on q, k, v, o (32 and 16 wide), gate, up and down (32 and 64 wide) of 4 layers
-    assert facts["num_trained_parameters"] == 4 * 4 * (64 + 48 + 48 + 64 + 96 + 96 + 96)
+    assert facts["num_trained_parameters"] == 4 * 4 * (64 + 48 + 48 + 64 + 96 + 96 + 96) + extra
     assert facts["num_parameters"] > 3 * facts["num_trained_parameters"]
 
 
 @pytest.fixture(scope="module")
 def plain(workspace, base):
+    return plain_loop(workspace, base)
+
+
+@functools.cache
+def plain_loop(workspace, base: Path, **variant: bool):
     """(losses, gradient norms, adapter) of a loop that a reader of peft's documentation would write."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).train()
-    model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+    model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", **variant))
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     ours = dict(initial({name.removeprefix("base_model.model."): p.shape for name, p in trained.items()}, seed=3))
     with torch.no_grad():  # the same draw; that it is of peft's distribution is a unit test's business
         for name, parameter in trained.items():
-            parameter.copy_(ours[name.removeprefix("base_model.model.")])
-    optimizer = torch.optim.AdamW(trained.values(), lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+            if "lora_magnitude_vector" not in name:
+                parameter.copy_(ours[name.removeprefix("base_model.model.")])
+    decays = {True: 0.1, False: 0.0}
+    groups = [
+        {"params": [p for p in trained.values() if (p.dim() == 2) == matrix], "weight_decay": decay}
+        for matrix, decay in decays.items()
+    ]
+    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
     schedule = get_cosine_with_min_lr_schedule_with_warmup(optimizer, 5, STEPS, min_lr_rate=0.1)
     losses, norms = [], []
     for (ids, mask), _ in zip(batches(workspace, base), range(STEPS), strict=False):
@@ -86,7 +105,7 @@ def plain(workspace, base):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    weights = {name.replace(".default.", "."): p.detach() for name, p in trained.items()}
+    weights = {key: value.detach() for key, value in get_peft_model_state_dict(model).items()}
     return losses, norms, weights
 
 
@@ -98,3 +117,114 @@ def test_follows_the_plain_loop(name, workspace, base, plain):
     assert largest_relative_difference(run.column("grad_norm"), norms) < NORM
     assert relative_l2(load_file(run.directory / "model" / "adapter_model.safetensors"), weights) < 1e-4
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", ["ddp", "pipeline", *long("single", "fsdp", "zero2", "zero2_offload")])
+def test_variants_follow_the_plain_loop(name, variant, workspace, base):
+    losses, norms, weights = plain_loop(workspace, base, **{f"use_{variant}": True})
+    run = run_lora(workspace, base, name, f"adapter.{variant}=true", extra=DORA_EXTRA if variant == "dora" else 0)
+    assert largest_relative_difference(run.column("loss"), losses) < LOSS
+    assert largest_relative_difference(run.column("grad_norm"), norms) < NORM
+    assert relative_l2(load_file(run.directory / "model" / "adapter_model.safetensors"), weights) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["fsdp", "zero3", "pipeline", *long("single", "ddp", "zero1", "zero2")])
+def test_bf16_and_recomputed_activations_stay_near(name, workspace, base, plain):
+    losses, norms, _ = plain
+    run = run_lora(workspace, base, name, "precision=bf16", "memory.activation_checkpointing=full")
+    assert run.facts["precision"] == "bf16"
+    assert largest_relative_difference(run.column("loss"), losses) < 5e-3
+    assert largest_relative_difference(run.column("grad_norm"), norms) < 5e-2
+
+
+def going_on(workspace, source: Run, base: Path, name: str, *more: str) -> Run:
+    strategy = None if name == "single" else name
+    run = workspace.resume(source, STOP, strategy, world(name), *arguments(base, name, *more))
+    assert run.returncode == 0, run.output
+    assert_what_ran(run, name)
+    assert run.column("step") == list(range(1, STEPS + 1))
+    return run
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "zero2", "zero3", "pipeline", *long("single", *RARE)])
+def test_the_same_strategy_goes_on_bit_for_bit(name, workspace, base):
+    """With dropout, whose random numbers are each rank's own."""
+    golden = run_lora(workspace, base, name, "adapter.dropout=0.1")
+    run = going_on(workspace, golden, base, name, "adapter.dropout=0.1")
+    for key in ("loss", "grad_norm"):
+        assert run.column(key) == golden.column(key), key
+    assert hashes(run) == hashes(golden)
+
+
+def hashes(run: Run) -> dict[str, str]:
+    manifest = json.loads((run.checkpoint(STEPS) / "manifest.json").read_text())
+    return {file["name"]: file["sha256"] for file in manifest["files"] if file["name"].startswith("rank_")}
+
+
+@pytest.mark.parametrize(
+    ("origin", "name"),
+    [
+        ("ddp", "zero3"),
+        ("zero2", "fsdp"),
+        ("pipeline", "ddp"),
+        ("zero3", "single"),
+        *long(*((origin, name) for origin in (*EVERY_DAY, "zero2_offload") for name in EVERY_DAY if origin != name)),
+    ],
+)
+def test_another_strategy_goes_on_on_the_same_curve(origin, name, workspace, base):
+    golden = run_lora(workspace, base, origin)
+    run = going_on(workspace, golden, base, name)
+    assert largest_relative_difference(run.column("loss"), golden.column("loss")) < LOSS
+    assert largest_relative_difference(run.column("grad_norm"), golden.column("grad_norm")) < NORM
+    assert f"strategy: {origin} -> {name}" in run.output
+
+
+@pytest.mark.parametrize("name", EVERY_DAY)
+def test_a_checkpoint_holds_the_adapter_alone(name, workspace, base):
+    run = run_lora(workspace, base, name)
+    folder = run.checkpoint(STEPS)
+    names, numels = set(), 0
+    for path in folder.glob("rank_*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            keys = [key for key in file.keys() if not key.startswith("rng/")]
+            names |= set(keys)
+            numels += sum(file.get_slice(key).get_shape()[0] for key in keys)
+    assert len(names) == 3 * 2 * 7 * 4  # weight and two moments of A and B of seven matrices of four layers
+    assert all(".lora_A." in name or ".lora_B." in name for name in names)
+    assert numels == 3 * run.facts["num_trained_parameters"]
+    generators = 50_000  # bytes per rank at most
+    size = sum(path.stat().st_size for path in folder.glob("rank_*"))
+    assert size < 4 * numels + run.facts["world_size"] * generators + 200 * len(names) * run.facts["world_size"]
+
+
+@pytest.mark.parametrize("name", ["fsdp", "zero3", "pipeline", *long("single", "ddp", "zero2")])
+def test_the_export_is_pefts_and_merges(name, workspace, base, capsys, tmp_path):
+    run = run_lora(workspace, base, name)
+    folder = run.directory / "model"
+    files = {path.name for path in folder.iterdir()}
+    assert files >= {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"}
+    assert not files & {"model.safetensors", "config.json"}
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder).eval()
+    loss, tokens = held_out_loss(workspace, model)
+    assert (tokens, loss) == (run.metrics[-1]["eval_tokens"], pytest.approx(run.metrics[-1]["eval_loss"], rel=1e-6))
+
+    assert cli.main(["merge", str(run.directory), "--output", str(tmp_path / "merged")]) == 0
+    assert "differ" in capsys.readouterr().out
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert held_out_loss(workspace, merged)[0] == pytest.approx(loss, rel=1e-6)
+    assert cli.main(["generate", str(folder), "--prompt", "abc", "--max_new_tokens", "4"]) == 0
+
+
+def test_another_adapter_or_base_does_not_go_on(workspace, base, tmp_path):
+    source = run_lora(workspace, base, "single")
+    run = workspace.resume(source, STOP, None, 1, *arguments(base, "single", "adapter.rank=8"))
+    assert run.returncode == 4 and "adapter.rank: 4 -> 8" in run.output, run.output
+    other = tmp_path / "other"
+    shutil.copytree(base, other)
+    run = workspace.resume(source, STOP, None, 1, *arguments(other, "single"))
+    assert run.returncode == 0, run.output  # the same weights in another place
+    weights = load_file(other / "model.safetensors")
+    save_file({name: weight + 1e-3 for name, weight in weights.items()}, other / "model.safetensors", {"format": "pt"})
+    run = workspace.resume(source, STOP, None, 1, *arguments(other, "single"))
+    assert run.returncode == 4 and "adapter.base_model" in run.output, run.output

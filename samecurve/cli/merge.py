@@ -1,0 +1,101 @@
+"""Write a model with its adapter merged into the weights, and prove that its logits are those of the two apart."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import CheckpointError, ConfigurationError, NumericError, StorageError
+from ..records import read_json, writing
+from . import models
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+ROWS, LENGTH = 4, 64
+# W x + s B (A x) and (W + s B A) x are rounded in other places. fp32 keeps 2^-24 = 6e-8 of a value, which the sums and
+# layers of a model make a few hundred times larger; an adapter that is merged wrongly is far beyond this.
+TOLERANCE = 1e-4
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", type=Path, help="a run directory, or a folder with an adapter")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="default: RUN/merged")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    folder = models.model_folder(arguments.run)
+    base = models.base_path(folder)
+    if base is None:
+        raise ConfigurationError(f"{folder} holds a whole model and no adapter: there is nothing to merge")
+    output = arguments.output or arguments.run / "merged"
+    if output.exists():
+        raise StorageError(f"{output} is there already; name another folder with --output")
+    _check_base(arguments.run, base)
+    partial = output.with_name(f"{output.name}.partial")
+    try:
+        print(_merge(folder, base, partial))
+        with writing(output):
+            partial.rename(output)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    print(f"the merged model is in {output}")
+    return 0
+
+
+def _merge(folder: Path, base: str, output: Path) -> str:
+    """What was proved, in a sentence. Raises NumericError when the model that is read back has other logits."""
+    import torch
+
+    adapted, tokenizer = models.load(folder)
+    rows = _rows(adapted)
+    with torch.no_grad(), adapted.disable_adapter():
+        alone = adapted(input_ids=rows).logits
+    expected = _logits(adapted, rows)
+    # safe_merge: refuses weights that are not finite
+    merged = adapted.merge_and_unload(safe_merge=True)
+    with writing(output):
+        merged.save_pretrained(output)
+        tokenizer.save_pretrained(output)
+    del adapted, merged
+    found = _logits(models.load_model(str(output)), rows)
+    difference, effect = ((other - expected).abs().max().item() for other in (found, alone))
+    limit = TOLERANCE * expected.abs().max().item()
+    text = (
+        f"on {ROWS} rows of {rows.shape[1]} tokens, read back from the disk: its logits differ from those of {base} "
+        f"with the adapter by at most {difference:.1e} (allowed: {limit:.1e}); the adapter moves them by {effect:.1e}"
+    )
+    if not difference <= limit:
+        raise NumericError(f"the merged model is not the adapted one, so it was not kept: {text}")
+    return text
+
+
+def _rows(model: PreTrainedModel) -> Tensor:
+    """Token ids (ROWS, LENGTH) drawn from the whole vocabulary, fewer where the model has fewer positions."""
+    import torch
+
+    positions = getattr(model.config, "max_position_embeddings", None) or LENGTH
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(model.config.vocab_size, (ROWS, min(LENGTH, positions)), generator=generator)
+
+
+def _logits(model: PreTrainedModel, rows: Tensor) -> Tensor:
+    import torch
+
+    with torch.no_grad():
+        return model(input_ids=rows).logits
+
+
+def _check_base(run: Path, base: str) -> None:
+    """Raises CheckpointError when the base model has changed since the run. A folder alone does not know."""
+    known = (read_json(run / "run.json").get("adapter") or {}).get("base_model")
+    if known is None:
+        return
+    from ..adapter import fingerprint
+    from ..model import weight_files
+
+    if fingerprint(weight_files(base)) != known:
+        raise CheckpointError(f"{base}: its weights are not those that {run} adapted; put the same model there")

@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from test_export import tokenizer
+from test_model import FAMILIES, LLAMA
+from test_model import recipe as model_recipe
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from samecurve import cli, recipe
+from samecurve.adapter import fingerprint, is_adapted, is_adapters, trained_shapes
+from samecurve.checkpoint import changes
+from samecurve.config import Adapter
+from samecurve.errors import ConfigurationError
+from samecurve.export import export
+from samecurve.flops import token_flops
+from samecurve.model import build, fill, skeleton, weight_files
+from samecurve.stages import cut, sequential
+
+IDS = torch.arange(32).view(2, 16)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """One pretrained folder per family, written by transformers."""
+    found = {}
+    for name, fields in FAMILIES.items():
+        torch.manual_seed(1)
+        given = {key: value for key, value in fields.items() if key != "model_type"}
+        config = AutoConfig.for_model(fields["model_type"], vocab_size=64, **given)
+        found[name] = tmp_path_factory.mktemp(name)
+        AutoModelForCausalLM.from_config(config).save_pretrained(found[name])
+    return found
+
+
+def adapted_recipe(path, seed=0, **fields) -> SimpleNamespace:
+    made = model_recipe(path=str(path), seed=seed)
+    made.adapter = Adapter(name="lora", **{"rank": 4, "alpha": 8, **fields})
+    return made
+
+
+def filled(made, names=None):
+    """A model of the recipe on the CPU."""
+    shape = skeleton(made, 64)
+    model = build(shape.config, torch.device("cpu"), made.adapter)
+    tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    with torch.no_grad():
+        fill(shape, made, lambda name, tensor: tensors[name].copy_(tensor), names)
+    return model
+
+
+def moved(model):
+    """As after some training: B starts at zero, where a wrong scale or a wrong sign cannot be seen."""
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn(parameter.shape))
+    return model.eval()
+
+
+@pytest.mark.parametrize("variant", ["lora", "dora"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_adapter_starts_as_the_pretrained_model_and_only_it_is_trained(folders, family, variant):
+    model = filled(adapted_recipe(folders[family], dora=variant == "dora")).eval()
+    reference = AutoModelForCausalLM.from_pretrained(folders[family]).eval()
+    torch.testing.assert_close(model(IDS).logits, reference(IDS).logits, rtol=1e-5, atol=1e-6)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == {name for name in trained if is_adapters(name)} == trained_shapes(model).keys()
+    assert len(trained) >= 2 * 4 * 2
+
+
+def test_matrices_start_as_pefts(folders):
+    """A of the same distribution, B zero, DoRA's magnitudes the same numbers."""
+    ours = {name: p for name, p in filled(adapted_recipe(folders["gpt2"], dora=True)).named_parameters()}
+    config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", use_dora=True, fan_in_fan_out=True)
+    peft = get_peft_model(AutoModelForCausalLM.from_pretrained(folders["gpt2"]), config)
+    theirs = {name.removeprefix("base_model.model."): p for name, p in peft.named_parameters()}
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        if ".lora_A." in name:
+            bound = tensor.shape[1] ** -0.5
+            assert 0.9 * bound < ours[name].abs().max() <= bound and 0.9 * bound < tensor.abs().max() <= bound
+            assert ours[name].std().item() == pytest.approx(tensor.std().item(), rel=0.3)
+        else:
+            torch.testing.assert_close(ours[name], tensor)
+
+
+def test_every_matrix_has_a_draw_of_its_own_that_asks_for_nothing_else(folders):
+    made = adapted_recipe(folders["llama"])
+    first = {name: p for name, p in filled(made).named_parameters() if ".lora_A." in name}
+    assert len({p.flatten()[0].item() for p in first.values()}) == len(first)
+    name = list(first)[-1]
+    assert torch.equal(dict(filled(made, {name}).named_parameters())[name], first[name])
+    other = dict(filled(adapted_recipe(folders["llama"], seed=1)).named_parameters())
+    assert not torch.equal(other[name], first[name])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_layers_of_a_pipeline_are_the_adapted_model(folders, family):
+    model = moved(filled(adapted_recipe(folders[family])))
+    layers = cut(model)
+    positions = torch.arange(16).expand(2, 16)
+    assert torch.equal(sequential(layers, IDS, positions), model(IDS, position_ids=positions).logits)
+    assert {name for layer in layers for name, _ in layer.named_weights()} == {n for n, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize("fields", [{}, {"rslora": True}, {"dora": True}], ids=str)
+@pytest.mark.parametrize("family", ["llama_tied", "gpt2"])
+def test_peft_reads_the_export_and_merge_proves_itself(folders, family, fields, tmp_path, capsys):
+    model = moved(filled(adapted_recipe(folders[family], **fields)))
+    write(model, tmp_path / "model")
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folders[family]), tmp_path / "model").eval()
+    torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits, rtol=1e-5, atol=1e-6)
+    assert cli.main(["merge", str(tmp_path)]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    torch.testing.assert_close(merged(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-5)
+    assert not is_adapted(merged) and sorted(path.name for path in tmp_path.iterdir()) == ["merged", "model"]
+    assert cli.main(["merge", str(tmp_path)]) == 7  # never over a folder that is there
+    assert "is there already" in capsys.readouterr().err
+
+
+def write(model, folder) -> None:
+    parameters = ((name, p.detach()) for name, p in model.named_parameters() if p.requires_grad)
+    export(parameters, model, tokenizer(), folder, True)
+
+
+def test_a_wrong_merge_is_not_kept(folders, tmp_path, monkeypatch, capsys):
+    write(moved(filled(adapted_recipe(folders["llama"]))), tmp_path / "model")
+    monkeypatch.setattr(PeftModel, "merge_and_unload", lambda self, **_: self.unload(), raising=False)
+    assert cli.main(["merge", str(tmp_path)]) == 5
+    assert "it was not kept" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_what_cannot_be_merged(folders, tmp_path, capsys):
+    assert cli.main(["merge", str(folders["llama"])]) == 2
+    assert "there is nothing to merge" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("family", "target", "text"),
+    [
+        ("llama", ("q_proj", "w_proj"), "no layer of this llama is called w_proj; it has down_proj, gate_proj, k_proj"),
+        ("llama", r".*nothing", "found '.*nothing'"),
+        ("llama", ("embed_tokens",), "model.embed_tokens is an embedding"),
+        ("llama_tied", ("lm_head", "q_proj"), "lm_head is tied to the token embedding"),
+    ],
+)
+def test_targets_that_are_not_there(folders, family, target, text):
+    with pytest.raises(ConfigurationError) as caught:
+        skeleton(adapted_recipe(folders[family], target_modules=target), 64)
+    assert text in str(caught.value)
+
+
+def test_targets_by_name_and_by_pattern(folders):
+    by_name = trained_shapes(skeleton(adapted_recipe(folders["llama"], target_modules=("q_proj",)), 64))
+    pattern = r"model\.layers\.1\..*(q|v)_proj"
+    by_pattern = trained_shapes(skeleton(adapted_recipe(folders["llama"], target_modules=pattern), 64))
+    assert {name.split(".")[2:5:2] == ["0", "q_proj"] or ".1." in name for name in by_name} == {True}
+    assert len(by_name) == len(by_pattern) == 4
+    assert all(name.startswith("model.layers.1.self_attn.") for name in by_pattern)
+
+
+def test_the_fingerprint_is_of_the_weights_and_not_of_their_files(folders, tmp_path):
+    files = weight_files(str(folders["llama"]))
+    weights = load_file(next(iter(files.values())))
+    names = sorted(weights)
+    for index, part in enumerate((names[:5], names[5:])):
+        save_file({name: weights[name] for name in part}, tmp_path / f"{index}.safetensors")
+    cut_up = {name: tmp_path / f"{int(name not in names[:5])}.safetensors" for name in names}
+    assert fingerprint(cut_up) == fingerprint(files)
+    weights[names[-1]] = weights[names[-1]] * 1.001
+    save_file(weights, tmp_path / "changed.safetensors")
+    assert fingerprint(dict.fromkeys(names, tmp_path / "changed.safetensors")) != fingerprint(files)
+
+
+def test_flops_leave_out_the_gradients_of_frozen_weights(folders):
+    """By hand: 2 layers of 4 frozen matrices, q and o 32 x 32, k and v 32 x 16, gate, up and down 32 x 64, and the
+    head 32 x 64; norms 5 x 32; rank 4 on all but the head."""
+    frozen = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64) + 32 * 64 + 5 * 32
+    trained = 2 * 4 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 64))
+    attention = 12 * 2 * 32 * 16
+    flops = token_flops(skeleton(adapted_recipe(folders["llama"]), 64), 16, recompute=False)
+    assert flops.model == 4 * frozen + 6 * trained + attention
+    whole = token_flops(skeleton(model_recipe(LLAMA), 64, {"bos_token_id": 0, "eos_token_id": 1}), 16, recompute=False)
+    assert whole.model == 6 * frozen + attention
+
+
+RECIPE = """
+output_dir: out
+steps: 10
+model: {path: %s}
+adapter: {name: lora}
+data: {path: %s}
+batch: {global_batch_size: 8, sequence_length: 16}
+optimizer: {learning_rate: 1e-3}
+"""
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("adapter.name=null adapter.dora=true", "adapter.dora: found true, but adapter.name is null"),
+        ("adapter.quantization=4bit", "adapter.quantization: found 4bit, but no strategy here trains"),
+        ("adapter.target_modules=3", "adapter.target_modules: found 3"),
+        ("adapter.target_modules=[]", "adapter.target_modules: found"),
+        ("adapter.rank=0", "adapter.rank: found 0"),
+        ("model.path=null model.config={model_type: llama}", "adapter.name: found lora, which adapts a pretrained"),
+    ],
+)
+def test_recipes_that_cannot_be(folders, tmp_path, override, text):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE % (folders["llama"], tmp_path))
+    assert recipe.load(str(path)).recipe.adapter.rank == 16
+    source = recipe.load(str(path), override.replace(": ", ":~").replace(" ", "|").replace(":~", ": ").split("|"))
+    told = [f"{problem.key}: {problem.text}" for problem in source.document.problems]
+    assert any(line.startswith(text) for line in told), told
+
+
+def test_a_checkpoint_is_of_one_adapter_and_one_base():
+    facts = {"recipe": {"steps": 9}, "model": {}, "data": {}, "step": 1}
+    saved = facts | {"adapter": {"rank": 4, "base_model": "a"}}
+    assert changes.refusals(saved, saved) == []
+    now = facts | {"adapter": {"rank": 8, "base_model": "b"}}
+    assert changes.refusals(saved, now) == ["adapter.base_model: a -> b", "adapter.rank: 4 -> 8"]
+    assert changes.refusals(facts, facts | {"adapter": None}) == []
+    assert changes.refusals(facts, saved) != []
