@@ -51,7 +51,7 @@ def train(session) -> None:
             usual_loss = meter.smoothed_loss
             result = engine.step(micro_batches, rate)
             updates += result.applied
-            record = meter.step(step, result, rate, batches.samples, batches.last_wait_seconds)
+            record = meter.step(step, result, rate, batches.samples, batches.last_wait_seconds, batches.num_inputs)
             record |= {"skipped_steps": step - updates}
             progress.step(record, meter.smoothed_loss)
 

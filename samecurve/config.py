@@ -73,6 +73,7 @@ class Data(Section):
     chat: bool = True
     train_on: Literal["assistant", "all"] = "assistant"
     packing: bool = True
+    group_by_length: bool = False
     held_out_fraction: float = Field(0.0, ge=0.0, lt=1.0)
     cache_dir: str | None = None
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from .loss import IGNORE_INDEX
-from .order import rows_at
 from .rows import RowArrays, Rows
 
 if TYPE_CHECKING:
@@ -27,6 +26,8 @@ _PREFETCHED_STEPS = 2
 @dataclass(frozen=True)
 class MicroBatch:
     """What one device reads in one forward pass: three int64 tensors (micro_batch_size, sequence_length).
+
+    Shorter, and the same for all micro-batches of a step, where rows are grouped by length.
 
     position_ids restart at 0 where a document starts; transformers builds block-diagonal masks from that when there
     is no attention_mask. labels are already shifted: labels[b, t] is the target at position t, or IGNORE_INDEX.
@@ -79,6 +80,11 @@ class StepBatches:
         return self._origin + self.step * self.batch.global_batch_size
 
     @property
+    def num_inputs(self) -> int:
+        """Tokens that all ranks read in this step, trained or not, without padding."""
+        return self.rows.num_inputs(self.rows_of(self.step - 1))
+
+    @property
     def epoch(self) -> float:
         """Passes over the rows, as a fraction."""
         return self.samples / len(self.rows)
@@ -86,13 +92,14 @@ class StepBatches:
     def at(self, step: int) -> list[MicroBatch]:
         """The micro-batches that this rank reads in the given 0-based step."""
         rank, size = self.shard
-        own = np.split(self.rows_of(step), size)[rank]
-        return _micro_batches(self.rows[own], self.batch.micro_batch_size)
+        together = self.rows_of(step)
+        own = np.split(together, size)[rank]
+        return _micro_batches(self.rows[own], self.batch.micro_batch_size, self.rows.width(together))
 
     def rows_of(self, step: int) -> np.ndarray:
         """int64 (global_batch_size,): the rows that all ranks together read in the given 0-based step."""
         start = self._origin + step * self.batch.global_batch_size
-        return rows_at(np.arange(start, start + self.batch.global_batch_size), len(self.rows), self.seed)
+        return self.rows.at_positions(np.arange(start, start + self.batch.global_batch_size), self.seed)
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
         """From `step` on, counting it up; `last_wait_seconds` says how long the list just handed out took to come."""
@@ -131,12 +138,13 @@ class EvaluationBatches(Sequence[MicroBatch]):
         first = (self.shard[0] * len(self) + index) * self.micro_batch_size
         indices = np.arange(first, first + self.micro_batch_size)
         exists = indices < len(self.rows)
-        input_ids, position_ids, labels = self.rows[np.where(exists, indices, 0)]
-        labels = np.where(exists[:, None], labels, IGNORE_INDEX)
-        return _micro_batches(RowArrays(input_ids, position_ids, labels), self.micro_batch_size)[0]
+        rows = np.where(exists, indices, 0)
+        input_ids, position_ids, labels = self.rows[rows]
+        arrays = RowArrays(input_ids, position_ids, np.where(exists[:, None], labels, IGNORE_INDEX))
+        return _micro_batches(arrays, self.micro_batch_size, self.rows.width(rows))[0]
 
 
-def _micro_batches(rows: RowArrays, micro_batch_size: int) -> list[MicroBatch]:
-    tensors = [torch.from_numpy(array).split(micro_batch_size) for array in rows]
+def _micro_batches(rows: RowArrays, micro_batch_size: int, width: int) -> list[MicroBatch]:
+    tensors = [torch.from_numpy(np.ascontiguousarray(array[:, :width])).split(micro_batch_size) for array in rows]
     micro_batches = [MicroBatch(*parts) for parts in zip(*tensors, strict=True)]
     return [m.pin_memory() for m in micro_batches] if torch.cuda.is_available() else micro_batches

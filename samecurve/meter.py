@@ -89,9 +89,19 @@ class Meter:
         self._average, self._weight = values.get("average", 0.0), values.get("weight", 0.0)
         self.smoothed_loss = self._average / self._weight if self._weight else None
 
-    def step(self, step: int, result: StepResult, learning_rate: float, samples: int, data_wait_seconds: float) -> dict:
+    def step(
+        self,
+        step: int,
+        result: StepResult,
+        learning_rate: float,
+        samples: int,
+        data_wait_seconds: float,
+        num_inputs: int | None = None,
+    ) -> dict:
         """The record of metrics.jsonl (its keys are in the README). step: 1-based. mfu and hfu are fractions of 1.
 
+        num_inputs: tokens that the model read, all ranks, without padding; a prompt's cost work and are not trained.
+        Default: those that were trained.
         tokens, tokens_per_second: all ranks. peak_memory_gib: this process. None: not known on this machine, or nothing
         was trained.
         """
@@ -110,7 +120,7 @@ class Meter:
             "samples": samples,
             "step_seconds": seconds,
             "tokens_per_second": rate,
-            **self._utilisation(rate / self.machine.num_devices),
+            **self._utilisation((num_inputs or result.tokens) / seconds / self.machine.num_devices),
             "peak_memory_gib": self.machine.peak_memory() / GIB,
             "data_wait_fraction": data_wait_seconds / seconds,
         }

@@ -12,11 +12,15 @@ import numpy as np
 
 from .cache import digest
 from .loss import IGNORE_INDEX
+from .order import rows_at
 
 if TYPE_CHECKING:
     from .corpus import TokenStream
 
 _ROWS_PER_PASS = 256
+_GROUPED_STEPS = 32
+# Matrices whose sides are a multiple of this are computed faster on GPUs, and there are fewer shapes.
+_WIDTH_MULTIPLE = 64
 
 
 class RowArrays(NamedTuple):
@@ -47,6 +51,18 @@ class Rows(ABC):
     @abstractmethod
     def num_targets(self) -> int:
         """Trained tokens in one pass over all rows."""
+
+    @abstractmethod
+    def num_inputs(self, indices: np.ndarray) -> int:
+        """Tokens that a model reads in these rows, trained or not, without padding."""
+
+    def at_positions(self, positions: np.ndarray, seed: int) -> np.ndarray:
+        """int64: which rows are read at the given global positions, see order.py."""
+        return rows_at(positions, len(self), seed)
+
+    def width(self, indices: np.ndarray) -> int:
+        """How long these rows have to be where they are read together: what is behind is padding."""
+        return self.sequence_length
 
     def target_bytes(self, byte_lengths: np.ndarray) -> int:
         """Bytes of text that the targets of all rows stand for. byte_lengths: (vocabulary,) bytes per token."""
@@ -84,6 +100,10 @@ class PackedRows(Rows):
     @property
     def num_targets(self) -> int:
         return len(self.stream.tokens) - (len(self.stream.offsets) - 1)
+
+    def num_inputs(self, indices: np.ndarray) -> int:
+        starts = np.asarray(indices, dtype=np.int64) * self.sequence_length
+        return int(np.minimum(len(self.stream.tokens) - starts, self.sequence_length).sum())
 
     def _document_starts(self, places: np.ndarray) -> np.ndarray:
         starts = self.stream.offsets[:-1]
@@ -144,6 +164,39 @@ class DocumentRows(SampleRows):
         positions = np.broadcast_to(steps, places.shape).copy()
         return RowArrays(self._take(places, steps <= sizes), positions, self._targets(places + 1, steps < sizes))
 
+    def num_inputs(self, indices: np.ndarray) -> int:
+        return int(self.sizes[indices].sum())
+
+
+class GroupedDocumentRows(DocumentRows):
+    """Documents of nearly the same length in each step, padded to the longest of them only.
+
+    The rows of _GROUPED_STEPS steps in their random order are sorted by length, cut into steps, and the steps are put
+    into a random order again: still each row once per epoch, and a pure function of the position. A step must not
+    change its number of rows, so that is part of the fingerprint.
+    """
+
+    def __init__(self, stream: TokenStream, sequence_length: int, padding_token: int, global_batch_size: int):
+        super().__init__(stream, sequence_length, padding_token)
+        self.global_batch_size = global_batch_size
+        self.fingerprint = digest(self.fingerprint, global_batch_size)
+
+    def at_positions(self, positions: np.ndarray, seed: int) -> np.ndarray:
+        group_size = _GROUPED_STEPS * self.global_batch_size
+        groups, places = np.divmod(np.asarray(positions, dtype=np.int64), group_size)
+        found = np.empty_like(places)
+        for group in np.unique(groups):
+            steps = np.arange(group * _GROUPED_STEPS, (group + 1) * _GROUPED_STEPS)
+            rows = super().at_positions(np.arange(group * group_size, (group + 1) * group_size), seed)
+            by_length = rows[np.argsort(self.sizes[rows], kind="stable")].reshape(_GROUPED_STEPS, -1)
+            inside = groups == group
+            found[inside] = by_length[rows_at(steps, _GROUPED_STEPS, seed)].ravel()[places[inside]]
+        return found
+
+    def width(self, indices: np.ndarray) -> int:
+        longest = int(self.sizes[indices].max())
+        return min(self.sequence_length, -(-longest // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE)
+
 
 class PackedSampleRows(SampleRows):
     """Whole documents side by side, none cut in two, in the fewest rows that best-fit-decreasing finds.
@@ -154,6 +207,7 @@ class PackedSampleRows(SampleRows):
     def __init__(self, stream: TokenStream, sequence_length: int, padding_token: int):
         super().__init__(stream, sequence_length, padding_token)
         self.members, self.row_offsets = best_fit_decreasing(self.sizes, sequence_length)
+        self._loads = np.diff(np.concatenate([[0], np.cumsum(self.sizes[self.members])])[self.row_offsets])
 
     def __len__(self) -> int:
         return len(self.row_offsets) - 1
@@ -162,6 +216,9 @@ class PackedSampleRows(SampleRows):
         rows = [self._row(index) for index in np.asarray(indices, dtype=np.int64)]
         places, positions, valid = (np.stack(arrays) for arrays in zip(*rows, strict=True))
         return RowArrays(self._take(places, valid), positions, self._targets(places + 1, valid))
+
+    def num_inputs(self, indices: np.ndarray) -> int:
+        return int(self._loads[indices].sum())
 
     def _row(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Where in the stream the row's inputs are, their positions, and which of them are not padding."""

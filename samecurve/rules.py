@@ -114,6 +114,8 @@ def _data(value: Callable[[str], Any]) -> Iterator[Finding]:
             yield key, f"found {path}, which task {value('task')} cannot read; {builtin} is the one that it can"
         elif path is not None and path != builtin and not Path(path).exists():
             yield key, f"no such file or folder: {Path(path).absolute()}"
+    if value("data.group_by_length") and value("data.packing"):
+        yield "data.group_by_length", "found true, but packed rows are full already; set data.packing to false"
     pattern = value("data.pattern")
     if pattern and (".." in Path(pattern).parts or Path(pattern).is_absolute()):
         yield (

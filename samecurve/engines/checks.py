@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,10 @@ def check(source: Source, files: Files, strategy: Strategy, launch: Launch) -> N
         _walk(files.deepspeed, DEEPSPEED, source)
         checks_deepspeed.check(files.deepspeed, strategy, source)
     _names(files, strategy)
+    with contextlib.suppress(KeyError):
+        if strategy.family == "pipeline" and source.value("data.group_by_length"):
+            text = "found true, but the stages of a pipeline exchange tensors of one shape; set it to false"
+            source.document.problem(("data", "group_by_length"), text)
     wrong_world = [*launch.problems, *world_problems(files, strategy, launch)]
     source.document.problems += wrong_world
     if not wrong_world:

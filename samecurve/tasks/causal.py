@@ -14,7 +14,7 @@ from .. import corpus, sources, tokenizer
 from ..cache import location
 from ..errors import DataError
 from ..loss import token_loss_sum
-from ..rows import Rows, SampleRows
+from ..rows import DocumentRows, GroupedDocumentRows, Rows, SampleRows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -95,6 +95,14 @@ def load(
     task = CausalTask(text_tokenizer, make_rows(training.train), held_out, training.empty_documents, training.counts)
     _check(task, recipe)
     return task
+
+
+def document_rows(recipe: Recipe, stream: corpus.TokenStream, padding_token: int) -> DocumentRows:
+    """One document a row, as the recipe wants them padded."""
+    arguments = (stream, recipe.batch.sequence_length, padding_token)
+    if recipe.data.group_by_length:
+        return GroupedDocumentRows(*arguments, recipe.batch.global_batch_size)
+    return DocumentRows(*arguments)
 
 
 def _check(task: CausalTask, recipe: Recipe) -> None:

@@ -19,9 +19,10 @@ def load(recipe: Recipe) -> causal.CausalTask:
         return sources.find(path, recipe.data.pattern, recipe.data.text_column)
 
     text_tokenizer = tokenizer.load(recipe, find)
-    rows_class = PackedRows if recipe.data.packing else DocumentRows
 
     def make_rows(stream: corpus.TokenStream) -> PackedRows | DocumentRows:
-        return rows_class(stream, recipe.batch.sequence_length, text_tokenizer.eos_token_id)
+        if not recipe.data.packing:
+            return causal.document_rows(recipe, stream, text_tokenizer.eos_token_id)
+        return PackedRows(stream, recipe.batch.sequence_length, text_tokenizer.eos_token_id)
 
     return causal.load(recipe, text_tokenizer, corpus.DocumentEncoder(text_tokenizer), find, make_rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .. import chat, conversations, corpus, sources, tokenizer
-from ..rows import DocumentRows, PackedSampleRows, SampleRows
+from ..rows import PackedSampleRows, SampleRows
 from . import causal
 
 if TYPE_CHECKING:
@@ -20,10 +20,11 @@ def load(recipe: Recipe) -> causal.CausalTask:
         return conversations.find(path, recipe.data.pattern, schema)
 
     chat_tokenizer = tokenizer.load(recipe, find)
-    rows_class = PackedSampleRows if recipe.data.packing else DocumentRows
 
     def make_rows(stream: corpus.TokenStream) -> SampleRows:
-        return rows_class(stream, recipe.batch.sequence_length, chat_tokenizer.eos_token_id)
+        if not recipe.data.packing:
+            return causal.document_rows(recipe, stream, chat_tokenizer.eos_token_id)
+        return PackedSampleRows(stream, recipe.batch.sequence_length, chat_tokenizer.eos_token_id)
 
     task = causal.load(recipe, chat_tokenizer, chat.encoder(chat_tokenizer, schema), find, make_rows)
     task.details = {"train_on": recipe.data.train_on, **task.details}

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, get_cosine_with_min_l
 
 from samecurve import recipe, tasks
 from samecurve.data import StepBatches
+from samecurve.rows import GroupedDocumentRows
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 STEPS, SEQUENCE_LENGTH = 8, 160
@@ -42,7 +43,7 @@ def chats(workspace) -> Path:
 def overrides(workspace, chats) -> tuple[str, ...]:
     """A model and a tokenizer that transformers wrote, on the conversations."""
     common = ["task=sft", f"steps={STEPS}", f"data.path={chats}", f"data.cache_dir={workspace.folder / 'cache'}"]
-    common += ["data.packing=true", "data.held_out_fraction=0", "evaluate.every_steps=0", "checkpoint.every_steps=0"]
+    common += ["data.held_out_fraction=0", "evaluate.every_steps=0", "checkpoint.every_steps=0"]
     common += [f"batch.sequence_length={SEQUENCE_LENGTH}", "batch.micro_batch_size=2"]
     tokenizer = tasks.load(recipe.load(str(workspace.recipe), common).recipe).tokenizer
     folder = workspace.folder / "chat_model"
@@ -54,9 +55,16 @@ def overrides(workspace, chats) -> tuple[str, ...]:
     return (*common, f"model={{path: {folder}}}", f"tokenizer={{path: {folder}}}")
 
 
+MODES = {"packed": ("data.packing=true",), "grouped": ("data.packing=false", "data.group_by_length=true")}
+
+
 @pytest.fixture(scope="module")
 def plain(workspace, chats, overrides):
-    """(losses, gradient norms, trained tokens, weights)."""
+    """By mode: (losses, gradient norms, trained tokens, weights)."""
+    return {mode: plain_loop(workspace, chats, (*overrides, *MODES[mode])) for mode in MODES}
+
+
+def plain_loop(workspace, chats, overrides):
     found = recipe.load(str(workspace.recipe), overrides).recipe
     model = AutoModelForCausalLM.from_pretrained(found.model.path, dtype=torch.float32).train()
     matrices, vectors = ([p for p in model.parameters() if (p.dim() >= 2) == wanted] for wanted in (True, False))
@@ -83,10 +91,8 @@ def batches(found, chats):
     assert task.train.num_dropped == 0 and 0 < task.train.num_truncated < 100
     steps = StepBatches(task.train, found.seed, found.batch, (0, 1), STEPS)
     for step in range(STEPS):
-        rows = [task.train.members[slice(*task.train.row_offsets[row : row + 2])] for row in steps.rows_of(step)]
-        assert len(rows) == 8 < sum(map(len, rows))
         ids, labels = [], []
-        for index in [member for row in rows for member in row]:
+        for index in documents(task.train, steps.rows_of(step)):
             encoded = task.tokenizer.apply_chat_template(
                 conversations[index], return_dict=True, return_assistant_tokens_mask=True
             )
@@ -99,17 +105,34 @@ def batches(found, chats):
         yield pad_sequence(ids, batch_first=True), mask, padded
 
 
-@pytest.mark.parametrize("strategy", [None, "fsdp", "zero3", "pipeline", *long("ddp", "zero2")])
-def test_follows_the_plain_loop(strategy, workspace, overrides, plain):
-    losses, norms, tokens, weights = plain
+def documents(rows, indices) -> list[int]:
+    if isinstance(rows, GroupedDocumentRows):
+        return indices.tolist()
+    members = [rows.members[slice(*rows.row_offsets[index : index + 2])].tolist() for index in indices]
+    assert len(members) == 8 < sum(map(len, members))
+    return sum(members, [])
+
+
+CASES = [("packed", None), ("packed", "fsdp"), ("packed", "zero3"), ("packed", "pipeline"), ("grouped", "fsdp")]
+CASES += long(("packed", "ddp"), ("packed", "zero2"), ("grouped", None), ("grouped", "zero3"))
+
+
+@pytest.mark.parametrize(("mode", "strategy"), CASES)
+def test_follows_the_plain_loop(mode, strategy, workspace, overrides, plain):
+    losses, norms, tokens, weights = plain[mode]
     launcher, world = ("python", 1) if strategy is None else ("torchrun", 2)
-    run = workspace.run(strategy, world, *overrides, launcher=launcher)
+    run = workspace.run(strategy, world, *overrides, *MODES[mode], launcher=launcher)
     assert run.returncode == 0, run.output
     assert (run.facts["strategy"], run.facts["recipe"]["task"]) == (strategy or "single", "sft")
     assert run.column("tokens") == tokens
     assert largest_relative_difference(run.column("loss"), losses) < 1e-5
     assert largest_relative_difference(run.column("grad_norm"), norms) < 1e-4
     assert relative_l2(run.weights, weights) < 1e-4
+
+
+def test_a_pipeline_refuses_rows_of_changing_shape(workspace, overrides):
+    run = workspace.run("pipeline", 2, *overrides, *MODES["grouped"])
+    assert "data.group_by_length: found true, but the stages of a pipeline exchange tensors of one shape" in run.output
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from samecurve.config import Batch
 from samecurve.corpus import TokenStream
 from samecurve.data import EvaluationBatches, StepBatches
 from samecurve.loss import IGNORE_INDEX
-from samecurve.rows import DocumentRows, PackedRows
+from samecurve.rows import DocumentRows, PackedRows, Rows
 
 X = IGNORE_INDEX
 PAD = 99
@@ -211,9 +211,11 @@ def test_evaluation_reads_every_row_once_and_equally_often_on_each_shard(world, 
 def test_going_on_looks_at_nothing_before_it():
     """A billion rows and a position in the middle cost what a thousand cost: only the step's own rows are asked for."""
 
-    class Counted:
+    class Counted(Rows):
+        num_targets = num_inputs = None
+
         def __init__(self, num_rows):
-            self.num_rows, self.asked = num_rows, []
+            self.num_rows, self.asked, self.sequence_length = num_rows, [], 4
 
         def __len__(self):
             return self.num_rows

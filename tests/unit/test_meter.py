@@ -70,6 +70,14 @@ def test_record_by_hand():
     assert list(record) == KEYS
 
 
+def test_work_is_counted_for_prompts_too():
+    clock = Clock()
+    measured = meter(clock)
+    clock.now += 2.0
+    record = measured.step(3, result(tokens=200), 1e-3, 48, 0.5, num_inputs=800)
+    assert (record["tokens_per_second"], record["mfu"], record["hfu"]) == pytest.approx((100.0, 0.6, 0.8))
+
+
 def test_evaluation_is_not_a_steps_time():
     clock = Clock()
     measured = meter(clock)

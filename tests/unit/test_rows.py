@@ -7,9 +7,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from samecurve.config import Batch
 from samecurve.corpus import TokenStream
+from samecurve.data import StepBatches
 from samecurve.loss import IGNORE_INDEX
-from samecurve.rows import DocumentRows, PackedSampleRows, best_fit_decreasing
+from samecurve.rows import DocumentRows, GroupedDocumentRows, PackedRows, PackedSampleRows, best_fit_decreasing
 
 X = IGNORE_INDEX
 PAD = 99
@@ -99,6 +101,49 @@ def test_packing_holds_every_item_once_in_few_bins(seed):
     loads = np.add.reduceat(sizes[members], offsets[:-1])
     assert loads.max() <= 64
     assert len(loads) <= -(-11 * sizes.sum() // (9 * 64)) + 1
+
+
+def test_grouped_rows_are_read_once_per_epoch_and_are_of_like_length():
+    rows = GroupedDocumentRows(random_stream(1000, longest=300), 256, PAD, global_batch_size=4)
+    epoch = len(rows)
+    positions = np.arange(2 * epoch - 2 * epoch % 4)
+    read = rows.at_positions(positions, seed=3)
+    # a group of 128 positions lies across the end of the first epoch
+    assert sorted(read[: epoch // 128 * 128].tolist()) == sorted(set(read[: epoch // 128 * 128].tolist()))
+    counts = np.bincount(read, minlength=epoch)
+    assert counts.min() >= 1 and counts.max() <= 3 and (counts == 2).mean() > 0.8
+    assert read[40:48].tolist() == rows.at_positions(np.arange(40, 48), seed=3).tolist()
+    steps = rows.sizes[read].reshape(-1, 4)
+    plain = rows.sizes[DocumentRows.at_positions(rows, positions, 3)].reshape(-1, 4)
+    assert np.ptp(steps, axis=1).mean() < np.ptp(plain, axis=1).mean() / 10
+    order = steps.mean(axis=1)[:32]
+    assert (np.diff(order) > 0).sum() < 25  # the steps of a group are not in the order of their lengths
+
+
+def test_grouped_rows_lose_nothing_but_padding():
+    samples = random_stream(64, longest=250)
+    rows = GroupedDocumentRows(samples, 200, PAD, global_batch_size=4)
+    batch = Batch(global_batch_size=4, micro_batch_size=1, sequence_length=200)
+    shards = [StepBatches(rows, 0, batch, (rank, 2), 15) for rank in range(2)]
+    widths, trained = set(), 0
+    for step in range(len(rows) // 4):
+        micro_batches = [micro for shard in shards for micro in shard.at(step)]
+        together = rows.width(shards[0].rows_of(step))
+        assert {micro.input_ids.shape for micro in micro_batches} == {(1, together)}
+        trained += sum(int((micro.labels != X).sum()) for micro in micro_batches)
+        widths.add(together)
+    assert widths <= {64, 128, 192, 200} and len(widths) > 2
+    expected = sum(int((rows[shards[0].rows_of(step)].labels != X).sum()) for step in range(len(rows) // 4))
+    assert trained == expected > 0
+    assert rows.fingerprint != GroupedDocumentRows(samples, 200, PAD, global_batch_size=8).fingerprint
+
+
+def test_inputs_are_counted_whether_they_are_trained_or_not():
+    samples = stream([1, 2, 3], [4, 5, 6, 7, 8], [9, 10], trained="001 01011 01")
+    assert PackedSampleRows(samples, 6, PAD).num_inputs(np.array([0, 1])) == 7
+    assert PackedSampleRows(samples, 6, PAD).num_inputs(np.array([1])) == 1
+    assert DocumentRows(samples, 3, PAD).num_inputs(np.array([1, 2])) == 3 + 1
+    assert PackedRows(samples, 6, PAD).num_inputs(np.array([0, 1])) == 10
 
 
 FAMILIES = {
