@@ -223,11 +223,11 @@ class _Guard:
 
 def _check_trained(stages: set[int], num_stages: int) -> None:
     """DeepSpeed steps an optimizer on every stage. Raises ConfigurationError, on all ranks, where one is all frozen."""
-    idle = sorted(set(range(num_stages)) - stages)
+    idle = ", ".join(str(stage) for stage in range(num_stages) if stage not in stages)
     if idle:
         raise ConfigurationError(
-            f"adapter.target_modules: no layer of pipeline stage {', '.join(map(str, idle))} of {num_stages} is adapted, "
-            "and every stage needs something to train; name layers in all of them, or use fewer pipeline.stages"
+            f"adapter.target_modules: no layer of pipeline stage {idle} of {num_stages} is adapted, and every "
+            "stage needs something to train; name layers in all of them, or use fewer pipeline.stages"
         )
 
 
