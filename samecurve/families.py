@@ -1,10 +1,15 @@
-"""The model families that a pipeline can cut, and where they keep their parts. Importing it loads no torch."""
+"""What is known of model families: where those that a pipeline can cut keep their parts, and which may be packed.
+
+Importing it loads no torch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from .errors import ConfigurationError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -56,3 +61,25 @@ FAMILIES = {
         dropout="transformer.drop",
     ),
 }
+
+# Families that build block-diagonal masks from position_ids and have nothing else that carries on from document to
+# document: in each a packed document has the logits that it has alone (tests/unit/test_rows.py). In others, seen with
+# transformers 5.23, it reads its neighbours: bloom, falcon, mpt, opt, biogpt and xglm take positions from elsewhere;
+# mamba, lfm2, minimax and qwen3_next have a state.
+PACKED = frozenset(
+    """
+    apertus arcee bitnet codegen cohere cohere2 diffllama doge ernie4_5 exaone4 gemma gemma2 gemma3_text gemma4_text
+    glm glm4 gpt2 gpt_bigcode gpt_neo gpt_neox gptj granite granitemoe helium hunyuan_v1_dense jetmoe llama llama4_text
+    ministral3 mistral mixtral nemotron olmo olmo2 olmo3 persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 seed_oss
+    smollm3 stablelm starcoder2 vaultgemma
+    """.split()
+)
+
+
+def check_packing(model_type: str, packing: bool) -> None:
+    """Raises ConfigurationError for a family that is not known to keep the documents of a packed row apart."""
+    if packing and model_type not in PACKED:
+        raise ConfigurationError(
+            f"data.packing: found true, but a {model_type} is not known to keep packed documents apart: they would "
+            "read each other, and nothing would show it; set data.packing to false (and data.group_by_length to true)"
+        )

@@ -12,6 +12,7 @@ from .data import EvaluationBatches, StepBatches
 from .errors import NumericError, Preempted
 from .export import export
 from .facts import decisive, run_facts
+from .families import check_packing
 from .guard import Guard
 from .meter import Meter
 from .progress import Progress
@@ -41,6 +42,7 @@ class Session:
         self.world = World()
         self.task = tasks.load_together(recipe, self.world)
         self.skeleton = model.skeleton(recipe, self.task.vocabulary_size, self.task.special_tokens)
+        check_packing(self.skeleton.config.model_type, recipe.data.packing)
         self.progress = Progress(recipe.steps, recipe.logging.every_steps, enabled=accelerator.is_main_process)
 
         facts = decisive(plan, self.skeleton, self.task)
