@@ -65,10 +65,10 @@ FAMILIES = {
 # Families that build block-diagonal masks from position_ids and have nothing else that carries on from document to
 # document: in each a packed document has the logits that it has alone (tests/unit/test_rows.py). In others, seen with
 # transformers 5.23, it reads its neighbours: bloom, falcon, mpt, opt, biogpt and xglm take positions from elsewhere;
-# mamba, lfm2, minimax and qwen3_next have a state.
+# mamba, lfm2, minimax and qwen3_next have a state. doge does so with transformers 5.17 and sdpa.
 PACKED = frozenset(
     """
-    apertus arcee bitnet codegen cohere cohere2 diffllama doge ernie4_5 exaone4 gemma gemma2 gemma3_text gemma4_text
+    apertus arcee bitnet codegen cohere cohere2 diffllama ernie4_5 exaone4 gemma gemma2 gemma3_text gemma4_text
     glm glm4 gpt2 gpt_bigcode gpt_neo gpt_neox gptj granite granitemoe helium hunyuan_v1_dense jetmoe llama llama4_text
     ministral3 mistral mixtral nemotron olmo olmo2 olmo3 persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 seed_oss
     smollm3 stablelm starcoder2 vaultgemma
