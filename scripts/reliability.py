@@ -1,6 +1,6 @@
 """Write benchmarks/reliability.md from what the fault battery did; no number in it comes from anywhere else.
 
-    SAMECURVE_FAULT_RESULTS=faults.jsonl bash scripts/test.sh --full tests/faults
+    SAMECURVE_FAULT_RESULTS=faults.jsonl bash scripts/test.sh --full tests/faults tests/distributed/test_all_pairs.py
     python benchmarks/stock/faults.py
     python scripts/reliability.py faults.jsonl
 
@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers")
 COMMANDS = """```bash
-SAMECURVE_FAULT_RESULTS=faults.jsonl bash scripts/test.sh --full tests/faults
+SAMECURVE_FAULT_RESULTS=faults.jsonl bash scripts/test.sh --full tests/faults tests/distributed/test_all_pairs.py
 python benchmarks/stock/faults.py
 python scripts/reliability.py faults.jsonl
 ```"""
@@ -44,7 +44,7 @@ Row = Sequence[object]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("results", type=Path, help="what $SAMECURVE_FAULT_RESULTS named while tests/faults ran")
+    parser.add_argument("results", type=Path, help="what $SAMECURVE_FAULT_RESULTS named while the tests ran")
     parser.add_argument("--stock", type=Path, default=ROOT / "benchmarks" / "stock" / "results.json")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "reliability.md")
     arguments = parser.parse_args()
@@ -57,6 +57,7 @@ def main() -> None:
 
 
 def page(records: list[dict], stock: dict | None) -> str:
+    pairs, records = [r for r in records if r["kind"] == "pair"], [r for r in records if r["kind"] != "pair"]
     runs = [record for record in records if record["kind"] != "corruption"]
     parts = [
         "# What happens to a run that something happens to",
@@ -73,6 +74,8 @@ def page(records: list[dict], stock: dict | None) -> str:
     if any(record["kind"] == "random" for record in runs):
         parts += ["## One run, killed at random times", by_random([r for r in runs if r["kind"] == "random"])]
     parts += ["## Per kind of fault", by_kind(records)]
+    if pairs:
+        parts += ["## From every checkpoint to every strategy", by_pair(pairs)]
     if stock is not None:
         parts += ["## The same faults against stock loops", against_stock(stock)]
     return "\n\n".join(parts) + "\n"
@@ -125,6 +128,20 @@ def by_random(records: list[dict]) -> str:
         numbers = (victims["rank"], victims["all"], victims["launcher"])
         rows.append((name, len(own), *numbers, most_lost(own), f"{mean:.1f}", equal(own)))
     note = "Saved every 10 steps; the run is started again after each kill until it is done."
+    return f"{table(header, rows)}\n\n{note}"
+
+
+def by_pair(records: list[dict]) -> str:
+    header = ("goes on under", "processes", "from checkpoints", "not read bit for bit", "loss", "gradient norm")
+    rows = [
+        (r["strategy"], r["world"], r["sources"], r["unequal"], f"{r['loss']:.1e}", f"{r['norm']:.1e}")
+        for r in sorted(records, key=lambda r: ("LoRA" in r["strategy"], r["strategy"], r["world"]))
+    ]
+    note = (
+        f"{sum(record['sources'] for record in records):,} pairs: the checkpoints are those of all rows of this table "
+        "(LoRA from LoRA). Loss and gradient norm: the largest relative difference from an undisturbed single process "
+        "in the 20 steps after it, fp32."
+    )
     return f"{table(header, rows)}\n\n{note}"
 
 

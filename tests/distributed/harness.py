@@ -15,7 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from samecurve.records import now
+
 ROOT = Path(__file__).resolve().parents[2]
+RESULTS = "SAMECURVE_FAULT_RESULTS"
 BIN = Path(sys.executable).parent
 STEPS = 25
 SAVE_EVERY = 5  # and all are kept: 20 steps follow the first
@@ -174,6 +177,13 @@ def long(*values) -> list:
     """Parameters for `scripts/test.sh --full` only: other ways into what the everyday ones show."""
     cases = [value if isinstance(value, tuple) else (value,) for value in values]
     return [pytest.param(*case, marks=pytest.mark.full) for case in cases]
+
+
+def append_result(record: dict) -> None:
+    """A line for scripts/reliability.py, when $SAMECURVE_FAULT_RESULTS names a file."""
+    if RESULTS in os.environ:
+        with open(os.environ[RESULTS], "a", encoding="utf-8") as stream:
+            stream.write(json.dumps(record | {"time": now()}) + "\n")
 
 
 def free_port() -> int:

@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from harness import ROOT, SAVE_EVERY, STEPS, Run, Workspace, launch_command
+from harness import ROOT, SAVE_EVERY, STEPS, Run, Workspace, append_result, launch_command
 from started import LIMIT_SECONDS, Started
 
 from samecurve.checkpoint.filesystem import LocalFileSystem
 from samecurve.checkpoint.verify import candidates, check
-from samecurve.records import now
 from samecurve.rundir import read_json, read_metrics
 
-RESULTS = "SAMECURVE_FAULT_RESULTS"
 COLUMNS = ("step", "loss", "grad_norm", "learning_rate", "tokens", "samples")
 OUR_TRACEBACK = re.compile(rf'File "{re.escape(str(ROOT))}/(samecurve/|train\.py)')  # launchers have some of their own
 
@@ -249,9 +246,7 @@ class Battery:
 
 
 def write_result(record: Record) -> None:
-    if RESULTS in os.environ:
-        with open(os.environ[RESULTS], "a", encoding="utf-8") as stream:
-            stream.write(json.dumps(asdict(record) | {"time": now()}) + "\n")
+    append_result(asdict(record))
 
 
 def rank_hashes(folder: Path) -> dict[str, str]:

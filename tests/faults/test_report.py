@@ -10,8 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 import battery
-from battery import RESULTS, Record, write_result
-from harness import ROOT
+from battery import Record, write_result
+from harness import RESULTS, ROOT, append_result
 
 RECORDS = [
     Record("ddp", 2, "torchrun", "kill", "SIGKILL step", 1, 7, 3, resumed_equal=True),
@@ -22,6 +22,10 @@ RECORDS = [
     Record("ddp", 2, "torchrun", "random", "SIGKILL of launcher", 1, 3, resumed_equal=True),
     Record("-", 2, "-", "corruption", "state.json empty"),
     Record("-", 2, "-", "corruption", "state.json half", corruption_accepted=True),
+]
+PAIRS = [
+    {"strategy": "ddp", "world": 2, "sources": 3, "unequal": 0, "loss": 2e-7, "norm": 1e-7},
+    {"strategy": "fsdp", "world": 3, "sources": 3, "unequal": 1, "loss": 3e-7, "norm": 0.0},
 ]
 CASE = {"steps_lost": 0, "outcome": "same curve", "date": "2026-01-02", "named": False}
 STOCK = {
@@ -51,6 +55,8 @@ def test_numbers(tmp_path, monkeypatch):
     monkeypatch.setenv(RESULTS, str(tmp_path / "faults.jsonl"))
     for record in RECORDS:
         write_result(record)
+    for pair in PAIRS:
+        append_result({"kind": "pair", **pair})
     (tmp_path / "stock.json").write_text(json.dumps(STOCK))
     page = written(tmp_path, "--stock", str(tmp_path / "stock.json"))
     expected = {
@@ -64,9 +70,13 @@ def test_numbers(tmp_path, monkeypatch):
         "runs that did not end as the undisturbed one": 1,
     }
     assert {name: cells(page, name) for name in expected} == {name: [[str(n)]] for name, n in expected.items()}
-    by_strategy, by_random = cells(page, "ddp")
+    by_strategy, by_random, by_pair = cells(page, "ddp")
     assert by_strategy == ["1", "2", "0", "1", "0", "7 (3)", "2 of 3"]
     assert by_random == ["2", "1", "0", "1", "12 (4)", "7.5", "2 of 2"]
+    assert by_pair == ["2", "3", "0", "2.0e-07", "1.0e-07"] and cells(page, "fsdp") == [
+        ["3", "3", "1", "3.0e-07", "0.0e+00"]
+    ]
+    assert "6 pairs" in page
     assert cells(page, "zero1") == [["1", "0", "1", "0", "2", "5 (0)", "-"]]
     assert cells(page, "SIGSTOP") == [["same curve", "hung"]]
     assert cells(page, "bit flip") == [["same curve (4), file named", "silently damaged"]]
