@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .config import Adapter
 from .documents import describe
 from .sources import BUILTIN, FUNCTIONS
 
@@ -58,9 +59,11 @@ def _adapter(value: Callable[[str], Any]) -> Iterator[Finding]:
         text = f"found {value('adapter.quantization')}, but no strategy here trains on a quantized model yet; use null"
         yield "adapter.quantization", text
     if value("adapter.name") is None:
-        for key in ("rslora", "dora"):
-            if value(f"adapter.{key}"):
-                yield f"adapter.{key}", "found true, but adapter.name is null, so there is no adapter; set it to lora"
+        for key, field in Adapter.model_fields.items():
+            found = value(f"adapter.{key}")
+            if key not in ("name", "quantization") and found != field.default:
+                text = f"found {describe(found)}, but adapter.name is null, so there is no adapter; set it to lora"
+                yield f"adapter.{key}", text
     elif value("model.config") is not None:
         text = f"found {value('adapter.name')}, which adapts a pretrained model, but model.config makes a new one; "
         yield "adapter.name", text + "give model.path, or set adapter.name to null"
