@@ -1,6 +1,6 @@
 """Adapters under every strategy against a loop of peft, transformers and torch alone; their checkpoints and exports.
 
-The base model is the export of a short run. Its weights are frozen, so every strategy meets parameters without a
+The base model is the export of the reference run. Its weights are frozen: every strategy meets parameters without a
 gradient, without a master and without an optimizer state.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -30,16 +31,15 @@ STEPS, STOP = 10, 5
 LOSS, NORM = 1e-5, 1e-4
 VARIANTS = ["dora", "rslora"]
 DORA_EXTRA = 4 * (32 + 16 + 16 + 32 + 64 + 64 + 32)  # one magnitude per output
-LORA = "adapter={name: lora, rank: 4, alpha: 8}"
+RATE, WARMUP = 1e-2, 2
+LORA = "adapter={name: lora, rank: 4, alpha: 16}"
 EVERY_DAY = ["single", "ddp", "fsdp", "zero2", "zero3", "pipeline"]
 RARE = ["zero1", "hsdp", "zero2_offload", "zero3_offload"]
 
 
 @pytest.fixture(scope="module")
-def base(workspace) -> Path:
-    run = workspace.run(None, 1, "steps=6", "checkpoint.every_steps=0", "batch.micro_batch_size=8", launcher="python")
-    assert run.returncode == 0, run.output
-    return run.directory / "model"
+def base(reference) -> Path:
+    return reference.directory / "model"
 
 
 def arguments(base: Path, name: str, *more: str) -> tuple[str, ...]:
@@ -50,7 +50,14 @@ def arguments(base: Path, name: str, *more: str) -> tuple[str, ...]:
         f"steps={STEPS}",
         f"batch.micro_batch_size={micro}",
     )
-    return (*settings, "evaluate.every_steps=5", LORA, *more)
+    return (
+        *settings,
+        "evaluate.every_steps=5",
+        f"optimizer.learning_rate={RATE}",
+        f"schedule.warmup_steps={WARMUP}",
+        LORA,
+        *more,
+    )
 
 
 def world(name: str) -> int:
@@ -82,7 +89,7 @@ def plain(workspace, base):
 def plain_loop(workspace, base: Path, **variant: bool):
     """(losses, gradient norms, adapter) of a loop that a reader of peft's documentation would write."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).train()
-    model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", **variant))
+    model = get_peft_model(model, LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", **variant))
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     ours = dict(initial({name.removeprefix("base_model.model."): p.shape for name, p in trained.items()}, seed=3))
     with torch.no_grad():  # the same draw; that it is of peft's distribution is a unit test's business
@@ -94,8 +101,8 @@ def plain_loop(workspace, base: Path, **variant: bool):
         {"params": [p for p in trained.values() if (p.dim() == 2) == matrix], "weight_decay": decay}
         for matrix, decay in decays.items()
     ]
-    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
-    schedule = get_cosine_with_min_lr_schedule_with_warmup(optimizer, 5, STEPS, min_lr_rate=0.1)
+    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=RATE, betas=(0.9, 0.95), eps=1e-8)
+    schedule = get_cosine_with_min_lr_schedule_with_warmup(optimizer, WARMUP, STEPS, min_lr_rate=0.1)
     losses, norms = [], []
     for (ids, mask), _ in zip(batches(workspace, base), range(STEPS), strict=False):
         schedule.step()
@@ -111,31 +118,48 @@ def plain_loop(workspace, base: Path, **variant: bool):
 
 @pytest.mark.parametrize("name", [*EVERY_DAY, *long(*RARE)])
 def test_follows_the_plain_loop(name, workspace, base, plain):
+    assert_follows(run_lora(workspace, base, name), plain)
+
+
+def assert_follows(run: Run, plain: tuple) -> None:
     losses, norms, weights = plain
-    run = run_lora(workspace, base, name)
     assert largest_relative_difference(run.column("loss"), losses) < LOSS
     assert largest_relative_difference(run.column("grad_norm"), norms) < NORM
-    assert relative_l2(load_file(run.directory / "model" / "adapter_model.safetensors"), weights) < 1e-4
-    assert losses[-1] < losses[0]
+    stored = load_file(run.directory / "model" / "adapter_model.safetensors")
+    assert stored.keys() == weights.keys()
+    learned = [name for name in stored if ".lora_B." in name]  # they start at zero, so all of them is learned
+    assert relative_l2(*({name: each[name] for name in learned} for each in (stored, weights))) < 1e-3
+    assert relative_l2(stored, weights) < 1e-4
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("name", ["ddp", "pipeline", *long("single", "fsdp", "zero2", "zero2_offload")])
+@pytest.mark.parametrize("variant", [*long("dora", "rslora")])
+@pytest.mark.parametrize("name", ["single", "ddp", "fsdp", "zero2", "zero2_offload", "pipeline"])
 def test_variants_follow_the_plain_loop(name, variant, workspace, base):
-    losses, norms, weights = plain_loop(workspace, base, **{f"use_{variant}": True})
     run = run_lora(workspace, base, name, f"adapter.{variant}=true", extra=DORA_EXTRA if variant == "dora" else 0)
-    assert largest_relative_difference(run.column("loss"), losses) < LOSS
-    assert largest_relative_difference(run.column("grad_norm"), norms) < NORM
-    assert relative_l2(load_file(run.directory / "model" / "adapter_model.safetensors"), weights) < 1e-4
+    assert_follows(run, plain_loop(workspace, base, **{f"use_{variant}": True}))
 
 
-@pytest.mark.parametrize("name", ["fsdp", "zero3", "pipeline", *long("single", "ddp", "zero1", "zero2")])
+@pytest.mark.parametrize("variant", ["dora", *long("lora", "rslora")])
+def test_matrices_that_zero3_shards(variant, workspace, base):
+    """Those of this model are so small that DeepSpeed would keep them whole on every rank."""
+    changes, options = ((), {}) if variant == "lora" else ((f"adapter.{variant}=true",), {f"use_{variant}": True})
+    threshold = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    strategy = workspace.strategy("zero3", zero_optimization=threshold)
+    run = workspace.run(strategy, 2, *arguments(base, "zero3", *changes))
+    assert run.returncode == 0, run.output
+    assert_what_ran(run, "zero3", DORA_EXTRA if variant == "dora" else 0)
+    assert run.facts["num_parameters_per_rank"] < 0.51 * run.facts["num_parameters"]
+    assert_follows(run, plain_loop(workspace, base, **options))
+
+
+@pytest.mark.parametrize("name", ["pipeline", *long("single", "ddp", "fsdp", "zero1", "zero2", "zero3")])
 def test_bf16_and_recomputed_activations_stay_near(name, workspace, base, plain):
     losses, norms, _ = plain
     run = run_lora(workspace, base, name, "precision=bf16", "memory.activation_checkpointing=full")
     assert run.facts["precision"] == "bf16"
     assert largest_relative_difference(run.column("loss"), losses) < 5e-3
-    assert largest_relative_difference(run.column("grad_norm"), norms) < 5e-2
+    # the base is trained, so gradients are small sums of large terms, and rounding is a larger part of them
+    assert largest_relative_difference(run.column("grad_norm"), norms) < 1e-1
 
 
 def going_on(workspace, source: Run, base: Path, name: str, *more: str) -> Run:
@@ -147,11 +171,15 @@ def going_on(workspace, source: Run, base: Path, name: str, *more: str) -> Run:
     return run
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp", "zero2", "zero3", "pipeline", *long("single", *RARE)])
-def test_the_same_strategy_goes_on_bit_for_bit(name, workspace, base):
-    """With dropout, whose random numbers are each rank's own."""
-    golden = run_lora(workspace, base, name, "adapter.dropout=0.1")
-    run = going_on(workspace, golden, base, name, "adapter.dropout=0.1")
+@pytest.mark.parametrize(
+    ("name", "dropout"),
+    [(name, 0) for name in ("zero3", "pipeline")] + long(*product((*EVERY_DAY, *RARE), (0.1,))),
+)
+def test_the_same_strategy_goes_on_bit_for_bit(name, dropout, workspace, base):
+    """Dropout's random numbers are each rank's own."""
+    more = (f"adapter.dropout={dropout}",) if dropout else ()
+    golden = run_lora(workspace, base, name, *more)
+    run = going_on(workspace, golden, base, name, *more)
     for key in ("loss", "grad_norm"):
         assert run.column(key) == golden.column(key), key
     assert hashes(run) == hashes(golden)
@@ -216,14 +244,9 @@ def test_the_export_is_pefts_and_merges(name, workspace, base, capsys, tmp_path)
     assert cli.main(["generate", str(folder), "--prompt", "abc", "--max_new_tokens", "4"]) == 0
 
 
-def test_another_adapter_or_base_does_not_go_on(workspace, base, tmp_path):
+def test_another_base_under_the_same_name_is_refused(workspace, base, tmp_path):
     source = run_lora(workspace, base, "single")
-    run = workspace.resume(source, STOP, None, 1, *arguments(base, "single", "adapter.rank=8"))
-    assert run.returncode == 4 and "adapter.rank: 4 -> 8" in run.output, run.output
-    other = tmp_path / "other"
-    shutil.copytree(base, other)
-    run = workspace.resume(source, STOP, None, 1, *arguments(other, "single"))
-    assert run.returncode == 0, run.output  # the same weights in another place
+    other = shutil.copytree(base, tmp_path / "other")
     weights = load_file(other / "model.safetensors")
     save_file({name: weight + 1e-3 for name, weight in weights.items()}, other / "model.safetensors", {"format": "pt"})
     run = workspace.resume(source, STOP, None, 1, *arguments(other, "single"))
