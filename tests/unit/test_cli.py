@@ -189,7 +189,8 @@ def test_a_job_that_fails_and_an_older_curve(case, tmp_path):
 def test_no_job_outlives_the_comparison(number, code, tmp_path):
     training = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     comparison = (
-        "import signal, sys; from pathlib import Path; from samecurve import cli; from samecurve.cli import jobs, summary\n"
+        "import signal, sys; from pathlib import Path\n"
+        "from samecurve import cli; from samecurve.cli import jobs, summary\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background job ignores it
         f"job = jobs.Job('ddp', None, 1), [sys.executable, '-c', {training!r}], Path({str(tmp_path / 'ddp')!r})\n"
         "summary.run = lambda _: jobs.run(*job, tell=print)\n"
