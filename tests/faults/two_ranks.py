@@ -215,4 +215,4 @@ def contents(step: int, attempt: int) -> dict[str, bytes]:
 def _records_of_rank_1(step: int, attempt: int) -> tuple:
     """What rank 1 would give to the third exchange of a commit."""
     data = contents(step, attempt)[file_name(1)]
-    return ([FileRecord(file_name(1), len(data), hashlib.sha256(data).hexdigest())], {"rank": 1}), ""
+    return ([FileRecord(file_name(1), len(data), hashlib.sha256(data).hexdigest())], {"rank": 1}), "", False
