@@ -70,7 +70,7 @@ class Session:
         self.guard = Guard(recipe.guard, run, self.world)
         self.meter = Meter.for_run(recipe, self.skeleton, accelerator)
         self.meter.state = self.start.meter
-        self._introduce(plan, arguments, found)
+        self._introduce(plan, arguments, found, facts["adapter"])
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -122,8 +122,8 @@ class Session:
             self.watch.alive()
             yield pair
 
-    def _introduce(self, plan: Plan, arguments: Sequence[str], found) -> None:
-        described = model.describe(self.skeleton) | self.engine.describe()
+    def _introduce(self, plan: Plan, arguments: Sequence[str], found, adapter: dict | None) -> None:
+        described = model.describe(self.skeleton) | self.engine.describe() | {"adapter": adapter}
         facts = run_facts(plan, arguments, described, self.task.describe(), engines.device_name(self.accelerator))
         facts |= {"resumed_from": found and str(found), "start_step": self.start.step}
         self.run.write_run(facts)

@@ -48,12 +48,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _merge(folder: Path, base: str, output: Path) -> str:
     """What was proved, in a sentence. Raises NumericError when the model that is read back has other logits."""
-    import torch
-
     adapted, tokenizer = models.load(folder)
     rows = _rows(adapted)
-    with torch.no_grad(), adapted.disable_adapter():
-        alone = adapted(input_ids=rows).logits
+    with adapted.disable_adapter():
+        alone = _logits(adapted, rows)
     expected = _logits(adapted, rows)
     # safe_merge: refuses weights that are not finite
     merged = adapted.merge_and_unload(safe_merge=True)

@@ -36,7 +36,6 @@ def build(accelerator: Accelerator, plan: Plan, skeleton: PreTrainedModel, task:
     from .preflight import check_room
     from .verify import verify
 
-    _check_same_data(accelerator, task)
     check_room(plan.strategy, sum(parameter.numel() for parameter in skeleton.parameters()))
     if plan.strategy.family == "pipeline":
         from .pipeline import PipelineEngine as Chosen
@@ -47,21 +46,6 @@ def build(accelerator: Accelerator, plan: Plan, skeleton: PreTrainedModel, task:
     engine = Chosen(accelerator, plan, skeleton, task)
     verify(plan, engine.describe())
     return engine
-
-
-def _check_same_data(accelerator: Accelerator, task: Task) -> None:
-    """Raises DataError when machines read different rows: another file, or another Python's standard library."""
-    from accelerate.utils import gather_object
-
-    from ..errors import DataError
-
-    own = (task.train.fingerprint, task.held_out.fingerprint if task.held_out else "", task.vocabulary_size)
-    for rank, other in enumerate(gather_object([own]) if accelerator.num_processes > 1 else []):
-        if other != own:
-            raise DataError(
-                f"process {accelerator.process_index} reads other data than process {rank} (rows or tokenizer differ: "
-                f"{own} and {other}); give every machine the same files"
-            )
 
 
 def device_name(accelerator: Accelerator) -> str:
