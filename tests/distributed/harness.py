@@ -179,6 +179,14 @@ def long(*values) -> list:
     return [pytest.param(*case, marks=pytest.mark.full) for case in cases]
 
 
+def rank_hashes(folder: Path) -> dict[str, str]:
+    """Of weights, moments and random numbers; state.json has times in it."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    found = {file["name"]: file["sha256"] for file in manifest["files"] if file["name"].startswith("rank_")}
+    assert found, folder
+    return found
+
+
 def append_result(record: dict) -> None:
     """A line for scripts/reliability.py, when $SAMECURVE_FAULT_RESULTS names a file."""
     if RESULTS in os.environ:

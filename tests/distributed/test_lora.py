@@ -7,21 +7,20 @@ gradient, without a master and without an optimizer state.
 from __future__ import annotations
 
 import functools
-import json
 import shutil
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
-from harness import Run, largest_relative_difference, long, relative_l2
+from harness import Run, largest_relative_difference, long, rank_hashes, relative_l2
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_equal_curves import ENGINES
 from test_exported_model import held_out_loss
-from test_plain_loop import batches
-from transformers import AutoModelForCausalLM, get_cosine_with_min_lr_schedule_with_warmup
+from test_plain_loop import batches, train
+from transformers import AutoModelForCausalLM
 
 from samecurve import cli
 from samecurve.adapter import initial
@@ -96,22 +95,7 @@ def plain_loop(workspace, base: Path, **variant: bool):
         for name, parameter in trained.items():
             if "lora_magnitude_vector" not in name:
                 parameter.copy_(ours[name.removeprefix("base_model.model.")])
-    decays = {True: 0.1, False: 0.0}
-    groups = [
-        {"params": [p for p in trained.values() if (p.dim() == 2) == matrix], "weight_decay": decay}
-        for matrix, decay in decays.items()
-    ]
-    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=RATE, betas=(0.9, 0.95), eps=1e-8)
-    schedule = get_cosine_with_min_lr_schedule_with_warmup(optimizer, WARMUP, STEPS, min_lr_rate=0.1)
-    losses, norms = [], []
-    for (ids, mask), _ in zip(batches(workspace, base), range(STEPS), strict=False):
-        schedule.step()
-        loss = model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss
-        loss.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(trained.values(), 0.8).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses, norms = train(model, batches(workspace, base), STEPS, RATE, WARMUP)
     weights = {key: value.detach() for key, value in get_peft_model_state_dict(model).items()}
     return losses, norms, weights
 
@@ -182,12 +166,7 @@ def test_the_same_strategy_goes_on_bit_for_bit(name, dropout, workspace, base):
     run = going_on(workspace, golden, base, name, *more)
     for key in ("loss", "grad_norm"):
         assert run.column(key) == golden.column(key), key
-    assert hashes(run) == hashes(golden)
-
-
-def hashes(run: Run) -> dict[str, str]:
-    manifest = json.loads((run.checkpoint(STEPS) / "manifest.json").read_text())
-    return {file["name"]: file["sha256"] for file in manifest["files"] if file["name"].startswith("rank_")}
+    assert rank_hashes(run.checkpoint(STEPS)) == rank_hashes(golden.checkpoint(STEPS))
 
 
 @pytest.mark.parametrize(

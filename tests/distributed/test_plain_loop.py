@@ -5,6 +5,7 @@ The other strategies read the folder too, so that loading shard by shard is comp
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -41,26 +42,31 @@ def pretrained(workspace, reference) -> Path:
 def plain(workspace, pretrained):
     """(losses, gradient norms, weights) of a loop that a reader of the transformers documentation would write."""
     model = AutoModelForCausalLM.from_pretrained(pretrained, dtype=torch.float32).train()
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
-    schedule = get_cosine_with_min_lr_schedule_with_warmup(optimizer, 5, STEPS, min_lr_rate=0.1)
-    losses, norms = [], []
-    for ids, mask in batches(workspace, pretrained):
-        schedule.step()  # transformers counts updates from 0, and the update number 0 has the rate 0
-        labels = ids.masked_fill(mask == 0, -100)
-        loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss
-        loss.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.8).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses, norms = train(model, batches(workspace, pretrained), STEPS)
     return losses, norms, {name: p.detach() for name, p in model.named_parameters()}
 
 
+def train(model, batches, steps: int, rate: float = 3e-3, warmup: int = 5) -> tuple[list[float], list[float]]:
+    """(losses, gradient norms) of the first steps. batches: ids, padding mask, labels; transformers shifts them."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices, vectors = ([p for p in trained if (p.dim() >= 2) == wanted] for wanted in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), eps=1e-8)
+    schedule = get_cosine_with_min_lr_schedule_with_warmup(optimizer, warmup, steps, min_lr_rate=0.1)
+    losses, norms = [], []
+    for ids, mask, labels in islice(batches, steps):
+        schedule.step()  # transformers counts updates from 0, and the update number 0 has the rate 0
+        loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(trained, 0.8).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, norms
+
+
 def batches(workspace, pretrained):
-    """The same rows as unshifted ids and a padding mask, as transformers wants them."""
+    """The same rows as unshifted ids, a padding mask and labels, as transformers wants them."""
     from samecurve import recipe, tasks
 
     overrides = [f"model={{path: {pretrained}}}", f"tokenizer={{path: {pretrained}}}"]
@@ -70,7 +76,7 @@ def batches(workspace, pretrained):
         last = torch.where(batch.labels != -100, batch.labels, 0)[:, -1:]
         ids = torch.cat([batch.input_ids, last], dim=1)
         trained = torch.cat([torch.ones(8, 1, dtype=torch.long), (batch.labels != -100).long()], dim=1)
-        yield ids, trained
+        yield ids, trained, ids.masked_fill(trained == 0, -100)
 
 
 @pytest.mark.parametrize("strategy", [None, "fsdp", "zero3", "pipeline", *long("ddp", "zero1")])

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 from harness import LLAMA, largest_relative_difference, long, relative_l2
+from test_plain_loop import train
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig, AutoModelForCausalLM, get_cosine_with_min_lr_schedule_with_warmup
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from samecurve import recipe, tasks
 from samecurve.data import StepBatches
@@ -67,20 +68,9 @@ def plain(workspace, chats, overrides):
 def plain_loop(workspace, chats, overrides):
     found = recipe.load(str(workspace.recipe), overrides).recipe
     model = AutoModelForCausalLM.from_pretrained(found.model.path, dtype=torch.float32).train()
-    matrices, vectors = ([p for p in model.parameters() if (p.dim() >= 2) == wanted] for wanted in (True, False))
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
-    schedule = get_cosine_with_min_lr_schedule_with_warmup(optimizer, 5, STEPS, min_lr_rate=0.1)
-    losses, norms, tokens = [], [], []
-    for ids, attention_mask, labels in batches(found, chats):
-        schedule.step()  # transformers counts updates from 0, and the update number 0 has the rate 0
-        loss = model(input_ids=ids, attention_mask=attention_mask, labels=labels).loss
-        loss.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.8).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        tokens.append(int((labels[:, 1:] != -100).sum()))
+    steps = list(batches(found, chats))
+    losses, norms = train(model, steps, STEPS)
+    tokens = [int((labels[:, 1:] != -100).sum()) for *_, labels in steps]
     return losses, norms, tokens, {name: p.detach() for name, p in model.named_parameters()}
 
 

@@ -8,13 +8,12 @@ it. `finish` starts it once more without a fault and compares all of it with the
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from harness import ROOT, SAVE_EVERY, STEPS, Run, Workspace, append_result, launch_command
+from harness import ROOT, SAVE_EVERY, STEPS, Run, Workspace, append_result, launch_command, rank_hashes
 from started import LIMIT_SECONDS, Started
 
 from samecurve.checkpoint.filesystem import LocalFileSystem
@@ -247,11 +246,3 @@ class Battery:
 
 def write_result(record: Record) -> None:
     append_result(asdict(record))
-
-
-def rank_hashes(folder: Path) -> dict[str, str]:
-    """Of weights, moments and random numbers; state.json has times in it."""
-    manifest = json.loads((folder / "manifest.json").read_text())
-    found = {file["name"]: file["sha256"] for file in manifest["files"] if file["name"].startswith("rank_")}
-    assert found, folder
-    return found

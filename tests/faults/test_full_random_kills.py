@@ -8,8 +8,8 @@ import signal
 import time
 
 import pytest
-from battery import Case, Record, Victim, rank_hashes
-from harness import Run
+from battery import Case, Record, Victim
+from harness import Run, rank_hashes
 from started import Started
 
 from samecurve.rundir import read_metrics

@@ -14,10 +14,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_conversations import make_recipe
 from transformers import PreTrainedTokenizerFast
 
 from samecurve import chat, conversations, tasks
-from samecurve.config import Recipe
 
 pytestmark = pytest.mark.full
 TRL = os.environ.get("SAMECURVE_TRL", "")
@@ -80,14 +80,4 @@ def test_tokens_and_labels_are_those_of_trl(tmp_path, kind):
 
 
 def trained_tokenizer(folder: Path, path: Path) -> PreTrainedTokenizerFast:
-    recipe = {
-        "task": "sft",
-        "output_dir": "runs/x",
-        "steps": 1,
-        "model": {"config": {"model_type": "llama"}},
-        "tokenizer": {"vocabulary_size": 300},
-        "data": {"path": str(path), "cache_dir": str(folder / "cache")},
-        "batch": {"global_batch_size": 1, "sequence_length": 64},
-        "optimizer": {"learning_rate": 1e-3},
-    }
-    return tasks.load(Recipe.model_validate(recipe)).tokenizer
+    return tasks.load(make_recipe(folder, path, tokenizer={"vocabulary_size": 300})).tokenizer
