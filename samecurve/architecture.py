@@ -10,12 +10,15 @@ import copy
 import difflib
 import inspect
 import sys
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -31,25 +34,61 @@ _OWNED = {"attn_implementation": "model.attention", "dtype": "precision", "torch
 # Seen with transformers 5.23: a token changes the logits of the positions before it, whatever the config says.
 _NOT_CAUSAL = frozenset(("cpmant", "xlm", "xlnet"))
 
+_AUTO = {
+    "causal_lm": AutoModelForCausalLM,
+    "sequence_classification": AutoModelForSequenceClassification,
+    "masked_lm": AutoModelForMaskedLM,
+}
+# What to choose instead, for a family without such a head.
+_FITTING = {
+    "causal_lm": "causal language model of text alone; choose a decoder, for example llama",
+    "sequence_classification": "model that transformers can classify text with; choose another, for example bert",
+    "masked_lm": "masked language model; choose an encoder, for example bert",
+}
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a model ends in. kind: which of transformers' Auto classes builds it.
+
+    fields: what the task sets in the model's config, pretrained or not: names of classes, the token that pads.
+    may_be_new: whether a pretrained base may come without the head's weights, which are then made as from scratch.
+    """
+
+    kind: str = "causal_lm"
+    fields: dict[str, Any] = field(default_factory=dict)
+    may_be_new: bool = False
+
+    def model_class(self, config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+        """None where the family has no such head."""
+        mapping = _AUTO[self.kind]._model_mapping
+        return mapping[type(config)] if type(config) in mapping else None
+
+
+CAUSAL = Head()
+
 
 def model_config(
-    recipe: Recipe, vocabulary_size: int, special_tokens: dict[str, int] | None = None
+    recipe: Recipe, vocabulary_size: int, special_tokens: dict[str, int] | None = None, head: Head = CAUSAL
 ) -> PreTrainedConfig:
     """The Hugging Face config of `model.path` or `model.config`.
 
     A from-scratch config takes `vocab_size` and the `special_tokens` ids (bos_token_id, eos_token_id) from the
     tokenizer where it does not give its own. Raises DataError when the tokenizer has ids that the embedding does not
-    hold, ConfigurationError when the model is not there, is no causal language model, has not enough positions, and
-    when transformers refuses a field or does not know it.
+    hold, ConfigurationError when the model is not there, has no such head, has not enough positions, and when
+    transformers refuses a field or does not know it.
     """
     settings = recipe.model
     if settings.path is not None:
         config = _stored(settings.path)
     else:
         config = _from_scratch(settings.config, {"vocab_size": vocabulary_size, **(special_tokens or {})})
-    if type(config) not in AutoModelForCausalLM._model_mapping or "vocab_size" not in _fields(config):
-        text = f"{config.model_type} is not a causal language model of text alone; choose a decoder, for example llama"
-        raise ConfigurationError(f"model: {text}")
+    if head.model_class(config) is None or "vocab_size" not in _fields(config):
+        raise ConfigurationError(f"model: {config.model_type} is not a {_FITTING[head.kind]}")
+    if head.kind == "masked_lm" and getattr(config, "is_decoder", False):
+        raise ConfigurationError("model: is_decoder is true, which hides what follows a masked token; set it to false")
+    for key, value in head.fields.items():
+        setattr(config, key, value)
     if config.vocab_size < vocabulary_size:
         raise DataError(
             f"the tokenizer has {vocabulary_size} ids, but the model's embedding holds {config.vocab_size} "

@@ -25,27 +25,29 @@ _PREFETCHED_STEPS = 2
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one device reads in one forward pass: three int64 tensors (micro_batch_size, sequence_length).
+    """What one device reads in one forward pass: int64 tensors (micro_batch_size, ...), most of them as long as a row.
 
-    Shorter, and the same for all micro-batches of a step, where rows are grouped by length.
-
-    position_ids restart at 0 where a document starts; transformers builds block-diagonal masks from that when there
-    is no attention_mask. labels are already shifted: labels[b, t] is the target at position t, or IGNORE_INDEX.
+    Rows are shorter, and the same for all micro-batches of a step, where they are grouped by length.
+    inputs: the model's, by the names of its forward. targets: the task's loss's, by the names of its parameters;
+    `labels` are always among them, IGNORE_INDEX where nothing is trained.
     """
 
-    input_ids: Tensor
-    position_ids: Tensor
-    labels: Tensor
+    inputs: dict[str, Tensor]
+    targets: dict[str, Tensor]
 
     def to(self, device: torch.device | str) -> MicroBatch:
-        return MicroBatch(*(t.to(device, non_blocking=True) for t in self._tensors))
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> MicroBatch:
-        return MicroBatch(*(t.pin_memory() for t in self._tensors))
+        return self._each(Tensor.pin_memory)
 
     @property
-    def _tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.input_ids, self.position_ids, self.labels
+    def labels(self) -> Tensor:
+        return self.targets["labels"]
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
+        inputs = {name: change(tensor) for name, tensor in self.inputs.items()}
+        return MicroBatch(inputs, {name: change(tensor) for name, tensor in self.targets.items()})
 
 
 class StepBatches:
@@ -93,13 +95,17 @@ class StepBatches:
         """The micro-batches that this rank reads in the given 0-based step."""
         rank, size = self.shard
         together = self.rows_of(step)
-        own = np.split(together, size)[rank]
-        return _micro_batches(self.rows[own], self.batch.micro_batch_size, self.rows.width(together))
+        own, positions = (np.split(array, size)[rank] for array in (together, self._positions(step)))
+        arrays = self.rows.drawn(own, positions, self.seed)
+        return _micro_batches(arrays, self.batch.micro_batch_size, self.rows.width(together))
 
     def rows_of(self, step: int) -> np.ndarray:
         """int64 (global_batch_size,): the rows that all ranks together read in the given 0-based step."""
+        return self.rows.at_positions(self._positions(step), self.seed)
+
+    def _positions(self, step: int) -> np.ndarray:
         start = self._origin + step * self.batch.global_batch_size
-        return self.rows.at_positions(np.arange(start, start + self.batch.global_batch_size), self.seed)
+        return np.arange(start, start + self.batch.global_batch_size)
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
         """From `step` on, counting it up; `last_wait_seconds` says how long the list just handed out took to come."""
@@ -139,12 +145,20 @@ class EvaluationBatches(Sequence[MicroBatch]):
         indices = np.arange(first, first + self.micro_batch_size)
         exists = indices < len(self.rows)
         rows = np.where(exists, indices, 0)
-        input_ids, position_ids, labels = self.rows[rows]
-        arrays = RowArrays(input_ids, position_ids, np.where(exists[:, None], labels, IGNORE_INDEX))
+        found = self.rows[rows]
+        labels = found.labels.copy()
+        labels[~exists] = IGNORE_INDEX
+        arrays = RowArrays(found.inputs, found.targets | {"labels": labels})
         return _micro_batches(arrays, self.micro_batch_size, self.rows.width(rows))[0]
 
 
 def _micro_batches(rows: RowArrays, micro_batch_size: int, width: int) -> list[MicroBatch]:
-    tensors = [torch.from_numpy(np.ascontiguousarray(array[:, :width])).split(micro_batch_size) for array in rows]
-    micro_batches = [MicroBatch(*parts) for parts in zip(*tensors, strict=True)]
+    inputs, targets = _split(rows.inputs, micro_batch_size, width), _split(rows.targets, micro_batch_size, width)
+    micro_batches = [MicroBatch(*parts) for parts in zip(inputs, targets, strict=True)]
     return [m.pin_memory() for m in micro_batches] if torch.cuda.is_available() else micro_batches
+
+
+def _split(arrays: dict[str, np.ndarray], micro_batch_size: int, width: int) -> list[dict[str, Tensor]]:
+    cut = {name: array[..., :width] if array.ndim > 1 else array for name, array in arrays.items()}
+    parts = {name: torch.from_numpy(np.ascontiguousarray(a)).split(micro_batch_size) for name, a in cut.items()}
+    return [dict(zip(parts, tensors, strict=True)) for tensors in zip(*parts.values(), strict=True)]

@@ -15,24 +15,29 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from . import adapter as adapters
-from .architecture import check_causal, model_config, reason
+from .architecture import CAUSAL, Head, check_causal, model_config, reason
 from .config import Adapter, Recipe
 from .errors import ConfigurationError
 
 Write = Callable[[str, Tensor], None]
 
 
-def build(config: PreTrainedConfig, where: AbstractContextManager, adapter: Adapter | None = None) -> PreTrainedModel:
-    """An fp32 causal LM whose weights are not set yet, constructed inside `where` (a torch.device, for example).
+def build(
+    model_class: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    where: AbstractContextManager,
+    adapter: Adapter | None = None,
+) -> PreTrainedModel:
+    """An fp32 model whose weights are not set yet, constructed inside `where` (a torch.device, for example).
 
     adapter: with its layers beside the frozen ones, when its name says which. Raises what adapter.inject does.
     """
     with no_init_weights(), where:
-        model = AutoModelForCausalLM._model_mapping[type(config)](config)
+        model = model_class(config)
         if adapter is not None and adapter.name:
             adapters.inject(model, adapter)
     model.tie_weights()  # no_init_weights leaves it out
@@ -40,20 +45,23 @@ def build(config: PreTrainedConfig, where: AbstractContextManager, adapter: Adap
     return model.train()
 
 
-def skeleton(recipe: Recipe, vocabulary_size: int, special_tokens: dict[str, int] | None = None) -> PreTrainedModel:
+def skeleton(
+    recipe: Recipe, vocabulary_size: int, special_tokens: dict[str, int] | None = None, head: Head = CAUSAL
+) -> PreTrainedModel:
     """The architecture alone: every tensor on the meta device, in fp32, with its full shape.
 
     Raises what `model_config` does, ConfigurationError also for a model that cannot be built or is not causal.
     """
-    config = model_config(recipe, vocabulary_size, special_tokens)
+    config = model_config(recipe, vocabulary_size, special_tokens, head)
     try:
-        model = build(config, torch.device("meta"))
+        model = build(head.model_class(config), config, torch.device("meta"))
     except Exception as error:  # a package that is not there, an attention or activation that the family does not have
         raise ConfigurationError(
             f"model: transformers cannot build this {config.model_type} with model.attention {recipe.model.attention} "
             f"({reason(error)}); correct model.attention or the model's config"
         ) from error
-    check_causal(model)
+    if head.kind == "causal_lm":
+        check_causal(model)
     _check_complete(model)
     if recipe.adapter.name:
         adapters.inject(model, recipe.adapter)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,12 +24,25 @@ _GROUPED_STEPS = 32
 _WIDTH_MULTIPLE = 64
 
 
-class RowArrays(NamedTuple):
-    """The rows of some indices: int64 arrays (len(indices), sequence_length), as in MicroBatch."""
+@dataclass(frozen=True)
+class RowArrays:
+    """The rows of some indices, by the names that MicroBatch gives them: int64 arrays (len(indices), ...).
 
-    input_ids: np.ndarray
-    position_ids: np.ndarray
-    labels: np.ndarray
+    What is long as a row has sequence_length as its last axis, and is cut to what its micro-batch needs.
+    """
+
+    inputs: dict[str, np.ndarray]
+    targets: dict[str, np.ndarray]
+
+    @property
+    def labels(self) -> np.ndarray:
+        return self.targets["labels"]
+
+
+def causal_arrays(input_ids: np.ndarray, position_ids: np.ndarray, labels: np.ndarray) -> RowArrays:
+    """What a causal language model reads. position_ids restart at 0 where a document starts: without an attention_mask
+    transformers builds block-diagonal masks from that. labels are already shifted: labels[b, t] is the target at t."""
+    return RowArrays({"input_ids": input_ids, "position_ids": position_ids}, {"labels": labels})
 
 
 class Rows(ABC):
@@ -47,10 +61,15 @@ class Rows(ABC):
     @abstractmethod
     def __getitem__(self, indices: np.ndarray) -> RowArrays: ...
 
+    def drawn(self, indices: np.ndarray, positions: np.ndarray, seed: int) -> RowArrays:
+        """The rows that are read at these global positions. What is random in them is a function of (seed, position),
+        so it depends neither on the ranks nor on where a run goes on."""
+        return self[indices]
+
     @property
     @abstractmethod
     def num_targets(self) -> int:
-        """Trained tokens in one pass over all rows."""
+        """What is trained on in one pass over all rows: tokens, or whatever else the task counts."""
 
     @abstractmethod
     def num_inputs(self, indices: np.ndarray) -> int:
@@ -95,7 +114,7 @@ class PackedRows(Rows):
         position_ids = places - np.maximum(self._document_starts(places), row_starts)
         trained = (targets < num_tokens) & (self._document_starts(targets) != targets)
         labels = np.where(trained, self._take(targets, targets < num_tokens), IGNORE_INDEX)
-        return RowArrays(self._take(places, places < num_tokens), position_ids, labels)
+        return causal_arrays(self._take(places, places < num_tokens), position_ids, labels)
 
     @property
     def num_targets(self) -> int:
@@ -162,22 +181,22 @@ class DocumentRows(SampleRows):
         places, sizes = self._starts[indices][:, None] + steps, self.sizes[indices][:, None]
         # Padding counts on, as in PackedRows.
         positions = np.broadcast_to(steps, places.shape).copy()
-        return RowArrays(self._take(places, steps <= sizes), positions, self._targets(places + 1, steps < sizes))
+        return causal_arrays(self._take(places, steps <= sizes), positions, self._targets(places + 1, steps < sizes))
 
     def num_inputs(self, indices: np.ndarray) -> int:
         return int(self.sizes[indices].sum())
 
 
-class GroupedDocumentRows(DocumentRows):
-    """Documents of nearly the same length in each step, padded to the longest of them only.
+class LengthGroups(Rows):
+    """Rows of nearly the same length in each step, padded to the longest of them only. `sizes`: each row's length.
 
     The rows of _GROUPED_STEPS steps in their random order are sorted by length, cut into steps, and the steps are put
     into a random order again: still each row once per epoch, and a pure function of the position. A step must not
     change its number of rows, so that is part of the fingerprint.
     """
 
-    def __init__(self, stream: TokenStream, sequence_length: int, padding_token: int, global_batch_size: int):
-        super().__init__(stream, sequence_length, padding_token)
+    def __init__(self, *arguments, global_batch_size: int):
+        super().__init__(*arguments)
         self.global_batch_size = global_batch_size
         self.fingerprint = digest(self.fingerprint, global_batch_size)
 
@@ -198,6 +217,10 @@ class GroupedDocumentRows(DocumentRows):
         return min(self.sequence_length, -(-longest // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE)
 
 
+class GroupedDocumentRows(LengthGroups, DocumentRows):
+    """Documents of nearly the same length in each step."""
+
+
 class PackedSampleRows(SampleRows):
     """Whole documents side by side, none cut in two, in the fewest rows that best-fit-decreasing finds.
 
@@ -215,7 +238,7 @@ class PackedSampleRows(SampleRows):
     def __getitem__(self, indices: np.ndarray) -> RowArrays:
         rows = [self._row(index) for index in np.asarray(indices, dtype=np.int64)]
         places, positions, valid = (np.stack(arrays) for arrays in zip(*rows, strict=True))
-        return RowArrays(self._take(places, valid), positions, self._targets(places + 1, valid))
+        return causal_arrays(self._take(places, valid), positions, self._targets(places + 1, valid))
 
     def num_inputs(self, indices: np.ndarray) -> int:
         return int(self._loads[indices].sum())

@@ -41,7 +41,8 @@ class Session:
         watch.phase("build")
         self.world = World()
         self.task = tasks.load_together(recipe, self.world)
-        self.skeleton = model.skeleton(recipe, self.task.vocabulary_size, self.task.special_tokens)
+        task = self.task
+        self.skeleton = model.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
         check_packing(self.skeleton.config.model_type, recipe.data.packing)
         self.progress = Progress(recipe.steps, recipe.logging.every_steps, enabled=accelerator.is_main_process)
 

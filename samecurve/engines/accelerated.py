@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..adapter import trained_shapes
-from ..loss import count_trained
 from ..model import build, fill
 from ..optim import build_optimizer, parameter_groups, set_learning_rate
 from .base import EvalResult, StepResult, dtype_name, finished
@@ -56,7 +55,7 @@ class AcceleratedEngine:
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
         set_learning_rate(self.optimizer, learning_rate)
         assert len(micro_batches) == self.accumulation_steps, "the loop's batch is not the recipe's"
-        tokens = int(self._sum(sum(count_trained(batch.labels) for batch in micro_batches)))
+        tokens = int(self._sum(sum(self.task.count(**batch.targets) for batch in micro_batches)))
         if tokens == 0:
             return StepResult(loss=0.0, grad_norm=0.0, tokens=0, applied=False)
         # DDP, FSDP and ZeRO average gradients over the ranks; the loss is a mean over tokens, not over ranks
@@ -78,14 +77,18 @@ class AcceleratedEngine:
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         self.model.eval()
-        loss_sum, count = torch.zeros((), dtype=torch.float64, device=self.device), 0
+        loss_sum, count, sums = torch.zeros((), dtype=torch.float64, device=self.device), 0, None
         for batch in micro_batches:
             with torch.no_grad():
-                loss_sum += self._loss(batch)
-            count += count_trained(batch.labels)
+                logits, targets = self._forward(batch)
+                loss_sum += self.task.loss(logits, **targets)
+                found = self.task.statistics(logits, **targets).double()
+            sums = found if sums is None else sums + found
+            count += self.task.count(**batch.targets)
         self.model.train()
         tokens = int(self._sum(count))
-        return EvalResult(loss=self._sum(loss_sum) / max(tokens, 1), tokens=tokens)
+        statistics = tuple(self.accelerator.reduce(sums, reduction="sum").tolist()) if sums.numel() else ()
+        return EvalResult(loss=self._sum(loss_sum) / max(tokens, 1), tokens=tokens, statistics=statistics)
 
     def parameters(self) -> Iterator[tuple[str, Tensor | None]]:
         for name in self.shapes:
@@ -123,7 +126,7 @@ class AcceleratedEngine:
         if self.plan.strategy.family == "fsdp":
             model = self._shard()
         else:
-            model = build(self.skeleton.config, torch.device(self.device), self.recipe.adapter)
+            model = build(type(self.skeleton), self.skeleton.config, torch.device(self.device), self.recipe.adapter)
             self._checkpoint_activations(model)
             model = self.accelerator.prepare_model(model)
         groups = parameter_groups(_unwrapped(model).named_parameters(), self.shapes, self.recipe.optimizer)
@@ -136,7 +139,7 @@ class AcceleratedEngine:
         """Shard on the meta device, then allocate: no rank ever holds a full model."""
         from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
-        model = build(self.skeleton.config, torch.device("meta"), self.recipe.adapter)
+        model = build(type(self.skeleton), self.skeleton.config, torch.device("meta"), self.recipe.adapter)
         self._checkpoint_activations(model)
         model = fsdp2_prepare_model(self.accelerator, model)
         offloaded = self.accelerator.state.fsdp_plugin.cpu_offload
@@ -158,9 +161,12 @@ class AcceleratedEngine:
         return nullcontext()
 
     def _loss(self, batch: MicroBatch) -> Tensor:
+        logits, targets = self._forward(batch)
+        return self.task.loss(logits, **targets)
+
+    def _forward(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         batch = batch.to(self.device)
-        output = self.model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False)
-        return self.task.loss(output.logits, batch.labels)
+        return self.model(**batch.inputs).logits, batch.targets
 
     def _backward(self, loss: Tensor, last: bool) -> None:
         (loss * self.loss_scale.value if self.loss_scale else loss).backward()

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 class StepResult:
     """One optimizer step, the same values on every rank.
 
-    loss: token mean over the step's trained tokens of all ranks and micro-batches, in nats.
+    loss: mean over the step's trained tokens (or what else the task counts) of all ranks and micro-batches, in nats.
     grad_norm: global L2 norm of that loss's gradient before clipping.
-    tokens: trained tokens of this step, all ranks.
+    tokens: how many those were, all ranks.
     applied: False when nothing was updated (no trained token, an fp16 overflow, or a refusal).
     refused: why the step must not be applied (its loss or its gradient is not finite), "" otherwise. No weight, moment
     or counter was touched, and the next step starts clean.
@@ -36,10 +36,14 @@ class StepResult:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """loss: token mean over all evaluation rows, each counted once. tokens: how many were trained on, all ranks."""
+    """loss: mean over all evaluation rows, each counted once. tokens: over how many, all ranks.
+
+    statistics: the sums over all rows of what the task asked for (Task.statistics).
+    """
 
     loss: float
     tokens: int
+    statistics: tuple[float, ...] = ()
 
 
 def finished(loss: float, grad_norm: float, tokens: int, applied: bool, may_rescale: bool) -> StepResult:

@@ -23,7 +23,6 @@ from transformers import PreTrainedModel
 
 from ..adapter import trained_shapes
 from ..errors import ConfigurationError
-from ..loss import count_trained
 from ..model import fill
 from ..optim import build_optimizer, parameter_groups, set_learning_rate
 from ..stages import cut
@@ -67,7 +66,7 @@ class PipelineEngine:
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
         """`micro_batches`: as many as gradient_accumulation_steps; every stage of a pipeline passes the same rows."""
-        local = sum(count_trained(batch.labels) for batch in micro_batches)
+        local = sum(self._task.count(**batch.targets) for batch in micro_batches)
         tokens = int(_sum([local], self.device, self._grid.get_data_parallel_group())[0])
         if tokens == 0:
             return StepResult(loss=0.0, grad_norm=0.0, tokens=0, applied=False)
@@ -87,7 +86,7 @@ class PipelineEngine:
         loss = tokens = 0.0
         if self._engine.is_last_stage():
             loss = sum(value.item() for value in losses)
-            tokens = sum(count_trained(batch.labels) for batch in micro_batches)
+            tokens = sum(self._task.count(**batch.targets) for batch in micro_batches)
         loss, tokens = _sum([loss, tokens], self.device)
         return EvalResult(loss=loss / max(tokens, 1), tokens=int(tokens))
 
@@ -233,7 +232,7 @@ def _check_trained(stages: set[int], num_stages: int) -> None:
 
 def _rows(micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[tuple[Tensor, Tensor], Tensor]]:
     for batch in micro_batches:
-        yield (batch.input_ids, batch.position_ids), batch.labels
+        yield (batch.inputs["input_ids"], batch.inputs["position_ids"]), batch.labels
 
 
 def _sum(values: list[float], device: torch.device, group: dist.ProcessGroup | None = None) -> list[float]:

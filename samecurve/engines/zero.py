@@ -24,7 +24,7 @@ class ZeroEngine(AcceleratedEngine):
 
     def _prepare(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         config = self.accelerator.deepspeed_plugin.deepspeed_config
-        model = build(self.skeleton.config, self._construction(config), self.recipe.adapter)
+        model = build(type(self.skeleton), self.skeleton.config, self._construction(config), self.recipe.adapter)
         self._checkpoint_activations(model)
         # ZeRO-3 replaces every shape by an empty one, so the groups go by the skeleton's
         groups = parameter_groups(model.named_parameters(), self.shapes, self.recipe.optimizer)

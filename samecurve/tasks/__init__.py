@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerFast
 
+    from ..architecture import Head
     from ..config import Recipe
     from ..engines.base import EvalResult
     from ..rows import Rows
@@ -18,16 +19,27 @@ if TYPE_CHECKING:
 
 
 class Task(Protocol):
-    """held_out: None when the recipe holds nothing out. special_tokens: ids for a from-scratch model's config."""
+    """held_out: None when the recipe holds nothing out. special_tokens: ids for a from-scratch model's config.
+
+    head: what the model ends in. The keyword arguments of loss, count and statistics are the rows' targets by name
+    (RowArrays.targets), cut into micro-batches; logits are the model's.
+    """
 
     tokenizer: PreTrainedTokenizerFast
     train: Rows
     held_out: Rows | None
     vocabulary_size: int
     special_tokens: dict[str, int]
+    head: Head
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """fp32 scalar: the sum over the trained tokens, which the engine divides by the step's global count."""
+        """fp32 scalar: the sum over what is counted, which the engine divides by the step's global count."""
+
+    def count(self, labels: Tensor) -> int:
+        """Over how many tokens, rows or pairs the loss is a sum; `tokens` in results. Rows that fill up are none."""
+
+    def statistics(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """1-D: what `metrics` needs beside the loss, to be summed over an evaluation's rows and ranks."""
 
     def metrics(self, result: EvalResult) -> dict[str, float]:
         """The `eval_*` values of metrics.jsonl."""

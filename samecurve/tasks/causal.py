@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from .. import corpus, sources, tokenizer
+from ..architecture import Head
 from ..cache import location
 from ..errors import DataError
-from ..loss import token_loss_sum
+from ..loss import count_trained, token_loss_sum
 from ..rows import DocumentRows, GroupedDocumentRows, Rows, SampleRows
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 class CausalTask:
     """details: what else `describe` says of the data."""
 
+    head = Head()
     tokenizer: PreTrainedTokenizerFast
     train: Rows
     held_out: Rows | None
@@ -43,6 +45,12 @@ class CausalTask:
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         return token_loss_sum(logits, labels)
+
+    def count(self, labels: Tensor) -> int:
+        return count_trained(labels)
+
+    def statistics(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return logits.new_zeros(0)
 
     def metrics(self, result: EvalResult) -> dict[str, float]:
         """eval_loss in nats per token; eval_bits_per_byte, which tokenizers of any vocabulary can be compared by."""
@@ -101,7 +109,7 @@ def document_rows(recipe: Recipe, stream: corpus.TokenStream, padding_token: int
     """One document a row, as the recipe wants them padded."""
     arguments = (stream, recipe.batch.sequence_length, padding_token)
     if recipe.data.group_by_length:
-        return GroupedDocumentRows(*arguments, recipe.batch.global_batch_size)
+        return GroupedDocumentRows(*arguments, global_batch_size=recipe.batch.global_batch_size)
     return DocumentRows(*arguments)
 
 

@@ -34,7 +34,11 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if kept and engine.shard[0] == 0:
         rows = held_out[0]
-        saved = {"logits": kept[0][0], "input_ids": rows.input_ids, "position_ids": rows.position_ids}
+        saved = {
+            "logits": kept[0][0],
+            "input_ids": rows.inputs["input_ids"],
+            "position_ids": rows.inputs["position_ids"],
+        }
         torch.save(saved, folder / "logits.pt")
     export(engine.parameters(), skeleton, task.tokenizer, folder / "model", accelerator.is_main_process)
     accelerator.end_training()

@@ -58,7 +58,7 @@ def held_out_loss(workspace, model) -> tuple[float, int]:
     total, tokens = 0.0, 0
     for batch in EvaluationBatches(task.held_out, 8, (0, 1)):
         with torch.no_grad():
-            logits = model(input_ids=batch.input_ids, position_ids=batch.position_ids).logits.double()
+            logits = model(**batch.inputs).logits.double()
         total += cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum").item()
         tokens += int((batch.labels != -100).sum())
     return total / tokens, tokens

@@ -74,7 +74,7 @@ def batches(workspace, pretrained):
     whole = Batch(global_batch_size=8, micro_batch_size=8, sequence_length=32)
     for (batch,) in StepBatches(task.train, 3, whole, (0, 1), STEPS):
         last = torch.where(batch.labels != -100, batch.labels, 0)[:, -1:]
-        ids = torch.cat([batch.input_ids, last], dim=1)
+        ids = torch.cat([batch.inputs["input_ids"], last], dim=1)
         trained = torch.cat([torch.ones(8, 1, dtype=torch.long), (batch.labels != -100).long()], dim=1)
         yield ids, trained, ids.masked_fill(trained == 0, -100)
 

@@ -46,7 +46,7 @@ def adapted_recipe(path, seed=0, **fields) -> SimpleNamespace:
 def filled(made, names=None):
     """A model of the recipe on the CPU."""
     shape = skeleton(made, 64)
-    model = build(shape.config, torch.device("cpu"), made.adapter)
+    model = build(type(shape), shape.config, torch.device("cpu"), made.adapter)
     tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
     with torch.no_grad():
         fill(shape, made, lambda name, tensor: tensors[name].copy_(tensor), names)

@@ -31,9 +31,13 @@ def all_rows(rows):
     return rows[np.arange(len(rows))]
 
 
+def in_order(arrays):
+    return arrays.inputs["input_ids"], arrays.inputs["position_ids"], arrays.labels
+
+
 def test_packed_rows_by_hand():
     rows = PackedRows(stream([1, 2, 3], [4, 5], [6, 7, 8, 9]), sequence_length=5, padding_token=PAD)
-    input_ids, position_ids, labels = all_rows(rows)
+    input_ids, position_ids, labels = in_order(all_rows(rows))
     assert len(rows) == 2
     assert input_ids.tolist() == [[1, 2, 3, 4, 5], [6, 7, 8, 9, PAD]]
     assert position_ids.tolist() == [[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]]
@@ -44,7 +48,7 @@ def test_packed_rows_by_hand():
 
 def test_packed_rows_that_cut_a_document():
     rows = PackedRows(stream([1, 2, 3, 4, 5, 6, 7], [8, 9]), sequence_length=3, padding_token=PAD)
-    input_ids, position_ids, labels = all_rows(rows)
+    input_ids, position_ids, labels = in_order(all_rows(rows))
     assert input_ids.tolist() == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
     assert position_ids.tolist() == [[0, 1, 2], [0, 1, 2], [0, 0, 1]]
     assert labels.tolist() == [[2, 3, 4], [5, 6, 7], [X, 9, X]]
@@ -52,7 +56,7 @@ def test_packed_rows_that_cut_a_document():
 
 def test_document_rows_by_hand():
     rows = DocumentRows(stream([1, 2, 3], [4], [5, 6, 7, 8], [9, 10, 11, 12, 13, 14]), 3, padding_token=PAD)
-    input_ids, position_ids, labels = all_rows(rows)
+    input_ids, position_ids, labels = in_order(all_rows(rows))
     assert input_ids.tolist() == [[1, 2, 3], [5, 6, 7], [9, 10, 11]]
     assert position_ids.tolist() == [[0, 1, 2]] * 3
     assert labels.tolist() == [[2, 3, X], [6, 7, 8], [10, 11, 12]]
@@ -60,7 +64,7 @@ def test_document_rows_by_hand():
 
 
 def test_document_rows_are_padded():
-    input_ids, _, labels = all_rows(DocumentRows(stream([1, 2]), 4, padding_token=PAD))
+    input_ids, _, labels = in_order(all_rows(DocumentRows(stream([1, 2]), 4, padding_token=PAD)))
     assert input_ids.tolist() == [[1, 2, PAD, PAD]]
     assert labels.tolist() == [[2, X, X, X]]
 
@@ -132,8 +136,8 @@ def test_padding_changes_no_trained_logit(family):
     first, second = (all_rows(DocumentRows(stream([1, 2, 3, 4]), 9, token)) for token in (5, 77))
     logits = [
         model(
-            input_ids=torch.from_numpy(rows.input_ids),
-            position_ids=torch.from_numpy(rows.position_ids),
+            input_ids=torch.from_numpy(rows.inputs["input_ids"]),
+            position_ids=torch.from_numpy(rows.inputs["position_ids"]),
             use_cache=False,
         ).logits[0, :4]
         for rows in (first, second)
@@ -149,7 +153,7 @@ def step_content(rows, world: int, micro: int, step: int) -> Counter:
     """The multiset of rows that all ranks together read in a step."""
     shards = [StepBatches(rows, 3, batch(8, micro), (rank, world), 9).at(step) for rank in range(world)]
     assert {len(shard) for shard in shards} == {8 // (world * micro)}
-    assert {tuple(m.input_ids.shape) for shard in shards for m in shard} == {(micro, 6)}
+    assert {tuple(m.inputs["input_ids"].shape) for shard in shards for m in shard} == {(micro, 6)}
     return Counter(tuple(row.tolist()) for shard in shards for m in shard for row in m.labels)
 
 
@@ -165,8 +169,8 @@ def test_a_step_reads_the_same_rows_under_any_shard_and_micro_batch(rows_class):
 
 def test_an_epoch_reads_every_row_once():
     rows = DocumentRows(random_stream(24, longest=12, vocabulary=1000), 6, PAD)
-    read = [m.input_ids for step in range(3) for m in StepBatches(rows, 0, batch(), (0, 1), 3).at(step)]
-    assert sorted(torch.cat(read).tolist()) == sorted(all_rows(rows).input_ids.tolist())
+    read = [m.inputs["input_ids"] for step in range(3) for m in StepBatches(rows, 0, batch(), (0, 1), 3).at(step)]
+    assert sorted(torch.cat(read).tolist()) == sorted(all_rows(rows).inputs["input_ids"].tolist())
 
 
 def test_iteration_is_the_pure_function_and_counts():

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from samecurve.config import Adapter, Model
 from samecurve.errors import ConfigurationError, DataError
@@ -266,5 +266,5 @@ def test_dropout_is_told_by_name():
 
 
 def test_build_on_a_device_leaves_no_meta_tensor():
-    made = build(skeleton(recipe(LLAMA), 64, TOKENS).config, torch.device("cpu"))
+    made = build(LlamaForCausalLM, skeleton(recipe(LLAMA), 64, TOKENS).config, torch.device("cpu"))
     assert not any(p.is_meta for p in made.parameters()) and json.dumps(made.config.use_cache) == "false"

@@ -108,8 +108,11 @@ def test_training_and_EvaluationBatches_of_a_real_task(tmp_path, packing):
     recipe = make_recipe(tmp_path, {"held_out_fraction": 0.3, "packing": packing})
     task = tasks.load(recipe)
     (micro_batches,) = StepBatches(task.train, recipe.seed, recipe.batch, (1, 2), num_steps=1)
-    assert [tuple(m.input_ids.shape) for m in micro_batches] == [(1, 16), (1, 16)]
-    assert all(m.input_ids.dtype == m.position_ids.dtype == m.labels.dtype == torch.int64 for m in micro_batches)
+    assert [tuple(m.inputs["input_ids"].shape) for m in micro_batches] == [(1, 16), (1, 16)]
+    assert all(
+        m.inputs["input_ids"].dtype == m.inputs["position_ids"].dtype == m.labels.dtype == torch.int64
+        for m in micro_batches
+    )
     shards = [EvaluationBatches(task.held_out, 2, (rank, 2)) for rank in range(2)]
     trained = sum(int((m.labels != IGNORE_INDEX).sum()) for shard in shards for m in shard)
     assert trained == task.held_out.num_targets

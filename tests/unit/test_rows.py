@@ -39,10 +39,14 @@ def all_rows(rows):
     return rows[np.arange(len(rows))]
 
 
+def in_order(arrays):
+    return arrays.inputs["input_ids"], arrays.inputs["position_ids"], arrays.labels
+
+
 def test_packed_samples_by_hand():
     samples = stream([1, 2, 3], [4, 5, 6, 7, 8], [9, 10], [11, 12, 13], trained="001 01011 01 000")
     rows = PackedSampleRows(samples, 6, PAD)
-    input_ids, position_ids, labels = all_rows(rows)
+    input_ids, position_ids, labels = in_order(all_rows(rows))
     # 4 places of the second sample and 2 of the first; the third does not fit any more; the last trains nothing
     assert input_ids.tolist() == [[4, 5, 6, 7, 1, 2], [9, PAD, PAD, PAD, PAD, PAD]]
     assert position_ids.tolist() == [[0, 1, 2, 3, 0, 1], [0, 1, 2, 3, 4, 5]]
@@ -77,7 +81,7 @@ def test_every_marked_token_that_fits_is_a_target_once(rows_class, sequence_leng
 def test_no_sample_is_cut_in_two_and_every_one_begins_at_position_0():
     samples = random_stream(200, longest=30)
     rows = PackedSampleRows(samples, 40, PAD)
-    input_ids, position_ids, _ = all_rows(rows)
+    input_ids, position_ids, _ = in_order(all_rows(rows))
     found = []
     for ids, positions, index in zip(input_ids, position_ids, range(len(rows)), strict=True):
         starts = np.flatnonzero(positions == 0)
@@ -131,7 +135,7 @@ def test_grouped_rows_lose_nothing_but_padding():
     for step in range(len(rows) // 4):
         micro_batches = [micro for shard in shards for micro in shard.at(step)]
         together = rows.width(shards[0].rows_of(step))
-        assert {micro.input_ids.shape for micro in micro_batches} == {(1, together)}
+        assert {micro.inputs["input_ids"].shape for micro in micro_batches} == {(1, together)}
         trained += sum(int((micro.labels != X).sum()) for micro in micro_batches)
         widths.add(together)
     assert widths <= {64, 128, 192, 200} and len(widths) > 2
@@ -204,7 +208,7 @@ def largest_difference(family: str, attention: str) -> float:
     config = AutoConfig.for_model(family, **fields)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
     rows = PackedSampleRows(stream(*SAMPLES), 16, PAD)
-    input_ids, position_ids, _ = map(torch.from_numpy, all_rows(rows))
+    input_ids, position_ids, _ = map(torch.from_numpy, in_order(all_rows(rows)))
     packed = model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
     found = []
     for row in range(len(rows)):
