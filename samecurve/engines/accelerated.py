@@ -141,6 +141,7 @@ class AcceleratedEngine:
 
         model = build(type(self.skeleton), self.skeleton.config, torch.device("meta"), self.recipe.adapter)
         self._checkpoint_activations(model)
+        _leave_embeddings(model)
         model = fsdp2_prepare_model(self.accelerator, model)
         offloaded = self.accelerator.state.fsdp_plugin.cpu_offload
         model.to_empty(device="cpu" if getattr(offloaded, "pin_memory", False) else self.device)
@@ -256,6 +257,16 @@ class AcceleratedEngine:
 def _unwrapped(model: nn.Module) -> nn.Module:
     """`accelerator.unwrap_model` would load deepspeed for every strategy."""
     return getattr(model, "module", model)
+
+
+def _leave_embeddings(model: PreTrainedModel) -> None:
+    """Accelerate shards the token embedding by itself, and fails where BERT and others name the module around it, too,
+    as one to keep whole (seen with accelerate 1.15)."""
+    tokens = model.get_input_embeddings()
+    around = {
+        type(module).__name__ for module in model.modules() if any(child is tokens for child in module.children())
+    }
+    model._no_split_modules = set(model._no_split_modules or ()) - around
 
 
 def _local(tensor: Tensor) -> Tensor:
