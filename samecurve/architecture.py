@@ -52,12 +52,10 @@ class Head:
     """What a model ends in. kind: which of transformers' Auto classes builds it.
 
     fields: what the task sets in the model's config, pretrained or not: names of classes, the token that pads.
-    may_be_new: whether a pretrained base may come without the head's weights, which are then made as from scratch.
     """
 
     kind: str = "causal_lm"
     fields: dict[str, Any] = field(default_factory=dict)
-    may_be_new: bool = False
 
     def model_class(self, config: PreTrainedConfig) -> type[PreTrainedModel] | None:
         """None where the family has no such head."""
@@ -100,6 +98,10 @@ def model_config(
         raise ConfigurationError(f"batch.sequence_length: {text}")
     config._attn_implementation = settings.attention
     return config
+
+
+def is_classifier(model: PreTrainedModel) -> bool:
+    return Head("sequence_classification").model_class(model.config) is type(model)
 
 
 def check_causal(model: PreTrainedModel) -> None:

@@ -62,11 +62,17 @@ class Tokenizer(Section):
 
 
 class Data(Section):
-    """`text_column` is pretrain's. sft reads `messages_column`, or `prompt_column` and `completion_column`."""
+    """sft reads `messages_column`, or `prompt_column` and `completion_column`; the other tasks read `text_column`.
+
+    classify also reads `text_pair_column` and `label_column`; `labels` names its classes in their order.
+    """
 
     path: Name | None = None
     pattern: str | None = None
     text_column: str = "text"
+    text_pair_column: Name | None = None
+    label_column: Name = "label"
+    labels: Annotated[tuple[Name, ...], Field(min_length=2, strict=False)] | None = None
     messages_column: Name | None = None
     prompt_column: Name | None = None
     completion_column: Name | None = None
@@ -159,7 +165,7 @@ class Logging(Section):
 
 
 class Recipe(Section):
-    task: Literal["pretrain", "sft"] = "pretrain"
+    task: Literal["pretrain", "sft", "classify", "mlm"] = "pretrain"
     output_dir: Name
     seed: int = Field(0, ge=0, le=LARGEST_SEED)
     steps: PositiveInt

@@ -6,7 +6,7 @@ import difflib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from . import sources
@@ -20,7 +20,6 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 # What other schemas call them, for the message.
 _OTHER_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "function": "tool"}
 _MAY_BE_EMPTY = ("system", "developer", "tool")
-_SHOWN_PROBLEMS = 10
 
 
 @dataclass(frozen=True)
@@ -75,25 +74,9 @@ class ConversationSource(sources.Source):
 
     def check(self) -> None:
         """All rows once, so that a mistake in the last one is told before minutes of tokenising."""
-        found: list[str] = []
-        num_rows = 0
-        try:
-            for place, row in self._rows():
-                num_rows += 1
-                try:
-                    conversation(place, row, self.schema)
-                except DataError as error:
-                    found.append(str(error))
-        except DataError as error:  # the rows end here: the file itself is broken
-            found.append(str(error))
-        if not found and not num_rows:
-            raise DataError(f"{self.name}: holds no row; each line of a jsonl file is one conversation")
-        if len(found) > 1:
-            more = len(found) - _SHOWN_PROBLEMS
-            lines = found[:_SHOWN_PROBLEMS] + ([f"and {more} more"] if more > 0 else [])
-            raise DataError("\n".join([f"{self.name}: {len(found)} rows cannot be used", *(f"  {x}" for x in lines)]))
-        if found:
-            raise DataError(found[0])
+        rows = self._rows()
+        read = partial(conversation, schema=self.schema)
+        sources.check_rows(self.name, rows, read, "each line of a jsonl file is one conversation")
 
     def texts(self, document: Conversation) -> list[str]:
         return [message["content"] for message in document.messages if message.get("content")]

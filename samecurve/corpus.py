@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 # Part of the cache key: raise it when the tokens written for the same input change.
-_VERSION = 3
+_VERSION = 4
 _BATCH_CHARACTERS = 1 << 20
 _PLAIN_LINE_SECONDS = 30.0
 PARTS = ("train", "held_out")
@@ -36,12 +36,15 @@ class TokenStream:
 
     tokens: (num_tokens,), unsigned. offsets: (num_documents + 1,) int64, where each document starts, then num_tokens.
     trained: (num_tokens,) uint8, 1 where a token is to be predicted; None: all are.
+    segments: (num_tokens,) uint8, which text of a pair a token is from. labels: (num_documents,) int64, their classes.
     """
 
     tokens: np.ndarray
     offsets: np.ndarray
     fingerprint: str
     trained: np.ndarray | None = None
+    segments: np.ndarray | None = None
+    labels: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -60,21 +63,25 @@ def vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:
 
 
 class Encoded(NamedTuple):
-    """A document's token ids, [] when nothing is in it, and which of them are to be predicted (None: all)."""
+    """A document's token ids, [] when nothing is in it, and what TokenStream keeps beside them."""
 
     tokens: Sequence[int] | np.ndarray
-    trained: np.ndarray | None = None
+    trained: Sequence[int] | np.ndarray | None = None
+    segments: Sequence[int] | np.ndarray | None = None
+    label: int | None = None
 
 
 class Encoder(ABC):
     """Documents to token ids, with a copy of the tokenizer's Rust part, which uses every core.
 
     The copy neither truncates nor pads. identity: changes when the ids for the same document do. masked: whether some
-    tokens are not trained. counts: what was noticed in the documents so far, by name. DataError for a tokenizer without
-    such a part or without an end-of-text token.
+    tokens are not trained. segmented, labelled: whether documents have segments and a label. counts: what was noticed
+    in the documents so far, by name. DataError for a tokenizer without such a part, or without an end-of-text token
+    where that ends texts.
     """
 
-    masked = False
+    masked = segmented = labelled = False
+    ends_texts = True
     counted: tuple[str, ...] = ()
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast):
@@ -82,10 +89,10 @@ class Encoder(ABC):
 
         if not hasattr(tokenizer, "backend_tokenizer"):
             raise DataError(f"{tokenizer.name_or_path}: only fast tokenizers (with a tokenizer.json) are supported")
-        if tokenizer.eos_token_id is None:
+        if self.ends_texts and tokenizer.eos_token_id is None:
             raise DataError(f"{tokenizer.name_or_path}: no eos_token; name one in tokenizer_config.json")
         self._begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-        self._end = [tokenizer.eos_token_id]
+        self._end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         self._rust = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self._rust.no_truncation()
         self._rust.no_padding()
@@ -93,6 +100,11 @@ class Encoder(ABC):
         self.identity = digest(self._rust.to_str(), self._begin, self._end)
         self.counts = dict.fromkeys(self.counted, 0)
         self.dtype = np.dtype(np.uint16 if vocabulary_size(tokenizer) <= 1 << 16 else np.uint32)
+
+    @property
+    def beside(self) -> list[str]:
+        """What is kept for each token beside its id, by its name in TokenStream."""
+        return [name for name, wanted in (("trained", self.masked), ("segments", self.segmented)) if wanted]
 
     @abstractmethod
     def encode(self, documents: list) -> list[Encoded]: ...
@@ -148,7 +160,8 @@ def _write(directory: Path, source: Source, encoder: Encoder, held_out_fraction:
     meta = {
         "source": source.name,
         "dtype": encoder.dtype.name,
-        "masked": encoder.masked,
+        "beside": encoder.beside,
+        "labelled": encoder.labelled,
         "num_tokens": counts,
         "empty_documents": num_empty,
         "counts": {name: count - before[name] for name, count in encoder.counts.items()},
@@ -157,28 +170,31 @@ def _write(directory: Path, source: Source, encoder: Encoder, held_out_fraction:
 
 
 class _Writer:
-    """The files of one part: tokens and marks as they come, the offsets at the end."""
+    """The files of one part: tokens and what is kept beside them as they come, offsets and labels at the end."""
 
     def __init__(self, directory: Path, part: str, encoder: Encoder):
         self.offsets = array.array("q", [0])
-        self._dtype, self._offsets_path = encoder.dtype, directory / f"{part}_offsets.npy"
+        self.labels = array.array("q") if encoder.labelled else None
+        self._dtype, self._directory, self._part = encoder.dtype, directory, part
         self._tokens = open(directory / f"{part}.bin", "wb")
-        self._trained = open(directory / f"{part}_trained.bin", "wb") if encoder.masked else None
+        self._beside = {name: open(directory / f"{part}_{name}.bin", "wb") for name in encoder.beside}
 
     def __enter__(self) -> _Writer:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._tokens.close()
-        if self._trained:
-            self._trained.close()
-        if error is None:
-            np.save(self._offsets_path, np.frombuffer(self.offsets, dtype=np.int64))
+        for file in (self._tokens, *self._beside.values()):
+            file.close()
+        for name, values in (("offsets", self.offsets), ("labels", self.labels)):
+            if error is None and values is not None:
+                np.save(self._directory / f"{self._part}_{name}.npy", np.array(values, dtype=np.int64))
 
     def append(self, encoded: Encoded) -> None:
         np.asarray(encoded.tokens, dtype=self._dtype).tofile(self._tokens)
-        if self._trained:
-            encoded.trained.astype(np.uint8).tofile(self._trained)
+        for name, file in self._beside.items():
+            np.asarray(getattr(encoded, name), dtype=np.uint8).tofile(file)
+        if self.labels is not None:
+            self.labels.append(encoded.label)
         self.offsets.append(self.offsets[-1] + len(encoded.tokens))
 
 
@@ -200,8 +216,11 @@ def _map(directory: Path, part: str, meta: dict, key: str) -> TokenStream:
     num_tokens = meta["num_tokens"][part]
     tokens = _map_file(directory / f"{part}.bin", np.dtype(meta["dtype"]), num_tokens)
     offsets = np.load(directory / f"{part}_offsets.npy", mmap_mode="r")
-    trained = _map_file(directory / f"{part}_trained.bin", np.dtype(np.uint8), num_tokens) if meta["masked"] else None
-    return TokenStream(tokens, offsets, digest(key, part), trained)
+    marks = {
+        name: _map_file(directory / f"{part}_{name}.bin", np.dtype(np.uint8), num_tokens) for name in meta["beside"]
+    }
+    labels = np.load(directory / f"{part}_labels.npy", mmap_mode="r") if meta["labelled"] else None
+    return TokenStream(tokens, offsets, digest(key, part), **marks, labels=labels)
 
 
 def _map_file(file: Path, dtype: np.dtype, num_tokens: int) -> np.ndarray:

@@ -1,14 +1,16 @@
-"""builtin:python-functions: the documented functions of the standard library as chats, from signature to body."""
+"""The documented functions of the standard library: as chats, from signature to body, and as texts to classify."""
 
 from __future__ import annotations
 
 import ast
+import sysconfig
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from .conversations import Conversation, ConversationSource
+from .examples import Example, ExampleSource
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -37,6 +39,39 @@ class FunctionSource(ConversationSource):
                     seen.add((prompt, body))
                     messages = ({"role": "user", "content": prompt}, {"role": "assistant", "content": body})
                     yield Conversation(f"{file}:{line}", messages)
+
+
+# Of about the same size, and about things that are not alike.
+PACKAGES = ("asyncio", "email", "logging", "multiprocessing", "tkinter", "unittest", "xml")
+_MOST_PER_PACKAGE = 200
+
+
+@dataclass(frozen=True)
+class ModuleSource(ExampleSource):
+    """builtin:python-modules: a documented function's code, and which package of the standard library it is from."""
+
+    names: tuple[str, ...] | None = PACKAGES
+
+    @property
+    def identity(self) -> str:
+        return "modules"
+
+    def check(self) -> None:
+        """Nothing of this was written by the user."""
+
+    def documents(self) -> Iterator[Example]:
+        """Each function once, at most _MOST_PER_PACKAGE of a package, so that no class is the answer to most."""
+        root = Path(sysconfig.get_paths()["stdlib"])
+        counts = dict.fromkeys(PACKAGES, 0)
+        seen = set()
+        for file in self.files:
+            package = file.relative_to(root).parts[0].removesuffix(".py")
+            for line, prompt, body in _functions(file) if package in counts else ():
+                code = function(prompt, body)
+                if code not in seen and counts[package] < _MOST_PER_PACKAGE:
+                    seen.add(code)
+                    counts[package] += 1
+                    yield Example(f"{file}:{line}", code, None, package)
 
 
 def _functions(file: Path) -> Iterator[tuple[int, str, str]]:

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from . import adapter as adapters
-from .architecture import CAUSAL, Head, check_causal, model_config, reason
+from .architecture import CAUSAL, Head, check_causal, is_classifier, model_config, reason
 from .config import Adapter, Recipe
 from .errors import ConfigurationError
 
@@ -115,7 +115,9 @@ def _source(model: PreTrainedModel, recipe: Recipe, wanted: set[str]) -> Iterato
     if not recipe.model.path:
         yield from _seeded(model, recipe.seed, wanted)
         return
-    for name, tensor in _pretrained(model, recipe.model.path, wanted - added.keys()):
+    new = new_names(model, recipe.model.path)
+    yield from _seeded(model, recipe.seed, wanted & new)
+    for name, tensor in _pretrained(model, recipe.model.path, wanted - added.keys() - new):
         yield name, tensor
         derived = adapters.magnitude(model, name, tensor) if added else None
         if derived is not None:
@@ -191,6 +193,22 @@ def _pretrained(model: PreTrainedModel, path: str, wanted: set[str]) -> Iterator
                 f"{file}: {key} has the shape {tuple(tensor.shape)}, the config needs {tuple(expected)}"
             )
         yield aliases[0], tensor
+
+
+def new_names(model: PreTrainedModel, path: str | None) -> set[str]:
+    """Parameters of a classifier that its pretrained base comes without: the head's, and those of a pooler before it.
+
+    Language models are pretrained without either. What else is missing is an error.
+    """
+    if path is None or not is_classifier(model):
+        return set()
+    files, base = weight_files(path), f"{model.base_model_prefix}."
+    return {
+        aliases[0]
+        for aliases in _aliases(model)
+        if not any(key in files for alias in aliases for key in _stored_names(model, alias))
+        and (not aliases[0].startswith(base) or ".pooler." in aliases[0])
+    }
 
 
 def _aliases(model: PreTrainedModel) -> list[list[str]]:

@@ -32,6 +32,17 @@ def rows_at(positions: np.ndarray, num_rows: int, seed: int) -> np.ndarray:
     return rows.astype(np.int64).reshape(shape)
 
 
+def uniform(positions: np.ndarray, width: int, seed: int, draw: int) -> np.ndarray:
+    """float64 (len(positions), width) in [0, 1): what is random in the rows that are read at these positions.
+
+    draw: a small number; another one gives independent values.
+    """
+    start = np.array([(seed * _GOLDEN + draw + 1) & _MASK], dtype=np.uint64)
+    keys = _mix(_mix(start) + np.asarray(positions, dtype=np.uint64) * np.uint64(_GOLDEN))
+    steps = np.arange(width, dtype=np.uint64) * np.uint64(_GOLDEN)
+    return (_mix(keys[:, None] + steps) >> np.uint64(11)) * 2.0**-53
+
+
 def _feistel(values: np.ndarray, keys: np.ndarray, half_bits: np.uint64) -> np.ndarray:
     """A bijection of [0, 4 ** half_bits), one key per value."""
     low_half = (np.uint64(1) << half_bits) - np.uint64(1)

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from .config import Adapter
 from .documents import describe
-from .sources import BUILTIN, FUNCTIONS
+from .sources import BUILTIN, FUNCTIONS, MODULES
 
 if TYPE_CHECKING:
     from .recipe import Source
 
 Finding = tuple[str, str]
-# What only one task reads, with its default: where another one runs, it would do nothing.
+# What not all tasks read, with its default: where another one runs, it would do nothing.
 _KEYS_OF_TASKS = {
-    "pretrain": {"data.text_column": "text"},
-    "sft": {
+    ("pretrain", "classify", "mlm"): {"data.text_column": "text"},
+    ("sft",): {
         "data.messages_column": None,
         "data.prompt_column": None,
         "data.completion_column": None,
@@ -27,8 +27,10 @@ _KEYS_OF_TASKS = {
         "data.train_on": "assistant",
         "tokenizer.chat_template": None,
     },
+    ("classify",): {"data.text_pair_column": None, "data.label_column": "label", "data.labels": None},
 }
-_BUILTINS = {"pretrain": BUILTIN, "sft": FUNCTIONS}
+_BUILTINS = {"pretrain": BUILTIN, "sft": FUNCTIONS, "classify": MODULES, "mlm": BUILTIN}
+_CAUSAL = ("pretrain", "sft")
 
 
 def apply(source: Source) -> None:
@@ -128,13 +130,28 @@ def _data(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 
 def _task(value: Callable[[str], Any]) -> Iterator[Finding]:
-    for task, keys in _KEYS_OF_TASKS.items():
+    task = value("task")
+    for tasks, keys in _KEYS_OF_TASKS.items():
+        readers = f"task {tasks[0]} reads" if len(tasks) == 1 else f"the tasks {', '.join(tasks)} read"
         for key, default in keys.items():
-            if task != value("task") and value(key) != default:
-                yield key, f"found {describe(value(key))}, but only task {task} reads it and task is {value('task')}"
+            if task not in tasks and value(key) != default:
+                yield key, f"found {describe(value(key))}, but only {readers} it and task is {task}"
+    if task in _CAUSAL:
+        return
+    if value("data.packing"):
+        yield "data.packing", f"found true, but a row of task {task} holds one text; set it to false"
+    if value("adapter.name") is not None:
+        text = f"found {value('adapter.name')}, but task {task} trains whole models only yet; set it to null"
+        yield "adapter.name", text
 
 
 def _columns(value: Callable[[str], Any]) -> Iterator[Finding]:
+    labels = value("data.labels") or ()
+    twice = next((name for name in labels if labels.count(name) > 1), None)
+    if twice is not None:
+        yield "data.labels", f"{twice} is there twice; each name is one class"
+    if labels and value("data.path") == MODULES:
+        yield "data.labels", f"given, but the classes of {MODULES} are known; leave it out"
     others = [key for key in ("data.prompt_column", "data.completion_column") if value(key) is not None]
     if value("data.messages_column") is not None and others:
         yield "data.messages_column", f"given together with {others[0]}; a row is one or the other, keep one of them"

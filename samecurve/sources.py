@@ -8,7 +8,7 @@ import os
 import sysconfig
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,10 +22,12 @@ if TYPE_CHECKING:
 
 BUILTIN = "builtin:python-stdlib"
 FUNCTIONS = "builtin:python-functions"  # for sft
+MODULES = "builtin:python-modules"  # for classify
 TEXTS = frozenset(".txt .text .md .rst .tex .html .xml .py .c .h .cc .cpp .rs .go .java .js .ts .sh .sql".split())
 # The last two are the library's own, but tables of characters and pages of help instead of code.
 _NOT_STDLIB = frozenset("test tests idlelib site-packages dist-packages __pycache__ encodings pydoc_data".split())
 _RACY_SECONDS = 2.0
+_SHOWN_PROBLEMS = 10
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,31 @@ def find(name: str, pattern: str | None = None, text_column: str = "text") -> So
     if not root.is_dir():
         raise DataError(f"{name}: data.path does not exist; give a file, a folder, or {BUILTIN}")
     return Source(name, _folder_files(root, name, pattern), text_column)
+
+
+def check_rows(
+    name: str, rows: Iterator[tuple[str, dict]], read: Callable[[str, dict], object], what_a_row_is: str
+) -> None:
+    """Read every (place, row) of a table. Raises DataError that tells the first problems of all rows together."""
+    found: list[str] = []
+    num_rows = 0
+    try:
+        for place, row in rows:
+            num_rows += 1
+            try:
+                read(place, row)
+            except DataError as error:
+                found.append(str(error))
+    except DataError as error:  # the rows end here: the file itself is broken
+        found.append(str(error))
+    if not found and not num_rows:
+        raise DataError(f"{name}: holds no row; {what_a_row_is}")
+    if len(found) > 1:
+        more = len(found) - _SHOWN_PROBLEMS
+        lines = found[:_SHOWN_PROBLEMS] + ([f"and {more} more"] if more > 0 else [])
+        raise DataError("\n".join([f"{name}: {len(found)} rows cannot be used", *(f"  {x}" for x in lines)]))
+    if found:
+        raise DataError(found[0])
 
 
 def fingerprint(source: Source, cache: Path) -> str:

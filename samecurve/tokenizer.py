@@ -13,7 +13,7 @@ import numpy as np
 from . import sources
 from .cache import cached, digest, location
 from .corpus import reading, training_texts, vocabulary_size
-from .errors import ConfigurationError
+from .errors import ConfigurationError, DataError
 from .tables import read_text
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .config import Recipe
 
 BEGIN_OF_TEXT, END_OF_TEXT = "<|begin_of_text|>", "<|end_of_text|>"
+MASK = "<|mask|>"  # for mlm
 BEGIN_OF_TURN, END_OF_TURN = "<|im_start|>", "<|im_end|>"
 # ChatML, for the tokenizers that are trained here: what is inside of `generation` is what a model learns to write.
 CHAT_TEMPLATE = """\
@@ -36,7 +37,7 @@ CHAT_TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 # Part of the cache key: raise it when training on the same documents gives another tokenizer.
-_VERSION = 2
+_VERSION = 3
 
 
 def load(recipe: Recipe, find: Callable[[str], sources.Source] | None = None) -> PreTrainedTokenizerFast:
@@ -62,6 +63,20 @@ def _load(recipe: Recipe, find: Callable[[str], sources.Source] | None) -> PreTr
     if path is None:
         raise ConfigurationError("no tokenizer: set tokenizer.path, or tokenizer.vocabulary_size to train one")
     return _pretrained(path)
+
+
+def padding(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """The tokenizer itself. Raises DataError where it names no token that pads."""
+    if tokenizer.pad_token_id is None:
+        example = f", for example its eos_token {tokenizer.eos_token}" if tokenizer.eos_token else ""
+        raise DataError(f"{tokenizer.name_or_path}: has no pad_token; name one in tokenizer_config.json{example}")
+    return tokenizer
+
+
+def special_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
+    """For a from-scratch model's config."""
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return {name: getattr(tokenizer, name) for name in names if getattr(tokenizer, name) is not None}
 
 
 def byte_lengths(tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
@@ -110,7 +125,8 @@ def _trained(recipe: Recipe, source: sources.Source) -> PreTrainedTokenizerFast:
 
     size, fraction = recipe.tokenizer.vocabulary_size, sources.held_out_fraction(recipe)
     cache, chat = location(recipe.data.cache_dir), recipe.task == "sft"
-    markers = (BEGIN_OF_TEXT, END_OF_TEXT, *((BEGIN_OF_TURN, END_OF_TURN) if chat else ()))
+    more = {"sft": (BEGIN_OF_TURN, END_OF_TURN), "mlm": (MASK,)}.get(recipe.task, ())
+    markers = (BEGIN_OF_TEXT, END_OF_TEXT, *more)
     key = digest(_VERSION, sources.fingerprint(source, cache), source.identity, fraction, size, *markers[2:])
     build = partial(_train, source=source, held_out_fraction=fraction, vocabulary_size=size, special_tokens=markers)
     directory = cached(cache / "tokenizers" / key, build)
@@ -123,6 +139,8 @@ def _trained(recipe: Recipe, source: sources.Source) -> PreTrainedTokenizerFast:
     )
     if chat:
         tokenizer.chat_template = CHAT_TEMPLATE
+    if recipe.task == "mlm":
+        tokenizer.mask_token = MASK
     return tokenizer
 
 
@@ -149,7 +167,9 @@ def _train(
         tokenizer.train_from_iterator(_watched(training_texts(source, held_out_fraction), advance), trainer)
     # For whoever loads the export: a prompt begins as every training document did.
     begin = (BEGIN_OF_TEXT, tokenizer.token_to_id(BEGIN_OF_TEXT))
-    tokenizer.post_processor = processors.TemplateProcessing(f"{BEGIN_OF_TEXT} $A", special_tokens=[begin])
+    end = (END_OF_TEXT, tokenizer.token_to_id(END_OF_TEXT))
+    pair = f"{BEGIN_OF_TEXT} $A {END_OF_TEXT} $B:1"
+    tokenizer.post_processor = processors.TemplateProcessing(f"{BEGIN_OF_TEXT} $A", pair, special_tokens=[begin, end])
     tokenizer.save(str(directory / "tokenizer.json"))
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from ..records import plain
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
@@ -18,7 +20,7 @@ _NOT_ARCHITECTURE = frozenset("_name_or_path transformers_version dtype torch_dt
 
 def identity(config: PreTrainedConfig, task: Task) -> dict:
     """What is trained, on what: the architecture's numbers and the rows' fingerprint."""
-    fields = config.to_dict()
+    fields = plain(config.to_dict())  # as it comes back from state.json: names of classes have numbers as keys
     kept = {key for key in fields if key not in _NOT_ARCHITECTURE and "attn_implementation" not in key}
     return {
         "model": {key: fields[key] for key in kept},

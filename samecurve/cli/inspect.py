@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from .. import recipe as recipes
+from ..errors import ConfigurationError
 from ..inspection import Part, Sample, inspect
 from ..records import write_text
 
@@ -28,6 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     recipe = recipes.checked(arguments.recipe, arguments.overrides)
+    if recipe.task not in ("pretrain", "sft"):
+        raise ConfigurationError(f"task: found {recipe.task}, which inspect cannot show yet; it shows pretrain and sft")
     from .. import tasks
 
     findings = inspect(f"{arguments.recipe}: {recipe.data.path}", tasks.load(recipe), arguments.samples)

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from .launchers import Launch
     from .resolve import Files, Strategy
 
+# Those whose loss is a function of the last stage's logits alone, for models that stages.py can cut.
+_PIPELINED = ("pretrain", "sft")
+
 
 def check(source: Source, files: Files, strategy: Strategy, launch: Launch) -> None:
     """Add the problems of both files, of the number of processes and of the batch to their documents."""
@@ -33,6 +36,10 @@ def check(source: Source, files: Files, strategy: Strategy, launch: Launch) -> N
         if strategy.family == "pipeline" and source.value("data.group_by_length"):
             text = "found true, but the stages of a pipeline exchange tensors of one shape; set it to false"
             source.document.problem(("data", "group_by_length"), text)
+        task = source.value("task")
+        if strategy.family == "pipeline" and task not in _PIPELINED:
+            text = f"found {task}, but a pipeline cuts causal language models only; use another strategy"
+            source.document.problem(("task",), f"{text}, for example configs/fsdp.yaml")
     wrong_world = [*launch.problems, *world_problems(files, strategy, launch)]
     source.document.problems += wrong_world
     if not wrong_world:

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from .. import corpus, sources, tokenizer
 from ..architecture import Head
-from ..cache import location
 from ..errors import DataError
 from ..loss import count_trained, token_loss_sum
-from ..rows import DocumentRows, GroupedDocumentRows, Rows, SampleRows
+from ..rows import DocumentRows, GroupedDocumentRows, Rows
+from . import parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -66,8 +66,7 @@ class CausalTask:
         }
 
     def describe(self) -> dict[str, object]:
-        parts = {"train": self.train, "held_out": self.held_out}
-        return {name: _describe(rows) for name, rows in parts.items() if rows is not None} | {
+        return parts.Parts(self.train, self.held_out, self.empty_documents, {}).describe() | {
             "vocabulary_size": self.vocabulary_size,
             "empty_documents": self.empty_documents,
             **self.details,
@@ -85,24 +84,9 @@ def load(
     find: Callable[[str], sources.Source],
     make_rows: Callable[[corpus.TokenStream], Rows],
 ) -> CausalTask:
-    """find: a path of the recipe to its source.
-
-    Errors: DataError for unusable data, for fewer rows than one global batch, for an empty held-out part.
-    """
-
-    def read(path: str, held_out_fraction: float) -> corpus.Corpus:
-        return corpus.load(find(path), encoder, held_out_fraction, location(recipe.data.cache_dir))
-
-    fraction = sources.held_out_fraction(recipe)
-    training = read(recipe.data.path, fraction)
-    held_out = None
-    if recipe.evaluate.path is not None:
-        held_out = make_rows(read(recipe.evaluate.path, 0.0).train)
-    elif fraction > 0:
-        held_out = make_rows(training.held_out)
-    task = CausalTask(text_tokenizer, make_rows(training.train), held_out, training.empty_documents, training.counts)
-    _check(task, recipe)
-    return task
+    """find: a path of the recipe to its source. Errors: see parts.load."""
+    found = parts.load(recipe, encoder, find, make_rows)
+    return CausalTask(text_tokenizer, found.train, found.held_out, found.empty_documents, found.counts)
 
 
 def document_rows(recipe: Recipe, stream: corpus.TokenStream, padding_token: int) -> DocumentRows:
@@ -111,36 +95,3 @@ def document_rows(recipe: Recipe, stream: corpus.TokenStream, padding_token: int
     if recipe.data.group_by_length:
         return GroupedDocumentRows(*arguments, global_batch_size=recipe.batch.global_batch_size)
     return DocumentRows(*arguments)
-
-
-def _check(task: CausalTask, recipe: Recipe) -> None:
-    num_rows, num_wanted = len(task.train), recipe.batch.global_batch_size
-    if num_rows < num_wanted:
-        raise DataError(
-            f"{recipe.data.path}: {num_rows} training rows of batch.sequence_length={recipe.batch.sequence_length} are "
-            f"fewer than batch.global_batch_size={num_wanted}; give more data, or lower one of the two"
-        )
-    if task.held_out is not None and not len(task.held_out):
-        num_documents = len(task.train.stream.offsets) - 1
-        raise DataError(
-            f"{recipe.evaluate.path or recipe.data.path}: no document is held out (data.held_out_fraction="
-            f"{recipe.data.held_out_fraction:g} of {num_documents} documents, each kept whole); raise the fraction, or "
-            "set evaluate.path to a file of its own, or hold nothing out "
-            "(data.held_out_fraction=0 evaluate.every_steps=0)"
-        )
-
-
-def _describe(rows: Rows) -> dict[str, int]:
-    counts = {
-        "rows": len(rows),
-        "documents": len(rows.stream.offsets) - 1,
-        "tokens": len(rows.stream.tokens),
-        "trained_tokens": rows.num_targets,
-    }
-    if isinstance(rows, SampleRows):
-        counts |= {
-            "dropped_documents": rows.num_dropped,
-            "truncated_documents": rows.num_truncated,
-            "truncated_tokens": rows.num_truncated_tokens,
-        }
-    return counts

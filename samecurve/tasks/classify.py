@@ -1,0 +1,117 @@
+"""Sequence classification: which of some classes a text, or a pair of texts, belongs to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import corpus, examples, sources, tokenizer
+from ..architecture import Head
+from ..cache import location
+from ..errors import DataError
+from ..loss import IGNORE_INDEX, count_trained, token_loss_sum
+from ..text_rows import GroupedLabelledRows, LabelledRows
+from . import parts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from ..config import Recipe
+    from ..engines.base import EvalResult
+
+
+@dataclass
+class ClassifyTask:
+    """names: of the classes; a class is its place there."""
+
+    tokenizer: PreTrainedTokenizerFast
+    parts: parts.Parts
+    names: tuple[str, ...]
+
+    @property
+    def train(self) -> LabelledRows:
+        return self.parts.train
+
+    @property
+    def held_out(self) -> LabelledRows | None:
+        return self.parts.held_out
+
+    @property
+    def vocabulary_size(self) -> int:
+        return corpus.vocabulary_size(self.tokenizer)
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        return tokenizer.special_ids(self.tokenizer)
+
+    @property
+    def head(self) -> Head:
+        """A decoder reads the class off its last token that is not padding, which it finds by pad_token_id."""
+        fields = {
+            "id2label": dict(enumerate(self.names)),
+            "label2id": {name: index for index, name in enumerate(self.names)},
+            "problem_type": "single_label_classification",
+            "pad_token_id": self.tokenizer.pad_token_id,
+        }
+        return Head("sequence_classification", fields)
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return token_loss_sum(logits, labels)
+
+    def count(self, labels: Tensor) -> int:
+        return count_trained(labels)
+
+    def statistics(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """(classes x classes,): how many rows of each class (slow index) were taken for each class."""
+        counted, size = labels != IGNORE_INDEX, len(self.names)
+        return torch.bincount((labels * size + logits.argmax(dim=-1))[counted], minlength=size * size)
+
+    def metrics(self, result: EvalResult) -> dict[str, float]:
+        """eval_loss in nats per row; eval_accuracy; eval_f1: the mean over classes of each one's F1.
+
+        A class that no row has and no row was taken for is left out of that mean, as in scikit-learn.
+        """
+        confusion = np.array(result.statistics).reshape(len(self.names), -1)
+        if not result.tokens == confusion.sum() == len(self.held_out):
+            found = f"{result.tokens} held-out rows were evaluated and {confusion.sum():.0f} classified"
+            raise DataError(f"{found}, but the data hold {len(self.held_out)}")
+        right = confusion.diagonal()
+        relevant = confusion.sum(axis=0) + confusion.sum(axis=1)
+        return {
+            "eval_loss": result.loss,
+            "eval_accuracy": float(right.sum() / confusion.sum()),
+            "eval_f1": float((2 * right[relevant > 0] / relevant[relevant > 0]).mean()),
+            "eval_rows": result.tokens,
+        }
+
+    def describe(self) -> dict[str, object]:
+        found: dict[str, object] = self.parts.describe()
+        counts = np.bincount(self.train.stream.labels, minlength=len(self.names)).tolist()
+        found["classes"] = dict(zip(self.names, counts, strict=True))
+        return found | {"vocabulary_size": self.vocabulary_size, **self.parts.counts}
+
+
+def load(recipe: Recipe) -> ClassifyTask:
+    """Errors: see parts.load and examples.class_names; DataError for a tokenizer without a token that pads."""
+    data, cache = recipe.data, location(recipe.data.cache_dir)
+    unnamed = examples.find(data.path, data, data.labels)
+    names = unnamed.names or examples.class_names(unnamed, cache)
+
+    def find(path: str) -> sources.Source:
+        return examples.find(path, data, names)
+
+    text_tokenizer = tokenizer.padding(tokenizer.load(recipe, find))
+    length, pairs = recipe.batch.sequence_length, data.text_pair_column is not None
+    encoder = examples.ExampleEncoder(text_tokenizer, length, names, pairs)
+
+    def make_rows(stream: corpus.TokenStream) -> LabelledRows:
+        arguments = (stream, length, text_tokenizer.pad_token_id)
+        if not data.group_by_length:
+            return LabelledRows(*arguments)
+        return GroupedLabelledRows(*arguments, global_batch_size=recipe.batch.global_batch_size)
+
+    return ClassifyTask(text_tokenizer, parts.load(recipe, encoder, find, make_rows), names)

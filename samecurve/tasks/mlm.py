@@ -1,0 +1,99 @@
+"""Masked language modelling: an encoder tells the tokens that were hidden from it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from .. import corpus, examples, sources, tokenizer
+from ..architecture import Head
+from ..errors import DataError
+from ..loss import IGNORE_INDEX, count_trained, token_loss_sum
+from ..text_rows import GroupedMaskedRows, MaskedRows, Masking
+from . import parts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from ..config import Recipe
+    from ..engines.base import EvalResult
+
+
+@dataclass
+class MaskedTask:
+    tokenizer: PreTrainedTokenizerFast
+    parts: parts.Parts
+
+    @property
+    def train(self) -> MaskedRows:
+        return self.parts.train
+
+    @property
+    def held_out(self) -> MaskedRows | None:
+        return self.parts.held_out
+
+    @property
+    def vocabulary_size(self) -> int:
+        return corpus.vocabulary_size(self.tokenizer)
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        return tokenizer.special_ids(self.tokenizer)
+
+    @property
+    def head(self) -> Head:
+        return Head("masked_lm", {"pad_token_id": self.tokenizer.pad_token_id})
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return token_loss_sum(logits, labels)
+
+    def count(self, labels: Tensor) -> int:
+        return count_trained(labels)
+
+    def statistics(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """(1,): how many of the hidden tokens were told right."""
+        return ((logits.argmax(dim=-1) == labels) & (labels != IGNORE_INDEX)).sum().reshape(1)
+
+    def metrics(self, result: EvalResult) -> dict[str, float]:
+        """eval_loss in nats per hidden token; eval_accuracy: the part of them that is told right."""
+        if result.tokens != self.held_out.num_targets:
+            raise DataError(
+                f"{result.tokens} hidden tokens were evaluated, but the held-out rows have {self.held_out.num_targets}"
+            )
+        return {
+            "eval_loss": result.loss,
+            "eval_perplexity": math.exp(min(result.loss, 700.0)),  # exp(710) overflows a float.
+            "eval_accuracy": result.statistics[0] / max(result.tokens, 1),
+            "eval_tokens": result.tokens,
+        }
+
+    def describe(self) -> dict[str, object]:
+        counted = {"vocabulary_size": self.vocabulary_size, "empty_documents": self.parts.empty_documents}
+        return {**self.parts.describe(), **counted}
+
+
+def load(recipe: Recipe) -> MaskedTask:
+    """Errors: see parts.load; DataError for a tokenizer without a mask token or without a token that pads."""
+
+    def find(path: str) -> sources.Source:
+        return sources.find(path, recipe.data.pattern, recipe.data.text_column)
+
+    text_tokenizer = tokenizer.padding(tokenizer.load(recipe, find))
+    if text_tokenizer.mask_token_id is None:
+        raise DataError(
+            f"{text_tokenizer.name_or_path}: has no mask_token; use an encoder's tokenizer, or name one in "
+            "tokenizer_config.json"
+        )
+    special = tuple(text_tokenizer.all_special_ids)
+    masking = Masking(text_tokenizer.mask_token_id, corpus.vocabulary_size(text_tokenizer), special)
+
+    def make_rows(stream: corpus.TokenStream) -> MaskedRows:
+        arguments = (stream, recipe.batch.sequence_length, text_tokenizer.pad_token_id, masking)
+        if not recipe.data.group_by_length:
+            return MaskedRows(*arguments)
+        return GroupedMaskedRows(*arguments, global_batch_size=recipe.batch.global_batch_size)
+
+    return MaskedTask(text_tokenizer, parts.load(recipe, examples.WholeTextEncoder(text_tokenizer), find, make_rows))

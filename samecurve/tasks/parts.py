@@ -1,0 +1,82 @@
+"""What every task does with its data: read the training and the held-out part, check them, say what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .. import corpus, sources
+from ..cache import location
+from ..config import Recipe
+from ..errors import DataError
+from ..rows import Rows, SampleRows
+
+
+@dataclass(frozen=True)
+class Parts:
+    """held_out: None when the recipe holds nothing out. counts: what the encoder counted."""
+
+    train: Rows
+    held_out: Rows | None
+    empty_documents: int
+    counts: dict[str, int]
+
+    def describe(self) -> dict[str, dict[str, int]]:
+        parts = {"train": self.train, "held_out": self.held_out}
+        return {name: _describe(rows) for name, rows in parts.items() if rows is not None}
+
+
+def load(
+    recipe: Recipe,
+    encoder: corpus.Encoder,
+    find: Callable[[str], sources.Source],
+    make_rows: Callable[[corpus.TokenStream], Rows],
+) -> Parts:
+    """find: a path of the recipe to its source.
+
+    Errors: DataError for unusable data, for fewer rows than one global batch, for an empty held-out part.
+    """
+
+    def read(path: str, held_out_fraction: float) -> corpus.Corpus:
+        return corpus.load(find(path), encoder, held_out_fraction, location(recipe.data.cache_dir))
+
+    fraction = sources.held_out_fraction(recipe)
+    training = read(recipe.data.path, fraction)
+    held_out = None
+    if recipe.evaluate.path is not None:
+        held_out = make_rows(read(recipe.evaluate.path, 0.0).train)
+    elif fraction > 0:
+        held_out = make_rows(training.held_out)
+    parts = Parts(make_rows(training.train), held_out, training.empty_documents, training.counts)
+    _check(parts, recipe)
+    return parts
+
+
+def _check(parts: Parts, recipe: Recipe) -> None:
+    num_rows, num_wanted = len(parts.train), recipe.batch.global_batch_size
+    if num_rows < num_wanted:
+        raise DataError(
+            f"{recipe.data.path}: {num_rows} training rows of batch.sequence_length={recipe.batch.sequence_length} are "
+            f"fewer than batch.global_batch_size={num_wanted}; give more data, or lower one of the two"
+        )
+    if parts.held_out is not None and not len(parts.held_out):
+        num_documents = len(parts.train.stream.offsets) - 1
+        raise DataError(
+            f"{recipe.evaluate.path or recipe.data.path}: no document is held out (data.held_out_fraction="
+            f"{recipe.data.held_out_fraction:g} of {num_documents} documents, each kept whole); raise the fraction, or "
+            "set evaluate.path to a file of its own, or hold nothing out "
+            "(data.held_out_fraction=0 evaluate.every_steps=0)"
+        )
+
+
+def _describe(rows: Rows) -> dict[str, int]:
+    counts = {"rows": len(rows), "documents": len(rows.stream.offsets) - 1, "tokens": len(rows.stream.tokens)}
+    if rows.stream.labels is None:
+        counts["trained_tokens"] = rows.num_targets
+    if isinstance(rows, SampleRows):
+        counts |= {
+            "dropped_documents": rows.num_dropped,
+            "truncated_documents": rows.num_truncated,
+            "truncated_tokens": rows.num_truncated_tokens,
+        }
+    return counts

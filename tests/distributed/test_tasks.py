@@ -1,0 +1,213 @@
+"""classify and mlm under every kind of strategy, against a loop written with transformers and torch alone.
+
+The loss is the one that transformers' own models give. For classify the loop also reads the file and calls the
+tokenizer itself; for mlm it takes the hidden tokens from samecurve, because they are drawn at random.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from harness import LLAMA, largest_relative_difference, long, relative_l2
+from transformers import (
+    AutoConfig,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    get_cosine_with_min_lr_schedule_with_warmup,
+)
+
+from samecurve import recipe, tasks
+from samecurve.data import StepBatches
+
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+STEPS, SAVED, SEQUENCE_LENGTH = 10, 5, 48
+CLASSES = ("cold", "mild", "warm")
+BERT = {
+    "model_type": "bert",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "hidden_dropout_prob": 0.0,  # masks would be drawn per process
+    "attention_probs_dropout_prob": 0.0,
+}
+AUTO = {"classify": AutoModelForSequenceClassification, "mlm": AutoModelForMaskedLM}
+ENGINES = {"single": "{}", "ddp": "DistributedDataParallel", "fsdp": "FSDP{}"}
+MODELS = {
+    ("classify", "bert"): "BertForSequenceClassification",
+    ("classify", "llama"): "LlamaForSequenceClassification",
+    ("mlm", "bert"): "BertForMaskedLM",
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One task on one model: what a run is started with, and what the plain loop found."""
+
+    overrides: tuple[str, ...]
+    losses: list[float]
+    norms: list[float]
+    counts: list[int]
+    weights: dict
+
+
+@pytest.fixture(scope="module")
+def files(workspace) -> dict[str, Path]:
+    """Texts of very different lengths, some too long for a row; 37 to evaluate on, which no batch divides."""
+    draw = random.Random(2)
+    words = ["".join(draw.choices("abcdefgh", k=draw.randint(2, 6))) for _ in range(60)]
+    found = {}
+    for name, count in (("train", 200), ("held_out", 37)):
+        found[name] = workspace.folder / f"labelled_{name}.jsonl"
+        with open(found[name], "w") as file:
+            for _ in range(count):
+                label = draw.choices(range(3), weights=(5, 3, 1))[0]
+                known = words[20 * label : 20 * label + 30]
+                row = {"text": " ".join(draw.choices(known, k=draw.randint(1, 30))), "label": CLASSES[label]}
+                file.write(json.dumps(row) + "\n")
+    return found
+
+
+@pytest.fixture(scope="module")
+def settings(workspace, files) -> dict[tuple[str, str], Setting]:
+    return {key: setting(workspace, files, *key) for key in MODELS}
+
+
+def setting(workspace, files, task: str, family: str) -> Setting:
+    """The model and its tokenizer are on the disk as transformers writes them."""
+    common = [f"task={task}", f"steps={STEPS}", f"checkpoint.every_steps={SAVED}", f"data.path={files['train']}"]
+    common += [f"data.cache_dir={workspace.folder / 'cache'}", "data.packing=false", "data.held_out_fraction=0"]
+    common += [f"evaluate={{path: {files['held_out']}, every_steps: {STEPS}}}"]
+    common += [f"batch.sequence_length={SEQUENCE_LENGTH}", "batch.micro_batch_size=2"]
+    tokenizer = tasks.load(recipe.load(str(workspace.recipe), common).recipe).tokenizer
+    fields = dict(BERT if family == "bert" else LLAMA)
+    config = AutoConfig.for_model(
+        fields.pop("model_type"), vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **fields
+    )
+    if task == "classify":
+        config.id2label = dict(enumerate(CLASSES))
+    torch.manual_seed(1)
+    folder = workspace.folder / f"{family}_{task}"
+    AUTO[task].from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    overrides = (*common, f"model={{path: {folder}}}", f"tokenizer={{path: {folder}}}")
+    return Setting(overrides, *plain_loop(workspace, files, task, overrides))
+
+
+def plain_loop(workspace, files, task, overrides):
+    found = recipe.load(str(workspace.recipe), overrides).recipe
+    model = AUTO[task].from_pretrained(found.model.path, dtype=torch.float32).train()
+    matrices, vectors = ([p for p in model.parameters() if (p.dim() >= 2) == wanted] for wanted in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
+    schedule = get_cosine_with_min_lr_schedule_with_warmup(optimizer, 5, STEPS, min_lr_rate=0.1)
+    losses, norms, counts = [], [], []
+    for inputs, labels in (labelled if task == "classify" else hidden)(found, files["train"]):
+        schedule.step()  # transformers counts updates from 0, and the update number 0 has the rate 0
+        loss = model(**inputs, labels=labels).loss
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.8).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        counts.append(int((labels != -100).sum()))
+    return losses, norms, counts, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def labelled(found, path):
+    """Each step's texts. Which ones those are is all that is asked of samecurve."""
+    steps = StepBatches(tasks.load(found).train, found.seed, found.batch, (0, 1), STEPS)
+    texts = [json.loads(line) for line in path.read_text().splitlines()]
+    for step in range(STEPS):
+        yield encoded(found.model.path, [texts[index] for index in steps.rows_of(step)])
+
+
+def encoded(folder, rows):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = [row["text"] for row in rows]
+    inputs = tokenizer(texts, padding=True, truncation=True, max_length=SEQUENCE_LENGTH, return_tensors="pt")
+    inputs.pop("token_type_ids", None)  # of one text, all 0
+    return inputs, torch.tensor([CLASSES.index(row["label"]) for row in rows])
+
+
+def hidden(found, path):
+    for batches in StepBatches(
+        tasks.load(found).train, found.seed, found.batch.model_copy(update={"micro_batch_size": 8}), (0, 1), STEPS
+    ):
+        yield batches[0].inputs, batches[0].labels
+
+
+EVERY_DAY = ("single", "ddp", "fsdp", "zero2", "zero3")
+CASES = [("classify", "bert", name) for name in EVERY_DAY] + [("mlm", "bert", name) for name in EVERY_DAY]
+CASES += [("classify", "llama", "fsdp"), ("classify", "llama", "zero3")]
+CASES += long(*(("classify", "llama", name) for name in ("single", "ddp", "zero2")))
+
+
+@pytest.mark.parametrize(("task", "family", "strategy"), CASES)
+def test_follows_the_plain_loop(task, family, strategy, workspace, settings):
+    expected = settings[task, family]
+    run = start(workspace, expected, strategy)
+    assert run.facts["strategy"] == strategy and run.facts["world_size"] == (1 if strategy == "single" else 2)
+    assert run.facts["engine"] == ENGINES.get(strategy, "DeepSpeedEngine").format(MODELS[task, family])
+    assert run.column("tokens") == expected.counts
+    assert largest_relative_difference(run.column("loss"), expected.losses) < 1e-5
+    assert largest_relative_difference(run.column("grad_norm"), expected.norms) < 1e-4
+    assert relative_l2(run.weights, expected.weights) < 1e-4
+
+
+def start(workspace, expected: Setting, strategy: str):
+    if strategy == "single":
+        run = workspace.run(None, 1, *expected.overrides, launcher="python")
+    else:
+        run = workspace.run(strategy, 2, *expected.overrides)
+    assert run.returncode == 0, run.output
+    return run
+
+
+@pytest.mark.parametrize(("family", "strategy"), [("bert", "ddp"), ("llama", "zero3")])
+def test_the_exported_classifier_has_the_metrics_of_the_run(family, strategy, workspace, files, settings):
+    """Counted here one text at a time, over 37 texts that two ranks shared."""
+    run = start(workspace, settings["classify", family], strategy)
+    folder = run.directory / "model"
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    assert type(model).__name__ == MODELS["classify", family]
+    assert model.config.id2label == dict(enumerate(CLASSES))
+    answers, labels, loss = [], [], 0.0
+    for line in files["held_out"].read_text().splitlines():
+        inputs, label = encoded(folder, [json.loads(line)])
+        with torch.no_grad():
+            output = model(**inputs, labels=label)
+        answers.append(output.logits.argmax().item())
+        labels.append(label.item())
+        loss += output.loss.item() / 37
+    right = [a for a, b in zip(answers, labels, strict=True) if a == b]
+    scores = [2 * right.count(c) / (answers.count(c) + labels.count(c)) for c in {*answers, *labels}]
+    measured = run.metrics[-1]
+    assert measured["eval_rows"] == len(labels) == 37
+    assert measured["eval_accuracy"] == pytest.approx(len(right) / 37)
+    assert measured["eval_f1"] == pytest.approx(sum(scores) / len(scores))
+    assert measured["eval_loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_a_run_goes_on_under_another_strategy_with_the_same_hidden_tokens(workspace, settings):
+    expected = settings["mlm", "bert"]
+    before = start(workspace, expected, "ddp")
+    run = workspace.resume(before, SAVED, "zero3", 2, *expected.overrides)
+    assert run.returncode == 0, run.output
+    assert run.facts["resumed_from"] and run.column("step") == list(range(1, STEPS + 1))
+    assert run.column("tokens") == expected.counts
+    assert largest_relative_difference(run.column("loss"), expected.losses) < 1e-5
+    assert run.metrics[-1]["eval_accuracy"] == pytest.approx(before.metrics[-1]["eval_accuracy"])
+
+
+def test_a_pipeline_refuses_them_by_name(workspace, settings):
+    run = workspace.run("pipeline", 2, *settings["mlm", "bert"].overrides)
+    assert run.returncode != 0
+    assert "task: found mlm, but a pipeline cuts causal language models only; use another strategy" in run.output

@@ -1,0 +1,251 @@
+"""classify and mlm: rows, counts and metrics by hand, and every way in which labelled rows cannot be used."""
+
+# ruff: noqa: E501 - a message stands in one piece, so that a search for it finds it
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, BertForMaskedLM
+
+from samecurve import model, tasks
+from samecurve.config import Recipe
+from samecurve.corpus import TokenStream
+from samecurve.data import EvaluationBatches, StepBatches
+from samecurve.engines.base import EvalResult
+from samecurve.errors import ConfigurationError, DataError
+from samecurve.functions import PACKAGES
+from samecurve.text_rows import LabelledRows, MaskedRows, Masking
+
+BERT = {"model_type": "bert", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+BERT |= {"num_attention_heads": 2, "max_position_embeddings": 64}
+ROWS = [
+    {"text": f"{word} " * count, "label": label} for word, label in (("ab", "no"), ("ba", "yes")) for count in (1, 9)
+]
+
+
+def made(tmp_path, rows=ROWS, task="classify", **data) -> Recipe:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    return Recipe.model_validate(
+        {
+            "task": task,
+            "output_dir": "unused",
+            "steps": 1,
+            "model": data.pop("model", {"config": BERT}),
+            "tokenizer": data.pop("tokenizer", {"vocabulary_size": 300}),
+            "data": {"path": str(path), "packing": False, "cache_dir": str(tmp_path / "cache"), **data},
+            "batch": {"global_batch_size": 2, "sequence_length": 8},
+            "optimizer": {"learning_rate": 1e-3},
+        }
+    )
+
+
+def test_a_row_is_what_the_tokenizer_makes_of_the_text_and_its_class(tmp_path):
+    task = tasks.load(made(tmp_path))
+    arrays = task.train[np.arange(4)]
+    for index, row in enumerate(ROWS):
+        ids = task.tokenizer(row["text"], truncation=True, max_length=8)["input_ids"]
+        kept = arrays.inputs["attention_mask"][index] == 1
+        assert arrays.inputs["input_ids"][index][kept].tolist() == ids
+    assert arrays.labels.tolist() == [0, 0, 1, 1]
+    assert task.names == ("no", "yes")
+    assert task.parts.counts == {"truncated_documents": 2}
+    assert set(arrays.inputs) == {"input_ids", "attention_mask"}
+
+
+def test_pairs_say_which_text_a_token_is_from(tmp_path):
+    rows = [{"text": "ab", "other": "ba ba ba ba ba ba", "label": n % 2} for n in range(4)]
+    tokenizer = tasks.load(made(tmp_path, rows, text_pair_column="other")).tokenizer
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    config = tmp_path / "tokenizer" / "tokenizer_config.json"
+    names = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]}  # as a BERT's has them
+    config.write_text(json.dumps(json.loads(config.read_text()) | names))
+    task = tasks.load(made(tmp_path, rows, tokenizer={"path": str(tmp_path / "tokenizer")}, text_pair_column="other"))
+    arrays = task.train[np.array([0])]
+    expected = task.tokenizer("ab", "ba ba ba ba ba ba", truncation=True, max_length=8)
+    assert arrays.inputs["input_ids"][0].tolist() == expected["input_ids"]
+    assert arrays.inputs["token_type_ids"][0].tolist() == expected["token_type_ids"]
+    assert 0 < sum(expected["token_type_ids"]) < 8
+
+
+def test_metrics_by_hand(tmp_path):
+    """Of 3 x a and 1 x b, one a is taken for b: accuracy 3/4, F1 2*2/(2*2+1) = 4/5 and 2*1/(2*1+1) = 2/3; c: nothing."""
+    task = tasks.load(made(tmp_path, labels=("no", "yes", "never")))
+    task.parts = task.parts.__class__(task.train, task.train, 0, {})
+    logits = torch.eye(3)[torch.tensor([0, 0, 1, 1, 2])]
+    found = task.statistics(logits, torch.tensor([0, 0, 0, 1, -100]))
+    assert found.tolist() == [2, 1, 0, 0, 1, 0, 0, 0, 0]
+    metrics = task.metrics(EvalResult(loss=0.5, tokens=4, statistics=tuple(found.tolist())))
+    assert metrics == {
+        "eval_loss": 0.5,
+        "eval_accuracy": 0.75,
+        "eval_f1": pytest.approx((4 / 5 + 2 / 3) / 2),
+        "eval_rows": 4,
+    }
+    with pytest.raises(DataError, match="5 held-out rows were evaluated and 4 classified, but the data hold 4"):
+        task.metrics(EvalResult(loss=0.5, tokens=5, statistics=tuple(found.tolist())))
+
+
+def test_evaluation_counts_each_row_once(tmp_path):
+    task = tasks.load(made(tmp_path, ROWS + ROWS[:1]))
+    for size in (1, 2, 3):
+        shards = [EvaluationBatches(task.train, 2, (rank, size)) for rank in range(size)]
+        assert sum(task.count(**batch.targets) for shard in shards for batch in shard) == 5
+
+
+A, B = {"text": "ab", "label": "no"}, {"text": "ba", "label": "yes"}
+BAD = [
+    ([A, B, {"text": "ab"}], {}, "rows.jsonl:3: no column 'label', found: text; set data.label_column"),
+    ([A, {"txt": "ab", "label": "no"}], {}, "rows.jsonl:2: no column 'text', found: txt, label; did you mean data.text_column=txt?"),
+    ([A, {**B, "text": 3}], {}, "rows.jsonl:2: 'text' is 3, not text; correct or remove the row"),
+    ([A, {**B, "text": " "}], {}, "rows.jsonl:2: 'text' is empty; fill or remove the row"),
+    ([A, {**B, "label": None}], {}, "rows.jsonl:2: 'label' is None, not a name or a whole number; correct or remove the row"),
+    ([A, {**B, "label": 0.5}], {}, "rows.jsonl:2: 'label' is 0.5, not a name or a whole number"),
+    ([A, {**B, "label": -1}], {}, "rows.jsonl:2: 'label' is -1, out of range: classes are counted from 0"),
+    ([A, {**B, "label": 2}], {"labels": ("no", "yes")}, "rows.jsonl:2: 'label' is 2, out of range: classes are counted from 0 to 1"),
+    ([A, {**B, "label": "yse"}], {"labels": ("no", "yes")}, "rows.jsonl:2: 'label' is 'yse', which is none of the classes no, yes"),
+    ([{**A, "label": 0}, {**B, "label": 5}], {}, "rows.jsonl:2: the label 5 is out of range: no row has 1; number the classes from 0"),
+    ([{**A, "label": 0}, B], {}, "labels are both numbers (0 in"),
+    ([A, A], {}, "every row has the label 'no'; there is nothing to tell apart"),
+    (["{"], {}, "rows.jsonl:1: column 2: not JSON"),
+    ([], {}, "holds no row"),
+    ([A, B], {"text_pair_column": "other"}, "rows.jsonl:1: no column 'other', found: text, label; set data.text_pair_column"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "data", "message"), BAD)
+def test_what_cannot_be_used_is_told_with_its_place(tmp_path, rows, data, message):
+    with pytest.raises(DataError) as caught:
+        tasks.load(made(tmp_path, rows, **data))
+    assert message in str(caught.value)
+
+
+def test_the_standard_library_is_data_to_classify(tmp_path):
+    recipe = made(tmp_path, tokenizer={"vocabulary_size": 300}, path="builtin:python-modules")
+    task = tasks.load(recipe)
+    counts = np.bincount(task.train.stream.labels)
+    assert task.names == PACKAGES and len(counts) == len(PACKAGES)
+    assert counts.min() > 50 and counts.max() <= 200
+
+
+SPECIAL, MASK, WORDS = (0, 1), 1, 50
+
+
+def masked_rows(num_texts=400, length=30) -> MaskedRows:
+    body = np.random.default_rng(0).integers(2, WORDS, (num_texts, length))
+    body[:, 0] = 0  # as a [CLS] would be
+    offsets = np.arange(num_texts + 1) * length
+    return MaskedRows(TokenStream(body.ravel(), offsets, "s"), 16, 0, Masking(MASK, WORDS, SPECIAL))
+
+
+def test_fifteen_per_cent_are_hidden_and_of_these_ten_stay_and_ten_are_random():
+    rows = masked_rows()
+    whole = rows._inputs(np.arange(len(rows)))["input_ids"]
+    arrays = rows[np.arange(len(rows))]
+    ids, labels, mask = arrays.inputs["input_ids"], arrays.labels, arrays.inputs["attention_mask"]
+    chosen = labels != -100
+    assert not chosen[(mask == 0) | (whole == 0)].any()
+    assert (labels[chosen] == whole[chosen]).all() and (ids[~chosen] == whole[~chosen]).all()
+    candidates = ((mask == 1) & (whole != 0)).sum()
+    assert chosen.sum() / candidates == pytest.approx(0.15, abs=0.01)
+    assert (ids[chosen] == MASK).mean() == pytest.approx(0.8 + 0.1 / WORDS, abs=0.03)
+    assert (ids[chosen] == whole[chosen]).mean() == pytest.approx(0.1 + 0.1 / WORDS, abs=0.02)
+    assert rows.num_targets == chosen.sum()
+
+
+def test_a_long_text_goes_on_in_the_next_row_and_nothing_is_lost():
+    rows = masked_rows(num_texts=2)
+    inputs = rows._inputs(np.arange(len(rows)))
+    assert rows.sizes.tolist() == [16, 14, 16, 14] and inputs["attention_mask"].sum() == 60
+    assert inputs["input_ids"][inputs["attention_mask"] == 1].tolist() == rows.stream.tokens.tolist()
+
+
+def test_what_is_hidden_depends_on_the_position_and_on_nothing_else(tmp_path):
+    rows = masked_rows(num_texts=10)
+    batch = made(tmp_path).batch.model_copy(update={"global_batch_size": 4})
+    alone = StepBatches(rows, 3, batch.model_copy(update={"micro_batch_size": 4}), (0, 1), 20)
+    for step in (0, 7):
+        (whole,) = alone.at(step)
+        shards = [m for rank in range(2) for m in StepBatches(rows, 3, batch, (rank, 2), 20, start_step=5).at(step)]
+        assert torch.equal(torch.cat([m.labels for m in shards]), whole.labels)
+        assert torch.equal(torch.cat([m.inputs["input_ids"] for m in shards]), whole.inputs["input_ids"])
+    epochs = [rows.drawn(np.array([0]), np.array([place]), 3).labels for place in (0, len(rows))]
+    assert (epochs[0] != epochs[1]).any()
+    assert (rows.drawn(np.array([0]), np.array([0]), 4).labels != epochs[0]).any()
+
+
+def test_a_pretrained_base_gets_a_new_head_and_the_rest_from_the_file(tmp_path):
+    classify = made(tmp_path)
+    task = tasks.load(classify)
+    config = AutoConfig.for_model(**BERT, vocab_size=task.vocabulary_size)
+    folder = tmp_path / "base"
+    BertForMaskedLM(config).save_pretrained(folder)
+    task.tokenizer.save_pretrained(folder)
+    recipe = made(tmp_path, model={"path": str(folder)}, tokenizer={"path": str(folder)})
+
+    def filled() -> dict:
+        shape = model.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
+        assert type(shape).__name__ == "BertForSequenceClassification" and shape.num_labels == 2
+        found = {}
+        model.fill(shape, recipe, lambda name, tensor: found.update({name: tensor.clone()}))
+        return found
+
+    found, stored = filled(), BertForMaskedLM.from_pretrained(folder).state_dict()
+    shared = found.keys() & stored.keys()
+    assert len(shared) > 30 and all(torch.equal(found[name], stored[name]) for name in shared)
+    new = {"classifier.weight", "classifier.bias", "bert.pooler.dense.weight", "bert.pooler.dense.bias"}
+    assert new <= found.keys() - stored.keys()
+    assert found["classifier.weight"].std() == pytest.approx(0.02, rel=0.3)
+    assert torch.equal(found["classifier.weight"], filled()["classifier.weight"])
+    reference = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=2)
+    assert dict(reference.named_parameters()).keys() <= found.keys()
+
+
+def test_a_missing_layer_of_the_base_is_no_new_head(tmp_path):
+    task = tasks.load(made(tmp_path))
+    folder = tmp_path / "base"
+    base = BertForMaskedLM(AutoConfig.for_model(**BERT, vocab_size=task.vocabulary_size))
+    base.save_pretrained(folder)
+    kept = {name: t.clone() for name, t in base.state_dict().items() if "layer.1.output" not in name}
+    save_file({name: t for name, t in kept.items() if "decoder" not in name}, folder / "model.safetensors")
+    recipe = made(tmp_path, model={"path": str(folder)})
+    shape = model.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
+    with pytest.raises(ConfigurationError, match="holds no tensor for bert.encoder.layer.1.output"):
+        model.fill(shape, recipe, lambda name, tensor: None)
+
+
+@pytest.mark.parametrize(
+    ("task", "config", "message"),
+    [
+        ("mlm", {**BERT, "model_type": "llama", "num_key_value_heads": 2}, "llama is not a masked language model; choose an encoder"),
+        ("mlm", {**BERT, "is_decoder": True}, "is_decoder is true, which hides what follows a masked token"),
+    ],
+)  # fmt: skip
+def test_models_that_do_not_fit_the_task(tmp_path, task, config, message):
+    recipe = made(tmp_path, task=task, model={"config": config})
+    loaded = tasks.load(recipe)
+    with pytest.raises(ConfigurationError, match=message):
+        model.skeleton(recipe, loaded.vocabulary_size, loaded.special_tokens, loaded.head)
+
+
+@pytest.mark.parametrize(("task", "token"), [("mlm", "mask_token"), ("classify", "pad_token")])
+def test_a_tokenizer_has_to_have_the_tokens_that_the_task_needs(tmp_path, task, token):
+    tokenizer = tasks.load(made(tmp_path, task=task)).tokenizer
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    config = tmp_path / "tokenizer" / "tokenizer_config.json"
+    fields = json.loads(config.read_text())
+    fields.pop(token)
+    config.write_text(json.dumps(fields))
+    assert getattr(AutoTokenizer.from_pretrained(tmp_path / "tokenizer"), token) is None
+    with pytest.raises(DataError, match=f"has no {token}"):
+        tasks.load(made(tmp_path, task=task, tokenizer={"path": str(tmp_path / "tokenizer")}))
+
+
+def test_labelled_rows_that_fill_up_an_evaluation_count_nowhere():
+    rows = LabelledRows(TokenStream(np.arange(3), np.arange(4), "s", labels=np.array([0, 1, 0])), 4, 0)
+    assert [batch.labels.tolist() for batch in EvaluationBatches(rows, 2, (1, 2))] == [[0, -100]]
