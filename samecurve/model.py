@@ -10,13 +10,14 @@ import copy
 import hashlib
 import json
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
+from transformers.integrations import deepspeed as deepspeed_integration
 
 from . import adapter as adapters
 from .architecture import CAUSAL, Head, check_causal, is_classifier, model_config, reason
@@ -36,13 +37,27 @@ def build(
 
     adapter: with its layers beside the frozen ones, when its name says which. Raises what adapter.inject does.
     """
-    with no_init_weights(), where:
+    with no_init_weights(), _only_ours(), where:
         model = model_class(config)
         if adapter is not None and adapter.name:
             adapters.inject(model, adapter)
     model.tie_weights()  # no_init_weights leaves it out
     model.config.use_cache = False
     return model.train()
+
+
+@contextmanager
+def _only_ours() -> Iterator[None]:
+    """Under ZeRO-3 `from_config`, by which transformers' classifiers make their decoder, would shard even a skeleton.
+
+    Where weights are sharded while they are made, `where` says so.
+    """
+    known = deepspeed_integration._hf_deepspeed_config_weak_ref
+    deepspeed_integration._hf_deepspeed_config_weak_ref = None
+    try:
+        yield
+    finally:
+        deepspeed_integration._hf_deepspeed_config_weak_ref = known
 
 
 def skeleton(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -141,8 +141,8 @@ class AcceleratedEngine:
 
         model = build(type(self.skeleton), self.skeleton.config, torch.device("meta"), self.recipe.adapter)
         self._checkpoint_activations(model)
-        _leave_embeddings(model)
-        model = fsdp2_prepare_model(self.accelerator, model)
+        with _embeddings_left(model):
+            model = fsdp2_prepare_model(self.accelerator, model)
         offloaded = self.accelerator.state.fsdp_plugin.cpu_offload
         model.to_empty(device="cpu" if getattr(offloaded, "pin_memory", False) else self.device)
         model.tie_weights()  # allocation may give each of two tied modules a parameter of its own
@@ -259,14 +259,20 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     return getattr(model, "module", model)
 
 
-def _leave_embeddings(model: PreTrainedModel) -> None:
-    """Accelerate shards the token embedding by itself, and fails where BERT and others name the module around it, too,
-    as one to keep whole (seen with accelerate 1.15)."""
-    tokens = model.get_input_embeddings()
-    around = {
-        type(module).__name__ for module in model.modules() if any(child is tokens for child in module.children())
-    }
+@contextmanager
+def _embeddings_left(model: PreTrainedModel) -> Iterator[None]:
+    """What accelerate 1.15 makes of encoders: the token embedding would be sharded twice where BERT and others name the
+    module around it as one to keep whole; and a head whose bias is tied, too, would share it with the root's group."""
+    tokens, head = model.get_input_embeddings(), model.get_output_embeddings()
+    around = {type(module).__name__ for module in model.modules() if tokens in module.children()}
     model._no_split_modules = set(model._no_split_modules or ()) - around
+    names = [name for name, p in model.named_parameters(remove_duplicate=False) if p is getattr(head, "bias", None)]
+    hidden = ("get_input_embeddings", "get_output_embeddings") if len(names) > 1 else ()
+    for name in hidden:
+        setattr(model, name, lambda: None)
+    yield
+    for name in hidden:
+        delattr(model, name)
 
 
 def _local(tensor: Tensor) -> Tensor:
