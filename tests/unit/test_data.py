@@ -11,7 +11,7 @@ from samecurve.config import Batch
 from samecurve.corpus import TokenStream
 from samecurve.data import EvaluationBatches, StepBatches
 from samecurve.loss import IGNORE_INDEX
-from samecurve.rows import DocumentRows, PackedRows, Rows
+from samecurve.rows import DocumentRows, PackedRows, Rows, causal_arrays
 
 X = IGNORE_INDEX
 PAD = 99
@@ -120,7 +120,8 @@ def tiny_model(family: str, attention: str) -> torch.nn.Module:
 def test_documents_of_a_packed_row_do_not_see_each_other(family, attention):
     model = tiny_model(family, attention)
     documents = [[3, 14, 15, 92], [6, 5], [35, 89, 79, 32, 38, 46], [26, 43]]
-    input_ids, position_ids, _ = map(torch.from_numpy, all_rows(PackedRows(stream(*documents), 17, PAD)))
+    rows = all_rows(PackedRows(stream(*documents), 17, PAD))
+    input_ids, position_ids, _ = map(torch.from_numpy, in_order(rows))
     packed = model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits[0]
     start = 0
     for document in documents:
@@ -226,7 +227,7 @@ def test_going_on_looks_at_nothing_before_it():
 
         def __getitem__(self, indices):
             self.asked += indices.tolist()
-            return np.zeros((3, len(indices), 4), dtype=np.int64)
+            return causal_arrays(*np.zeros((3, len(indices), 4), dtype=np.int64))
 
     batch = Batch(global_batch_size=8, micro_batch_size=2, sequence_length=4)
     for num_rows in (10**3, 10**9):
