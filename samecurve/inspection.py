@@ -178,7 +178,8 @@ def _packing(rows: Rows) -> list[list[tuple[int, int]]]:
 
 def _members(rows: Rows, row: int) -> Iterator[tuple[int, int]]:
     """The documents of a row, told apart where positions begin again; padding is no document."""
-    _, positions, labels = (array[0] for array in rows[np.array([row])])
+    found = rows[np.array([row])]
+    positions, labels = found.inputs["position_ids"][0], found.labels[0]
     starts = np.flatnonzero(positions == 0).tolist()
     if isinstance(rows, PackedSampleRows):
         sizes = rows.sizes[rows.members[rows.row_offsets[row] : rows.row_offsets[row + 1]]].tolist()
