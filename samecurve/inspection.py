@@ -13,22 +13,28 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .loss import IGNORE_INDEX
 from .rows import PackedRows, PackedSampleRows, Rows, SampleRows
+from .text_rows import LabelledRows, TextRows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from .tasks.causal import CausalTask
+    from .tasks import Task
 
 SHOWN_ROWS = 6
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Consecutive tokens that are all trained or all not: (text, trained, number of tokens). lost: tokens cut off."""
+    """Consecutive tokens that are all trained or all not: (text, trained, number of tokens). lost: tokens cut off.
+
+    label: the class of the whole text, where that is what is trained.
+    """
 
     runs: list[tuple[str, bool, int]]
-    lost: int
+    lost: int = 0
+    label: str = ""
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,8 @@ class Part:
     """One part of the data. counts: name -> value. lengths: (from, below, documents, of these truncated) per bin.
 
     rows: for the first rows, (number of tokens, number of trained tokens) of each document in it; [] where rows are
-    cut from a stream. ends: how many documents train a last token of this text, most frequent first.
+    cut from a stream. ends: how many documents train a last token of this text, most frequent first; {} where the end
+    of a text is not what is trained.
     """
 
     name: str
@@ -57,16 +64,24 @@ class Findings:
     details: dict[str, str]
 
 
-def inspect(title: str, task: CausalTask, num_samples: int) -> Findings:
-    """The first documents of the training part, and the counts of all parts."""
+def inspect(title: str, task: Task, num_samples: int) -> Findings:
+    """The first documents of the training part (rows, where a row is a text), and the counts of all parts."""
     parts = [("train", task.train), ("held out", task.held_out)]
+    num_documents = len(task.train) if isinstance(task.train, TextRows) else _num_documents(task.train)
+    told = {name: value for name, value in task.describe().items() if name not in ("train", "held_out")}
     return Findings(
         title,
         task.train.sequence_length,
-        [_sample(task.train, task.tokenizer, index) for index in range(min(num_samples, _num_documents(task.train)))],
+        [_sample(task, index) for index in range(min(num_samples, num_documents))],
         [_part(name, rows, task.tokenizer) for name, rows in parts if rows is not None],
-        {name.replace("_", " "): str(value) for name, value in task.details.items()},
+        {name.replace("_", " "): _text(value) for name, value in told.items()},
     )
+
+
+def _text(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_text(count)}" for name, count in value.items())
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _num_documents(rows: Rows) -> int:
@@ -84,15 +99,31 @@ def _document(rows: Rows, index: int) -> tuple[np.ndarray, np.ndarray]:
     return tokens, trained
 
 
-def _sample(rows: Rows, tokenizer: PreTrainedTokenizerFast, index: int) -> Sample:
-    tokens, trained = _document(rows, index)
-    kept = len(tokens) if not isinstance(rows, SampleRows) else min(len(tokens), rows.sequence_length + 1)
-    pairs = zip(tokens[:kept].tolist(), trained[:kept].tolist(), strict=True)
+def _sample(task: Task, index: int) -> Sample:
+    rows, label, lost = task.train, "", 0
+    if isinstance(rows, TextRows):
+        tokens, trained = _row(rows, index)
+        label = task.names[rows[np.array([index])].labels[0]] if isinstance(rows, LabelledRows) else ""
+    else:
+        tokens, trained = _document(rows, index)
+        kept = len(tokens) if not isinstance(rows, SampleRows) else min(len(tokens), rows.sequence_length + 1)
+        lost = len(tokens) - kept
+        tokens, trained = tokens[:kept], trained[:kept]
     runs = []
-    for mark, group in groupby(pairs, key=lambda pair: pair[1]):
+    for mark, group in groupby(zip(tokens.tolist(), trained.tolist(), strict=True), key=lambda pair: pair[1]):
         ids = [token for token, _ in group]
-        runs.append((tokenizer.decode(ids, clean_up_tokenization_spaces=False), mark, len(ids)))
-    return Sample(runs, len(tokens) - kept)
+        runs.append((task.tokenizer.decode(ids, clean_up_tokenization_spaces=False), mark, len(ids)))
+    return Sample(runs, lost, label)
+
+
+def _row(rows: TextRows, index: int) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens, which of them are trained); a token that is hidden from the model is the one to be told."""
+    arrays, size = rows[np.array([index])], int(rows.sizes[index])
+    tokens = arrays.inputs["input_ids"][0, :size]
+    if isinstance(rows, LabelledRows):
+        return tokens, np.zeros(size, dtype=bool)
+    labels = arrays.labels[0, :size]
+    return np.where(labels == IGNORE_INDEX, tokens, labels), labels != IGNORE_INDEX
 
 
 def _part(name: str, rows: Rows, tokenizer: PreTrainedTokenizerFast) -> Part:
@@ -109,12 +140,13 @@ def _counts(rows: Rows, tokenizer: PreTrainedTokenizerFast, lengths: np.ndarray)
         "rows": f"{len(rows):,} of {rows.sequence_length} tokens",
         "documents": f"{num_documents:,}",
         "tokens": f"{num_tokens:,}",
-        "trained tokens": _share(rows.num_targets, num_tokens),
     }
+    if not isinstance(rows, LabelledRows):
+        found["trained tokens"] = _share(rows.num_targets, num_tokens)
+    if isinstance(rows, (SampleRows, TextRows)):
+        found["padding"] = _share(places - int(rows.sizes.sum()), places)
     if isinstance(rows, SampleRows):
-        used = int(rows.sizes.sum())
         found |= {
-            "padding": _share(places - used, places),
             "truncated documents": f"{_share(rows.num_truncated, num_documents)}, {rows.num_truncated_tokens:,} tokens",
             "dropped documents": f"{_share(rows.num_dropped, num_documents)}: nothing trained is left of them",
         }
@@ -143,6 +175,8 @@ def _unknown(rows: Rows, tokenizer: PreTrainedTokenizerFast) -> str:
 
 def _ends(rows: Rows, tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
     """The text of the last trained token -> documents. Those that lose it by truncation are counted under ""."""
+    if isinstance(rows, TextRows):
+        return {}
     found: Counter[str] = Counter()
     limit = rows.sequence_length if isinstance(rows, SampleRows) else None
     names: dict[int, str] = {}
@@ -178,6 +212,9 @@ def _packing(rows: Rows) -> list[list[tuple[int, int]]]:
 
 def _members(rows: Rows, row: int) -> Iterator[tuple[int, int]]:
     """The documents of a row, told apart where positions begin again; padding is no document."""
+    if isinstance(rows, TextRows):
+        yield int(rows.sizes[row]), int(_row(rows, row)[1].sum())
+        return
     found = rows[np.array([row])]
     positions, labels = found.inputs["position_ids"][0], found.labels[0]
     starts = np.flatnonzero(positions == 0).tolist()

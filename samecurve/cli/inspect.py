@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.text import Text
 
 from .. import recipe as recipes
-from ..errors import ConfigurationError
 from ..inspection import Part, Sample, inspect
 from ..records import write_text
 
@@ -29,8 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     recipe = recipes.checked(arguments.recipe, arguments.overrides)
-    if recipe.task not in ("pretrain", "sft"):
-        raise ConfigurationError(f"task: found {recipe.task}, which inspect cannot show yet; it shows pretrain and sft")
     from .. import tasks
 
     findings = inspect(f"{arguments.recipe}: {recipe.data.path}", tasks.load(recipe), arguments.samples)
@@ -55,7 +52,7 @@ def summary(sample: Sample) -> str:
     trained = sum(count for _, mark, count in sample.runs if mark)
     total = sum(count for _, _, count in sample.runs)
     lost = f", {sample.lost} more cut off" if sample.lost else ""
-    return f"{total} tokens, {trained} trained{lost}"
+    return f"{total} tokens, {f'label {sample.label}' if sample.label else f'{trained} trained'}{lost}"
 
 
 def marked(sample: Sample, colours: bool) -> Text:
@@ -74,7 +71,8 @@ def lines(part: Part, sequence_length: int) -> Iterator[str]:
         yield f"  {name:<{LABEL_WIDTH}}{value}"
     ends = [f"{text!r} {count:,}" for text, count in part.ends.items() if text][:5]
     ends += [f"cut off {part.ends['']:,}"] if "" in part.ends else []
-    yield f"  {'last trained token':<{LABEL_WIDTH}}{', '.join(ends)}"
+    if ends:
+        yield f"  {'last trained token':<{LABEL_WIDTH}}{', '.join(ends)}"
     yield "  tokens per document"
     most = max((count for _, _, count, _ in part.lengths), default=1)
     for low, high, count, truncated in part.lengths:
@@ -84,7 +82,8 @@ def lines(part: Part, sequence_length: int) -> Iterator[str]:
         )
     yield f"  the first {len(part.rows)} rows, {sequence_length} tokens wide"
     for index, members in enumerate(part.rows):
-        yield f"  {index:>{LABEL_WIDTH - 2}}  {bar_of(members, sequence_length)} {len(members)} documents"
+        number = f"{len(members)} document{'s' * (len(members) > 1)}"
+        yield f"  {index:>{LABEL_WIDTH - 2}}  {bar_of(members, sequence_length)} {number}"
 
 
 def bar_of(members: list[tuple[int, int]], sequence_length: int) -> str:

@@ -44,7 +44,9 @@ def _part(part: Part, sequence_length: int) -> Iterator[str]:
     for name, value in part.counts.items():
         yield f"<tr><th>{escape(name)}<td>{escape(value)}"
     ends = ", ".join(f"<code>{escape(text) or 'cut off'}</code> {count:,}" for text, count in part.ends.items())
-    yield f"<tr><th>last trained token<td>{ends}\n</table>\n<h3>Tokens per document</h3>\n<table>"
+    if ends:
+        yield f"<tr><th>last trained token<td>{ends}"
+    yield "</table>\n<h3>Tokens per document</h3>\n<table>"
     most = max((count for _, _, count, _ in part.lengths), default=1)
     for low, high, count, truncated in part.lengths:
         note = f" ({truncated:,} truncated)" if truncated else ""

@@ -73,6 +73,25 @@ def test_pretrain_too(recipe_file, tmp_path, capsys):
     assert "sample 1: 3 tokens, 2 trained\n<|begin_of_text|>⟦abc<|end_of_text|>⟧\n" in capsys.readouterr().out
 
 
+def test_texts_with_their_class_and_with_what_is_hidden(recipe_file, tmp_path, capsys):
+    """One token per byte: "no" and its marker; of "ab ab ..." those in brackets are to be told."""
+    (tmp_path / "b.jsonl").write_text('{"text": "no", "label": "b"}\n{"text": "yes", "label": "a"}\n')
+    overrides = [f"data.path={tmp_path / 'b.jsonl'}", "data.packing=false", "tokenizer.vocabulary_size=258"]
+    assert cli.main(["inspect", recipe_file, "task=classify", *overrides]) == 0
+    out = capsys.readouterr().out
+    assert "sample 1: 3 tokens, label b\n<|begin_of_text|>no\n" in out
+    assert re.search(r"^classes +a 1, b 1$", out, re.MULTILINE)
+    assert "trained" not in out
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": "ab " * 40}) + "\n")
+    assert cli.main(["inspect", recipe_file, "task=mlm", *overrides, "--html", str(tmp_path / "page.html")]) == 0
+    out = capsys.readouterr().out
+    shown = re.search(r"sample 1: 70 tokens, (\d+) trained\n(.*)\n", out)
+    pieces = re.findall("⟦(.*?)⟧", shown[2])
+    assert 0 < sum(map(len, pieces)) == int(shown[1]) < 35
+    assert ("ab " * 40).startswith(re.sub("[⟦⟧]", "", shown[2]).removeprefix("<|begin_of_text|>"))
+    assert "last trained token" not in out + (tmp_path / "page.html").read_text()
+
+
 def test_data_that_cannot_be_used_have_their_exit_code(recipe_file, tmp_path, capsys):
     (tmp_path / "chats.jsonl").write_text("{}\n")
     assert cli.main(["inspect", recipe_file]) == 3
