@@ -43,7 +43,7 @@ def arguments(case: Case, workspace, lora: bool) -> tuple[Path | None, list[str]
 
 def finished(case: Case, workspace, lora: bool) -> Run:
     strategy, more = arguments(case, workspace, lora)
-    run = workspace.run(strategy, case.world, *more, launcher="torchrun" if strategy else "python")
+    run = workspace.run(strategy, case.world, *more)
     assert run.returncode == 0, run.output
     assert (run.facts["engine"], run.facts["world_size"]) == (ENGINES[case.strategy], case.world)
     assert (run.facts["num_trained_parameters"] < run.facts["num_parameters"]) == lora
@@ -73,7 +73,7 @@ def goes_on_from_all(cases: list[Case], case: Case, workspace, tmp_path, lora: b
 
     strategy, more = arguments(case, workspace, lora)
     script = __file__.replace("test_all_pairs.py", "pairs_probe.py")
-    command = launch_command("torchrun" if strategy else "python", strategy, case.world, tmp_path, script)
+    command = launch_command("fork", strategy, case.world, tmp_path, script)
     command += [str(wanted), str(workspace.recipe), f"output_dir={tmp_path / 'run'}", *more]
     run = workspace.execute(command + (["--strategy", str(strategy)] if strategy else []), tmp_path / "run")
     assert run.returncode == 0, run.output

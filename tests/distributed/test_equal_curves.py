@@ -97,7 +97,7 @@ def test_follows_the_reference(case: Case, workspace, reference):
 def run_case(workspace, case: Case) -> Run:
     overrides = [case.micro_batch, f"precision={case.precision}"]
     if case.strategy == "single":
-        return workspace.run(None, 1, *overrides, launcher="python")
+        return workspace.run(None, 1, *overrides)
     # shipped with two stages; one is the boundary case
     alone = case.strategy == "pipeline" and case.stages == 1
     return workspace.run(one_stage(workspace) if alone else case.strategy, case.world, *overrides)

@@ -19,7 +19,7 @@ def test_the_reloaded_model_has_the_live_models_logits(strategy, workspace, tmp_
     world = {"single": 1, "hsdp": 4}.get(strategy, 2)
     path = workspace.strategy(strategy)
     script = str(Path(__file__).with_name("export_probe.py"))
-    command = launch_command("torchrun", path, world, workspace.folder, script)
+    command = launch_command("fork", path, world, workspace.folder, script)
     micro = {"single": 4, "pipeline": 4, "hsdp": 1}.get(strategy, 2)
     arguments = [str(workspace.recipe), f"output_dir={tmp_path}", f"batch.micro_batch_size={micro}"]
     run = workspace.execute([*command, *arguments, "--strategy", str(path)], tmp_path)

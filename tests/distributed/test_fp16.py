@@ -9,8 +9,8 @@ from harness import largest_relative_difference, relative_l2
 @pytest.mark.parametrize("strategy", [None, "ddp", "fsdp"])
 def test_follows_the_fp32_reference(strategy, workspace, reference):
     """fp16 keeps 11 bits, eight times bf16's, so it follows the fp32 trajectory that much closer."""
-    launcher, world = ("python", 1) if strategy is None else ("torchrun", 2)
-    run = workspace.run(strategy, world, "precision=fp16", "batch.micro_batch_size=2", launcher=launcher)
+    world = 1 if strategy is None else 2
+    run = workspace.run(strategy, world, "precision=fp16", "batch.micro_batch_size=2")
     assert run.returncode == 0, run.output
     assert run.facts["precision"] == "fp16" and run.facts["weight_dtype"] == "float32"
     assert run.metrics[-1]["skipped_steps"] == 0

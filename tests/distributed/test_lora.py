@@ -64,8 +64,8 @@ def world(name: str) -> int:
 
 
 def run_lora(workspace, base: Path, name: str, *more: str, extra: int = 0) -> Run:
-    strategy, launcher = (None, "python") if name == "single" else (name, "torchrun")
-    run = workspace.run(strategy, world(name), *arguments(base, name, *more), launcher=launcher)
+    strategy = None if name == "single" else name
+    run = workspace.run(strategy, world(name), *arguments(base, name, *more))
     assert run.returncode == 0, run.output
     assert_what_ran(run, name, extra)
     return run

@@ -48,7 +48,7 @@ def single(workspace) -> dict:
 def probe(strategy: str, precision: str, workspace) -> dict:
     path, world = workspace.strategy(strategy), 1 if strategy == "single" else 2
     script = str(Path(__file__).with_name("nonfinite_probe.py"))
-    command = launch_command("torchrun", path, world, workspace.folder, script)
+    command = launch_command("fork", path, world, workspace.folder, script)
     arguments = [str(workspace.recipe), f"precision={precision}", "batch.micro_batch_size=2", "--strategy", str(path)]
     run = workspace.execute(command + arguments, workspace.folder)
     assert run.returncode == 0, run.output
@@ -61,7 +61,7 @@ def test_the_run_ends_with_code_5_and_says_so(strategy, workspace, reference, tm
     model = poisoned(reference.directory / "model", tmp_path / "model")
     arguments = (f"model={{path: {model}}}", f"tokenizer={{path: {model}}}", "batch.micro_batch_size=4")
     world = 1 if strategy is None else 2
-    run = workspace.run(strategy, world, *arguments, launcher="python" if strategy is None else "torchrun")
+    run = workspace.run(strategy, world, *arguments)
     assert run.returncode == (5 if strategy is None else 1), run.output  # launchers turn every code into 1
     assert run.status["state"] == "failed" and run.status["exit_code"] == 5, run.status
     assert "the loss is nan" in run.status["reason"] and "That is 4 in a row" in run.status["reason"]

@@ -83,8 +83,7 @@ def batches(workspace, pretrained):
 def test_follows_the_plain_loop(strategy, workspace, pretrained, plain):
     losses, norms, weights = plain
     arguments = (f"model={{path: {pretrained}}}", f"tokenizer={{path: {pretrained}}}", MICRO)
-    launcher, world = ("python", 1) if strategy is None else ("torchrun", 2)
-    run = workspace.run(strategy, world, *arguments, launcher=launcher)
+    run = workspace.run(strategy, 1 if strategy is None else 2, *arguments)
     assert run.returncode == 0, run.output
     assert run.facts["strategy"] == (strategy or "single")
     assert largest_relative_difference(run.column("loss"), losses) < 1e-5

@@ -56,7 +56,7 @@ def test_every_value_is_read_and_written(name, workspace, tmp_path):
     source = finished(RING[name], workspace)
     case, path = CASES[name], None if name == "single" else workspace.strategy(name)
     script = __file__.replace("test_resume.py", "checkpoint_probe.py")
-    command = launch_command("python" if path is None else "torchrun", path, case.world, tmp_path, script)
+    command = launch_command("fork", path, case.world, tmp_path, script)
     command += [str(source.checkpoint(STOP)), str(workspace.recipe), f"output_dir={tmp_path / 'run'}"]
     command += [case.micro_batch, *(["--strategy", str(path)] if path else [])]
     run = workspace.execute(command, tmp_path / "run")
@@ -113,7 +113,7 @@ AT_ITS_END, WITHIN_A_STEP = (
 )
 def test_nothing_is_forgotten(strategy, world, step, overrides, workspace):
     """Rows at the end of an epoch and beyond, dropout's random numbers, fp16's loss scale."""
-    golden = workspace.run(strategy, world, *overrides, launcher="python" if strategy is None else "torchrun")
+    golden = workspace.run(strategy, world, *overrides)
     assert golden.returncode == 0, golden.output
     run = workspace.resume(golden, step, strategy, world, *overrides)
     assert run.returncode == 0, run.output

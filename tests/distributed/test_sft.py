@@ -110,8 +110,7 @@ CASES += long(("packed", "ddp"), ("packed", "zero2"), ("grouped", None), ("group
 @pytest.mark.parametrize(("mode", "strategy"), CASES)
 def test_follows_the_plain_loop(mode, strategy, workspace, overrides, plain):
     losses, norms, tokens, weights = plain[mode]
-    launcher, world = ("python", 1) if strategy is None else ("torchrun", 2)
-    run = workspace.run(strategy, world, *overrides, *MODES[mode], launcher=launcher)
+    run = workspace.run(strategy, 1 if strategy is None else 2, *overrides, *MODES[mode])
     assert run.returncode == 0, run.output
     assert (run.facts["strategy"], run.facts["recipe"]["task"]) == (strategy or "single", "sft")
     assert run.column("tokens") == tokens

@@ -163,10 +163,8 @@ def test_follows_the_plain_loop(task, family, strategy, workspace, settings):
 
 
 def start(workspace, expected: Setting, strategy: str):
-    if strategy == "single":
-        run = workspace.run(None, 1, *expected.overrides, launcher="python")
-    else:
-        run = workspace.run(strategy, 2, *expected.overrides)
+    alone = strategy == "single"
+    run = workspace.run(None if alone else strategy, 1 if alone else 2, *expected.overrides)
     assert run.returncode == 0, run.output
     return run
 

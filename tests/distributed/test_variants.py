@@ -62,7 +62,7 @@ def _model(name: str) -> str:
 
 
 def follows(run: Run, workspace, model: str) -> None:
-    expected = workspace.run(None, 1, _model(model), "batch.micro_batch_size=8", launcher="python")
+    expected = workspace.run(None, 1, _model(model), "batch.micro_batch_size=8")
     assert expected.returncode == 0, expected.output
     assert run.returncode == 0, run.output
     assert largest_relative_difference(run.column("loss"), expected.column("loss")) < 1e-5
