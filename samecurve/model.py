@@ -37,8 +37,9 @@ def build(
 
     adapter: with its layers beside the frozen ones, when its name says which. Raises what adapter.inject does.
     """
-    with no_init_weights(), _only_ours(), where:
-        model = model_class(config)
+    with no_init_weights(), where:
+        with _only_ours():
+            model = model_class(config)
         if adapter is not None and adapter.name:
             adapters.inject(model, adapter)
     model.tie_weights()  # no_init_weights leaves it out
@@ -50,7 +51,7 @@ def build(
 def _only_ours() -> Iterator[None]:
     """Under ZeRO-3 `from_config`, by which transformers' classifiers make their decoder, would shard even a skeleton.
 
-    Where weights are sharded while they are made, `where` says so.
+    Where weights are sharded while they are made, `where` says so. peft has to know of ZeRO-3: DoRA reads weights.
     """
     known = deepspeed_integration._hf_deepspeed_config_weak_ref
     deepspeed_integration._hf_deepspeed_config_weak_ref = None
