@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .engines.resolve import Plan
     from .tasks import Task
 
-VERSIONED = ("torch", "accelerate", "deepspeed", "transformers", "peft", "datasets", "samecurve")
+VERSIONED = ("torch", "accelerate", "deepspeed", "transformers", "peft", "datasets", "bitsandbytes", "samecurve")
 
 
 def run_facts(plan: Plan, arguments: Sequence[str], described: dict, data: dict, device: str) -> dict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -58,12 +59,15 @@ def _model(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 def _adapter(value: Callable[[str], Any]) -> Iterator[Finding]:
     if value("adapter.quantization") is not None:
-        text = f"found {value('adapter.quantization')}, but no strategy here trains on a quantized model yet; use null"
-        yield "adapter.quantization", text
+        if value("adapter.dora"):
+            yield "adapter.dora", "found true, which needs the norms of weights that are not quantized; use false"
+        if importlib.util.find_spec("bitsandbytes") is None:
+            text = "found 4bit, which needs the package bitsandbytes: pip install bitsandbytes, or use null"
+            yield "adapter.quantization", text
     if value("adapter.name") is None:
         for key, field in Adapter.model_fields.items():
             found = value(f"adapter.{key}")
-            if key not in ("name", "quantization") and found != field.default:
+            if key != "name" and found != field.default:
                 text = f"found {describe(found)}, but adapter.name is null, so there is no adapter; set it to lora"
                 yield f"adapter.{key}", text
     elif value("model.config") is not None:

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from .. import quantization
 from ..adapter import trained_shapes
 from ..model import build, fill
 from ..optim import build_optimizer, parameter_groups, set_learning_rate
@@ -126,11 +127,16 @@ class AcceleratedEngine:
         if self.plan.strategy.family == "fsdp":
             model = self._shard()
         else:
-            model = build(type(self.skeleton), self.skeleton.config, torch.device(self.device), self.recipe.adapter)
+            model = self._whole()
             self._checkpoint_activations(model)
             model = self.accelerator.prepare_model(model)
         groups = parameter_groups(_unwrapped(model).named_parameters(), self.shapes, self.recipe.optimizer)
         return model, build_optimizer(groups, self.recipe.optimizer)
+
+    def _whole(self) -> PreTrainedModel:
+        if self.recipe.adapter.quantization:
+            return quantization.build(self.skeleton, self.recipe, self.device)
+        return build(type(self.skeleton), self.skeleton.config, torch.device(self.device), self.recipe.adapter)
 
     def _state(self, parameters: dict[str, nn.Parameter]) -> State:
         return LiveState(parameters, self.optimizer, replica=self.shard)
@@ -204,6 +210,9 @@ class AcceleratedEngine:
         return self.loss_scale is not None and not self.loss_scale.exhausted
 
     def _write(self, name: str, full: Tensor) -> None:
+        if quantization.is_quantized(self.tensors[name]):
+            quantization.write(self.tensors[name], full)
+            return
         tensor = self.tensors[name].detach()
         if isinstance(tensor, DTensor):
             # every rank has the same values already, so nothing is sent (src_data_rank=None)

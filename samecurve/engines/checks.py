@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 # Those whose loss is a function of the last stage's logits alone, for models that stages.py can cut.
 _PIPELINED = ("pretrain", "sft")
+_QUANTIZED = ("single", "ddp")
 
 
 def check(source: Source, files: Files, strategy: Strategy, launch: Launch) -> None:
@@ -40,6 +41,9 @@ def check(source: Source, files: Files, strategy: Strategy, launch: Launch) -> N
         if strategy.family == "pipeline" and task not in _PIPELINED:
             text = f"found {task}, but a pipeline cuts causal language models only; use another strategy"
             source.document.problem(("task",), f"{text}, for example configs/fsdp.yaml")
+        if strategy.family not in _QUANTIZED and source.value("adapter.quantization") is not None:
+            text = "found 4bit, but 4-bit weights stay whole on every device and this strategy would shard or cast them"
+            source.document.problem(("adapter", "quantization"), f"{text}; use configs/ddp.yaml, or null")
     wrong_world = [*launch.problems, *world_problems(files, strategy, launch)]
     source.document.problems += wrong_world
     if not wrong_world:

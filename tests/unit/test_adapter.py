@@ -210,7 +210,11 @@ optimizer: {learning_rate: 1e-3}
     [
         ("adapter.name=null adapter.dora=true", "adapter.dora: found true, but adapter.name is null"),
         ("adapter.name=null adapter.rank=8", "adapter.rank: found 8, but adapter.name is null"),
-        ("adapter.quantization=4bit", "adapter.quantization: found 4bit, but no strategy here trains"),
+        (
+            "adapter.name=null adapter.quantization=4bit",
+            'adapter.quantization: found "4bit" (text), but adapter.name is null',
+        ),
+        ("adapter.quantization=4bit adapter.dora=true", "adapter.dora: found true, which needs the norms"),
         ("adapter.target_modules=3", "adapter.target_modules: found 3"),
         ("adapter.target_modules=[]", "adapter.target_modules: found"),
         ("adapter.rank=0", "adapter.rank: found 0"),

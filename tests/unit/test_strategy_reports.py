@@ -91,6 +91,8 @@ CASES = [
      ["configs/zero2.yaml:3: deepspeed_config.deepspeed_config_file: missing; add the path of the DeepSpeed JSON"]),
     ("json: missing file", *acc("zero2.json", "zero9.json", "zero2"),
      ["configs/zero2.yaml:4: deepspeed_config.deepspeed_config_file: no such file: ds_configs/zero9.json; the name is relative to the working directory"]),
+    ("4bit: sharded", {"m/config.json": "{}"}, ["r.yaml", "model={path: ./m}", "adapter={name: lora, quantization: 4bit}", "--strategy", "configs/fsdp.yaml"], T,
+     ["command line: adapter.quantization: found 4bit, but 4-bit weights stay whole on every device and this strategy would shard or cast them; use configs/ddp.yaml, or null"]),
     ("yaml missing", *use("configs/zero9.yaml"),
      ["configs/zero9.yaml: cannot be read: No such file or directory (configs/zero9.yaml)"]),
     ("json: unknown top", *top('"gradient_cliping": 1.0'),
