@@ -25,8 +25,9 @@ _PREFETCHED_STEPS = 2
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one device reads in one forward pass: int64 tensors (micro_batch_size, ...), most of them as long as a row.
+    """What one device reads in one forward pass: tensors (micro_batch_size, ...), most of them as long as a row.
 
+    A row of k sequences gives (micro_batch_size * k, sequence_length), the first row's sequences first.
     Rows are shorter, and the same for all micro-batches of a step, where they are grouped by length.
     inputs: the model's, by the names of its forward. targets: the task's loss's, by the names of its parameters;
     `labels` are always among them, IGNORE_INDEX where nothing is trained.
@@ -161,4 +162,7 @@ def _micro_batches(rows: RowArrays, micro_batch_size: int, width: int) -> list[M
 def _split(arrays: dict[str, np.ndarray], micro_batch_size: int, width: int) -> list[dict[str, Tensor]]:
     cut = {name: array[..., :width] if array.ndim > 1 else array for name, array in arrays.items()}
     parts = {name: torch.from_numpy(np.ascontiguousarray(a)).split(micro_batch_size) for name, a in cut.items()}
-    return [dict(zip(parts, tensors, strict=True)) for tensors in zip(*parts.values(), strict=True)]
+    return [
+        {name: part.flatten(0, 1) if part.ndim == 3 else part for name, part in zip(parts, tensors, strict=True)}
+        for tensors in zip(*parts.values(), strict=True)
+    ]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -36,6 +38,14 @@ def restore(states: dict[str, Tensor], device: torch.device) -> None:
     random.setstate((3, tuple(internal), gauss_next if has_next else None))
     if "torch_cuda" in states and device.type == "cuda":
         torch.cuda.set_rng_state(states["torch_cuda"], device)
+
+
+@contextmanager
+def rehearsed(device: torch.device) -> Iterator[None]:
+    """What is drawn inside is drawn again, the same, by what comes after."""
+    before = capture(device)
+    yield
+    restore(before, device)
 
 
 def reseed(seed: int, step: int, rank: int) -> None:

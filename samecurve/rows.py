@@ -28,7 +28,8 @@ _WIDTH_MULTIPLE = 64
 class RowArrays:
     """The rows of some indices, by the names that MicroBatch gives them: int64 arrays (len(indices), ...).
 
-    What is long as a row has sequence_length as its last axis, and is cut to what its micro-batch needs.
+    What is long as a row has sequence_length as its last axis, and is cut to what its micro-batch needs. A row may be k
+    sequences (two answers to compare, a question and what answers it): (len(indices), k, sequence_length).
     """
 
     inputs: dict[str, np.ndarray]

@@ -12,10 +12,11 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from .. import quantization
+from .. import quantization, rng
 from ..adapter import trained_shapes
 from ..model import build, fill
 from ..optim import build_optimizer, parameter_groups, set_learning_rate
+from . import together
 from .base import EvalResult, StepResult, dtype_name, finished
 from .loss_scale import LossScale
 from .state import LiveState, State
@@ -62,10 +63,12 @@ class AcceleratedEngine:
         # DDP, FSDP and ZeRO average gradients over the ranks; the loss is a mean over tokens, not over ranks
         weight = self.accelerator.num_processes / tokens
         loss_sum = torch.zeros((), device=self.device)
-        for index, batch in enumerate(micro_batches):
+        contexts = self._contexts(micro_batches)
+        for index, (batch, context) in enumerate(zip(micro_batches, contexts, strict=True)):
             last = index == len(micro_batches) - 1
             with self._accumulating(last):
-                loss = self._loss(batch)
+                logits, targets = self._forward(batch)
+                loss = self.task.loss(logits, **targets, **context)
                 loss_sum += loss.detach()
                 if last:
                     mean = self._sum(loss_sum) / tokens
@@ -77,6 +80,9 @@ class AcceleratedEngine:
         return finished(mean, grad_norm, tokens, applied, may_rescale)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
+        if self.task.context is not None:
+            count = sum(self.task.count(**batch.targets) for batch in micro_batches)
+            return EvalResult(math.nan, int(self._sum(count)), features=self.features(micro_batches))
         self.model.eval()
         loss_sum, count, sums = torch.zeros((), dtype=torch.float64, device=self.device), 0, None
         for batch in micro_batches:
@@ -90,6 +96,12 @@ class AcceleratedEngine:
         tokens = int(self._sum(count))
         statistics = tuple(self.accelerator.reduce(sums, reduction="sum").tolist()) if sums.numel() else ()
         return EvalResult(loss=self._sum(loss_sum) / max(tokens, 1), tokens=tokens, statistics=statistics)
+
+    def features(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        self.model.eval()
+        found = self._features(micro_batches)
+        self.model.train()
+        return found.cpu()
 
     def parameters(self) -> Iterator[tuple[str, Tensor | None]]:
         for name in self.shapes:
@@ -167,13 +179,20 @@ class AcceleratedEngine:
             return self.accelerator.no_sync(self.model)
         return nullcontext()
 
-    def _loss(self, batch: MicroBatch) -> Tensor:
-        logits, targets = self._forward(batch)
-        return self.task.loss(logits, **targets)
-
     def _forward(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         batch = batch.to(self.device)
-        return self.model(**batch.inputs).logits, batch.targets
+        return self.task.outputs(self.model(**batch.inputs)), batch.targets
+
+    def _features(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """Of all ranks' rows."""
+        return self.accelerator.gather(together.features(self.task, self._forward, micro_batches))
+
+    def _contexts(self, micro_batches: Sequence[MicroBatch]) -> list[dict[str, Tensor]]:
+        if self.task.context is None:
+            return [{}] * len(micro_batches)
+        with rng.rehearsed(self.device):
+            context = self.task.context(self._features(micro_batches))
+        return together.cut(context, self.shard, len(micro_batches))
 
     def _backward(self, loss: Tensor, last: bool) -> None:
         (loss * self.loss_scale.value if self.loss_scale else loss).backward()

@@ -36,14 +36,16 @@ class StepResult:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """loss: mean over all evaluation rows, each counted once. tokens: over how many, all ranks.
+    """loss: mean over all evaluation rows, each counted once; nan where rows' losses depend on one another, and
+    `features` are found instead. tokens: over how many, all ranks.
 
-    statistics: the sums over all rows of what the task asked for (Task.statistics).
+    statistics: the sums over all rows of what the task asked for (Task.statistics). features: as Engine.features.
     """
 
     loss: float
     tokens: int
     statistics: tuple[float, ...] = ()
+    features: Tensor | None = None
 
 
 def finished(loss: float, grad_norm: float, tokens: int, applied: bool, may_rescale: bool) -> StepResult:
@@ -74,6 +76,13 @@ class Engine(Protocol):
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         """Loss without an update. Every rank passes the same number of micro-batches."""
+
+    def features(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """Task.features without dropout: all ranks' rows, (rows, n), fp32 on the CPU, the same on every rank.
+
+        Every rank passes the same number of micro-batches; its rows stand together, rank 0's first. Those of an
+        EvaluationBatches come in their order, and last what only fills it up. Only one micro-batch is held at a time.
+        """
 
     def parameters(self) -> Iterator[tuple[str, Tensor | None]]:
         """What is exported: weights by Hugging Face name, one at a time, full fp32 CPU tensors on rank 0, else None."""

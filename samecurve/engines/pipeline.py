@@ -45,7 +45,8 @@ class PipelineEngine:
 
     def __init__(self, accelerator: Accelerator, plan: Plan, skeleton: PreTrainedModel, task: Task):
         self._task, self.device = task, accelerator.device
-        self._loss_factor = 1.0
+        self._loss_factor, self._target_names = 1.0, ("labels",)
+        self._last_stage: Callable[..., Tensor] = self._weighted_loss
         self.shapes, self._num_parameters = trained_shapes(skeleton), skeleton.num_parameters()
         module = build_stage(plan, cut(copy.deepcopy(skeleton)), self._loss, self.device)
         self._weights, self._stages = module.named_weights(), module.stages_by_name()
@@ -73,22 +74,23 @@ class PipelineEngine:
         set_learning_rate(self._engine.optimizer, learning_rate)
         # DeepSpeed takes the mean over micro-batches and data-parallel ranks; the factor turns it into the token mean
         self._loss_factor = len(micro_batches) * self.shard[1] / tokens
-        self._engine.train_batch(_rows(micro_batches))
+        self._engine.train_batch(self._rows(micro_batches))
         guard = self._guard
         applied = not guard.refused and self._engine.was_step_applied()
         return finished(guard.loss, guard.grad_norm, tokens, applied, may_rescale=not guard.refused)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
-        self._loss_factor = 1.0
-        losses = self._engine.eval_batch(
-            _rows(micro_batches), reduce_output=None, bcast_loss=False, num_micro_batches=len(micro_batches)
-        )
-        loss = tokens = 0.0
-        if self._engine.is_last_stage():
-            loss = sum(value.item() for value in losses)
-            tokens = sum(self._task.count(**batch.targets) for batch in micro_batches)
-        loss, tokens = _sum([loss, tokens], self.device)
-        return EvalResult(loss=loss / max(tokens, 1), tokens=int(tokens))
+        def measure(logits: Tensor, **targets: Tensor) -> Tensor:
+            loss = self._task.loss(logits, **targets)
+            return torch.cat([loss.double().reshape(1), self._task.statistics(logits, **targets).double()])[None]
+
+        tokens = sum(self._task.count(**batch.targets) for batch in micro_batches)
+        tokens = _sum([tokens], self.device, self._grid.get_data_parallel_group())[0]
+        loss, *statistics = self._on_last_stage(micro_batches, measure).sum(dim=0).tolist()
+        return EvalResult(loss=loss / max(tokens, 1), tokens=int(tokens), statistics=tuple(statistics))
+
+    def features(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        return self._on_last_stage(micro_batches, self._task.features).float().cpu()
 
     def parameters(self) -> Iterator[tuple[str, Tensor | None]]:
         rank = dist.get_rank()
@@ -146,8 +148,42 @@ class PipelineEngine:
             return FragmentState(trained, optimizer, saved)
         return LiveState(trained, optimizer, self.shard, saved)
 
-    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return self._task.loss(logits, labels) * self._loss_factor
+    def _on_last_stage(self, micro_batches: Sequence[MicroBatch], measure: Callable[..., Tensor]) -> Tensor:
+        """What `measure` finds in all micro-batches without an update. measure: (logits, **targets) -> (rows, n).
+
+        fp64, the same on every rank: rank 0's rows first.
+        """
+        found: list[Tensor] = []
+
+        def keep(logits: Tensor, **targets: Tensor) -> Tensor:
+            found.append(measure(logits, **targets).double())
+            return logits.new_zeros(())
+
+        self._last_stage = keep
+        self._engine.eval_batch(
+            self._rows(micro_batches), reduce_output=None, bcast_loss=False, num_micro_batches=len(micro_batches)
+        )
+        self._last_stage = self._weighted_loss
+        rank, size = self.shard
+        # each pipeline has one last stage, so a sum over all ranks tells the others
+        rows, width = (int(n) // size for n in _sum([*torch.cat(found).shape] if found else [0, 0], self.device))
+        everything = torch.zeros(size, rows, width, dtype=torch.float64, device=self.device)
+        if found:
+            everything[rank] = torch.cat(found)
+        dist.all_reduce(everything)
+        return everything.flatten(0, 1)
+
+    def _rows(self, micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
+        """As DeepSpeed wants them: what the first stage reads, and what the last one's loss does."""
+        for batch in micro_batches:
+            self._target_names = tuple(batch.targets)
+            yield (batch.inputs["input_ids"], batch.inputs["position_ids"]), tuple(batch.targets.values())
+
+    def _loss(self, logits: Tensor, targets: tuple[Tensor, ...]) -> Tensor:
+        return self._last_stage(logits, **dict(zip(self._target_names, targets, strict=True)))
+
+    def _weighted_loss(self, logits: Tensor, **targets: Tensor) -> Tensor:
+        return self._task.loss(logits, **targets) * self._loss_factor
 
     def _write(self, name: str, value: Tensor) -> None:
         weight = self._weights[name]
@@ -228,11 +264,6 @@ def _check_trained(stages: set[int], num_stages: int) -> None:
             f"adapter.target_modules: no layer of pipeline stage {idle} of {num_stages} is adapted, and every "
             "stage needs something to train; name layers in all of them, or use fewer pipeline.stages"
         )
-
-
-def _rows(micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[tuple[Tensor, Tensor], Tensor]]:
-    for batch in micro_batches:
-        yield (batch.inputs["input_ids"], batch.inputs["position_ids"]), batch.labels
 
 
 def _sum(values: list[float], device: torch.device, group: dist.ProcessGroup | None = None) -> list[float]:

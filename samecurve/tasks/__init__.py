@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
@@ -10,6 +11,7 @@ from ..errors import DataError, SamecurveError
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerFast
+    from transformers.utils import ModelOutput
 
     from ..architecture import Head
     from ..config import Recipe
@@ -21,8 +23,19 @@ if TYPE_CHECKING:
 class Task(Protocol):
     """held_out: None when the recipe holds nothing out. special_tokens: ids for a from-scratch model's config.
 
-    head: what the model ends in. The keyword arguments of loss, count and statistics are the rows' targets by name
-    (RowArrays.targets), cut into micro-batches; logits are the model's.
+    head: what the model ends in. The keyword arguments of loss, count, statistics and features are the rows' targets by
+    name (RowArrays.targets), cut into micro-batches; the logits are what `outputs` gives.
+
+    features: (logits, **targets) -> (rows, n), what may be asked of a row beside its loss; None: nothing.
+    context: features of all rows of an optimizer step, (rows, n) -> what else the loss of each of them has to know, by
+    name; the rows are the first axis. Where a task has one, no loss is taken in an evaluation: `metrics` does it, from
+    the features of all held-out rows. None: the rows' losses do not depend on one another.
+
+    This is gradient caching (Gao et al., 2021, arXiv:2101.06983) for any such loss. A first pass without gradients
+    finds the features of the whole step; `context` takes the loss of all of them together and gives each row its part
+    and the gradient with respect to its features; then `loss` is that part plus 0, which has that gradient. So it is
+    the loss of the global batch whatever the ranks and micro-batches, for one more forward pass and the memory of the
+    features. Gathering features inside of the backward pass would not do: it sees one micro-batch of each rank.
     """
 
     tokenizer: PreTrainedTokenizerFast
@@ -31,6 +44,12 @@ class Task(Protocol):
     vocabulary_size: int
     special_tokens: dict[str, int]
     head: Head
+    features: Callable[..., Tensor] | None = None
+    context: Callable[[Tensor], dict[str, Tensor]] | None = None
+
+    def outputs(self, found: ModelOutput) -> Tensor:
+        """What is wanted of the model's output. A pipeline knows logits only, and does not ask."""
+        return found.logits
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """fp32 scalar: the sum over what is counted, which the engine divides by the step's global count."""

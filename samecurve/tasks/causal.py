@@ -15,7 +15,7 @@ from ..architecture import Head
 from ..errors import DataError
 from ..loss import count_trained, token_loss_sum
 from ..rows import DocumentRows, GroupedDocumentRows, Rows
-from . import parts
+from . import Task, parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class CausalTask:
+class CausalTask(Task):
     """details: what else `describe` says of the data."""
 
     head = Head()

@@ -15,7 +15,7 @@ from ..cache import location
 from ..errors import DataError
 from ..loss import IGNORE_INDEX, count_trained, token_loss_sum
 from ..text_rows import GroupedLabelledRows, LabelledRows
-from . import parts
+from . import Task, parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class ClassifyTask:
+class ClassifyTask(Task):
     """names: of the classes; a class is its place there."""
 
     tokenizer: PreTrainedTokenizerFast

@@ -13,7 +13,7 @@ from ..architecture import Head
 from ..errors import DataError
 from ..loss import IGNORE_INDEX, count_trained, token_loss_sum
 from ..text_rows import GroupedMaskedRows, MaskedRows, Masking
-from . import parts
+from . import Task, parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class MaskedTask:
+class MaskedTask(Task):
     tokenizer: PreTrainedTokenizerFast
     parts: parts.Parts
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -250,3 +251,27 @@ def test_another_batch_size_goes_on_at_the_same_row():
     whole = StepBatches(rows, 0, Batch(global_batch_size=44, micro_batch_size=1, sequence_length=4), (0, 1), 1)
     assert read == whole.rows_of(0).tolist()
     assert after.samples == 20
+
+
+def test_a_row_of_several_sequences_stays_whole():
+    """Row i holds the sequences 10 i and 10 i + 1; one more than fits into two micro-batches."""
+
+    class Two(DocumentRows):
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, indices):
+            sequences = (10 * np.asarray(indices)[:, None, None] + np.arange(2)[:, None]).repeat(6, axis=2)
+            found = causal_arrays(sequences, sequences, sequences)
+            return replace(found, targets=found.targets | {"weights": np.asarray(indices)})
+
+    rows = Two(random_stream(3, 6), 6, PAD)
+    batches = EvaluationBatches(rows, 2, (0, 1))
+    assert {m.inputs["input_ids"].shape for m in batches} == {(4, 6)}
+    assert [m.inputs["input_ids"][:, 0].tolist() for m in batches] == [[0, 1, 10, 11], [20, 21, 0, 1]]
+    assert [m.labels[:, 0].tolist() for m in batches] == [[0, 1, 10, 11], [20, 21, X, X]]
+    assert [m.targets["weights"].tolist() for m in batches] == [[0, 1], [2, 0]]
+    (whole,) = StepBatches(rows, 0, batch(2, 2), (0, 1), 1).at(0)
+    shards = [m for rank in range(2) for m in StepBatches(rows, 0, batch(2, 1), (rank, 2), 1).at(0)]
+    assert [m.labels.shape for m in shards] == [(2, 6)] * 2
+    assert torch.equal(torch.cat([m.labels for m in shards]), whole.labels)

@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from samecurve import tasks
 from samecurve.data import MicroBatch
 from samecurve.engines.accelerated import AcceleratedEngine
 from samecurve.engines.loss_scale import LossScale
@@ -26,7 +27,7 @@ class Dot(nn.Module):
         return SimpleNamespace(logits=self.weight)
 
 
-class Task:
+class Task(tasks.Task):
     """labels: (rows,), trained where not IGNORE_INDEX; gradients: each row's, (rows, 2)."""
 
     def loss(self, logits: Tensor, labels: Tensor, gradients: Tensor) -> Tensor:

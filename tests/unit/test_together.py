@@ -1,0 +1,118 @@
+"""A loss in which all rows of a step meet: its value and gradient do not depend on how the step is cut."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from samecurve import tasks
+from samecurve.data import MicroBatch
+from samecurve.engines import together
+from samecurve.engines.accelerated import AcceleratedEngine
+from samecurve.loss import IGNORE_INDEX, count_trained
+
+
+class Projection(nn.Module):
+    """(rows, 3) to (rows, 2), of which some are dropped in training."""
+
+    def __init__(self, dropout: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([[0.1, 0.2], [-0.3, 0.4], [0.5, -0.6]]))
+        self.dropout, self.seen = nn.Dropout(dropout), []
+
+    def forward(self, rows: Tensor) -> SimpleNamespace:
+        found = self.dropout(rows @ self.weight)
+        self.seen.append(found.detach())
+        return SimpleNamespace(embeddings=found)
+
+
+def everyone_meets(embeddings: Tensor) -> Tensor:
+    """(rows,): each row's loss knows all others."""
+    return (embeddings @ embeddings.T).logsumexp(dim=1)
+
+
+class Meeting(tasks.Task):
+    def outputs(self, found) -> Tensor:
+        return found.embeddings
+
+    def features(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        return embeddings
+
+    def context(self, features: Tensor) -> dict[str, Tensor]:
+        features = features.detach().requires_grad_()
+        losses = everyone_meets(features)
+        losses.sum().backward()
+        return {"row_loss": losses.detach(), "gradient": features.grad}
+
+    def loss(self, embeddings: Tensor, labels: Tensor, row_loss: Tensor, gradient: Tensor) -> Tensor:
+        linear = (embeddings * gradient).sum()
+        return row_loss.sum() + linear - linear.detach()
+
+    def count(self, labels: Tensor) -> int:
+        return count_trained(labels)
+
+
+def engine(accumulation: int, dropout: float = 0.0) -> AcceleratedEngine:
+    made = AcceleratedEngine.__new__(AcceleratedEngine)
+    made.accelerator, made.device = Accelerator(cpu=True), torch.device("cpu")
+    made.accumulation_steps = accumulation
+    made.plan = SimpleNamespace(strategy=SimpleNamespace(family="single"))
+    made.recipe = SimpleNamespace(optimizer=SimpleNamespace(max_grad_norm=1e9))
+    made.model, made.task, made.loss_scale = Projection(dropout), Meeting(), None
+    made.optimizer = torch.optim.SGD(made.model.parameters(), lr=1.0)
+    return made
+
+
+ROWS = torch.arange(24.0).reshape(8, 3).sin()
+
+
+def micro_batches(count: int) -> list[MicroBatch]:
+    labels = torch.zeros(8, dtype=torch.long)
+    return [MicroBatch({"rows": r}, {"labels": y}) for r, y in zip(ROWS.chunk(count), labels.chunk(count), strict=True)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_the_loss_and_its_gradient_are_those_of_all_rows_at_once(count):
+    one = engine(count)
+    reference = Projection(0.0)
+    loss = everyone_meets(ROWS @ reference.weight).mean()
+    loss.backward()
+    result = one.step(micro_batches(count), learning_rate=1.0)
+    assert result.loss == pytest.approx(loss.item(), rel=1e-6)
+    assert result.grad_norm == pytest.approx(reference.weight.grad.norm().item(), rel=1e-6)
+    torch.testing.assert_close(one.model.weight.data, reference.weight.data - reference.weight.grad)
+
+
+def test_both_passes_drop_the_same():
+    """And what comes after them draws as if there had been one."""
+    torch.manual_seed(5)
+    one = engine(2, dropout=0.5)
+    one.step(micro_batches(2), learning_rate=0.0)
+    after = torch.rand(1)
+    first, second = torch.cat(one.model.seen[:2]), torch.cat(one.model.seen[2:])
+    assert len(one.model.seen) == 4 and (first == 0).any()
+    assert torch.equal(first, second)
+    torch.manual_seed(5)
+    torch.nn.functional.dropout(torch.ones(4, 2), 0.5), torch.nn.functional.dropout(torch.ones(4, 2), 0.5)
+    assert torch.rand(1) == after
+
+
+def test_an_evaluation_finds_the_features_of_all_rows_without_dropout():
+    one = engine(4, dropout=0.5)
+    batches = micro_batches(4)
+    batches[-1].labels[-1] = IGNORE_INDEX
+    result = one.evaluate(batches)
+    assert result.tokens == 7 and result.loss != result.loss
+    torch.testing.assert_close(result.features, ROWS @ one.model.weight.data)
+    assert one.model.training and not result.features.requires_grad
+
+
+def test_each_micro_batch_gets_the_context_of_its_own_rows():
+    context = {"place": torch.arange(8), "more": torch.arange(16).reshape(8, 2)}
+    cut = [part for rank in range(2) for part in together.cut(context, (rank, 2), 2)]
+    assert [part["place"].tolist() for part in cut] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert torch.equal(torch.cat([part["more"] for part in cut]), context["more"])
