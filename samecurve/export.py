@@ -17,12 +17,13 @@ from torch import Tensor
 
 from .adapter import is_adapted, stored_config, stored_names
 from .errors import CheckpointError, NumericError, SamecurveError, StorageError
-from .records import write_json, writing
+from .records import write_json, write_text, writing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SHARD_BYTES = 4 * 10**9
+CARD = "README.md"
 
 
 def export(
@@ -32,13 +33,16 @@ def export(
     directory: Path,
     is_main: bool,
     shard_bytes: int = SHARD_BYTES,
+    dtype: torch.dtype = torch.float32,
+    card: Callable[[], str] | None = None,
 ) -> None:
-    """Write fp32 safetensors, config and tokenizer to `directory`: all of it, or nothing. Of an adapted model, what
-    peft loads beside the base model, which is not written again.
+    """Write safetensors, config and tokenizer to `directory`: all of it, or nothing. Of an adapted model, what peft
+    loads beside the base model, which is not written again.
 
     parameters: the engine's; every rank iterates it to the end, because gathering a parameter is collective. So a
     problem found on the way is told after the last one. skeleton: the architecture on the meta device, whose
-    parameter names and shapes are what is expected, each once. Rank 0 holds at most one shard.
+    parameter names and shapes are what is expected, each once. Rank 0 holds at most one shard. dtype: of the weights in
+    the files. card: makes README.md's text, on rank 0.
     Raises, on rank 0: NumericError for values that are not finite, CheckpointError for a missing, unknown, empty or
     misshapen tensor, StorageError when the folder cannot be written or is there already.
     """
@@ -48,26 +52,28 @@ def export(
         return
     partial = directory.with_name(f"{directory.name}.partial")
     layout = _adapter(skeleton) if is_adapted(skeleton) else _whole_model(skeleton, shard_bytes)
-    writer = _Writer(skeleton, layout, partial)
+    writer = _Writer(skeleton, layout, partial, dtype)
     try:
         for name, tensor in parameters:
             writer.take(layout.names.get(name, name), tensor)
         writer.finish()
         with writing(partial):
-            layout.write_config(skeleton, partial)
+            layout.write_config(skeleton, partial, dtype)
             tokenizer.save_pretrained(partial)
-            _rename(partial, directory)
+            if card is not None:
+                write_text(partial / CARD, card())
+            put_in_place(partial, directory)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
 class _Layout(NamedTuple):
-    """names: in the file, by the skeleton's. stem: the file's name. write_config: (skeleton, directory)."""
+    """names: in the file, by the skeleton's. stem: the file's name. write_config: (skeleton, directory, dtype)."""
 
     names: dict[str, str]
     stem: str
     shard_bytes: float
-    write_config: Callable[[PreTrainedModel, Path], None]
+    write_config: Callable[[PreTrainedModel, Path, torch.dtype], None]
 
 
 def _whole_model(skeleton: PreTrainedModel, shard_bytes: int) -> _Layout:
@@ -83,10 +89,10 @@ def _adapter(skeleton: PreTrainedModel) -> _Layout:
 class _Writer:
     """Collects parameters into shards. After the first problem it writes nothing more, and `finish` raises."""
 
-    def __init__(self, skeleton: PreTrainedModel, layout: _Layout, directory: Path):
+    def __init__(self, skeleton: PreTrainedModel, layout: _Layout, directory: Path, dtype: torch.dtype):
         parameters = dict(skeleton.named_parameters())
         self._expected = {stored: parameters[name] for name, stored in layout.names.items()}
-        self._directory, self._limit, self._stem = directory, layout.shard_bytes, layout.stem
+        self._directory, self._limit, self._stem, self._dtype = directory, layout.shard_bytes, layout.stem, dtype
         self._shard: dict[str, Tensor] = {}
         self._shard_size = self._total = 0
         self._shards: list[list[str]] = []
@@ -101,7 +107,7 @@ class _Writer:
         if self._problems:
             self._shard.clear()
             return
-        tensor = tensor.detach().to("cpu", torch.float32).contiguous()
+        tensor = tensor.detach().to("cpu", self._dtype).contiguous()
         if self._shard and self._shard_size + tensor.nbytes > self._limit:
             self._flush()
         # a view would be saved with all of its storage, or refused as shared
@@ -134,7 +140,7 @@ class _Writer:
             return CheckpointError(f"{name}: has the shape {tuple(tensor.shape)}, the model needs {tuple(shape)}")
         if not torch.isfinite(tensor).all():
             return NumericError(f"{name}: {int((~torch.isfinite(tensor)).sum())} values are not finite")
-        return None
+        return out_of_range(name, tensor, self._dtype)
 
     def _flush(self) -> None:
         """An error here must not keep this rank from the parameters that are still to come, so it is kept."""
@@ -169,14 +175,28 @@ class _Writer:
         write_json(self._directory / f"{self._stem}.safetensors.index.json", index)
 
 
-def _write_adapter_config(skeleton: PreTrainedModel, directory: Path) -> None:
+def out_of_range(name: str, tensor: Tensor, dtype: torch.dtype) -> NumericError | None:
+    """fp16 ends at 65504; what is finite and larger would become infinite."""
+    lost = int((~torch.isfinite(tensor.detach().to(dtype))).sum())
+    if not lost:
+        return None
+    largest = tensor.detach().abs().max().item()
+    return NumericError(f"{name}: {lost} values are beyond the range of {dtype_name(dtype)} ({largest:g}); choose bf16")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As a model's config.json has it: bfloat16, not torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _write_adapter_config(skeleton: PreTrainedModel, directory: Path, dtype: torch.dtype) -> None:
     stored_config(skeleton).save_pretrained(directory)
 
 
-def _write_config(skeleton: PreTrainedModel, directory: Path) -> None:
+def _write_config(skeleton: PreTrainedModel, directory: Path, dtype: torch.dtype) -> None:
     config = copy.deepcopy(skeleton.config)
     config.architectures = [type(skeleton).__name__]
-    config.dtype = "float32"
+    config.dtype = dtype_name(dtype)
     config.use_cache = True  # training turns it off; whoever generates with the export wants it
     config.save_pretrained(directory)
     if getattr(skeleton, "generation_config", None) is not None:
@@ -185,11 +205,11 @@ def _write_config(skeleton: PreTrainedModel, directory: Path) -> None:
         generation.save_pretrained(directory)
 
 
-def _rename(partial: Path, directory: Path) -> None:
-    """Every file is on the disk before the folder has its name."""
+def put_in_place(partial: Path, directory: Path) -> None:
+    """Every file is on the disk before the folder has its name. Raises StorageError where that is taken."""
     if directory.exists():
         raise StorageError(f"{directory} is there already; the model was not exported over it")
-    for file in partial.iterdir():
+    for file in (path for path in partial.rglob("*") if path.is_file()):
         with open(file, "rb") as stream:
             os.fsync(stream.fileno())
     os.rename(partial, directory)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from . import engines, model, tasks
+from .card import Made, model_card
 from .checkpoint.manager import Checkpoints, Position
 from .data import EvaluationBatches, StepBatches
 from .errors import NumericError, Preempted
@@ -114,7 +116,9 @@ class Session:
 
     def export(self) -> None:
         self.watch.phase("export", self.recipe.steps)
-        export(self._parameters(), self.skeleton, self.task.tokenizer, self.run.model, self.accelerator.is_main_process)
+        where, is_main = self.run.model, self.accelerator.is_main_process
+        card = partial(model_card, self.run.path, Made())
+        export(self._parameters(), self.skeleton, self.task.tokenizer, where, is_main, card=card)
         self.run.sync_metrics()
         self.progress.say(f"the trained model is in {self.run.model}")
 
@@ -127,6 +131,8 @@ class Session:
         described = model.describe(self.skeleton) | self.engine.describe() | {"adapter": adapter}
         facts = run_facts(plan, arguments, described, self.task.describe(), engines.device_name(self.accelerator))
         facts |= {"resumed_from": found and str(found), "start_step": self.start.step}
+        parts = {"train": self.task.train, "held_out": self.task.held_out}
+        facts |= {"data_fingerprints": {name: rows.fingerprint for name, rows in parts.items() if rows is not None}}
         self.run.write_run(facts)
         # steps that are done again replace those that the earlier session wrote after its checkpoint
         purge = {"purge_step": self.start.step + 1}

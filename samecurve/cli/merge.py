@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import CheckpointError, ConfigurationError, NumericError, StorageError
-from ..records import read_json, writing
+from ..errors import ConfigurationError, NumericError, StorageError
+from ..records import writing
 from . import models
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     output = arguments.output or arguments.run / "merged"
     if output.exists():
         raise StorageError(f"{output} is there already; name another folder with --output")
-    _check_base(arguments.run, base)
+    models.check_base(arguments.run, base)
     partial = output.with_name(f"{output.name}.partial")
     try:
         print(_merge(folder, base, partial))
@@ -85,15 +85,3 @@ def _logits(model: PreTrainedModel, rows: Tensor) -> Tensor:
 
     with torch.no_grad():
         return model(input_ids=rows).logits
-
-
-def _check_base(run: Path, base: str) -> None:
-    """Raises CheckpointError when the base model has changed since the run. A folder alone does not know."""
-    known = (read_json(run / "run.json").get("adapter") or {}).get("base_model")
-    if known is None:
-        return
-    from ..adapter import fingerprint
-    from ..model import weight_files
-
-    if fingerprint(weight_files(base)) != known:
-        raise CheckpointError(f"{base}: its weights are not those that {run} adapted; put the same model there")

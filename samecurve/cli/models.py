@@ -1,4 +1,4 @@
-"""Exported models as the commands find and load them: whole ones, and adapters beside the model that they adapt."""
+"""Runs and exported models as the commands find and load them: whole models, and adapters beside the one they adapt."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import ConfigurationError
+from ..errors import CheckpointError, ConfigurationError
+from ..records import read_json
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from ..architecture import Head
+    from ..config import Recipe
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -20,9 +25,40 @@ def model_folder(run: Path) -> Path:
     for folder in (run / "model", run):
         if any((folder / file).is_file() for file in ("config.json", ADAPTER_CONFIG)):
             return folder
+    if any((run / "checkpoints").glob("step_*")):
+        raise ConfigurationError(
+            f"{run} holds checkpoints and no exported model yet; let the run end, or make a model of its newest "
+            f"checkpoint: python -m samecurve export {run}"
+        )
     raise ConfigurationError(
         f"neither {run / 'model'} nor {run} holds an exported model (config.json or {ADAPTER_CONFIG})"
     )
+
+
+def run_directory(path: Path) -> Path | None:
+    """Where run.json is, for a run directory and for a folder in one, such as RUN/model. None: no run is known."""
+    return next((folder for folder in (path, path.absolute().parent) if (folder / "run.json").is_file()), None)
+
+
+def recipe(run: Path) -> Recipe:
+    """What run.json says was trained. Errors: see recipe_of."""
+    return recipe_of(read_json(run / "run.json"), run / "run.json")
+
+
+def recipe_of(facts: dict, file: Path) -> Recipe:
+    """facts: the content of `file`. Raises ConfigurationError when no recipe of this version is in it."""
+    from pydantic import ValidationError
+
+    from ..config import Recipe
+
+    if "recipe" not in facts:
+        raise ConfigurationError(f"{file}: holds no recipe; give a run's output_dir")
+    try:
+        return Recipe.model_validate(facts["recipe"])
+    except ValidationError as error:
+        keys = ", ".join(".".join(map(str, problem["loc"])) for problem in error.errors())
+        wrote = facts.get("versions", {}).get("samecurve") or "unknown"
+        raise ConfigurationError(f"{file}: not a recipe of this version ({keys}); version {wrote} wrote it") from error
 
 
 def base_path(folder: Path) -> str | None:
@@ -36,13 +72,26 @@ def base_path(folder: Path) -> str | None:
         raise ConfigurationError(f"{path}: names no base_model_name_or_path ({error})") from error
 
 
-def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model, in fp32 and with its adapter where the folder holds one, and its tokenizer."""
+def check_base(run: Path, base: str) -> None:
+    """Raises CheckpointError when the base model has changed since the run. A folder alone does not know."""
+    known = (read_json(run / "run.json").get("adapter") or {}).get("base_model")
+    if known is None:
+        return
+    from ..adapter import fingerprint
+    from ..model import weight_files
+
+    if fingerprint(weight_files(base)) != known:
+        raise CheckpointError(f"{base}: its weights are not those that {run} adapted; put the same model there")
+
+
+def load(
+    folder: Path, head: Head | None = None, attention: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model, in fp32 and with its adapter where the folder holds one, and its tokenizer. See load_model."""
     base = base_path(folder)
-    _quiet()
+    model = load_model(base or str(folder), head, attention)
     from transformers import AutoTokenizer
 
-    model = load_model(base or str(folder))
     if base is not None:
         from peft import PeftModel
 
@@ -50,16 +99,40 @@ def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     return model.eval(), AutoTokenizer.from_pretrained(folder)
 
 
-def load_model(path: str) -> PreTrainedModel:
-    """A whole model in fp32. Raises ConfigurationError when there is none."""
+def load_model(path: str, head: Head | None = None, attention: str | None = None) -> PreTrainedModel:
+    """A whole model in fp32 on the CPU.
+
+    head: what it ends in, a causal language model's by default. attention: as model.attention of a recipe.
+    Raises ConfigurationError when there is no model, or one with another head: its own would be drawn at random.
+    """
     _quiet()
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
+    from ..architecture import CAUSAL
+
+    head = head or CAUSAL
+    more = {} if attention is None else {"attn_implementation": attention}
     try:
-        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        config = AutoConfig.from_pretrained(path)
+        model_class = head.model_class(config)
+        if model_class is None:
+            raise ValueError(f"a {config.model_type} is no {head.kind}")
+        model, found = model_class.from_pretrained(path, dtype=torch.float32, output_loading_info=True, **more)
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{path}: no model can be loaded from there ({error})") from error
+    if found["missing_keys"]:
+        names = ", ".join(sorted(found["missing_keys"])[:3])
+        made_as = ", ".join(config.architectures or ["another one"])
+        raise ConfigurationError(f"{path}: holds no {head.kind} ({names} is missing): it was made as {made_as}")
+    return model.eval()
+
+
+def device() -> torch.device:
+    """The GPU where there is one."""
+    import torch
+
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _quiet() -> None:

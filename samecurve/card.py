@@ -1,0 +1,212 @@
+"""A model's card: what it was made of, how, and how well it does, as far as the run's directory knows it.
+
+The format is the Hugging Face hub's: YAML between two lines of dashes, then Markdown
+(https://huggingface.co/docs/hub/model-cards).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from .history import Began, sessions, unknown_origin
+from .progress import duration, number, spaced
+from .records import now
+from .rundir import read_metrics
+
+UNKNOWN = "not known"
+_CURVE_POINTS = 12
+_LICENSE_ID = re.compile(r"[a-z0-9][a-z0-9.\-]*")
+# The class that loads it, and the hub's name for what it does.
+_USES = {
+    "classify": ("AutoModelForSequenceClassification", "text-classification"),
+    "mlm": ("AutoModelForMaskedLM", "fill-mask"),
+    "embed": ("AutoModel", "sentence-similarity"),
+    "reward": ("AutoModelForSequenceClassification", "text-classification"),
+}
+_CAUSAL = ("AutoModelForCausalLM", "text-generation")
+
+
+@dataclass(frozen=True)
+class Made:
+    """What the directory does not say. dtype: of the stored weights. license: the user's word, None: not given.
+
+    step: after which the weights are what they are; None: after the last one.
+    """
+
+    dtype: str = "float32"
+    license: str | None = None
+    step: int | None = None
+
+
+def model_card(run: Path, made: Made) -> str:
+    """README.md's text for a model of the run directory `run`, which holds a run.json."""
+    known = sessions(run)
+    metrics = read_metrics(run)
+    if made.step is not None:
+        metrics = [record for record in metrics if record["step"] <= made.step]
+    facts = known[-1].facts
+    parts = [
+        f"---\n{yaml.safe_dump(metadata(facts, made), sort_keys=False, allow_unicode=True)}---\n",
+        f"# {Path(facts['output_dir']).name}\n",
+        *_use(facts),
+        *_training(facts, metrics, made),
+        *_curve(metrics),
+        *_evaluation(facts, metrics),
+        *_sessions(known),
+        *_recipe(facts),
+        *_unknown(facts, made),
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def metadata(facts: dict, made: Made) -> dict:
+    """The card's YAML. A base model or data that are not on the hub have no name there, so they are left out."""
+    recipe, adapter = facts["recipe"], facts["recipe"]["adapter"]["name"]
+    found: dict = {"library_name": "peft" if adapter else "transformers", **_license(made.license)}
+    base = recipe["model"]["path"]
+    if _on_the_hub(base):
+        found["base_model"] = base
+        found["base_model_relation"] = "adapter" if adapter else "finetune"
+    found["pipeline_tag"] = _USES.get(recipe["task"], _CAUSAL)[1]
+    found["tags"] = ["samecurve", recipe["task"], *([adapter] if adapter else [])]
+    return found
+
+
+def _license(given: str | None) -> dict:
+    """The hub's names are short; any other text is its `other`."""
+    if given is None:
+        return {"license": "unknown"}
+    if _LICENSE_ID.fullmatch(given.lower()):
+        return {"license": given.lower()}
+    return {"license": "other", "license_name": given}
+
+
+def _on_the_hub(path: str | None) -> bool:
+    return path is not None and not Path(path).expanduser().exists() and re.fullmatch(r"[\w.\-]+(/[\w.\-]+)?", path)
+
+
+def _use(facts: dict) -> Iterator[str]:
+    recipe = facts["recipe"]
+    loader = _USES.get(recipe["task"], _CAUSAL)[0]
+    lines = ["```python", f"from transformers import {loader}, AutoTokenizer", ""]
+    if recipe["adapter"]["name"]:
+        lines.insert(1, "from peft import PeftModel")
+        lines += [f"model = {loader}.from_pretrained({recipe['model']['path']!r})  # what the adapter belongs to"]
+        lines += ["model = PeftModel.from_pretrained(model, folder)  # this folder"]
+    else:
+        lines += [f"model = {loader}.from_pretrained(folder)  # this folder"]
+    yield "\n".join([*lines, "tokenizer = AutoTokenizer.from_pretrained(folder)", "```\n"])
+
+
+def _training(facts: dict, metrics: Sequence[dict], made: Made) -> Iterator[str]:
+    recipe = facts["recipe"]
+    yield "## Training\n"
+    yield _table([("", ""), *_made_of(facts, recipe), *_how(recipe, metrics, made), *_where(facts)])
+
+
+def _made_of(facts: dict, recipe: dict) -> Iterator[tuple[str, object]]:
+    overrides = " ".join(facts.get("overrides", ()))
+    yield "task", recipe["task"]
+    yield "recipe", f"{facts.get('recipe_path', UNKNOWN)} {overrides}".strip()
+    base = recipe["model"]["path"]
+    yield "starts from", base or f"nothing: a {facts.get('model_type', 'model')} from scratch"
+    if facts.get("adapter"):
+        yield "base model's fingerprint", facts["adapter"].get("base_model", UNKNOWN)
+    yield "parameters", f"{facts['num_parameters']:,}, {facts['num_trained_parameters']:,} of them trained"
+    yield "data", recipe["data"].get("path") or "a mixture, see the recipe"
+    prints = facts.get("data_fingerprints") or {}
+    for part, counts in facts["data"].items():
+        if isinstance(counts, dict):
+            listed = ", ".join(f"{spaced(name)} {number(count)}" for name, count in counts.items())
+            fingerprint = f"; fingerprint {prints.get(part, UNKNOWN)}" if part in ("train", "held_out") else ""
+            yield spaced(part), listed + fingerprint
+
+
+def _how(recipe: dict, metrics: Sequence[dict], made: Made) -> Iterator[tuple[str, object]]:
+    batch, optimizer, schedule = recipe["batch"], recipe["optimizer"], recipe["schedule"]
+    done, skipped = (metrics[-1]["step"], metrics[-1].get("skipped_steps", 0)) if metrics else (UNKNOWN, 0)
+    yield "optimizer steps", f"{done} of {recipe['steps']}" + (f", {skipped} of them skipped" if skipped else "")
+    yield "batch", f"{batch['global_batch_size']} rows of {batch['sequence_length']} tokens"
+    yield "trained on", f"{sum(record['tokens'] for record in metrics):,} tokens, rows or pairs: what the loss counts"
+    yield "time in steps", duration(sum(record["step_seconds"] for record in metrics))
+    yield "optimizer", f"{optimizer['name']}, learning rate {optimizer['learning_rate']:g}, {schedule['name']}"
+    yield "computed in", f"{recipe['precision']}, from fp32 weights; stored as {made.dtype}"
+    yield "seed", recipe["seed"]
+
+
+def _where(facts: dict) -> Iterator[tuple[str, object]]:
+    yield "hardware", f"{facts['world_size']} x {facts.get('device', UNKNOWN)}"
+    versions = facts.get("versions", {})
+    yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items() if version) or UNKNOWN
+    yield "card written", now()
+
+
+def _curve(metrics: Sequence[dict]) -> Iterator[str]:
+    yield "\n## Loss\n"
+    if not metrics:
+        yield "No step is on record."
+        return
+    shown = {round(index * (len(metrics) - 1) / (_CURVE_POINTS - 1)) for index in range(_CURVE_POINTS)}
+    shown |= {index for index, record in enumerate(metrics) if "eval_loss" in record}
+    rows = [("step", "loss", "held-out loss")]
+    for index in sorted(shown):
+        record = metrics[index]
+        rows.append((record["step"], _number(record["loss"]), _number(record.get("eval_loss"))))
+    yield _table(rows)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else number(value)
+
+
+def _evaluation(facts: dict, metrics: Sequence[dict]) -> Iterator[str]:
+    yield "\n## Evaluation\n"
+    last = next((record for record in reversed(metrics) if record.get("eval_loss") is not None), None)
+    if last is None:
+        yield "None: the run measured nothing that was held out."
+        return
+    source = facts["recipe"]["evaluate"]["path"] or "rows that were held out of the data"
+    found = [(spaced(key.removeprefix("eval_")), number(value)) for key, value in last.items() if "eval_" in key]
+    yield f"On {source}, after step {last['step']}:\n"
+    yield _table([("metric", "value"), *found])
+
+
+def _sessions(known: Sequence[Began]) -> Iterator[str]:
+    yield "\n## Sessions\n"
+    origin = unknown_origin(known[0])
+    if origin:
+        yield f"The first one here went on from {origin}, whose own history is not known here.\n"
+    rows = [("began", "from step", "strategy", "processes", "device", "ended")]
+    for index, session in enumerate(known):
+        facts = session.facts
+        ended = session.ended if index < len(known) - 1 else "this model"
+        what = [facts.get(key, UNKNOWN) for key in ("strategy", "world_size", "device")]
+        rows.append((facts.get("started", UNKNOWN), session.start_step + 1, *what, ended))
+    yield _table(rows)
+
+
+def _recipe(facts: dict) -> Iterator[str]:
+    text = yaml.safe_dump(facts["recipe"], sort_keys=False, allow_unicode=True)
+    yield f"\n## Recipe\n\nWith every default:\n\n```yaml\n{text}```\n"
+
+
+def _unknown(facts: dict, made: Made) -> Iterator[str]:
+    base = facts["recipe"]["model"]["path"]
+    missing = ["what the model should and should not be used for, and whom it may treat unfairly"]
+    missing += ["the licence of these weights"] if made.license is None else []
+    missing += ["the licence of the data"]
+    missing += [f"what {base} was trained on, and its licence"] if base else []
+    yield "## Not known\n\nNobody wrote down for this card:\n"
+    yield "\n".join(f"- {text}" for text in missing)
+
+
+def _table(rows: Sequence[Sequence[object]]) -> str:
+    """Markdown; the first row is the header."""
+    lines = ["| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in row) + " |" for row in rows]
+    lines.insert(1, "|" + "---|" * len(rows[0]))
+    return "\n".join(lines)

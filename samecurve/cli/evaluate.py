@@ -1,0 +1,143 @@
+"""Measure a run's model: loss, perplexity, bits per byte, and what else its task measures.
+
+DATA is read as the recipe of the run reads its data. Without DATA it is what the run held out, and the numbers are
+those that the run itself wrote.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigurationError
+from ..progress import number, spaced
+from ..records import write_json
+from ..rundir import read_metrics
+from . import models
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ..config import Recipe
+    from ..tasks import Task
+
+LABEL_WIDTH, NUMBER_WIDTH = 20, 14
+PRECISIONS = ("fp32", "bf16", "fp16")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", type=Path, help="a run directory, for example runs/sft")
+    parser.add_argument("data", metavar="DATA", nargs="?", help="a file or folder like data.path; default: held out")
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help="another export of it, for example RUN/merged")
+    parser.add_argument("--precision", choices=PRECISIONS, help="to compute in; default: the recipe's")
+    parser.add_argument("--micro_batch_size", type=int, help="rows per forward pass; default: the recipe's")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers and what was measured there, too")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    directory = models.run_directory(arguments.run) or arguments.run
+    trained = models.recipe(directory)
+    folder = models.model_folder(arguments.model or directory)
+    recipe = reading(trained, folder, arguments.data, arguments.micro_batch_size)
+    base = models.base_path(folder)
+    if base is not None:
+        models.check_base(directory, base)
+    facts, metrics = measured(recipe, folder, arguments.precision or recipe.precision)
+    before = _last_evaluation(directory) if arguments.data is None else {}
+    source = arguments.data or recipe.evaluate.path or f"{recipe.data.path}, held out"
+    if arguments.data == trained.data.path:
+        print(f"the run trained on {arguments.data}; without DATA only what it held out is measured")
+    print(f"{folder} on {facts['device']} in {facts['precision']}; {facts['rows']:,} rows of {source}")
+    print("\n".join(_table(metrics, before)))
+    if arguments.json:
+        about = {"run": directory, "model": folder, "data": source, **facts}
+        write_json(arguments.json, {**about, "metrics": metrics, "run_wrote": before or None})
+        print(arguments.json)
+    return 0
+
+
+def reading(recipe: Recipe, folder: Path, data: str | None, micro_batch_size: int | None = None) -> Recipe:
+    """The recipe with the export's tokenizer. data: all of it is held out; None: what the recipe holds out.
+
+    Raises ConfigurationError when there is nothing to measure on.
+    """
+    if micro_batch_size is not None and micro_batch_size < 1:
+        raise ConfigurationError(f"--micro_batch_size: found {micro_batch_size}, a number of at least 1 is needed")
+    tokenizer = recipe.tokenizer.model_copy(
+        update={"path": str(folder.absolute()), "vocabulary_size": None, "chat_template": None}
+    )
+    batch = {"micro_batch_size": micro_batch_size or recipe.batch.micro_batch_size}
+    changed: dict[str, Any] = {"tokenizer": tokenizer}
+    if data is not None:
+        if not data.startswith("builtin:") and not Path(data).expanduser().exists():
+            raise ConfigurationError(f"DATA: no such file or folder: {Path(data).absolute()}")
+        # Nothing is trained, but a task reads both parts; of the same path they are read once.
+        changed["data"] = recipe.data.model_copy(update={"path": data, "labels": _classes(recipe, folder)})
+        changed["evaluate"] = recipe.evaluate.model_copy(update={"path": data})
+        batch["global_batch_size"] = 1
+    elif recipe.evaluate.path is None and not recipe.data.held_out_fraction:
+        raise ConfigurationError(
+            "the run held nothing out (data.held_out_fraction, evaluate.path); name what to measure on: "
+            "evaluate RUN DATA"
+        )
+    return recipe.model_copy(update={**changed, "batch": recipe.batch.model_copy(update=batch)})
+
+
+def _classes(recipe: Recipe, folder: Path) -> tuple[str, ...] | None:
+    """A classifier's own, in their order: data may lack some of them. None where there are no classes."""
+    if recipe.task != "classify":
+        return None
+    from transformers import AutoConfig
+
+    names = AutoConfig.from_pretrained(folder).id2label
+    return tuple(names[index] for index in sorted(names))
+
+
+def measured(recipe: Recipe, folder: Path, precision: str) -> tuple[dict[str, Any], dict[str, float]]:
+    """(what was measured and how, the task's `eval_*` numbers): the model in `folder` on the recipe's held-out rows."""
+    from .. import engines, tasks
+    from ..data import EvaluationBatches
+    from ..engines.loaded import LoadedEngine
+    from ..facts import versions
+
+    task: Task = tasks.load(recipe)
+    model, _ = models.load(folder, task.head, recipe.model.attention)
+    engine = LoadedEngine(model, task, precision)
+    with _shown() as (start, advance):
+        batches = EvaluationBatches(task.held_out, recipe.batch.micro_batch_size, engine.shard, advance)
+        start(len(batches))
+        metrics = task.metrics(engine.evaluate(batches))
+    facts = {"rows": len(task.held_out), "data_fingerprint": task.held_out.fingerprint, "precision": precision}
+    return facts | {"device": engines.device_name(engine.accelerator), "versions": versions()}, metrics
+
+
+@contextmanager
+def _shown() -> Iterator[tuple[Callable[[int], None], Callable[[], None]]]:
+    """(to be told how many micro-batches there are, to be called for each). A bar on a terminal, else nothing."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        shown = bar.add_task("evaluating", total=None)
+        yield lambda total: bar.update(shown, total=total), lambda: bar.advance(shown)
+
+
+def _last_evaluation(directory: Path) -> dict[str, float]:
+    """`step` and the `eval_*` numbers that training wrote last; {} when it never evaluated."""
+    for record in reversed(read_metrics(directory)):
+        if record.get("eval_loss") is not None:
+            return {key: value for key, value in record.items() if key == "step" or key.startswith("eval_")}
+    return {}
+
+
+def _table(metrics: dict[str, float], before: dict[str, float]) -> Iterator[str]:
+    """A line per number; beside it what training wrote, and after which step, where there is that."""
+    if before:
+        yield f"{'':<{LABEL_WIDTH}}{'now':>{NUMBER_WIDTH}}   the run, after step {before['step']}"
+    for name, value in metrics.items():
+        was = f"   {number(before[name])}" if name in before else ""
+        yield f"{spaced(name.removeprefix('eval_')):<{LABEL_WIDTH}}{number(value):>{NUMBER_WIDTH}}{was}"

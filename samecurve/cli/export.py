@@ -1,0 +1,175 @@
+"""Write a run's model as a folder to share: in the dtype asked for, with a card (README.md) that says how it was made.
+
+It is the run's own export, or that of a checkpoint where the run did not end; no strategy is launched for that. An
+adapter stays an adapter; `merge` makes one model of it and its base.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import CheckpointError, ConfigurationError, DataError, NumericError, StorageError
+from ..records import plain, write_json, write_text, writing
+from . import models
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..card import Made
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", type=Path, help="a run directory, for example runs/sft")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of the stored weights; training's are fp32")
+    parser.add_argument("--checkpoint", metavar="FOLDER", help="of this run, instead of RUN/model; latest: the newest")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="default: RUN/model-DTYPE")
+    parser.add_argument("--license", metavar="TEXT", help="for the card, for example apache-2.0; it is yours to know")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    directory = models.run_directory(arguments.run)
+    if directory is None:
+        raise ConfigurationError(f"{arguments.run} holds no run (run.json), so nothing is known to write a card of")
+    checkpoint = _checkpoint(directory, arguments.checkpoint)
+    origin = f"-{checkpoint.name}" if checkpoint else ""
+    output = arguments.output or directory / f"model{origin}-{arguments.dtype}"
+    if output.exists():
+        raise StorageError(f"{output} is there already; name another folder with --output")
+    import torch
+
+    dtype = getattr(torch, DTYPES[arguments.dtype])
+    if checkpoint:
+        made = _made(arguments, _step(checkpoint))
+        from_checkpoint(directory, checkpoint, output, dtype, made)
+    else:
+        from_export(directory, models.model_folder(directory), output, dtype, _made(arguments))
+    size = sum(file.stat().st_size for file in output.rglob("*") if file.is_file())
+    print(f"{checkpoint or models.model_folder(directory)} in {arguments.dtype}: {output} ({size / 1e6:,.1f} MB)")
+    return 0
+
+
+def _made(arguments: argparse.Namespace, step: int | None = None) -> Made:
+    from ..card import Made
+
+    return Made(DTYPES[arguments.dtype], arguments.license, step)
+
+
+def _checkpoint(directory: Path, given: str | None) -> Path | None:
+    """The folder of a checkpoint, every byte of it checked; None for the run's own export.
+
+    Raises CheckpointError for a damaged one, ConfigurationError where there is none.
+    """
+    if given is None and (directory / "model").is_dir():
+        return None
+    from ..checkpoint.filesystem import LocalFileSystem
+    from ..checkpoint.verify import candidates, check
+
+    files = LocalFileSystem()
+    newest = given in (None, "latest")
+    folders = candidates(files, directory / "checkpoints") if newest else [Path(given)]
+    if not folders or not folders[0].is_dir():
+        what = f"{directory} holds neither model/ nor checkpoints/" if newest else f"{given}: no such folder"
+        raise ConfigurationError(f"{what}; give the output_dir of a run that got to its first checkpoint")
+    rejected = []
+    for folder in folders:
+        problems = check(files, folder)
+        if not problems:
+            return folder
+        rejected += [f"  {folder.name}/{problem}" for problem in problems]
+        print("\n".join([f"{folder} is damaged and not used:", *(f"  {problem}" for problem in problems)]))
+    raise CheckpointError("\n".join([f"{folders[0].parent}: no checkpoint can be used", *rejected]))
+
+
+def _step(checkpoint: Path) -> int:
+    from ..checkpoint.finder import read_state
+
+    return read_state(checkpoint)["step"]
+
+
+def from_export(directory: Path, source: Path, output: Path, dtype: torch.dtype, made: Made) -> None:
+    """A copy of an export, its weights in another dtype. Raises NumericError for values that do not fit into it."""
+    from ..card import model_card
+    from ..export import CARD, put_in_place
+
+    partial_output = output.with_name(f"{output.name}.partial")
+    try:
+        with writing(output):
+            partial_output.mkdir(parents=True)
+            for path in source.iterdir():
+                _copy(path, partial_output / path.name, dtype)
+            write_text(partial_output / CARD, model_card(directory, made))
+            put_in_place(partial_output, output)
+    finally:
+        shutil.rmtree(partial_output, ignore_errors=True)
+
+
+def _copy(source: Path, target: Path, dtype: torch.dtype) -> None:
+    if source.is_dir():
+        shutil.copytree(source, target)
+    elif source.suffix == ".safetensors":
+        _cast(source, target, dtype)
+    elif source.name == "config.json":
+        content = json.loads(source.read_text(encoding="utf-8"))
+        write_json(target, {**content, "dtype": str(dtype).removeprefix("torch.")})
+    elif source.name.endswith(".safetensors.index.json"):
+        content = json.loads(source.read_text(encoding="utf-8"))
+        size = content["metadata"]["total_size"] // 4 * dtype.itemsize  # an export of a run is fp32
+        write_json(target, {**content, "metadata": {**content["metadata"], "total_size": size}})
+    else:
+        shutil.copyfile(source, target)
+
+
+def _cast(source: Path, target: Path, dtype: torch.dtype) -> None:
+    from safetensors.torch import load_file, save_file
+
+    from ..export import out_of_range
+
+    tensors = load_file(source)
+    problems = [str(found) for name, tensor in tensors.items() if (found := out_of_range(name, tensor, dtype))]
+    if problems:
+        raise NumericError("\n".join([f"{source}: not exported", *(f"  {problem}" for problem in problems)]))
+    save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, target, metadata={"format": "pt"})
+
+
+def from_checkpoint(directory: Path, folder: Path, output: Path, dtype: torch.dtype, made: Made) -> None:
+    """A checkpoint's weights, read name by name from the ranks' files, as the training would have exported them.
+
+    Tokenizer and names of classes come from the data that the recipe names. Raises CheckpointError when those or the
+    model are not what they were.
+    """
+    from .. import model, tasks
+    from ..adapter import trained_shapes
+    from ..card import model_card
+    from ..checkpoint.files import Reader
+    from ..checkpoint.finder import read_state
+    from ..export import export
+
+    saved = read_state(folder)
+    recipe = models.recipe_of(saved, folder / "state.json")
+    try:
+        task = tasks.load(recipe)
+    except DataError as error:
+        raise DataError(f"the tokenizer of a checkpoint comes from its recipe and data: {error}") from error
+    skeleton = model.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
+    _check_unchanged(folder, saved, skeleton.config, task)
+    reader, shapes = Reader(folder), trained_shapes(skeleton)
+    reader.check_names(shapes)
+    weights = ((name, reader.read(name, "weight", 0, shape.numel()).view(shape)) for name, shape in shapes.items())
+    card = partial(model_card, directory, made)
+    export(weights, skeleton, task.tokenizer, output, True, dtype=dtype, card=card)
+
+
+def _check_unchanged(folder: Path, saved: dict, config, task) -> None:
+    from ..checkpoint.changes import identity, refusals
+
+    found = refusals(saved, {**saved, **plain(identity(config, task))})
+    if found:
+        listed = "\n".join(f"  {text}" for text in found)
+        raise CheckpointError(f"{folder}: its model or data are not what they were, put the same ones back\n{listed}")
