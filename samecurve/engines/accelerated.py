@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +16,7 @@ from .. import quantization, rng
 from ..adapter import trained_shapes
 from ..model import build, fill
 from ..optim import build_optimizer, parameter_groups, set_learning_rate
-from . import together
+from . import fsdp, together
 from .base import EvalResult, StepResult, dtype_name, finished
 from .loss_scale import LossScale
 from .state import LiveState, State
@@ -137,7 +137,9 @@ class AcceleratedEngine:
 
     def _prepare(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         if self.plan.strategy.family == "fsdp":
-            model = self._shard()
+            model = build(type(self.skeleton), self.skeleton.config, torch.device("meta"), self.recipe.adapter)
+            self._checkpoint_activations(model)
+            model = fsdp.shard(self.accelerator, model)
         else:
             model = self._whole()
             self._checkpoint_activations(model)
@@ -152,22 +154,6 @@ class AcceleratedEngine:
 
     def _state(self, parameters: dict[str, nn.Parameter]) -> State:
         return LiveState(parameters, self.optimizer, replica=self.shard)
-
-    def _shard(self) -> nn.Module:
-        """Shard on the meta device, then allocate: no rank ever holds a full model."""
-        from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-
-        model = build(type(self.skeleton), self.skeleton.config, torch.device("meta"), self.recipe.adapter)
-        self._checkpoint_activations(model)
-        with _embeddings_left(model):
-            model = fsdp2_prepare_model(self.accelerator, model)
-        offloaded = self.accelerator.state.fsdp_plugin.cpu_offload
-        model.to_empty(device="cpu" if getattr(offloaded, "pin_memory", False) else self.device)
-        model.tie_weights()  # allocation may give each of two tied modules a parameter of its own
-        for buffer in model.buffers():
-            buffer.data = buffer.data.to(self.device)
-        self.accelerator._models.append(model)
-        return model
 
     def _checkpoint_activations(self, model: PreTrainedModel) -> None:
         if self.recipe.memory.activation_checkpointing == "full":
@@ -285,22 +271,6 @@ class AcceleratedEngine:
 def _unwrapped(model: nn.Module) -> nn.Module:
     """`accelerator.unwrap_model` would load deepspeed for every strategy."""
     return getattr(model, "module", model)
-
-
-@contextmanager
-def _embeddings_left(model: PreTrainedModel) -> Iterator[None]:
-    """What accelerate 1.15 makes of encoders: the token embedding would be sharded twice where BERT and others name the
-    module around it as one to keep whole; and a head whose bias is tied, too, would share it with the root's group."""
-    tokens, head = model.get_input_embeddings(), model.get_output_embeddings()
-    around = {type(module).__name__ for module in model.modules() if tokens in module.children()}
-    model._no_split_modules = set(model._no_split_modules or ()) - around
-    names = [name for name, p in model.named_parameters(remove_duplicate=False) if p is getattr(head, "bias", None)]
-    hidden = ("get_input_embeddings", "get_output_embeddings") if len(names) > 1 else ()
-    for name in hidden:
-        setattr(model, name, lambda: None)
-    yield
-    for name in hidden:
-        delattr(model, name)
 
 
 def _local(tensor: Tensor) -> Tensor:

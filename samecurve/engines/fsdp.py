@@ -1,0 +1,43 @@
+"""FSDP2 and HSDP as accelerate sets them up, for a model that is still on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch import nn
+    from transformers import PreTrainedModel
+
+
+def shard(accelerator: Accelerator, model: PreTrainedModel) -> nn.Module:
+    """Shard on the meta device, then allocate: no rank ever holds a full model. Nothing is set yet."""
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+    with _embeddings_left(model):
+        model = fsdp2_prepare_model(accelerator, model)
+    offloaded = accelerator.state.fsdp_plugin.cpu_offload
+    model.to_empty(device="cpu" if getattr(offloaded, "pin_memory", False) else accelerator.device)
+    model.tie_weights()  # allocation may give each of two tied modules a parameter of its own
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(accelerator.device)
+    accelerator._models.append(model)
+    return model
+
+
+@contextmanager
+def _embeddings_left(model: PreTrainedModel) -> Iterator[None]:
+    """What accelerate 1.15 makes of encoders: the token embedding would be sharded twice where BERT and others name the
+    module around it as one to keep whole; and a head whose bias is tied, too, would share it with the root's group."""
+    tokens, head = model.get_input_embeddings(), model.get_output_embeddings()
+    around = {type(module).__name__ for module in model.modules() if tokens in module.children()}
+    model._no_split_modules = set(model._no_split_modules or ()) - around
+    names = [name for name, p in model.named_parameters(remove_duplicate=False) if p is getattr(head, "bias", None)]
+    hidden = ("get_input_embeddings", "get_output_embeddings") if len(names) > 1 else ()
+    for name in hidden:
+        setattr(model, name, lambda: None)
+    yield
+    for name in hidden:
+        delattr(model, name)
