@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import time
@@ -140,9 +141,11 @@ def small_disk(tmp_path):
 
 def fill(folder: Path, leave: int) -> Path:
     balloon = folder / "balloon"
-    with open(balloon, "wb") as stream:
-        free = int(subprocess.check_output(["df", "--output=avail", "-B1", folder]).split()[-1])
-        stream.write(bytes(max(free - leave, 0)))
+    free = int(subprocess.check_output(["df", "--output=avail", "-B1", folder]).split()[-1])
+    try:
+        balloon.write_bytes(bytes(max(free - leave, 0)))
+    except OSError:  # the run has written in the meantime
+        os.truncate(balloon, max(balloon.stat().st_size - leave, 0))
     return balloon
 
 
