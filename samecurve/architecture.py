@@ -24,6 +24,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers import __version__ as transformers_version
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from .config import Recipe
 from .documents import suggest
@@ -59,8 +60,16 @@ class Head:
 
     def model_class(self, config: PreTrainedConfig) -> type[PreTrainedModel] | None:
         """None where the family has no such head."""
-        mapping = _AUTO[self.kind]._model_mapping
-        return mapping[type(config)] if type(config) in mapping else None
+        auto = _AUTO[self.kind]
+        if type(config) in auto._model_mapping:
+            return auto._model_mapping[type(config)]
+        # a config that brought its own code was let in by model.trust_remote_code, and names the model's
+        reference = (getattr(config, "auto_map", None) or {}).get(auto.__name__)
+        if reference is None or not is_remote(config):
+            return None
+        found = get_class_from_dynamic_module(reference, config._name_or_path)
+        found.register_for_auto_class(auto.__name__)  # so that an export takes the files with it
+        return found
 
 
 CAUSAL = Head()
@@ -78,7 +87,7 @@ def model_config(
     """
     settings = recipe.model
     if settings.path is not None:
-        config = _stored(settings.path)
+        config = _stored(settings.path, settings.trust_remote_code)
     else:
         config = _from_scratch(settings.config, {"vocab_size": vocabulary_size, **(special_tokens or {})})
     if head.model_class(config) is None or "vocab_size" not in _fields(config):
@@ -98,6 +107,11 @@ def model_config(
         raise ConfigurationError(f"batch.sequence_length: {text}")
     config._attn_implementation = settings.attention
     return config
+
+
+def is_remote(config: PreTrainedConfig) -> bool:
+    """Whether its class came with the model's files, see model.trust_remote_code."""
+    return type(config).__module__.startswith("transformers_modules.")
 
 
 def is_classifier(model: PreTrainedModel) -> bool:
@@ -125,13 +139,15 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {text if len(text) <= 300 else text[:297] + '...'}"
 
 
-def _stored(path: str) -> PreTrainedConfig:
+def _stored(path: str, trust_remote_code: bool) -> PreTrainedConfig:
     try:
-        return AutoConfig.from_pretrained(path)
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers, huggingface_hub and the families have errors of their own
+        fix = "a folder needs config.json, a hub name needs the network or an earlier download"
+        if "trust_remote_code" in str(error):
+            fix = "it brings Python files of its own: read them, and set model.trust_remote_code to true to run them"
         raise ConfigurationError(
-            f"model.path: no model's config could be read from {path} ({reason(error)}); a folder needs config.json, a "
-            "hub name needs the network or an earlier download"
+            f"model.path: no model's config could be read from {path} ({reason(error)}); {fix}"
         ) from error
 
 

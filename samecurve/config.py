@@ -23,9 +23,13 @@ class Section(BaseModel):
 
 
 class Model(Section):
-    """`path`: a pretrained Hugging Face folder or hub name. `config`: the fields of a from-scratch config."""
+    """`path`: a pretrained Hugging Face folder or hub name. `config`: the fields of a from-scratch config.
+
+    `trust_remote_code`: run the Python files that come with `path`, the tokenizer's too.
+    """
 
     path: Name | None = None
+    trust_remote_code: bool = False
     config: dict[str, Any] | None = None
     attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = "sdpa"
 

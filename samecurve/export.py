@@ -14,8 +14,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers.dynamic_module_utils import custom_object_save
 
 from .adapter import is_adapted, stored_config, stored_names
+from .architecture import is_remote
 from .errors import CheckpointError, NumericError, SamecurveError, StorageError
 from .records import write_json, write_text, writing
 
@@ -198,6 +200,8 @@ def _write_config(skeleton: PreTrainedModel, directory: Path, dtype: torch.dtype
     config.architectures = [type(skeleton).__name__]
     config.dtype = dtype_name(dtype)
     config.use_cache = True  # training turns it off; whoever generates with the export wants it
+    if is_remote(config):
+        custom_object_save(skeleton, directory, config=config)
     config.save_pretrained(directory)
     if getattr(skeleton, "generation_config", None) is not None:
         generation = copy.deepcopy(skeleton.generation_config)

@@ -62,7 +62,7 @@ def _load(recipe: Recipe, find: Callable[[str], sources.Source] | None) -> PreTr
     path = recipe.tokenizer.path or recipe.model.path
     if path is None:
         raise ConfigurationError("no tokenizer: set tokenizer.path, or tokenizer.vocabulary_size to train one")
-    return _pretrained(path)
+    return _pretrained(path, recipe.model.trust_remote_code)
 
 
 def padding(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
@@ -102,13 +102,14 @@ def _num_bytes(token: str) -> int:
     return len(token.replace("\u2581", " ").encode())
 
 
-def _pretrained(path: str) -> PreTrainedTokenizerFast:
+def _pretrained(path: str, trust_remote_code: bool) -> PreTrainedTokenizerFast:
     from transformers import AutoTokenizer
 
     if path.startswith((".", "/", "~")) and not Path(path).expanduser().is_dir():
         raise ConfigurationError(f"{path}: the tokenizer's folder does not exist; correct tokenizer.path or model.path")
     try:
-        return AutoTokenizer.from_pretrained(str(Path(path).expanduser()) if path.startswith("~") else path)
+        folder = str(Path(path).expanduser()) if path.startswith("~") else path
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"{path}: no tokenizer could be loaded ({_first_line(error)}); a folder needs tokenizer.json and "
