@@ -40,6 +40,7 @@ _AUTO = {
     "sequence_classification": AutoModelForSequenceClassification,
     "masked_lm": AutoModelForMaskedLM,
 }
+KINDS = tuple(_AUTO)
 # What to choose instead, for a family without such a head.
 _FITTING = {
     "causal_lm": "causal language model of text alone; choose a decoder, for example llama",

@@ -35,12 +35,13 @@ _CAUSAL = ("AutoModelForCausalLM", "text-generation")
 class Made:
     """What the directory does not say. dtype: of the stored weights. license: the user's word, None: not given.
 
-    step: after which the weights are what they are; None: after the last one.
+    step: after which the weights are what they are; None: after the last one. merged: an adapter and its base in one.
     """
 
     dtype: str = "float32"
     license: str | None = None
     step: int | None = None
+    merged: bool = False
 
 
 def model_card(run: Path, made: Made) -> str:
@@ -53,7 +54,7 @@ def model_card(run: Path, made: Made) -> str:
     parts = [
         f"---\n{yaml.safe_dump(metadata(facts, made), sort_keys=False, allow_unicode=True)}---\n",
         f"# {Path(facts['output_dir']).name}\n",
-        *_use(facts),
+        *_use(facts, made),
         *_training(facts, metrics, made),
         *_curve(metrics),
         *_evaluation(facts, metrics),
@@ -66,7 +67,7 @@ def model_card(run: Path, made: Made) -> str:
 
 def metadata(facts: dict, made: Made) -> dict:
     """The card's YAML. A base model or data that are not on the hub have no name there, so they are left out."""
-    recipe, adapter = facts["recipe"], facts["recipe"]["adapter"]["name"]
+    recipe, adapter = facts["recipe"], None if made.merged else facts["recipe"]["adapter"]["name"]
     found: dict = {"library_name": "peft" if adapter else "transformers", **_license(made.license)}
     base = recipe["model"]["path"]
     if _on_the_hub(base):
@@ -90,11 +91,11 @@ def _on_the_hub(path: str | None) -> bool:
     return path is not None and not Path(path).expanduser().exists() and re.fullmatch(r"[\w.\-]+(/[\w.\-]+)?", path)
 
 
-def _use(facts: dict) -> Iterator[str]:
+def _use(facts: dict, made: Made) -> Iterator[str]:
     recipe = facts["recipe"]
     loader = _USES.get(recipe["task"], _CAUSAL)[0]
     lines = ["```python", f"from transformers import {loader}, AutoTokenizer", ""]
-    if recipe["adapter"]["name"]:
+    if recipe["adapter"]["name"] and not made.merged:
         lines.insert(1, "from peft import PeftModel")
         lines += [f"model = {loader}.from_pretrained({recipe['model']['path']!r})  # what the adapter belongs to"]
         lines += ["model = PeftModel.from_pretrained(model, folder)  # this folder"]

@@ -16,6 +16,7 @@ COMMANDS = {
     "compare": "run the same short job under each strategy and compare the curves",
     "summary": "what a run did, and how to look at it and go on",
     "generate": "let a trained model write",
+    "chat": "talk with a trained chat model",
     "evaluate": "measure a trained model on held-out data",
     "export": "a run's model, or a checkpoint's, as a folder to share: another dtype, and a card",
     "merge": "an adapter and its model as one model, and the proof that it is the same",

@@ -75,7 +75,8 @@ def _checkpoint(directory: Path, given: str | None) -> Path | None:
     newest = given in (None, "latest")
     folders = candidates(files, directory / "checkpoints") if newest else [Path(given)]
     if not folders or not folders[0].is_dir():
-        what = f"{directory} holds neither model/ nor checkpoints/" if newest else f"{given}: no such folder"
+        what = f"{directory} holds no checkpoint" if newest else f"{given}: no such folder"
+        what += "" if given else " and no model/ yet"
         raise ConfigurationError(f"{what}; give the output_dir of a run that got to its first checkpoint")
     rejected = []
     for folder in folders:

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigurationError, NumericError, StorageError
-from ..records import writing
+from ..records import write_text, writing
 from . import models
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+CARD = "README.md"
 ROWS, LENGTH = 4, 64
 # W x + s B (A x) and (W + s B A) x are rounded in other places. fp32 keeps 2^-24 = 6e-8 of a value, which the sums and
 # layers of a model make a few hundred times larger; an adapter that is merged wrongly is far beyond this.
@@ -38,12 +39,22 @@ def run(arguments: argparse.Namespace) -> int:
     partial = output.with_name(f"{output.name}.partial")
     try:
         print(_merge(folder, base, partial))
+        _write_card(arguments.run, partial)
         with writing(output):
             partial.rename(output)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     print(f"the merged model is in {output}")
     return 0
+
+
+def _write_card(run: Path, output: Path) -> None:
+    """Where the run is known; a folder with an adapter alone says nothing of it."""
+    directory = models.run_directory(run)
+    if directory is not None:
+        from ..card import Made, model_card
+
+        write_text(output / CARD, model_card(directory, Made(merged=True)))
 
 
 def _merge(folder: Path, base: str, output: Path) -> str:

@@ -12,7 +12,7 @@ from ..records import read_json
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from ..architecture import Head
     from ..config import Recipe
@@ -118,6 +118,7 @@ def load_model(path: str, head: Head | None = None, attention: str | None = None
         model_class = head.model_class(config)
         if model_class is None:
             raise ValueError(f"a {config.model_type} is no {head.kind}")
+        _check_head(path, config, head, model_class)
         model, found = model_class.from_pretrained(path, dtype=torch.float32, output_loading_info=True, **more)
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{path}: no model can be loaded from there ({error})") from error
@@ -126,6 +127,16 @@ def load_model(path: str, head: Head | None = None, attention: str | None = None
         made_as = ", ".join(config.architectures or ["another one"])
         raise ConfigurationError(f"{path}: holds no {head.kind} ({names} is missing): it was made as {made_as}")
     return model.eval()
+
+
+def _check_head(path: str, config: PreTrainedConfig, head: Head, model_class: type[PreTrainedModel]) -> None:
+    """A tied output head would be found in a classifier's file, too. Raises ConfigurationError for such a one."""
+    from ..architecture import KINDS, Head
+
+    others = {getattr(Head(kind).model_class(config), "__name__", None) for kind in KINDS if kind != head.kind}
+    stored = set(config.architectures or ()) - {model_class.__name__}
+    if stored and stored <= others:
+        raise ConfigurationError(f"{path}: holds a {', '.join(stored)}, which is no {head.kind}")
 
 
 def device() -> torch.device:
