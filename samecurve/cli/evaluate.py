@@ -50,6 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
     source = arguments.data or recipe.evaluate.path or f"{recipe.data.path}, held out"
     if arguments.data == trained.data.path:
         print(f"the run trained on {arguments.data}; without DATA only what it held out is measured")
+    if base is not None and recipe.adapter.quantization:
+        print(f"the run kept {base} in {recipe.adapter.quantization}; here it is whole, so losses differ a little")
     print(f"{folder} on {facts['device']} in {facts['precision']}; {facts['rows']:,} rows of {source}")
     print("\n".join(_table(metrics, before)))
     if arguments.json:

@@ -50,7 +50,7 @@ def runs(workspace, reference, rows) -> dict[str, Run]:
         settings = [f"task={task}", f"data.path={rows[task]}", f"model.{model}", f"steps={STEPS}"]
         settings += [f"data.packing={'true' if task == 'sft' else 'false'}", "batch.sequence_length=512"]
         settings += [f"{key}.every_steps={STEPS}" for key in ("evaluate", "checkpoint")] + ["schedule.warmup_steps=2"]
-        found[task] = workspace.run(None, 1, *settings, launcher="python")
+        found[task] = workspace.run(None, 1, *settings)
         assert found[task].returncode == 0, found[task].output
     held_out = found["sft"].facts["data"]["held_out"]
     assert held_out["rows"] < held_out["documents"] / 2  # packed: whether they see each other changes the loss

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from samecurve import cli, recipe
-from samecurve.cli import compare, generate, jobs, summary
+from samecurve.cli import compare, jobs, models, summary
 from samecurve.cli.jobs import Job, Outcome
 from samecurve.errors import ConfigurationError
 from samecurve.export import export
@@ -352,7 +353,7 @@ def trained(tmp_path_factory):
     """A run directory with a random byte-level model."""
     directory = tmp_path_factory.mktemp("run")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[]))
+    backend = Tokenizer(BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
@@ -385,4 +386,4 @@ def test_generate_without_temperature_ignores_the_seed(trained, capsys):
 
 def test_generate_needs_a_model(tmp_path):
     with pytest.raises(ConfigurationError, match="holds an exported model"):
-        generate.model_folder(tmp_path)
+        models.model_folder(tmp_path)

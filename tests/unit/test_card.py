@@ -1,0 +1,156 @@
+"""Model cards: what a run's directory knows, in the hub's format; and a run's sessions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+
+from samecurve.card import Made, model_card
+from samecurve.config import Recipe
+from samecurve.history import sessions, unknown_origin
+
+RECIPE = {
+    "output_dir": "runs/x",
+    "steps": 4,
+    "model": {"config": {"model_type": "llama"}},
+    "data": {"path": "my.jsonl"},
+    "batch": {"global_batch_size": 8, "sequence_length": 16},
+    "optimizer": {"learning_rate": 1e-3},
+}
+HUB = {"path": "org/base", "config": None}
+
+
+def facts(**changes) -> dict:
+    recipe = Recipe.model_validate(RECIPE | changes.pop("recipe", {})).model_dump()
+    found = {"recipe": recipe, "recipe_path": "recipes/x.yaml", "overrides": ["seed=1"], "output_dir": "runs/x"}
+    found |= {"strategy": "zero3", "world_size": 2, "device": "NVIDIA H200", "model_type": "llama", "adapter": None}
+    found |= {"num_parameters": 1200, "num_trained_parameters": 1200, "started": "2026-11-21T10:00:00+00:00"}
+    found |= {"data": {"train": {"rows": 40}, "held_out": {"rows": 5}}, "data_fingerprints": {"train": "abc"}}
+    return found | {"versions": {"torch": "2.13.0", "peft": None}, "start_step": 0, "resumed_from": None} | changes
+
+
+def written(folder: Path, content: dict, status: dict | None = None) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.json").write_text(json.dumps(content))
+    if status:
+        (folder / "status.json").write_text(json.dumps(status))
+
+
+def record(step: int, loss: float | None, **more) -> str:
+    return (
+        json.dumps({"step": step, "loss": loss, "tokens": 100, "step_seconds": 0.5, "skipped_steps": 0, **more}) + "\n"
+    )
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Two sessions of four steps, the first of which was preempted."""
+    own = "runs/x/checkpoints/step_00000002"
+    written(tmp_path / "previous" / "1", facts(strategy="ddp"), {"state": "preempted", "reason": "SIGTERM"})
+    written(tmp_path, facts(start_step=2, resumed_from=own, started="2026-11-21T11:00:00+00:00"))
+    evaluated = {"eval_loss": 6.5, "eval_accuracy": 0.25}
+    lines = [record(1, 8.0), record(2, None), record(3, 7.0, eval_loss=7.5), record(4, 6.0, **evaluated)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    return tmp_path
+
+
+def test_what_the_directory_knows_is_in_the_card(run):
+    text = model_card(run, Made())
+    card = ModelCard(text)
+    assert card.data.to_dict() == {
+        "library_name": "transformers",
+        "license": "unknown",
+        "pipeline_tag": "text-generation",
+        "tags": ["samecurve", "pretrain"],
+    }
+    for line in (
+        "| recipe | recipes/x.yaml seed=1 |",
+        "| train | rows 40; fingerprint abc |",
+        "| held out | rows 5; fingerprint not known |",
+        "| optimizer steps | 4 of 4 |",
+        "| trained on | 400 tokens, rows or pairs: what the loss counts |",
+        "| hardware | 2 x NVIDIA H200 |",
+        "| versions | torch 2.13.0 |",
+        "| 2 |  |  |",
+        "| 4 | 6.0000 | 6.5000 |",
+        "| accuracy | 0.2500 |",
+        "| 2026-11-21T10:00:00+00:00 | 1 | ddp | 2 | NVIDIA H200 | preempted: SIGTERM |",
+        "| 2026-11-21T11:00:00+00:00 | 3 | zero3 | 2 | NVIDIA H200 | this model |",
+        "- the licence of these weights",
+    ):
+        assert f"{line}\n" in text, line
+    block = text.partition("```yaml\n")[2].partition("```")[0]
+    assert Recipe.model_validate(yaml.safe_load(block)).optimizer.learning_rate == 1e-3
+
+
+def test_of_a_checkpoint_nothing_later_is_told(run):
+    text = model_card(run, Made(dtype="bfloat16", step=3))
+    assert "| optimizer steps | 3 of 4 |" in text and "| 4 | 6.0000" not in text
+    assert "after step 3" in text and "accuracy" not in text
+    assert "stored as bfloat16" in text
+
+
+@pytest.mark.parametrize(
+    ("given", "stored"),
+    [
+        ("apache-2.0", {"license": "apache-2.0"}),
+        ("MIT", {"license": "mit"}),
+        ("ours: ask first", {"license": "other", "license_name": "ours: ask first"}),
+    ],
+)
+def test_licenses(run, given, stored):
+    text = model_card(run, Made(license=given))
+    found = ModelCard(text).data.to_dict()
+    assert {key: value for key, value in found.items() if key.startswith("license")} == stored
+    assert "licence of these weights" not in text
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_base_model_on_the_hub(run, merged):
+    adapted = {"model": HUB, "adapter": {"name": "lora"}, "task": "sft"}
+    written(run, facts(recipe=adapted, adapter={"name": "lora", "base_model": "f00"}))
+    text = model_card(run, Made(merged=merged))
+    data = ModelCard(text).data.to_dict()
+    assert data["base_model"] == "org/base"
+    assert (data["library_name"], data["base_model_relation"]) == (
+        ("transformers", "finetune") if merged else ("peft", "adapter")
+    )
+    assert ("PeftModel" in text) is not merged
+    assert "| base model's fingerprint | f00 |" in text
+    assert "- what org/base was trained on, and its licence" in text
+
+
+def test_a_base_model_on_the_disk_has_no_name_on_the_hub(run, tmp_path):
+    (tmp_path / "base").mkdir()
+    written(run, facts(recipe={"model": {"path": str(tmp_path / "base"), "config": None}}))
+    assert "base_model" not in ModelCard(model_card(run, Made())).data.to_dict()
+
+
+def test_sessions_end_where_a_run_began_afresh(run):
+    """previous/ also holds runs that another one moved aside."""
+    written(run / "previous" / "2", facts(strategy="fsdp", start_step=0), {"state": "running"})
+    found = sessions(run)
+    assert [(each.facts["strategy"], each.start_step, each.ended) for each in found] == [
+        ("fsdp", 0, "without a word"),
+        ("zero3", 2, "not known"),
+    ]
+    written(run, facts())
+    assert [each.facts["strategy"] for each in sessions(run)] == ["zero3"]
+
+
+def test_a_run_that_went_on_from_another_directory(run):
+    written(run, facts(start_step=2, resumed_from="runs/other/checkpoints/step_00000002"))
+    found = sessions(run)
+    assert len(found) == 1 and unknown_origin(found[0]) == "runs/other/checkpoints/step_00000002"
+    assert "went on from runs/other/checkpoints/step_00000002, whose own history is not known" in model_card(
+        run, Made()
+    )
+
+
+def test_a_run_without_evaluation_says_so(run):
+    (run / "metrics.jsonl").write_text(record(1, 8.0))
+    assert "None: the run measured nothing that was held out." in model_card(run, Made())

@@ -1,0 +1,226 @@
+"""generate, chat and the share of functions that parse, with a model whose every next token is known: each token has
+one successor, which an output head that reads a one-hot embedding tells."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+
+from samecurve import cli, sources
+from samecurve.cli import chat, parse_share
+from samecurve.cli.writer import Writing, load
+from samecurve.tokenizer import BEGIN_OF_TEXT, BEGIN_OF_TURN, CHAT_TEMPLATE, END_OF_TEXT, END_OF_TURN
+
+HELLO = ["\n", "h", "i", END_OF_TURN]
+SOURCE = '''
+def one(a):
+    """The first."""
+    x = a
+    return x
+
+def two(a):
+    """The second."""
+    return a + 1
+'''
+
+
+def tokenizer(template: bool = True) -> PreTrainedTokenizerFast:
+    """Bytes and the markers. Its eos is not what ends a turn, as in many base models."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    names = (BEGIN_OF_TEXT, END_OF_TEXT, BEGIN_OF_TURN, END_OF_TURN)
+    backend.add_special_tokens([AddedToken(name, special=True) for name in names])
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=BEGIN_OF_TEXT, eos_token=END_OF_TEXT)
+    made.chat_template = CHAT_TEMPLATE if template else None
+    return made
+
+
+def written(folder, successors, template: bool = True, positions: int = 512):
+    """A model folder. successors: characters or markers, each followed by the next one."""
+    found = tokenizer(template)
+    size = 2 * -(-len(found) // 2)
+    shape = {"hidden_size": size, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = LlamaConfig(**shape, vocab_size=len(found), max_position_embeddings=positions, eos_token_id=None)
+    model = LlamaForCausalLM(config)
+    ids = [found.encode(each, add_special_tokens=False)[0] for each in successors]
+    with torch.no_grad():
+        model.model.embed_tokens.weight.copy_(torch.eye(len(found), size))
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.lm_head.weight.zero_()
+        for before, after in zip(ids, ids[1:], strict=False):
+            model.lm_head.weight[after, before] = 1.0
+    model.save_pretrained(folder)
+    found.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def polite(tmp_path_factory):
+    return written(tmp_path_factory.mktemp("polite"), HELLO)
+
+
+def test_a_chat_model_answers_a_turn_and_stops_at_its_end(polite, capsys):
+    assert load(polite).ends == [tokenizer().eos_token_id, tokenizer().convert_tokens_to_ids(END_OF_TURN)]
+    assert cli.main(["generate", str(polite), "--prompt", "say", "--temperature", "0", "--system", "be"]) == 0
+    out = capsys.readouterr().out
+    assert out.endswith("[say]\nhi\n") and "a user's turn" in out
+
+
+def test_raw_continues_the_text(polite, capsys):
+    arguments = ["generate", str(polite), "--prompt", "h", "--temperature", "0", "--max_new_tokens", "2", "--raw"]
+    assert cli.main(arguments) == 0
+    assert capsys.readouterr().out.endswith("[h]i\n")
+    assert cli.main([*arguments, "--system", "be"]) == 2
+    assert "there is no system turn" in capsys.readouterr().err
+
+
+def test_another_head_is_refused(tmp_path, capsys):
+    """A tied output head would be made of its embedding, and write nonsense."""
+    config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=300)
+    config.tie_word_embeddings = True
+    LlamaForSequenceClassification(config).save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    assert cli.main(["generate", str(tmp_path)]) == 2
+    assert "holds a LlamaForSequenceClassification, which is no causal_lm" in capsys.readouterr().err
+
+
+def test_what_does_not_fit_is_told(tmp_path, capsys):
+    folder = written(tmp_path, HELLO, positions=16)
+    assert cli.main(["generate", str(folder), "--prompt", "x" * 40]) == 2
+    assert "of a model of 16 positions" in capsys.readouterr().err
+    assert cli.main(["generate", str(folder), "--temperature", "-1"]) == 2
+    assert cli.main(["generate", str(folder), "--max_new_tokens", "0"]) == 2
+
+
+# chat
+
+
+def test_a_question_through_a_pipe(polite, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("how are you\n"))
+    assert cli.main(["chat", str(polite), "--temperature", "0"]) == 0
+    assert capsys.readouterr().out == "hi\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
+    assert cli.main(["chat", str(polite)]) == 2
+    assert "nothing came to answer" in capsys.readouterr().err
+
+
+def test_a_model_without_a_template_is_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello"))
+    assert cli.main(["chat", str(written(tmp_path, HELLO, template=False))]) == 2
+    assert "has no chat template, so there is no conversation; python -m samecurve generate" in capsys.readouterr().err
+
+
+def talked(folder, lines, print_=None) -> chat.Talk:
+    talk = chat.Talk(load(folder), Writing(8, 0.0), print_=print_)
+    given = iter(lines)
+
+    def read(_):
+        try:
+            line = next(given)
+        except StopIteration:
+            raise EOFError from None
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+    assert chat.loop(talk, read) == 0
+    return talk
+
+
+def test_a_conversation_keeps_its_turns(polite, capsys):
+    talk = talked(polite, ["one", "", KeyboardInterrupt(), "two"])
+    said = [{"role": "user", "content": text} for text in ("one", "two")]
+    answer = {"role": "assistant", "content": "hi"}
+    assert talk.turns == [said[0], answer, said[1], answer]
+    assert capsys.readouterr().out.count("hi\n") == 2
+
+
+def test_commands(polite, capsys):
+    talk = talked(polite, ["one", "/system be brief", "two", "/what", "/quit", "three"])
+    assert talk.system == "be brief" and [turn["content"] for turn in talk.turns] == ["two", "hi"]
+    assert "/what: no such command; /system" in capsys.readouterr().out
+    assert talked(polite, ["one", "/reset"]).turns == []
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_what_was_written(tmp_path):
+    folder = written(tmp_path, ["\n", "a", " ", "a"])
+    pieces = []
+
+    def print_(text):
+        pieces.append(text)
+        if len("".join(pieces)) >= 2:
+            pieces.clear()
+            raise KeyboardInterrupt
+
+    talk = chat.Talk(load(folder), Writing(500, 0.0), print_=print_)
+    talk.say("go")
+    assert talk.turns[1]["content"].startswith("a") and len(talk.turns[1]["content"]) < 20
+
+
+def test_a_conversation_that_is_too_long_goes_on_without_the_turn(tmp_path, capsys):
+    talk = talked(written(tmp_path, HELLO, positions=64), ["one", "x" * 80])
+    assert len(talk.turns) == 2
+    assert "of a model of 64 positions; shorten that; /reset begins a new conversation" in capsys.readouterr().out
+
+
+# the share that parses
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    (tmp_path / "library.py").write_text(SOURCE)
+    monkeypatch.setattr(sources, "builtin_files", lambda: (tmp_path / "library.py",))
+
+
+@pytest.mark.parametrize(
+    ("successors", "template", "line", "ended"),
+    [
+        (["\n", "0", END_OF_TURN], True, "2 of 2 functions parse (100.0%)", 2),
+        (["\n", "(", END_OF_TURN], True, "0 of 2 functions parse (0.0%)", 2),
+        (["\n", "0", "0"], True, "0 of 2 functions parse (0.0%)", 0),
+        (["\n", " ", "0", END_OF_TEXT], False, "0 of 2 functions parse (0.0%)", 2),  # another indentation
+    ],
+)
+def test_the_share_that_parses(successors, template, line, ended, library, tmp_path, capsys):
+    folder = written(tmp_path / "model", successors, template)
+    arguments = ["--share_that_parses", "2", "--temperature", "0", "--max_new_tokens", "16"]
+    assert cli.main(["generate", str(folder), *arguments]) == 0
+    out = capsys.readouterr().out
+    assert line in out and f"ended    {ended} before" in out
+
+
+def test_prompts_are_held_out_ones(library):
+    assert len(parse_share.held_out_prompts(2, None)) == 2
+    with pytest.raises(cli.ConfigurationError, match="held out 2 functions"):
+        parse_share.held_out_prompts(3, None)
+
+
+DOCUMENTED = 'def f(a):\n    """What it does."""'
+
+
+@pytest.mark.parametrize(
+    ("text", "ended", "chat", "good"),
+    [
+        ("return a", True, True, True),
+        ("return a", False, True, None),  # cut off, and parses by chance
+        ("for x in a:\n    print(x)", True, True, True),
+        ("", True, True, False),  # a docstring is no body
+        ("return (a", True, True, False),
+        ("    return a\n\n\ndef g(", False, False, True),  # a text goes on behind the function
+        ("    return a", False, False, None),
+        ("import os", True, False, False),
+    ],
+)
+def test_what_counts_as_a_function(text, ended, chat, good):
+    code = parse_share.code_of(parse_share.Answer(DOCUMENTED, text, ended), chat)
+    assert (None if code is None else parse_share.is_function(code)) is good
