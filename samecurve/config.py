@@ -68,7 +68,8 @@ class Tokenizer(Section):
 class Data(Section):
     """sft reads `messages_column`, or `prompt_column` and `completion_column`; the other tasks read `text_column`.
 
-    classify also reads `text_pair_column` and `label_column`; `labels` names its classes in their order.
+    classify also reads `text_pair_column` and `label_column`; `labels` names its classes in their order. dpo and reward
+    read `prompt_column`, `chosen_column` and `rejected_column`.
     """
 
     path: Name | None = None
@@ -80,6 +81,8 @@ class Data(Section):
     messages_column: Name | None = None
     prompt_column: Name | None = None
     completion_column: Name | None = None
+    chosen_column: Name = "chosen"
+    rejected_column: Name = "rejected"
     chat: bool = True
     train_on: Literal["assistant", "all"] = "assistant"
     packing: bool = True
@@ -168,8 +171,27 @@ class Logging(Section):
     every_steps: PositiveInt = 10
 
 
+class Dpo(Section):
+    """`beta`: how much the reference holds back; ORPO's lambda. `gamma`: SimPO's margin. See preference_loss.py."""
+
+    loss: Literal["sigmoid", "ipo", "kto", "orpo", "simpo"] = "sigmoid"
+    beta: float = Field(0.1, gt=0)
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    gamma: float | None = Field(None, ge=0)
+
+    @property
+    def has_reference(self) -> bool:
+        return self.loss not in ("orpo", "simpo")
+
+
+class Reward(Section):
+    """`center_rewards_coefficient`: of the squared sum of a pair's two rewards. None: they may have any mean."""
+
+    center_rewards_coefficient: float | None = Field(None, gt=0)
+
+
 class Recipe(Section):
-    task: Literal["pretrain", "sft", "classify", "mlm"] = "pretrain"
+    task: Literal["pretrain", "sft", "dpo", "reward", "classify", "mlm"] = "pretrain"
     output_dir: Name
     seed: int = Field(0, ge=0, le=LARGEST_SEED)
     steps: PositiveInt
@@ -181,6 +203,8 @@ class Recipe(Section):
     batch: Batch
     optimizer: Optimizer
     schedule: Schedule = Schedule()
+    dpo: Dpo = Dpo()
+    reward: Reward = Reward()
     memory: Memory = Memory()
     evaluate: Evaluate = Evaluate()
     checkpoint: Checkpoint = Checkpoint()

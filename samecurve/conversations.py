@@ -102,37 +102,37 @@ def find(name: str, pattern: str | None, schema: Schema) -> sources.Source:
 
 def conversation(place: str, row: dict, schema: Schema) -> Conversation:
     """A row, checked. DataError names the place, the column, the value and the fix."""
-    tools = _tools(place, row.get("tools"))
+    tools = tools_of(place, row.get("tools"))
     column = schema.messages or "messages"
     if schema.prompt is None and schema.completion is None and (schema.messages or column in row):
         if not schema.chat:
             raise DataError(f"{place}: {column!r}: messages need a template; set data.chat=true")
         if column not in row:
             raise DataError(_no_column(place, row, {"messages": column}))
-        messages = _messages(place, column, row[column])
+        messages = messages_of(place, column, row[column])
         _check_trained(place, column, messages, schema)
         return Conversation(place, messages, tools=tools)
     names = {"prompt": schema.prompt or "prompt", "completion": schema.completion or "completion"}
     if not row.keys() >= set(names.values()):
         raise DataError(_no_column(place, row, names))
-    prompt = _turns(place, names["prompt"], row[names["prompt"]], "user", schema)
-    completion = _turns(place, names["completion"], row[names["completion"]], "assistant", schema)
+    prompt = turns(place, names["prompt"], row[names["prompt"]], "user", schema)
+    completion = turns(place, names["completion"], row[names["completion"]], "assistant", schema)
     _check_trained(place, names["completion"], completion, schema)
     return Conversation(place, (*prompt, *completion), len(prompt), tools)
 
 
-def _turns(place: str, column: str, value: Any, role: str, schema: Schema) -> tuple[dict[str, Any], ...]:
+def turns(place: str, column: str, value: Any, role: str, schema: Schema) -> tuple[dict[str, Any], ...]:
     """Text is one turn of the role; a list is messages."""
     if isinstance(value, list) and schema.chat:
-        return _messages(place, column, value)
+        return messages_of(place, column, value)
     _check_text(place, column, value, "text" if not schema.chat else "text or a list of messages")
     return ({"role": role, "content": value},)
 
 
-def _messages(place: str, column: str, value: Any) -> tuple[dict[str, Any], ...]:
+def messages_of(place: str, column: str, value: Any) -> tuple[dict[str, Any], ...]:
     if not isinstance(value, list) or not value:
         raise DataError(
-            f"{place}: {column!r} is {_shown(value)}, not a list of messages; "
+            f"{place}: {column!r} is {shown(value)}, not a list of messages; "
             'write [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
         )
     return tuple(_message(place, f"{column}[{index}]", message) for index, message in enumerate(value))
@@ -140,7 +140,7 @@ def _messages(place: str, column: str, value: Any) -> tuple[dict[str, Any], ...]
 
 def _message(place: str, at: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise DataError(f'{place}: {at} is {_shown(value)}, not {{"role": ..., "content": ...}}')
+        raise DataError(f'{place}: {at} is {shown(value)}, not {{"role": ..., "content": ...}}')
     # Arrow gives every message of a file all keys that any of them has
     message = {key: part for key, part in value.items() if part is not None}
     if "role" not in message:
@@ -149,11 +149,11 @@ def _message(place: str, at: str, value: Any) -> dict[str, Any]:
         raise DataError(f"{place}: {at} has no 'role', found: {found}{fix or '; add it'}")
     role = message["role"]
     if role not in ROLES:
-        raise DataError(f"{place}: {at}.role is {_shown(role)}; {_nearest_role(role)}")
+        raise DataError(f"{place}: {at}.role is {shown(role)}; {_nearest_role(role)}")
     if role == "assistant" and message.get("tool_calls"):
         message.setdefault("content", "")
         if not isinstance(message["tool_calls"], list):
-            raise DataError(f"{place}: {at}.tool_calls is {_shown(message['tool_calls'])}, not a list")
+            raise DataError(f"{place}: {at}.tool_calls is {shown(message['tool_calls'])}, not a list")
     elif "content" not in message:
         raise DataError(f"{place}: {at} has no 'content', found: {', '.join(map(repr, message))}; add it")
     if isinstance(message["content"], list):
@@ -165,7 +165,7 @@ def _message(place: str, at: str, value: Any) -> dict[str, Any]:
 
 def _check_text(place: str, at: str, value: Any, needed: str, may_be_empty: bool = False) -> None:
     if not isinstance(value, str):
-        raise DataError(f"{place}: {at} is {_shown(value)}, not {needed}; correct or remove the row")
+        raise DataError(f"{place}: {at} is {shown(value)}, not {needed}; correct or remove the row")
     if not value.strip() and not may_be_empty:
         raise DataError(f"{place}: {at} is empty; fill or remove the row")
     check_characters(place, at, value)
@@ -180,7 +180,7 @@ def _check_trained(place: str, column: str, messages: tuple[dict[str, Any], ...]
         )
 
 
-def _tools(place: str, value: Any) -> tuple[dict[str, Any], ...] | None:
+def tools_of(place: str, value: Any) -> tuple[dict[str, Any], ...] | None:
     """The column `tools`: a list of JSON schemas, or that list as JSON text, as Arrow files often hold it."""
     if isinstance(value, str):
         try:
@@ -190,7 +190,7 @@ def _tools(place: str, value: Any) -> tuple[dict[str, Any], ...] | None:
     if not value:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise DataError(f"{place}: 'tools' is {_shown(value)}, not a list of JSON schemas; correct or remove it")
+        raise DataError(f"{place}: 'tools' is {shown(value)}, not a list of JSON schemas; correct or remove it")
     return tuple(value)
 
 
@@ -214,6 +214,6 @@ def _nearest_role(role: Any) -> str:
     return f"write {known!r}" if known else f"it is one of {', '.join(ROLES)}"
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."

@@ -1,8 +1,10 @@
-"""The documented functions of the standard library: as chats, from signature to body, and as texts to classify."""
+"""The documented functions of the standard library: as chats, as preference pairs, and as texts to classify."""
 
 from __future__ import annotations
 
 import ast
+import random
+import re
 import sysconfig
 import textwrap
 from collections.abc import Iterator
@@ -11,6 +13,7 @@ from pathlib import Path
 
 from .conversations import Conversation, ConversationSource
 from .examples import Example, ExampleSource
+from .preferences import Pair, PairSource
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -31,14 +34,50 @@ class FunctionSource(ConversationSource):
         """Nothing of this was written by the user."""
 
     def documents(self) -> Iterator[Conversation]:
-        """Each pair once: copies would be learnt by heart. Files of another encoding or syntax are left out."""
-        seen = set()
-        for file in self.files:
-            for line, prompt, body in _functions(file):
-                if (prompt, body) not in seen:
-                    seen.add((prompt, body))
-                    messages = ({"role": "user", "content": prompt}, {"role": "assistant", "content": body})
-                    yield Conversation(f"{file}:{line}", messages)
+        for place, prompt, body in _distinct_functions(self.files):
+            yield _conversation(place, prompt, body)
+
+
+@dataclass(frozen=True)
+class PreferenceSource(PairSource):
+    """builtin:python-preferences: a function's body is chosen, and rejected is the same body with something broken."""
+
+    @property
+    def identity(self) -> str:
+        return "preferences"
+
+    def check(self) -> None:
+        """Nothing of this was written by the user."""
+
+    def documents(self) -> Iterator[Pair]:
+        before = "pass"
+        for place, prompt, body in _distinct_functions(self.files):
+            rejected = _corrupted(prompt, body, before)
+            yield Pair(_conversation(place, prompt, body), _conversation(place, prompt, rejected))
+            before = body
+
+
+def _conversation(place: str, prompt: str, body: str) -> Conversation:
+    return Conversation(place, ({"role": "user", "content": prompt}, {"role": "assistant", "content": body}), 1)
+
+
+def _corrupted(prompt: str, body: str, other: str) -> str:
+    """The body without a line, with two lines swapped, with a name changed in one place, or `other`, another function's.
+
+    Which one is drawn from the function itself, so it is always the same.
+    """
+    draw = random.Random(f"{prompt}\0{body}")
+    lines, names = body.split("\n"), [found.span() for found in re.finditer(r"\b[A-Za-z_]{2,}\b", body)]
+    found = [other]
+    if len(lines) > 1:
+        index = draw.randrange(len(lines) - 1)
+        found.append("\n".join(lines[:index] + lines[index + 1 :]))
+        found.append("\n".join([*lines[:index], lines[index + 1], lines[index], *lines[index + 2 :]]))
+    if len(names) > 1:
+        (start, end), (other_start, other_end) = draw.sample(names, 2)
+        found.append(body[:start] + body[other_start:other_end] + body[end:])
+    draw.shuffle(found)
+    return next((text.strip() for text in found if text.strip() not in ("", body)), f"{body}\npass")
 
 
 # Of about the same size, and about things that are not alike.
@@ -72,6 +111,17 @@ class ModuleSource(ExampleSource):
                     seen.add(code)
                     counts[package] += 1
                     yield Example(f"{file}:{line}", code, None, package)
+
+
+def _distinct_functions(files: tuple[Path, ...]) -> Iterator[tuple[str, str, str]]:
+    """(place, prompt, body), each pair once: copies would be learnt by heart. Files that are no UTF-8 or no Python that
+    can be parsed are left out."""
+    seen = set()
+    for file in files:
+        for line, prompt, body in _functions(file):
+            if (prompt, body) not in seen:
+                seen.add((prompt, body))
+                yield f"{file}:{line}", prompt, body
 
 
 def _functions(file: Path) -> Iterator[tuple[int, str, str]]:

@@ -46,6 +46,21 @@ def causal_arrays(input_ids: np.ndarray, position_ids: np.ndarray, labels: np.nd
     return RowArrays({"input_ids": input_ids, "position_ids": position_ids}, {"labels": labels})
 
 
+def range_sums(marks: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+    """int64, the sum of marks[start:stop] for each range; the ranges are in order and do not overlap.
+
+    Without a running sum, which is eight times the marks' memory.
+    """
+    if not len(starts):
+        return np.zeros(0, dtype=np.int64)
+    # The sums from each start to its stop, and between.
+    bounds = np.stack([starts, stops], axis=1).ravel()
+    at_end = bounds >= len(marks)
+    sums = np.zeros(len(bounds), dtype=np.int64)
+    sums[~at_end] = np.add.reduceat(marks, bounds[~at_end], dtype=np.int64)
+    return np.where(stops > starts, sums[::2], 0)
+
+
 class Rows(ABC):
     """Rows of one length, cut from a stream of documents and readable by any index."""
 
@@ -94,6 +109,12 @@ class Rows(ABC):
 
     def _take(self, places: np.ndarray, valid: np.ndarray) -> np.ndarray:
         return np.where(valid, self.stream.tokens[np.where(valid, places, 0)], self.padding_token).astype(np.int64)
+
+    def _targets(self, places: np.ndarray, valid: np.ndarray) -> np.ndarray:
+        """Labels for the targets at `places`, where they are valid and trained."""
+        if self.stream.trained is not None:
+            valid = valid & (self.stream.trained[np.where(valid, places, 0)] > 0)
+        return np.where(valid, self._take(places, valid), IGNORE_INDEX)
 
 
 class PackedRows(Rows):
@@ -155,20 +176,7 @@ class SampleRows(Rows):
         """Trained tokens among the targets of each document."""
         if self.stream.trained is None:
             return sizes
-        if not len(sizes):
-            return sizes
-        # The sums from each start to its end, and between; not a running sum, which is eight times the marks' memory.
-        bounds = np.stack([starts + 1, starts + 1 + sizes], axis=1).ravel()
-        at_end = bounds >= len(self.stream.trained)
-        sums = np.zeros(len(bounds), dtype=np.int64)
-        sums[~at_end] = np.add.reduceat(self.stream.trained, bounds[~at_end], dtype=np.int64)
-        return np.where(sizes > 0, sums[::2], 0)
-
-    def _targets(self, places: np.ndarray, valid: np.ndarray) -> np.ndarray:
-        """Labels for the targets at `places`, where they are valid and trained."""
-        if self.stream.trained is not None:
-            valid = valid & (self.stream.trained[np.where(valid, places, 0)] > 0)
-        return np.where(valid, self._take(places, valid), IGNORE_INDEX)
+        return range_sums(self.stream.trained, starts + 1, starts + 1 + sizes)
 
 
 class DocumentRows(SampleRows):

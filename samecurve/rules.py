@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from .config import Adapter
 from .documents import describe
-from .sources import BUILTIN, FUNCTIONS, MODULES
+from .sources import BUILTIN, FUNCTIONS, MODULES, PREFERENCES
 
 if TYPE_CHECKING:
     from .recipe import Source
@@ -22,21 +22,24 @@ _KEYS_OF_TASKS = {
     ("pretrain", "classify", "mlm"): {"data.text_column": "text"},
     ("sft",): {
         "data.messages_column": None,
-        "data.prompt_column": None,
         "data.completion_column": None,
-        "data.chat": True,
         "data.train_on": "assistant",
-        "tokenizer.chat_template": None,
     },
+    ("sft", "dpo", "reward"): {"data.prompt_column": None, "data.chat": True, "tokenizer.chat_template": None},
+    ("dpo", "reward"): {"data.chosen_column": "chosen", "data.rejected_column": "rejected"},
+    ("dpo",): {"dpo.loss": "sigmoid", "dpo.beta": 0.1, "dpo.label_smoothing": 0.0, "dpo.gamma": None},
+    ("reward",): {"reward.center_rewards_coefficient": None},
     ("classify",): {"data.text_pair_column": None, "data.label_column": "label", "data.labels": None},
 }
 _BUILTINS = {"pretrain": BUILTIN, "sft": FUNCTIONS, "classify": MODULES, "mlm": BUILTIN}
-_CAUSAL = ("pretrain", "sft")
+_BUILTINS |= {"dpo": PREFERENCES, "reward": PREFERENCES}
+_PACKED = ("pretrain", "sft")
+_CAUSAL = (*_PACKED, "dpo")
 
 
 def apply(source: Source) -> None:
     """Add what the rules find to the source's problems."""
-    data = (_tokenizer, _data, _task, _columns)
+    data = (_tokenizer, _data, _task, _columns, _preferences)
     for rule in (_model, _adapter, _attention, _positions, *data, _schedule, _checkpoint, _guard, _evaluate):
         with contextlib.suppress(KeyError):
             for key, text in rule(source.value):
@@ -140,11 +143,10 @@ def _task(value: Callable[[str], Any]) -> Iterator[Finding]:
         for key, default in keys.items():
             if task not in tasks and value(key) != default:
                 yield key, f"found {describe(value(key))}, but only {readers} it and task is {task}"
-    if task in _CAUSAL:
-        return
-    if value("data.packing"):
-        yield "data.packing", f"found true, but a row of task {task} holds one text; set it to false"
-    if value("adapter.name") is not None:
+    if task not in _PACKED and value("data.packing"):
+        what = "two answers to one prompt" if task in ("dpo", "reward") else "one text"
+        yield "data.packing", f"found true, but a row of task {task} holds {what}; set it to false"
+    if task not in _CAUSAL and value("adapter.name") is not None:
         text = f"found {value('adapter.name')}, but task {task} trains whole models only yet; set it to null"
         yield "adapter.name", text
 
@@ -164,6 +166,20 @@ def _columns(value: Callable[[str], Any]) -> Iterator[Finding]:
     template = value("tokenizer.chat_template")
     if template is not None and not Path(template).is_file():
         yield "tokenizer.chat_template", f"no such file: {Path(template).absolute()}"
+
+
+def _preferences(value: Callable[[str], Any]) -> Iterator[Finding]:
+    loss, gamma = value("dpo.loss"), value("dpo.gamma")
+    if loss == "simpo" and gamma is None:
+        yield "dpo.gamma", "missing; simpo needs its margin (the paper's runs: gamma 0.3 to 1.6 with beta 2 to 2.5)"
+    elif loss != "simpo" and gamma is not None:
+        yield "dpo.gamma", f"found {gamma:g}, but only simpo has a margin and dpo.loss is {loss}; set it to null"
+    smoothing = value("dpo.label_smoothing")
+    if loss != "sigmoid" and smoothing:
+        text = f"found {smoothing:g}, but only sigmoid smooths labels and dpo.loss is {loss}; set it to 0"
+        yield "dpo.label_smoothing", text
+    if value("data.chosen_column") == value("data.rejected_column"):
+        yield "data.rejected_column", f"found {value('data.rejected_column')}, which is data.chosen_column; name both"
 
 
 def _schedule(value: Callable[[str], Any]) -> Iterator[Finding]:

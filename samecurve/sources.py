@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 BUILTIN = "builtin:python-stdlib"
 FUNCTIONS = "builtin:python-functions"  # for sft
+PREFERENCES = "builtin:python-preferences"  # for dpo and reward
 MODULES = "builtin:python-modules"  # for classify
 TEXTS = frozenset(".txt .text .md .rst .tex .html .xml .py .c .h .cc .cpp .rs .go .java .js .ts .sh .sql".split())
 # The last two are the library's own, but tables of characters and pages of help instead of code.

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 BEGIN_OF_TEXT, END_OF_TEXT = "<|begin_of_text|>", "<|end_of_text|>"
 MASK = "<|mask|>"  # for mlm
+_CHATS = ("sft", "dpo", "reward")
 BEGIN_OF_TURN, END_OF_TURN = "<|im_start|>", "<|im_end|>"
 # ChatML, for the tokenizers that are trained here: what is inside of `generation` is what a model learns to write.
 CHAT_TEMPLATE = """\
@@ -125,8 +126,8 @@ def _trained(recipe: Recipe, source: sources.Source) -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 
     size, fraction = recipe.tokenizer.vocabulary_size, sources.held_out_fraction(recipe)
-    cache, chat = location(recipe.data.cache_dir), recipe.task == "sft"
-    more = {"sft": (BEGIN_OF_TURN, END_OF_TURN), "mlm": (MASK,)}.get(recipe.task, ())
+    cache, chat = location(recipe.data.cache_dir), recipe.task in _CHATS
+    more = (BEGIN_OF_TURN, END_OF_TURN) if chat else (MASK,) if recipe.task == "mlm" else ()
     markers = (BEGIN_OF_TEXT, END_OF_TEXT, *more)
     key = digest(_VERSION, sources.fingerprint(source, cache), source.identity, fraction, size, *markers[2:])
     build = partial(_train, source=source, held_out_fraction=fraction, vocabulary_size=size, special_tokens=markers)

@@ -9,6 +9,7 @@ from .. import corpus, sources
 from ..cache import location
 from ..config import Recipe
 from ..errors import DataError
+from ..pair_rows import PairRows
 from ..rows import Rows, SampleRows
 
 
@@ -71,9 +72,9 @@ def _check(parts: Parts, recipe: Recipe) -> None:
 
 def _describe(rows: Rows) -> dict[str, int]:
     counts = {"rows": len(rows), "documents": len(rows.stream.offsets) - 1, "tokens": len(rows.stream.tokens)}
-    if rows.stream.labels is None:
+    if rows.stream.labels is None and not isinstance(rows, PairRows):
         counts["trained_tokens"] = rows.num_targets
-    if isinstance(rows, SampleRows):
+    if isinstance(rows, (SampleRows, PairRows)):
         counts |= {
             "dropped_documents": rows.num_dropped,
             "truncated_documents": rows.num_truncated,

@@ -1,0 +1,78 @@
+"""Preference optimisation without a reward model: the better answer to a prompt is made more likely than the worse."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ..architecture import Head
+from ..loss import IGNORE_INDEX
+from ..pair_rows import AnswerRows, GroupedAnswerRows
+from ..preference_loss import kto_drift, pair_losses, rewards, sequence_log_probabilities
+from . import pairs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from ..config import Dpo, Recipe
+    from ..corpus import TokenStream
+
+
+@dataclass
+class DpoTask(pairs.PairTask):
+    """reference: (pairs, 2), log-probabilities of both answers under the model that the run began with; among the
+    rows' targets once `reference.provide` has found them, where the loss asks for them."""
+
+    settings: Dpo
+    head = Head()
+
+    @property
+    def has_reference(self) -> bool:
+        return self.settings.has_reference
+
+    def loss(
+        self, logits: Tensor, labels: Tensor, reference: Tensor | None = None, drift: Tensor | None = None
+    ) -> Tensor:
+        losses = pair_losses(self.settings, *_measured(logits, labels), reference, drift)
+        return losses.masked_fill(~self.counted(labels), 0.0).sum()
+
+    def rewards(
+        self, logits: Tensor, labels: Tensor, reference: Tensor | None = None, drift: Tensor | None = None
+    ) -> Tensor:
+        return rewards(self.settings, *_measured(logits, labels), reference)
+
+    def features(self, logits: Tensor, labels: Tensor, reference: Tensor | None = None) -> Tensor:
+        """(pairs, 2): log-probabilities of both answers, less the reference's where those are known."""
+        found, _ = _measured(logits, labels)
+        return found if reference is None else found - reference
+
+    def counted(self, labels: Tensor) -> Tensor:
+        return (labels != IGNORE_INDEX).any(dim=-1).view(-1, 2).all(dim=-1)
+
+
+class KtoTask(DpoTask):
+    """Its pairs meet: each is compared with the mean of the whole global batch."""
+
+    def context(self, features: Tensor) -> dict[str, Tensor]:
+        return {"drift": kto_drift(features)}
+
+
+def load(recipe: Recipe) -> DpoTask:
+    """Errors: see pairs.load."""
+    make = KtoTask if recipe.dpo.loss == "kto" else DpoTask
+    return make(*pairs.load(recipe, _rows), recipe.dpo)
+
+
+def _rows(recipe: Recipe, stream: TokenStream, tokenizer: PreTrainedTokenizerFast) -> AnswerRows:
+    arguments = (stream, recipe.batch.sequence_length, tokenizer.eos_token_id)
+    if not recipe.data.group_by_length:
+        return AnswerRows(*arguments)
+    return GroupedAnswerRows(*arguments, global_batch_size=recipe.batch.global_batch_size)
+
+
+def _measured(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """(pairs, 2) log-probabilities of the answers, and (pairs, 2) how many tokens they have."""
+    lengths = (labels != IGNORE_INDEX).sum(dim=-1)
+    return sequence_log_probabilities(logits, labels).view(-1, 2), lengths.view(-1, 2)

@@ -1,0 +1,93 @@
+"""What tasks share that train on preference pairs: the data, the counts, the metrics."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .. import corpus, preferences, sources, tokenizer
+from ..errors import DataError
+from ..pair_rows import PairRows
+from . import parts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from ..config import Recipe
+    from ..engines.base import EvalResult
+
+
+@dataclass
+class PairTask(ABC):
+    tokenizer: PreTrainedTokenizerFast
+    parts: parts.Parts
+
+    @property
+    def train(self) -> PairRows:
+        return self.parts.train
+
+    @property
+    def held_out(self) -> PairRows | None:
+        return self.parts.held_out
+
+    @property
+    def vocabulary_size(self) -> int:
+        return corpus.vocabulary_size(self.tokenizer)
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        return tokenizer.special_ids(self.tokenizer)
+
+    @abstractmethod
+    def rewards(self, logits: Tensor, labels: Tensor, **targets: Tensor) -> Tensor:
+        """(pairs, 2): how good the model finds each answer, the chosen one first."""
+
+    @abstractmethod
+    def counted(self, labels: Tensor) -> Tensor:
+        """(pairs,) bool: which pairs do not only fill up."""
+
+    def count(self, labels: Tensor, **_: Tensor) -> int:
+        return int(self.counted(labels).sum())
+
+    def statistics(self, logits: Tensor, labels: Tensor, **targets: Tensor) -> Tensor:
+        """(3,): the sum of the chosen answers' rewards, of the rejected ones', and how many pairs are the right way."""
+        rewards = self.rewards(logits, labels, **targets)[self.counted(labels)].double()
+        return torch.cat([rewards.sum(dim=0), (rewards[:, 0] > rewards[:, 1]).sum().reshape(1)])
+
+    def metrics(self, result: EvalResult) -> dict[str, float]:
+        """eval_loss in nats per pair; eval_accuracy: the part of the pairs whose chosen answer has the higher reward;
+        eval_margin: by how much on average."""
+        if result.tokens != len(self.held_out):
+            raise DataError(f"{result.tokens} held-out pairs were evaluated, but the data hold {len(self.held_out)}")
+        chosen, rejected, right = (total / result.tokens for total in result.statistics)
+        return {
+            "eval_loss": result.loss,
+            "eval_rewards_chosen": chosen,
+            "eval_rewards_rejected": rejected,
+            "eval_margin": chosen - rejected,
+            "eval_accuracy": right,
+            "eval_pairs": result.tokens,
+        }
+
+    def describe(self) -> dict[str, object]:
+        counted = {"vocabulary_size": self.vocabulary_size, "empty_documents": self.parts.empty_documents}
+        return {**self.parts.describe(), **counted, **self.parts.counts}
+
+
+def load(
+    recipe: Recipe, make_rows: Callable[[Recipe, corpus.TokenStream, PreTrainedTokenizerFast], PairRows]
+) -> tuple[PreTrainedTokenizerFast, parts.Parts]:
+    """Errors: see parts.load; DataError also for a tokenizer without a chat template."""
+    schema = preferences.Schema.of(recipe.data)
+
+    def find(path: str) -> sources.Source:
+        return preferences.find(path, recipe.data.pattern, schema)
+
+    found = tokenizer.load(recipe, find)
+    encoder = preferences.PairEncoder(found, schema)
+    return found, parts.load(recipe, encoder, find, lambda stream: make_rows(recipe, stream, found))

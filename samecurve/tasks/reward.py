@@ -1,0 +1,61 @@
+"""A reward model: a score for a whole conversation, higher for the better of two answers (Bradley-Terry)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from .. import tokenizer
+from ..architecture import Head
+from ..loss import IGNORE_INDEX
+from ..pair_rows import GroupedScoredRows, ScoredRows
+from . import pairs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from ..config import Recipe, Reward
+    from ..corpus import TokenStream
+
+
+@dataclass
+class RewardTask(pairs.PairTask):
+    settings: Reward
+
+    @property
+    def head(self) -> Head:
+        """A decoder's score is that of its last token that is not padding, which it finds by pad_token_id."""
+        return Head("sequence_classification", {"num_labels": 1, "pad_token_id": self.tokenizer.pad_token_id})
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """-log sigmoid of the difference (arXiv:2203.02155, equation 1, for two answers), summed over pairs.
+
+        center_rewards_coefficient: and the squared sum of the two, which the difference leaves free (arXiv:2312.09244,
+        section 2).
+        """
+        rewards = self.rewards(logits, labels)
+        losses = -F.logsigmoid(rewards[:, 0] - rewards[:, 1])
+        if self.settings.center_rewards_coefficient is not None:
+            losses = losses + self.settings.center_rewards_coefficient * rewards.sum(dim=1).square()
+        return losses.masked_fill(~self.counted(labels), 0.0).sum()
+
+    def rewards(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return logits.float().view(-1, 2)
+
+    def counted(self, labels: Tensor) -> Tensor:
+        return labels != IGNORE_INDEX
+
+
+def load(recipe: Recipe) -> RewardTask:
+    """Errors: see pairs.load; DataError for a tokenizer without a token that pads."""
+    return RewardTask(*pairs.load(recipe, _rows), recipe.reward)
+
+
+def _rows(recipe: Recipe, stream: TokenStream, found: PreTrainedTokenizerFast) -> ScoredRows:
+    arguments = (stream, recipe.batch.sequence_length, tokenizer.padding(found).pad_token_id)
+    if not recipe.data.group_by_length:
+        return ScoredRows(*arguments)
+    return GroupedScoredRows(*arguments, global_batch_size=recipe.batch.global_batch_size)
