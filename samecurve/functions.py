@@ -62,7 +62,7 @@ def _conversation(place: str, prompt: str, body: str) -> Conversation:
 
 
 def _corrupted(prompt: str, body: str, other: str) -> str:
-    """The body without a line, with two lines swapped, with a name changed in one place, or `other`, another function's.
+    """The body without a line, with two lines swapped, with another name in one place, or `other`, another function's.
 
     Which one is drawn from the function itself, so it is always the same.
     """

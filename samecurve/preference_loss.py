@@ -66,9 +66,9 @@ def rewards(settings: Dpo, log_probabilities: Tensor, lengths: Tensor, reference
 def kto_drift(ratios: Tensor) -> Tensor:
     """(pairs, 2): how far the model is from the reference already, estimated from the log-ratios (pairs, 2) of a batch.
 
-    KTO's z_ref (arXiv:2402.01306, section 4.1) needs answers that do not belong to the prompt, so one more forward pass.
-    For pairs the KTO report takes the batch's other half instead, and so did TRL's loss `kto_pair`: chosen answers are
-    compared with the mean of the rejected ones, and the other way round, neither below 0.
+    KTO's z_ref (arXiv:2402.01306, section 4.1) is taken over answers that do not belong to their prompt, which costs
+    another forward pass. For pairs the KTO report takes the batch's other half instead, as TRL's loss `kto_pair` did:
+    chosen answers are compared with the mean of the rejected ones, and the other way round, neither below 0.
     """
     return ratios.mean(dim=0).clamp(min=0).flip(0).expand_as(ratios)
 

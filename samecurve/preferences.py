@@ -11,11 +11,11 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from . import sources
+from .cache import digest
 from .chat import encoder
 from .conversations import Conversation, shown, tools_of, turns
 from .conversations import Schema as ChatSchema
 from .corpus import Encoded, Encoder
-from .cache import digest
 from .errors import DataError
 from .tables import rows, table_kind
 
@@ -152,8 +152,8 @@ def _split_texts(place: str, row: dict, schema: Schema, chosen: Turns, rejected:
 
 
 _NOTHING_SHARED = (
-    "{place}: {schema.chosen!r} and {schema.rejected!r} have no first {what} in common, so there is no prompt that both "
-    "answer; correct or remove the row, or name the prompt's column (data.prompt_column)"
+    "{place}: {schema.chosen!r} and {schema.rejected!r} have no first {what} in common, so there is no prompt that "
+    "both answer; correct or remove the row, or name the prompt's column (data.prompt_column)"
 )
 
 
