@@ -29,7 +29,8 @@ def make_recipe(folder: Path, path: Path | str, **sections: dict) -> Recipe:
         "optimizer": {"learning_rate": 1e-3},
         "evaluate": {},
     }
-    return Recipe.model_validate({**values, **{key: {**values.get(key, {}), **section} for key, section in sections.items()}})
+    changed = {key: {**values.get(key, {}), **section} for key, section in sections.items()}
+    return Recipe.model_validate({**values, **changed})
 
 
 def jsonl(path: Path, *rows: dict) -> Path:
