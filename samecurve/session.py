@@ -55,6 +55,8 @@ class Session:
         self.checkpoints = Checkpoints(run, facts, self.world, self.progress.say, watch.busy, background)
         found = self.checkpoints.find(plan.resume)
         self.engine = engines.build(accelerator, plan, self.skeleton, self.task)
+        watch.phase("prepare")
+        task.prepare(self.engine, recipe, self.skeleton, self.world, watch.alive)
         watch.phase("load")
         self.start = self.checkpoints.load(found, self.engine) if found else Position()
         if found:

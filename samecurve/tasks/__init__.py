@@ -10,12 +10,12 @@ from ..errors import DataError, SamecurveError
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
     from transformers.utils import ModelOutput
 
     from ..architecture import Head
     from ..config import Recipe
-    from ..engines.base import EvalResult
+    from ..engines.base import Engine, EvalResult
     from ..rows import Rows
     from ..world import World
 
@@ -62,6 +62,14 @@ class Task(Protocol):
 
     def metrics(self, result: EvalResult) -> dict[str, float]:
         """The `eval_*` values of metrics.jsonl."""
+
+    def prepare(
+        self, engine: Engine, recipe: Recipe, skeleton: PreTrainedModel, world: World, alive: Callable[[], None]
+    ) -> None:
+        """Once, while the model has the weights that the run begins with, also in a run that goes on; collective.
+
+        alive: to be called as it gets on.
+        """
 
     def describe(self) -> dict[str, object]:
         """What the data are, for the header and run.json."""

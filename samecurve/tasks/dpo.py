@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
+from .. import reference as references
 from ..architecture import Head
+from ..engines.base import EvalResult
 from ..loss import IGNORE_INDEX
 from ..pair_rows import AnswerRows, GroupedAnswerRows
 from ..preference_loss import kto_drift, pair_losses, rewards, sequence_log_probabilities
 from . import pairs
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
     from ..config import Dpo, Recipe
     from ..corpus import TokenStream
+    from ..engines.base import Engine
+    from ..world import World
 
 
 @dataclass
@@ -28,9 +34,11 @@ class DpoTask(pairs.PairTask):
     settings: Dpo
     head = Head()
 
-    @property
-    def has_reference(self) -> bool:
-        return self.settings.has_reference
+    def prepare(
+        self, engine: Engine, recipe: Recipe, skeleton: PreTrainedModel, world: World, alive: Callable[[], None]
+    ) -> None:
+        if self.settings.has_reference:
+            references.provide(self, engine, recipe, skeleton, world, alive)
 
     def loss(
         self, logits: Tensor, labels: Tensor, reference: Tensor | None = None, drift: Tensor | None = None
@@ -53,10 +61,16 @@ class DpoTask(pairs.PairTask):
 
 
 class KtoTask(DpoTask):
-    """Its pairs meet: each is compared with the mean of the whole global batch."""
+    """Its pairs meet: each is compared with the mean of the whole global batch, and in an evaluation of all pairs."""
 
     def context(self, features: Tensor) -> dict[str, Tensor]:
         return {"drift": kto_drift(features)}
+
+    def metrics(self, result: EvalResult) -> dict[str, float]:
+        ratios = result.features[: len(self.held_out)]
+        losses = pair_losses(self.settings, ratios, torch.ones(()), torch.zeros(()), kto_drift(ratios))
+        statistics = tuple(pairs.summed(self.settings.beta * ratios).tolist())
+        return super().metrics(EvalResult(losses.mean().item(), result.tokens, statistics))
 
 
 def load(recipe: Recipe) -> DpoTask:

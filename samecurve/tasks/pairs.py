@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import corpus, preferences, sources, tokenizer
 from ..errors import DataError
 from ..pair_rows import PairRows
-from . import parts
+from . import Task, parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class PairTask(ABC):
+class PairTask(Task):
     tokenizer: PreTrainedTokenizerFast
     parts: parts.Parts
 
@@ -56,8 +56,7 @@ class PairTask(ABC):
 
     def statistics(self, logits: Tensor, labels: Tensor, **targets: Tensor) -> Tensor:
         """(3,): the sum of the chosen answers' rewards, of the rejected ones', and how many pairs are the right way."""
-        rewards = self.rewards(logits, labels, **targets)[self.counted(labels)].double()
-        return torch.cat([rewards.sum(dim=0), (rewards[:, 0] > rewards[:, 1]).sum().reshape(1)])
+        return summed(self.rewards(logits, labels, **targets)[self.counted(labels)])
 
     def metrics(self, result: EvalResult) -> dict[str, float]:
         """eval_loss in nats per pair; eval_accuracy: the part of the pairs whose chosen answer has the higher reward;
@@ -77,6 +76,11 @@ class PairTask(ABC):
     def describe(self) -> dict[str, object]:
         counted = {"vocabulary_size": self.vocabulary_size, "empty_documents": self.parts.empty_documents}
         return {**self.parts.describe(), **counted, **self.parts.counts}
+
+
+def summed(rewards: Tensor) -> Tensor:
+    """(3,) fp64 of (pairs, 2), see PairTask.statistics."""
+    return torch.cat([rewards.double().sum(dim=0), (rewards[:, 0] > rewards[:, 1]).sum().reshape(1)])
 
 
 def load(

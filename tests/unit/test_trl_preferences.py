@@ -207,7 +207,7 @@ def test_loss_and_gradient_on_the_same_batch(name, folder):
     task = load(folder, **CASES[name])
     inputs, targets = batch(task, folder if name == "orpo" else None)
     policy = AutoModelForCausalLM.from_pretrained(folder / "policy", dtype=torch.float32)
-    if task.has_reference:
+    if task.settings.has_reference:
         reference = AutoModelForCausalLM.from_pretrained(folder / "reference", dtype=torch.float32)
         with torch.no_grad():
             targets["reference"] = task.features(reference(**inputs).logits, **targets)
