@@ -26,7 +26,7 @@ from ..errors import ConfigurationError
 from ..model import fill
 from ..optim import build_optimizer, parameter_groups, set_learning_rate
 from ..stages import cut
-from . import deepspeed_live
+from . import deepspeed_live, together
 from .base import EvalResult, StepResult, dtype_name, finished
 from .deepspeed_config import concrete
 from .pipeline_stage import build_stage
@@ -74,7 +74,7 @@ class PipelineEngine:
         set_learning_rate(self._engine.optimizer, learning_rate)
         # DeepSpeed takes the mean over micro-batches and data-parallel ranks; the factor turns it into the token mean
         self._loss_factor = len(micro_batches) * self.shard[1] / tokens
-        self._engine.train_batch(self._rows(micro_batches))
+        self._engine.train_batch(self._rows(micro_batches, self._contexts(micro_batches)))
         guard = self._guard
         applied = not guard.refused and self._engine.was_step_applied()
         return finished(guard.loss, guard.grad_norm, tokens, applied, may_rescale=not guard.refused)
@@ -86,6 +86,8 @@ class PipelineEngine:
 
         tokens = sum(self._task.count(**batch.targets) for batch in micro_batches)
         tokens = _sum([tokens], self.device, self._grid.get_data_parallel_group())[0]
+        if self._task.context is not None:
+            return EvalResult(math.nan, int(tokens), features=self.features(micro_batches))
         loss, *statistics = self._on_last_stage(micro_batches, measure).sum(dim=0).tolist()
         return EvalResult(loss=loss / max(tokens, 1), tokens=int(tokens), statistics=tuple(statistics))
 
@@ -161,7 +163,10 @@ class PipelineEngine:
 
         self._last_stage = keep
         self._engine.eval_batch(
-            self._rows(micro_batches), reduce_output=None, bcast_loss=False, num_micro_batches=len(micro_batches)
+            self._rows(micro_batches, [{}] * len(micro_batches)),
+            reduce_output=None,
+            bcast_loss=False,
+            num_micro_batches=len(micro_batches),
         )
         self._last_stage = self._weighted_loss
         rank, size = self.shard
@@ -173,11 +178,20 @@ class PipelineEngine:
         dist.all_reduce(everything)
         return everything.flatten(0, 1)
 
-    def _rows(self, micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
+    def _contexts(self, micro_batches: Sequence[MicroBatch]) -> list[dict[str, Tensor]]:
+        """Without dropout, other than in AcceleratedEngine: DeepSpeed's pass without gradients is an evaluation."""
+        if self._task.context is None:
+            return [{}] * len(micro_batches)
+        return together.cut(self._task.context(self.features(micro_batches)), self.shard, len(micro_batches))
+
+    def _rows(
+        self, micro_batches: Sequence[MicroBatch], contexts: Sequence[dict[str, Tensor]]
+    ) -> Iterator[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
         """As DeepSpeed wants them: what the first stage reads, and what the last one's loss does."""
-        for batch in micro_batches:
-            self._target_names = tuple(batch.targets)
-            yield (batch.inputs["input_ids"], batch.inputs["position_ids"]), tuple(batch.targets.values())
+        for batch, context in zip(micro_batches, contexts, strict=True):
+            targets = batch.targets | context
+            self._target_names = tuple(targets)
+            yield (batch.inputs["input_ids"], batch.inputs["position_ids"]), tuple(targets.values())
 
     def _loss(self, logits: Tensor, targets: tuple[Tensor, ...]) -> Tensor:
         return self._last_stage(logits, **dict(zip(self._target_names, targets, strict=True)))
