@@ -21,6 +21,7 @@ install_packages "NVMe offload" libaio-dev
 
 if [ -n "$full" ]; then
     export SAMECURVE_TRL=$PWD/.venv/trl # a reference for the tests alone; what it needs is there already
+    make_environment requirements-eval.txt
     [ -d "$SAMECURVE_TRL/trl" ] || .venv/bin/python -m pip install --quiet --no-deps --target "$SAMECURVE_TRL" trl==1.16.0
 fi
 

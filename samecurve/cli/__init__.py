@@ -18,6 +18,7 @@ COMMANDS = {
     "generate": "let a trained model write",
     "chat": "talk with a trained chat model",
     "evaluate": "measure a trained model on held-out data",
+    "lm_eval": "measure a trained model on public benchmarks",
     "export": "a run's model, or a checkpoint's, as a folder to share: another dtype, and a card",
     "merge": "an adapter and its model as one model, and the proof that it is the same",
 }

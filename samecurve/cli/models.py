@@ -90,13 +90,21 @@ def load(
     """The model, in fp32 and with its adapter where the folder holds one, and its tokenizer. See load_model."""
     base = base_path(folder)
     model = load_model(base or str(folder), head, attention)
-    from transformers import AutoTokenizer
-
     if base is not None:
         from peft import PeftModel
 
         model = PeftModel.from_pretrained(model, folder)
-    return model.eval(), AutoTokenizer.from_pretrained(folder)
+    return model.eval(), load_tokenizer(folder)
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Raises ConfigurationError when the folder holds none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{folder}: no tokenizer can be loaded from there ({error})") from error
 
 
 def load_model(path: str, head: Head | None = None, attention: str | None = None) -> PreTrainedModel:
@@ -107,18 +115,13 @@ def load_model(path: str, head: Head | None = None, attention: str | None = None
     """
     _quiet()
     import torch
-    from transformers import AutoConfig
 
     from ..architecture import CAUSAL
 
     head = head or CAUSAL
     more = {} if attention is None else {"attn_implementation": attention}
+    model_class, config = _class(path, head)
     try:
-        config = AutoConfig.from_pretrained(path)
-        model_class = head.model_class(config)
-        if model_class is None:
-            raise ValueError(f"a {config.model_type} is no {head.kind}")
-        _check_head(path, config, head, model_class)
         model, found = model_class.from_pretrained(path, dtype=torch.float32, output_loading_info=True, **more)
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{path}: no model can be loaded from there ({error})") from error
@@ -129,14 +132,29 @@ def load_model(path: str, head: Head | None = None, attention: str | None = None
     return model.eval()
 
 
-def _check_head(path: str, config: PreTrainedConfig, head: Head, model_class: type[PreTrainedModel]) -> None:
-    """A tied output head would be found in a classifier's file, too. Raises ConfigurationError for such a one."""
+def check_causal(path: str) -> None:
+    """Raises ConfigurationError for a model that is no causal language model; its weights are not looked at."""
+    from ..architecture import CAUSAL
+
+    _class(path, CAUSAL)
+
+
+def _class(path: str, head: Head) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
+    """What loads it. A tied output head would be found in a classifier's file, too, so the config is asked."""
+    from transformers import AutoConfig
+
     from ..architecture import KINDS, Head
 
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{path}: no model can be loaded from there ({error})") from error
+    model_class = head.model_class(config)
     others = {getattr(Head(kind).model_class(config), "__name__", None) for kind in KINDS if kind != head.kind}
-    stored = set(config.architectures or ()) - {model_class.__name__}
-    if stored and stored <= others:
-        raise ConfigurationError(f"{path}: holds a {', '.join(stored)}, which is no {head.kind}")
+    stored = set(config.architectures or ()) - {getattr(model_class, "__name__", None)}
+    if model_class is None or (stored and stored <= others):
+        raise ConfigurationError(f"{path}: holds a {', '.join(stored) or config.model_type}, which is no {head.kind}")
+    return model_class, config
 
 
 def device() -> torch.device:

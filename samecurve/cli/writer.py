@@ -104,9 +104,14 @@ def load(run: Path, raw: bool = False) -> Writer:
     folder, directory = models.model_folder(run), models.run_directory(run)
     recipe = models.recipe(directory) if directory else None
     model, tokenizer = models.load(folder)
-    trained_on_turns = recipe is None or (recipe.task not in PLAIN_TASKS and recipe.data.chat)
-    chat = not raw and bool(tokenizer.chat_template) and trained_on_turns
+    chat = not raw and is_chat(recipe, tokenizer)
     return Writer(folder, model.to(models.device()), tokenizer, recipe, chat, _ends(model, tokenizer, chat))
+
+
+def is_chat(recipe: Recipe | None, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a model is asked in turns. recipe: what trained it; None: not known, so the template decides."""
+    trained_on_turns = recipe is None or (recipe.task not in PLAIN_TASKS and recipe.data.chat)
+    return bool(tokenizer.chat_template) and trained_on_turns
 
 
 def _ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chat: bool) -> list[int]:

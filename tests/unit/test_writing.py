@@ -4,6 +4,8 @@ one successor, which an output head that reads a one-hot embedding tells."""
 from __future__ import annotations
 
 import io
+import json
+import shlex
 import sys
 
 import pytest
@@ -224,3 +226,48 @@ DOCUMENTED = 'def f(a):\n    """What it does."""'
 def test_what_counts_as_a_function(text, ended, chat, good):
     code = parse_share.code_of(parse_share.Answer(DOCUMENTED, text, ended), chat)
     assert (None if code is None else parse_share.is_function(code)) is good
+
+
+# lm_eval
+
+TOY = """
+task: toy
+dataset_path: json
+dataset_kwargs: {data_files: {test: %s}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: ["i", "x"]
+doc_to_target: answer
+target_delimiter: ""
+metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
+"""
+
+
+def test_the_command_of_lm_eval(polite, capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert cli.main(["lm_eval", str(polite), "arc_easy", "--show", "--options", "--num_fewshot 5", "--limit", "9"]) == 0
+    words = shlex.split(capsys.readouterr().out)
+    assert words[1:6] == ["-m", "lm_eval", "run", "--model", "hf"] and words[-3:] == [
+        "--apply_chat_template",
+        "--num_fewshot",
+        "5",
+    ]
+    loaded = json.loads(words[words.index("--model_args") + 1])
+    assert loaded == {"pretrained": str(polite), "tokenizer": str(polite), "dtype": "float32"}
+    assert words[words.index("--tasks") + 1] == "arc_easy" and words[words.index("--limit") + 1] == "9"
+    assert cli.main(["lm_eval", str(polite), "arc_easy", "--raw"]) == 2
+    assert capsys.readouterr().err.endswith("it is an extra: pip install -c constraints.txt -r requirements-eval.txt\n")
+
+
+@pytest.mark.full
+def test_lm_eval_counts_what_is_known(polite, tmp_path):
+    """h is followed by i, so three of four are right."""
+    pytest.importorskip("lm_eval")
+    rows = [{"question": "h", "answer": answer} for answer in (0, 0, 0, 1)]
+    (tmp_path / "toy.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "toy.yaml").write_text(TOY % (tmp_path / "toy.jsonl"))
+    arguments = ["--raw", "--output", str(tmp_path / "results"), "--options", f"--include_path {tmp_path}"]
+    assert cli.main(["lm_eval", str(polite), "toy", *arguments]) == 0
+    (found,) = (tmp_path / "results").rglob("results*.json")
+    assert json.loads(found.read_text())["results"]["toy"]["acc,none"] == 0.75
