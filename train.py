@@ -22,7 +22,8 @@ def main() -> None:
     from samecurve.rundir import RunDirectory
 
     recipe = plan.recipe
-    reads = (recipe.model.path, recipe.tokenizer.path, recipe.data.path, recipe.evaluate.path)
+    sources = (source.path for source in recipe.data.sources())
+    reads = (recipe.model.path, recipe.tokenizer.path, recipe.evaluate.path, *sources)
     is_main = os.environ.get("RANK", "0") == "0"
     run = RunDirectory(recipe.output_dir, is_main, reads, plan.resume, plan.start_over)
     with outcome.recorded(run, plan.strategy.launcher, recipe.timeout.step_seconds) as watch:
@@ -61,7 +62,7 @@ def train(session) -> None:
                 updates = session.roll_back(updates)
             if session.held_out and due(step, recipe.evaluate.every_steps, recipe.steps):
                 session.watch.phase("evaluate", step)
-                metrics = session.task.metrics(engine.evaluate(session.held_out))
+                metrics = session.evaluate()
                 progress.evaluation(step, metrics)
                 record |= metrics
                 meter.start()

@@ -65,14 +65,27 @@ class Tokenizer(Section):
     vocabulary_size: int | None = Field(None, ge=SMALLEST_VOCABULARY)
 
 
+class MixtureSource(Section):
+    """One data set of several. `weight`: of its rows, relative to the others'. Columns: None is what `data` says."""
+
+    path: Name
+    weight: float = Field(gt=0)
+    pattern: str | None = None
+    text_column: Name | None = None
+    messages_column: Name | None = None
+    prompt_column: Name | None = None
+    completion_column: Name | None = None
+
+
 class Data(Section):
     """sft reads `messages_column`, or `prompt_column` and `completion_column`; the other tasks read `text_column`.
 
-    classify also reads `text_pair_column` and `label_column`; `labels` names its classes in their order. dpo and reward
-    read `prompt_column`, `chosen_column` and `rejected_column`.
+    `mixture`: several data sets in place of `path`. classify also reads `text_pair_column` and `label_column`; `labels`
+    names its classes in their order. dpo and reward read `prompt_column`, `chosen_column` and `rejected_column`.
     """
 
     path: Name | None = None
+    mixture: Annotated[tuple[MixtureSource, ...], Field(min_length=1, strict=False)] | None = None
     pattern: str | None = None
     text_column: str = "text"
     text_pair_column: Name | None = None
@@ -89,6 +102,22 @@ class Data(Section):
     group_by_length: bool = False
     held_out_fraction: float = Field(0.0, ge=0.0, lt=1.0)
     cache_dir: str | None = None
+
+    @property
+    def name(self) -> str:
+        """For messages about all of the training data."""
+        return self.path if self.path is not None else "data.mixture"
+
+    def read_from(self, path: str) -> Data:
+        """The same, with another path."""
+        return self.model_copy(update={"path": path})
+
+    def sources(self) -> tuple[Data, ...]:
+        """What each data set of the mixture is read by; this itself where there is no mixture."""
+        if self.mixture is None:
+            return (self,)
+        given = (source.model_dump(exclude={"weight"}, exclude_none=True) for source in self.mixture)
+        return tuple(self.model_copy(update={"mixture": None, "pattern": None, **keys}) for keys in given)
 
 
 class Batch(Section):
@@ -191,7 +220,7 @@ class Reward(Section):
 
 
 class Recipe(Section):
-    task: Literal["pretrain", "sft", "dpo", "reward", "classify", "mlm"] = "pretrain"
+    task: Literal["pretrain", "continue_pretrain", "sft", "dpo", "reward", "classify", "mlm"] = "pretrain"
     output_dir: Name
     seed: int = Field(0, ge=0, le=LARGEST_SEED)
     steps: PositiveInt

@@ -66,16 +66,25 @@ class Findings:
 
 def inspect(title: str, task: Task, num_samples: int) -> Findings:
     """The first documents of the training part (rows, where a row is a text), and the counts of all parts."""
-    parts = [("train", task.train), ("held out", task.held_out)]
-    num_documents = len(task.train) if isinstance(task.train, TextRows) else _num_documents(task.train)
+    whole = [("train", task.train), ("held out", task.held_out)]
+    parts = [named for name, rows in whole if rows is not None for named in _parts(name, rows)]
+    first = parts[0][1]
+    num_documents = len(first) if isinstance(first, TextRows) else _num_documents(first)
     told = {name: value for name, value in task.describe().items() if name not in ("train", "held_out")}
     return Findings(
         title,
         task.train.sequence_length,
         [_sample(task, index) for index in range(min(num_samples, num_documents))],
-        [_part(name, rows, task.tokenizer) for name, rows in parts if rows is not None],
+        [_part(name, rows, task.tokenizer) for name, rows in parts],
         {name.replace("_", " "): _text(value) for name, value in told.items()},
     )
+
+
+def _parts(name: str, rows: Rows) -> list[tuple[str, Rows]]:
+    """The sources of a mixture, each by itself."""
+    if len(rows.parts) == 1:
+        return [(name, rows.parts[0])]
+    return [(f"{name}, source {index}", part) for index, part in enumerate(rows.parts)]
 
 
 def _text(value: object) -> str:
@@ -100,7 +109,7 @@ def _document(rows: Rows, index: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _sample(task: Task, index: int) -> Sample:
-    rows, label, lost = task.train, "", 0
+    rows, label, lost = task.train.parts[0], "", 0
     if isinstance(rows, TextRows):
         tokens, trained = _row(rows, index)
         label = task.names[rows[np.array([index])].labels[0]] if isinstance(rows, LabelledRows) else ""

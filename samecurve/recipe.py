@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -32,6 +32,10 @@ _NEEDED = {
     "less_than": "a number below {lt} is needed",
     "less_than_equal": "a number of at most {le} is needed",
 }
+
+
+# in a key path: any place of a list
+_ANY = "*"
 
 
 class Source(NamedTuple):
@@ -142,7 +146,9 @@ def _text_fields(document: Document) -> Iterator[KeyPath]:
 def _explain(detail: dict, path: KeyPath) -> str:
     kind, found = detail["type"], detail["input"]
     if kind == "extra_forbidden":
-        return "unknown key" + suggest(path, _schema_paths(Recipe))
+        asked = tuple(_ANY if part.isdecimal() else part for part in path)
+        legal = [known for known in _schema_paths(Recipe) if (_ANY in known) == (_ANY in asked)]
+        return "unknown key" + suggest(asked, legal)
     if kind == "missing":
         return "missing; add it"
     if kind not in _NEEDED:
@@ -164,6 +170,13 @@ def _number_hint(found: Any) -> str:
 def _schema_paths(model: type[BaseModel], prefix: KeyPath = ()) -> Iterator[KeyPath]:
     for name, info in model.model_fields.items():
         yield (*prefix, name)
-        for candidate in (info.annotation, *get_args(info.annotation)):
-            if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-                yield from _schema_paths(candidate, (*prefix, name))
+        for depth, block in _blocks(info.annotation):
+            yield from _schema_paths(block, (*prefix, name, *[_ANY] * depth))
+
+
+def _blocks(annotation: Any, depth: int = 0) -> Iterator[tuple[int, type[BaseModel]]]:
+    """The blocks of keys that a field may hold, and in how many lists they lie."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield depth, annotation
+    for inner in get_args(annotation):
+        yield from _blocks(inner, depth + (get_origin(annotation) is tuple))

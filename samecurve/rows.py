@@ -71,6 +71,14 @@ class Rows(ABC):
         self.padding_token = padding_token
         self.fingerprint = digest(type(self).__name__, stream.fingerprint, sequence_length, padding_token)
 
+    shares: tuple[float, ...] = ()
+    """Of a mixture: which part of the rows is from each source."""
+
+    @property
+    def parts(self) -> tuple[Rows, ...]:
+        """The sources of a mixture; else these rows themselves."""
+        return (self,)
+
     @abstractmethod
     def __len__(self) -> int: ...
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from .config import Adapter
 from .documents import describe
+from .rules_mixture import mixture, pattern
 from .sources import BUILTIN, FUNCTIONS, MODULES, PREFERENCES
 
 if TYPE_CHECKING:
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 Finding = tuple[str, str]
 # What not all tasks read, with its default: where another one runs, it would do nothing.
 _KEYS_OF_TASKS = {
-    ("pretrain", "classify", "mlm"): {"data.text_column": "text"},
+    ("pretrain", "continue_pretrain", "classify", "mlm"): {"data.text_column": "text"},
+    ("pretrain", "continue_pretrain", "sft"): {"data.mixture": None},
     ("sft",): {
         "data.messages_column": None,
         "data.completion_column": None,
@@ -31,15 +33,22 @@ _KEYS_OF_TASKS = {
     ("reward",): {"reward.center_rewards_coefficient": None},
     ("classify",): {"data.text_pair_column": None, "data.label_column": "label", "data.labels": None},
 }
-_BUILTINS = {"pretrain": BUILTIN, "sft": FUNCTIONS, "classify": MODULES, "mlm": BUILTIN}
-_BUILTINS |= {"dpo": PREFERENCES, "reward": PREFERENCES}
-_PACKED = ("pretrain", "sft")
+_BUILTINS = {
+    "pretrain": BUILTIN,
+    "continue_pretrain": BUILTIN,
+    "sft": FUNCTIONS,
+    "dpo": PREFERENCES,
+    "reward": PREFERENCES,
+    "classify": MODULES,
+    "mlm": BUILTIN,
+}
+_PACKED = ("pretrain", "continue_pretrain", "sft")
 _CAUSAL = (*_PACKED, "dpo")
 
 
 def apply(source: Source) -> None:
     """Add what the rules find to the source's problems."""
-    data = (_tokenizer, _data, _task, _columns, _preferences)
+    data = (_tokenizer, _data, _task, _columns, _preferences, _continued)
     for rule in (_model, _adapter, _attention, _positions, *data, _schedule, _checkpoint, _guard, _evaluate):
         with contextlib.suppress(KeyError):
             for key, text in rule(source.value):
@@ -116,24 +125,37 @@ def _tokenizer(value: Callable[[str], Any]) -> Iterator[Finding]:
         yield "tokenizer", "a model from scratch brings no tokenizer; add tokenizer.path or tokenizer.vocabulary_size"
 
 
+def _continued(value: Callable[[str], Any]) -> Iterator[Finding]:
+    """Weights that know something already: their tokens keep their meaning, and the first steps do not shake them."""
+    if value("task") != "continue_pretrain":
+        return
+    if value("model.path") is None:
+        yield "model.path", "missing; continue_pretrain goes on from a pretrained model: name a folder or a hub name"
+    if value("tokenizer.vocabulary_size") is not None:
+        text = f"found {value('tokenizer.vocabulary_size')}, but a new tokenizer would give other tokens to the "
+        yield "tokenizer.vocabulary_size", text + "embeddings; set it to null, which takes the tokenizer of model.path"
+    if value("schedule.warmup_steps") == 0:
+        text = "found 0, but Adam's moments start at 0 again, so the first full steps would be about as long as its "
+        yield "schedule.warmup_steps", text + "largest; set it above 0"
+
+
 def _data(value: Callable[[str], Any]) -> Iterator[Finding]:
     builtin = _BUILTINS[value("task")]
-    if value("data.path") is None:
-        yield "data.path", f"missing; name a file, a folder or {builtin}, here or as data.path=... when starting"
-    for key in ("data.path", "evaluate.path"):
-        path = value(key)
+
+    def unreadable(key: str, path: str | None) -> Iterator[Finding]:
         if path in _BUILTINS.values() and path != builtin:
             yield key, f"found {path}, which task {value('task')} cannot read; {builtin} is the one that it can"
         elif path is not None and path != builtin and not Path(path).exists():
             yield key, f"no such file or folder: {Path(path).absolute()}"
+
+    if value("data.path") is None and value("data.mixture") is None:
+        yield "data.path", f"missing; name a file, a folder or {builtin}, here or as data.path=... when starting"
+    for key in ("data.path", "evaluate.path"):
+        yield from unreadable(key, value(key))
+    yield from mixture(value, unreadable)
+    yield from pattern("data.pattern", value("data.pattern"))
     if value("data.group_by_length") and value("data.packing"):
         yield "data.group_by_length", "found true, but packed rows are full already; set data.packing to false"
-    pattern = value("data.pattern")
-    if pattern and (".." in Path(pattern).parts or Path(pattern).is_absolute()):
-        yield (
-            "data.pattern",
-            f"found {describe(pattern)}, which leaves the folder; set data.path to the other one",
-        )
 
 
 def _task(value: Callable[[str], Any]) -> Iterator[Finding]:

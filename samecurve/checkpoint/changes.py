@@ -22,10 +22,10 @@ def identity(config: PreTrainedConfig, task: Task) -> dict:
     """What is trained, on what: the architecture's numbers and the rows' fingerprint."""
     fields = plain(config.to_dict())  # as it comes back from state.json: names of classes have numbers as keys
     kept = {key for key in fields if key not in _NOT_ARCHITECTURE and "attn_implementation" not in key}
-    return {
-        "model": {key: fields[key] for key in kept},
-        "data": {"rows": task.train.fingerprint, "vocabulary_size": task.vocabulary_size},
-    }
+    data = {"rows": task.train.fingerprint, "vocabulary_size": task.vocabulary_size}
+    if task.train.shares:
+        data["shares"] = list(task.train.shares)  # in the fingerprint, too; here a reader sees that it is them
+    return {"model": {key: fields[key] for key in kept}, "data": data}
 
 
 def refusals(saved: dict, now: dict) -> list[str]:

@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     recipe = recipes.checked(arguments.recipe, arguments.overrides)
     from .. import tasks
 
-    findings = inspect(f"{arguments.recipe}: {recipe.data.path}", tasks.load(recipe), arguments.samples)
+    findings = inspect(f"{arguments.recipe}: {recipe.data.name}", tasks.load(recipe), arguments.samples)
     console = Console(highlight=False, soft_wrap=True, emoji=False)
     for index, sample in enumerate(findings.samples):
         console.print(f"\nsample {index + 1}: {summary(sample)}", markup=False)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .resolve import Files, Strategy
 
 # Those whose loss is a function of the last stage's logits alone, for models that stages.py can cut.
-_PIPELINED = ("pretrain", "sft", "dpo")
+_PIPELINED = ("pretrain", "continue_pretrain", "sft", "dpo")
 _QUANTIZED = ("single", "ddp")
 
 

@@ -101,7 +101,7 @@ def load_together(recipe: Recipe, world: World) -> Task:
     if others:
         shown = ", ".join(map(str, others[:8])) + (", ..." if len(others) > 8 else "")
         raise DataError(
-            f"{recipe.data.path}: the data or the tokenizer of rank {shown} are not those of rank 0; copy the same "
+            f"{recipe.data.name}: the data or the tokenizer of rank {shown} are not those of rank 0; copy the same "
             "files to every machine"
         )
     return task

@@ -15,12 +15,12 @@ from ..architecture import Head
 from ..errors import DataError
 from ..loss import count_trained, token_loss_sum
 from ..rows import DocumentRows, GroupedDocumentRows, Rows
-from . import Task, parts
+from . import Task, mixed, parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from ..config import Recipe
+    from ..config import Data, Recipe
     from ..engines.base import EvalResult
 
 
@@ -81,12 +81,22 @@ def load(
     recipe: Recipe,
     text_tokenizer: PreTrainedTokenizerFast,
     encoder: corpus.Encoder,
-    find: Callable[[str], sources.Source],
+    find: Callable[[Data], sources.Source],
     make_rows: Callable[[corpus.TokenStream], Rows],
 ) -> CausalTask:
-    """find: a path of the recipe to its source. Errors: see parts.load."""
-    found = parts.load(recipe, encoder, find, make_rows)
-    return CausalTask(text_tokenizer, found.train, found.held_out, found.empty_documents, found.counts)
+    """find: what `data` says of one path to its source. Errors: see parts.load."""
+    if recipe.data.mixture is not None:
+        found = mixed.load(recipe, encoder, find, make_rows)
+        details = mixed.describe(recipe, found) | found.counts
+    else:
+        found = parts.load(recipe, encoder, lambda path: find(recipe.data.read_from(path)), make_rows)
+        details = found.counts
+    return CausalTask(text_tokenizer, found.train, found.held_out, found.empty_documents, details)
+
+
+def load_tokenizer(recipe: Recipe, find: Callable[[Data], sources.Source]) -> PreTrainedTokenizerFast:
+    """The recipe's. One that is trained here learns from all training documents. Errors: see tokenizer.load."""
+    return tokenizer.load(recipe, lambda path: mixed.find(recipe, find))
 
 
 def document_rows(recipe: Recipe, stream: corpus.TokenStream, padding_token: int) -> DocumentRows:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from .. import corpus, sources
@@ -24,7 +25,7 @@ class Parts:
 
     def describe(self) -> dict[str, dict[str, int]]:
         parts = {"train": self.train, "held_out": self.held_out}
-        return {name: _describe(rows) for name, rows in parts.items() if rows is not None}
+        return {name: describe_rows(rows) for name, rows in parts.items() if rows is not None}
 
 
 def load(
@@ -60,14 +61,32 @@ def _check(parts: Parts, recipe: Recipe) -> None:
             f"{recipe.data.path}: {num_rows} training rows of batch.sequence_length={recipe.batch.sequence_length} are "
             f"fewer than batch.global_batch_size={num_wanted}; give more data, or lower one of the two"
         )
+    check_held_out(parts, recipe)
+
+
+def check_held_out(parts: Parts, recipe: Recipe) -> None:
+    """Raises DataError where something is held out, but no row."""
     if parts.held_out is not None and not len(parts.held_out):
-        num_documents = len(parts.train.stream.offsets) - 1
+        num_documents = describe_rows(parts.train)["documents"]
         raise DataError(
-            f"{recipe.evaluate.path or recipe.data.path}: no document is held out (data.held_out_fraction="
+            f"{recipe.evaluate.path or recipe.data.name}: no document is held out (data.held_out_fraction="
             f"{recipe.data.held_out_fraction:g} of {num_documents} documents, each kept whole); raise the fraction, or "
             "set evaluate.path to a file of its own, or hold nothing out "
             "(data.held_out_fraction=0 evaluate.every_steps=0)"
         )
+
+
+def describe_rows(rows: Rows) -> dict[str, int]:
+    """Of a mixture: the sums over its sources."""
+    return added(_describe(part) for part in rows.parts)
+
+
+def added(counts: Iterable[dict[str, int]]) -> dict[str, int]:
+    """Counts of the same names, one by one."""
+    total: Counter[str] = Counter()
+    for part in counts:
+        total.update(part)
+    return dict(total)
 
 
 def _describe(rows: Rows) -> dict[str, int]:

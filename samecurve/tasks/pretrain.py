@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .. import corpus, sources, tokenizer
+from .. import corpus, sources
 from ..rows import DocumentRows, PackedRows
 from . import causal
 
 if TYPE_CHECKING:
-    from ..config import Recipe
+    from ..config import Data, Recipe
 
 
 def load(recipe: Recipe) -> causal.CausalTask:
     """Errors: see causal.load."""
 
-    def find(path: str) -> sources.Source:
-        return sources.find(path, recipe.data.pattern, recipe.data.text_column)
+    def find(data: Data) -> sources.Source:
+        return sources.find(data.path, data.pattern, data.text_column)
 
-    text_tokenizer = tokenizer.load(recipe, find)
+    text_tokenizer = causal.load_tokenizer(recipe, find)
 
     def make_rows(stream: corpus.TokenStream) -> PackedRows | DocumentRows:
         if not recipe.data.packing:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .. import chat, conversations, corpus, sources, tokenizer
+from .. import chat, conversations, corpus, sources
 from ..rows import PackedSampleRows, SampleRows
 from . import causal
 
 if TYPE_CHECKING:
-    from ..config import Recipe
+    from ..config import Data, Recipe
 
 
 def load(recipe: Recipe) -> causal.CausalTask:
     """Errors: see causal.load; DataError also for a tokenizer without a chat template."""
     schema = conversations.Schema.of(recipe.data)
 
-    def find(path: str) -> sources.Source:
-        return conversations.find(path, recipe.data.pattern, schema)
+    def find(data: Data) -> sources.Source:
+        return conversations.find(data.path, data.pattern, conversations.Schema.of(data))
 
-    chat_tokenizer = tokenizer.load(recipe, find)
+    chat_tokenizer = causal.load_tokenizer(recipe, find)
 
     def make_rows(stream: corpus.TokenStream) -> SampleRows:
         if not recipe.data.packing:

@@ -86,5 +86,5 @@ def recorded() -> list[str]:
     task = CausalTask(tokenizer=None, train=None, held_out=SimpleNamespace(num_targets=1))
     task.__dict__["_held_out_bytes"] = 4
     metrics = [*task.metrics(EvalResult(loss=1.0, tokens=1)), "eval_accuracy", "eval_f1", "eval_rows"]
-    metrics += ["eval_rewards_chosen", "eval_rewards_rejected", "eval_margin", "eval_pairs"]
+    metrics += ["eval_rewards_chosen", "eval_rewards_rejected", "eval_margin", "eval_pairs", "eval_loss_source_0"]
     return [*record, *added, *metrics]

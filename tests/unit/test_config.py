@@ -168,7 +168,7 @@ CASES = [
     ("another task's key", {}, [*R, "data.train_on=all"], {},
      ['command line: data.train_on: found "all" (text), but only task sft reads it and task is pretrain']),
     ("pretrain's key", {}, [*R, "task=sft", "data.text_column=t"], {},
-     ['command line: data.text_column: found "t" (text), but only the tasks pretrain, classify, mlm read it and task is sft']),
+     ['command line: data.text_column: found "t" (text), but only the tasks pretrain, continue_pretrain, classify, mlm read it and task is sft']),
     ("another task's data", {}, [*R, "task=sft", "data.path=builtin:python-stdlib"], {},
      ["command line: data.path: found builtin:python-stdlib, which task sft cannot read; builtin:python-functions is the one that it can"]),
     ("columns", {}, [*R, "task=sft", "data.messages_column=m", "data.prompt_column=p"], {},

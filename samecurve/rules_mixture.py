@@ -1,0 +1,51 @@
+"""What the data sets of `data.mixture` have to be, before any of them is opened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from .documents import describe
+
+Finding = tuple[str, str]
+_OF_SFT = ("messages_column", "prompt_column", "completion_column")
+
+
+def mixture(value: Callable[[str], Any], unreadable: Callable[[str, str], Iterator[Finding]]) -> Iterator[Finding]:
+    """value: of a recipe's key. unreadable: a key and the path in it to what is wrong with that."""
+    sources, task = value("data.mixture"), value("task")
+    if sources is None:
+        return
+    if value("data.path") is not None:
+        yield "data.mixture", f"given together with data.path ({value('data.path')}); set one of them to null"
+    if value("data.group_by_length"):
+        yield (
+            "data.group_by_length",
+            "found true, but the sources of data.mixture are not sorted together; set it to false",
+        )
+    if value("data.pattern") is not None:
+        text = f"found {describe(value('data.pattern'))}, but data.mixture is given; write it beside the path it is for"
+        yield "data.pattern", text
+    known: dict[tuple, int] = {}
+    for index, source in enumerate(sources):
+        key = f"data.mixture.{index}"
+        yield from unreadable(f"{key}.path", source["path"])
+        yield from pattern(f"{key}.pattern", source.get("pattern"))
+        identity = (str(Path(source["path"]).absolute()), source.get("pattern"))
+        first = known.setdefault(identity, index)
+        if first != index:
+            text = f"found {source['path']}, which is data.mixture.{first} already; add its weight to that one"
+            yield f"{key}.path", text
+        for column in _OF_SFT if task != "sft" else ("text_column",):
+            if source.get(column) is not None:
+                reader = "only task sft reads" if task != "sft" else "task sft does not read"
+                yield f"{key}.{column}", f"found {describe(source[column])}, but {reader} it and task is {task}"
+
+
+def pattern(key: str, found: str | None) -> Iterator[Finding]:
+    if found and (".." in Path(found).parts or Path(found).is_absolute()):
+        yield (
+            key,
+            f"found {describe(found)}, which leaves the folder; set {key.removesuffix('pattern')}path to the other one",
+        )

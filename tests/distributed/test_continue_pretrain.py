@@ -1,0 +1,109 @@
+"""continue_pretrain on a mixture of three data sets: the same curve under every strategy, and on from another's."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+from harness import Run, largest_relative_difference, long, relative_l2
+from transformers import AutoModelForCausalLM
+
+from samecurve import recipe, tasks
+from samecurve.loss import IGNORE_INDEX, token_loss_sum
+
+STEPS, SAVED = 10, 5
+WEIGHTS = {"a": 0.55, "b": 0.3, "c": 0.15}
+SIZES = (("text", 200), ("body", 40), ("text", 15))  # columns, documents
+
+
+@pytest.fixture(scope="module")
+def overrides(workspace) -> tuple[str, ...]:
+    """Sources of different size, text and column; one is read about three times and one less than once."""
+    draw = random.Random(7)
+    sources = []
+    for (name, weight), (column, count) in zip(WEIGHTS.items(), SIZES, strict=True):
+        words = ["".join(draw.choices("abcdefgh", k=draw.randint(2, 6))) for _ in range(30)]
+        texts = [" ".join(draw.choices(words, k=draw.randint(3, 50))) for _ in range(count)]
+        file = workspace.folder / f"mixture_{name}.jsonl"
+        file.write_text("".join(json.dumps({column: text}) + "\n" for text in texts))
+        sources.append(f"{{path: {file}, weight: {weight}, text_column: {column}}}")
+    return (
+        "task=continue_pretrain",
+        f"model={{path: {workspace.base}}}",
+        f"tokenizer={{path: {workspace.base}}}",
+        "data.path=null",
+        f"data.mixture=[{', '.join(sources)}]",
+        "data.packing=true",
+        f"steps={STEPS}",
+        "evaluate.every_steps=10",
+        f"checkpoint.every_steps={SAVED}",
+        "batch.micro_batch_size=2",
+    )
+
+
+@pytest.fixture(scope="module")
+def single(workspace, overrides) -> Run:
+    return finished(workspace.run(None, 1, *overrides, launcher="python"))
+
+
+def finished(run: Run) -> Run:
+    assert run.returncode == 0, run.output
+    return run
+
+
+def agree(run: Run, single: Run) -> None:
+    assert run.column("samples") == single.column("samples") and run.column("tokens") == single.column("tokens")
+    assert largest_relative_difference(run.column("loss"), single.column("loss")) < 1e-5
+    assert largest_relative_difference(run.column("grad_norm"), single.column("grad_norm")) < 1e-4
+    assert relative_l2(run.weights, single.weights) < 1e-4
+    for key in ("eval_loss", "eval_loss_source_0", "eval_loss_source_1", "eval_loss_source_2"):
+        assert run.metrics[-1][key] == pytest.approx(single.metrics[-1][key], rel=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", *long("ddp", "fsdp", "zero2", "pipeline")])
+def test_the_same_curve(strategy, workspace, overrides, single):
+    run = finished(workspace.run(strategy, 2, *overrides))
+    assert run.facts["strategy"] == strategy and run.facts["world_size"] == 2
+    agree(run, single)
+
+
+def test_a_run_goes_on_under_another_strategy(workspace, overrides, single):
+    run = finished(workspace.resume(single, SAVED, "ddp", 2, *overrides))
+    assert run.facts["resumed_from"] and run.facts["strategy"] == "ddp"
+    agree(run, single)
+
+
+def test_other_weights_do_not_go_on(workspace, overrides, single):
+    changed = [text.replace("weight: 0.3", "weight: 0.4") for text in overrides]
+    run = workspace.resume(single, SAVED, None, 1, *changed)
+    assert run.returncode == 4
+    assert "shares: [0.55, 0.3, 0.15] -> [0.5, 0.363" in run.output
+
+
+def test_what_the_run_says_of_its_sources(workspace, overrides, single):
+    """The weights from the rows of all steps; the first loss and the last evaluation from transformers alone."""
+    data = single.facts["data"]
+    assert [data[f"source {index}"]["weight"] for index in range(3)] == list(WEIGHTS.values())
+    more = f"data.cache_dir={workspace.folder / 'cache'}"
+    task = tasks.load(recipe.checked(str(workspace.recipe), [*overrides, more]))
+    read = task.train.at_positions(np.arange(8 * STEPS), seed=3)
+    counts = np.histogram(read, bins=np.cumsum([0, *map(len, task.train.parts)]))[0]
+    assert np.abs(counts - 8 * STEPS * np.array(list(WEIGHTS.values()))).max() <= 1
+    assert single.column("loss")[0] == pytest.approx(mean_loss(workspace.base, task.train, read[:8]), rel=1e-6)
+    for index, rows in enumerate(task.held_out.parts):
+        expected = mean_loss(single.directory / "model", rows, np.arange(len(rows)))
+        assert single.metrics[-1][f"eval_loss_source_{index}"] == pytest.approx(expected, rel=1e-6)
+
+
+def mean_loss(folder, rows, indices) -> float:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    found = rows[indices]
+    inputs = {name: torch.from_numpy(array) for name, array in found.inputs.items()}
+    with torch.no_grad():
+        # with a cache transformers 5 does not tell packed documents apart
+        logits = model(**inputs, use_cache=False).logits
+        total = token_loss_sum(logits, torch.from_numpy(found.labels))
+    return total.item() / int((found.labels != IGNORE_INDEX).sum())
