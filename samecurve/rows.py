@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +13,7 @@ import numpy as np
 from .cache import digest
 from .loss import IGNORE_INDEX
 from .order import rows_at
+from .packing import best_fit_decreasing
 
 if TYPE_CHECKING:
     from .corpus import TokenStream
@@ -270,32 +270,3 @@ class PackedSampleRows(SampleRows):
         nth = np.searchsorted(firsts, steps, side="right") - 1
         positions = steps - firsts[nth]
         return self._starts[members][nth] + positions, positions, steps < sizes.sum()
-
-
-def best_fit_decreasing(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Items into the bins of one capacity, the largest first, each into the fullest bin that still takes it.
-
-    sizes: (num_items,), each in [1, capacity]. Returns (members, offsets): bin i holds the items
-    members[offsets[i]:offsets[i + 1]]. Needs at most 11/9 of the fewest bins possible, and one (Johnson, 1973).
-    """
-    bins: list[list[int]] = []
-    by_room: dict[int, list[int]] = {}
-    rooms: list[int] = []  # the keys of by_room in order
-    for item in np.argsort(-sizes, kind="stable").tolist():
-        size = int(sizes[item])
-        place = bisect_left(rooms, size)
-        if place == len(rooms):
-            room, index = capacity, len(bins)
-            bins.append([])
-        else:
-            room = rooms[place]
-            index = by_room[room].pop()
-            if not by_room[room]:
-                del by_room[room], rooms[place]
-        bins[index].append(item)
-        if room > size:
-            if room - size not in by_room:
-                insort(rooms, room - size)
-            by_room.setdefault(room - size, []).append(index)
-    offsets = np.cumsum([0, *map(len, bins)])
-    return np.array([item for members in bins for item in members], dtype=np.int64), offsets

@@ -50,6 +50,8 @@ class EvalResult:
 
 def merged(results: Sequence[EvalResult]) -> EvalResult:
     """Of several evaluations the one over the rows of all of them."""
+    if len(results) == 1:
+        return results[0]
     tokens = sum(result.tokens for result in results)
     loss = sum(result.loss * result.tokens for result in results) / max(tokens, 1)
     statistics = zip(*(result.statistics for result in results), strict=True)

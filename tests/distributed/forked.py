@@ -27,7 +27,7 @@ def run(
 ) -> subprocess.CompletedProcess:
     """Like subprocess.run with the output as text, stdout and stderr together. Exit code 1 when any rank fails.
 
-    world: 0 is plain python, one process without torchrun's variables.
+    world: 0 is plain python, one process without torchrun's variables, whose exit code is its own.
     """
     sizes = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     torchrun = sizes | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "forked"}
@@ -37,7 +37,8 @@ def run(
         failed = _wait(ranks, timeout)
         output.seek(0)
         text = output.read().decode(errors="replace")
-    return subprocess.CompletedProcess([str(script), *arguments], int(failed), text, "")
+    code = int(failed) if world else ranks[0].exitcode
+    return subprocess.CompletedProcess([str(script), *arguments], code, text, "")
 
 
 def _start(script: Path, argv: list[str], environment: dict[str, str], output: int) -> multiprocessing.Process:

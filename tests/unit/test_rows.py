@@ -13,7 +13,8 @@ from samecurve.data import StepBatches
 from samecurve.errors import ConfigurationError
 from samecurve.families import PACKED, check_packing
 from samecurve.loss import IGNORE_INDEX
-from samecurve.rows import DocumentRows, GroupedDocumentRows, PackedRows, PackedSampleRows, best_fit_decreasing
+from samecurve.packing import best_fit_decreasing
+from samecurve.rows import DocumentRows, GroupedDocumentRows, PackedRows, PackedSampleRows
 
 X = IGNORE_INDEX
 PAD = 99
