@@ -83,4 +83,4 @@ def due(step: int, every_steps: int, last_step: int) -> bool:
 
 
 if __name__ == "__main__":
-    outcome.leave(outcome.exit_code(main))
+    outcome.end_with(main)

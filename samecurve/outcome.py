@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import threading
 import time
@@ -47,6 +48,16 @@ def exit_code(main: Callable[[], None]) -> int:
         _let_the_first_process_speak()
         return 1
     return 0
+
+
+def end_with(main: Callable[[], None]) -> NoReturn:
+    """Run `main` and end the process with its exit code, whatever else it is told from then on."""
+    try:
+        code = exit_code(main)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    except KeyboardInterrupt:  # the other ranks may still be at work when this one has told everything
+        code = 130
+    leave(code)
 
 
 def leave(code: int) -> NoReturn:

@@ -72,4 +72,4 @@ def resident(name: str) -> int:
 
 
 if __name__ == "__main__":
-    outcome.leave(outcome.exit_code(main))
+    outcome.end_with(main)

@@ -45,4 +45,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    outcome.leave(outcome.exit_code(main))
+    outcome.end_with(main)

@@ -91,4 +91,4 @@ def _everywhere(found) -> list[list[float]]:
 
 
 if __name__ == "__main__":
-    outcome.leave(outcome.exit_code(main))
+    outcome.end_with(main)

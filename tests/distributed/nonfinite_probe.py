@@ -68,4 +68,4 @@ def kept(engine) -> dict:
 
 
 if __name__ == "__main__":
-    outcome.leave(outcome.exit_code(main))
+    outcome.end_with(main)

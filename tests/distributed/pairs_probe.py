@@ -59,4 +59,4 @@ def differs(stored: dict, held, kind: str, tensor: torch.Tensor) -> bool:
 
 
 if __name__ == "__main__":
-    outcome.leave(outcome.exit_code(main))
+    outcome.end_with(main)

@@ -32,4 +32,4 @@ def _plain(plugin) -> dict:
 
 
 if __name__ == "__main__":
-    outcome.leave(outcome.exit_code(main))
+    outcome.end_with(main)

@@ -86,4 +86,4 @@ def build(*arguments):
 
 if __name__ == "__main__":
     intact_build, engines.build = engines.build, build
-    outcome.leave(outcome.exit_code(train.main))
+    outcome.end_with(train.main)

@@ -31,10 +31,11 @@ def kill_at(draw: random.Random, started: Started) -> str:
         started.wait_for(lambda: metrics.exists() and metrics.stat().st_mtime > since, "the first step")
         time.sleep(draw.uniform(0, 1.5))
     who = draw.choice(["rank 0", "rank 1", "all", "launcher"])
-    ranks = started.ranks()
-    for process in {"rank 0": [ranks.get(0)], "rank 1": [ranks.get(1)]}.get(who, []):
-        if process is not None and process.is_running():
-            process.kill()
+    process = started.ranks().get({"rank 0": 0, "rank 1": 1}.get(who))
+    if process is not None and process.is_running():
+        process.kill()
+    elif who.startswith("rank"):
+        who = "launcher"  # which has not started it yet
     if who == "launcher":
         started.process.kill()
     if who == "all":

@@ -49,7 +49,7 @@ def main():
 
 """
 END = """
-outcome.leave(outcome.exit_code(main))
+outcome.end_with(main)
 """
 
 
