@@ -148,6 +148,7 @@ def from_checkpoint(directory: Path, folder: Path, output: Path, dtype: torch.dt
     from .. import model, tasks
     from ..adapter import trained_shapes
     from ..card import model_card
+    from ..checkpoint.changes import identity
     from ..checkpoint.files import Reader
     from ..checkpoint.finder import read_state
     from ..export import export
@@ -159,7 +160,10 @@ def from_checkpoint(directory: Path, folder: Path, output: Path, dtype: torch.dt
     except DataError as error:
         raise DataError(f"the tokenizer of a checkpoint comes from its recipe and data: {error}") from error
     skeleton = model.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
-    _check_unchanged(folder, saved, skeleton.config, task)
+    now = plain(identity(skeleton.config, task))
+    if recipe.tokenizer.vocabulary_size is None:  # then nothing of the model was made from the rows
+        now["data"]["rows"] = saved["data"]["rows"]
+    _check_unchanged(folder, saved, now)
     reader, shapes = Reader(folder), trained_shapes(skeleton)
     reader.check_names(shapes)
     weights = ((name, reader.read(name, "weight", 0, shape.numel()).view(shape)) for name, shape in shapes.items())
@@ -167,10 +171,10 @@ def from_checkpoint(directory: Path, folder: Path, output: Path, dtype: torch.dt
     export(weights, skeleton, task.tokenizer, output, True, dtype=dtype, card=card)
 
 
-def _check_unchanged(folder: Path, saved: dict, config, task) -> None:
-    from ..checkpoint.changes import identity, refusals
+def _check_unchanged(folder: Path, saved: dict, now: dict) -> None:
+    from ..checkpoint.changes import refusals
 
-    found = refusals(saved, {**saved, **plain(identity(config, task))})
+    found = refusals(saved, {**saved, **now})
     if found:
         listed = "\n".join(f"  {text}" for text in found)
         raise CheckpointError(f"{folder}: its model or data are not what they were, put the same ones back\n{listed}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -140,5 +141,18 @@ def test_a_damaged_checkpoint_is_named(runs, tmp_path, capsys):
     (copy / "rank_00000.safetensors").write_bytes(damaged)
     arguments = ["--checkpoint", str(copy), "--output", str(tmp_path / "model")]
     assert cli.main(["export", str(runs["sft"].directory), *arguments]) == 4
-    assert "rank_00000.safetensors: expected sha256" in capsys.readouterr().err.replace("expected  ", "expected ")
+    assert "rank_00000.safetensors: expected sha256" in capsys.readouterr().err
     assert not (tmp_path / "model").exists()
+
+
+def test_a_checkpoint_whose_data_changed_is_refused(runs, rows, tmp_path, capsys):
+    """Its tokenizer was trained on them: another one would give the weights other tokens."""
+    path = Path(rows["sft"])
+    before = path.read_text()
+    path.write_text(before + json.dumps({"prompt": "new", "completion": "words"}) + "\n")
+    try:
+        arguments = ["--checkpoint", "latest", "--output", str(tmp_path / "model")]
+        assert cli.main(["export", str(runs["sft"].directory), *arguments]) == 4
+    finally:
+        path.write_text(before)
+    assert "its model or data are not what they were" in capsys.readouterr().err

@@ -9,6 +9,7 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
+from samecurve import cli
 from samecurve.card import Made, model_card
 from samecurve.config import Recipe
 from samecurve.history import sessions, unknown_origin
@@ -154,3 +155,42 @@ def test_a_run_that_went_on_from_another_directory(run):
 def test_a_run_without_evaluation_says_so(run):
     (run / "metrics.jsonl").write_text(record(1, 8.0))
     assert "None: the run measured nothing that was held out." in model_card(run, Made())
+
+
+# what evaluate and export say before anything is loaded
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["evaluate", "RUN"], "the run held nothing out"),
+        (["evaluate", "RUN", "nowhere.jsonl"], "DATA: no such file or folder"),
+        (["evaluate", "RUN", "--micro_batch_size", "0"], "--micro_batch_size: found 0"),
+        (["evaluate", "RUN/model"], "the run held nothing out"),
+        (["evaluate", "RUN/model/nothing"], "run.json: holds no recipe; give a run's output_dir"),
+        (["evaluate", "RUN", "--model", "RUN/previous"], "previous holds an exported model"),
+        (["export", "RUN/model/nothing"], "holds no run (run.json)"),
+        (["export", "RUN", "--checkpoint", "latest"], "RUN holds no checkpoint; give the output_dir of a run that got"),
+        (["export", "RUN", "--checkpoint", "gone"], "gone: no such folder"),
+    ],
+)
+def test_mistakes_are_told_first(run, arguments, text, capsys):
+    (run / "model").mkdir()
+    (run / "model" / "config.json").write_text("{}")
+    assert cli.main([word.replace("RUN", str(run)) for word in arguments]) == 2
+    assert text.replace("RUN", str(run)) in capsys.readouterr().err
+
+
+def test_a_recipe_of_another_version_is_named(run, capsys):
+    content = facts()
+    content["recipe"]["optimizer"]["momentum"] = 0.9
+    written(run, content | {"versions": {"samecurve": "9.9"}})
+    assert cli.main(["evaluate", str(run)]) == 2
+    told = capsys.readouterr().err
+    assert "run.json: not a recipe of this version (optimizer.momentum); version 9.9 wrote it" in told
+
+
+def test_a_run_that_has_not_ended_is_sent_to_export(run, capsys):
+    (run / "checkpoints" / "step_00000002").mkdir(parents=True)
+    assert cli.main(["generate", str(run)]) == 2
+    assert f"checkpoint: python -m samecurve export {run}" in capsys.readouterr().err

@@ -189,3 +189,26 @@ def test_an_existing_folder_is_not_overwritten(tmp_path):
     with pytest.raises(StorageError, match="is there already"):
         export_to(tmp_path / "model", skeleton, weights(trained).items())
     assert [path.name for path in (tmp_path / "model").iterdir()] == ["precious"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_another_dtype(tmp_path, dtype):
+    trained, skeleton = trained_and_skeleton("llama_tied")
+    export(iter(weights(trained).items()), skeleton, tokenizer(), tmp_path / "model", True, dtype=dtype)
+    saved = load_file(tmp_path / "model" / "model.safetensors")
+    assert all(torch.equal(saved[name], tensor.to(dtype)) for name, tensor in weights(trained).items())
+    assert LlamaForCausalLM.from_pretrained(tmp_path / "model", dtype="auto").dtype == dtype
+
+
+def test_what_fp16_cannot_hold(tmp_path):
+    trained, skeleton = trained_and_skeleton("llama_tied")
+    tensors = weights(trained) | {NORM: torch.full((16,), 1e5)}
+    with pytest.raises(NumericError, match=f"{NORM}: 16 values are beyond the range of float16 .100000.; choose bf16"):
+        export(iter(tensors.items()), skeleton, tokenizer(), tmp_path / "model", True, dtype=torch.float16)
+    export(iter(tensors.items()), skeleton, tokenizer(), tmp_path / "model", True, dtype=torch.bfloat16)
+
+
+def test_the_card_is_in_the_folder(tmp_path):
+    trained, skeleton = trained_and_skeleton("llama_tied")
+    export(iter(weights(trained).items()), skeleton, tokenizer(), tmp_path / "model", True, card=lambda: "what it is")
+    assert (tmp_path / "model" / "README.md").read_text() == "what it is"
