@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .loss import IGNORE_INDEX
+from .pair_rows import PairRows
 from .rows import PackedRows, PackedSampleRows, Rows, SampleRows
 from .text_rows import LabelledRows, TextRows
 
@@ -29,12 +30,13 @@ SHOWN_ROWS = 6
 class Sample:
     """Consecutive tokens that are all trained or all not: (text, trained, number of tokens). lost: tokens cut off.
 
-    label: the class of the whole text, where that is what is trained.
+    label: the class of the whole text, where that is what is trained. answer: which one of a pair it is.
     """
 
     runs: list[tuple[str, bool, int]]
     lost: int = 0
     label: str = ""
+    answer: str = ""
 
 
 @dataclass(frozen=True)
@@ -65,16 +67,18 @@ class Findings:
 
 
 def inspect(title: str, task: Task, num_samples: int) -> Findings:
-    """The first documents of the training part (rows, where a row is a text), and the counts of all parts."""
+    """The first documents of the training part (rows, where a row is a text; both answers of a pair), and the counts of
+    all parts."""
     whole = [("train", task.train), ("held out", task.held_out)]
     parts = [named for name, rows in whole if rows is not None for named in _parts(name, rows)]
     first = parts[0][1]
-    num_documents = len(first) if isinstance(first, TextRows) else _num_documents(first)
+    shown, paired = _answers(first), isinstance(first, PairRows)
+    num_documents = len(shown) if isinstance(shown, TextRows) else _num_documents(shown)
     told = {name: value for name, value in task.describe().items() if name not in ("train", "held_out")}
     return Findings(
         title,
         task.train.sequence_length,
-        [_sample(task, index) for index in range(min(num_samples, num_documents))],
+        [_sample(task, shown, index) for index in range(min(num_samples * (1 + paired), num_documents))],
         [_part(name, rows, task.tokenizer) for name, rows in parts],
         {name.replace("_", " "): _text(value) for name, value in told.items()},
     )
@@ -85,6 +89,11 @@ def _parts(name: str, rows: Rows) -> list[tuple[str, Rows]]:
     if len(rows.parts) == 1:
         return [(name, rows.parts[0])]
     return [(f"{name}, source {index}", part) for index, part in enumerate(rows.parts)]
+
+
+def _answers(rows: Rows) -> Rows:
+    """Of pairs both answers, each as a document in a row of its own; other rows as they are."""
+    return rows.answers() if isinstance(rows, PairRows) else rows
 
 
 def _text(value: object) -> str:
@@ -108,8 +117,9 @@ def _document(rows: Rows, index: int) -> tuple[np.ndarray, np.ndarray]:
     return tokens, trained
 
 
-def _sample(task: Task, index: int) -> Sample:
-    rows, label, lost = task.train.parts[0], "", 0
+def _sample(task: Task, rows: Rows, index: int) -> Sample:
+    label, lost = "", 0
+    answer = ("chosen", "rejected")[index % 2] if isinstance(task.train, PairRows) else ""
     if isinstance(rows, TextRows):
         tokens, trained = _row(rows, index)
         label = task.names[rows[np.array([index])].labels[0]] if isinstance(rows, LabelledRows) else ""
@@ -122,7 +132,7 @@ def _sample(task: Task, index: int) -> Sample:
     for mark, group in groupby(zip(tokens.tolist(), trained.tolist(), strict=True), key=lambda pair: pair[1]):
         ids = [token for token, _ in group]
         runs.append((task.tokenizer.decode(ids, clean_up_tokenization_spaces=False), mark, len(ids)))
-    return Sample(runs, lost, label)
+    return Sample(runs, lost, label, answer)
 
 
 def _row(rows: TextRows, index: int) -> tuple[np.ndarray, np.ndarray]:
@@ -136,10 +146,13 @@ def _row(rows: TextRows, index: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _part(name: str, rows: Rows, tokenizer: PreTrainedTokenizerFast) -> Part:
-    lengths = np.diff(rows.stream.offsets)
-    return Part(
-        name, _counts(rows, tokenizer, lengths), _histogram(rows, lengths), _packing(rows), _ends(rows, tokenizer)
-    )
+    shown = _answers(rows)
+    lengths = np.diff(shown.stream.offsets)
+    counts = _counts(shown, tokenizer, lengths)
+    if isinstance(rows, PairRows):
+        dropped = _share(rows.num_dropped, _num_documents(rows))
+        counts = {"pairs": f"{len(rows):,}", "dropped pairs": f"{dropped}: the cut leaves nothing to compare", **counts}
+    return Part(name, counts, _histogram(shown, lengths), _packing(shown), _ends(shown, tokenizer))
 
 
 def _counts(rows: Rows, tokenizer: PreTrainedTokenizerFast, lengths: np.ndarray) -> dict[str, str]:

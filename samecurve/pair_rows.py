@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from .rows import LengthGroups, RowArrays, Rows, causal_arrays, range_sums
-
-if TYPE_CHECKING:
-    from .corpus import TokenStream
+from .corpus import TokenStream
+from .rows import DocumentRows, LengthGroups, RowArrays, Rows, causal_arrays, range_sums
 
 
 class PairRows(Rows):
@@ -34,6 +30,7 @@ class PairRows(Rows):
         self.num_dropped = int((~kept).sum())
         self.num_truncated = int((lengths > limit).any(axis=1).sum())
         self.num_truncated_tokens = int((lengths - cut).sum())
+        self._bounds = np.append(starts.ravel(), offsets[-1])
         self._starts, self._sizes = starts[kept], cut[kept] - self.ahead
         self.sizes = self._sizes.max(axis=1, initial=0)
 
@@ -46,6 +43,11 @@ class PairRows(Rows):
 
     def num_inputs(self, indices: np.ndarray) -> int:
         return int(self._sizes[indices].sum())
+
+    def answers(self) -> DocumentRows:
+        """Every answer of every pair as a document in a row of its own, chosen and rejected in turn."""
+        stream = TokenStream(self.stream.tokens, self._bounds, self.stream.fingerprint, self.stream.trained)
+        return DocumentRows(stream, self.sequence_length, self.padding_token)
 
     def _places(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Where in the stream the rows' inputs are, and which of them are not padding."""

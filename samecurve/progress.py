@@ -125,13 +125,19 @@ def header_lines(facts: dict) -> list[tuple[str, str]]:
             f"{facts['precision']}: weights {facts['weight_dtype']}, reduction {facts['reduce_dtype'] or 'none'}",
         ),
         ("batch", f"{rows} rows = {micro} micro x {accumulation} accumulation x {ranks} data-parallel"),
-        ("tokens", f"{rows * length:,} per step = {rows} rows x {length}"),
+        ("tokens", _tokens(facts["recipe"]["task"], rows, length)),
         ("dropout", _dropout(facts["dropout"])),
         ("memory", "every layer's activations are recomputed" if memory == "full" else ""),
         *_data(facts["data"]),
         ("output", str(facts["output_dir"])),
     ]
     return [(label, text) for label, text in lines if text]
+
+
+def _tokens(task: str, rows: int, length: int) -> str:
+    if task in ("dpo", "reward"):
+        return f"{2 * rows * length:,} per step = {rows} pairs x 2 answers x {length}"
+    return f"{rows * length:,} per step = {rows} rows x {length}"
 
 
 def _data(described: dict) -> list[tuple[str, str]]:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .config import Recipe
     from .engines.base import Engine
     from .pair_rows import AnswerRows
-    from .tasks.dpo import DpoTask
+    from .tasks import Task
     from .world import World
 
 # Part of the cache key: raise it when the values for the same model and rows change.
@@ -40,25 +40,38 @@ _PLAIN_LINE_SECONDS = 30.0
 
 
 def provide(
-    task: DpoTask, engine: Engine, recipe: Recipe, skeleton: PreTrainedModel, world: World, alive: Callable[[], None]
+    rows: AnswerRows,
+    title: str,
+    engine: Engine,
+    recipe: Recipe,
+    model: str,
+    world: World,
+    alive: Callable[[], None],
 ) -> None:
-    """Give the task's rows their `reference`, from the cache or computed now; collective.
+    """Give rows their `reference`, from the cache or computed now; collective.
 
-    engine: with its initial weights, before a checkpoint is loaded. alive: called for each micro-batch.
+    title: of the rows, for messages. engine: with its initial weights, before a checkpoint is loaded. model: see
+    model_key. alive: called for each micro-batch.
     Errors: StorageError when the cache cannot be written, DataError for a damaged file in it, NumericError for a model
     whose log-probabilities are not finite.
     """
-    for title, rows in (("training", task.train), ("held-out", task.held_out)):
-        if rows is None:
-            continue
-        key = digest(_VERSION, rows.fingerprint, _model(recipe, skeleton, task), recipe.precision)
-        target = location(recipe.data.cache_dir) / "references" / key
-        if not all(world.exchange(target.is_dir())):
-            progress = partial(_progress, f"reference log-probabilities of {len(rows):,} {title} pairs", world.is_main)
-            values = compute(rows, engine, recipe.batch.micro_batch_size, alive, progress)
-            _check_finite(values, title)
-            cached(target, lambda folder, values=values: np.save(folder / _FILE, values))
-        rows.reference = _read(target / _FILE, len(rows))
+    key = digest(_VERSION, rows.fingerprint, model, recipe.precision)
+    target = location(recipe.data.cache_dir) / "references" / key
+    if not all(world.exchange(target.is_dir())):
+        progress = partial(_progress, f"reference log-probabilities of {len(rows):,} {title} pairs", world.is_main)
+        values = compute(rows, engine, recipe.batch.micro_batch_size, alive, progress)
+        _check_finite(values, title)
+        cached(target, lambda folder: np.save(folder / _FILE, values))
+    rows.reference = _read(target / _FILE, len(rows))
+
+
+def model_key(recipe: Recipe, skeleton: PreTrainedModel, task: Task) -> str:
+    """Changes with what decides the first weights, and with what they compute."""
+    architecture = identity(skeleton.config, task)["model"]
+    if recipe.model.path is not None:
+        weights = fingerprint(weight_files(recipe.model.path))
+        return digest(architecture, weights, recipe.adapter.quantization)
+    return digest(architecture, recipe.seed, {name: versions()[name] for name in ("torch", "transformers")})
 
 
 def compute(
@@ -80,14 +93,6 @@ def compute(
             done(stop / len(batches))
     # each shard has the rows that follow those of the one before it
     return found.reshape(-1, 2)[: len(rows)]
-
-
-def _model(recipe: Recipe, skeleton: PreTrainedModel, task: DpoTask) -> list:
-    """What decides the first weights, and what they compute."""
-    if recipe.model.path is not None:
-        return [identity(skeleton.config, task)["model"], fingerprint(weight_files(recipe.model.path))]
-    seeded = {name: versions()[name] for name in ("torch", "transformers")}
-    return [identity(skeleton.config, task)["model"], recipe.seed, seeded]
 
 
 def _check_finite(values: np.ndarray, title: str) -> None:

@@ -109,11 +109,31 @@ def measured(recipe: Recipe, folder: Path, precision: str) -> tuple[dict[str, An
     model, _ = models.load(folder, task.head, recipe.model.attention)
     engine = LoadedEngine(model, task, precision)
     with _shown() as (start, advance):
+        if task.has_reference:
+            _prepare(task, recipe, precision, advance)
         batches = EvaluationBatches(task.held_out, recipe.batch.micro_batch_size, engine.shard, advance)
         start(len(batches))
         metrics = task.metrics(engine.evaluate(batches))
     facts = {"rows": len(task.held_out), "data_fingerprint": task.held_out.fingerprint, "precision": precision}
     return facts | {"device": engines.device_name(engine.accelerator), "versions": versions()}, metrics
+
+
+def _prepare(task: Task, recipe: Recipe, precision: str, alive: Callable[[], None]) -> None:
+    """For a task that compares with the model that the run began with: it is made again as training made it."""
+    import torch
+
+    from .. import model
+    from ..config import Adapter
+    from ..engines.loaded import LoadedEngine
+    from ..world import World
+
+    plain = recipe.model_copy(update={"adapter": Adapter(), "precision": precision})
+    skeleton = model.skeleton(plain, task.vocabulary_size, task.special_tokens, task.head)
+    first = model.build(type(skeleton), skeleton.config, torch.device("cpu"))
+    tensors = {**dict(first.named_buffers()), **dict(first.named_parameters())}
+    with torch.no_grad():
+        model.fill(skeleton, plain, lambda name, value: tensors[name].copy_(value))
+    task.prepare(LoadedEngine(first, task, precision), plain, skeleton, World(), alive, held_out_only=True)
 
 
 @contextmanager

@@ -52,7 +52,8 @@ def summary(sample: Sample) -> str:
     trained = sum(count for _, mark, count in sample.runs if mark)
     total = sum(count for _, _, count in sample.runs)
     lost = f", {sample.lost} more cut off" if sample.lost else ""
-    return f"{total} tokens, {f'label {sample.label}' if sample.label else f'{trained} trained'}{lost}"
+    answer = f"{sample.answer}: " if sample.answer else ""
+    return f"{answer}{total} tokens, {f'label {sample.label}' if sample.label else f'{trained} trained'}{lost}"
 
 
 def marked(sample: Sample, colours: bool) -> Text:

@@ -46,6 +46,7 @@ class Task(Protocol):
     head: Head
     features: Callable[..., Tensor] | None = None
     context: Callable[[Tensor], dict[str, Tensor]] | None = None
+    has_reference: bool = False
 
     def outputs(self, found: ModelOutput) -> Tensor:
         """What is wanted of the model's output. A pipeline knows logits only, and does not ask."""
@@ -64,11 +65,18 @@ class Task(Protocol):
         """The `eval_*` values of metrics.jsonl."""
 
     def prepare(
-        self, engine: Engine, recipe: Recipe, skeleton: PreTrainedModel, world: World, alive: Callable[[], None]
+        self,
+        engine: Engine,
+        recipe: Recipe,
+        skeleton: PreTrainedModel,
+        world: World,
+        alive: Callable[[], None],
+        held_out_only: bool = False,
     ) -> None:
-        """Once, while the model has the weights that the run begins with, also in a run that goes on; collective.
+        """Once, while the engine's model has the weights that the run begins with, also in a run that goes on.
 
-        alive: to be called as it gets on.
+        What has_reference says that there is: something about those weights that is needed later. Collective. alive: to
+        be called as it gets on. held_out_only: nothing is trained.
         """
 
     def describe(self) -> dict[str, object]:

@@ -34,11 +34,25 @@ class DpoTask(pairs.PairTask):
     settings: Dpo
     head = Head()
 
+    @property
+    def has_reference(self) -> bool:
+        return self.settings.has_reference
+
     def prepare(
-        self, engine: Engine, recipe: Recipe, skeleton: PreTrainedModel, world: World, alive: Callable[[], None]
+        self,
+        engine: Engine,
+        recipe: Recipe,
+        skeleton: PreTrainedModel,
+        world: World,
+        alive: Callable[[], None],
+        held_out_only: bool = False,
     ) -> None:
-        if self.settings.has_reference:
-            references.provide(self, engine, recipe, skeleton, world, alive)
+        if not self.has_reference:
+            return
+        key = references.model_key(recipe, skeleton, self)
+        for title, rows in (("training", self.train), ("held-out", self.held_out)):
+            if rows is not None and not (held_out_only and title == "training"):
+                references.provide(rows, title, engine, recipe, key, world, alive)
 
     def loss(
         self, logits: Tensor, labels: Tensor, reference: Tensor | None = None, drift: Tensor | None = None

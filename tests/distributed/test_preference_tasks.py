@@ -24,7 +24,7 @@ from transformers import (
     get_cosine_with_min_lr_schedule_with_warmup,
 )
 
-from samecurve import recipe, tasks
+from samecurve import cli, recipe, tasks
 from samecurve.data import StepBatches
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
@@ -157,10 +157,8 @@ def test_follows_the_plain_loop(task, strategy, workspace, files, settings):
 
 
 def start(workspace, strategy: str, *overrides: str):
-    if strategy == "single":
-        run = workspace.run(None, 1, *overrides, launcher="python")
-    else:
-        run = workspace.run(strategy, 2, *overrides)
+    alone = strategy == "single"
+    run = workspace.run(None if alone else strategy, 1 if alone else 2, *overrides)
     assert run.returncode == 0, run.output
     return run
 
@@ -198,6 +196,28 @@ def test_a_run_goes_on_under_another_strategy_with_the_same_reference(workspace,
     assert largest_relative_difference(run.column("loss"), expected.losses) < 1e-5
     assert "reference log-probabilities of 100 training pairs" in run.output
     assert sorted((workspace.folder / "cache" / "references").iterdir()) == sorted(references)
+
+
+@pytest.mark.parametrize("overrides", [(), *long(("dpo={loss: kto}",), ("adapter={name: lora, rank: 4, alpha: 8}",))])
+def test_the_exported_model_is_measured_against_the_model_that_the_run_began_with(
+    overrides, workspace, settings, capsys
+):
+    """In a cache of its own, so the reference is found anew."""
+    overrides = (overrides,) if isinstance(overrides, str) else overrides
+    run = start(workspace, "single", *settings["dpo"].overrides, *overrides)
+    cache = workspace.folder / "another_cache"
+    shutil.rmtree(cache, ignore_errors=True)
+    recorded = json.loads((run.directory / "run.json").read_text())
+    recorded["recipe"]["data"]["cache_dir"] = str(cache)
+    copy = workspace.folder / f"copy_{len(list(workspace.folder.iterdir()))}"
+    shutil.copytree(run.directory, copy)
+    (copy / "run.json").write_text(json.dumps(recorded))
+    assert cli.main(["evaluate", str(copy), "--json", str(copy / "measured.json")]) == 0, capsys.readouterr()
+    found = json.loads((copy / "measured.json").read_text())
+    assert found["metrics"].keys() == {key for key in run.metrics[-1] if key.startswith("eval_")}
+    for key, value in found["metrics"].items():
+        assert value == pytest.approx(run.metrics[-1][key], rel=1e-4, abs=1e-6), key
+    assert len(list((cache / "references").iterdir())) == 1  # of the held-out pairs alone
 
 
 OTHERS = {"kto": "kto, beta: 0.2", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo, beta: 2.0, gamma: 0.5"}

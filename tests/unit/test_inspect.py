@@ -92,6 +92,25 @@ def test_texts_with_their_class_and_with_what_is_hidden(recipe_file, tmp_path, c
     assert "last trained token" not in out + (tmp_path / "page.html").read_text()
 
 
+def test_pairs_are_shown_as_their_two_answers(recipe_file, tmp_path, capsys):
+    """The second pair's answers differ behind the end of a row only."""
+    answers = (("c", "de"), ("x" * 60, "x" * 61))
+    rows = [{"prompt": "ab", "chosen": chosen, "rejected": rejected} for chosen, rejected in answers]
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    overrides = [f"data.path={tmp_path / 'b.jsonl'}", "data.packing=false"]
+    for task in ("dpo", "reward"):
+        assert cli.main(["inspect", recipe_file, f"task={task}", *overrides, "--samples", "1"]) == 0
+        out = capsys.readouterr().out
+        head = "<|begin_of_text|><|im_start|>user\nab<|im_end|>\n<|im_start|>assistant\n"
+        for number, which, answer in ((1, "chosen", "c"), (2, "rejected", "de")):
+            marked = f"{head}⟦{answer}<|im_end|>⟧\n"
+            assert re.search(rf"sample {number}: {which}: \d+ tokens, {len(answer) + 1} trained\n", out)
+            assert marked in out
+        assert "sample 3" not in out
+        assert re.search(r"^  pairs +1$", out, re.MULTILINE)
+        assert re.search(r"^  dropped pairs +1 \(50.0%\): the cut leaves nothing to compare$", out, re.MULTILINE)
+
+
 def test_data_that_cannot_be_used_have_their_exit_code(recipe_file, tmp_path, capsys):
     (tmp_path / "chats.jsonl").write_text("{}\n")
     assert cli.main(["inspect", recipe_file]) == 3

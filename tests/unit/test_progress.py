@@ -81,6 +81,11 @@ def test_header_says_what_runs():
     ]
 
 
+def test_a_row_of_a_pair_holds_two_answers():
+    lines = dict(header_lines({**FACTS, "recipe": {**FACTS["recipe"], "task": "dpo"}}))
+    assert lines["tokens"] == "32,768 per step = 64 pairs x 2 answers x 256"
+
+
 def test_plain_lines_first_last_and_every_third():
     lines = shown(total=10, every=3).splitlines()
     assert [line.split()[1] for line in lines if line.startswith("step ")] == ["1/10", "3/10", "6/10", "9/10", "10/10"]
