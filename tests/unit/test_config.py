@@ -190,7 +190,7 @@ CASES = [
     ("one column for both", {}, [*R, "task=dpo", "data.packing=false", "data.rejected_column=chosen"], {},
      ["command line: data.rejected_column: found chosen, which is data.chosen_column; name both"]),
     ("simpo", {}, [*R, "task=dpo", "data.packing=false", "dpo={loss: simpo, label_smoothing: 0.1}"], {},
-     ["command line: dpo.gamma: missing; simpo needs its margin (the paper's runs: gamma 0.3 to 1.6 with beta 2 to 2.5)",
+     ["command line: dpo.gamma: missing; simpo needs its margin (its authors: beta 2 to 2.5, and gamma 0.1 to 0.8 times that)",
       "command line: dpo.label_smoothing: found 0.1, but only sigmoid smooths labels and dpo.loss is simpo; set it to 0"]),
     ("margin", {}, [*R, "task=dpo", "data.packing=false", "dpo.gamma=0.5"], {},
      ["command line: dpo.gamma: found 0.5, but only simpo has a margin and dpo.loss is sigmoid; set it to null"]),
