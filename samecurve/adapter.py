@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import struct
 import warnings
@@ -43,6 +44,8 @@ def inject(model: PreTrainedModel, settings: Adapter) -> None:
 
     Raises ConfigurationError when adapter.target_modules names nothing, or what cannot be adapted.
     """
+    # peft imports it where it is installed, and on a CPU it warns of a faster kernel that only a hub has
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     from peft import LoraConfig, inject_adapter_in_model
 
     chosen = settings.target_modules
