@@ -16,6 +16,7 @@ from typing import Any
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
@@ -39,6 +40,7 @@ _AUTO = {
     "causal_lm": AutoModelForCausalLM,
     "sequence_classification": AutoModelForSequenceClassification,
     "masked_lm": AutoModelForMaskedLM,
+    "embedding": AutoModel,
 }
 KINDS = tuple(_AUTO)
 # What to choose instead, for a family without such a head.
@@ -46,6 +48,7 @@ _FITTING = {
     "causal_lm": "causal language model of text alone; choose a decoder, for example llama",
     "sequence_classification": "model that transformers can classify text with; choose another, for example bert",
     "masked_lm": "masked language model; choose an encoder, for example bert",
+    "embedding": "model that gives each token of a text a state; choose another, for example bert",
 }
 
 
@@ -63,7 +66,8 @@ class Head:
         """None where the family has no such head."""
         auto = _AUTO[self.kind]
         if type(config) in auto._model_mapping:
-            return auto._model_mapping[type(config)]
+            found = auto._model_mapping[type(config)]
+            return found[0] if isinstance(found, (list, tuple)) else found
         # a config that brought its own code was let in by model.trust_remote_code, and names the model's
         reference = (getattr(config, "auto_map", None) or {}).get(auto.__name__)
         if reference is None or not is_remote(config):
@@ -74,6 +78,13 @@ class Head:
 
 
 CAUSAL = Head()
+
+
+def without_pooler(model_class: type[PreTrainedModel]) -> dict[str, bool]:
+    """Arguments that leave out what a bare encoder has behind its layers, and embeddings do not use: they are pooled
+    from the states of its tokens."""
+    known = inspect.signature(model_class.__init__).parameters
+    return {"add_pooling_layer": False} if "add_pooling_layer" in known else {}
 
 
 def model_config(
@@ -91,7 +102,8 @@ def model_config(
         config = _stored(settings.path, settings.trust_remote_code)
     else:
         config = _from_scratch(settings.config, {"vocab_size": vocabulary_size, **(special_tokens or {})})
-    if head.model_class(config) is None or "vocab_size" not in _fields(config):
+    two_parts = head.kind == "embedding" and config.is_encoder_decoder  # the second one would want an input, too
+    if head.model_class(config) is None or "vocab_size" not in _fields(config) or two_parts:
         raise ConfigurationError(f"model: {config.model_type} is not a {_FITTING[head.kind]}")
     if head.kind == "masked_lm" and getattr(config, "is_decoder", False):
         raise ConfigurationError("model: is_decoder is true, which hides what follows a masked token; set it to false")

@@ -14,6 +14,7 @@ SMALLEST_VOCABULARY = 256 + 2
 LARGEST_SEED = 2**31 - 1
 # empty is what a shell makes of `data.path=$UNSET`; read as a folder it would be the working directory
 Name = Annotated[str, Field(min_length=1)]
+Pooling = Literal["mean", "cls", "last"]
 
 
 class Section(BaseModel):
@@ -81,7 +82,8 @@ class Data(Section):
     """sft reads `messages_column`, or `prompt_column` and `completion_column`; the other tasks read `text_column`.
 
     `mixture`: several data sets in place of `path`. classify also reads `text_pair_column` and `label_column`; `labels`
-    names its classes in their order. dpo and reward read `prompt_column`, `chosen_column` and `rejected_column`.
+    names its classes in their order. dpo and reward read `prompt_column`, `chosen_column` and `rejected_column`; embed
+    `anchor_column`, `positive_column` and `negative_columns`, None: those of the first row.
     """
 
     path: Name | None = None
@@ -91,6 +93,9 @@ class Data(Section):
     text_pair_column: Name | None = None
     label_column: Name = "label"
     labels: Annotated[tuple[Name, ...], Field(min_length=2, strict=False)] | None = None
+    anchor_column: Name = "anchor"
+    positive_column: Name = "positive"
+    negative_columns: Annotated[tuple[Name, ...], Field(strict=False)] | None = None
     messages_column: Name | None = None
     prompt_column: Name | None = None
     completion_column: Name | None = None
@@ -118,6 +123,13 @@ class Data(Section):
             return (self,)
         given = (source.model_dump(exclude={"weight"}, exclude_none=True) for source in self.mixture)
         return tuple(self.model_copy(update={"mixture": None, "pattern": None, **keys}) for keys in given)
+
+
+class Embed(Section):
+    """`temperature`: what cosine similarities are divided by. `pooling`: how the tokens' states become one vector."""
+
+    temperature: float = Field(0.05, gt=0)
+    pooling: Pooling = "mean"
 
 
 class Batch(Section):
@@ -220,7 +232,7 @@ class Reward(Section):
 
 
 class Recipe(Section):
-    task: Literal["pretrain", "continue_pretrain", "sft", "dpo", "reward", "classify", "mlm"] = "pretrain"
+    task: Literal["pretrain", "continue_pretrain", "sft", "dpo", "reward", "classify", "mlm", "embed"] = "pretrain"
     output_dir: Name
     seed: int = Field(0, ge=0, le=LARGEST_SEED)
     steps: PositiveInt
@@ -229,6 +241,7 @@ class Recipe(Section):
     adapter: Adapter = Adapter()
     tokenizer: Tokenizer = Tokenizer()
     data: Data
+    embed: Embed = Embed()
     batch: Batch
     optimizer: Optimizer
     schedule: Schedule = Schedule()

@@ -69,8 +69,8 @@ class ExampleSource(sources.Source):
             yield from rows(file)
 
     def _example(self, place: str, row: dict) -> Example:
-        text = _text(place, "text_column", self.text_column, row)
-        pair = None if self.pair_column is None else _text(place, "text_pair_column", self.pair_column, row)
+        text = text_of(place, "text_column", self.text_column, row)
+        pair = None if self.pair_column is None else text_of(place, "text_pair_column", self.pair_column, row)
         label = _value(place, "label_column", self.label_column, row)
         return Example(place, text, pair, self._name(f"{place}: {self.label_column!r}", label))
 
@@ -182,7 +182,8 @@ class WholeTextEncoder(Encoder):
         return [Encoded([] if all(e.special_tokens_mask) else e.ids) for e in encodings]
 
 
-def _text(place: str, key: str, column: str, row: dict) -> str:
+def text_of(place: str, key: str, column: str, row: dict) -> str:
+    """What the column holds; key: of the recipe's data, by which the column is named. DataError where it is no text."""
     value = _value(place, key, column, row)
     if not isinstance(value, str):
         raise DataError(f"{place}: {column!r} is {value!r:.40}, not text; correct or remove the row")

@@ -22,7 +22,7 @@ from .errors import CheckpointError, NumericError, SamecurveError, StorageError
 from .records import write_json, write_text, writing
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 SHARD_BYTES = 4 * 10**9
 CARD = "README.md"
@@ -37,6 +37,7 @@ def export(
     shard_bytes: int = SHARD_BYTES,
     dtype: torch.dtype = torch.float32,
     card: Callable[[], str] | None = None,
+    write_beside: Callable[[Path, PreTrainedConfig], None] = lambda directory, config: None,
 ) -> None:
     """Write safetensors, config and tokenizer to `directory`: all of it, or nothing. Of an adapted model, what peft
     loads beside the base model, which is not written again.
@@ -44,7 +45,7 @@ def export(
     parameters: the engine's; every rank iterates it to the end, because gathering a parameter is collective. So a
     problem found on the way is told after the last one. skeleton: the architecture on the meta device, whose
     parameter names and shapes are what is expected, each once. Rank 0 holds at most one shard. dtype: of the weights in
-    the files. card: makes README.md's text, on rank 0.
+    the files. card: makes README.md's text, on rank 0. write_beside: the task's.
     Raises, on rank 0: NumericError for values that are not finite, CheckpointError for a missing, unknown, empty or
     misshapen tensor, StorageError when the folder cannot be written or is there already.
     """
@@ -64,6 +65,7 @@ def export(
             tokenizer.save_pretrained(partial)
             if card is not None:
                 write_text(partial / CARD, card())
+            write_beside(partial, skeleton.config)
             put_in_place(partial, directory)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -5,7 +5,8 @@ matrix multiplications, L layers, h = heads x head size, s the sequence length. 
 N leaves out what is only looked up (input and position embeddings; a tied embedding is also the output head and
 counts once). As in PaLM, attention is not halved for the causal mask, and packed or windowed rows count as full ones.
 Frozen parameters get no gradient of their own, which is a third of the 6: with an adapter they count 4.
-Hardware FLOPs add the forward that activation checkpointing repeats: the decoder layers', not the output head's.
+Hardware FLOPs add the forward that activation checkpointing repeats: the decoder layers', not the output head's; and
+that of a task which looks at all rows of a step first.
 """
 
 from __future__ import annotations
@@ -71,10 +72,13 @@ PEAKS = (
 )
 
 
-def token_flops(model: PreTrainedModel, sequence_length: int, recompute: bool) -> TokenFlops | None:
+def token_flops(
+    model: PreTrainedModel, sequence_length: int, recompute: bool, rehearsed: bool = False
+) -> TokenFlops | None:
     """None for a mixture of experts, where N would have to be the parameters that one token meets.
 
-    recompute: full activation checkpointing. The model may be on the meta device.
+    recompute: full activation checkpointing. rehearsed: a pass without gradients goes before
+    (Task.context). The model may be on the meta device.
     """
     config = model.config.get_text_config()
     if any((getattr(config, name, None) or 0) > 1 for name in EXPERT_COUNTS):
@@ -84,6 +88,7 @@ def token_flops(model: PreTrainedModel, sequence_length: int, recompute: bool) -
     attention = 12 * config.num_hidden_layers * heads * head_size * sequence_length
     parameters, frozen, head = _multiplied_parameters(model)
     repeated = 2 * (parameters - head) + attention / 3 if recompute else 0
+    repeated += 2 * parameters + attention / 3 if rehearsed else 0
     forward_backward = 6 * parameters - 2 * frozen + attention
     return TokenFlops(forward_backward, forward_backward + repeated)
 

@@ -1,4 +1,4 @@
-"""The documented functions of the standard library: as chats, as preference pairs, and as texts to classify."""
+"""The documented functions of the standard library: as chats, preference pairs, texts to classify, code to find."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from .conversations import Conversation, ConversationSource
 from .examples import Example, ExampleSource
 from .preferences import Pair, PairSource
+from .retrieval import Match, MatchSource
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -111,6 +112,38 @@ class ModuleSource(ExampleSource):
                     seen.add(code)
                     counts[package] += 1
                     yield Example(f"{file}:{line}", code, None, package)
+
+
+@dataclass(frozen=True)
+class DocstringSource(MatchSource):
+    """builtin:python-docstrings: the first paragraph of a function's docstring, and the function without it."""
+
+    @property
+    def identity(self) -> str:
+        return "docstrings"
+
+    def check(self) -> None:
+        """Nothing of this was written by the user."""
+
+    def documents(self) -> Iterator[Match]:
+        """Each paragraph and each function once: what belongs together twice would be told apart."""
+        seen: set[str] = set()
+        for file in self.files:
+            for line, prompt, body in _functions(file):
+                texts = _summary_and_code(prompt, body)
+                if texts and not seen.intersection(texts):
+                    seen.update(texts)
+                    yield Match(f"{file}:{line}", texts)
+
+
+def _summary_and_code(prompt: str, body: str) -> tuple[str, str] | None:
+    """None where the docstring says less than three words, or begins in the function's first line."""
+    definition = ast.parse(function(prompt, body)).body[0]
+    summary = " ".join(ast.get_docstring(definition).split("\n\n")[0].split())
+    signature = "\n".join(prompt.split("\n")[: definition.body[0].lineno - 1])
+    if len(summary.split()) < 3 or not signature:
+        return None
+    return summary, function(signature, body)
 
 
 def _distinct_functions(files: tuple[Path, ...]) -> Iterator[tuple[str, str, str]]:

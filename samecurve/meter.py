@@ -67,11 +67,16 @@ class Meter:
         self._since = clock()
 
     @classmethod
-    def for_run(cls, recipe: Recipe, model: PreTrainedModel, accelerator: Accelerator) -> Meter:
-        """Rank 0 looks up or measures its device's peak; the others leave mfu and hfu out."""
+    def for_run(
+        cls, recipe: Recipe, model: PreTrainedModel, accelerator: Accelerator, rehearsed: bool = False
+    ) -> Meter:
+        """Rank 0 looks up or measures its device's peak; the others leave mfu and hfu out.
+
+        rehearsed: as in token_flops.
+        """
         device = accelerator.device
         recompute = recipe.memory.activation_checkpointing == "full"
-        flops = token_flops(model, recipe.batch.sequence_length, recompute)
+        flops = token_flops(model, recipe.batch.sequence_length, recompute, rehearsed)
         peak = device_peak(device, recipe.precision) if accelerator.is_main_process else None
         machine = Machine(accelerator.num_processes, peak, lambda: peak_memory_bytes(device))
         return cls(flops, machine)

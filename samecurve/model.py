@@ -20,7 +20,7 @@ from transformers.initialization import no_init_weights
 from transformers.integrations import deepspeed as deepspeed_integration
 
 from . import adapter as adapters
-from .architecture import CAUSAL, Head, check_causal, is_classifier, model_config, reason
+from .architecture import CAUSAL, Head, check_causal, is_classifier, model_config, reason, without_pooler
 from .config import Adapter, Recipe
 from .errors import ConfigurationError
 
@@ -39,7 +39,7 @@ def build(
     """
     with no_init_weights(), where:
         with _only_ours():
-            model = model_class(config)
+            model = model_class(config, **without_pooler(model_class))
         if adapter is not None and adapter.name:
             adapters.inject(model, adapter)
     model.tie_weights()  # no_init_weights leaves it out
@@ -236,9 +236,10 @@ def _aliases(model: PreTrainedModel) -> list[list[str]]:
 
 
 def _stored_names(model: PreTrainedModel, name: str) -> list[str]:
-    """A checkpoint of the bare base model (GPT-2 on the hub, for example) leaves the base model's prefix out."""
-    name = adapters.pretrained_name(name)
-    return [name, name.removeprefix(f"{model.base_model_prefix}.")]
+    """A checkpoint of the bare base model (GPT-2 on the hub, for example) leaves the base model's prefix out; where the
+    base model is what is trained, that of one with a head has it."""
+    name, prefix = adapters.pretrained_name(name), f"{model.base_model_prefix}."
+    return [name, name.removeprefix(prefix), prefix + name]
 
 
 def weight_files(path: str) -> dict[str, Path]:

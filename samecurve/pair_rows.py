@@ -16,6 +16,7 @@ class PairRows(Rows):
     num_dropped: pairs of which the cut leaves nothing to compare: two equal sequences, or one that trains nothing.
     """
 
+    targets_are_tokens = False
     ahead = 0  # how many tokens behind a sequence are read as its targets
 
     def __init__(self, stream: TokenStream, sequence_length: int, padding_token: int):

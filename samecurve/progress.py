@@ -113,6 +113,7 @@ def header_lines(facts: dict) -> list[tuple[str, str]]:
         facts["data_parallel_size"],
     )
     rows, length = batch["global_batch_size"], batch["sequence_length"]
+    each = facts["data"].get("sequences_per_row", 1)  # the answers of a pair, a text and what fits it
     memory = facts["recipe"]["memory"]["activation_checkpointing"]
     lines = [
         ("recipe", f"{facts['recipe_path']} ({facts['recipe']['task']}, {facts['recipe']['steps']} steps)"),
@@ -125,19 +126,13 @@ def header_lines(facts: dict) -> list[tuple[str, str]]:
             f"{facts['precision']}: weights {facts['weight_dtype']}, reduction {facts['reduce_dtype'] or 'none'}",
         ),
         ("batch", f"{rows} rows = {micro} micro x {accumulation} accumulation x {ranks} data-parallel"),
-        ("tokens", _tokens(facts["recipe"]["task"], rows, length)),
+        ("tokens", f"{rows * each * length:,} per step = {rows} rows x {f'{each} texts x ' * (each > 1)}{length}"),
         ("dropout", _dropout(facts["dropout"])),
         ("memory", "every layer's activations are recomputed" if memory == "full" else ""),
         *_data(facts["data"]),
         ("output", str(facts["output_dir"])),
     ]
     return [(label, text) for label, text in lines if text]
-
-
-def _tokens(task: str, rows: int, length: int) -> str:
-    if task in ("dpo", "reward"):
-        return f"{2 * rows * length:,} per step = {rows} pairs x 2 answers x {length}"
-    return f"{rows * length:,} per step = {rows} rows x {length}"
 
 
 def _data(described: dict) -> list[tuple[str, str]]:

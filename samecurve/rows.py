@@ -64,6 +64,8 @@ def range_sums(marks: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.n
 class Rows(ABC):
     """Rows of one length, cut from a stream of documents and readable by any index."""
 
+    targets_are_tokens = True
+
     def __init__(self, stream: TokenStream, sequence_length: int, padding_token: int):
         """padding_token: any token; its labels are IGNORE_INDEX and no trained token attends to it."""
         self.stream = stream

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from .config import Adapter
 from .documents import describe
 from .rules_mixture import mixture, pattern
-from .sources import BUILTIN, FUNCTIONS, MODULES, PREFERENCES
+from .sources import BUILTIN, DOCSTRINGS, FUNCTIONS, MODULES, PREFERENCES
 
 if TYPE_CHECKING:
     from .recipe import Source
@@ -32,6 +32,13 @@ _KEYS_OF_TASKS = {
     ("dpo",): {"dpo.loss": "sigmoid", "dpo.beta": 0.1, "dpo.label_smoothing": 0.0, "dpo.gamma": None},
     ("reward",): {"reward.center_rewards_coefficient": None},
     ("classify",): {"data.text_pair_column": None, "data.label_column": "label", "data.labels": None},
+    ("embed",): {
+        "data.anchor_column": "anchor",
+        "data.positive_column": "positive",
+        "data.negative_columns": None,
+        "embed.temperature": 0.05,
+        "embed.pooling": "mean",
+    },
 }
 _BUILTINS = {
     "pretrain": BUILTIN,
@@ -41,6 +48,7 @@ _BUILTINS = {
     "reward": PREFERENCES,
     "classify": MODULES,
     "mlm": BUILTIN,
+    "embed": DOCSTRINGS,
 }
 _PACKED = ("pretrain", "continue_pretrain", "sft")
 _CAUSAL = (*_PACKED, "dpo")
@@ -48,7 +56,7 @@ _CAUSAL = (*_PACKED, "dpo")
 
 def apply(source: Source) -> None:
     """Add what the rules find to the source's problems."""
-    data = (_tokenizer, _data, _task, _columns, _preferences, _continued)
+    data = (_tokenizer, _data, _task, _embed, _columns, _preferences, _continued)
     for rule in (_model, _adapter, _attention, _positions, *data, _schedule, _checkpoint, _guard, _evaluate):
         with contextlib.suppress(KeyError):
             for key, text in rule(source.value):
@@ -167,10 +175,23 @@ def _task(value: Callable[[str], Any]) -> Iterator[Finding]:
                 yield key, f"found {describe(value(key))}, but only {readers} it and task is {task}"
     if task not in _PACKED and value("data.packing"):
         what = "two answers to one prompt" if task in ("dpo", "reward") else "one text"
+        what = "texts that are read by themselves" if task == "embed" else what
         yield "data.packing", f"found true, but a row of task {task} holds {what}; set it to false"
     if task not in _CAUSAL and value("adapter.name") is not None:
         text = f"found {value('adapter.name')}, but task {task} trains whole models only yet; set it to null"
         yield "adapter.name", text
+
+
+def _embed(value: Callable[[str], Any]) -> Iterator[Finding]:
+    if value("task") == "embed" and value("batch.global_batch_size") < 2:
+        yield (
+            "batch.global_batch_size",
+            "found 1, but embed learns from what tells rows apart; set it to 2 or more",
+        )
+    columns = [value("data.anchor_column"), value("data.positive_column"), *(value("data.negative_columns") or ())]
+    twice = next((name for name in columns if columns.count(name) > 1), None)
+    if twice is not None:
+        yield "data.negative_columns" if columns[0] != columns[1] else "data.positive_column", f"{twice} is read twice"
 
 
 def _columns(value: Callable[[str], Any]) -> Iterator[Finding]:

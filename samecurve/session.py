@@ -75,7 +75,7 @@ class Session:
         }
         self._logging = True
         self.guard = Guard(recipe.guard, run, self.world)
-        self.meter = Meter.for_run(recipe, self.skeleton, accelerator)
+        self.meter = Meter.for_run(recipe, self.skeleton, accelerator, self.task.context is not None)
         self.meter.state = self.start.meter
         self._introduce(plan, arguments, found, facts["adapter"])
 
@@ -130,7 +130,8 @@ class Session:
         self.watch.phase("export", self.recipe.steps)
         where, is_main = self.run.model, self.accelerator.is_main_process
         card = partial(model_card, self.run.path, Made())
-        export(self._parameters(), self.skeleton, self.task.tokenizer, where, is_main, card=card)
+        beside = self.task.write_beside
+        export(self._parameters(), self.skeleton, self.task.tokenizer, where, is_main, card=card, write_beside=beside)
         self.run.sync_metrics()
         self.progress.say(f"the trained model is in {self.run.model}")
 

@@ -24,6 +24,7 @@ BUILTIN = "builtin:python-stdlib"
 FUNCTIONS = "builtin:python-functions"  # for sft
 PREFERENCES = "builtin:python-preferences"  # for dpo and reward
 MODULES = "builtin:python-modules"  # for classify
+DOCSTRINGS = "builtin:python-docstrings"  # for embed
 TEXTS = frozenset(".txt .text .md .rst .tex .html .xml .py .c .h .cc .cpp .rs .go .java .js .ts .sh .sql".split())
 # The last two are the library's own, but tables of characters and pages of help instead of code.
 _NOT_STDLIB = frozenset("test tests idlelib site-packages dist-packages __pycache__ encodings pydoc_data".split())

@@ -49,6 +49,8 @@ class TextRows(Rows):
 class LabelledRows(TextRows):
     """labels: (len(indices),), the class of each text."""
 
+    targets_are_tokens = False
+
     def __getitem__(self, indices: np.ndarray) -> RowArrays:
         labels = self.stream.labels[self.documents[indices]].astype(np.int64)
         return RowArrays(self._inputs(indices), {"labels": labels})

@@ -23,6 +23,10 @@ if [ -n "$full" ]; then
     export SAMECURVE_TRL=$PWD/.venv/trl # a reference for the tests alone; what it needs is there already
     make_environment requirements-eval.txt
     [ -d "$SAMECURVE_TRL/trl" ] || .venv/bin/python -m pip install --quiet --no-deps --target "$SAMECURVE_TRL" trl==1.16.0
+    export SAMECURVE_SENTENCE_TRANSFORMERS=$PWD/.venv/sentence-transformers # likewise, with what else it needs
+    packages=(sentence-transformers==6.2.0 scikit-learn scipy joblib threadpoolctl narwhals cloudpickle)
+    [ -d "$SAMECURVE_SENTENCE_TRANSFORMERS/sentence_transformers" ] ||
+        .venv/bin/python -m pip install --quiet --no-deps --target "$SAMECURVE_SENTENCE_TRANSFORMERS" "${packages[@]}"
 fi
 
 export HF_HUB_OFFLINE=1

@@ -79,7 +79,8 @@ def reading(recipe: Recipe, folder: Path, data: str | None, micro_batch_size: in
         # Nothing is trained, but a task reads both parts; of the same path they are read once.
         changed["data"] = recipe.data.model_copy(update={"path": data, "labels": _classes(recipe, folder)})
         changed["evaluate"] = recipe.evaluate.model_copy(update={"path": data})
-        batch["global_batch_size"] = 1
+        if recipe.task != "embed":  # its loss depends on how many rows are told apart
+            batch["global_batch_size"] = 1
     elif recipe.evaluate.path is None and not recipe.data.held_out_fraction:
         raise ConfigurationError(
             "the run held nothing out (data.held_out_fraction, evaluate.path); name what to measure on: "

@@ -168,7 +168,8 @@ def from_checkpoint(directory: Path, folder: Path, output: Path, dtype: torch.dt
     reader.check_names(shapes)
     weights = ((name, reader.read(name, "weight", 0, shape.numel()).view(shape)) for name, shape in shapes.items())
     card = partial(model_card, directory, made)
-    export(weights, skeleton, task.tokenizer, output, True, dtype=dtype, card=card)
+    beside = task.write_beside
+    export(weights, skeleton, task.tokenizer, output, True, dtype=dtype, card=card, write_beside=beside)
 
 
 def _check_unchanged(folder: Path, saved: dict, now: dict) -> None:

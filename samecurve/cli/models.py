@@ -116,11 +116,12 @@ def load_model(path: str, head: Head | None = None, attention: str | None = None
     _quiet()
     import torch
 
-    from ..architecture import CAUSAL
+    from ..architecture import CAUSAL, without_pooler
 
     head = head or CAUSAL
     more = {} if attention is None else {"attn_implementation": attention}
     model_class, config = _class(path, head)
+    more |= without_pooler(model_class)
     try:
         model, found = model_class.from_pretrained(path, dtype=torch.float32, output_loading_info=True, **more)
     except (OSError, ValueError) as error:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ..errors import DataError, SamecurveError
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
     from transformers.utils import ModelOutput
 
     from ..architecture import Head
@@ -81,6 +82,9 @@ class Task(Protocol):
 
     def describe(self) -> dict[str, object]:
         """What the data are, for the header and run.json."""
+
+    def write_beside(self, directory: Path, config: PreTrainedConfig) -> None:
+        """What else belongs into the exported model's folder. config: the model's."""
 
 
 def load(recipe: Recipe) -> Task:

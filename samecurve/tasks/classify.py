@@ -15,38 +15,18 @@ from ..cache import location
 from ..errors import DataError
 from ..loss import IGNORE_INDEX, count_trained, token_loss_sum
 from ..text_rows import GroupedLabelledRows, LabelledRows
-from . import Task, parts
+from . import parts
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
     from ..config import Recipe
     from ..engines.base import EvalResult
 
 
 @dataclass
-class ClassifyTask(Task):
+class ClassifyTask(parts.TextTask):
     """names: of the classes; a class is its place there."""
 
-    tokenizer: PreTrainedTokenizerFast
-    parts: parts.Parts
     names: tuple[str, ...]
-
-    @property
-    def train(self) -> LabelledRows:
-        return self.parts.train
-
-    @property
-    def held_out(self) -> LabelledRows | None:
-        return self.parts.held_out
-
-    @property
-    def vocabulary_size(self) -> int:
-        return corpus.vocabulary_size(self.tokenizer)
-
-    @property
-    def special_tokens(self) -> dict[str, int]:
-        return tokenizer.special_ids(self.tokenizer)
 
     @property
     def head(self) -> Head:

@@ -13,36 +13,15 @@ from ..architecture import Head
 from ..errors import DataError
 from ..loss import IGNORE_INDEX, count_trained, token_loss_sum
 from ..text_rows import GroupedMaskedRows, MaskedRows, Masking
-from . import Task, parts
+from . import parts
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
     from ..config import Recipe
     from ..engines.base import EvalResult
 
 
 @dataclass
-class MaskedTask(Task):
-    tokenizer: PreTrainedTokenizerFast
-    parts: parts.Parts
-
-    @property
-    def train(self) -> MaskedRows:
-        return self.parts.train
-
-    @property
-    def held_out(self) -> MaskedRows | None:
-        return self.parts.held_out
-
-    @property
-    def vocabulary_size(self) -> int:
-        return corpus.vocabulary_size(self.tokenizer)
-
-    @property
-    def special_tokens(self) -> dict[str, int]:
-        return tokenizer.special_ids(self.tokenizer)
-
+class MaskedTask(parts.TextTask):
     @property
     def head(self) -> Head:
         return Head("masked_lm", {"pad_token_id": self.tokenizer.pad_token_id})

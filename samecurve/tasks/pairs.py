@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import corpus, preferences, sources, tokenizer
 from ..errors import DataError
 from ..pair_rows import PairRows
-from . import Task, parts
+from . import parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -23,26 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class PairTask(Task):
-    tokenizer: PreTrainedTokenizerFast
-    parts: parts.Parts
-
-    @property
-    def train(self) -> PairRows:
-        return self.parts.train
-
-    @property
-    def held_out(self) -> PairRows | None:
-        return self.parts.held_out
-
-    @property
-    def vocabulary_size(self) -> int:
-        return corpus.vocabulary_size(self.tokenizer)
-
-    @property
-    def special_tokens(self) -> dict[str, int]:
-        return tokenizer.special_ids(self.tokenizer)
-
+class PairTask(parts.TextTask):
     @abstractmethod
     def rewards(self, logits: Tensor, labels: Tensor, **targets: Tensor) -> Tensor:
         """(pairs, 2): how good the model finds each answer, the chosen one first."""
@@ -75,7 +56,7 @@ class PairTask(Task):
 
     def describe(self) -> dict[str, object]:
         counted = {"vocabulary_size": self.vocabulary_size, "empty_documents": self.parts.empty_documents}
-        return {**self.parts.describe(), **counted, **self.parts.counts}
+        return {**self.parts.describe(), "sequences_per_row": 2, **counted, **self.parts.counts}
 
 
 def summed(rewards: Tensor) -> Tensor:

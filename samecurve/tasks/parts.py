@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from .. import corpus, sources
+from .. import corpus, sources, tokenizer
 from ..cache import location
 from ..config import Recipe
 from ..errors import DataError
 from ..pair_rows import PairRows
 from ..rows import Rows, SampleRows
+from . import Task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,30 @@ class Parts:
     def describe(self) -> dict[str, dict[str, int]]:
         parts = {"train": self.train, "held_out": self.held_out}
         return {name: describe_rows(rows) for name, rows in parts.items() if rows is not None}
+
+
+@dataclass
+class TextTask(Task):
+    """What every task is made of that reads no stream of tokens."""
+
+    tokenizer: PreTrainedTokenizerFast
+    parts: Parts
+
+    @property
+    def train(self) -> Rows:
+        return self.parts.train
+
+    @property
+    def held_out(self) -> Rows | None:
+        return self.parts.held_out
+
+    @property
+    def vocabulary_size(self) -> int:
+        return corpus.vocabulary_size(self.tokenizer)
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        return tokenizer.special_ids(self.tokenizer)
 
 
 def load(
@@ -91,7 +120,7 @@ def added(counts: Iterable[dict[str, int]]) -> dict[str, int]:
 
 def _describe(rows: Rows) -> dict[str, int]:
     counts = {"rows": len(rows), "documents": len(rows.stream.offsets) - 1, "tokens": len(rows.stream.tokens)}
-    if rows.stream.labels is None and not isinstance(rows, PairRows):
+    if rows.targets_are_tokens:
         counts["trained_tokens"] = rows.num_targets
     if isinstance(rows, (SampleRows, PairRows)):
         counts |= {

@@ -82,8 +82,8 @@ def test_header_says_what_runs():
 
 
 def test_a_row_of_a_pair_holds_two_answers():
-    lines = dict(header_lines({**FACTS, "recipe": {**FACTS["recipe"], "task": "dpo"}}))
-    assert lines["tokens"] == "32,768 per step = 64 pairs x 2 answers x 256"
+    lines = dict(header_lines({**FACTS, "data": {"sequences_per_row": 2}}))
+    assert lines["tokens"] == "32,768 per step = 64 rows x 2 texts x 256"
 
 
 def test_plain_lines_first_last_and_every_third():

@@ -1,0 +1,133 @@
+"""Rows to texts that belong together, and those to tokens: what embeddings are trained on."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from . import sources
+from .cache import digest
+from .corpus import Encoded, Encoder
+from .errors import DataError
+from .examples import text_of
+from .tables import rows, table_kind
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transformers import PreTrainedTokenizerFast
+
+    from .config import Data
+
+# Part of the cache key: raise it when the same rows give other tokens.
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Match:
+    """texts: the anchor, its positive, its hard negatives if any. place: of its row.
+
+    The anchor decides what is held out, so that one which stands in several rows is not on both sides.
+    """
+
+    place: str
+    texts: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return self.texts[0]
+
+
+@dataclass(frozen=True)
+class MatchSource(sources.Source):
+    """Tables whose rows are matches. columns: (key of the recipe, column) of each text, the anchor's first."""
+
+    columns: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def identity(self) -> str:
+        return json.dumps(self.columns)
+
+    def check(self) -> None:
+        """All rows once, so that a mistake in the last one is told before minutes of tokenising."""
+        sources.check_rows(
+            self.name, self._rows(), self._match, "each line of a jsonl file is one anchor and its positive"
+        )
+
+    def texts(self, document: Match) -> list[str]:
+        return list(document.texts)
+
+    def documents(self) -> Iterator[Match]:
+        return (self._match(place, row) for place, row in self._rows())
+
+    def _rows(self) -> Iterator[tuple[str, dict]]:
+        for file in self.files:
+            yield from _table(file)
+
+    def _match(self, place: str, row: dict) -> Match:
+        _, positive, *negatives = texts = tuple(text_of(place, key, column, row) for key, column in self.columns)
+        if positive in negatives:
+            (_, right), (_, wrong) = self.columns[1], self.columns[2 + negatives.index(positive)]
+            raise DataError(f"{place}: {right!r} and {wrong!r} are the same text; correct or remove the row")
+        return Match(place, texts)
+
+
+def find(name: str, data: Data) -> sources.Source:
+    """The matches behind `data.path`. Errors: as sources.find, and those of the first row's file."""
+    if name == sources.DOCSTRINGS:
+        from .functions import DocstringSource
+
+        return DocstringSource(name, sources.builtin_files())
+    files = sources.find(name, data.pattern).files
+    negatives = _negative_columns(files[0]) if data.negative_columns is None else data.negative_columns
+    columns = [("anchor_column", data.anchor_column), ("positive_column", data.positive_column)]
+    return MatchSource(name, files, columns=(*columns, *(("negative_columns", column) for column in negatives)))
+
+
+def _table(file: Path) -> Iterator[tuple[str, dict]]:
+    if table_kind(file) is None:
+        raise DataError(f"{file}: anchors and positives are the rows of a jsonl, json, parquet or csv file")
+    yield from rows(file)
+
+
+def _negative_columns(file: Path) -> list[str]:
+    """negative, negative_1, negative_2, ...: those of the first row, which decides for all."""
+    _, first = next(_table(file), ("", {}))
+    numbers = {
+        name: int(match[1] or 0) for name in map(str, first) if (match := re.fullmatch(r"negative(?:_(\d+))?", name))
+    }
+    return sorted(numbers, key=numbers.get)
+
+
+class MatchEncoder(Encoder):
+    """Each text as the tokenizer encodes it by itself, special tokens and all, cut to `sequence_length`.
+
+    The texts of a row stand one after the other, and segments say which one a token is from. A row with a text that
+    holds no token is left out.
+    """
+
+    counted = ("truncated_texts",)
+    segmented = True
+    ends_texts = False
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, sequence_length: int):
+        super().__init__(tokenizer)
+        self._rust.enable_truncation(sequence_length)
+        self.identity = digest(_VERSION, self.identity, sequence_length, "match")
+
+    def encode(self, documents: list[Match]) -> list[Encoded]:
+        encodings = iter(
+            self._rust.encode_batch(
+                [text for document in documents for text in document.texts], add_special_tokens=True
+            )
+        )
+        return [self._joined([next(encodings) for _ in document.texts]) for document in documents]
+
+    def _joined(self, encodings: list) -> Encoded:
+        self.counts["truncated_texts"] += sum(bool(encoding.overflowing) for encoding in encodings)
+        if any(all(encoding.special_tokens_mask) for encoding in encodings):
+            return Encoded([], segments=[])
+        ids = [token for encoding in encodings for token in encoding.ids]
+        return Encoded(ids, segments=[nth for nth, encoding in enumerate(encodings) for _ in encoding.ids])

@@ -1,0 +1,128 @@
+"""Embeddings of texts, by contrast: an anchor is to be closer to its positive than to all other rows' texts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+from torch.nn import functional
+
+from .. import contrast, corpus, retrieval, sources, tokenizer
+from ..architecture import Head
+from ..errors import DataError
+from ..loss import count_trained
+from ..records import write_json
+from ..retrieval_rows import GroupedRetrievalRows, RetrievalRows
+from . import parts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+    from transformers.utils import ModelOutput
+
+    from ..config import Recipe
+    from ..engines.base import EvalResult
+
+_DEPTH = 10  # of the mean reciprocal rank, as in the BEIR and MS MARCO benchmarks
+
+
+@dataclass
+class EmbedTask(parts.TextTask):
+    """Rows are read by their anchor, their positive and their negatives; those of all rows are every row's negatives.
+
+    So a row's loss needs the embeddings of the whole global batch, which `context` gives it.
+    """
+
+    recipe: Recipe
+
+    @property
+    def head(self) -> Head:
+        return Head("embedding", {"pad_token_id": self.tokenizer.pad_token_id})
+
+    def outputs(self, found: ModelOutput) -> Tensor:
+        return found.last_hidden_state
+
+    def features(self, states: Tensor, labels: Tensor, attention_mask: Tensor) -> Tensor:
+        """(rows, sequences per row * n): embeddings of length 1."""
+        pooled = contrast.pool(states, attention_mask, self.recipe.embed.pooling)
+        return functional.normalize(pooled, dim=-1).reshape(len(labels), -1)
+
+    def context(self, features: Tensor) -> dict[str, Tensor]:
+        found = contrast.info_nce_context(self._embeddings(features, self.train), self.recipe.embed.temperature)
+        return {"row_loss": found["row_loss"], "gradient": found["gradient"].flatten(1)}
+
+    def loss(
+        self, states: Tensor, labels: Tensor, attention_mask: Tensor, row_loss: Tensor, gradient: Tensor
+    ) -> Tensor:
+        linear = (self.features(states, labels, attention_mask) * gradient).sum()
+        return row_loss.sum() + (linear - linear.detach())
+
+    def count(self, labels: Tensor, attention_mask: Tensor) -> int:
+        return count_trained(labels)
+
+    def metrics(self, result: EvalResult) -> dict[str, float]:
+        """eval_loss in nats per row, of held-out rows in their order, as many at a time as a step has.
+
+        eval_accuracy_at_k: the part of the anchors whose positive is among the k nearest of all different held-out
+        positives and negatives; eval_mrr_at_10: the mean of 1 / its place there, 0 behind the tenth.
+        """
+        if result.tokens != len(self.held_out):
+            raise DataError(f"{result.tokens} held-out rows were evaluated, but the data hold {len(self.held_out)}")
+        embeddings = self._embeddings(result.features[: result.tokens], self.held_out)
+        batch, temperature = self.recipe.batch.global_batch_size, self.recipe.embed.temperature
+        loss = sum(contrast.info_nce(rows, temperature).double().sum().item() for rows in embeddings.split(batch))
+        ranks = contrast.ranks(embeddings, self.held_out.candidates()).double()
+        return {
+            "eval_loss": loss / result.tokens,
+            "eval_accuracy_at_1": (ranks <= 1).double().mean().item(),
+            "eval_accuracy_at_5": (ranks <= 5).double().mean().item(),
+            f"eval_mrr_at_{_DEPTH}": ((ranks <= _DEPTH) / ranks).mean().item(),
+            "eval_rows": result.tokens,
+        }
+
+    def describe(self) -> dict[str, object]:
+        counted = {"sequences_per_row": self.train.num_sequences, "empty_rows": self.parts.empty_documents}
+        return {**self.parts.describe(), "vocabulary_size": self.vocabulary_size, **counted, **self.parts.counts}
+
+    def write_beside(self, directory: Path, config: PreTrainedConfig) -> None:
+        """What sentence-transformers needs to load the export: how tokens become one vector."""
+        modules = ("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")
+        listed = [
+            {"idx": nth, "name": str(nth), "path": path, "type": f"sentence_transformers.models.{name}"}
+            for nth, (name, path) in enumerate(modules)
+        ]
+        (directory / "modules.json").write_text(json.dumps(listed, indent=2))
+        for _, path in modules[1:]:
+            (directory / path).mkdir()
+        names = {"cls": "cls_token", "mean": "mean_tokens", "last": "lasttoken"}
+        modes = {f"pooling_mode_{name}": key == self.recipe.embed.pooling for key, name in names.items()}
+        write_json(directory / "1_Pooling" / "config.json", {"word_embedding_dimension": config.hidden_size, **modes})
+        write_json(directory / "2_Normalize" / "config.json", {})
+        length = {"max_seq_length": self.recipe.batch.sequence_length, "do_lower_case": False}
+        write_json(directory / "sentence_bert_config.json", length)
+        write_json(directory / "config_sentence_transformers.json", {"similarity_fn_name": "cosine"})
+
+    def _embeddings(self, features: Tensor, rows: RetrievalRows) -> Tensor:
+        """(rows, texts, n)."""
+        return features.unflatten(1, (rows.num_sequences, -1))
+
+
+def load(recipe: Recipe) -> EmbedTask:
+    """Errors: see parts.load; DataError for a tokenizer without a token that pads."""
+
+    def find(path: str) -> sources.Source:
+        return retrieval.find(path, recipe.data)
+
+    text_tokenizer = tokenizer.padding(tokenizer.load(recipe, find))
+    length = recipe.batch.sequence_length
+
+    def make_rows(stream: corpus.TokenStream) -> RetrievalRows:
+        arguments = (stream, length, text_tokenizer.pad_token_id)
+        if not recipe.data.group_by_length:
+            return RetrievalRows(*arguments)
+        return GroupedRetrievalRows(*arguments, global_batch_size=recipe.batch.global_batch_size)
+
+    encoder = retrieval.MatchEncoder(text_tokenizer, length)
+    return EmbedTask(text_tokenizer, parts.load(recipe, encoder, find, make_rows), recipe)

@@ -1,0 +1,189 @@
+"""embed under every kind of strategy, against a loop written with transformers and torch alone.
+
+The loop takes the whole global batch in one piece: every anchor against the positives and negatives of all rows.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from harness import LLAMA, largest_relative_difference, long, relative_l2
+from test_tasks import BERT, STEPS, Setting, start
+from torch.nn import functional
+from transformers import AutoConfig, AutoModel, AutoTokenizer, get_cosine_with_min_lr_schedule_with_warmup
+
+from samecurve import recipe, tasks
+from samecurve.data import StepBatches
+
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+SEQUENCE_LENGTH, HELD_OUT, TEMPERATURE = 48, 21, 0.1
+COLUMNS = ("anchor", "positive", "negative")
+CLASSES = {"bert": "BertModel", "llama": "LlamaModel"}
+ENGINES = {"single": "{}", "ddp": "DistributedDataParallel", "fsdp": "FSDP{}"}
+POOLING = {"bert": "mean", "llama": "last"}
+
+
+@pytest.fixture(scope="module")
+def files(workspace) -> dict[str, Path]:
+    """Texts of very different lengths; a number of rows to evaluate on that no batch divides."""
+    draw = random.Random(3)
+    words = ["".join(draw.choices("abcdefgh", k=draw.randint(2, 6))) for _ in range(60)]
+
+    def text(known: list[str]) -> str:
+        return " ".join(draw.choices(known, k=draw.randint(1, 14)))
+
+    found = {}
+    for name, count in (("train", 100), ("held_out", HELD_OUT)):
+        found[name] = workspace.folder / f"matches_{name}.jsonl"
+        with open(found[name], "w") as file:
+            for number in range(count):
+                known, other = draw.sample(words, 5), draw.sample(words, 5)
+                row = {"anchor": f"{text(known)} {number}", "positive": text(known), "negative": text(other)}
+                file.write(json.dumps(row) + "\n")
+    return found
+
+
+@pytest.fixture(scope="module")
+def settings(workspace, files) -> Callable[[str], Setting]:
+    """Made when asked for: most of them are for the long tests."""
+    made = {}
+
+    def setting(family: str) -> Setting:
+        if family not in made:
+            made[family] = _setting(workspace, files, family)
+        return made[family]
+
+    return setting
+
+
+def _setting(workspace, files, family: str) -> Setting:
+    common = ["task=embed", f"steps={STEPS}", "checkpoint.every_steps=5", f"data.path={files['train']}"]
+    common += [f"data.cache_dir={workspace.folder / 'cache'}", "data.packing=false", "data.held_out_fraction=0"]
+    common += [f"evaluate={{path: {files['held_out']}, every_steps: {STEPS}}}"]
+    common += [f"embed={{temperature: {TEMPERATURE}, pooling: {POOLING[family]}}}"]
+    common += [f"batch.sequence_length={SEQUENCE_LENGTH}", "batch.micro_batch_size=2"]
+    tokenizer = tasks.load(recipe.load(str(workspace.recipe), common).recipe).tokenizer
+    fields = dict(BERT if family == "bert" else LLAMA)
+    config = AutoConfig.for_model(
+        fields.pop("model_type"), vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **fields
+    )
+    torch.manual_seed(1)
+    folder = workspace.folder / f"{family}_embed"
+    AutoModel.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    overrides = (*common, f"model={{path: {folder}}}", f"tokenizer={{path: {folder}}}")
+    return Setting(overrides, *plain_loop(workspace, files, family, overrides))
+
+
+def bare(folder: Path, family: str):
+    """Embeddings need no pooler, and one that nothing trains would be one parameter too many."""
+    options = {"add_pooling_layer": False} if family == "bert" else {}
+    return AutoModel.from_pretrained(folder, dtype=torch.float32, **options)
+
+
+def plain_loop(workspace, files, family, overrides):
+    found = recipe.load(str(workspace.recipe), overrides).recipe
+    model = bare(found.model.path, family).train()
+    tokenizer = AutoTokenizer.from_pretrained(found.model.path)
+    matrices, vectors = ([p for p in model.parameters() if (p.dim() >= 2) == wanted] for wanted in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
+    schedule = get_cosine_with_min_lr_schedule_with_warmup(optimizer, 5, STEPS, min_lr_rate=0.1)
+    rows = [json.loads(line) for line in files["train"].read_text().splitlines()]
+    steps = StepBatches(tasks.load(found).train, found.seed, found.batch, (0, 1), STEPS)
+    losses, norms, counts = [], [], []
+    for step in range(STEPS):
+        schedule.step()  # transformers counts updates from 0, and the update number 0 has the rate 0
+        together = [rows[index] for index in steps.rows_of(step)]
+        loss = contrasted([encoded(model, tokenizer, [row[name] for row in together], family) for name in COLUMNS])
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.8).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        counts.append(len(together))
+    return losses, norms, counts, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def encoded(model, tokenizer, texts: list[str], family: str):
+    """One text at a time, so there is no padding to go wrong with."""
+    found = []
+    for text in texts:
+        inputs = tokenizer(text, truncation=True, max_length=SEQUENCE_LENGTH, return_tensors="pt")
+        (states,) = model(input_ids=inputs["input_ids"]).last_hidden_state
+        found.append(states.mean(dim=0) if family == "bert" else states[-1])
+    return torch.stack(found)
+
+
+def contrasted(vectors):
+    anchors, *candidates = vectors
+    similarities = functional.cosine_similarity(anchors[:, None], torch.cat(candidates)[None], dim=-1)
+    return functional.cross_entropy(similarities / TEMPERATURE, torch.arange(len(anchors)))
+
+
+CASES = [("bert", name) for name in ("single", "ddp", "fsdp", "zero2", "zero3")]
+CASES += long(*(("llama", name) for name in ("single", "ddp", "fsdp", "zero2", "zero3")))
+
+
+@pytest.mark.parametrize(("family", "strategy"), CASES)
+def test_follows_the_plain_loop(family, strategy, workspace, settings):
+    """Though each rank reads two rows at a time: the loss is that of eight."""
+    expected = settings(family)
+    run = start(workspace, expected, strategy)
+    assert run.facts["strategy"] == strategy and run.facts["world_size"] == (1 if strategy == "single" else 2)
+    assert run.facts["engine"] == ENGINES.get(strategy, "DeepSpeedEngine").format(CLASSES[family])
+    assert run.column("tokens") == expected.counts == [8] * STEPS
+    assert largest_relative_difference(run.column("loss"), expected.losses) < 1e-5
+    assert largest_relative_difference(run.column("grad_norm"), expected.norms) < 1e-4
+    assert relative_l2(run.weights, expected.weights) < 1e-4
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_the_export_retrieves_what_the_run_says(strategy, workspace, files, settings):
+    """Counted here one text at a time, over 21 rows that two ranks shared."""
+    run = start(workspace, settings("bert"), strategy)
+    folder = run.directory / "model"
+    model, tokenizer = bare(folder, "bert").eval(), AutoTokenizer.from_pretrained(folder)
+    rows = [json.loads(line) for line in files["held_out"].read_text().splitlines()]
+    with torch.no_grad():
+        vectors = [encoded(model, tokenizer, [row[name] for row in rows], "bert") for name in COLUMNS]
+        losses = [contrasted(part) * len(part[0]) for part in zip(*(v.split(8) for v in vectors), strict=True)]
+    corpus = {}
+    for name, found in zip(COLUMNS[1:], vectors[1:], strict=True):
+        corpus |= {row[name]: vector for row, vector in zip(rows, found, strict=True)}
+    places = []
+    for row, anchor in zip(rows, vectors[0], strict=True):
+        near = sorted(corpus, key=lambda text: -functional.cosine_similarity(anchor, corpus[text], dim=0).item())
+        places.append(1 + near.index(row["positive"]))
+    measured = run.metrics[-1]
+    assert measured["eval_rows"] == HELD_OUT
+    assert measured["eval_loss"] == pytest.approx(sum(losses).item() / HELD_OUT, rel=1e-5)
+    assert measured["eval_accuracy_at_1"] == pytest.approx(sum(place <= 1 for place in places) / HELD_OUT)
+    assert measured["eval_accuracy_at_5"] == pytest.approx(sum(place <= 5 for place in places) / HELD_OUT)
+    inverse = sum(1 / place for place in places if place <= 10)
+    assert measured["eval_mrr_at_10"] == pytest.approx(inverse / HELD_OUT)
+
+
+@pytest.mark.full
+def test_a_run_goes_on_under_another_strategy(workspace, settings):
+    expected = settings("bert")
+    before = start(workspace, expected, "ddp")
+    run = workspace.resume(before, 5, "zero3", 2, *expected.overrides)
+    assert run.returncode == 0, run.output
+    assert run.facts["resumed_from"] and run.column("step") == list(range(1, STEPS + 1))
+    assert largest_relative_difference(run.column("loss"), expected.losses) < 1e-5
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("micro_batch_size", [1, 4])
+def test_the_micro_batch_decides_nothing(micro_batch_size, workspace, settings):
+    expected = settings("bert")
+    run = workspace.run("fsdp", 2, *expected.overrides, f"batch.micro_batch_size={micro_batch_size}")
+    assert run.returncode == 0, run.output
+    assert largest_relative_difference(run.column("loss"), expected.losses) < 1e-5
+    assert largest_relative_difference(run.column("grad_norm"), expected.norms) < 1e-4

@@ -1,0 +1,253 @@
+"""embed: rows, loss, gradient and metrics by hand, and every way in which rows or models cannot be used."""
+
+# ruff: noqa: E501 - a message stands in one piece, so that a search for it finds it
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+from transformers import AutoConfig, AutoModel, BertForMaskedLM
+
+from samecurve import contrast, model, retrieval, tasks
+from samecurve.config import Embed, Recipe
+from samecurve.corpus import TokenStream
+from samecurve.engines.base import EvalResult
+from samecurve.errors import ConfigurationError, DataError
+from samecurve.retrieval_rows import GroupedRetrievalRows, RetrievalRows
+
+BERT = {"model_type": "bert", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+BERT |= {"num_attention_heads": 2, "max_position_embeddings": 64}
+ROWS = [{"anchor": f"a{n} " * (n + 1), "positive": f"p{n}", "negative": f"n{n} x", "other": 0} for n in range(4)]
+
+
+def made(tmp_path, rows=ROWS, **changes) -> Recipe:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    fields = {
+        "task": "embed",
+        "output_dir": "unused",
+        "steps": 1,
+        "model": {"config": BERT},
+        "tokenizer": {"vocabulary_size": 300},
+        "data": {"path": str(path), "packing": False, "cache_dir": str(tmp_path / "cache"), **changes.pop("data", {})},
+        "batch": {"global_batch_size": 2, "sequence_length": 8},
+        "optimizer": {"learning_rate": 1e-3},
+    }
+    return Recipe.model_validate(fields | changes)
+
+
+def test_a_row_is_what_the_tokenizer_makes_of_each_of_its_texts(tmp_path):
+    task = tasks.load(made(tmp_path))
+    arrays = task.train[np.array([2, 0])]
+    assert arrays.inputs["input_ids"].shape == (2, 3, 8) and arrays.labels.tolist() == [0, 0]
+    assert (arrays.inputs["attention_mask"] == arrays.targets["attention_mask"]).all()
+    for place, index in enumerate((2, 0)):
+        for nth, column in enumerate(("anchor", "positive", "negative")):
+            ids = task.tokenizer(ROWS[index][column], truncation=True, max_length=8)["input_ids"]
+            kept = arrays.inputs["attention_mask"][place, nth] == 1
+            assert arrays.inputs["input_ids"][place, nth][kept].tolist() == ids
+    whole = [len(task.tokenizer(row[name])["input_ids"]) for row in ROWS for name in ("anchor", "positive", "negative")]
+    assert task.parts.counts == {"truncated_texts": sum(length > 8 for length in whole)} and max(whole) > 8
+    assert task.describe()["sequences_per_row"] == 3
+    assert task.train.num_inputs(np.arange(4)) == sum(arrays_of(task)["attention_mask"].ravel())
+
+
+def arrays_of(task) -> dict:
+    return task.train[np.arange(len(task.train))].inputs
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        ({"negative_10": "x", "negative_2": "y", "negatives": "z"}, ["negative_2", "negative_10"]),
+        ({"negative": "x", "negative_1": "y"}, ["negative", "negative_1"]),
+        ({"note": "x"}, []),
+    ],
+)
+def test_which_columns_are_negatives(tmp_path, columns, expected):
+    task = tasks.load(made(tmp_path, [{"anchor": f"a{n}", "positive": f"p{n}", **columns} for n in range(2)]))
+    assert task.train.num_sequences == 2 + len(expected)
+    for nth, column in enumerate(expected, start=2):
+        ids = task.tokenizer(columns[column])["input_ids"]
+        assert arrays_of(task)["input_ids"][0, nth][: len(ids)].tolist() == ids
+    named = {"negative_columns": [], "anchor_column": "positive", "positive_column": "anchor"}
+    swapped = tasks.load(made(tmp_path, ROWS, data=named))
+    assert swapped.train.num_sequences == 2 and swapped.train.fingerprint != task.train.fingerprint
+
+
+def stream(*rows: list[list[int]]) -> TokenStream:
+    """rows of texts of tokens"""
+    tokens = [token for row in rows for text in row for token in text]
+    segments = [nth for row in rows for nth, text in enumerate(row) for _ in text]
+    offsets = np.cumsum([0] + [sum(map(len, row)) for row in rows])
+    return TokenStream(np.array(tokens, np.uint16), offsets, "s", segments=np.array(segments, np.uint8))
+
+
+def test_rows_and_their_candidates_by_hand():
+    rows = RetrievalRows(stream([[1], [2, 3], [4]], [[5, 6], [4], [2, 3]], [[7], [2], [3]]), 4, padding_token=9)
+    ids = rows[np.array([1])].inputs["input_ids"]
+    assert ids.tolist() == [[[5, 6, 9, 9], [4, 9, 9, 9], [2, 3, 9, 9]]]
+    assert (len(rows), rows.num_targets, rows.num_sequences) == (3, 3, 3)
+    assert rows.sizes.tolist() == [2, 2, 1] and rows.num_inputs(np.array([0, 2])) == 4 + 3
+    first, second, third = rows.candidates().tolist()
+    assert first == second[::-1] and len({*first, *third}) == 4
+    grouped = GroupedRetrievalRows(rows.stream, 4, 9, global_batch_size=2)
+    assert grouped.width(np.array([0, 1])) == 4
+
+
+# anchor and positive are the same in both rows: (1, 0) and (0, 1)
+UNIT = torch.tensor([[[1.0, 0.0], [1.0, 0.0]], [[0.0, 1.0], [0.0, 1.0]]])
+
+
+def test_the_loss_by_hand():
+    """Cosines [[1, 0], [0, 1]] over 0.5 are [[2, 0], [0, 2]]: -log(e^2 / (e^2 + 1)) = log(1 + e^-2) each."""
+    found = contrast.info_nce(UNIT, temperature=0.5)
+    assert found.tolist() == pytest.approx([math.log(1 + math.exp(-2))] * 2)
+    # a hard negative of the first row, like the second anchor, is one of the second row's candidates too
+    negatives = torch.tensor([[[0.0, 1.0]], [[-1.0, 0.0]]])
+    found = contrast.info_nce(torch.cat([UNIT, negatives], dim=1), temperature=1.0)
+    e = math.e
+    assert found.tolist() == pytest.approx([-math.log(e / (e + 1 + 1 + 1 / e)), -math.log(e / (1 + e + e + 1))])
+
+
+def test_the_context_has_the_loss_and_its_gradient_in_any_number_of_parts(monkeypatch):
+    torch.manual_seed(0)
+    leaf = functional.normalize(torch.randn(7, 4, 5), dim=-1).requires_grad_()
+    losses = contrast.info_nce(leaf, 0.1)
+    losses.sum().backward()
+    for anchors in (1024, 3):
+        monkeypatch.setattr(contrast, "_ANCHORS", anchors)
+        with torch.no_grad():
+            found = contrast.info_nce_context(leaf, 0.1)
+        torch.testing.assert_close(found["row_loss"], losses.detach())
+        torch.testing.assert_close(found["gradient"], leaf.grad)
+
+
+def test_the_tasks_loss_is_that_of_all_rows_with_its_gradient(tmp_path):
+    """Also where the rows come in two parts, and with the tokens' states as what is trained."""
+    task = tasks.load(made(tmp_path))
+    torch.manual_seed(0)
+    states = torch.randn(12, 8, 6, requires_grad=True)
+    mask = torch.from_numpy(arrays_of(task)["attention_mask"]).flatten(0, 1)
+    labels = torch.zeros(4, dtype=torch.long)
+    pooled = (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+    whole = contrast.info_nce(functional.normalize(pooled, dim=-1).reshape(4, 3, 6), 0.05).sum()
+    (expected,) = torch.autograd.grad(whole, states)
+    context = task.context(task.features(states, labels, mask).detach())
+    total = 0.0
+    for rows in (slice(0, 1), slice(1, 4)):
+        texts = slice(3 * rows.start, 3 * rows.stop)
+        part = {name: value[rows] for name, value in context.items()}
+        loss = task.loss(states[texts], labels[rows], mask[texts], **part)
+        assert loss.item() == pytest.approx(context["row_loss"][rows].sum().item())
+        total = total + loss
+    assert total.item() == pytest.approx(whole.item(), rel=1e-6)
+    torch.testing.assert_close(torch.autograd.grad(total, states)[0], expected)
+    assert task.count(labels, mask) == 4
+
+
+@pytest.mark.parametrize(("pooling", "expected"), [("mean", [2.0, 3.0]), ("cls", [1.0, 3.0]), ("last", [3.0, 3.0])])
+def test_pooling_by_hand(pooling, expected):
+    states = torch.tensor([[1.0, 2.0, 3.0, 99.0], [3.0, 99.0, 99.0, 99.0]], dtype=torch.bfloat16)[..., None]
+    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])
+    assert contrast.pool(states, mask, pooling).tolist() == [[value] for value in expected]
+
+
+def test_metrics_by_hand(tmp_path):
+    """Four rows on a circle. The third row's positive is behind one nearer text; the fourth's text is the first's."""
+    task = tasks.load(made(tmp_path, [{"anchor": f"a{n}", "positive": f"p{n % 3}"} for n in range(4)]))
+    task.parts = task.parts.__class__(task.train, task.train, 0, {})
+    degrees = torch.tensor([[0, 10], [50, 60], [62, 80], [0, 10.0]])
+    angles = torch.deg2rad(degrees)
+    embeddings = torch.stack([angles.cos(), angles.sin()], dim=-1)
+    filled = torch.cat([embeddings, embeddings[:1]]).flatten(1)
+    metrics = task.metrics(EvalResult(math.nan, 4, features=filled))
+    pairs = [contrast.info_nce(part, 0.05).mean().item() for part in embeddings.split(2)]
+    assert metrics == {
+        "eval_loss": pytest.approx(sum(pairs) / 2),
+        "eval_accuracy_at_1": 0.75,
+        "eval_accuracy_at_5": 1.0,
+        "eval_mrr_at_10": pytest.approx((1 + 1 + 1 / 2 + 1) / 4),
+        "eval_rows": 4,
+    }
+    with pytest.raises(DataError, match="5 held-out rows were evaluated, but the data hold 4"):
+        task.metrics(EvalResult(math.nan, 5, features=filled))
+
+
+A = {"anchor": "a", "positive": "p", "negative": "n"}
+BAD = [
+    ([A, {"anchor": "b", "negative": "n"}], {}, "rows.jsonl:2: no column 'positive', found: anchor, negative; set data.positive_column"),
+    ([{"anchors": "b", "positive": "p"}], {}, "rows.jsonl:1: no column 'anchor', found: anchors, positive; did you mean data.anchor_column=anchors?"),
+    ([A, {"anchor": "b", "positive": "p"}], {}, "rows.jsonl:2: no column 'negative', found: anchor, positive; set data.negative_columns"),
+    ([A, {**A, "negative": None}], {}, "rows.jsonl:2: 'negative' is None, not text; correct or remove the row"),
+    ([A, {**A, "anchor": " "}], {}, "rows.jsonl:2: 'anchor' is empty; fill or remove the row"),
+    ([A, {**A, "negative": "p"}], {}, "rows.jsonl:2: 'positive' and 'negative' are the same text; correct or remove the row"),
+    ([A], {"negative_columns": ["hard"]}, "rows.jsonl:1: no column 'hard', found: anchor, positive, negative; set data.negative_columns"),
+    (["{"], {}, "rows.jsonl:1: column 2: not JSON"),
+    ([], {}, "holds no row"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "data", "message"), BAD)
+def test_what_cannot_be_used_is_told_with_its_place(tmp_path, rows, data, message):
+    with pytest.raises(DataError) as caught:
+        tasks.load(made(tmp_path, rows, data=data))
+    assert message in str(caught.value)
+
+
+def test_an_anchor_is_on_one_side_only(tmp_path):
+    rows = [{"anchor": f"question {n // 5}", "positive": f"answer {n}"} for n in range(100)]
+    task = tasks.load(made(tmp_path, rows, data={"held_out_fraction": 0.3}))
+    assert len(task.train) % 5 == len(task.held_out) % 5 == 0 and len(task.held_out) > 0
+
+
+def test_the_standard_library_is_something_to_search_in(tmp_path):
+    found = list(retrieval.find("builtin:python-docstrings", made(tmp_path).data).documents())
+    texts = [text for match in found for text in match.texts]
+    assert len(found) > 3000 and len(set(texts)) == len(texts)
+    for match in found[::100]:
+        summary, code = match.texts
+        assert ast.get_docstring(ast.parse(code).body[0]) is None and "\n" not in summary
+
+
+def skeleton(recipe, task):
+    return model.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
+
+
+def test_a_pretrained_base_is_found_under_any_prefix_and_has_no_pooler(tmp_path):
+    task = tasks.load(made(tmp_path))
+    config = AutoConfig.for_model(**BERT, vocab_size=task.vocabulary_size)
+    for name, stored in (("with_head", BertForMaskedLM(config)), ("bare", AutoModel.from_config(config))):
+        folder = tmp_path / name
+        stored.save_pretrained(folder)
+        recipe = made(tmp_path, model={"path": str(folder)})
+        shape, found = skeleton(recipe, task), {}
+        model.fill(shape, recipe, lambda name, tensor, found=found: found.update({name: tensor.clone()}))
+        expected = dict(AutoModel.from_pretrained(folder, add_pooling_layer=False).named_parameters())
+        assert type(shape).__name__ == "BertModel" and found.keys() >= expected.keys()
+        assert not any("pooler" in name for name in found)
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_models_that_do_not_fit(tmp_path):
+    fields = {"model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    recipe = made(tmp_path, model={"config": fields})
+    with pytest.raises(ConfigurationError, match="t5 is not a model that gives each token of a text a state"):
+        skeleton(recipe, tasks.load(recipe))
+
+
+def test_what_sentence_transformers_is_told(tmp_path):
+    task = tasks.load(made(tmp_path, embed=Embed(pooling="last").model_dump()))
+    task.write_beside(tmp_path, AutoConfig.for_model(**BERT))
+    listed = json.loads((tmp_path / "modules.json").read_text())
+    assert [module["path"] for module in listed] == ["", "1_Pooling", "2_Normalize"]
+    pooling = json.loads((tmp_path / "1_Pooling" / "config.json").read_text())
+    assert pooling["word_embedding_dimension"] == 16
+    assert [name for name, used in pooling.items() if used is True] == ["pooling_mode_lasttoken"]
+    assert json.loads((tmp_path / "sentence_bert_config.json").read_text())["max_seq_length"] == 8

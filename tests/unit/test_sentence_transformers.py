@@ -1,0 +1,114 @@
+"""embed's loss, gradient, metrics and export against those of sentence-transformers.
+
+It is no dependency of this repository: scripts/test.sh --full installs it into a folder of its own, which
+SAMECURVE_SENTENCE_TRANSFORMERS names, and it runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_embed import BERT, made
+
+from samecurve import export, model, tasks
+from samecurve.config import Embed
+from samecurve.engines.base import EvalResult
+
+pytestmark = pytest.mark.full
+FOLDER = os.environ.get("SAMECURVE_SENTENCE_TRANSFORMERS", "")
+COLUMNS = ("anchor", "positive", "negative_1", "negative_2")
+PROGRAM = """
+import json, sys
+import torch
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
+from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+
+folder, temperature = sys.argv[1], float(sys.argv[2])
+rows = [json.loads(line) for line in open(f"{folder}/rows.jsonl")]
+model = SentenceTransformer(f"{folder}/model", device="cpu").eval()
+loss = MultipleNegativesRankingLoss(model, scale=1 / temperature)
+columns = [[row[name] for row in rows] for name in sys.argv[3:]]
+value = loss([dict(model.preprocess(texts)) for texts in columns], None)
+value.backward()
+corpus = {text: text for texts in columns[1:] for text in texts}
+queries = {str(n): text for n, text in enumerate(columns[0])}
+relevant = {str(n): {text} for n, text in enumerate(columns[1])}
+evaluator = InformationRetrievalEvaluator(queries, corpus, relevant, accuracy_at_k=[1, 5], mrr_at_k=[10])
+found = {
+    "embeddings": model.encode(columns[0], convert_to_numpy=True).tolist(),
+    "loss": value.item(),
+    "gradient": {n: p.grad.tolist() for n, p in model[0].auto_model.named_parameters() if p.grad is not None},
+    "metrics": evaluator(model),
+}
+json.dump(found, open(f"{folder}/found.json", "w"))
+"""
+
+
+def rows() -> list[dict]:
+    """Texts of different lengths, some too long for a row, some positives twice."""
+    draw = np.random.default_rng(4)
+
+    def text() -> str:
+        return " ".join(draw.choice(list("abcdefgh"), draw.integers(1, 12)))
+
+    found = [dict.fromkeys(COLUMNS) | {name: f"{text()} {n} {name}" for name in COLUMNS} for n in range(12)]
+    found[5]["positive"] = found[3]["positive"]
+    found[7]["negative_1"] = found[3]["positive"]
+    return found
+
+
+@pytest.mark.skipif(
+    not Path(FOLDER, "sentence_transformers").is_dir(),
+    reason="SAMECURVE_SENTENCE_TRANSFORMERS names no folder that sentence-transformers is installed in",
+)
+@pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
+def test_loss_gradient_metrics_and_export_are_those_of_sentence_transformers(tmp_path, pooling):
+    temperature = 0.07
+    recipe = made(tmp_path, rows(), embed=Embed(pooling=pooling, temperature=temperature).model_dump())
+    task = tasks.load(recipe)
+    whole, features = exported(recipe, task, tmp_path / "model")
+    environment = {**os.environ, "PYTHONPATH": FOLDER, "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path), str(temperature), *COLUMNS]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+
+    torch.testing.assert_close(features[:, :16], torch.tensor(found["embeddings"]), atol=1e-6, rtol=1e-5)
+    context = task.context(features.detach())
+    assert context["row_loss"].mean().item() == pytest.approx(found["loss"], rel=1e-5)
+    (features * context["gradient"]).sum().div(len(features)).backward()
+    ours = {name: p.grad for name, p in whole.named_parameters()}
+    assert found["gradient"].keys() == ours.keys()
+    for name, gradient in found["gradient"].items():
+        torch.testing.assert_close(ours[name], torch.tensor(gradient), atol=1e-6, rtol=1e-4)
+
+    task.parts = task.parts.__class__(task.train, task.train, 0, {})
+    measured = task.metrics(EvalResult(float("nan"), len(features), features=features.detach()))
+    for ours, theirs in (("accuracy_at_1", "accuracy@1"), ("accuracy_at_5", "accuracy@5"), ("mrr_at_10", "mrr@10")):
+        assert measured[f"eval_{ours}"] == pytest.approx(found["metrics"][f"cosine_{theirs}"]), ours
+
+
+def exported(recipe, task, folder: Path):
+    """A new model, written as a run does, and the features of all rows by it."""
+    skeleton = model.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
+    whole = model.build(type(skeleton), skeleton.config, torch.device("cpu")).eval()
+    tensors = dict(whole.named_parameters()) | dict(whole.named_buffers())
+    with torch.no_grad():
+        model.fill(
+            skeleton, recipe, lambda name, tensor: tensors[name].copy_(3 * tensor if "weight" in name else tensor)
+        )
+    export.export(whole.named_parameters(), skeleton, task.tokenizer, folder, True, write_beside=task.write_beside)
+    arrays = task.train[np.arange(len(task.train))]
+    inputs = {name: torch.from_numpy(array).flatten(0, 1) for name, array in arrays.inputs.items()}
+    labels = torch.zeros(len(task.train), dtype=torch.long)
+    states = task.outputs(whole(**inputs))
+    assert states.shape[-1] == BERT["hidden_size"]
+    return whole, task.features(states, labels, inputs["attention_mask"])
