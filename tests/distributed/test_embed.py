@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -167,6 +168,19 @@ def test_the_export_retrieves_what_the_run_says(strategy, workspace, files, sett
     assert measured["eval_accuracy_at_5"] == pytest.approx(sum(place <= 5 for place in places) / HELD_OUT)
     inverse = sum(1 / place for place in places if place <= 10)
     assert measured["eval_mrr_at_10"] == pytest.approx(inverse / HELD_OUT)
+
+
+@pytest.mark.parametrize("data", [False, *long(True)])
+def test_the_run_is_measured_again_by_itself(data, workspace, files, settings, tmp_path):
+    """In one process, and as well where the data are named."""
+    run = start(workspace, settings("bert"), "ddp")
+    given = [str(files["held_out"])] if data else []
+    command = [sys.executable, "-m", "samecurve", "evaluate", str(run.directory), *given, "--json"]
+    done = workspace.execute([*command, str(tmp_path / "found.json")], run.directory)
+    assert done.returncode == 0, done.output
+    found = json.loads((tmp_path / "found.json").read_text())["metrics"]
+    assert found == {name: pytest.approx(run.metrics[-1][name], rel=1e-6) for name in found}
+    assert {"eval_loss", "eval_accuracy_at_5"} <= found.keys()
 
 
 @pytest.mark.full
