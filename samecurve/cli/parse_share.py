@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING
 
 from .. import sources
 from ..errors import ConfigurationError
-from ..functions import Function, FunctionSource, function
+from ..functions import Function, FunctionSource, PreferenceSource, function
 from .writer import Writer, Writing, load
 
 if TYPE_CHECKING:
     from ..config import Recipe
+    from ..conversations import Conversation
+    from ..preferences import Pair
 
 BATCH = 16
 LONGEST, TEMPERATURE = 256, 0.5
@@ -62,10 +64,12 @@ def held_out_prompts(count: int, recipe: Recipe | None) -> list[str]:
     """Raises ConfigurationError when the run held fewer out, or trained on them."""
     if count < 1:
         raise ConfigurationError(f"--share_that_parses: found {count}, at least 1 is needed")
-    trained = recipe is not None and recipe.data.path == sources.FUNCTIONS
+    path = None if recipe is None else recipe.data.path
+    trained = path in (sources.FUNCTIONS, sources.PREFERENCES)
     fraction = sources.held_out_fraction(recipe) if trained else 1.0
-    documents = FunctionSource(sources.FUNCTIONS, sources.builtin_files()).documents()
-    held_out = {str(d): d.messages[0]["content"] for d in documents if sources.is_held_out(str(d), fraction)}
+    source = PreferenceSource if path == sources.PREFERENCES else FunctionSource
+    documents = source(path if trained else sources.FUNCTIONS, sources.builtin_files()).documents()
+    held_out = {str(d): _prompt(d) for d in documents if sources.is_held_out(str(d), fraction)}
     if len(held_out) < count:
         raise ConfigurationError(
             f"--share_that_parses: found {count}, but the run held out {len(held_out)} functions of "
@@ -73,6 +77,10 @@ def held_out_prompts(count: int, recipe: Recipe | None) -> list[str]:
         )
     chosen = heapq.nsmallest(count, held_out, key=lambda text: hashlib.sha256(text.encode()).digest())
     return [held_out[text] for text in chosen]
+
+
+def _prompt(document: Conversation | Pair) -> str:
+    return getattr(document, "chosen", document).messages[0]["content"]
 
 
 def written(writer: Writer, prompts: Sequence[str], how: Writing, seed: int) -> list[Answer]:

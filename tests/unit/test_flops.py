@@ -36,6 +36,12 @@ def test_llama_by_hand(tied, recompute, expected):
     assert token_flops(model, sequence_length=8, recompute=recompute) == expected
 
 
+def test_a_forward_pass_that_comes_first_is_work_of_the_hardware_alone():
+    model = on_meta(LlamaForCausalLM, LlamaConfig(**LLAMA))
+    once, twice = (token_flops(model, 8, False, forward_first=first) for first in (False, True))
+    assert twice == TokenFlops(once.model, once.hardware + 2 * 4240 + 1024)
+
+
 def test_heads_wider_than_the_hidden_size():
     narrow = on_meta(LlamaForCausalLM, LlamaConfig(**LLAMA))
     wide = on_meta(LlamaForCausalLM, LlamaConfig(**LLAMA, head_dim=32))

@@ -7,6 +7,7 @@ import io
 import json
 import shlex
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -205,6 +206,16 @@ def test_prompts_are_held_out_ones(library):
     assert len(parse_share.held_out_prompts(2, None)) == 2
     with pytest.raises(cli.ConfigurationError, match="held out 2 functions"):
         parse_share.held_out_prompts(3, None)
+
+
+@pytest.mark.parametrize("path", ["builtin:python-functions", "builtin:python-preferences"])
+def test_prompts_that_a_run_trained_on_are_not_asked(path, library, monkeypatch):
+    data = SimpleNamespace(path=path, held_out_fraction=0.5)
+    recipe = SimpleNamespace(data=data, evaluate=SimpleNamespace(path=None))
+    asked = []
+    monkeypatch.setattr(parse_share.sources, "is_held_out", lambda text, part: asked.append((text, part)) or True)
+    assert len(parse_share.held_out_prompts(2, recipe)) == 2
+    assert all(part == 0.5 and ("\0" in text) == path.endswith("preferences") for text, part in asked)
 
 
 DOCUMENTED = 'def f(a):\n    """What it does."""'
