@@ -58,6 +58,7 @@ def decisive(plan: Plan, skeleton: PreTrainedModel, task: Task) -> dict:
         "versions": versions(),
         **identity(skeleton.config, task),
         "adapter": _adapter(plan.recipe),
+        "reference": _reference(plan.recipe, task),
     }
 
 
@@ -69,6 +70,16 @@ def _adapter(recipe: Recipe) -> dict | None:
     from .model import weight_files
 
     return recipe.adapter.model_dump() | {"base_model": fingerprint(weight_files(recipe.model.path))}
+
+
+def _reference(recipe: Recipe, task: Task) -> str | None:
+    """The pretrained weights that a task compares the model with, wherever they lie now."""
+    if not task.has_reference or recipe.model.path is None:
+        return None
+    from .adapter import fingerprint
+    from .model import weight_files
+
+    return fingerprint(weight_files(recipe.model.path))
 
 
 def _typed(arguments: Sequence[str]) -> dict:

@@ -6,12 +6,13 @@ is needed. With an adapter that is the base model: a new adapter adds nothing (i
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from .adapter import fingerprint
 from .cache import cached, digest, location
 from .checkpoint.changes import identity
 from .data import EvaluationBatches
-from .errors import DataError, NumericError
+from .errors import DataError, NumericError, SamecurveError
 from .facts import versions
 from .model import weight_files
 
@@ -61,8 +62,11 @@ def provide(
         progress = partial(_progress, f"reference log-probabilities of {len(rows):,} {title} pairs", world.is_main)
         values = compute(rows, engine, recipe.batch.micro_batch_size, alive, progress)
         _check_finite(values, title)
-        cached(target, lambda folder: np.save(folder / _FILE, values))
-    rows.reference = _read(target / _FILE, len(rows))
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            _together(world, lambda: cached(target, lambda folder: np.save(folder / _FILE, values)))
+        else:
+            _together(world, lambda: None)
+    rows.reference = _together(world, lambda: _read(target / _FILE, len(rows)))
 
 
 def model_key(recipe: Recipe, skeleton: PreTrainedModel, task: Task) -> str:
@@ -93,6 +97,19 @@ def compute(
             done(stop / len(batches))
     # each shard has the rows that follow those of the one before it
     return found.reshape(-1, 2)[: len(rows)]
+
+
+def _together(world: World, call: Callable[[], Any]) -> Any:
+    """What `call` returns. An error of one rank is raised on all of them; none goes on before all have called."""
+    result, problem = None, None
+    try:
+        result = call()
+    except SamecurveError as error:
+        problem = error
+    verdict = next((found for found in world.exchange(problem) if found is not None), None)
+    if verdict is not None:
+        raise verdict
+    return result
 
 
 def _check_finite(values: np.ndarray, title: str) -> None:

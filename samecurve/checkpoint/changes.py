@@ -35,6 +35,10 @@ def refusals(saved: dict, now: dict) -> list[str]:
     found += [f"data, which is not what it was: {text}" for _, text in _differences(saved["data"], now["data"])]
     before, after = ({"adapter": facts.get("adapter")} for facts in (saved, now))
     found += [text for _, text in _differences(before, after)]
+    if "reference" in saved and saved["reference"] != now["reference"]:
+        found.append(
+            "model.path: not the weights that the run began with, which its loss compares the model with; name those"
+        )
     if now["recipe"]["steps"] < saved["step"]:
         found.append(f"steps: {now['recipe']['steps']}, but the checkpoint is after step {saved['step']}")
     return found

@@ -51,6 +51,13 @@ def test_a_field_that_another_version_of_transformers_added_is_told():
     assert changes(SAVED, after) == ["model.new_default, which one version of transformers does not know"]
 
 
+def test_another_reference_is_refused_and_an_older_checkpoint_has_none():
+    before = now(reference="abc")
+    assert refusals(before, now(reference="abc")) == refusals(SAVED, now(reference=None)) == []
+    (told,) = refusals(before, now(reference="xyz"))
+    assert told.startswith("model.path: not the weights that the run began with")
+
+
 def test_what_may_not_change_is_refused_all_at_once():
     after = now(recipe__seed=1, model__rope__theta=2.0, data__rows="xyz", recipe__steps=30)
     assert refusals(SAVED, after) == [

@@ -11,7 +11,7 @@ from test_preferences import stream
 
 from samecurve import reference
 from samecurve.data import EvaluationBatches, MicroBatch
-from samecurve.errors import DataError, NumericError
+from samecurve.errors import DataError, NumericError, StorageError
 from samecurve.pair_rows import AnswerRows, GroupedAnswerRows
 from samecurve.world import World
 
@@ -95,4 +95,11 @@ def test_a_damaged_file_is_told(damage, tmp_path):
     else:
         np.save(file, np.full((11 if damage == "nan" else 10, 2), np.nan if damage == "nan" else 0.0))
     with pytest.raises(DataError, match=f"{file.parent}"):
+        give(rows, Ranks(rows, 1), tmp_path)
+
+
+def test_a_cache_that_cannot_be_written_is_told(tmp_path):
+    (tmp_path / "references").write_text("a file where the folder would be")
+    rows = AnswerRows(stream(*PAIRS), 8, 0)
+    with pytest.raises(StorageError, match="the cache could not be written"):
         give(rows, Ranks(rows, 1), tmp_path)
