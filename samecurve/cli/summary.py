@@ -64,6 +64,7 @@ def commands(directory: Path, facts: dict) -> list[tuple[str, str]]:
     if (directory / "model").is_dir():
         start = launch(facts["strategy_path"], world_size, [recipe, *continued(overrides, directory)])
         found.append(("let it write", f"python -m samecurve generate {quoted(directory)}"))
+        found.append(("share it", f"python -m samecurve export {quoted(directory)} --dtype bf16"))
         found.append(("go on from its weights", start))
     other = another(facts["strategy"])
     again = [recipe, *_without(overrides, ("output_dir",)), f"output_dir={directory}-{other}"]
