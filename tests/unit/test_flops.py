@@ -38,7 +38,7 @@ def test_llama_by_hand(tied, recompute, expected):
 
 def test_a_forward_pass_that_comes_first_is_work_of_the_hardware_alone():
     model = on_meta(LlamaForCausalLM, LlamaConfig(**LLAMA))
-    once, twice = (token_flops(model, 8, False, forward_first=first) for first in (False, True))
+    once, twice = (token_flops(model, 8, False, rehearsed=first) for first in (False, True))
     assert twice == TokenFlops(once.model, once.hardware + 2 * 4240 + 1024)
 
 
