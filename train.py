@@ -62,12 +62,12 @@ def train(session) -> None:
                 updates = session.roll_back(updates)
             if session.held_out and due(step, recipe.evaluate.every_steps, recipe.steps):
                 session.watch.phase("evaluate", step)
-                metrics = session.evaluate()
+                metrics = session.held_out.metrics(engine, session.task)
                 progress.evaluation(step, metrics)
                 record |= metrics
                 meter.start()
 
-            here = Position(step, updates, batches.samples, meter.state, record)
+            here = Position(step, updates, batches.samples, meter.state, record, batches.anchor)
             if checkpoints.due(step, recipe.steps):
                 session.watch.phase("save", step)
                 record |= checkpoints.save(engine, here, wait=step == recipe.steps)

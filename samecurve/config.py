@@ -81,9 +81,10 @@ class MixtureSource(Section):
 class Data(Section):
     """sft reads `messages_column`, or `prompt_column` and `completion_column`; the other tasks read `text_column`.
 
-    `mixture`: several data sets in place of `path`. classify also reads `text_pair_column` and `label_column`; `labels`
-    names its classes in their order. dpo and reward read `prompt_column`, `chosen_column` and `rejected_column`; embed
-    `anchor_column`, `positive_column` and `negative_columns`, None: those of the first row.
+    `mixture`: several data sets in place of `path`. `streaming`: text is tokenised while training goes on. classify
+    also reads `text_pair_column` and `label_column`; `labels` names its classes in their order. dpo and reward read
+    `prompt_column`, `chosen_column` and `rejected_column`; embed `anchor_column`, `positive_column` and
+    `negative_columns`, None: those of the first row.
     """
 
     path: Name | None = None
@@ -106,6 +107,8 @@ class Data(Section):
     packing: bool = True
     group_by_length: bool = False
     held_out_fraction: float = Field(0.0, ge=0.0, lt=1.0)
+    streaming: bool = False
+    shuffle_buffer_mib: float = Field(64.0, gt=0)
     cache_dir: str | None = None
 
     @property

@@ -128,8 +128,13 @@ def load(source: Source, encoder: Encoder, held_out_fraction: float, cache: Path
     Errors: DataError for unusable data, StorageError when the cache cannot be written.
     """
     key = digest(_VERSION, fingerprint(source, cache), source.identity, held_out_fraction, encoder.identity)
+    return load_into(cache / "tokens" / key, key, source, encoder, held_out_fraction)
+
+
+def load_into(target: Path, key: str, source: Source, encoder: Encoder, held_out_fraction: float) -> Corpus:
+    """The same in a folder of the caller's choice. key: changes when the tokens do."""
     build = partial(_write, source=source, encoder=encoder, held_out_fraction=held_out_fraction)
-    directory = cached(cache / "tokens" / key, build)
+    directory = cached(target, build)
     meta = json.loads((directory / "meta.json").read_text())
     train, held_out = (_map(directory, part, meta, key) for part in PARTS)
     return Corpus(train, held_out, meta["empty_documents"], meta["counts"])
@@ -241,7 +246,7 @@ def reading(title: str, source: Source) -> Iterator[Callable[[list], None]]:
     from rich.console import Console
     from rich.progress import Progress
 
-    console = Console(quiet=not prints(), soft_wrap=True)
+    console = Console(quiet=source.quiet or not prints(), soft_wrap=True)
     began = last_line = time.perf_counter()
     num_documents = num_bytes = 0
 

@@ -56,7 +56,8 @@ class StepBatches:
 
     A pure function of the step: step s reads the global positions [s * G, (s + 1) * G), G = batch.global_batch_size,
     whatever the shard and the micro-batch. shard: (data-parallel rank, data-parallel size); G must divide into them,
-    which the configuration has checked. start_step, start_samples: where a run goes on; nothing before it is looked at.
+    which the configuration has checked. start_step, start_samples, anchor: where a run goes on; nothing before
+    it is looked at.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class StepBatches:
         num_steps: int,
         start_step: int = 0,
         start_samples: int | None = None,
+        anchor: dict[str, int] | None = None,
     ):
         self.rows, self.seed, self.batch, self.shard = rows, seed, batch, shard
         self.num_steps = num_steps
@@ -75,12 +77,18 @@ class StepBatches:
         given = start_step * batch.global_batch_size if start_samples is None else start_samples
         self._origin = given - start_step * batch.global_batch_size  # not 0 when the batch's size was another before
         self.last_wait_seconds = 0.0
+        rows.plan(seed, batch.global_batch_size, num_steps, anchor or {})
         assert batch.global_batch_size % (batch.micro_batch_size * shard[1]) == 0
 
     @property
     def samples(self) -> int:
         """Rows consumed by all ranks, this step's included."""
         return self._origin + self.step * self.batch.global_batch_size
+
+    @property
+    def anchor(self) -> dict[str, int]:
+        """What the rows need to go on from here, beside `samples` (Rows.anchor)."""
+        return self.rows.anchor(self.samples)
 
     @property
     def num_inputs(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 
@@ -50,7 +51,32 @@ def _rounded(numbers: np.ndarray, share: Fraction) -> np.ndarray:
     return numbers // whole * part + (numbers % whole * part + whole // 2) // whole
 
 
-class JoinedRows(Rows):
+class SplitRows(Rows):
+    """Rows that are those of several others, which `_split` finds."""
+
+    def __getitem__(self, indices: np.ndarray) -> RowArrays:
+        return self._gather(indices, lambda part, own, inside: part[own])
+
+    def drawn(self, indices: np.ndarray, positions: np.ndarray, seed: int) -> RowArrays:
+        return self._gather(indices, lambda part, own, inside: part.drawn(own, positions[inside], seed))
+
+    def num_inputs(self, indices: np.ndarray) -> int:
+        return sum(part.num_inputs(own) for part, own, _ in self._split(indices))
+
+    def width(self, indices: np.ndarray) -> int:
+        return max(part.width(own) for part, own, _ in self._split(indices))
+
+    @abstractmethod
+    def _split(self, indices: np.ndarray) -> Iterator[tuple[Rows, np.ndarray, np.ndarray]]:
+        """(part, indices in it, where they are among the given ones) for each part that has any."""
+
+    def _gather(self, indices: np.ndarray, read: Callable[[Rows, np.ndarray, np.ndarray], RowArrays]) -> RowArrays:
+        found = [(inside, read(part, own, inside)) for part, own, inside in self._split(indices)]
+        inputs = [(inside, arrays.inputs) for inside, arrays in found]
+        return RowArrays(_merge(inputs), _merge([(inside, arrays.targets) for inside, arrays in found]))
+
+
+class JoinedRows(SplitRows):
     """The rows of several sources, one source after the other: what is held out of them."""
 
     def __init__(self, parts: Sequence[Rows]):
@@ -66,34 +92,16 @@ class JoinedRows(Rows):
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def __getitem__(self, indices: np.ndarray) -> RowArrays:
-        return self._gather(indices, lambda part, own, inside: part[own])
-
-    def drawn(self, indices: np.ndarray, positions: np.ndarray, seed: int) -> RowArrays:
-        return self._gather(indices, lambda part, own, inside: part.drawn(own, positions[inside], seed))
-
     @property
     def num_targets(self) -> int:
         return sum(part.num_targets for part in self.parts)
 
-    def num_inputs(self, indices: np.ndarray) -> int:
-        return sum(part.num_inputs(own) for part, own, _ in self._split(indices))
-
-    def width(self, indices: np.ndarray) -> int:
-        return max(part.width(own) for part, own, _ in self._split(indices))
-
     def _split(self, indices: np.ndarray) -> Iterator[tuple[Rows, np.ndarray, np.ndarray]]:
-        """(part, indices in it, where they are among the given ones) for each part that has any."""
         indices = np.asarray(indices, dtype=np.int64)
         owners = np.searchsorted(self._starts, indices, side="right") - 1
         for owner in np.unique(owners):
             inside = np.flatnonzero(owners == owner)
             yield self.parts[owner], indices[inside] - self._starts[owner], inside
-
-    def _gather(self, indices: np.ndarray, read: Callable[[Rows, np.ndarray, np.ndarray], RowArrays]) -> RowArrays:
-        found = [(inside, read(part, own, inside)) for part, own, inside in self._split(indices)]
-        inputs = [(inside, arrays.inputs) for inside, arrays in found]
-        return RowArrays(_merge(inputs), _merge([(inside, arrays.targets) for inside, arrays in found]))
 
 
 class MixedRows(JoinedRows):

@@ -105,6 +105,13 @@ class Rows(ABC):
         """int64: which rows are read at the given global positions, see order.py."""
         return rows_at(positions, len(self), seed)
 
+    def plan(self, seed: int, global_batch_size: int, steps: int, anchor: dict[str, int]) -> None:  # noqa: B027
+        """What will be read, and what `anchor` gave when a run stopped. Most rows need not know."""
+
+    def anchor(self, position: int) -> dict[str, int]:
+        """What a run needs to know, beside the position, to go on from there without looking at what is before."""
+        return {}
+
     def width(self, indices: np.ndarray) -> int:
         """How long these rows have to be where they are read together: what is behind is padding."""
         return self.sequence_length

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from .config import Adapter
 from .documents import describe
-from .rules_mixture import mixture, pattern
+from .rules_sources import mixture, pattern, streaming
 from .sources import BUILTIN, DOCSTRINGS, FUNCTIONS, MODULES, PREFERENCES
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ Finding = tuple[str, str]
 _KEYS_OF_TASKS = {
     ("pretrain", "continue_pretrain", "classify", "mlm"): {"data.text_column": "text"},
     ("pretrain", "continue_pretrain", "sft"): {"data.mixture": None},
+    ("pretrain", "continue_pretrain"): {"data.streaming": False},
     ("sft",): {
         "data.messages_column": None,
         "data.completion_column": None,
@@ -151,7 +152,12 @@ def _data(value: Callable[[str], Any]) -> Iterator[Finding]:
     builtin = _BUILTINS[value("task")]
 
     def unreadable(key: str, path: str | None) -> Iterator[Finding]:
-        if path in _BUILTINS.values() and path != builtin:
+        remote = path is not None and "://" in path
+        if remote and (key != "data.path" or not value("data.streaming")):
+            yield key, f"found {path}, but only data.path with data.streaming: true is read from a URL"
+        elif remote:
+            return
+        elif path in _BUILTINS.values() and path != builtin:
             yield key, f"found {path}, which task {value('task')} cannot read; {builtin} is the one that it can"
         elif path is not None and path != builtin and not Path(path).exists():
             yield key, f"no such file or folder: {Path(path).absolute()}"
@@ -161,6 +167,7 @@ def _data(value: Callable[[str], Any]) -> Iterator[Finding]:
     for key in ("data.path", "evaluate.path"):
         yield from unreadable(key, value(key))
     yield from mixture(value, unreadable)
+    yield from streaming(value)
     yield from pattern("data.pattern", value("data.pattern"))
     if value("data.group_by_length") and value("data.packing"):
         yield "data.group_by_length", "found true, but packed rows are full already; set data.packing to false"

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from . import engines, model, tasks
 from .card import Made, model_card
 from .checkpoint.manager import Checkpoints, Position
-from .data import EvaluationBatches, StepBatches
-from .engines.base import merged
+from .data import StepBatches
 from .errors import NumericError, Preempted
+from .evaluation import Evaluation
 from .export import export
 from .facts import decisive, run_facts
 from .families import check_packing
@@ -65,14 +65,18 @@ class Session:
 
         shard, batch = self.engine.shard, recipe.batch
         self.batches = StepBatches(
-            self.task.train, recipe.seed, batch, shard, recipe.steps, self.start.step, self.start.samples
+            self.task.train,
+            recipe.seed,
+            batch,
+            shard,
+            recipe.steps,
+            self.start.step,
+            self.start.samples,
+            self.start.anchor,
         )
-        held_out = self.task.held_out.parts if self.task.held_out else ()
-        self.held_out = {
-            source: EvaluationBatches(rows, batch.micro_batch_size, shard, watch.alive)
-            for source, rows in enumerate(held_out)
-            if len(rows)
-        }
+        self.held_out = None
+        if self.task.held_out is not None:
+            self.held_out = Evaluation(self.task.held_out, batch.micro_batch_size, shard, watch.alive)
         self._logging = True
         self.guard = Guard(recipe.guard, run, self.world)
         self.meter = Meter.for_run(recipe, self.skeleton, accelerator, self.task.context is not None)
@@ -88,14 +92,6 @@ class Session:
             with suppress(NumericError):  # the first one says more
                 self.checkpoints.wait()
             raise
-
-    def evaluate(self) -> dict[str, float]:
-        """The task's metrics over all that is held out, each row once; the loss of each source of a mixture, too."""
-        results = {source: self.engine.evaluate(batches) for source, batches in self.held_out.items()}
-        metrics = self.task.metrics(merged(list(results.values())))
-        if len(self.task.held_out.parts) > 1:
-            metrics |= {f"eval_loss_source_{source}": result.loss for source, result in results.items()}
-        return metrics
 
     def log(self, record: dict) -> None:
         """To the trackers. A disk that takes no more events is told once, and no reason to end the run."""

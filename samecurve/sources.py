@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from .cache import digest
 from .errors import DataError
@@ -42,6 +42,7 @@ class Source:
     name: str
     files: tuple[Path, ...]
     text_column: str = "text"
+    quiet: ClassVar[bool] = False  # whether reading it shows nothing
 
     @property
     def num_bytes(self) -> int:
@@ -126,6 +127,16 @@ def is_held_out(text: str, fraction: float) -> bool:
     return value < fraction * 2**64
 
 
+def text_of(place: str, row: dict, column: str) -> str:
+    """The text of a table's row. Raises DataError that names the place where there is none."""
+    if column not in row:
+        raise DataError(_no_column(place, column, list(row)))
+    if not isinstance(row[column], str):
+        raise DataError(f"{place}: {column!r} is {row[column]!r:.40}, not text; remove or fill the row")
+    check_characters(place, column, row[column])
+    return row[column]
+
+
 def held_out_fraction(recipe: Recipe) -> float:
     """The part of `data.path` that is not trained on: none where the evaluation has a path of its own."""
     return 0.0 if recipe.evaluate.path is not None else recipe.data.held_out_fraction
@@ -188,12 +199,7 @@ def _remember(path: Path, text: str) -> None:
 
 def _read_table(file: Path, column: str) -> Iterator[str]:
     for place, row in rows(file):
-        if column not in row:
-            raise DataError(_no_column(place, column, list(row)))
-        if not isinstance(row[column], str):
-            raise DataError(f"{place}: {column!r} is {row[column]!r:.40}, not text; remove or fill the row")
-        check_characters(place, column, row[column])
-        yield row[column]
+        yield text_of(place, row, column)
 
 
 def _no_column(place: str, column: str, found: list[str]) -> str:

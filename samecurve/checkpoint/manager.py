@@ -37,7 +37,7 @@ MOST_FAILURES = 3
 class Position:
     """Where a run is. step: optimizer steps, skipped ones included. updates: those applied. samples: rows consumed.
 
-    meter: `Meter.state()`. record: the step's line of metrics.jsonl.
+    meter: `Meter.state()`. record: the step's line of metrics.jsonl. anchor: of the rows, see Rows.anchor.
     """
 
     step: int = 0
@@ -45,6 +45,7 @@ class Position:
     samples: int = 0
     meter: dict = field(default_factory=dict)
     record: dict = field(default_factory=dict)
+    anchor: dict = field(default_factory=dict)
 
 
 @dataclass
@@ -110,7 +111,7 @@ class Checkpoints:
         elif generators:
             rng.reseed(self._facts["recipe"]["seed"], saved["step"], self._world.rank)
         reach("load.done")
-        return Position(**{key: saved[key] for key in Position.__dataclass_fields__})
+        return Position(**{key: saved[key] for key in Position.__dataclass_fields__ if key in saved})
 
     def roll_back(self, engine: Engine) -> Position | None:
         """Weights and optimizer of the newest checkpoint, whose Position is returned; rows and steps go on.

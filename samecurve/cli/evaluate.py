@@ -47,8 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
         models.check_base(directory, base)
     facts, metrics = measured(recipe, folder, arguments.precision or recipe.precision)
     before = _last_evaluation(directory) if arguments.data is None else {}
-    source = arguments.data or recipe.evaluate.path or f"{recipe.data.path}, held out"
-    if arguments.data == trained.data.path:
+    source = arguments.data or recipe.evaluate.path or f"{recipe.data.name}, held out"
+    if arguments.data in [source.path for source in trained.data.sources()]:
         print(f"the run trained on {arguments.data}; without DATA only what it held out is measured")
     if base is not None and recipe.adapter.quantization:
         print(f"the run kept {base} in {recipe.adapter.quantization}; here it is whole, so losses differ a little")
@@ -77,7 +77,8 @@ def reading(recipe: Recipe, folder: Path, data: str | None, micro_batch_size: in
         if not data.startswith("builtin:") and not Path(data).expanduser().exists():
             raise ConfigurationError(f"DATA: no such file or folder: {Path(data).absolute()}")
         # Nothing is trained, but a task reads both parts; of the same path they are read once.
-        changed["data"] = recipe.data.model_copy(update={"path": data, "labels": _classes(recipe, folder)})
+        whole = {"path": data, "mixture": None, "streaming": False, "labels": _classes(recipe, folder)}
+        changed["data"] = recipe.data.model_copy(update=whole)
         changed["evaluate"] = recipe.evaluate.model_copy(update={"path": data})
         if recipe.task != "embed":  # its loss depends on how many rows are told apart
             batch["global_batch_size"] = 1
@@ -102,8 +103,8 @@ def _classes(recipe: Recipe, folder: Path) -> tuple[str, ...] | None:
 def measured(recipe: Recipe, folder: Path, precision: str) -> tuple[dict[str, Any], dict[str, float]]:
     """(what was measured and how, the task's `eval_*` numbers): the model in `folder` on the recipe's held-out rows."""
     from .. import engines, tasks
-    from ..data import EvaluationBatches
     from ..engines.loaded import LoadedEngine
+    from ..evaluation import Evaluation
     from ..facts import versions
 
     task: Task = tasks.load(recipe)
@@ -112,9 +113,9 @@ def measured(recipe: Recipe, folder: Path, precision: str) -> tuple[dict[str, An
     with _shown() as (start, advance):
         if task.has_reference:
             _prepare(task, recipe, precision, advance)
-        batches = EvaluationBatches(task.held_out, recipe.batch.micro_batch_size, engine.shard, advance)
-        start(len(batches))
-        metrics = task.metrics(engine.evaluate(batches))
+        held_out = Evaluation(task.held_out, recipe.batch.micro_batch_size, engine.shard, advance)
+        start(held_out.num_micro_batches)
+        metrics = held_out.metrics(engine, task)
     facts = {"rows": len(task.held_out), "data_fingerprint": task.held_out.fingerprint, "precision": precision}
     return facts | {"device": engines.device_name(engine.accelerator), "versions": versions()}, metrics
 

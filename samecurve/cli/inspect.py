@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from .. import recipe as recipes
+from ..errors import ConfigurationError
 from ..inspection import Part, Sample, inspect
 from ..records import write_text
 
@@ -28,6 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     recipe = recipes.checked(arguments.recipe, arguments.overrides)
+    if recipe.data.streaming:
+        raise ConfigurationError(
+            "data.streaming: found true, but inspect counts all documents; set it to false and data.path to one file"
+        )
     from .. import tasks
 
     findings = inspect(f"{arguments.recipe}: {recipe.data.name}", tasks.load(recipe), arguments.samples)

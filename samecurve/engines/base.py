@@ -48,16 +48,6 @@ class EvalResult:
     features: Tensor | None = None
 
 
-def merged(results: Sequence[EvalResult]) -> EvalResult:
-    """Of several evaluations the one over the rows of all of them."""
-    if len(results) == 1:
-        return results[0]
-    tokens = sum(result.tokens for result in results)
-    loss = sum(result.loss * result.tokens for result in results) / max(tokens, 1)
-    statistics = zip(*(result.statistics for result in results), strict=True)
-    return EvalResult(loss, tokens, tuple(map(sum, statistics)))
-
-
 def finished(loss: float, grad_norm: float, tokens: int, applied: bool, may_rescale: bool) -> StepResult:
     """The result of a step that trained something; the same rule everywhere for what is refused.
 

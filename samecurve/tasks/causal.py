@@ -15,7 +15,7 @@ from ..architecture import Head
 from ..errors import DataError
 from ..loss import count_trained, token_loss_sum
 from ..rows import DocumentRows, GroupedDocumentRows, Rows
-from . import Task, mixed, parts
+from . import Task, mixed, parts, streamed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -88,6 +88,8 @@ def load(
     if recipe.data.mixture is not None:
         found = mixed.load(recipe, encoder, find, make_rows)
         details = mixed.describe(recipe, found) | found.counts
+    elif recipe.data.streaming:
+        found, details = streamed.load(recipe, encoder, make_rows), {}
     else:
         found = parts.load(recipe, encoder, lambda path: find(recipe.data.read_from(path)), make_rows)
         details = found.counts

@@ -13,6 +13,7 @@ from ..config import Recipe
 from ..errors import DataError
 from ..pair_rows import PairRows
 from ..rows import Rows, SampleRows
+from ..stream_rows import StreamRows
 from . import Task
 
 if TYPE_CHECKING:
@@ -119,6 +120,8 @@ def added(counts: Iterable[dict[str, int]]) -> dict[str, int]:
 
 
 def _describe(rows: Rows) -> dict[str, int]:
+    if isinstance(rows, StreamRows):
+        return rows.facts
     counts = {"rows": len(rows), "documents": len(rows.stream.offsets) - 1, "tokens": len(rows.stream.tokens)}
     if rows.targets_are_tokens:
         counts["trained_tokens"] = rows.num_targets

@@ -1,4 +1,4 @@
-"""continue_pretrain on a mixture of three data sets: the same curve under every strategy, and on from another's."""
+"""continue_pretrain on a mixture and on a stream: the same curve under every strategy, and on from another's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from harness import Run, largest_relative_difference, long, relative_l2
 from transformers import AutoModelForCausalLM
 
-from samecurve import recipe, tasks
+from samecurve import cli, recipe, tasks
 from samecurve.loss import IGNORE_INDEX, token_loss_sum
 
 STEPS, SAVED = 10, 5
@@ -54,12 +54,13 @@ def finished(run: Run) -> Run:
     return run
 
 
-def agree(run: Run, single: Run) -> None:
+def agree(run: Run, single: Run, evaluated=("", "_source_0", "_source_1", "_source_2")) -> None:
     assert run.column("samples") == single.column("samples") and run.column("tokens") == single.column("tokens")
     assert largest_relative_difference(run.column("loss"), single.column("loss")) < 1e-5
     assert largest_relative_difference(run.column("grad_norm"), single.column("grad_norm")) < 1e-4
     assert relative_l2(run.weights, single.weights) < 1e-4
-    for key in ("eval_loss", "eval_loss_source_0", "eval_loss_source_1", "eval_loss_source_2"):
+    for name in evaluated:
+        key = f"eval_loss{name}"
         assert run.metrics[-1][key] == pytest.approx(single.metrics[-1][key], rel=1e-5)
 
 
@@ -79,7 +80,7 @@ def test_a_run_goes_on_under_another_strategy(workspace, overrides, single):
 def test_other_weights_do_not_go_on(workspace, overrides, single):
     changed = [text.replace("weight: 0.3", "weight: 0.4") for text in overrides]
     run = workspace.resume(single, SAVED, None, 1, *changed)
-    assert run.returncode == 4
+    assert run.returncode != 0 and "CheckpointError (exit code 4)" in run.output
     assert "shares: [0.55, 0.3, 0.15] -> [0.5, 0.363" in run.output
 
 
@@ -107,3 +108,49 @@ def mean_loss(folder, rows, indices) -> float:
         logits = model(**inputs, use_cache=False).logits
         total = token_loss_sum(logits, torch.from_numpy(found.labels))
     return total.item() / int((found.labels != IGNORE_INDEX).sum())
+
+
+@pytest.fixture(scope="module")
+def streaming(workspace, overrides) -> tuple[str, ...]:
+    """Blocks of some 15 rows, so that 80 rows end several."""
+    data = (
+        f"data.path={workspace.folder / 'documents.jsonl'}",
+        "data.streaming=true",
+        "data.shuffle_buffer_mib=0.0012",
+    )
+    kept = (text for text in overrides if not text.startswith(("data.mixture", "data.path")))
+    return (*kept, *data, "data.held_out_fraction=0.3")
+
+
+@pytest.fixture(scope="module")
+def streamed(workspace, streaming) -> Run:
+    return finished(workspace.run(None, 1, *streaming, launcher="python"))
+
+
+@pytest.mark.parametrize("strategy", ["zero3", *long("ddp", "fsdp", "pipeline")])
+def test_a_stream_goes_on_under_another_strategy(strategy, workspace, streaming, streamed):
+    anchor = json.loads((streamed.checkpoint(SAVED) / "state.json").read_text())["anchor"]
+    assert anchor["block"] > 0
+    run = finished(workspace.resume(streamed, SAVED, strategy, 2, *streaming))
+    assert run.facts["resumed_from"] and run.facts["strategy"] == strategy and run.facts["world_size"] == 2
+    agree(run, streamed, evaluated=("",))
+
+
+@pytest.mark.full
+def test_a_broken_line_far_into_a_stream_ends_all_ranks(workspace, streaming):
+    file = workspace.folder / "broken.jsonl"
+    lines = (workspace.folder / "documents.jsonl").read_text().splitlines(keepends=True)
+    file.write_text("".join([*lines[:200], "{\n", *lines[200:]]))
+    run = workspace.run("ddp", 2, *streaming, f"data.path={file}", "steps=200")
+    assert run.status["state"] == "failed" and run.status["exit_code"] == 3
+    assert "broken.jsonl: byte" in run.output and "not JSON" in run.output
+
+
+@pytest.mark.parametrize("name", ["single", "streamed"])
+def test_evaluate_finds_what_the_run_wrote(name, workspace, request, tmp_path, monkeypatch):
+    monkeypatch.setenv("SAMECURVE_CACHE", str(workspace.folder / "cache"))
+    run = request.getfixturevalue(name)
+    assert cli.main(["evaluate", str(run.directory), "--json", str(tmp_path / "found.json")]) == 0
+    found = json.loads((tmp_path / "found.json").read_text())["metrics"]
+    wrote = {key: value for key, value in run.metrics[-1].items() if key.startswith("eval_")}
+    assert found == pytest.approx(wrote, rel=1e-6) and len(wrote) == (7 if name == "single" else 4)

@@ -73,6 +73,8 @@ def test_each_source_reads_its_rows_once_per_epoch_of_its_own():
     rows = MixedRows(parts, [5, 2, 1])
     assert len(rows) == 77
     indices = rows.at_positions(np.arange(400), seed=4)
+    by_step = [rows.at_positions(np.arange(start, start + 8), seed=4) for start in range(0, 400, 8)]
+    assert np.array_equal(np.concatenate(by_step), indices)
     for start, size, share in ((0, 50, 5 / 8), (50, 7, 2 / 8), (57, 20, 1 / 8)):
         own = indices[(indices >= start) & (indices < start + size)] - start
         assert abs(len(own) - 400 * share) <= 1

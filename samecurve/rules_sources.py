@@ -1,4 +1,4 @@
-"""What the data sets of `data.mixture` have to be, before any of them is opened."""
+"""What `data.mixture` and `data.streaming` ask for, before any file is opened."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from .config import Data
 from .documents import describe
 
 Finding = tuple[str, str]
@@ -41,6 +42,21 @@ def mixture(value: Callable[[str], Any], unreadable: Callable[[str, str], Iterat
             if source.get(column) is not None:
                 reader = "only task sft reads" if task != "sft" else "task sft does not read"
                 yield f"{key}.{column}", f"found {describe(source[column])}, but {reader} it and task is {task}"
+
+
+def streaming(value: Callable[[str], Any]) -> Iterator[Finding]:
+    size = value("data.shuffle_buffer_mib")
+    if not value("data.streaming"):
+        if size != Data.model_fields["shuffle_buffer_mib"].default:
+            yield "data.shuffle_buffer_mib", f"found {size:g}, but data.streaming is false; all rows are shuffled then"
+        return
+    if value("data.mixture") is not None:
+        yield "data.streaming", "found true, but data.mixture is given; only one data set can be streamed yet"
+    if value("data.group_by_length"):
+        yield "data.group_by_length", "found true, but rows of a stream are not known ahead; set it to false"
+    if value("tokenizer.vocabulary_size") is not None:
+        text = f"found {value('tokenizer.vocabulary_size')}, but a stream is not read before training; set it to "
+        yield "tokenizer.vocabulary_size", text + "null, and tokenizer.path to a tokenizer"
 
 
 def pattern(key: str, found: str | None) -> Iterator[Finding]:

@@ -1,0 +1,299 @@
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from collections import Counter
+
+import fsspec
+import numpy as np
+import pytest
+
+from samecurve import corpus, recipe, sources, streaming, tasks
+from samecurve.data import StepBatches
+from samecurve.errors import ConfigurationError, DataError
+from samecurve.loss import IGNORE_INDEX
+from samecurve.rows import PackedRows
+from samecurve.stream_rows import StreamRows
+
+BUFFER = 4096
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Documents of very different length, one of them longer than a piece, between empty lines; all kinds of files."""
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+
+    draw = random.Random(3)
+
+    def texts(name: str, count: int) -> list[str]:
+        return [f"{name} {i} " + "é" * draw.randint(0, 300) for i in range(count)]
+
+    (tmp_path / "data").mkdir()
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in [*texts("a", 80), "a long " + "x" * 3000]]
+    (tmp_path / "data" / "a.jsonl").write_text("\n\n".join(lines))  # no line break at the end
+    with gzip.open(tmp_path / "data" / "b.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps({"text": text}) + "\n" for text in texts("b", 30))
+    table = pa.table({"text": texts("c", 50), "other": list(range(50))})
+    pyarrow.parquet.write_table(table, tmp_path / "data" / "c.parquet", row_group_size=7)
+    (tmp_path / "texts").mkdir()
+    for index, text in enumerate(texts("d", 25)):
+        (tmp_path / "texts" / f"{index:02}.txt").write_text(text)
+    return tmp_path
+
+
+def documents(path, buffer_bytes: float) -> list[list[str]]:
+    """Of each piece."""
+    pieces = streaming.cut(streaming.find(str(path), None, "text"), buffer_bytes)
+    return [list(streaming.PieceSource("x", (), "text", (piece,)).documents()) for piece in pieces]
+
+
+@pytest.mark.parametrize("name", ["data", "texts", "data/a.jsonl", "data/b.jsonl.gz", "data/c.parquet"])
+@pytest.mark.parametrize("buffer_bytes", [25, 333, 10**6])
+def test_every_document_is_in_one_piece_whatever_its_size(folder, name, buffer_bytes):
+    expected = list(sources.find(str(folder / name)).documents())
+    found = documents(folder / name, buffer_bytes * 16)
+    assert [text for piece in found for text in piece] == expected
+    assert len(expected) >= 25
+
+
+def test_pieces_are_cut_where_the_format_lets_them(folder):
+    kinds = Counter(piece.kind for piece in streaming.cut(streaming.find(str(folder / "data"), None, "text"), BUFFER))
+    size = (folder / "data" / "a.jsonl").stat().st_size
+    assert kinds == {"lines": -(-size // (BUFFER // 16)), "compressed": 1, "parquet": 8}
+
+
+def test_every_epoch_has_every_piece_once_in_an_order_of_its_own(folder):
+    pieces = streaming.cut(streaming.find(str(folder / "data"), None, "text"), BUFFER)
+    blocks = streaming.Blocks(pieces, BUFFER, seed=1)
+    assert 1 < blocks.per_epoch < len(pieces)
+    orders = []
+    for epoch in range(3):
+        read = [blocks[epoch * blocks.per_epoch + nth] for nth in range(blocks.per_epoch)]
+        orders.append([piece for block in read for piece in block])
+        assert sorted(orders[-1], key=pieces.index) == pieces
+    assert orders[0] != orders[1] != orders[2]
+
+
+def test_a_url_holds_the_same_as_the_folder(folder):
+    remote = fsspec.filesystem("memory")
+    remote.put(str(folder / "data"), "/samecurve_test", recursive=True)
+    pieces = streaming.cut(streaming.find("memory://samecurve_test", None, "text"), BUFFER)
+    here = streaming.cut(streaming.find(str(folder / "data"), None, "text"), BUFFER)
+    assert [text for text in streaming.PieceSource("x", (), "text", tuple(pieces)).documents()] == [
+        text for text in streaming.PieceSource("x", (), "text", tuple(here)).documents()
+    ]
+    assert streaming.fingerprint(streaming.find("memory://samecurve_test", None, "text")) == streaming.fingerprint(
+        streaming.find(str(folder / "data"), None, "text")
+    )
+    assert {piece.files[0].relative for piece in pieces} == {"a.jsonl", "b.jsonl.gz", "c.parquet"}
+    chosen = streaming.find("memory://samecurve_test", "*.parquet", "text")
+    assert [file.relative for file in chosen] == ["c.parquet"]
+    with pytest.raises(DataError, match="memory://nowhere: "):
+        streaming.find("memory://nowhere", None, "text")
+
+
+MISTAKES = [
+    ('{"text": "a"}\n{"body": "b"}\n', "a.jsonl: byte 14: no column 'text', found: body; set data.text_column"),
+    ('{"text": "a"}\n{"text": 3}\n', "a.jsonl: byte 14: 'text' is 3, not text; remove or fill the row"),
+    ('{"text": "a"}\n{"text": \n', "a.jsonl: byte 14: not JSON: "),
+    ('{"text": "a"}\n[1]\n', "a.jsonl: byte 14: [1] is not a JSON object"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), MISTAKES)
+def test_a_broken_row_is_named(tmp_path, content, message):
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(DataError) as caught:
+        documents(tmp_path / "a.jsonl", BUFFER)
+    assert message in str(caught.value)
+
+
+def test_files_that_cannot_be_streamed_are_refused(tmp_path):
+    (tmp_path / "a.csv").write_text("text\nx\n")
+    with pytest.raises(DataError, match="a.csv: streaming reads text, jsonl .also compressed. and parquet; convert it"):
+        streaming.find(str(tmp_path), None, "text")
+    (tmp_path / "b.jsonl.gz").write_bytes(b"not gzip")
+    with pytest.raises(DataError, match="b.jsonl.gz: could not be read: "):
+        documents(tmp_path / "b.jsonl.gz", BUFFER)
+
+
+@pytest.fixture
+def recipe_file(folder):
+    """A tokenizer that was trained before, as streaming wants it."""
+    content = {
+        "output_dir": str(folder / "run"),
+        "seed": 2,
+        "steps": 30,
+        "model": {"config": {"model_type": "llama"}},
+        "tokenizer": {"vocabulary_size": 300},
+        "data": {"path": str(folder / "data"), "cache_dir": str(folder / "cache"), "held_out_fraction": 0.1},
+        "batch": {"global_batch_size": 4, "sequence_length": 64},
+        "optimizer": {"learning_rate": 1e-3},
+        "schedule": {"warmup_steps": 2},
+    }
+    file = folder / "recipe.json"
+    file.write_text(json.dumps(content))
+    tasks.load(recipe.checked(str(file))).tokenizer.save_pretrained(folder / "tokenizer")
+    content["tokenizer"] = {"path": str(folder / "tokenizer")}
+    content["data"] |= {"streaming": True, "shuffle_buffer_mib": 4 * BUFFER / 2**20}
+    file.write_text(json.dumps(content))
+    return str(file)
+
+
+def batches(task, found, rank=0, world=1, **going_on) -> StepBatches:
+    return StepBatches(task.train, found.seed, found.batch, (rank, world), found.steps, **going_on)
+
+
+def read(steps: StepBatches) -> list[list[list[int]]]:
+    """The rows of this rank, by step."""
+    return [[row for m in step for row in m.inputs["input_ids"].tolist()] for step in steps]
+
+
+def test_all_worlds_read_the_same_rows(recipe_file):
+    found = recipe.checked(recipe_file)
+    orders = []
+    for world in (1, 2, 4):
+        ranks = [read(batches(tasks.load(found), found, rank, world)) for rank in range(world)]
+        orders.append([sum((rank[step] for rank in ranks), []) for step in range(found.steps)])
+    assert orders[0] == orders[1] == orders[2]
+    assert len(orders[0]) == 30 and orders[0][0] != orders[0][1]
+
+
+def test_an_epoch_trains_each_document_once_and_never_what_is_held_out(recipe_file, folder):
+    found = recipe.checked(recipe_file)
+    task = tasks.load(found)
+    seen = Counter()
+    for block in range(task.train._blocks_per_epoch):
+        rows = task.train._make(block)
+        for start, end in zip(rows.stream.offsets[:-1], rows.stream.offsets[1:], strict=True):
+            seen[task.tokenizer.decode(rows.stream.tokens[start:end].tolist(), skip_special_tokens=True)] += 1
+    texts = list(sources.find(str(folder / "data")).documents())
+    held_out = {text for text in texts if sources.is_held_out(text, 0.1)}
+    assert seen == Counter(text for text in texts if text not in held_out) and held_out
+    evaluated = task.tokenizer.decode(task.held_out.stream.tokens.tolist(), skip_special_tokens=True)
+    assert any(text in evaluated for text in held_out)
+
+
+def test_a_run_goes_on_from_its_anchor_and_makes_no_block_before_it(recipe_file, folder, monkeypatch):
+    found = recipe.checked(recipe_file)
+    whole = read(batches(tasks.load(found), found))
+    for stop in (3, 19):
+        first = batches(tasks.load(found), found)
+        going = iter(first)
+        before = [next(going) for _ in range(stop)]
+        anchor, samples = first.anchor, first.samples
+        going.close()
+        assert len(before) == stop and anchor["start"] <= samples == 4 * stop
+        task = tasks.load(found)
+        (run,) = (folder / "cache" / "streams").iterdir()
+        left = run / "00000001_of_a_session_that_was_killed"
+        left.mkdir(exist_ok=True)
+        made = []
+        make = task.train._make
+        monkeypatch.setattr(task.train, "_make", lambda block, make=make, made=made: made.append(block) or make(block))
+        steps = batches(task, found, start_step=stop, start_samples=samples, anchor=anchor)
+        assert not left.exists()
+        assert read(steps) == whole[stop:]
+        assert min(made) == anchor["block"] > 1
+    assert read(batches(tasks.load(found), found, start_step=19, start_samples=76)) == whole[19:]  # without one
+
+
+def test_the_disk_holds_some_blocks_only(recipe_file, folder):
+    found = recipe.checked(recipe_file, ["steps=100"])
+    steps = batches(tasks.load(found), found)
+    most = 0
+    for _ in steps:
+        (run,) = (folder / "cache" / "streams").iterdir()
+        most = max(most, len(list(run.iterdir())))
+    # of the 16 steps behind and those that are prepared; the first one, the one that is read and the one after it
+    blocks_per_step = steps.anchor["block"] / 100
+    assert most <= 20 * blocks_per_step + 4 < steps.anchor["block"] / 2
+    assert len(steps.rows._made) <= 20 * blocks_per_step + 4
+
+
+def test_every_row_is_read_once_before_any_is_read_again():
+    """Blocks of 5, 0, 3 and 4 rows: what each position reads, worked out from the blocks alone."""
+
+    def make(block: int) -> PackedRows:
+        num_tokens = 4 * [5, 0, 3, 4][block % 4] + 1 if block % 4 != 1 else 0
+        tokens = np.arange(num_tokens) + 1000 * block
+        return PackedRows(corpus.TokenStream(tokens, np.array([0, num_tokens][: 1 + bool(num_tokens)]), "x"), 4, 0)
+
+    rows = StreamRows(make, lambda block: None, 4, "fingerprint", {})
+    rows.plan(seed=0, global_batch_size=2, steps=12, anchor={})
+    firsts = rows[np.arange(24)].inputs["input_ids"][:, 0]
+    assert [sorted(part.tolist()) for part in np.split(firsts, [5, 8, 12, 17, 20])] == [
+        [0, 4, 8, 12, 16],
+        [2000, 2004, 2008],
+        [3000, 3004, 3008, 3012],
+        [4000, 4004, 4008, 4012, 4016],
+        [6000, 6004, 6008],
+        [7000, 7004, 7008, 7012],
+    ]
+    assert rows.anchor(4) == {"block": 0, "start": 0} and rows.anchor(12) == {"block": 4, "start": 12}
+    assert rows.num_inputs(np.arange(12)) == 12 * 4 + 0
+
+
+def test_a_stream_without_a_row_ends(tmp_path):
+    empty = PackedRows(corpus.TokenStream(np.empty(0, dtype=np.uint16), np.array([0]), "x"), 4, 0)
+    rows = StreamRows(lambda block: empty, lambda block: None, 3, "fingerprint", {})
+    with pytest.raises(DataError, match="the stream holds no training row"):
+        rows[np.arange(2)]
+
+
+def test_a_mistake_in_a_later_block_is_raised_where_it_is_read(recipe_file, folder):
+    with open(folder / "data" / "a.jsonl", "a") as file:
+        file.write("\n{\n")
+    found = recipe.checked(recipe_file)
+    with pytest.raises(DataError, match="a.jsonl: byte .*: not JSON: "):
+        for step in batches(tasks.load(found), found):
+            assert step
+
+
+def test_other_data_do_not_go_on(recipe_file, folder):
+    before = tasks.load(recipe.checked(recipe_file)).train.fingerprint
+    assert tasks.load(recipe.checked(recipe_file)).train.fingerprint == before
+    assert tasks.load(recipe.checked(recipe_file, ["data.shuffle_buffer_mib=0.01"])).train.fingerprint != before
+    with open(folder / "data" / "a.jsonl", "a") as file:
+        file.write("\n" + json.dumps({"text": "more"}))
+    assert tasks.load(recipe.checked(recipe_file)).train.fingerprint != before
+
+
+def test_what_is_described(recipe_file):
+    task = tasks.load(recipe.checked(recipe_file))
+    described = task.describe()
+    assert described["train"]["files"] == 3 and described["train"]["blocks_per_epoch"] > 3
+    labels = task.held_out[np.arange(len(task.held_out))].labels
+    assert (labels != IGNORE_INDEX).sum() == task.held_out.num_targets == described["held_out"]["trained_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["tokenizer={vocabulary_size: 300, path: null}"],
+            "tokenizer.vocabulary_size: found 300, but a stream",
+        ),
+        (["data.group_by_length=true", "data.packing=false"], "data.group_by_length: found true, but rows of a stream"),
+        (
+            ["data.path=null", "data.mixture=[{path: ., weight: 1}]"],
+            "data.streaming: found true, but data.mixture",
+        ),
+        (["data.streaming=false"], "data.shuffle_buffer_mib: found 0.015625, but data.streaming is false"),
+        (
+            ["data.streaming=false", "data.path=hf://a/b"],
+            "data.path: found hf://a/b, but only data.path with",
+        ),
+        (
+            ["evaluate.path=hf://a/b"],
+            "evaluate.path: found hf://a/b, but only data.path with",
+        ),
+        (["task=sft"], "data.streaming: found true, but only the tasks pretrain, continue_pretrain read it"),
+    ],
+)
+def test_mistakes_around_streaming(recipe_file, overrides, message):
+    with pytest.raises(ConfigurationError) as caught:
+        recipe.checked(recipe_file, overrides)
+    assert message in str(caught.value)
