@@ -119,7 +119,8 @@ def _made_of(facts: dict, recipe: dict) -> Iterator[tuple[str, object]]:
     if facts.get("adapter"):
         yield "base model's fingerprint", facts["adapter"].get("base_model", UNKNOWN)
     yield "parameters", f"{facts['num_parameters']:,}, {facts['num_trained_parameters']:,} of them trained"
-    yield "data", recipe["data"].get("path") or "a mixture, see the recipe"
+    mixture = recipe["data"].get("mixture") or ()
+    yield "data", recipe["data"]["path"] or ", ".join(f"{each['path']} (weight {each['weight']:g})" for each in mixture)
     prints = facts.get("data_fingerprints") or {}
     for part, counts in facts["data"].items():
         if isinstance(counts, dict):

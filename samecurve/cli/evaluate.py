@@ -45,7 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
     base = models.base_path(folder)
     if base is not None:
         models.check_base(directory, base)
-    facts, metrics = measured(recipe, folder, arguments.precision or recipe.precision)
+    recipe = recipe.model_copy(update={"precision": arguments.precision or recipe.precision})
+    facts, metrics = measured(recipe, folder)
     before = _last_evaluation(directory) if arguments.data is None else {}
     source = arguments.data or recipe.evaluate.path or f"{recipe.data.name}, held out"
     if arguments.data in [source.path for source in trained.data.sources()]:
@@ -100,7 +101,7 @@ def _classes(recipe: Recipe, folder: Path) -> tuple[str, ...] | None:
     return tuple(names[index] for index in sorted(names))
 
 
-def measured(recipe: Recipe, folder: Path, precision: str) -> tuple[dict[str, Any], dict[str, float]]:
+def measured(recipe: Recipe, folder: Path) -> tuple[dict[str, Any], dict[str, float]]:
     """(what was measured and how, the task's `eval_*` numbers): the model in `folder` on the recipe's held-out rows."""
     from .. import engines, tasks
     from ..engines.loaded import LoadedEngine
@@ -109,33 +110,27 @@ def measured(recipe: Recipe, folder: Path, precision: str) -> tuple[dict[str, An
 
     task: Task = tasks.load(recipe)
     model, _ = models.load(folder, task.head, recipe.model.attention)
-    engine = LoadedEngine(model, task, precision)
+    engine = LoadedEngine(model, task, recipe.precision)
     with _shown() as (start, advance):
         if task.has_reference:
-            _prepare(task, recipe, precision, advance)
+            _prepare(task, recipe, advance)
         held_out = Evaluation(task.held_out, recipe.batch.micro_batch_size, engine.shard, advance)
         start(held_out.num_micro_batches)
         metrics = held_out.metrics(engine, task)
-    facts = {"rows": len(task.held_out), "data_fingerprint": task.held_out.fingerprint, "precision": precision}
+    facts = {"rows": len(task.held_out), "data_fingerprint": task.held_out.fingerprint, "precision": recipe.precision}
     return facts | {"device": engines.device_name(engine.accelerator), "versions": versions()}, metrics
 
 
-def _prepare(task: Task, recipe: Recipe, precision: str, alive: Callable[[], None]) -> None:
+def _prepare(task: Task, recipe: Recipe, alive: Callable[[], None]) -> None:
     """For a task that compares with the model that the run began with: it is made again as training made it."""
-    import torch
-
-    from .. import model
     from ..config import Adapter
-    from ..engines.loaded import LoadedEngine
+    from ..engines.loaded import Beginning
+    from ..model import skeleton
     from ..world import World
 
-    plain = recipe.model_copy(update={"adapter": Adapter(), "precision": precision})
-    skeleton = model.skeleton(plain, task.vocabulary_size, task.special_tokens, task.head)
-    first = model.build(type(skeleton), skeleton.config, torch.device("cpu"))
-    tensors = {**dict(first.named_buffers()), **dict(first.named_parameters())}
-    with torch.no_grad():
-        model.fill(skeleton, plain, lambda name, value: tensors[name].copy_(value))
-    task.prepare(LoadedEngine(first, task, precision), plain, skeleton, World(), alive, held_out_only=True)
+    plain = recipe.model_copy(update={"adapter": Adapter()})  # a new adapter adds nothing
+    shape = skeleton(plain, task.vocabulary_size, task.special_tokens, task.head)
+    task.prepare(Beginning(shape, plain, task), plain, shape, World(), alive, held_out_only=True)
 
 
 @contextmanager
@@ -147,7 +142,7 @@ def _shown() -> Iterator[tuple[Callable[[int], None], Callable[[], None]]]:
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         shown = bar.add_task("evaluating", total=None)
-        yield lambda total: bar.update(shown, total=total), lambda: bar.advance(shown)
+        yield lambda total: bar.update(shown, total=total, completed=0), lambda: bar.advance(shown)
 
 
 def _last_evaluation(directory: Path) -> dict[str, float]:

@@ -5,15 +5,22 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+import torch
 from accelerate import Accelerator
+from torch import Tensor
 
 from ..errors import ConfigurationError
+from ..model import build, fill
 from . import rehearsal
 from .accelerated import AcceleratedEngine
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from transformers import PreTrainedModel
 
+    from ..config import Recipe
+    from ..data import MicroBatch
     from ..tasks import Task
 
 
@@ -35,3 +42,26 @@ class LoadedEngine(AcceleratedEngine):
         # 4.60 came out as 4.69.
         model.config.use_cache = False
         self.model = self.accelerator.prepare_model(model, evaluation_mode=True)
+
+
+class Beginning:
+    """For Task.prepare: the model with the weights that its run began with, made when it is first asked: what it is
+    asked may be in the cache. recipe: without an adapter, as the skeleton."""
+
+    shard = (0, 1)
+
+    def __init__(self, skeleton: PreTrainedModel, recipe: Recipe, task: Task):
+        self._skeleton, self._recipe, self._task = skeleton, recipe, task
+        self._engine: LoadedEngine | None = None
+
+    def features(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        if self._engine is None:
+            self._engine = LoadedEngine(self._initial(), self._task, self._recipe.precision)
+        return self._engine.features(micro_batches)
+
+    def _initial(self) -> PreTrainedModel:
+        model = build(type(self._skeleton), self._skeleton.config, torch.device("cpu"))
+        tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+        with torch.no_grad():
+            fill(self._skeleton, self._recipe, lambda name, full: tensors[name].copy_(full))
+        return model

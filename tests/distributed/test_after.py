@@ -45,10 +45,10 @@ def rows(workspace) -> dict[str, str]:
 def runs(workspace, reference, rows) -> dict[str, Run]:
     """One process each: that strategies agree is others' to test."""
     encoder = {**BERT, "max_position_embeddings": 512}
-    models = {"sft": "config=" + json.dumps(LLAMA), "classify": "config=" + json.dumps(encoder)}
+    models = {"sft": LLAMA, "classify": encoder}
     found = {"pretrain": reference, "adapter": run_lora(workspace, reference.directory / "model", "single")}
     for task, model in models.items():
-        settings = [f"task={task}", f"data.path={rows[task]}", f"model.{model}", f"steps={STEPS}"]
+        settings = [f"task={task}", f"data.path={rows[task]}", f"model.config={json.dumps(model)}", f"steps={STEPS}"]
         settings += [f"data.packing={'true' if task == 'sft' else 'false'}", "batch.sequence_length=512"]
         settings += [f"{key}.every_steps={STEPS}" for key in ("evaluate", "checkpoint")] + ["schedule.warmup_steps=2"]
         found[task] = workspace.run(None, 1, *settings)

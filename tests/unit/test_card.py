@@ -11,6 +11,7 @@ from huggingface_hub import ModelCard
 
 from samecurve import cli
 from samecurve.card import Made, model_card
+from samecurve.cli import evaluate, models
 from samecurve.config import Recipe
 from samecurve.history import sessions, unknown_origin
 
@@ -194,3 +195,13 @@ def test_a_run_that_has_not_ended_is_sent_to_export(run, capsys):
     (run / "checkpoints" / "step_00000002").mkdir(parents=True)
     assert cli.main(["generate", str(run)]) == 2
     assert f"checkpoint: python -m samecurve export {run}" in capsys.readouterr().err
+
+
+def test_a_file_takes_the_place_of_a_mixture(run):
+    sources = [{"path": "a.jsonl", "weight": 0.75}, {"path": "b.jsonl", "weight": 0.25}]
+    written(run, facts(recipe={"data": {"mixture": sources, "held_out_fraction": 0.1}}))
+    assert "| data | a.jsonl (weight 0.75), b.jsonl (weight 0.25) |" in model_card(run, Made())
+    trained = models.recipe(run)
+    other = evaluate.reading(trained, run, str(run / "metrics.jsonl"))
+    assert (other.data.path, other.evaluate.path, other.data.mixture) == (*[str(run / "metrics.jsonl")] * 2, None)
+    assert evaluate.reading(trained, run, None).data == trained.data
