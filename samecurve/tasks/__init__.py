@@ -108,7 +108,7 @@ def load_together(recipe: Recipe, world: World) -> Task:
     if verdict is not None:
         raise verdict
     task = task or load(recipe)
-    fingerprints = world.exchange([rows is not None and rows.fingerprint for rows in (task.train, task.held_out)])
+    fingerprints = world.exchange([None if rows is None else rows.fingerprint for rows in (task.train, task.held_out)])
     others = [rank for rank, found in enumerate(fingerprints) if found != fingerprints[0]]
     if others:
         shown = ", ".join(map(str, others[:8])) + (", ..." if len(others) > 8 else "")
