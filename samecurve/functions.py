@@ -45,7 +45,7 @@ class PreferenceSource(PairSource):
 
     @property
     def identity(self) -> str:
-        return "preferences"
+        return "preferences 2"  # raise it when _corrupted does something else
 
     def check(self) -> None:
         """Nothing of this was written by the user."""
@@ -63,22 +63,26 @@ def _conversation(place: str, prompt: str, body: str) -> Conversation:
 
 
 def _corrupted(prompt: str, body: str, other: str) -> str:
-    """The body without a line, with two lines swapped, with another name in one place, or `other`, another function's.
-
-    Which one is drawn from the function itself, so it is always the same.
-    """
+    """The body without a third of its lines, with its lines in another order, with a third of its names replaced by
+    others of them, or `other`, another function's. Which one is drawn from the function itself, so always the same."""
     draw = random.Random(f"{prompt}\0{body}")
     lines, names = body.split("\n"), [found.span() for found in re.finditer(r"\b[A-Za-z_]{2,}\b", body)]
     found = [other]
     if len(lines) > 1:
-        index = draw.randrange(len(lines) - 1)
-        found.append("\n".join(lines[:index] + lines[index + 1 :]))
-        found.append("\n".join([*lines[:index], lines[index + 1], lines[index], *lines[index + 2 :]]))
+        kept = sorted(draw.sample(range(len(lines)), len(lines) - _third(lines)))
+        found.append("\n".join(lines[index] for index in kept))
+        found.append("\n".join(draw.sample(lines, len(lines))))
     if len(names) > 1:
-        (start, end), (other_start, other_end) = draw.sample(names, 2)
-        found.append(body[:start] + body[other_start:other_end] + body[end:])
+        words, changed = [body[start:end] for start, end in names], body
+        for start, end in sorted(draw.sample(names, _third(names)), reverse=True):
+            changed = changed[:start] + draw.choice(words) + changed[end:]
+        found.append(changed)
     draw.shuffle(found)
     return next((text.strip() for text in found if text.strip() not in ("", body)), f"{body}\npass")
+
+
+def _third(things: list) -> int:
+    return max(1, len(things) // 3)
 
 
 # Of about the same size, and about things that are not alike.
