@@ -234,8 +234,19 @@ class Reward(Section):
     center_rewards_coefficient: float | None = Field(None, gt=0)
 
 
+class Distill(Section):
+    """`teacher`: a folder or hub name. `label_weight`: the label loss's part of the sum. See tasks/distill.py."""
+
+    teacher: Name | None = None
+    temperature: float = Field(1.0, gt=0)
+    divergence: Literal["forward_kl", "reverse_kl"] = "forward_kl"
+    label_weight: float = Field(0.0, ge=0, lt=1)
+
+
 class Recipe(Section):
-    task: Literal["pretrain", "continue_pretrain", "sft", "dpo", "reward", "classify", "mlm", "embed"] = "pretrain"
+    task: Literal["pretrain", "continue_pretrain", "sft", "distill", "dpo", "reward", "classify", "mlm", "embed"] = (
+        "pretrain"
+    )
     output_dir: Name
     seed: int = Field(0, ge=0, le=LARGEST_SEED)
     steps: PositiveInt
@@ -245,6 +256,7 @@ class Recipe(Section):
     tokenizer: Tokenizer = Tokenizer()
     data: Data
     embed: Embed = Embed()
+    distill: Distill = Distill()
     batch: Batch
     optimizer: Optimizer
     schedule: Schedule = Schedule()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from .config import Adapter
 from .documents import describe
 from .rules_sources import mixture, pattern, streaming
+from .rules_tasks import distill, embed, model_folder
 from .sources import BUILTIN, DOCSTRINGS, FUNCTIONS, MODULES, PREFERENCES
 
 if TYPE_CHECKING:
@@ -23,15 +24,25 @@ _KEYS_OF_TASKS = {
     ("pretrain", "continue_pretrain", "classify", "mlm"): {"data.text_column": "text"},
     ("pretrain", "continue_pretrain", "sft"): {"data.mixture": None},
     ("pretrain", "continue_pretrain"): {"data.streaming": False},
-    ("sft",): {
+    ("sft", "distill"): {
         "data.messages_column": None,
         "data.completion_column": None,
         "data.train_on": "assistant",
     },
-    ("sft", "dpo", "reward"): {"data.prompt_column": None, "data.chat": True, "tokenizer.chat_template": None},
+    ("sft", "distill", "dpo", "reward"): {
+        "data.prompt_column": None,
+        "data.chat": True,
+        "tokenizer.chat_template": None,
+    },
     ("dpo", "reward"): {"data.chosen_column": "chosen", "data.rejected_column": "rejected"},
     ("dpo",): {"dpo.loss": "sigmoid", "dpo.beta": 0.1, "dpo.label_smoothing": 0.0, "dpo.gamma": None},
     ("reward",): {"reward.center_rewards_coefficient": None},
+    ("distill",): {
+        "distill.teacher": None,
+        "distill.temperature": 1.0,
+        "distill.divergence": "forward_kl",
+        "distill.label_weight": 0.0,
+    },
     ("classify",): {"data.text_pair_column": None, "data.label_column": "label", "data.labels": None},
     ("embed",): {
         "data.anchor_column": "anchor",
@@ -45,19 +56,20 @@ _BUILTINS = {
     "pretrain": BUILTIN,
     "continue_pretrain": BUILTIN,
     "sft": FUNCTIONS,
+    "distill": FUNCTIONS,
     "dpo": PREFERENCES,
     "reward": PREFERENCES,
     "classify": MODULES,
     "mlm": BUILTIN,
     "embed": DOCSTRINGS,
 }
-_PACKED = ("pretrain", "continue_pretrain", "sft")
+_PACKED = ("pretrain", "continue_pretrain", "sft", "distill")
 _CAUSAL = (*_PACKED, "dpo")
 
 
 def apply(source: Source) -> None:
     """Add what the rules find to the source's problems."""
-    data = (_tokenizer, _data, _task, _embed, _columns, _preferences, _continued)
+    data = (_tokenizer, _data, _task, embed, distill, _columns, _preferences, _continued)
     for rule in (_model, _adapter, _attention, _positions, *data, _schedule, _checkpoint, _guard, _evaluate):
         with contextlib.suppress(KeyError):
             for key, text in rule(source.value):
@@ -75,7 +87,7 @@ def _model(value: Callable[[str], Any]) -> Iterator[Finding]:
     elif config is not None and not isinstance(config["model_type"], str):
         yield "model.config.model_type", f"found {describe(config['model_type'])}, text is needed, for example llama"
     elif path is not None and path.startswith((".", "/", "~")):
-        yield from _model_folder(Path(path))
+        yield from model_folder("model.path", Path(path))
 
 
 def _adapter(value: Callable[[str], Any]) -> Iterator[Finding]:
@@ -94,13 +106,6 @@ def _adapter(value: Callable[[str], Any]) -> Iterator[Finding]:
     elif value("model.config") is not None:
         text = f"found {value('adapter.name')}, which adapts a pretrained model, but model.config makes a new one; "
         yield "adapter.name", text + "give model.path, or set adapter.name to null"
-
-
-def _model_folder(folder: Path) -> Iterator[Finding]:
-    if not folder.is_dir():
-        yield "model.path", f"no such folder: {folder.absolute()}"
-    elif not (folder / "config.json").is_file():
-        yield "model.path", f"{folder.absolute()} holds no config.json; a Hugging Face model folder is needed"
 
 
 def _positions(value: Callable[[str], Any]) -> Iterator[Finding]:
@@ -187,18 +192,6 @@ def _task(value: Callable[[str], Any]) -> Iterator[Finding]:
     if task not in _CAUSAL and value("adapter.name") is not None:
         text = f"found {value('adapter.name')}, but task {task} trains whole models only yet; set it to null"
         yield "adapter.name", text
-
-
-def _embed(value: Callable[[str], Any]) -> Iterator[Finding]:
-    if value("task") == "embed" and value("batch.global_batch_size") < 2:
-        yield (
-            "batch.global_batch_size",
-            "found 1, but embed learns from what tells rows apart; set it to 2 or more",
-        )
-    columns = [value("data.anchor_column"), value("data.positive_column"), *(value("data.negative_columns") or ())]
-    twice = next((name for name in columns if columns.count(name) > 1), None)
-    if twice is not None:
-        yield "data.negative_columns" if columns[0] != columns[1] else "data.positive_column", f"{twice} is read twice"
 
 
 def _columns(value: Callable[[str], Any]) -> Iterator[Finding]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 BEGIN_OF_TEXT, END_OF_TEXT = "<|begin_of_text|>", "<|end_of_text|>"
 MASK = "<|mask|>"  # for mlm
-_CHATS = ("sft", "dpo", "reward")
+_CHATS = ("sft", "distill", "dpo", "reward")
 BEGIN_OF_TURN, END_OF_TURN = "<|im_start|>", "<|im_end|>"
 # ChatML, for the tokenizers that are trained here: what is inside of `generation` is what a model learns to write.
 CHAT_TEMPLATE = """\
@@ -63,7 +63,7 @@ def _load(recipe: Recipe, find: Callable[[str], sources.Source] | None) -> PreTr
     path = recipe.tokenizer.path or recipe.model.path
     if path is None:
         raise ConfigurationError("no tokenizer: set tokenizer.path, or tokenizer.vocabulary_size to train one")
-    return _pretrained(path, recipe.model.trust_remote_code)
+    return pretrained(path, recipe.model.trust_remote_code)
 
 
 def padding(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
@@ -103,7 +103,8 @@ def _num_bytes(token: str) -> int:
     return len(token.replace("\u2581", " ").encode())
 
 
-def _pretrained(path: str, trust_remote_code: bool) -> PreTrainedTokenizerFast:
+def pretrained(path: str, trust_remote_code: bool) -> PreTrainedTokenizerFast:
+    """Of a folder or hub name. Raises ConfigurationError when its files are missing."""
     from transformers import AutoTokenizer
 
     if path.startswith((".", "/", "~")) and not Path(path).expanduser().is_dir():

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from .. import quantization, rng
 from ..adapter import trained_shapes
 from ..model import build, fill
 from ..optim import build_optimizer, parameter_groups, set_learning_rate
-from . import fsdp, together
+from . import fsdp, teacher, together
 from .base import EvalResult, StepResult, dtype_name, finished
 from .loss_scale import LossScale
 from .state import LiveState, State
@@ -35,6 +35,8 @@ _PRECISION = {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 class AcceleratedEngine:
     """Single device, DDP, FSDP2 and HSDP. ZeRO overrides how a model is prepared, updated, written and read."""
 
+    teacher: nn.Module | None = None
+
     def __init__(self, accelerator: Accelerator, plan: Plan, skeleton: PreTrainedModel, task: Task):
         self.accelerator, self.plan, self.skeleton, self.task = accelerator, plan, skeleton, task
         self.recipe, self.device = plan.recipe, accelerator.device
@@ -47,6 +49,8 @@ class AcceleratedEngine:
         self.state = self._state({name: self.tensors[name] for name in self.shapes})
         with torch.no_grad():
             fill(skeleton, self.recipe, self._write)
+        if task.teacher is not None:
+            self.teacher = teacher.build(accelerator, plan, task.teacher, task.vocabulary_size)
 
     # What the loop asks
 
@@ -121,6 +125,7 @@ class AcceleratedEngine:
             "num_parameters": self.skeleton.num_parameters(),
             "num_trained_parameters": sum(shape.numel() for shape in self.shapes.values()),
             "num_parameters_per_rank": local,
+            **self._describe_teacher(),
             **self._describe_numbers(),
         }
 
@@ -167,7 +172,11 @@ class AcceleratedEngine:
 
     def _forward(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         batch = batch.to(self.device)
-        return self.task.outputs(self.model(**batch.inputs)), batch.targets
+        targets = batch.targets
+        if self.teacher is not None:
+            with torch.no_grad():
+                targets = targets | {"teacher": self.teacher(**batch.inputs).logits}
+        return self.task.outputs(self.model(**batch.inputs)), targets
 
     def _features(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Of all ranks' rows."""
@@ -218,13 +227,7 @@ class AcceleratedEngine:
         if quantization.is_quantized(self.tensors[name]):
             quantization.write(self.tensors[name], full)
             return
-        tensor = self.tensors[name].detach()
-        if isinstance(tensor, DTensor):
-            # every rank has the same values already, so nothing is sent (src_data_rank=None)
-            on_mesh = full.to(tensor.device_mesh.device_type)
-            shard = distribute_tensor(on_mesh, tensor.device_mesh, tensor.placements, src_data_rank=None)
-            tensor, full = tensor.to_local(), shard.to_local()
-        tensor.copy_(full)
+        fsdp.write(self.tensors[name].detach(), full)
 
     def _read(self, parameter: nn.Parameter) -> Tensor:
         tensor = parameter.detach()
@@ -234,6 +237,11 @@ class AcceleratedEngine:
 
     def _local_numel(self, parameter: nn.Parameter) -> int:
         return _local(parameter).numel()
+
+    def _describe_teacher(self) -> dict:
+        if self.teacher is None:
+            return {}
+        return {"num_teacher_parameters_per_rank": sum(map(self._local_numel, self.teacher.parameters()))}
 
     def _describe_numbers(self) -> dict:
         """Batch and clipping are this loop's own arithmetic here; the rest is asked of the live objects."""

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from torch import nn
     from transformers import PreTrainedModel
 
 
@@ -25,6 +27,16 @@ def shard(accelerator: Accelerator, model: PreTrainedModel) -> nn.Module:
         buffer.data = buffer.data.to(accelerator.device)
     accelerator._models.append(model)
     return model
+
+
+def write(tensor: Tensor, full: Tensor) -> None:
+    """Set a weight, or this rank's shard of it. full: the same on every rank."""
+    if isinstance(tensor, DTensor):
+        # every rank has the same values already, so nothing is sent (src_data_rank=None)
+        on_mesh = full.to(tensor.device_mesh.device_type)
+        sharded = distribute_tensor(on_mesh, tensor.device_mesh, tensor.placements, src_data_rank=None)
+        tensor, full = tensor.to_local(), sharded.to_local()
+    tensor.copy_(full)
 
 
 @contextmanager

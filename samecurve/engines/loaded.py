@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import ConfigurationError
 from ..model import build, fill
-from . import rehearsal
+from . import rehearsal, teacher
 from .accelerated import AcceleratedEngine
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ class LoadedEngine(AcceleratedEngine):
         # 4.60 came out as 4.69.
         model.config.use_cache = False
         self.model = self.accelerator.prepare_model(model, evaluation_mode=True)
+        if task.teacher is not None:
+            self.teacher = teacher.build(self.accelerator, None, task.teacher, task.vocabulary_size)
 
 
 class Beginning:

@@ -27,6 +27,8 @@ class Task(Protocol):
     head: what the model ends in. The keyword arguments of loss, count, statistics and features are the rows' targets by
     name (RowArrays.targets), cut into micro-batches; the logits are what `outputs` gives.
 
+    teacher: a recipe whose model stands frozen beside the trained one; its logits are then among the targets of loss,
+    statistics and features, as `teacher`. None: there is none.
     features: (logits, **targets) -> (rows, n), what may be asked of a row beside its loss; None: nothing.
     context: features of all rows of an optimizer step, (rows, n) -> what else the loss of each of them has to know, by
     name; the rows are the first axis. Where a task has one, no loss is taken in an evaluation: `metrics` does it, from
@@ -45,6 +47,7 @@ class Task(Protocol):
     vocabulary_size: int
     special_tokens: dict[str, int]
     head: Head
+    teacher: Recipe | None = None
     features: Callable[..., Tensor] | None = None
     context: Callable[[Tensor], dict[str, Tensor]] | None = None
     has_reference: bool = False

@@ -1,0 +1,78 @@
+"""A second model, frozen, beside the one that is trained: whole where that one is whole, sharded where it is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from .. import model as models
+from ..families import check_packing
+from . import fsdp
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import PreTrainedModel
+
+    from ..config import Recipe
+    from .resolve import Plan
+
+_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def build(accelerator: Accelerator, plan: Plan | None, recipe: Recipe, vocabulary_size: int) -> nn.Module:
+    """recipe: the run's, with the teacher as its model. plan: None in a single process. In eval mode, with its weights.
+
+    Raises what model.skeleton does, ConfigurationError also for one that does not keep packed documents apart.
+    """
+    skeleton = models.skeleton(recipe, vocabulary_size)
+    check_packing(skeleton.config.model_type, recipe.data.packing)
+    family, zero_stage = (plan.strategy.family, plan.strategy.zero_stage) if plan else ("single", 0)
+    if family == "fsdp":
+        found = fsdp.shard(accelerator, _frozen(skeleton, torch.device("meta")))
+    elif family == "zero" and zero_stage == 3:
+        found = _partitioned(accelerator, skeleton)
+    elif family == "zero":
+        # DeepSpeed computes in the weights' own precision
+        found = _frozen(skeleton, torch.device(accelerator.device)).to(_DTYPE.get(recipe.precision))
+    else:
+        found = accelerator.prepare_model(_frozen(skeleton, torch.device(accelerator.device)), evaluation_mode=True)
+    _fill(found, skeleton, recipe)
+    found.eval()  # DeepSpeed's returns nothing
+    return found
+
+
+def _frozen(skeleton: PreTrainedModel, where) -> PreTrainedModel:
+    return models.build(type(skeleton), skeleton.config, where).requires_grad_(False)
+
+
+def _partitioned(accelerator: Accelerator, skeleton: PreTrainedModel) -> nn.Module:
+    """An engine of its own without an optimizer, whose hooks gather each layer while it is computed."""
+    import deepspeed
+
+    config = accelerator.deepspeed_plugin.deepspeed_config
+    zero = {key: value for key, value in config["zero_optimization"].items() if key != "offload_optimizer"}
+    config = {**config, "zero_optimization": zero}
+    with_weights = _frozen(skeleton, deepspeed.zero.Init(config_dict_or_path=config))
+    engine, *_ = deepspeed.initialize(model=with_weights, config=config)
+    return engine
+
+
+@torch.no_grad()
+def _fill(found: nn.Module, skeleton: PreTrainedModel, recipe: Recipe) -> None:
+    module = getattr(found, "module", found)
+    tensors = {**dict(module.named_buffers()), **dict(module.named_parameters())}
+
+    def write(name: str, full: Tensor) -> None:
+        tensor = tensors[name]
+        if not hasattr(tensor, "ds_id"):
+            fsdp.write(tensor.detach(), full)
+            return
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([tensor], modifier_rank=0):
+            if torch.distributed.get_rank() == 0:
+                tensor.data.copy_(full)
+
+    models.fill(skeleton, recipe, write)

@@ -1,0 +1,36 @@
+"""What more than one key of a recipe takes part in, of single tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+Finding = tuple[str, str]
+
+
+def embed(value: Callable[[str], Any]) -> Iterator[Finding]:
+    if value("task") == "embed" and value("batch.global_batch_size") < 2:
+        yield (
+            "batch.global_batch_size",
+            "found 1, but embed learns from what tells rows apart; set it to 2 or more",
+        )
+    columns = [value("data.anchor_column"), value("data.positive_column"), *(value("data.negative_columns") or ())]
+    twice = next((name for name in columns if columns.count(name) > 1), None)
+    if twice is not None:
+        yield "data.negative_columns" if columns[0] != columns[1] else "data.positive_column", f"{twice} is read twice"
+
+
+def distill(value: Callable[[str], Any]) -> Iterator[Finding]:
+    teacher = value("distill.teacher")
+    if value("task") == "distill" and teacher is None:
+        yield "distill.teacher", "missing; name the folder or hub name of the model to learn from"
+    elif teacher is not None and teacher.startswith((".", "/", "~")):
+        yield from model_folder("distill.teacher", Path(teacher))
+
+
+def model_folder(key: str, folder: Path) -> Iterator[Finding]:
+    if not folder.is_dir():
+        yield key, f"no such folder: {folder.absolute()}"
+    elif not (folder / "config.json").is_file():
+        yield key, f"{folder.absolute()} holds no config.json; a Hugging Face model folder is needed"

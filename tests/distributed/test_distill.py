@@ -1,0 +1,135 @@
+"""distill under every kind of strategy, the teacher placed as the student is, against a loop of transformers and torch.
+
+Which rows a step reads, and their tokens and labels, are taken from samecurve: test_sft.py compares those.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from harness import LLAMA, largest_relative_difference, long, relative_l2
+from test_tasks import STEPS, Setting, start
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM, get_cosine_with_min_lr_schedule_with_warmup
+
+from samecurve import recipe, tasks
+from samecurve.data import EvaluationBatches, StepBatches
+
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+TEMPERATURE, LABEL_WEIGHT = 2.0, 0.25
+TEACHER = {**LLAMA, "hidden_size": 48, "num_hidden_layers": 2, "initializer_range": 0.2}
+ENGINES = {"single": "LlamaForCausalLM", "ddp": "DistributedDataParallel", "fsdp": "FSDPLlamaForCausalLM"}
+
+
+@pytest.fixture(scope="module")
+def data(workspace) -> Path:
+    draw = random.Random(5)
+    words = ["".join(draw.choices("abcdefgh", k=draw.randint(2, 6))) for _ in range(60)]
+
+    def say() -> str:
+        return " ".join(draw.choices(words, k=draw.randint(1, 9)))
+
+    path = workspace.folder / "answers.jsonl"
+    path.write_text("".join(json.dumps({"prompt": say(), "completion": say()}) + "\n" for _ in range(120)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def setting(workspace, data) -> Setting:
+    common = [f"steps={STEPS}", "checkpoint.every_steps=5", f"data.path={data}", "batch.sequence_length=64"]
+    common += [f"data.cache_dir={workspace.folder / 'cache'}", f"evaluate.every_steps={STEPS}"]
+    common += ["batch.micro_batch_size=2"]
+    tokenizer = tasks.load(recipe.load(str(workspace.recipe), ["task=sft", *common]).recipe).tokenizer
+    for name, seed, fields in (("student", 1, dict(LLAMA)), ("teacher", 2, dict(TEACHER))):
+        more = 8 if name == "teacher" else 0  # an embedding may be padded
+        config = AutoConfig.for_model(fields.pop("model_type"), vocab_size=len(tokenizer) + more, **fields)
+        torch.manual_seed(seed)
+        AutoModelForCausalLM.from_config(config).save_pretrained(workspace.folder / name)
+        tokenizer.save_pretrained(workspace.folder / name)
+    overrides = ["task=distill", *common, f"model={{path: {workspace.folder / 'student'}}}"]
+    overrides += [
+        f"tokenizer={{path: {workspace.folder / 'student'}}}",
+        f"distill.teacher={workspace.folder / 'teacher'}",
+    ]
+    overrides += [f"distill.temperature={TEMPERATURE}", f"distill.label_weight={LABEL_WEIGHT}"]
+    return Setting(tuple(overrides), *plain_loop(workspace, overrides))
+
+
+def plain_loop(workspace, overrides):
+    found = recipe.load(str(workspace.recipe), overrides).recipe
+    student = AutoModelForCausalLM.from_pretrained(found.model.path, dtype=torch.float32).train()
+    teacher = AutoModelForCausalLM.from_pretrained(found.distill.teacher, dtype=torch.float32).eval()
+    matrices, vectors = ([p for p in student.parameters() if (p.dim() >= 2) == wanted] for wanted in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
+    schedule = get_cosine_with_min_lr_schedule_with_warmup(optimizer, 5, STEPS, min_lr_rate=0.1)
+    whole = found.batch.model_copy(update={"micro_batch_size": 8})
+    losses, norms, counts = [], [], []
+    for (batch,) in StepBatches(tasks.load(found).train, found.seed, whole, (0, 1), STEPS):
+        schedule.step()  # transformers counts updates from 0, and the update number 0 has the rate 0
+        divergence, label_loss, tokens = measured(student, teacher, batch)
+        loss = ((1 - LABEL_WEIGHT) * divergence + LABEL_WEIGHT * label_loss) / tokens
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(student.parameters(), 0.8).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        counts.append(tokens)
+    return losses, norms, counts, {name: p.detach() for name, p in student.named_parameters()}
+
+
+def measured(student, teacher, batch):
+    """(divergence, label loss, tokens), the first two summed."""
+    labels = batch.labels.flatten()
+    logits = student(**batch.inputs).logits.flatten(0, 1)
+    with torch.no_grad():
+        wanted = teacher(**batch.inputs).logits.flatten(0, 1)[labels != -100, : logits.shape[-1]]
+    said = (logits[labels != -100] / TEMPERATURE).log_softmax(dim=-1)
+    p = (wanted / TEMPERATURE).softmax(dim=-1)
+    divergence = TEMPERATURE**2 * (p * (p.log() - said)).sum()
+    return divergence, functional.cross_entropy(logits, labels, reduction="sum"), int((labels != -100).sum())
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "zero2", "zero3", *long("zero1")])
+def test_follows_the_plain_loop(strategy, workspace, setting):
+    run = start(workspace, setting, strategy)
+    assert run.facts["strategy"] == strategy and run.facts["world_size"] == (1 if strategy == "single" else 2)
+    assert run.facts["engine"] == ENGINES.get(strategy, "DeepSpeedEngine")
+    whole = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(workspace.folder / "teacher").parameters())
+    held = run.facts["num_teacher_parameters_per_rank"]
+    assert held == whole if strategy not in ("fsdp", "zero3") else held == pytest.approx(whole / 2, rel=0.01)
+    assert run.column("tokens") == setting.counts
+    assert largest_relative_difference(run.column("loss"), setting.losses) < 1e-5
+    assert largest_relative_difference(run.column("grad_norm"), setting.norms) < 1e-4
+    assert relative_l2(run.weights, setting.weights) < 1e-4
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "zero2", "zero3"])
+def test_bf16_stays_near(strategy, workspace, setting):
+    """The student and its teacher compute in bf16; as far off as README.md says of a single model."""
+    world = 1 if strategy == "single" else 2
+    run = workspace.run(None if world == 1 else strategy, world, *setting.overrides, "precision=bf16")
+    assert run.returncode == 0, run.output
+    assert largest_relative_difference(run.column("loss"), setting.losses) < 2e-2
+
+
+@pytest.mark.parametrize("strategy", ["zero3"])
+def test_the_held_out_numbers_are_the_exports(strategy, workspace, setting):
+    run = start(workspace, setting, strategy)
+    found = recipe.load(str(workspace.recipe), setting.overrides).recipe
+    student = AutoModelForCausalLM.from_pretrained(run.directory / "model").eval()
+    teacher = AutoModelForCausalLM.from_pretrained(found.distill.teacher).eval()
+    with torch.no_grad():
+        sums = [measured(student, teacher, batch) for batch in EvaluationBatches(tasks.load(found).held_out, 1, (0, 1))]
+    divergence, label_loss, tokens = (float(sum(values)) for values in zip(*sums, strict=True))
+    last = run.metrics[-1]
+    assert last["eval_tokens"] == tokens
+    assert last["eval_divergence"] == pytest.approx(divergence / tokens, rel=1e-5)
+    assert last["eval_label_loss"] == pytest.approx(label_loss / tokens, rel=1e-5)
+    whole = (1 - LABEL_WEIGHT) * divergence + LABEL_WEIGHT * label_loss
+    assert last["eval_loss"] == pytest.approx(whole / tokens, rel=1e-5)
