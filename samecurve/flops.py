@@ -6,7 +6,7 @@ N leaves out what is only looked up (input and position embeddings; a tied embed
 counts once). As in PaLM, attention is not halved for the causal mask, and packed or windowed rows count as full ones.
 Frozen parameters get no gradient of their own, which is a third of the 6: with an adapter they count 4.
 Hardware FLOPs add the forward that activation checkpointing repeats: the decoder layers', not the output head's; and
-that of a task which looks at all rows of a step first.
+that of a task which looks at all rows of a step first. A teacher's forward is in neither.
 """
 
 from __future__ import annotations

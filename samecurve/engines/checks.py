@@ -39,7 +39,8 @@ def check(source: Source, files: Files, strategy: Strategy, launch: Launch) -> N
             source.document.problem(("data", "group_by_length"), text)
         task = source.value("task")
         if strategy.family == "pipeline" and task not in _PIPELINED:
-            text = f"found {task}, but a pipeline cuts causal language models only; use another strategy"
+            why = "has no place for a teacher" if task == "distill" else "cuts causal language models only"
+            text = f"found {task}, but a pipeline {why}; use another strategy"
             source.document.problem(("task",), f"{text}, for example configs/fsdp.yaml")
         if strategy.family not in _QUANTIZED and source.value("adapter.quantization") is not None:
             text = "found 4bit, but 4-bit weights stay whole on every device and this strategy would shard or cast them"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -133,3 +134,22 @@ def test_the_held_out_numbers_are_the_exports(strategy, workspace, setting):
     assert last["eval_label_loss"] == pytest.approx(label_loss / tokens, rel=1e-5)
     whole = (1 - LABEL_WEIGHT) * divergence + LABEL_WEIGHT * label_loss
     assert last["eval_loss"] == pytest.approx(whole / tokens, rel=1e-5)
+
+
+@pytest.mark.full
+def test_the_run_is_measured_again_by_itself(workspace, setting, tmp_path):
+    run = start(workspace, setting, "zero3")
+    command = [
+        sys.executable,
+        "-m",
+        "samecurve",
+        "evaluate",
+        str(run.directory),
+        "--json",
+        str(tmp_path / "found.json"),
+    ]
+    done = workspace.execute(command, run.directory)
+    assert done.returncode == 0, done.output
+    found = json.loads((tmp_path / "found.json").read_text())["metrics"]
+    assert found == {name: pytest.approx(run.metrics[-1][name], rel=1e-6) for name in found}
+    assert {"eval_loss", "eval_divergence"} <= found.keys()

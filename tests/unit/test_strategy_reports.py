@@ -182,7 +182,7 @@ CASES = [
     ("pipeline: embed", {}, ["r.yaml", "--strategy", "ds_configs/pipeline.json", "task=embed", "data.packing=false"], T,
      ["command line: task: found embed, but a pipeline cuts causal language models only; use another strategy, for example configs/fsdp.yaml"]),
     ("pipeline: distill", {}, ["r.yaml", "--strategy", "ds_configs/pipeline.json", "task=distill", "distill.teacher=t"], T,
-     ["command line: task: found distill, but a pipeline cuts causal language models only; use another strategy, for example configs/fsdp.yaml"]),
+     ["command line: task: found distill, but a pipeline has no place for a teacher; use another strategy, for example configs/fsdp.yaml"]),
     ("pipeline: none", *ds('"stages": 2,\n', "", "pipeline"),
      ["ds_configs/pipeline.json:3: pipeline.stages: missing; add how many stages the layers are cut into"]),
     ("pipeline: 0", *ds('"stages": 2', '"stages": 0', "pipeline"),
