@@ -86,11 +86,6 @@ def test_a_row_of_a_pair_holds_two_answers():
     assert lines["tokens"] == "32,768 per step = 64 rows x 2 texts x 256"
 
 
-def test_a_row_of_embed_holds_several_texts():
-    facts = {**FACTS, "recipe": {**FACTS["recipe"], "task": "embed"}, "data": {**FACTS["data"], "texts_per_row": 3}}
-    assert dict(header_lines(facts))["tokens"] == "49,152 per step = 64 rows x 3 texts x 256"
-
-
 def test_plain_lines_first_last_and_every_third():
     lines = shown(total=10, every=3).splitlines()
     assert [line.split()[1] for line in lines if line.startswith("step ")] == ["1/10", "3/10", "6/10", "9/10", "10/10"]
