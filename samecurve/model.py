@@ -237,9 +237,14 @@ def _aliases(model: PreTrainedModel) -> list[list[str]]:
 
 def _stored_names(model: PreTrainedModel, name: str) -> list[str]:
     """A checkpoint of the bare base model (GPT-2 on the hub, for example) leaves the base model's prefix out; where the
-    base model is what is trained, that of one with a head has it."""
+    base model is what is trained, that of one with a head has it. The first BERTs call a LayerNorm's weight gamma and
+    its bias beta, which transformers reads, too."""
     name, prefix = adapters.pretrained_name(name), f"{model.base_model_prefix}."
-    return [name, name.removeprefix(prefix), prefix + name]
+    names = [name, name.removeprefix(prefix), prefix + name]
+    layer, _, kind = name.rpartition(".")
+    if layer.endswith("LayerNorm"):
+        names += [other.removesuffix(kind) + {"weight": "gamma", "bias": "beta"}[kind] for other in names]
+    return names
 
 
 def weight_files(path: str) -> dict[str, Path]:

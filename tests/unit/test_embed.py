@@ -11,6 +11,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn import functional
 from transformers import AutoConfig, AutoModel, BertForMaskedLM
 
@@ -233,6 +234,26 @@ def test_a_pretrained_base_is_found_under_any_prefix_and_has_no_pooler(tmp_path)
         assert type(shape).__name__ == "BertModel" and found.keys() >= expected.keys()
         assert not any("pooler" in name for name in found)
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_the_names_of_the_first_berts_are_known(tmp_path):
+    task = tasks.load(made(tmp_path))
+    folder = tmp_path / "old"
+    stored = BertForMaskedLM(AutoConfig.for_model(**BERT, vocab_size=task.vocabulary_size))
+    stored.save_pretrained(folder)
+    file, old = (
+        folder / "model.safetensors",
+        {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"},
+    )
+    tensors = {name: tensor * 2 for name, tensor in load_file(file).items()}
+    for new, known in old.items():
+        tensors = {name.replace(new, known): tensor for name, tensor in tensors.items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    recipe, found = made(tmp_path, model={"path": str(folder)}), {}
+    model.fill(skeleton(recipe, task), recipe, lambda name, tensor: found.update({name: tensor.clone()}))
+    expected = dict(AutoModel.from_pretrained(folder, add_pooling_layer=False).named_parameters())
+    assert (found["embeddings.LayerNorm.weight"] == 2).all()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 def test_models_that_do_not_fit(tmp_path):
