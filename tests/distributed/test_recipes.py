@@ -1,0 +1,107 @@
+"""Every file in recipes/ on a user's own file, made small: the same curve under every strategy.
+
+`data.path` is the one key of the data that is given; all else makes the run short.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from functools import cache
+from itertools import cycle
+from pathlib import Path
+
+import pytest
+import yaml
+from harness import ROOT, Run, largest_relative_difference, launch_command, long
+
+RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml") if path.stem != "base")
+STRATEGIES = ["ddp", "fsdp", "zero2", "zero3"]
+WHOLE = {"qlora": ["ddp"]}  # 4-bit weights stay whole
+STEPS, ROWS = 4, 8
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+OF_FAMILY = {
+    "llama": {"num_key_value_heads": 2, "max_position_embeddings": 128},
+    # dropout's masks are each rank's own
+    "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 128},
+}
+PRETRAINED = {"continue_pretrain": "pretrain", "lora": "sft", "qlora": "sft", "distill": "sft"}
+SETTINGS = (
+    f"steps={STEPS}",
+    f"batch.global_batch_size={ROWS}",
+    "batch.sequence_length=64",
+    "data.held_out_fraction=0.2",
+    "evaluate.every_steps=2",
+    "schedule.warmup_steps=1",
+    "precision=fp32",
+)
+
+
+@pytest.fixture(scope="module")
+def file(workspace) -> Path:
+    """Rows that any task can read; the words differ, so that every sentence is another one."""
+    draw = random.Random(1)
+
+    def sentence(word: str) -> str:
+        return " ".join([word, *draw.choices(("red", "green", "blue", "fast", "slow", "old"), k=draw.randint(2, 7))])
+
+    rows = []
+    for number in range(120):
+        text = sentence(f"thing {number} is")
+        pair = {"chosen": text, "rejected": sentence(f"nothing {number}")}
+        fits = {"anchor": f"what is {number}?", "positive": text}
+        rows.append({"prompt": f"say {number}", "completion": text, "text": text, "label": number % 3, **pair, **fits})
+    path = workspace.folder / "anything.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@cache
+def started(workspace, file: Path, recipe: str, strategy: str | None) -> Run:
+    content = yaml.safe_load((ROOT / "recipes" / f"{recipe}.yaml").read_text())
+    directory = workspace.folder / f"recipe_{recipe}_{strategy}"
+    model = [f"tokenizer.vocabulary_size={300 if 'vocabulary_size' in content.get('tokenizer', {}) else 'null'}"]
+    if recipe in PRETRAINED:
+        base = started(workspace, file, PRETRAINED[recipe], None).directory / "model"
+        model += [f"model.path={base}", *([f"distill.teacher={base}"] if recipe == "distill" else [])]
+    else:
+        sizes = SMALL | OF_FAMILY[content["model"]["config"]["model_type"]]
+        model += [f"model.config.{key}={value}" for key, value in sizes.items()]
+    micro = f"batch.micro_batch_size={4 if strategy is None else 2}"
+    path = None if strategy is None else workspace.strategy(strategy)
+    command = launch_command("fork", path, 1 if strategy is None else 2, workspace.folder)
+    command += [str(ROOT / "recipes" / f"{recipe}.yaml"), f"output_dir={directory}", f"data.path={file}"]
+    command += [*SETTINGS, micro, *model, *(["--strategy", str(path)] if path else [])]
+    run = workspace.execute(command, directory)
+    assert run.returncode == 0, run.output
+    assert run.facts["strategy"] == (strategy or "single")
+    assert run.facts["recipe"]["data"]["path"] == str(file)
+    assert run.column("step") == list(range(1, STEPS + 1))
+    return run
+
+
+def cases() -> list:
+    """Each recipe under one strategy every day, and under all of them in --full."""
+    found, turn = [], cycle(STRATEGIES)
+    for recipe in RECIPES:
+        possible = WHOLE.get(recipe, STRATEGIES)
+        chosen = next(strategy for strategy in turn if strategy in possible)
+        found += [(recipe, chosen), *long(*((recipe, other) for other in possible if other != chosen))]
+    return found
+
+
+@pytest.mark.parametrize(("recipe", "strategy"), cases())
+def test_the_same_curve_under_every_strategy(recipe, strategy, workspace, file):
+    if recipe == "qlora":
+        pytest.importorskip("bitsandbytes")
+    expected, run = started(workspace, file, recipe, None), started(workspace, file, recipe, strategy)
+    assert run.facts["gradient_accumulation_steps"] == expected.facts["gradient_accumulation_steps"] == 2
+    assert largest_relative_difference(run.column("loss"), expected.column("loss")) < 1e-5
+    assert largest_relative_difference(run.column("grad_norm"), expected.column("grad_norm")) < 1e-4
+    held_out = [[record["eval_loss"] for record in each.metrics if "eval_loss" in record] for each in (run, expected)]
+    assert len(held_out[0]) == 2 and largest_relative_difference(*held_out) < 1e-5
+
+
+def test_all_recipes_are_here():
+    assert len(RECIPES) >= 12 and set(PRETRAINED) < set(RECIPES)
+    assert {getattr(case, "values", case)[0] for case in cases()} == set(RECIPES)
