@@ -15,6 +15,7 @@ import numpy as np
 
 from .loss import IGNORE_INDEX
 from .pair_rows import PairRows
+from .retrieval_rows import RetrievalRows
 from .rows import PackedRows, PackedSampleRows, Rows, SampleRows
 from .text_rows import LabelledRows, TextRows
 
@@ -30,13 +31,14 @@ SHOWN_ROWS = 6
 class Sample:
     """Consecutive tokens that are all trained or all not: (text, trained, number of tokens). lost: tokens cut off.
 
-    label: the class of the whole text, where that is what is trained. answer: which one of a pair it is.
+    label: the class of the whole text, where that is what is trained. role: which text of its row it is,
+    where a row has several.
     """
 
     runs: list[tuple[str, bool, int]]
     lost: int = 0
     label: str = ""
-    answer: str = ""
+    role: str = ""
 
 
 @dataclass(frozen=True)
@@ -67,18 +69,18 @@ class Findings:
 
 
 def inspect(title: str, task: Task, num_samples: int) -> Findings:
-    """The first documents of the training part (rows, where a row is a text; both answers of a pair), and the counts of
-    all parts."""
+    """The first documents of the training part (rows, where a row is a text; all texts of a row that has several), and
+    the counts of all parts."""
     whole = [("train", task.train), ("held out", task.held_out)]
     parts = [named for name, rows in whole if rows is not None for named in _parts(name, rows)]
     first = parts[0][1]
-    shown, paired = _answers(first), isinstance(first, PairRows)
+    shown, texts_per_row = _texts(first), len(_roles(first)) or 1
     num_documents = len(shown) if isinstance(shown, TextRows) else _num_documents(shown)
     told = {name: value for name, value in task.describe().items() if name not in ("train", "held_out")}
     return Findings(
         title,
         task.train.sequence_length,
-        [_sample(task, shown, index) for index in range(min(num_samples * (1 + paired), num_documents))],
+        [_sample(task, shown, index) for index in range(min(num_samples * texts_per_row, num_documents))],
         [_part(name, rows, task.tokenizer) for name, rows in parts],
         {name.replace("_", " "): _text(value) for name, value in told.items()},
     )
@@ -91,9 +93,18 @@ def _parts(name: str, rows: Rows) -> list[tuple[str, Rows]]:
     return [(f"{name}, source {index}", part) for index, part in enumerate(rows.parts)]
 
 
-def _answers(rows: Rows) -> Rows:
-    """Of pairs both answers, each as a document in a row of its own; other rows as they are."""
-    return rows.answers() if isinstance(rows, PairRows) else rows
+def _roles(rows: Rows) -> tuple[str, ...]:
+    """What the texts of a row are, where it has several."""
+    if isinstance(rows, PairRows):
+        return ("chosen", "rejected")
+    return rows.roles if isinstance(rows, RetrievalRows) else ()
+
+
+def _texts(rows: Rows) -> Rows:
+    """Each text of a row that has several, in a row of its own; other rows as they are."""
+    if isinstance(rows, PairRows):
+        return rows.answers()
+    return rows.texts() if isinstance(rows, RetrievalRows) else rows
 
 
 def _text(value: object) -> str:
@@ -118,11 +129,12 @@ def _document(rows: Rows, index: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _sample(task: Task, rows: Rows, index: int) -> Sample:
-    label, lost = "", 0
-    answer = ("chosen", "rejected")[index % 2] if isinstance(task.train, PairRows) else ""
+    label, lost, roles = "", 0, _roles(task.train.parts[0])
+    role = roles[index % len(roles)] if roles else ""
     if isinstance(rows, TextRows):
         tokens, trained = _row(rows, index)
-        label = task.names[rows[np.array([index])].labels[0]] if isinstance(rows, LabelledRows) else ""
+        if isinstance(rows, LabelledRows) and not role:
+            label = task.names[rows[np.array([index])].labels[0]]
     else:
         tokens, trained = _document(rows, index)
         kept = len(tokens) if not isinstance(rows, SampleRows) else min(len(tokens), rows.sequence_length + 1)
@@ -132,7 +144,7 @@ def _sample(task: Task, rows: Rows, index: int) -> Sample:
     for mark, group in groupby(zip(tokens.tolist(), trained.tolist(), strict=True), key=lambda pair: pair[1]):
         ids = [token for token, _ in group]
         runs.append((task.tokenizer.decode(ids, clean_up_tokenization_spaces=False), mark, len(ids)))
-    return Sample(runs, lost, label, answer)
+    return Sample(runs, lost, label, role)
 
 
 def _row(rows: TextRows, index: int) -> tuple[np.ndarray, np.ndarray]:
@@ -146,7 +158,7 @@ def _row(rows: TextRows, index: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _part(name: str, rows: Rows, tokenizer: PreTrainedTokenizerFast) -> Part:
-    shown = _answers(rows)
+    shown = _texts(rows)
     lengths = np.diff(shown.stream.offsets)
     counts = _counts(shown, tokenizer, lengths)
     if isinstance(rows, PairRows):

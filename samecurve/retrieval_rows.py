@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from .corpus import TokenStream
 from .rows import LengthGroups, RowArrays, Rows
-
-if TYPE_CHECKING:
-    from .corpus import TokenStream
+from .text_rows import LabelledRows
 
 
 class RetrievalRows(Rows):
@@ -47,6 +44,18 @@ class RetrievalRows(Rows):
 
     def num_inputs(self, indices: np.ndarray) -> int:
         return int(self._lengths[indices].sum())
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """What each sequence of a row is."""
+        return ("anchor", "positive", *(f"negative {number}" for number in range(1, self.num_sequences - 1)))
+
+    def texts(self) -> LabelledRows:
+        """Every text of every row as a row of its own, in turn; its label is its place in `roles`."""
+        bounds = np.append(self._starts.ravel(), len(self.stream.tokens))
+        labels = np.tile(np.arange(self.num_sequences), len(self))
+        stream = TokenStream(self.stream.tokens, bounds, self.stream.fingerprint, labels=labels)
+        return LabelledRows(stream, self.sequence_length, self.padding_token)
 
     def candidates(self) -> np.ndarray:
         """int64 (rows, num_sequences - 1): a number for each different text, positives first."""

@@ -57,8 +57,10 @@ def summary(sample: Sample) -> str:
     trained = sum(count for _, mark, count in sample.runs if mark)
     total = sum(count for _, _, count in sample.runs)
     lost = f", {sample.lost} more cut off" if sample.lost else ""
-    answer = f"{sample.answer}: " if sample.answer else ""
-    return f"{answer}{total} tokens, {f'label {sample.label}' if sample.label else f'{trained} trained'}{lost}"
+    role = f"{sample.role}: " if sample.role else ""
+    if sample.label:
+        return f"{role}{total} tokens, label {sample.label}{lost}"
+    return f"{role}{total} tokens{f', {trained} trained' if trained or not role else ''}{lost}"
 
 
 def marked(sample: Sample, colours: bool) -> Text:

@@ -111,6 +111,19 @@ def test_pairs_are_shown_as_their_two_answers(recipe_file, tmp_path, capsys):
         assert re.search(r"^  dropped pairs +1 \(50.0%\): the cut leaves nothing to compare$", out, re.MULTILINE)
 
 
+def test_all_texts_of_a_row(recipe_file, tmp_path, capsys):
+    """One token per byte and marker: "why" and its marker are 4."""
+    row = {"anchor": "why", "positive": "so", "negative_1": "no", "negative_2": "never"}
+    (tmp_path / "c.jsonl").write_text(json.dumps(row) + "\n" + json.dumps({**row, "positive": "as"}) + "\n")
+    overrides = [f"data.path={tmp_path / 'c.jsonl'}", "data.packing=false", "tokenizer.vocabulary_size=258"]
+    more = ["task=embed", "batch.global_batch_size=2", "--samples", "1"]
+    assert cli.main(["inspect", recipe_file, *overrides, *more]) == 0
+    out = capsys.readouterr().out
+    sizes = re.findall(r"^sample \d: (.*): (\d+) tokens$", out, re.MULTILINE)
+    assert sizes == [("anchor", "4"), ("positive", "3"), ("negative 1", "3"), ("negative 2", "6")]
+    assert "\n<|begin_of_text|>never\n" in out
+
+
 def test_data_that_cannot_be_used_have_their_exit_code(recipe_file, tmp_path, capsys):
     (tmp_path / "chats.jsonl").write_text("{}\n")
     assert cli.main(["inspect", recipe_file]) == 3
