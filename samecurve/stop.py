@@ -21,6 +21,7 @@ import psutil
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP") if hasattr(signal, name))
 LAUNCHER_ENDED = "the launcher ended"
 POLL_SECONDS = 1.0
+_LAUNCHERS = ("python", "torchrun", "accelerate", "deepspeed")
 # A terminal sends Ctrl-C to all processes at once and launchers pass it on to their workers right after; DeepSpeed's
 # sends SIGTERM behind it. All of that is one request.
 REPEATED_SECONDS = 1.0
@@ -38,7 +39,7 @@ class StopRequest:
     def __init__(self, end: Callable[[str, int], None], tell: Callable[[str], None], launcher: str = "python"):
         self.requested = ""
         self._end, self._tell = end, tell
-        self._above = None if launcher == "python" else _above(launcher)
+        self._above = None if launcher == "python" else () if _adopted() else _above(launcher)
         self._launcher = launcher
         self._deferred = False
         self._first: float | None = None  # when the first signal came
@@ -111,6 +112,18 @@ class StopRequest:
             self.requested = self.requested or LAUNCHER_ENDED
         else:
             self._end(LAUNCHER_ENDED, 128 + signal.SIGTERM)  # what it would have sent
+
+
+def _adopted() -> bool:
+    """Whether the launcher was gone before this process could see it, which then is a child of the system's first one.
+
+    In a container that first one may be the launcher itself.
+    """
+    with contextlib.suppress(psutil.Error):
+        parent = psutil.Process(os.getppid())
+        words = " ".join(parent.cmdline()[:3])
+        return parent.name() == "systemd" or (parent.pid == 1 and not any(name in words for name in _LAUNCHERS))
+    return False
 
 
 def _above(launcher: str) -> tuple[int, ...]:

@@ -121,6 +121,18 @@ def test_a_launcher_that_is_killed(launcher, body, state, code, reason, tmp_path
     assert (found["state"], found["exit_code"], found["reason"]) == (state, code, reason)
 
 
+def test_a_launcher_that_is_gone_before_the_process_can_look(tmp_path):
+    """Killed while its ranks are still being started: seen in one of 200 random kills, whose ranks stayed."""
+    run = tmp_path / "run"
+    text = START + "def body(run, watch):\n    wait()\n    time.sleep(60)\n" + END
+    env = os.environ | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", text, str(run), "torchrun", "0"]
+    with subprocess.Popen(["sh", "-c", '(sleep 0.5; exec "$@") & exit', "sh", *command], env=env) as parent:
+        parent.wait()
+        wait_until(lambda: (run / "status.json").exists() and status(run)["state"] != "running")
+    assert (status(run)["exit_code"], status(run)["reason"]) == (143, "the launcher ended in phase start")
+
+
 def test_what_the_parent_ignores_stays_ignored(tmp_path):
     """nohup ignores SIGHUP, a script's background job SIGINT."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
