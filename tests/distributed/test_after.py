@@ -10,9 +10,9 @@ import pytest
 import torch
 from harness import LLAMA, Run
 from safetensors.torch import load_file
+from test_encoder_tasks import BERT
 from test_equal_curves import Case, run_case
 from test_lora import run_lora
-from test_tasks import BERT
 from transformers import AutoModelForCausalLM
 
 from samecurve import cli, sources

@@ -29,6 +29,12 @@ def test_modules_and_functions_stay_small():
                 assert node.end_lineno - node.lineno < 50, f"{path}:{node.lineno} {node.name}"
 
 
+def test_test_files_have_names_of_their_own():
+    """pytest collects two files of one name only where folders are packages; apart, both run."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert len(names) > 80 and len(names) == len(set(names))
+
+
 def test_layers_import_only_downwards():
     """Tasks and engines are above the modules that they use; only the session, which is made of both, imports them."""
     below = [path for path in (ROOT / "samecurve").glob("*.py") if path.name not in ("__main__.py", "session.py")]

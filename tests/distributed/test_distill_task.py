@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import LLAMA, largest_relative_difference, long, relative_l2
-from test_tasks import STEPS, Setting, start
+from test_encoder_tasks import STEPS, Setting, start
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, get_cosine_with_min_lr_schedule_with_warmup
 
