@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from . import sources
 from .errors import DataError
-from .tables import check_characters, rows, table_kind
+from .tables import check_characters
 
 if TYPE_CHECKING:
     from .config import Data
@@ -63,8 +62,10 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class ConversationSource(sources.Source):
+class ConversationSource(sources.TableSource):
     """Tables whose rows are conversations."""
+
+    documents_are, a_line_is = "conversations", "one conversation"
 
     schema: Schema = Schema()
 
@@ -72,23 +73,11 @@ class ConversationSource(sources.Source):
     def identity(self) -> str:
         return json.dumps(asdict(self.schema), sort_keys=True)
 
-    def check(self) -> None:
-        """All rows once, so that a mistake in the last one is told before minutes of tokenising."""
-        rows = self._rows()
-        read = partial(conversation, schema=self.schema)
-        sources.check_rows(self.name, rows, read, "each line of a jsonl file is one conversation")
-
     def texts(self, document: Conversation) -> list[str]:
         return [message["content"] for message in document.messages if message.get("content")]
 
-    def documents(self) -> Iterator[Conversation]:
-        return (conversation(place, row, self.schema) for place, row in self._rows())
-
-    def _rows(self) -> Iterator[tuple[str, dict]]:
-        for file in self.files:
-            if table_kind(file) is None:
-                raise DataError(f"{file}: conversations are the rows of a jsonl, json, parquet or csv file")
-            yield from rows(file)
+    def read(self, place: str, row: dict) -> Conversation:
+        return conversation(place, row, self.schema)
 
 
 def find(name: str, pattern: str | None, schema: Schema) -> sources.Source:

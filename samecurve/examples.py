@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from . import sources
 from .cache import cached, digest
 from .corpus import Encoded, Encoder
 from .errors import DataError
-from .tables import check_characters, rows, table_kind
+from .tables import check_characters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -39,8 +38,10 @@ class Example:
 
 
 @dataclass(frozen=True)
-class ExampleSource(sources.Source):
+class ExampleSource(sources.TableSource):
     """Tables whose rows are examples. names: of the classes in their order; None: not known yet, so any will do."""
+
+    documents_are, a_line_is = "labelled texts", "one text and its label"
 
     pair_column: str | None = None
     label_column: str = "label"
@@ -50,25 +51,10 @@ class ExampleSource(sources.Source):
     def identity(self) -> str:
         return json.dumps([self.text_column, self.pair_column, self.label_column, self.names])
 
-    def check(self) -> None:
-        """All rows once, so that a mistake in the last one is told before minutes of tokenising."""
-        sources.check_rows(
-            self.name, self._rows(), self._example, "each line of a jsonl file is one text and its label"
-        )
-
     def texts(self, document: Example) -> list[str]:
         return [document.text, *([] if document.pair is None else [document.pair])]
 
-    def documents(self) -> Iterator[Example]:
-        return (self._example(place, row) for place, row in self._rows())
-
-    def _rows(self) -> Iterator[tuple[str, dict]]:
-        for file in self.files:
-            if table_kind(file) is None:
-                raise DataError(f"{file}: labelled texts are the rows of a jsonl, json, parquet or csv file")
-            yield from rows(file)
-
-    def _example(self, place: str, row: dict) -> Example:
+    def read(self, place: str, row: dict) -> Example:
         text = text_of(place, "text_column", self.text_column, row)
         pair = None if self.pair_column is None else text_of(place, "text_pair_column", self.pair_column, row)
         label = _value(place, "label_column", self.label_column, row)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +15,6 @@ from .conversations import Conversation, shown, tools_of, turns
 from .conversations import Schema as ChatSchema
 from .corpus import Encoded, Encoder
 from .errors import DataError
-from .tables import rows, table_kind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -58,8 +55,10 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class PairSource(sources.Source):
+class PairSource(sources.TableSource):
     """Tables whose rows are preference pairs."""
+
+    documents_are, a_line_is = "preference pairs", "one pair of answers"
 
     schema: Schema = Schema()
 
@@ -67,23 +66,12 @@ class PairSource(sources.Source):
     def identity(self) -> str:
         return json.dumps(asdict(self.schema), sort_keys=True)
 
-    def check(self) -> None:
-        """All rows once, so that a mistake in the last one is told before minutes of tokenising."""
-        read = partial(pair, schema=self.schema)
-        sources.check_rows(self.name, self._rows(), read, "each line of a jsonl file is one pair of answers")
-
     def texts(self, document: Pair) -> list[str]:
         messages = (*document.chosen.messages, *document.rejected.messages[document.rejected.num_prompt :])
         return [message["content"] for message in messages if message.get("content")]
 
-    def documents(self) -> Iterator[Pair]:
-        return (pair(place, row, self.schema) for place, row in self._rows())
-
-    def _rows(self) -> Iterator[tuple[str, dict]]:
-        for file in self.files:
-            if table_kind(file) is None:
-                raise DataError(f"{file}: preference pairs are the rows of a jsonl, json, parquet or csv file")
-            yield from rows(file)
+    def read(self, place: str, row: dict) -> Pair:
+        return pair(place, row, self.schema)
 
 
 def find(name: str, pattern: str | None, schema: Schema) -> sources.Source:

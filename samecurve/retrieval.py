@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,6 @@ from .cache import digest
 from .corpus import Encoded, Encoder
 from .errors import DataError
 from .examples import text_of
-from .tables import rows, table_kind
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,8 +39,10 @@ class Match:
 
 
 @dataclass(frozen=True)
-class MatchSource(sources.Source):
+class MatchSource(sources.TableSource):
     """Tables whose rows are matches. columns: (key of the recipe, column) of each text, the anchor's first."""
+
+    documents_are, a_line_is = "anchors and positives", "one anchor and its positive"
 
     columns: tuple[tuple[str, str], ...] = ()
 
@@ -50,23 +50,10 @@ class MatchSource(sources.Source):
     def identity(self) -> str:
         return json.dumps(self.columns)
 
-    def check(self) -> None:
-        """All rows once, so that a mistake in the last one is told before minutes of tokenising."""
-        sources.check_rows(
-            self.name, self._rows(), self._match, "each line of a jsonl file is one anchor and its positive"
-        )
-
     def texts(self, document: Match) -> list[str]:
         return list(document.texts)
 
-    def documents(self) -> Iterator[Match]:
-        return (self._match(place, row) for place, row in self._rows())
-
-    def _rows(self) -> Iterator[tuple[str, dict]]:
-        for file in self.files:
-            yield from _table(file)
-
-    def _match(self, place: str, row: dict) -> Match:
+    def read(self, place: str, row: dict) -> Match:
         _, positive, *negatives = texts = tuple(text_of(place, key, column, row) for key, column in self.columns)
         if positive in negatives:
             (_, right), (_, wrong) = self.columns[1], self.columns[2 + negatives.index(positive)]
@@ -86,15 +73,9 @@ def find(name: str, data: Data) -> sources.Source:
     return MatchSource(name, files, columns=(*columns, *(("negative_columns", column) for column in negatives)))
 
 
-def _table(file: Path) -> Iterator[tuple[str, dict]]:
-    if table_kind(file) is None:
-        raise DataError(f"{file}: anchors and positives are the rows of a jsonl, json, parquet or csv file")
-    yield from rows(file)
-
-
 def _negative_columns(file: Path) -> list[str]:
     """negative, negative_1, negative_2, ...: those of the first row, which decides for all."""
-    _, first = next(_table(file), ("", {}))
+    _, first = next(sources.table_rows(file, MatchSource.documents_are), ("", {}))
     numbers = {
         name: int(match[1] or 0) for name in map(str, first) if (match := re.fullmatch(r"negative(?:_(\d+))?", name))
     }

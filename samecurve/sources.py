@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from .cache import digest
 from .errors import DataError
@@ -64,6 +64,38 @@ class Source:
         """The text of every document: a text file is one, a row of a table is one. DataError where one is broken."""
         for file in self.files:
             yield from _read_table(file, self.text_column) if table_kind(file) else [read_text(file)]
+
+
+@dataclass(frozen=True)
+class TableSource(Source):
+    """Tables each of whose rows is a document, which `read` makes of (place, row) or refuses with a DataError.
+
+    documents_are, a_line_is: what messages call them.
+    """
+
+    documents_are: ClassVar[str]
+    a_line_is: ClassVar[str]
+
+    def read(self, place: str, row: dict) -> Any:
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """All rows once, so that a mistake in the last one is told before minutes of tokenising."""
+        check_rows(self.name, self._rows(), self.read, f"each line of a jsonl file is {self.a_line_is}")
+
+    def documents(self) -> Iterator[Any]:
+        return (self.read(place, row) for place, row in self._rows())
+
+    def _rows(self) -> Iterator[tuple[str, dict]]:
+        for file in self.files:
+            yield from table_rows(file, self.documents_are)
+
+
+def table_rows(file: Path, documents_are: str) -> Iterator[tuple[str, dict]]:
+    """As tables.rows. DataError for a file that is no table."""
+    if table_kind(file) is None:
+        raise DataError(f"{file}: {documents_are} are the rows of a jsonl, json, parquet or csv file")
+    yield from rows(file)
 
 
 def find(name: str, pattern: str | None = None, text_column: str = "text") -> Source:
