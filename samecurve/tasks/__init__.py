@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ..errors import DataError, SamecurveError
+from ..loss import count_trained, token_loss_sum
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,9 +59,11 @@ class Task(Protocol):
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """fp32 scalar: the sum over what is counted, which the engine divides by the step's global count."""
+        return token_loss_sum(logits, labels)
 
     def count(self, labels: Tensor) -> int:
         """Over how many tokens, rows or pairs the loss is a sum; `tokens` in results. Rows that fill up are none."""
+        return count_trained(labels)
 
     def statistics(self, logits: Tensor, labels: Tensor) -> Tensor:
         """1-D: what `metrics` needs beside the loss, to be summed over an evaluation's rows and ranks."""

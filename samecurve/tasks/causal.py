@@ -13,7 +13,6 @@ from torch import Tensor
 from .. import corpus, sources, tokenizer
 from ..architecture import Head
 from ..errors import DataError
-from ..loss import count_trained, token_loss_sum
 from ..rows import DocumentRows, GroupedDocumentRows, Rows
 from . import Task, mixed, parts, streamed
 
@@ -42,12 +41,6 @@ class CausalTask(Task):
     @property
     def special_tokens(self) -> dict[str, int]:
         return {"bos_token_id": self.tokenizer.bos_token_id, "eos_token_id": self.tokenizer.eos_token_id}
-
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return token_loss_sum(logits, labels)
-
-    def count(self, labels: Tensor) -> int:
-        return count_trained(labels)
 
     def statistics(self, logits: Tensor, labels: Tensor) -> Tensor:
         return logits.new_zeros(0)

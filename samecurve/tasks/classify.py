@@ -13,7 +13,7 @@ from .. import corpus, examples, sources, tokenizer
 from ..architecture import Head
 from ..cache import location
 from ..errors import DataError
-from ..loss import IGNORE_INDEX, count_trained, token_loss_sum
+from ..loss import IGNORE_INDEX
 from ..text_rows import GroupedLabelledRows, LabelledRows
 from . import parts
 
@@ -38,12 +38,6 @@ class ClassifyTask(parts.TextTask):
             "pad_token_id": self.tokenizer.pad_token_id,
         }
         return Head("sequence_classification", fields)
-
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return token_loss_sum(logits, labels)
-
-    def count(self, labels: Tensor) -> int:
-        return count_trained(labels)
 
     def statistics(self, logits: Tensor, labels: Tensor) -> Tensor:
         """(classes x classes,): how many rows of each class (slow index) were taken for each class."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import corpus, examples, sources, tokenizer
 from ..architecture import Head
 from ..errors import DataError
-from ..loss import IGNORE_INDEX, count_trained, token_loss_sum
+from ..loss import IGNORE_INDEX
 from ..text_rows import GroupedMaskedRows, MaskedRows, Masking
 from . import parts
 
@@ -25,12 +25,6 @@ class MaskedTask(parts.TextTask):
     @property
     def head(self) -> Head:
         return Head("masked_lm", {"pad_token_id": self.tokenizer.pad_token_id})
-
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return token_loss_sum(logits, labels)
-
-    def count(self, labels: Tensor) -> int:
-        return count_trained(labels)
 
     def statistics(self, logits: Tensor, labels: Tensor) -> Tensor:
         """(1,): how many of the hidden tokens were told right."""
