@@ -174,6 +174,12 @@ class Schedule(Section):
     final_ratio: float = Field(0.1, ge=0, le=1)
 
 
+class Loss(Section):
+    """`implementation`: of a loss over tokens; auto is chunked where that can be. See chunked_head.py."""
+
+    implementation: Literal["auto", "chunked", "full"] = "auto"
+
+
 class Memory(Section):
     activation_checkpointing: Literal["none", "full"] = "none"
 
@@ -262,6 +268,7 @@ class Recipe(Section):
     schedule: Schedule = Schedule()
     dpo: Dpo = Dpo()
     reward: Reward = Reward()
+    loss: Loss = Loss()
     memory: Memory = Memory()
     evaluate: Evaluate = Evaluate()
     checkpoint: Checkpoint = Checkpoint()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 Finding = tuple[str, str]
+_BY_TOKEN = ("pretrain", "continue_pretrain", "sft", "distill", "mlm")
 
 
 def embed(value: Callable[[str], Any]) -> Iterator[Finding]:
@@ -27,6 +28,19 @@ def distill(value: Callable[[str], Any]) -> Iterator[Finding]:
         yield "distill.teacher", "missing; name the folder or hub name of the model to learn from"
     elif teacher is not None and teacher.startswith((".", "/", "~")):
         yield from model_folder("distill.teacher", Path(teacher))
+
+
+def chunked(value: Callable[[str], Any]) -> Iterator[Finding]:
+    if value("loss.implementation") != "chunked":
+        return
+    text = "found chunked, but "
+    if value("task") not in _BY_TOKEN:
+        text += f"the loss of task {value('task')} is not a sum over tokens ({', '.join(_BY_TOKEN)} have one)"
+    elif value("precision") == "fp16":
+        text += "it takes gradients before the loss is scaled, and in fp16 many of them are 0 then"
+    else:
+        return
+    yield "loss.implementation", f"{text}; use auto"
 
 
 def model_folder(key: str, folder: Path) -> Iterator[Finding]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,10 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from .. import quantization, rng
 from ..adapter import trained_shapes
+from ..chunked_head import ChunkedHead, Measure, install, trained_positions
 from ..model import build, fill
 from ..optim import build_optimizer, parameter_groups, set_learning_rate
 from . import fsdp, teacher, together
-from .base import EvalResult, StepResult, dtype_name, finished
+from .base import EvalResult, StepResult, dtype_name, evaluation_sums, finished
 from .loss_scale import LossScale
 from .state import LiveState, State
 
@@ -36,6 +38,7 @@ class AcceleratedEngine:
     """Single device, DDP, FSDP2 and HSDP. ZeRO overrides how a model is prepared, updated, written and read."""
 
     teacher: nn.Module | None = None
+    head: ChunkedHead | None = None
 
     def __init__(self, accelerator: Accelerator, plan: Plan, skeleton: PreTrainedModel, task: Task):
         self.accelerator, self.plan, self.skeleton, self.task = accelerator, plan, skeleton, task
@@ -45,6 +48,7 @@ class AcceleratedEngine:
         self.loss_scale = LossScale() if self.recipe.precision == "fp16" else None
         self.model, self.optimizer = self._prepare()
         module = _unwrapped(self.model)
+        self.head = self._chunked(skeleton, self.recipe.loss.implementation, self.recipe.precision)
         self.tensors = {**dict(module.named_buffers()), **dict(module.named_parameters())}
         self.state = self._state({name: self.tensors[name] for name in self.shapes})
         with torch.no_grad():
@@ -71,8 +75,7 @@ class AcceleratedEngine:
         for index, (batch, context) in enumerate(zip(micro_batches, contexts, strict=True)):
             last = index == len(micro_batches) - 1
             with self._accumulating(last):
-                logits, targets = self._forward(batch)
-                loss = self.task.loss(logits, **targets, **context)
+                loss = self._measured(batch, self.task.loss, context)
                 loss_sum += loss.detach()
                 if last:
                     mean = self._sum(loss_sum) / tokens
@@ -88,18 +91,12 @@ class AcceleratedEngine:
             count = sum(self.task.count(**batch.targets) for batch in micro_batches)
             return EvalResult(math.nan, int(self._sum(count)), features=self.features(micro_batches))
         self.model.eval()
-        loss_sum, count, sums = torch.zeros((), dtype=torch.float64, device=self.device), 0, None
-        for batch in micro_batches:
-            with torch.no_grad():
-                logits, targets = self._forward(batch)
-                loss_sum += self.task.loss(logits, **targets)
-                found = self.task.statistics(logits, **targets).double()
-            sums = found if sums is None else sums + found
-            count += self.task.count(**batch.targets)
+        with torch.no_grad():
+            sums = sum(self._measured(batch, partial(evaluation_sums, self.task)) for batch in micro_batches)
         self.model.train()
-        tokens = int(self._sum(count))
-        statistics = tuple(self.accelerator.reduce(sums, reduction="sum").tolist()) if sums.numel() else ()
-        return EvalResult(loss=self._sum(loss_sum) / max(tokens, 1), tokens=tokens, statistics=statistics)
+        tokens = int(self._sum(sum(self.task.count(**batch.targets) for batch in micro_batches)))
+        loss, *statistics = self.accelerator.reduce(sums, reduction="sum").tolist()
+        return EvalResult(loss=loss / max(tokens, 1), tokens=tokens, statistics=tuple(statistics))
 
     def features(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         self.model.eval()
@@ -125,6 +122,7 @@ class AcceleratedEngine:
             "num_parameters": self.skeleton.num_parameters(),
             "num_trained_parameters": sum(shape.numel() for shape in self.shapes.values()),
             "num_parameters_per_rank": local,
+            "loss_implementation": "chunked" if self.head else "full",
             **self._describe_teacher(),
             **self._describe_numbers(),
         }
@@ -157,6 +155,12 @@ class AcceleratedEngine:
             return quantization.build(self.skeleton, self.recipe, self.device)
         return build(type(self.skeleton), self.skeleton.config, torch.device(self.device), self.recipe.adapter)
 
+    def _chunked(self, skeleton: PreTrainedModel, implementation: str, precision: str) -> ChunkedHead | None:
+        """Not in fp16, where a gradient that is taken before the loss is scaled is often 0."""
+        if implementation == "full" or precision == "fp16" or not self.task.by_token:
+            return None
+        return install(_unwrapped(self.model), skeleton, required=implementation == "chunked")
+
     def _state(self, parameters: dict[str, nn.Parameter]) -> State:
         return LiveState(parameters, self.optimizer, replica=self.shard)
 
@@ -171,12 +175,28 @@ class AcceleratedEngine:
         return nullcontext()
 
     def _forward(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        batch = batch.to(self.device)
-        targets = batch.targets
-        if self.teacher is not None:
-            with torch.no_grad():
-                targets = targets | {"teacher": self.teacher(**batch.inputs).logits}
+        batch, targets = self._on_device(batch)
         return self.task.outputs(self.model(**batch.inputs)), targets
+
+    def _measured(self, batch: MicroBatch, measure: Measure, context: dict[str, Tensor] | None = None) -> Tensor:
+        """measure: (logits, **targets) -> sums. context: more targets, of a task whose rows meet."""
+        if self.head is None:
+            logits, targets = self._forward(batch)
+            return measure(logits, **targets, **(context or {}))
+        positions = trained_positions(batch.labels)
+        batch, targets = self._on_device(batch)
+        if positions is not None:
+            positions = positions.to(self.device, non_blocking=True)
+        with self.head.measuring(measure, targets, positions):
+            return self.model(**batch.inputs).logits
+
+    def _on_device(self, batch: MicroBatch) -> tuple[MicroBatch, dict[str, Tensor]]:
+        """The batch, and what the task's loss is called with beside the logits."""
+        batch = batch.to(self.device)
+        if self.teacher is None:
+            return batch, batch.targets
+        with torch.no_grad():
+            return batch, batch.targets | {"teacher": self.teacher(**batch.inputs).logits}
 
     def _features(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Of all ranks' rows."""

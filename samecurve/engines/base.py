@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+import torch
+from torch import Tensor
 
+if TYPE_CHECKING:
     from ..data import MicroBatch
+    from ..tasks import Task
     from .state import State
 
 
@@ -59,6 +60,12 @@ def finished(loss: float, grad_norm: float, tokens: int, applied: bool, may_resc
     elif not applied and not may_rescale:
         refused = f"the gradient norm is {grad_norm} at a loss of {loss:.6g}"
     return StepResult(loss, grad_norm, tokens, applied, refused)
+
+
+def evaluation_sums(task: Task, logits: Tensor, **targets: Tensor) -> Tensor:
+    """fp64 (1 + n,): the task's loss and statistics of some rows or tokens."""
+    loss = task.loss(logits, **targets).double().reshape(1)
+    return torch.cat([loss, task.statistics(logits, **targets).double()])
 
 
 def dtype_name(dtype: torch.dtype | None) -> str | None:

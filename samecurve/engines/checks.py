@@ -42,6 +42,9 @@ def check(source: Source, files: Files, strategy: Strategy, launch: Launch) -> N
             why = "has no place for a teacher" if task == "distill" else "cuts causal language models only"
             text = f"found {task}, but a pipeline {why}; use another strategy"
             source.document.problem(("task",), f"{text}, for example configs/fsdp.yaml")
+        if strategy.family == "pipeline" and source.value("loss.implementation") == "chunked":
+            text = "found chunked, but DeepSpeed's pipeline hands whole logits to the loss; use auto or full"
+            source.document.problem(("loss", "implementation"), text)
         if strategy.family not in _QUANTIZED and source.value("adapter.quantization") is not None:
             text = "found 4bit, but 4-bit weights stay whole on every device and this strategy would shard or cast them"
             source.document.problem(("adapter", "quantization"), f"{text}; use configs/ddp.yaml, or null")

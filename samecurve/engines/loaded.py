@@ -42,6 +42,8 @@ class LoadedEngine(AcceleratedEngine):
         # 4.60 came out as 4.69.
         model.config.use_cache = False
         self.model = self.accelerator.prepare_model(model, evaluation_mode=True)
+        skeleton = build(type(model), model.config, torch.device("meta"))
+        self.head = self._chunked(skeleton, "auto", precision)
         if task.teacher is not None:
             self.teacher = teacher.build(self.accelerator, None, task.teacher, task.vocabulary_size)
 

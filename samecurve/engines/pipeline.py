@@ -27,7 +27,7 @@ from ..model import fill
 from ..optim import build_optimizer, parameter_groups, set_learning_rate
 from ..stages import cut
 from . import deepspeed_live, together
-from .base import EvalResult, StepResult, dtype_name, finished
+from .base import EvalResult, StepResult, dtype_name, evaluation_sums, finished
 from .deepspeed_config import concrete
 from .pipeline_stage import build_stage
 from .state import FragmentState, LiveState, State
@@ -81,8 +81,7 @@ class PipelineEngine:
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         def measure(logits: Tensor, **targets: Tensor) -> Tensor:
-            loss = self._task.loss(logits, **targets)
-            return torch.cat([loss.double().reshape(1), self._task.statistics(logits, **targets).double()])[None]
+            return evaluation_sums(self._task, logits, **targets)[None]
 
         tokens = sum(self._task.count(**batch.targets) for batch in micro_batches)
         tokens = _sum([tokens], self.device, self._grid.get_data_parallel_group())[0]
@@ -136,6 +135,7 @@ class PipelineEngine:
             "weight_dtype": dtype_name(next(engine.module.parameters()).dtype),
             "accumulation_dtype": dtype_name(engine.get_data_types()[1]),
             "reduce_dtype": dtype_name(engine.communication_data_type),
+            "loss_implementation": "full",
             "zero_stage": int(engine.zero_optimization_stage()),
             "sharded": False,
             "replicate_size": 1,

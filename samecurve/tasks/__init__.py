@@ -30,6 +30,8 @@ class Task(Protocol):
 
     teacher: a recipe whose model stands frozen beside the trained one; its logits are then among the targets of loss,
     statistics and features, as `teacher`. None: there is none.
+    by_token: loss and statistics are sums over trained tokens, and each token's part is found in its own logits and
+    targets alone; so they may be taken of some tokens at a time.
     features: (logits, **targets) -> (rows, n), what may be asked of a row beside its loss; None: nothing.
     context: features of all rows of an optimizer step, (rows, n) -> what else the loss of each of them has to know, by
     name; the rows are the first axis. Where a task has one, no loss is taken in an evaluation: `metrics` does it, from
@@ -52,6 +54,7 @@ class Task(Protocol):
     features: Callable[..., Tensor] | None = None
     context: Callable[[Tensor], dict[str, Tensor]] | None = None
     has_reference: bool = False
+    by_token: bool = False
 
     def outputs(self, found: ModelOutput) -> Tensor:
         """What is wanted of the model's output. A pipeline knows logits only, and does not ask."""

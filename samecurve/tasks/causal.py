@@ -28,6 +28,7 @@ class CausalTask(Task):
     """details: what else `describe` says of the data."""
 
     head = Head()
+    by_token = True
     tokenizer: PreTrainedTokenizerFast
     train: Rows
     held_out: Rows | None

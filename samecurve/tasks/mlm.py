@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class MaskedTask(parts.TextTask):
+    by_token = True
+
     @property
     def head(self) -> Head:
         return Head("masked_lm", {"pad_token_id": self.tokenizer.pad_token_id})

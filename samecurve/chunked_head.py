@@ -1,0 +1,189 @@
+"""The output head and the loss together, some tokens at a time, so that the logits are never all there at once.
+
+The logits of a micro-batch are by far its largest tensor: of 8,192 tokens and a vocabulary of 128,256 they are 4 GB in
+fp32, and the loss wants several copies. Here each chunk's gradient is taken as soon as its loss is known (as Liger
+kernels do, Hsu et al., 2024, arXiv:2410.10989), and only those with respect to the hidden states and the head's weight
+are kept for the backward pass. Tokens that are not trained are left out before the head: a prompt's cost nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput
+
+from .errors import ConfigurationError
+from .loss import IGNORE_INDEX
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+SMALLEST_CHUNK = 256
+"""Tokens. Every chunk adds to the whole gradient of the head's weight, which fewer tokens would not be worth."""
+# of a chunk's logits in fp32: a CPU's should stay in its cache, a GPU's only be small beside the weights
+_CPU_BYTES, _GPU_BYTES = 2**23, 2**30
+
+Measure = Callable[..., Tensor]
+
+
+@dataclass
+class _Wanted:
+    """measure: (logits (n, vocabulary), **targets (n, ...)) -> sums over these tokens, a scalar or 1-D."""
+
+    measure: Measure
+    targets: dict[str, Tensor]
+    positions: Tensor | None
+
+
+class ChunkedHead:
+    """Stands in for the forward of a model's output head, with its place among the modules, weights and hooks.
+
+    head: see `chunkable`. Outside of `measuring` it gives logits as ever.
+    """
+
+    def __init__(self, head: nn.Linear):
+        self._head, self._wanted = head, None
+        head.forward = self._forward
+
+    @contextmanager
+    def measuring(self, measure: Measure, targets: dict[str, Tensor], positions: Tensor | None) -> Iterator[None]:
+        """In here the model's `logits` are what `measure` finds, summed over all tokens that are trained.
+
+        targets: (sequences, sequence_length, ...), on the model's device. positions: see `trained_positions`.
+        """
+        flat = {name: target.flatten(0, 1) for name, target in targets.items()}
+        if positions is not None:
+            flat = {name: target.index_select(0, positions) for name, target in flat.items()}
+        self._wanted = _Wanted(measure, flat, positions)
+        try:
+            yield
+        finally:
+            self._wanted = None
+
+    @torch.compiler.disable
+    def _forward(self, hidden: Tensor) -> Tensor:
+        head, wanted = self._head, self._wanted
+        if wanted is None:
+            return nn.functional.linear(hidden, head.weight, head.bias)
+        hidden = hidden.flatten(0, 1)
+        if wanted.positions is not None:
+            hidden = hidden.index_select(0, wanted.positions)
+        kind = hidden.device.type
+        if torch.is_autocast_enabled(kind):
+            hidden = hidden.to(torch.get_autocast_dtype(kind))
+        with torch.autocast(kind, enabled=False):
+            if torch.is_grad_enabled():
+                return _SumWithGradients.apply(hidden, head.weight, head.bias, wanted)
+            weight, bias = _as(hidden, head.weight, head.bias)
+            parts = [wanted.measure(_logits(hidden[at], weight, bias), **t) for at, t in _chunks(wanted, weight)]
+            return torch.stack(parts).sum(dim=0)
+
+
+def install(model: PreTrainedModel, skeleton: PreTrainedModel, required: bool) -> ChunkedHead | None:
+    """None where the head is not `chunkable`; ConfigurationError where it is required.
+
+    model: with memory, or sharded. skeleton: the same model on the meta device.
+    """
+    if chunkable(skeleton):
+        return ChunkedHead(model.get_output_embeddings())
+    if required:
+        raise ConfigurationError(
+            f"loss.implementation: found chunked, but {skeleton.config.model_type} changes what its output head gives "
+            "before it is the logits, or an adapter stands around the head; use auto or full"
+        )
+    return None
+
+
+def chunkable(model: PreTrainedModel) -> bool:
+    """Whether the output head is a linear layer whose outputs are the model's logits as they are.
+
+    Some families scale or cap what the head gives, and an adapter may stand around it. model: on the meta device; what
+    follows its layers is run there to see.
+    """
+    head, body = model.get_output_embeddings(), model.base_model
+    if type(head) is not nn.Linear or body is model:
+        return False
+    states = torch.empty(1, 2, model.config.get_text_config().hidden_size, device="meta")
+    seen: list[Tensor] = []
+    hook = head.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
+    body.forward = lambda *_args, **_kwargs: _Body(last_hidden_state=states)
+    try:
+        logits = model(input_ids=torch.zeros(1, 2, dtype=torch.long, device="meta")).logits
+    except Exception:  # a forward that wants something else of its layers
+        return False
+    finally:
+        hook.remove()
+        del body.forward
+    return len(seen) == 1 and logits is seen[0]
+
+
+def trained_positions(labels: Tensor) -> Tensor | None:
+    """int64 (n,): where in the flattened labels something is trained; None where that is everywhere.
+
+    To be asked on the CPU: on a GPU the program would wait for the answer.
+    """
+    trained = (labels != IGNORE_INDEX).flatten()
+    return None if trained.all() else trained.nonzero().flatten()
+
+
+class _Body(BaseModelOutput):
+    """What a model's layers give; caches, router logits and the like are None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+
+class _SumWithGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: _Wanted) -> Tensor:
+        """hidden: (n, hidden_size), in the dtype that is computed in. Gradients of weight and bias are summed in fp32,
+        where the logits' rounding to bf16 would otherwise be followed by one of the sums."""
+        computed, shift = _as(hidden, weight, bias)
+        total = torch.zeros((), device=hidden.device)
+        of_hidden = torch.empty_like(hidden)
+        of_weight, of_bias = (
+            torch.zeros(p.shape, device=p.device) if p is not None and p.requires_grad else None for p in (weight, bias)
+        )
+        for at, targets in _chunks(wanted, computed):
+            states = hidden[at]
+            with torch.enable_grad():
+                logits = _logits(states, computed, shift).requires_grad_()
+                loss = wanted.measure(logits, **targets)
+            (gradient,) = torch.autograd.grad(loss, logits)
+            total += loss.detach()
+            torch.mm(gradient, computed, out=of_hidden[at])
+            if of_weight is not None:
+                of_weight += gradient.t() @ states
+            if of_bias is not None:
+                of_bias += gradient.sum(dim=0, dtype=torch.float32)
+        ctx.save_for_backward(of_hidden, of_weight, of_bias)
+        ctx.dtypes = [None if p is None else p.dtype for p in (hidden, weight, bias)]
+        return total
+
+    @staticmethod
+    def backward(ctx, factor: Tensor) -> tuple[Tensor | None, ...]:
+        found = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return *((None if g is None else (g * factor).to(dtype)) for g, dtype in found), None
+
+
+def _as(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    return weight.detach().to(hidden.dtype), None if bias is None else bias.detach().to(hidden.dtype)
+
+
+def _logits(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return nn.functional.linear(states, weight, bias).detach()
+
+
+def _chunks(wanted: _Wanted, weight: Tensor) -> Iterator[tuple[slice, dict[str, Tensor]]]:
+    """At least one, which is empty where nothing is trained."""
+    total = len(next(iter(wanted.targets.values())))
+    size = max(SMALLEST_CHUNK, (_CPU_BYTES if weight.device.type == "cpu" else _GPU_BYTES) // (4 * weight.shape[0]))
+    for start in range(0, max(total, 1), size):
+        at = slice(start, min(start + size, total))
+        yield at, {name: target[at] for name, target in wanted.targets.items()}

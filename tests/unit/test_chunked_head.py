@@ -1,0 +1,172 @@
+"""The chunked output head against the plain one: the same loss, gradients and statistics, with less memory."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+
+from samecurve import chunked_head
+from samecurve.chunked_head import ChunkedHead, chunkable, install, trained_positions
+from samecurve.errors import ConfigurationError
+from samecurve.loss import IGNORE_INDEX, token_loss_sum
+
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+}
+SIZES |= {"max_position_embeddings": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "pad_token_id": 0}
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(chunked_head, "SMALLEST_CHUNK", 7)
+    monkeypatch.setattr(chunked_head, "_CPU_BYTES", 1)
+
+
+def tiny(model_type="llama", auto=AutoModelForCausalLM, **fields):
+    torch.manual_seed(0)
+    return auto.from_config(AutoConfig.for_model(model_type, **SIZES, **fields)).eval()
+
+
+def on_meta(model):
+    with torch.device("meta"):
+        return type(model)(model.config)
+
+
+def batch(trained="some"):
+    generator = torch.Generator().manual_seed(1)
+    ids, labels = torch.randint(0, 512, (2, 3, 16), generator=generator)
+    if trained == "some":
+        labels = labels.masked_fill(torch.rand(labels.shape, generator=generator) < 0.6, IGNORE_INDEX)
+    return ids, torch.full_like(labels, IGNORE_INDEX) if trained == "none" else labels
+
+
+def gradients(model):
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def both(model, labels, ids, dtype):
+    """(loss, gradients) of the plain way and of the chunked one, each scaled as an engine does."""
+    results = []
+    for chunked in (False, True):
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+            if chunked:
+                with ChunkedHead(model.get_output_embeddings()).measuring(
+                    token_loss_sum, {"labels": labels}, trained_positions(labels)
+                ):
+                    loss = model(input_ids=ids).logits
+            else:
+                loss = token_loss_sum(model(input_ids=ids).logits, labels)
+        (loss * 0.01).backward()
+        results.append((loss.detach(), gradients(model)))
+    return results
+
+
+@pytest.mark.parametrize("trained", ["all", "some", "none"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_loss_and_gradients_are_those_of_full_logits(trained, tied):
+    ids, labels = batch(trained)
+    (loss, expected), (chunked, found) = both(tiny(tie_word_embeddings=tied), labels, ids, torch.float32)
+    torch.testing.assert_close(chunked, loss, rtol=1e-6, atol=0)
+    assert found.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-6, msg=name)
+    assert (loss == 0) == (trained == "none")
+
+
+def test_in_bf16_its_gradients_are_at_least_as_near_to_those_in_fp32():
+    ids, labels = batch()
+    model = tiny()
+    exact = both(model, labels, ids, torch.float32)[0][1]["model.embed_tokens.weight"]
+    (_, plain), (_, chunked) = both(model, labels, ids, torch.bfloat16)
+    errors = [(found["model.embed_tokens.weight"] - exact).norm() for found in (plain, chunked)]
+    assert errors[1] <= errors[0] * 1.05
+
+
+def test_a_bias_is_trained_and_a_frozen_weight_is_not():
+    ids, labels = batch()
+    model = tiny("bert", AutoModelForMaskedLM)
+    assert chunkable(on_meta(model))
+    (_, expected), (_, found) = both(model, labels, ids, torch.float32)
+    assert found["cls.predictions.bias"].norm() > 0
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-6, msg=name)
+    model.requires_grad_(False)
+    model.cls.predictions.transform.dense.weight.requires_grad_(True)
+    _, (_, only) = both(model, labels, ids, torch.float32)
+    assert only.keys() == {"cls.predictions.transform.dense.weight"}
+    torch.testing.assert_close(
+        *(g["cls.predictions.transform.dense.weight"] for g in (only, expected)), rtol=1e-4, atol=1e-6
+    )
+
+
+def test_without_gradients_any_sums_are_taken():
+    ids, labels = batch()
+    model = tiny()
+
+    def measure(logits, labels):
+        right = ((logits.argmax(-1) == labels) & (labels != IGNORE_INDEX)).sum()
+        return torch.stack([token_loss_sum(logits, labels).double(), right.double()])
+
+    with torch.no_grad():
+        expected = measure(model(input_ids=ids).logits, labels)
+        with ChunkedHead(model.lm_head).measuring(measure, {"labels": labels}, trained_positions(labels)):
+            found = model(input_ids=ids).logits
+        torch.testing.assert_close(found, expected)
+        assert model(input_ids=ids).logits.shape == (3, 16, 512)  # and outside it is as ever
+
+
+def test_no_tensor_is_as_large_as_the_logits_and_prompts_cost_nothing():
+    """Worked out by hand: 3 x 16 tokens, of which 10 are trained, in chunks of 7: 2 chunks, of 7 x 512 and 3 x 512."""
+    ids, labels = batch("none")
+    labels[0, :10] = 5
+    model, seen = tiny(), []
+
+    def measure(logits, labels):
+        seen.append(tuple(logits.shape))
+        return token_loss_sum(logits, labels)
+
+    with ChunkedHead(model.lm_head).measuring(measure, {"labels": labels}, trained_positions(labels)):
+        model(input_ids=ids).logits.backward()
+    assert seen == [(7, 512), (3, 512)]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gpt2", "gemma", "phi3", "olmo2"])
+def test_families_whose_logits_are_the_heads_outputs(family):
+    assert chunkable(on_meta(tiny(family)))
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"), [("gemma2", {"final_logit_softcapping": 30.0}), ("granite", {"logits_scaling": 8.0})]
+)
+def test_families_that_change_the_heads_outputs_are_left_alone(family, fields):
+    model = tiny(family, **fields)
+    assert install(model, on_meta(model), required=False) is None
+    with pytest.raises(ConfigurationError, match=f"loss.implementation: found chunked, but {family} changes"):
+        install(model, on_meta(model), required=True)
+
+
+def test_an_adapter_around_the_head_is_left_alone():
+    model = on_meta(tiny())
+    model.lm_head = nn.Sequential(model.lm_head)
+    assert not chunkable(model)
+
+
+def test_the_loss_of_one_token_by_hand():
+    head = nn.Linear(2, 3, bias=False)
+    head.weight.data = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
+    states = torch.tensor([[[2.0, 0.0]]], requires_grad=True)
+    labels = torch.tensor([[1]])
+    with ChunkedHead(head).measuring(token_loss_sum, {"labels": labels}, None):
+        loss = head(states)
+    loss.backward()
+    p = F.softmax(torch.tensor([2.0, 0.0, 0.0]), dim=0)
+    torch.testing.assert_close(loss, -p[1].log())
+    torch.testing.assert_close(head.weight.grad[:, 0], 2 * (p - torch.tensor([0.0, 1.0, 0.0])))
+    torch.testing.assert_close(states.grad[0, 0], torch.stack([p[0], p[1] - 1]))
