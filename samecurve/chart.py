@@ -1,4 +1,7 @@
-"""Loss curves as a small SVG, written by hand: one panel with the curves, one with how far each is from the first."""
+"""Loss curves as a small SVG, written by hand: one panel with the curves, one with how far each is from the first.
+
+What is drawn has its colours as attributes, for a light background, and classes (`grid`, `axis`) for a page's style.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ COLOURS = ("#000000", "#e69f00", "#56b4e9", "#009e73", "#d55e00", "#0072b2", "#c
 COLOURS += ("#1f6f99", "#00593f", "#7a3500", "#6b3f57")
 LOWEST_POWER, HIGHEST_POWER = -10, -2  # of ten: what the lower panel shows
 AXIS = "#666666"
+SHORTENED = 1e4  # numbers from here on have a letter for thousands
 
 
 @dataclass(frozen=True)
@@ -41,10 +45,10 @@ def chart(curves: Sequence[Curve], title: str, tolerance: float) -> str:
     """The SVG's text. The first curve is the reference of the lower panel; `tolerance` is its dashed line."""
     steps = max(len(curve.values) for curve in curves)
     known = [value for curve in curves for value in curve.values if value is not None]
-    loss = _Panel(0, steps, linear_ticks(min(known), max(known)))
+    loss = Panel(_box(0), (1, steps), linear_ticks(min(known), max(known)))
     reference = curves[0].values
     distances = [Curve(curve.label, relative_differences(curve.values, reference)) for curve in curves[1:]]
-    distance = _Panel(PANEL_HEIGHT, steps, powers_of_ten(), logarithmic=True)
+    distance = Panel(_box(PANEL_HEIGHT), (1, steps), powers_of_ten(), logarithmic=True)
     height = 2 * PANEL_HEIGHT
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}" '
@@ -54,37 +58,54 @@ def chart(curves: Sequence[Curve], title: str, tolerance: float) -> str:
         *(loss.line(curve.values, index, _turns(index, len(curves))) for index, curve in enumerate(curves)),
         *_legend(curves),
         *distance.frame(f"|loss / loss of {curves[0].label} - 1|"),
-        distance.rule(tolerance),
+        _rule(distance, tolerance),
         *(distance.line(curve.values, index + 1, 'stroke-width="1.5"') for index, curve in enumerate(distances)),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
 
 
-class _Panel:
-    """A plot area from `top` on. ticks: of the vertical axis, which they span."""
+@dataclass(frozen=True)
+class Box:
+    """A plot area's edges, in the SVG's units; y grows downwards."""
 
-    def __init__(self, top: int, steps: int, ticks: Sequence[float], logarithmic: bool = False):
-        self._top, self._steps, self._ticks = top, steps, ticks
+    left: float
+    right: float
+    top: float
+    bottom: float
+
+
+class Panel:
+    """Axes around a box. steps: the first and the last. ticks: of the vertical axis, which they span."""
+
+    def __init__(self, box: Box, steps: tuple[int, int], ticks: Sequence[float], logarithmic: bool = False):
+        self.box, self._steps, self._ticks = box, steps, ticks
         self._scale: Callable[[float], float] = math.log10 if logarithmic else float
-        self._text = (lambda tick: f"{tick:.0e}") if logarithmic else (lambda tick: f"{tick:.6g}")
+        self._text: Callable[[float], str] = power_text if logarithmic else tick_text
 
-    def frame(self, title: str) -> list[str]:
-        left, right, bottom = LEFT, WIDTH - RIGHT, self._top + PANEL_HEIGHT - BOTTOM
-        parts = [f'<text x="{left}" y="{self._top + 20}" font-weight="bold">{escape(title)}</text>']
+    def frame(self, title: str, title_y: float | None = None, step_y: float = 34) -> list[str]:
+        """title_y: where the title is; default: above the box. step_y: how far the word "step" is below it."""
+        box = self.box
+        title_y = box.top - 14 if title_y is None else title_y
+        parts = [f'<text x="{box.left:g}" y="{title_y:g}" font-weight="bold">{escape(title)}</text>']
         for tick in self._ticks:
-            y = self.y(tick)
-            parts.append(f'<line x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" stroke="#e5e5e5"/>')
-            label = escape(self._text(tick))
-            parts.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end" fill="{AXIS}">{label}</text>')
-        for step in step_ticks(self._steps):
-            x = self.x(step)
-            parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{bottom}" y2="{bottom + 4}" stroke="{AXIS}"/>')
-            parts.append(f'<text x="{x:.1f}" y="{bottom + 17}" text-anchor="middle" fill="{AXIS}">{step}</text>')
-        middle = (left + right) / 2
-        parts.append(f'<text x="{middle}" y="{bottom + 34}" text-anchor="middle" fill="{AXIS}">step</text>')
-        parts.append(f'<path d="M{left} {self._top + TOP}V{bottom}H{right}" fill="none" stroke="{AXIS}"/>')
+            y, label = self.y(tick), escape(self._text(tick))
+            ends = f'x1="{box.left:g}" x2="{box.right:g}" y1="{y:.1f}" y2="{y:.1f}"'
+            parts.append(f'<line class="grid" {ends} stroke="#e5e5e5"/>')
+            at = f'x="{box.left - 6:g}" y="{y + 4:.1f}" text-anchor="end"'
+            parts.append(f'<text class="axis" {at} fill="{AXIS}">{label}</text>')
+        for step in step_ticks(*self._steps):
+            ends = f'x1="{self.x(step):.1f}" x2="{self.x(step):.1f}" y1="{box.bottom:g}" y2="{box.bottom + 4:g}"'
+            parts.append(f'<line class="axis" {ends} stroke="{AXIS}"/>')
+            parts.append(self._below(self.x(step), 17, tick_text(step)))
+        parts.append(self._below((box.left + box.right) / 2, step_y, "step"))
+        shape = f"M{box.left:g} {box.top:g}V{box.bottom:g}H{box.right:g}"
+        parts.append(f'<path class="axis" d="{shape}" fill="none" stroke="{AXIS}"/>')
         return parts
+
+    def _below(self, x: float, distance: float, text: str) -> str:
+        at = f'x="{x:.1f}" y="{self.box.bottom + distance:g}" text-anchor="middle"'
+        return f'<text class="axis" {at} fill="{AXIS}">{text}</text>'
 
     def line(self, values: Sequence[float | None], index: int, style: str) -> str:
         points = [
@@ -93,19 +114,25 @@ class _Panel:
         shape = f'points="{" ".join(points)}" fill="none" stroke-linejoin="round"'
         return f'<polyline {shape} stroke="{_colour(index)}" {style}/>'
 
-    def rule(self, value: float) -> str:
-        y = self.y(value)
-        line = f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="red" stroke-dasharray="6 4"/>'
-        return f'{line}<text x="{WIDTH - RIGHT + 8}" y="{y + 4:.1f}" fill="red">tolerance {value:g}</text>'
-
-    def x(self, step: int) -> float:
-        return LEFT + (WIDTH - RIGHT - LEFT) * (step - 1) / max(self._steps - 1, 1)
+    def x(self, step: float) -> float:
+        first, last = self._steps
+        return self.box.left + (self.box.right - self.box.left) * (step - first) / max(last - first, 1)
 
     def y(self, value: float) -> float:
         """What is outside the ticks (a difference of exactly 0) is drawn on the edge."""
         low, high = self._scale(self._ticks[0]), self._scale(self._ticks[-1])
         share = (self._scale(min(max(value, self._ticks[0]), self._ticks[-1])) - low) / (high - low)
-        return self._top + PANEL_HEIGHT - BOTTOM - share * (PANEL_HEIGHT - BOTTOM - TOP)
+        return self.box.bottom - share * (self.box.bottom - self.box.top)
+
+
+def _box(top: int) -> Box:
+    return Box(LEFT, WIDTH - RIGHT, top + TOP, top + PANEL_HEIGHT - BOTTOM)
+
+
+def _rule(panel: Panel, value: float) -> str:
+    y = panel.y(value)
+    line = f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="red" stroke-dasharray="6 4"/>'
+    return f'{line}<text x="{WIDTH - RIGHT + 8}" y="{y + 4:.1f}" fill="red">tolerance {value:g}</text>'
 
 
 def _turns(index: int, count: int) -> str:
@@ -136,10 +163,26 @@ def linear_ticks(low: float, high: float) -> list[float]:
     return [index * unit for index in range(first, max(last, first + 1) + 1)]
 
 
-def powers_of_ten() -> list[float]:
-    return [10.0**power for power in range(LOWEST_POWER, HIGHEST_POWER + 1)]
+def powers_of_ten(lowest: int = LOWEST_POWER, highest: int = HIGHEST_POWER, apart: int = 1) -> list[float]:
+    """From the lowest on, at least up to the highest."""
+    return [10.0**power for power in range(lowest, highest + apart, apart)]
 
 
-def step_ticks(steps: int) -> list[int]:
-    """1 and round steps."""
-    return [1, *(round(tick) for tick in linear_ticks(0, steps) if 1 < tick <= steps and tick == round(tick))]
+def step_ticks(first: int, last: int) -> list[int]:
+    """The first step and round ones, but none so near to the first that one text would cover the other."""
+    room = (last - first) / 12
+    rounds = [round(tick) for tick in linear_ticks(first, last) if tick == round(tick)]
+    return [first, *(tick for tick in rounds if first + room < tick <= last)]
+
+
+def tick_text(tick: float) -> str:
+    """Large numbers as 12k and 1.5M, which fit beside a narrow plot."""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(tick) >= max(size, SHORTENED):
+            return f"{tick / size:.5g}{letter}"
+    return f"{tick:.6g}"
+
+
+def power_text(tick: float) -> str:
+    """1e-05; 0.1 to 1000 as they are."""
+    return f"{tick:g}" if 0.1 <= tick <= 1000 else f"{tick:.0e}"

@@ -7,30 +7,26 @@ from html import escape
 
 from ..inspection import Findings, Part, Sample
 from .inspect import summary
+from .page import document, table
 
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #1a1a1a }
-h1 { font-size: 1.3rem } h2 { font-size: 1.1rem; margin-top: 2rem } th { text-align: left; padding-right: 1.5rem }
-pre { background: #f5f5f5; padding: .8rem; white-space: pre-wrap; overflow-wrap: anywhere }
-mark { background: #a6e3a1 } td.bar div { background: #4a7fb5; height: .8rem; display: inline-block }
-.row { display: flex; height: 1.1rem; background: #e6e6e6; margin: 3px 0 }
-.row div { background: #c9d7e6; border-right: 1px solid #fff; box-sizing: border-box }
+mark { background: var(--mark); color: inherit }
+td.bar div { background: #4a7fb5; height: .8rem; display: inline-block }
+.row { display: flex; height: 1.1rem; background: var(--grid); margin: 3px 0 }
+.row div { background: #9fb6cf; border-right: 1px solid var(--paper); box-sizing: border-box }
 .row div div { background: #57ab5a; height: 100%; border: 0 }
 """
 
 
 def page(findings: Findings) -> str:
-    return "\n".join(_parts(findings)) + "\n"
+    return document(findings.title, _STYLE, _parts(findings))
 
 
 def _parts(findings: Findings) -> Iterator[str]:
-    title = escape(findings.title)
-    yield f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
-    yield f"<h1>{title}</h1>\n<p>What is <mark>marked</mark> is trained.</p>"
+    yield "<p>What is <mark>marked</mark> is trained.</p>"
     for index, sample in enumerate(findings.samples):
-        yield f"<h2>sample {index + 1}: {summary(sample)}</h2>\n<pre>{_text(sample)}</pre>"
-    rows = "".join(f"<tr><th>{escape(name)}<td>{escape(value)}" for name, value in findings.details.items())
-    yield f"<table>{rows}</table>"
+        yield f"<h2>sample {index + 1}: {escape(summary(sample))}</h2>\n<pre>{_text(sample)}</pre>"
+    yield table(findings.details.items())
     for part in findings.parts:
         yield from _part(part, findings.sequence_length)
 

@@ -50,7 +50,7 @@ def test_linear_ticks(low, high, ticks):
 
 @pytest.mark.parametrize(("steps", "ticks"), [(20, [1, 5, 10, 15, 20]), (1, [1]), (3, [1, 2, 3])])
 def test_step_ticks(steps, ticks):
-    assert step_ticks(steps) == ticks
+    assert step_ticks(1, steps) == ticks
 
 
 def test_relative_differences_by_hand():
