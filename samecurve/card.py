@@ -14,10 +14,12 @@ from pathlib import Path
 import yaml
 
 from .history import Began, sessions, unknown_origin
+from .plot import Scale, loss_series, plot, session_marks
 from .progress import duration, number, spaced
-from .records import now
+from .records import now, write_text
 from .rundir import read_metrics
 
+CARD, PICTURE = "README.md", "loss.svg"
 UNKNOWN = "not known"
 _CURVE_POINTS = 12
 _LICENSE_ID = re.compile(r"[a-z0-9][a-z0-9.\-]*")
@@ -44,12 +46,26 @@ class Made:
     merged: bool = False
 
 
+def write_card(run: Path, made: Made, folder: Path) -> None:
+    """README.md, and the loss as a picture that it shows, into a model's folder. run: as for `model_card`."""
+    write_text(folder / CARD, model_card(run, made))
+    drawn = loss_picture(run, made)
+    if drawn:
+        write_text(folder / PICTURE, drawn)
+
+
+def loss_picture(run: Path, made: Made) -> str:
+    """The SVG's text; "" where no loss is on record."""
+    return plot("loss", loss_series(_metrics(run, made)), session_marks(sessions(run)), Scale(logarithmic=True))
+
+
+def _metrics(run: Path, made: Made) -> list[dict]:
+    return [record for record in read_metrics(run) if made.step is None or record["step"] <= made.step]
+
+
 def model_card(run: Path, made: Made) -> str:
     """README.md's text for a model of the run directory `run`, which holds a run.json."""
-    known = sessions(run)
-    metrics = read_metrics(run)
-    if made.step is not None:
-        metrics = [record for record in metrics if record["step"] <= made.step]
+    known, metrics = sessions(run), _metrics(run, made)
     facts = known[-1].facts
     parts = [
         f"---\n{yaml.safe_dump(metadata(facts, made), sort_keys=False, allow_unicode=True)}---\n",
@@ -153,6 +169,8 @@ def _curve(metrics: Sequence[dict]) -> Iterator[str]:
     if not metrics:
         yield "No step is on record."
         return
+    if any(record["loss"] is not None for record in metrics):
+        yield f"![loss at each step]({PICTURE})\n"
     shown = {round(index * (len(metrics) - 1) / (_CURVE_POINTS - 1)) for index in range(_CURVE_POINTS)}
     shown |= {index for index, record in enumerate(metrics) if "eval_loss" in record}
     rows = [("step", "loss", "held-out loss")]

@@ -19,13 +19,12 @@ from transformers.dynamic_module_utils import custom_object_save
 from .adapter import is_adapted, stored_config, stored_names
 from .architecture import is_remote
 from .errors import CheckpointError, NumericError, SamecurveError, StorageError
-from .records import write_json, write_text, writing
+from .records import write_json, writing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 SHARD_BYTES = 4 * 10**9
-CARD = "README.md"
 
 
 def export(
@@ -36,7 +35,7 @@ def export(
     is_main: bool,
     shard_bytes: int = SHARD_BYTES,
     dtype: torch.dtype = torch.float32,
-    card: Callable[[], str] | None = None,
+    card: Callable[[Path], None] = lambda directory: None,
     write_beside: Callable[[Path, PreTrainedConfig], None] = lambda directory, config: None,
 ) -> None:
     """Write safetensors, config and tokenizer to `directory`: all of it, or nothing. Of an adapted model, what peft
@@ -45,7 +44,8 @@ def export(
     parameters: the engine's; every rank iterates it to the end, because gathering a parameter is collective. So a
     problem found on the way is told after the last one. skeleton: the architecture on the meta device, whose
     parameter names and shapes are what is expected, each once. Rank 0 holds at most one shard. dtype: of the weights in
-    the files. card: makes README.md's text, on rank 0. write_beside: the task's.
+    the files. card, write_beside: write more files into the folder,
+    on rank 0: the model's card, and the task's own.
     Raises, on rank 0: NumericError for values that are not finite, CheckpointError for a missing, unknown, empty or
     misshapen tensor, StorageError when the folder cannot be written or is there already.
     """
@@ -63,8 +63,7 @@ def export(
         with writing(partial):
             layout.write_config(skeleton, partial, dtype)
             tokenizer.save_pretrained(partial)
-            if card is not None:
-                write_text(partial / CARD, card())
+            card(partial)
             write_beside(partial, skeleton.config)
             put_in_place(partial, directory)
     finally:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from . import engines, model, tasks
-from .card import Made, model_card
+from .card import Made, write_card
 from .checkpoint.manager import Checkpoints, Position
 from .data import StepBatches
 from .errors import NumericError, Preempted
@@ -125,7 +125,7 @@ class Session:
     def export(self) -> None:
         self.watch.phase("export", self.recipe.steps)
         where, is_main = self.run.model, self.accelerator.is_main_process
-        card = partial(model_card, self.run.path, Made())
+        card = partial(write_card, self.run.path, Made())
         beside = self.task.write_beside
         export(self._parameters(), self.skeleton, self.task.tokenizer, where, is_main, card=card, write_beside=beside)
         self.run.sync_metrics()

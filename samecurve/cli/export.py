@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import CheckpointError, ConfigurationError, DataError, NumericError, StorageError
-from ..records import plain, write_json, write_text, writing
+from ..records import plain, write_json, writing
 from . import models
 
 if TYPE_CHECKING:
@@ -96,8 +96,8 @@ def _step(checkpoint: Path) -> int:
 
 def from_export(directory: Path, source: Path, output: Path, dtype: torch.dtype, made: Made) -> None:
     """A copy of an export, its weights in another dtype. Raises NumericError for values that do not fit into it."""
-    from ..card import model_card
-    from ..export import CARD, put_in_place
+    from ..card import write_card
+    from ..export import put_in_place
 
     partial_output = output.with_name(f"{output.name}.partial")
     try:
@@ -105,7 +105,7 @@ def from_export(directory: Path, source: Path, output: Path, dtype: torch.dtype,
             partial_output.mkdir(parents=True)
             for path in source.iterdir():
                 _copy(path, partial_output / path.name, dtype)
-            write_text(partial_output / CARD, model_card(directory, made))
+            write_card(directory, made, partial_output)
             put_in_place(partial_output, output)
     finally:
         shutil.rmtree(partial_output, ignore_errors=True)
@@ -147,7 +147,7 @@ def from_checkpoint(directory: Path, folder: Path, output: Path, dtype: torch.dt
     """
     from .. import model, tasks
     from ..adapter import trained_shapes
-    from ..card import model_card
+    from ..card import write_card
     from ..checkpoint.changes import identity
     from ..checkpoint.files import Reader
     from ..checkpoint.finder import read_state
@@ -167,7 +167,7 @@ def from_checkpoint(directory: Path, folder: Path, output: Path, dtype: torch.dt
     reader, shapes = Reader(folder), trained_shapes(skeleton)
     reader.check_names(shapes)
     weights = ((name, reader.read(name, "weight", 0, shape.numel()).view(shape)) for name, shape in shapes.items())
-    card = partial(model_card, directory, made)
+    card = partial(write_card, directory, made)
     beside = task.write_beside
     export(weights, skeleton, task.tokenizer, output, True, dtype=dtype, card=card, write_beside=beside)
 

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigurationError, NumericError, StorageError
-from ..records import write_text, writing
+from ..records import writing
 from . import models
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-CARD = "README.md"
 ROWS, LENGTH = 4, 64
 # W x + s B (A x) and (W + s B A) x are rounded in other places. fp32 keeps 2^-24 = 6e-8 of a value, which the sums and
 # layers of a model make a few hundred times larger; an adapter that is merged wrongly is far beyond this.
@@ -52,9 +51,9 @@ def _write_card(run: Path, output: Path) -> None:
     """Where the run is known; a folder with an adapter alone says nothing of it."""
     directory = models.run_directory(run)
     if directory is not None:
-        from ..card import Made, model_card
+        from ..card import Made, write_card
 
-        write_text(output / CARD, model_card(directory, Made(merged=True)))
+        write_card(directory, Made(merged=True), output)
 
 
 def _merge(folder: Path, base: str, output: Path) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import yaml
 from huggingface_hub import ModelCard
 
 from samecurve import cli
-from samecurve.card import Made, model_card
+from samecurve.card import Made, model_card, write_card
 from samecurve.cli import evaluate, models
 from samecurve.config import Recipe
 from samecurve.history import sessions, unknown_origin
@@ -87,6 +88,20 @@ def test_what_the_directory_knows_is_in_the_card(run):
         assert f"{line}\n" in text, line
     block = text.partition("```yaml\n")[2].partition("```")[0]
     assert Recipe.model_validate(yaml.safe_load(block)).optimizer.learning_rate == 1e-3
+
+
+def test_the_card_shows_the_loss(run, tmp_path):
+    write_card(run, Made(step=3), tmp_path)
+    assert "\n![loss at each step](loss.svg)\n" in (tmp_path / "README.md").read_text()
+    picture = ElementTree.parse(tmp_path / "loss.svg").getroot()
+    texts = [text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"loss", "held out"} <= set(texts) and "4" not in texts  # the axis ends at step 3
+
+
+def test_without_a_loss_there_is_no_picture(run, tmp_path):
+    (run / "metrics.jsonl").write_text(record(1, None))
+    write_card(run, Made(), tmp_path)
+    assert "loss.svg" not in (tmp_path / "README.md").read_text() and not (tmp_path / "loss.svg").exists()
 
 
 def test_of_a_checkpoint_nothing_later_is_told(run):
