@@ -32,6 +32,7 @@ State = Literal["running", "done", "failed", "preempted"]
 RECORDS = ("run.json", "status.json", "metrics.jsonl", "skipped.jsonl")
 FOLDERS = ("model", "tensorboard", "checkpoints", "stacks", "heartbeats")
 OF_ONE_SESSION = ("model", "stacks", "status.json", "run.json")
+REPORT, REPORTS = "report.html", "report*.html"  # of `samecurve report`; of two runs it is report_OTHER.html
 MOST_FAILURES = 3
 RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
@@ -141,7 +142,7 @@ class RunDirectory:
     def _set_files_aside(self) -> None:
         """Before this session writes any of its own."""
         self._aside = self._next_previous()
-        for name in OF_ONE_SESSION:
+        for name in (*OF_ONE_SESSION, *(path.name for path in self._reports())):
             if (self.path / name).exists():
                 os.rename(self.path / name, self._aside / name)
 
@@ -193,6 +194,7 @@ class RunDirectory:
                 f"output_dir: {self.path} holds {names} but no run.json, so it is not the directory of a run; "
                 "choose another output_dir"
             )
+        present[:0] = self._reports()
         for read in reads:
             if any(read.is_relative_to(path.resolve()) for path in present):
                 raise ConfigurationError(
@@ -203,6 +205,10 @@ class RunDirectory:
         for path in present:
             os.rename(path, target / path.name)
         self.notice = f"an earlier run was in {self.path}: moved to {target}"
+
+    def _reports(self) -> list[Path]:
+        """They are about what was here before, and would be taken for the new run's."""
+        return sorted(self.path.glob(REPORTS))
 
     def _next_previous(self) -> Path:
         numbers = [int(path.name) for path in self.path.glob("previous/*") if path.name.isdigit()]

@@ -33,6 +33,7 @@ set -x
 accelerate launch --config_file "configs/$strategy.yaml" --num_processes "$num_processes" --main_process_port 0 \
     train.py recipes/quickstart.yaml ${micro_batch_size:+batch.micro_batch_size=$micro_batch_size} "$@"
 python -m samecurve summary "$run"
+python -m samecurve report "$run"
 python -m samecurve generate "$run"
 { set +x; } 2>/dev/null
 say "to type the commands above yourself, first: source .venv/bin/activate"

@@ -15,6 +15,7 @@ COMMANDS = {
     "inspect": "what a recipe trains on, token by token, without a model",
     "compare": "run the same short job under each strategy and compare the curves",
     "summary": "what a run did, and how to look at it and go on",
+    "report": "one page of curves and facts of a run, or of two side by side",
     "generate": "let a trained model write",
     "chat": "talk with a trained chat model",
     "evaluate": "measure a trained model on held-out data",

@@ -59,6 +59,7 @@ def commands(directory: Path, facts: dict) -> list[tuple[str, str]]:
     """(what for, the command). A new run has a new output_dir: an earlier run's files would be moved aside."""
     recipe, overrides, world_size = facts["recipe_path"], facts["overrides"], facts["world_size"]
     found = [("look at it", f"tensorboard --logdir {quoted(directory / 'tensorboard')}")]
+    found.append(("or as one page", f"python -m samecurve report {quoted(directory)}"))
     if any((directory / "checkpoints").glob("step_*")) and read_json(directory / "status.json").get("state") != "done":
         found.append(("go on where it stopped", launch(facts["strategy_path"], world_size, [recipe, *overrides])))
     if (directory / "model").is_dir():

@@ -58,6 +58,9 @@ def test_it_shows_a_sample_and_where_everything_is(quickstart):
     assert f"run directory {directory}\n" in quickstart.run.output
     assert quickstart.commands["look at it"] == f"tensorboard --logdir '{directory}/tensorboard'"
     assert list((directory / "tensorboard").rglob("events.out.tfevents.*"))
+    page = (directory / "report.html").read_text()
+    assert page.count("<svg") >= 6 and (directory / "model" / "loss.svg").exists()
+    assert quickstart.commands["or as one page"] == f"python -m samecurve report '{directory}'"
     assert quickstart.commands["let it write"] == f"python -m samecurve generate '{directory}'"
     assert "source .venv/bin/activate" in quickstart.run.output
 

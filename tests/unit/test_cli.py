@@ -313,6 +313,7 @@ def test_summary(tmp_path, recipe_file, capsys):
         f"run directory {directory}",
     ]
     assert f"  tensorboard --logdir '{directory}/tensorboard'" in lines
+    assert f"  python -m samecurve report '{directory}'" in lines
     assert f"  python -m samecurve generate '{directory}'" in lines
     typed = f"{recipe_file} seed=3 model.config.num_hidden_layers=1"
     again = f"accelerate launch --config_file configs/zero3.yaml --num_processes 2 train.py {typed}"

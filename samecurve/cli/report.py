@@ -1,0 +1,40 @@
+"""One page of HTML about a run, or two side by side: curves, numbers, sessions, what made it and where it ran."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ..errors import ConfigurationError
+from ..records import write_text
+from ..rundir import RECORDS, REPORT
+from .report_page import page
+from .run_numbers import Run
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="a run directory, or two to compare")
+    parser.add_argument("--html", metavar="FILE", type=Path, help=f"default: RUN/{REPORT}; of two RUN/report_RUN2.html")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    directories = arguments.runs
+    if len(directories) > 2:
+        raise ConfigurationError(f"RUN: found {len(directories)} directories; a report is of one run, or of two")
+    runs = [load(directory) for directory in directories]
+    path = arguments.html or directories[0] / REPORT
+    if not arguments.html and len(runs) > 1:
+        path = directories[0] / f"{path.stem}_{runs[1].name}{path.suffix}"
+    write_text(path, page(runs))
+    print(path)
+    return 0
+
+
+def load(directory: Path) -> Run:
+    """Raises ConfigurationError where there is no run, or a file of it cannot be read."""
+    if not any((directory / name).is_file() for name in RECORDS):
+        raise ConfigurationError(f"{directory} holds no run (run.json, metrics.jsonl); give the output_dir of a recipe")
+    try:
+        return Run.read(directory)
+    except ValueError as error:
+        raise ConfigurationError(f"{directory}: a file of it is damaged, mend it or move it aside: {error}") from error

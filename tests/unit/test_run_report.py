@@ -1,0 +1,207 @@
+"""`python -m samecurve report`: what is on the page, of good runs and of broken ones, and of two side by side."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from samecurve import cli
+from samecurve.cli.run_numbers import differences, flattened
+from samecurve.rundir import RunDirectory
+
+FACTS = {
+    "recipe_path": "recipes/x.yaml",
+    "overrides": ["seed=1"],
+    "output_dir": "runs/x",
+    "strategy": "ddp",
+    "strategy_path": "configs/ddp.yaml",
+    "engine": "DistributedDataParallel",
+    "world_size": 2,
+    "device": "cpu",
+    "precision": "fp32",
+    "recipe": {"steps": 4, "optimizer": {"learning_rate": 1e-3, "betas": [0.9, 0.95]}},
+    "accelerate": {"distributed_type": "MULTI_GPU"},
+    "deepspeed": None,
+    "versions": {"torch": "2.13.0"},
+    "data": {"train": {"rows": 40}},
+    "start_step": 0,
+    "resumed_from": None,
+}
+OWN = {"start_step": 2, "resumed_from": "runs/x/checkpoints/step_00000002"}
+
+
+def written(folder: Path, name: str, content: dict) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(json.dumps(content))
+
+
+def record(step: int, loss: float | None, **more) -> dict:
+    found = {"step": step, "loss": loss, "grad_norm": loss, "learning_rate": 1e-3, "tokens": 100, "step_seconds": 0.5}
+    found |= {"tokens_per_second": 200.0, "mfu": None, "hfu": None, "peak_memory_gib": 1.5, "data_wait_fraction": 0.25}
+    return found | {"skipped_steps": 0, **more}
+
+
+def record_all(folder: Path, records: list[dict]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in records))
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """Four steps in two sessions."""
+    folder = tmp_path / "a"
+    written(folder / "previous" / "1", "run.json", FACTS | {"strategy": "zero3", "world_size": 4})
+    written(folder / "previous" / "1", "status.json", {"state": "preempted", "reason": "SIGTERM"})
+    written(folder, "run.json", FACTS | OWN)
+    written(folder, "status.json", {"state": "done"})
+    record_all(folder, [record(1, 8.0), record(2, None), record(3, 7.0, eval_loss=7.5, eval_f1=0.5), record(4, 6.0)])
+    return folder
+
+
+def made(capsys, *arguments) -> str:
+    """The page's text; where it is, is what the command prints."""
+    code = cli.main(["report", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    page = Path(out.strip()).read_text()
+    assert "<script" not in page and not re.findall(r"(?:src|href)=|url\(|@import", page)
+    Balanced().feed(page)
+    return page
+
+
+class Balanced(HTMLParser):
+    """Every element that HTML does not end by itself is ended, in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag, attributes):
+        if tag not in ("html", "meta", "tr", "th", "td"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def row(page: str, name: str) -> list[str]:
+    [cells] = re.findall(rf"<tr(?: class=\"marked\")?><th>{re.escape(name)}(<td>.*)", page)
+    return cells.split("<td>")[1:]
+
+
+def plots(page: str) -> list[str]:
+    return re.findall(r'font-weight="bold">(.*?)</text>', page)
+
+
+def test_one_run(run, capsys):
+    page = made(capsys, run)
+    assert (run / "report.html").exists()
+    assert row(page, "state") == ["done"] and row(page, "steps") == ["4 of 4"] and row(page, "sessions") == ["2"]
+    assert row(page, "loss, first to last step") == ["8.0000 to 6.0000"]
+    assert row(page, "held-out loss, lowest") == ["7.5000 (step 3)"] and row(page, "held-out f1, last") == ["0.5000"]
+    assert row(page, "tokens per second, median step") == ["200"] and row(page, "MFU, median step") == ["not known"]
+    assert row(page, "memory at most, rank 0") == ["1.50 GiB"]
+    assert plots(page) == [
+        "loss",
+        "gradient norm",
+        "learning rate",
+        "tokens per second",
+        "peak memory of rank 0, GiB",
+        "waiting for data, % of the step",
+        "held out: f1",
+    ]
+    assert "Not on record: MFU and HFU, % of the peak." in page
+    assert row(page, "versions.torch") == ["2.13.0"] and row(page, "data.train.rows") == ["40"]
+    assert "learning_rate: 0.001" in page and "distributed_type: MULTI_GPU" in page
+
+
+def test_where_it_went_on_and_under_what(run, capsys):
+    page = made(capsys, run)
+    told = "session 2 went on after step 2: ddp, world size 2"
+    assert page.count(f"<g><title>{told}</title>") == len(plots(page))
+    assert row(page, "1")[:4] == ["1", "zero3", "DistributedDataParallel", "4"]
+    assert row(page, "1")[-1] == "preempted: SIGTERM" and row(page, "2")[:2] == ["3", "ddp"]
+
+
+def test_sessions_that_are_gone_are_told(run, capsys):
+    (run / "previous" / "1" / "run.json").unlink()
+    assert "The first one here went on from a session, whose own history is not in this directory." in made(capsys, run)
+
+
+def test_two_runs_and_what_differs(run, tmp_path, capsys):
+    other = tmp_path / "b"
+    recipe = {"steps": 4, "optimizer": {"learning_rate": 2e-3, "betas": [0.9, 0.95]}}
+    written(
+        other, "run.json", FACTS | {"recipe": recipe, "versions": {"torch": "2.11.0", "peft": "1"}, "overrides": []}
+    )
+    record_all(other, [record(1, 8.0), record(2, 7.5), record(3, 7.7), record(4, 6.0)])
+    page = made(capsys, run, other)
+    assert (run / "report_b.html").exists() and not (run / "report.html").exists()
+    assert "Over the 3 steps that both have the losses differ by at most 1.0e-01, relative." in page
+    assert "<h3>Recipe: 1 of 3 keys</h3>" in page and "<h3>Strategy files: 0 of 1 keys</h3>" in page
+    assert row(page, "optimizer.learning_rate") == ["0.001", "0.002"]
+    differing = page.partition("What differs")[2].partition("<h2>")[0]
+    assert row(differing, "versions.torch") == ["2.13.0", "2.11.0"]
+    assert row(differing, "versions.peft") == ["absent", "1"]
+    assert "overrides" not in differing and "start_step" not in differing
+    assert '<tr class="marked"><th>state<td>done<td>not known' in page
+    assert "<tr><th>tokens<td>400<td>400" in page
+    assert "|loss of B / loss of A - 1|" in plots(page)
+
+
+def test_a_run_that_failed_before_its_first_step(tmp_path, capsys):
+    written(tmp_path, "status.json", {"state": "failed", "reason": "rank 1: no <memory>", "exit_code": 1})
+    page = made(capsys, tmp_path)
+    assert '<p class="bad">failed: rank 1: no &lt;memory&gt;</p>' in page
+    assert "no run.json" in page and "No step is on record." in page and plots(page) == []
+
+
+def test_losses_that_are_no_numbers(run, capsys):
+    (run / "metrics.jsonl").write_text(json.dumps(record(1, None)) + "\n" + '{"step": 2, "loss": NaN}\n{"step": 3, "lo')
+    page = made(capsys, run)
+    assert "loss" not in plots(page) and "Not on record: loss, " in page
+
+
+def test_a_long_run_is_a_small_page(run, capsys):
+    record_all(run, [record(step, 8.0 - step / 3e4 + step % 7 / 10, mfu=0.4, hfu=0.5) for step in range(1, 20_001)])
+    record_all(run.parent / "b", [record(step, 8.0 - step / 4e4 + step % 5 / 10) for step in range(1, 20_001)])
+    assert len(made(capsys, run, run.parent / "b")) < 200_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "nowhere holds no run (run.json, metrics.jsonl); give the output_dir of a recipe"),
+        (["a", "nowhere"], "nowhere holds no run"),
+        (["a", "a", "a"], "RUN: found 3 directories; a report is of one run, or of two"),
+        (["damaged"], "damaged: a file of it is damaged, mend it or move it aside: Expecting value"),
+    ],
+)
+def test_mistakes(run, arguments, message, monkeypatch, capsys):
+    monkeypatch.chdir(run.parent)
+    Path("damaged").mkdir()
+    Path("damaged/run.json").write_text("half")
+    assert cli.main(["report", *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(run.glob("report*"))
+
+
+def test_keys_by_hand():
+    first = dict(flattened({"a": {"b": 1, "c": None}, "d": [1, 2], "e": {}}))
+    assert first == {"a.b": "1", "a.c": "-", "d": "[1, 2]", "e": "-"}
+    assert differences(first, first | {"a.b": "2", "f": "x"}) == [("a.b", "1", "2"), ("f", "absent", "x")]
+
+
+def test_a_new_run_and_one_that_goes_on_set_the_page_aside(run, tmp_path, capsys):
+    made(capsys, run)
+    RunDirectory(run).close()
+    assert not (run / "report.html").exists() and (run / "previous" / "2" / "report.html").exists()
+    written(run, "run.json", FACTS)
+    (run / "checkpoints" / "step_00000002").mkdir(parents=True)
+    made(capsys, run)
+    RunDirectory(run, resume="auto").close()
+    assert not (run / "report.html").exists() and (run / "previous" / "3" / "report.html").exists()
