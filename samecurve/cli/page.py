@@ -16,7 +16,8 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto
 h1 { font-size: 1.3rem; overflow-wrap: anywhere } h2 { font-size: 1.1rem; margin-top: 2rem } h3 { font-size: 1rem }
 table { border-collapse: collapse } .scroll { overflow-x: auto }
 th { text-align: left; font-weight: 600; padding-right: 1.5rem; vertical-align: top }
-td { padding-right: 1rem; vertical-align: top; overflow-wrap: break-word } tr.marked { background: var(--row) }
+td { padding-right: 1rem; vertical-align: top; overflow-wrap: break-word }
+td:last-child { overflow-wrap: anywhere } tr.marked { background: var(--row) }
 pre { background: var(--soft); padding: .8rem; white-space: pre-wrap; overflow-wrap: anywhere }
 @media print { body { max-width: none; margin: 0; font-size: 11px } h2, h3 { break-after: avoid }
   tr { break-inside: avoid } }

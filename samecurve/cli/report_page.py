@@ -29,6 +29,12 @@ svg .run1 { stroke: var(--run1) } svg .dot1, svg .mark1 { fill: var(--run1) } .n
 """
 
 
+_NOTE = (
+    "MFU counts the model's FLOPs once, HFU also what is computed twice, both against the device's peak. Memory is "
+    "what PyTorch allocated on a GPU, elsewhere the process's resident set."
+)
+
+
 def page(runs: Sequence[Run]) -> str:
     title = " and ".join(run.name for run in runs)
     return document(title, _STYLE, _parts(runs))
@@ -63,7 +69,7 @@ def _introduction(run: Run, index: int, named: bool) -> str:
     else:
         told = "it ended before it had anything to say (no run.json)"
     lines = [f"<p>{name}{escape(str(run.directory))}: {escape(told)}</p>"]
-    if run.status.get("state") == "failed":
+    if run.status.get("reason"):
         lines.append(f'<p class="bad">{escape(run.state)}</p>')
     return "\n".join(lines)
 
@@ -86,8 +92,8 @@ def _what_differs(first: Run, second: Run) -> Iterator[str]:
     yield "<h2>What differs</h2>"
     distances = [value for _, value in relative_losses(first, second) if value is not None]
     if distances:
-        count = f"{len(distances):,} steps that both have"
-        yield f"<p>Over the {count} the losses differ by at most {max(distances):.1e}, relative.</p>"
+        told = f"differ by at most {max(distances):.1e}, relative" if any(distances) else "are the same to the last bit"
+        yield f"<p>At the {len(distances):,} steps that both have a loss for, the two {told}.</p>"
     here, there = parts(first), parts(second)
     for name in here:
         if not here[name] or not there[name]:
@@ -117,6 +123,7 @@ def _curves(runs: Sequence[Run]) -> Iterator[str]:
     yield '<div class="plots">'
     yield from (f"<figure>{drawn}</figure>" for drawn in found)
     yield "</div>"
+    yield f'<p class="small">{_NOTE}</p>'
     if missing:
         yield f"<p>Not on record: {escape(', '.join(missing))}.</p>"
 
@@ -133,8 +140,9 @@ def _plots(runs: Sequence[Run]) -> Iterator[tuple[str, list[Series], Scale]]:
 
     far = Scale(logarithmic=True)
     yield "loss", of_all(loss_series), far
-    if len(runs) > 1:
-        yield "|loss of B / loss of A - 1|", [Series("B", _distances(*runs), 1)], far
+    distances = _distances(*runs) if len(runs) > 1 else []
+    if any(value for _, value in distances):
+        yield "|loss of B / loss of A - 1|", [Series("B", distances, 1)], far
     yield "gradient norm", of_all(lambda metrics, run, label: noisy(metrics, "grad_norm", run, label)), far
     yield "learning rate", plain("learning_rate"), FROM_ZERO
     speed = of_all(lambda metrics, run, label: noisy(metrics, "tokens_per_second", run, label))
@@ -176,9 +184,10 @@ def _sessions(run: Run) -> str:
         note = f"<p>The first one here went on {escape(source)}, whose own history is not in this directory.</p>\n"
     rows = []
     for index, session in enumerate(run.known, 1):
-        what = [session.facts.get(key, NOT_KNOWN) for key in ("strategy", "engine", "world_size", "device", "started")]
+        what = [session.facts.get(key, NOT_KNOWN) for key in ("strategy", "engine", "world_size", "device")]
+        began = session.facts.get("started", NOT_KNOWN).replace("T", " ").replace("+00:00", " UTC")
         ended = session.ended if index < len(run.known) else run.state
-        rows.append((index, session.start_step + 1, *what, ended))
+        rows.append((index, session.start_step + 1, *what, began, ended))
     header = ("", "from step", "strategy", "engine", "world size", "device", "began", "ended")
     return f"{note}{table(rows, header)}"
 

@@ -46,6 +46,7 @@ class Run:
 
     @property
     def state(self) -> str:
+        """With the reason, where it has one."""
         state, reason = self.status.get("state", NOT_KNOWN), self.status.get("reason")
         return f"{state}: {reason}" if reason else state
 
@@ -53,7 +54,7 @@ class Run:
 def results(run: Run) -> dict[str, str]:
     """What came out, by name."""
     metrics = run.metrics
-    found = {"state": run.state, "steps": _steps(run), "sessions": f"{len(run.known)}"}
+    found = {"state": run.status.get("state", NOT_KNOWN), "steps": _steps(run), "sessions": f"{len(run.known)}"}
     found |= dict(_learned(metrics))
     if metrics:
         seconds = _values(metrics, "step_seconds")
@@ -110,12 +111,13 @@ def _is_finite(value: float | None) -> bool:
 
 
 def parts(run: Run) -> dict[str, dict[str, str]]:
-    """What the run was made of: dotted keys with their values as text, by part."""
+    """What the run was made of, without its name: dotted keys with their values as text, by part."""
     facts = run.facts
+    recipe = {name: value for name, value in facts.get("recipe", {}).items() if name not in OF_THE_START}
     files = {name: facts[name] for name in ("accelerate", "deepspeed") if facts.get(name)}
     data = {name: facts[name] for name in ("data", "data_fingerprints") if facts.get(name)}
     around = {name: value for name, value in facts.items() if name not in (*APART, *OF_THE_START)}
-    named = {"recipe": facts.get("recipe", {}), "strategy files": files, "data": data, "environment": around}
+    named = {"recipe": recipe, "strategy files": files, "data": data, "environment": around}
     return {name: dict(flattened(content)) for name, content in named.items()}
 
 
@@ -138,7 +140,7 @@ def differences(first: dict[str, str], second: dict[str, str]) -> list[tuple[str
     """(key, value here, value there) where they differ; "absent" where one has no such key."""
     keys = list(dict.fromkeys([*first, *second]))
     pairs = [(key, first.get(key, "absent"), second.get(key, "absent")) for key in keys]
-    return [pair for pair in pairs if pair[1] != pair[2] and pair[0] not in OF_THE_START]
+    return [pair for pair in pairs if pair[1] != pair[2]]
 
 
 def relative_losses(first: Run, second: Run) -> list[tuple[int, float | None]]:

@@ -23,7 +23,7 @@ FACTS = {
     "world_size": 2,
     "device": "cpu",
     "precision": "fp32",
-    "recipe": {"steps": 4, "optimizer": {"learning_rate": 1e-3, "betas": [0.9, 0.95]}},
+    "recipe": {"output_dir": "runs/x", "steps": 4, "optimizer": {"learning_rate": 1e-3, "betas": [0.9, 0.95]}},
     "accelerate": {"distributed_type": "MULTI_GPU"},
     "deepspeed": None,
     "versions": {"torch": "2.13.0"},
@@ -55,7 +55,7 @@ def run(tmp_path) -> Path:
     """Four steps in two sessions."""
     folder = tmp_path / "a"
     written(folder / "previous" / "1", "run.json", FACTS | {"strategy": "zero3", "world_size": 4})
-    written(folder / "previous" / "1", "status.json", {"state": "preempted", "reason": "SIGTERM"})
+    written(folder / "previous" / "1", "status.json", {"state": "preempted", "reason": "<SIGTERM>"})
     written(folder, "run.json", FACTS | OWN)
     written(folder, "status.json", {"state": "done"})
     record_all(folder, [record(1, 8.0), record(2, None), record(3, 7.0, eval_loss=7.5, eval_f1=0.5), record(4, 6.0)])
@@ -124,7 +124,7 @@ def test_where_it_went_on_and_under_what(run, capsys):
     told = "session 2 went on after step 2: ddp, world size 2"
     assert page.count(f"<g><title>{told}</title>") == len(plots(page))
     assert row(page, "1")[:4] == ["1", "zero3", "DistributedDataParallel", "4"]
-    assert row(page, "1")[-1] == "preempted: SIGTERM" and row(page, "2")[:2] == ["3", "ddp"]
+    assert row(page, "1")[-1] == "preempted: &lt;SIGTERM&gt;" and row(page, "2")[:2] == ["3", "ddp"]
 
 
 def test_sessions_that_are_gone_are_told(run, capsys):
@@ -134,14 +134,14 @@ def test_sessions_that_are_gone_are_told(run, capsys):
 
 def test_two_runs_and_what_differs(run, tmp_path, capsys):
     other = tmp_path / "b"
-    recipe = {"steps": 4, "optimizer": {"learning_rate": 2e-3, "betas": [0.9, 0.95]}}
+    recipe = {"output_dir": "runs/y", "steps": 4, "optimizer": {"learning_rate": 2e-3, "betas": [0.9, 0.95]}}
     written(
         other, "run.json", FACTS | {"recipe": recipe, "versions": {"torch": "2.11.0", "peft": "1"}, "overrides": []}
     )
     record_all(other, [record(1, 8.0), record(2, 7.5), record(3, 7.7), record(4, 6.0)])
     page = made(capsys, run, other)
     assert (run / "report_b.html").exists() and not (run / "report.html").exists()
-    assert "Over the 3 steps that both have the losses differ by at most 1.0e-01, relative." in page
+    assert "At the 3 steps that both have a loss for, the two differ by at most 1.0e-01, relative." in page
     assert "<h3>Recipe: 1 of 3 keys</h3>" in page and "<h3>Strategy files: 0 of 1 keys</h3>" in page
     assert row(page, "optimizer.learning_rate") == ["0.001", "0.002"]
     differing = page.partition("What differs")[2].partition("<h2>")[0]
@@ -151,6 +151,25 @@ def test_two_runs_and_what_differs(run, tmp_path, capsys):
     assert '<tr class="marked"><th>state<td>done<td>not known' in page
     assert "<tr><th>tokens<td>400<td>400" in page
     assert "|loss of B / loss of A - 1|" in plots(page)
+
+
+def test_equal_runs_have_no_plot_of_their_distance(run, capsys):
+    page = made(capsys, run, run)
+    assert "the two are the same to the last bit" in page and "|loss of B / loss of A - 1|" not in plots(page)
+    assert 'class="marked"' not in page
+
+
+@pytest.mark.parametrize(
+    ("losses", "logarithmic"), [([8.0, 7.0 * (1 + 1e-7), 6.0 * 1.1], True), ([8.0, 7.0, 6.0 * 1.1], False)]
+)
+def test_how_far_two_runs_are_apart(run, losses, logarithmic, tmp_path, capsys):
+    """No difference has no place on a logarithmic axis, so there it is a gap."""
+    record_all(tmp_path / "b", [record(step, loss) for step, loss in zip((1, 3, 4), losses, strict=True)])
+    page = made(capsys, run, tmp_path / "b")
+    [drawn] = [svg for svg in page.split("<figure>") if "|loss of B / loss of A - 1|" in svg]
+    points = re.findall(r"([\d.]+),([\d.]+)", re.search(r'<path d="(M[^"]+)" stroke-linejoin', drawn)[1])
+    assert [x for x, _ in points] == (["302.0", "424.0"] if logarithmic else ["58.0", "302.0", "424.0"])
+    assert ("(logarithmic)" in drawn) is logarithmic
 
 
 def test_a_run_that_failed_before_its_first_step(tmp_path, capsys):
