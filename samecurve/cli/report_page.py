@@ -25,6 +25,7 @@ svg .paper { fill: none } svg .grid { stroke: var(--grid) } svg .axis { stroke: 
 svg text.axis { fill: var(--muted); stroke: none }
 svg .run0 { stroke: var(--run0) } svg .dot0, svg .mark0 { fill: var(--run0) } .name0 { color: var(--run0) }
 svg .run1 { stroke: var(--run1) } svg .dot1, svg .mark1 { fill: var(--run1) } .name1 { color: var(--run1) }
+@media print { .plots { grid-template-columns: 1fr 1fr } }
 .bad { color: var(--bad); white-space: pre-wrap; overflow-wrap: anywhere } .small { color: var(--muted) }
 """
 
