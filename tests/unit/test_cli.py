@@ -113,15 +113,15 @@ def test_commands():
 def test_a_short_job_has_a_short_warmup(recipe_file):
     expected = ["seed=3", "precision=fp32", "schedule.warmup_steps=5", "evaluate.every_steps=0"]
     expected += ["checkpoint.every_steps=0", "steps=20"]
-    assert compare.overrides(recipe_file, ["seed=3"], 20) == expected
-    assert compare.overrides(recipe_file, ["precision=bf16"], 20)[0] == "precision=bf16"
-    assert "precision=fp32" not in compare.overrides(recipe_file, ["precision=bf16"], 20)
+    assert jobs.shortened(recipe_file, ["seed=3"], 20, precision="fp32") == expected
+    found = jobs.shortened(recipe_file, ["precision=bf16"], 20, precision="fp32")
+    assert found[0] == "precision=bf16" and "precision=fp32" not in found
 
 
 @pytest.mark.parametrize(("given", "steps"), [(["sede=3"], 20), ([], 0)])
 def test_a_wrong_recipe_starts_no_process(recipe_file, given, steps):
     with pytest.raises(ConfigurationError, match="1 problem in the configuration"):
-        compare.overrides(recipe_file, given, steps)
+        jobs.shortened(recipe_file, given, steps)
 
 
 # compare: what a job leaves
