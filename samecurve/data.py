@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import signal
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from .config import Batch
 
 _PREFETCHED_STEPS = 2
+_PR_SET_PDEATHSIG = 1  # Linux's prctl: the signal for a process whose parent is gone
 
 
 @dataclass(frozen=True)
@@ -162,7 +165,7 @@ class StepBatches:
             num_workers=self.num_workers,
             prefetch_factor=_PREFETCHED_STEPS,
             pin_memory=torch.cuda.is_available(),
-            worker_init_fn=_ignore_signals,
+            worker_init_fn=_serve,
             # spawned ones would be sent a copy of all tokens; forked ones share the pages of the file
             multiprocessing_context="fork",
             # without one of its own it would draw from the generator that dropout draws from
@@ -180,14 +183,18 @@ class _Steps(Dataset):
         return self.make(step)
 
 
-def _ignore_signals(_: int) -> None:
-    """What the terminal or a launcher tells all processes is for the one that trains, and it ends its workers.
+def _serve(_: int) -> None:
+    """A worker's first act. It lives for the run and answers to nobody else.
 
-    A forked worker has its handlers, which would write the run's status.
+    What the terminal or a launcher tells all processes is for the one that trains: a forked worker has its handlers,
+    which would write the run's status. It also has its lock and its connections, by which other processes see whether
+    that one is alive; PyTorch's workers look for their parent every 5 seconds only.
     """
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class EvaluationBatches(Sequence[MicroBatch]):

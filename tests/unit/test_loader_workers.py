@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from test_data import PAD, batch, random_stream
@@ -74,6 +80,35 @@ class Told(DocumentRows):
 def test_workers_are_other_processes_that_signals_to_all_do_not_end():
     found = {int(m["weights"][0]) for step in read(Told(random_stream(60, longest=30), 6, PAD), 2) for m in step}
     assert len(found) == 2 and not found & {0, os.getpid()}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere they live for PyTorch's 5 seconds more")
+def test_workers_end_with_a_run_that_is_killed():
+    code = (
+        "import os, test_loader_workers as here\n"
+        "batches = here.StepBatches(here.Told(here.random_stream(60, longest=30), 6, here.PAD), 3, here.batch(8, 2),\n"
+        "                           (0, 1), 10**6, num_workers=2)\n"
+        "steps = iter(batches)\n"
+        "pids = {int(m.targets['weights'][0]) for _ in range(6) for m in next(steps)}\n"
+        "print(*pids, flush=True)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    folders = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
+    # its output goes to a file: a pipe would be waited for until the last worker closes it
+    with tempfile.TemporaryFile("w+") as stream:
+        done = subprocess.run([sys.executable, "-c", code], env=environment, stdout=stream)
+        stream.seek(0)
+        pids = [int(pid) for pid in stream.read().split()]
+    assert done.returncode == -signal.SIGKILL and len(pids) == 2
+    end = time.monotonic() + 3
+    while any(map(is_alive, pids)) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not any(map(is_alive, pids))
+
+
+def is_alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def test_what_a_worker_cannot_read_is_the_runs_error():
