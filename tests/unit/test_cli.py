@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from samecurve import cli, recipe
 from samecurve.cli import compare, jobs, models, summary
+from samecurve.cli.bench.step import SCRIPT
 from samecurve.cli.jobs import Job, Outcome
 from samecurve.errors import ConfigurationError
 from samecurve.export import export
@@ -108,6 +109,8 @@ def test_commands():
         *("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
         *("train.py", "r.yaml", "--strategy", "configs/ddp.yaml", "output_dir=out"),
     ]
+    module = jobs.command(Job("ddp", Path("configs/ddp.yaml"), 2), "r.yaml", [], Path("out"), SCRIPT)
+    assert module == [*ddp[:6], "-m", "samecurve.benchmarks.training", *ddp[7:]]
 
 
 def test_a_short_job_has_a_short_warmup(recipe_file):

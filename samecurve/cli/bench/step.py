@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ... import recipe as recipes
+from ...config import Recipe
 from ...errors import ConfigurationError
 from ...records import writing
 from .. import jobs, repository_root
@@ -26,7 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="recipe values, for every variant")
     parser.add_argument("--strategy", default="single", metavar="NAME", help="of configs/ (default: %(default)s)")
     parser.add_argument("--num_processes", type=int, help="default: the number of GPUs, 2 without one")
-    parser.add_argument("--levers", metavar="a,b", help="keys or blocks of keys; default: all that there are")
+    levers = "keys or blocks of keys; default: all that there are; none: --variant only"
+    parser.add_argument("--levers", metavar="a,b", help=levers)
     more = "one more, of your own; may be repeated"
     parser.add_argument("--variant", action="append", default=[], metavar='"key=value key=value"', help=more)
     parser.add_argument("--steps", type=int, default=20, help="of each run (default: %(default)s)")
@@ -48,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     facts = timing.environment(timing.default_device())
     printing.say(timing.told(facts, ("torch", "transformers", "accelerate", "deepspeed")))
-    found = steps.variants(recipes.checked(arguments.recipe, settings), _levers(arguments.levers))
+    found = _variants(recipes.checked(arguments.recipe, settings), arguments.levers)
     found += [steps.Variant(text, tuple(text.split())) for text in arguments.variant]
     output = arguments.output or Path("runs/bench_step") / Path(arguments.recipe).stem
     rounds, reasons = _measure(job, arguments, settings, found, output)
@@ -64,10 +66,20 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _levers(given: str | None) -> Sequence[str]:
+def _variants(recipe: Recipe, given: str | None) -> list:
+    """given: --levers. Raises ConfigurationError for a key that was asked for and is none."""
     from ...benchmarks import steps
 
-    return [key for key in (given or "").split(",") if key] or steps.LEVERS
+    if given in (None, "none"):
+        return steps.variants(recipe, steps.LEVERS if given is None else ())
+    keys = given.split(",")
+    idle = [key for key in keys if len(steps.variants(recipe, [key])) == 1]
+    if idle:
+        raise ConfigurationError(
+            f"--levers: found {idle[0]}, which is no recipe key with a few values, nor a block of such; there are "
+            f"{', '.join(variant.name for variant in steps.variants(recipe)[1:])}"
+        )
+    return steps.variants(recipe, keys)
 
 
 def _measure(job, arguments, settings: Sequence[str], found: Sequence, output: Path) -> tuple[dict, dict]:
