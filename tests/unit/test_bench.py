@@ -111,6 +111,9 @@ def test_sizes():
     for text in ("64 apples", "", "0", "-1"):
         with pytest.raises(ConfigurationError, match="--largest: found"):
             command.bytes_of("--largest", text)
+    if not torch.cuda.is_available():
+        assert cli.main(["bench", "collectives", "--backend", "nccl"]) == ConfigurationError.exit_code
+    assert cli.main(["bench", "collectives", "--processes", "1"]) == ConfigurationError.exit_code
     with pytest.raises(ConfigurationError, match="no sizes"):
         command.steps(1024, 512, 4)
 

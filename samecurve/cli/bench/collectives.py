@@ -21,7 +21,7 @@ UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "K": 2**10, "M
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--processes", type=int, help="how many to start; default: the number of GPUs, 2 without one")
+    parser.add_argument("--processes", type=int, help="how many to start; default: the number of GPUs, 2 for gloo")
     parser.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl on GPUs, gloo without")
     parser.add_argument("--collectives", metavar="a,b", help="such as all_reduce,all_to_all; default: all")
     parser.add_argument("--smallest", default="1KiB", help="message (default: %(default)s)")
@@ -34,9 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     smallest, largest = (bytes_of(f"--{name}", getattr(arguments, name)) for name in ("smallest", "largest"))
     sizes = steps(smallest, largest, arguments.factor)
+    backend = _backend(arguments.backend)
+
+    from ...benchmarks.collectives import COLLECTIVES
+
+    names = printing.chosen("--collectives", arguments.collectives, COLLECTIVES, COLLECTIVES)
     if "RANK" not in os.environ:
-        return _start(arguments)
-    return _measure(arguments, sizes)
+        return _start(arguments, backend)
+    return _measure(arguments, backend, names, sizes)
 
 
 def bytes_of(option: str, text: str) -> int:
@@ -59,27 +64,37 @@ def steps(smallest: int, largest: int, factor: int) -> list[int]:
     return found
 
 
-def _start(arguments: argparse.Namespace) -> int:
+def _backend(asked: str | None) -> str:
+    import torch
+
+    if asked == "nccl" and not torch.cuda.is_available():
+        raise ConfigurationError("--backend: found nccl, which needs GPUs, and PyTorch finds none; use gloo")
+    return asked or ("nccl" if torch.cuda.is_available() else "gloo")
+
+
+def _start(arguments: argparse.Namespace, backend: str) -> int:
     """The same command under torchrun. The exit code."""
-    processes = arguments.processes or jobs.default_processes()
-    if processes < 2:
-        raise ConfigurationError(f"--processes: found {processes}; at least 2 are needed to send anything")
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    processes = arguments.processes or (num_gpus if backend == "nccl" else 2)
+    if processes < 2 or (backend == "nccl" and processes > num_gpus):
+        each = f", and NCCL needs a GPU for each, of which there are {num_gpus}; try --backend gloo --processes 2"
+        raise ConfigurationError(
+            f"--processes: found {processes}; at least 2 are needed to send anything{each * (backend == 'nccl')}"
+        )
     start = [sys.executable, *jobs.TORCHRUN, "--nproc_per_node", str(processes), "-m", "samecurve"]
     options = [f"--{name}={value}" for name, value in vars(arguments).items() if value is not None]
     with jobs.processes([*start, "bench", "collectives", *options], None, processes) as process:
         return process.wait()
 
 
-def _measure(arguments: argparse.Namespace, sizes: Sequence[int]) -> int:
+def _measure(arguments: argparse.Namespace, backend: str, names: Sequence[str], sizes: Sequence[int]) -> int:
     import torch
     from torch import distributed as dist
 
     from ...benchmarks import collectives, timing
 
-    names = printing.chosen("--collectives", arguments.collectives, collectives.COLLECTIVES, collectives.COLLECTIVES)
-    backend = arguments.backend or ("nccl" if torch.cuda.is_available() else "gloo")
-    if backend == "nccl" and not torch.cuda.is_available():
-        raise ConfigurationError("--backend: found nccl, which needs GPUs, and PyTorch finds none; use gloo")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -1,7 +1,8 @@
 """A recipe's step with each lever on and off: the same short job again and again, each in processes of its own.
 
 Every round runs the recipe as it stands and each variant once, so what else the machine does meets all of them alike.
-A lever is a recipe key that changes how a step is computed and not what it computes.
+A lever is a recipe key that changes how a step is computed: attention, recomputation, compilation, the optimizer. What
+else it changes is seen in the loss.
 """
 
 from __future__ import annotations
@@ -46,11 +47,12 @@ def run(arguments: argparse.Namespace) -> int:
     settings = jobs.shortened(arguments.recipe, arguments.overrides, arguments.steps)
     (job,) = jobs.jobs([Path(arguments.strategy).stem], arguments.num_processes or jobs.default_processes())
 
+    found = _variants(recipes.checked(arguments.recipe, settings), arguments.levers)
+
     from ...benchmarks import steps, timing
 
     facts = timing.environment(timing.default_device())
     printing.say(timing.told(facts, ("torch", "transformers", "accelerate", "deepspeed")))
-    found = _variants(recipes.checked(arguments.recipe, settings), arguments.levers)
     found += [steps.Variant(text, tuple(text.split())) for text in arguments.variant]
     output = arguments.output or Path("runs/bench_step") / Path(arguments.recipe).stem
     rounds, reasons = _measure(job, arguments, settings, found, output)
