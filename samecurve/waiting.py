@@ -32,7 +32,8 @@ class WaitAdvice:
         if len(self._steps) < FEWEST_STEPS or waited <= THRESHOLD * all_seconds:
             return ""
         self._told = True
-        return f"{waited / all_seconds:.0%} of the last {len(self._steps)} steps' time went by waiting for rows: {self._fix()}"
+        share = f"{waited / all_seconds:.0%} of the last {len(self._steps)} steps' time"
+        return f"{share} went by waiting for rows: {self._fix()}"
 
     def _fix(self) -> str:
         if self._data.streaming:

@@ -45,6 +45,7 @@ def read(rows, num_workers: int, start_step: int = 0, shard=(1, 2)) -> list:
     return [[{**m.inputs, **m.targets} for m in micro_batches] for micro_batches in batches]
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more than this machine's cores may be
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_number_of_workers_changes_nothing(kind):
     rows = KINDS[kind](random_stream(60, longest=30))
