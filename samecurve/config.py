@@ -109,6 +109,7 @@ class Data(Section):
     held_out_fraction: float = Field(0.0, ge=0.0, lt=1.0)
     streaming: bool = False
     shuffle_buffer_mib: float = Field(64.0, gt=0)
+    num_workers: NonNegativeInt = 0
     cache_dir: str | None = None
 
     @property

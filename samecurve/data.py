@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import signal
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -13,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from .loss import IGNORE_INDEX
 from .rows import RowArrays, Rows
@@ -21,6 +26,7 @@ if TYPE_CHECKING:
     from .config import Batch
 
 _PREFETCHED_STEPS = 2
+_PR_SET_PDEATHSIG = 1  # Linux's prctl: the signal for a process whose parent is gone
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,11 @@ class MicroBatch:
     def pin_memory(self) -> MicroBatch:
         return self._each(Tensor.pin_memory)
 
+    def split(self, num_rows: int) -> list[MicroBatch]:
+        """Views of at most so many rows each, where the first axis is one of rows and a row's sequences the second."""
+        inputs, targets = _split(self.inputs, num_rows), _split(self.targets, num_rows)
+        return [MicroBatch(*parts) for parts in zip(inputs, targets, strict=True)]
+
     @property
     def labels(self) -> Tensor:
         return self.targets["labels"]
@@ -52,12 +63,12 @@ class MicroBatch:
 
 
 class StepBatches:
-    """The micro-batches of one data-parallel rank, one list per optimizer step; prepared ahead by a thread.
+    """The micro-batches of one data-parallel rank, one list per optimizer step; prepared ahead.
 
     A pure function of the step: step s reads the global positions [s * G, (s + 1) * G), G = batch.global_batch_size,
     whatever the shard and the micro-batch. shard: (data-parallel rank, data-parallel size); G must divide into them,
     which the configuration has checked. start_step, start_samples, anchor: where a run goes on; nothing before
-    it is looked at.
+    it is looked at. num_workers: processes that prepare the steps; 0: a thread of this one. They change nothing else.
     """
 
     def __init__(
@@ -70,9 +81,10 @@ class StepBatches:
         start_step: int = 0,
         start_samples: int | None = None,
         anchor: dict[str, int] | None = None,
+        num_workers: int = 0,
     ):
         self.rows, self.seed, self.batch, self.shard = rows, seed, batch, shard
-        self.num_steps = num_steps
+        self.num_steps, self.num_workers = num_steps, num_workers
         self.step = start_step
         given = start_step * batch.global_batch_size if start_samples is None else start_samples
         self._origin = given - start_step * batch.global_batch_size  # not 0 when the batch's size was another before
@@ -102,11 +114,14 @@ class StepBatches:
 
     def at(self, step: int) -> list[MicroBatch]:
         """The micro-batches that this rank reads in the given 0-based step."""
+        return self._whole(step).split(self.batch.micro_batch_size)
+
+    def _whole(self, step: int) -> MicroBatch:
+        """This rank's rows of a step, not cut yet: few large tensors go from one process to another, not many small."""
         rank, size = self.shard
         together = self.rows_of(step)
         own, positions = (np.split(array, size)[rank] for array in (together, self._positions(step)))
-        arrays = self.rows.drawn(own, positions, self.seed)
-        return _micro_batches(arrays, self.batch.micro_batch_size, self.rows.width(together))
+        return _whole(self.rows.drawn(own, positions, self.seed), self.rows.width(together))
 
     def rows_of(self, step: int) -> np.ndarray:
         """int64 (global_batch_size,): the rows that all ranks together read in the given 0-based step."""
@@ -118,16 +133,68 @@ class StepBatches:
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
         """From `step` on, counting it up; `last_wait_seconds` says how long the list just handed out took to come."""
-        upcoming = iter(range(self.step, self.num_steps))
-        with ThreadPoolExecutor(1, thread_name_prefix="step-batches") as pool:
-            pending = deque(pool.submit(self.at, step) for step in islice(upcoming, _PREFETCHED_STEPS))
-            while pending:
+        with closing(self._by_workers() if self.num_workers else self._by_thread()) as prepared:
+            while True:
                 began = time.perf_counter()
-                micro_batches = pending.popleft().result()
+                whole = next(prepared, None)
+                if whole is None:
+                    return
                 self.last_wait_seconds = time.perf_counter() - began
-                pending.extend(pool.submit(self.at, step) for step in islice(upcoming, 1))
                 self.step += 1
-                yield micro_batches
+                yield whole.split(self.batch.micro_batch_size)
+
+    def _by_thread(self) -> Iterator[MicroBatch]:
+        upcoming = iter(range(self.step, self.num_steps))
+
+        def make(step: int) -> MicroBatch:
+            return _pinned(self._whole(step))
+
+        with ThreadPoolExecutor(1, thread_name_prefix="step-batches") as pool:
+            pending = deque(pool.submit(make, step) for step in islice(upcoming, _PREFETCHED_STEPS))
+            while pending:
+                whole = pending.popleft().result()
+                pending.extend(pool.submit(make, step) for step in islice(upcoming, 1))
+                yield whole
+
+    def _by_workers(self) -> Iterator[MicroBatch]:
+        """Each worker prepares whole steps, and PyTorch's loader hands them out in their order."""
+        yield from DataLoader(
+            _Steps(self._whole),
+            batch_size=None,
+            sampler=range(self.step, self.num_steps),
+            num_workers=self.num_workers,
+            prefetch_factor=_PREFETCHED_STEPS,
+            pin_memory=torch.cuda.is_available(),
+            worker_init_fn=_serve,
+            # spawned ones would be sent a copy of all tokens; forked ones share the pages of the file
+            multiprocessing_context="fork",
+            # without one of its own it would draw from the generator that dropout draws from
+            generator=torch.Generator(),
+        )
+
+
+@dataclass(frozen=True)
+class _Steps(Dataset):
+    """What a worker asks for a step."""
+
+    make: Callable[[int], MicroBatch]
+
+    def __getitem__(self, step: int) -> MicroBatch:
+        return self.make(step)
+
+
+def _serve(_: int) -> None:
+    """A worker's first act. It lives for the run and answers to nobody else.
+
+    What the terminal or a launcher tells all processes is for the one that trains: a forked worker has its handlers,
+    which would write the run's status. It also has its lock and its connections, by which other processes see whether
+    that one is alive; PyTorch's workers look for their parent every 5 seconds only.
+    """
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class EvaluationBatches(Sequence[MicroBatch]):
@@ -158,19 +225,27 @@ class EvaluationBatches(Sequence[MicroBatch]):
         labels = found.labels.copy()
         labels[~exists] = IGNORE_INDEX
         arrays = RowArrays(found.inputs, found.targets | {"labels": labels})
-        return _micro_batches(arrays, self.micro_batch_size, self.rows.width(rows))[0]
+        (micro_batch,) = _pinned(_whole(arrays, self.rows.width(rows))).split(self.micro_batch_size)
+        return micro_batch
 
 
-def _micro_batches(rows: RowArrays, micro_batch_size: int, width: int) -> list[MicroBatch]:
-    inputs, targets = _split(rows.inputs, micro_batch_size, width), _split(rows.targets, micro_batch_size, width)
-    micro_batches = [MicroBatch(*parts) for parts in zip(inputs, targets, strict=True)]
-    return [m.pin_memory() for m in micro_batches] if torch.cuda.is_available() else micro_batches
+def _whole(rows: RowArrays, width: int) -> MicroBatch:
+    return MicroBatch(_tensors(rows.inputs, width), _tensors(rows.targets, width))
 
 
-def _split(arrays: dict[str, np.ndarray], micro_batch_size: int, width: int) -> list[dict[str, Tensor]]:
+def _tensors(arrays: dict[str, np.ndarray], width: int) -> dict[str, Tensor]:
     cut = {name: array[..., :width] if array.ndim > 1 else array for name, array in arrays.items()}
-    parts = {name: torch.from_numpy(np.ascontiguousarray(a)).split(micro_batch_size) for name, a in cut.items()}
+    return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in cut.items()}
+
+
+def _pinned(whole: MicroBatch) -> MicroBatch:
+    """Where a GPU copies it from memory by itself, while it computes."""
+    return whole.pin_memory() if torch.cuda.is_available() else whole
+
+
+def _split(tensors: dict[str, Tensor], num_rows: int) -> list[dict[str, Tensor]]:
+    parts = {name: tensor.split(num_rows) for name, tensor in tensors.items()}
     return [
-        {name: part.flatten(0, 1) if part.ndim == 3 else part for name, part in zip(parts, tensors, strict=True)}
-        for tensors in zip(*parts.values(), strict=True)
+        {name: part.flatten(0, 1) if part.ndim == 3 else part for name, part in zip(parts, together, strict=True)}
+        for together in zip(*parts.values(), strict=True)
     ]

@@ -54,6 +54,9 @@ def streaming(value: Callable[[str], Any]) -> Iterator[Finding]:
         yield "data.streaming", "found true, but data.mixture is given; only one data set can be streamed yet"
     if value("data.group_by_length"):
         yield "data.group_by_length", "found true, but rows of a stream are not known ahead; set it to false"
+    if value("data.num_workers"):
+        text = f"found {value('data.num_workers')}, but the rows of a stream are made in the background already, and "
+        yield "data.num_workers", text + "each worker would tokenise all of it; set it to 0"
     if value("tokenizer.vocabulary_size") is not None:
         text = f"found {value('tokenizer.vocabulary_size')}, but a stream is not read before training; set it to "
         yield "tokenizer.vocabulary_size", text + "null, and tokenizer.path to a tokenizer"

@@ -19,6 +19,7 @@ from .families import check_packing
 from .guard import Guard
 from .meter import Meter
 from .progress import Progress
+from .waiting import WaitAdvice
 from .world import World
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ class Session:
             self.start.step,
             self.start.samples,
             self.start.anchor,
+            recipe.data.num_workers,
         )
         self.held_out = None
         if self.task.held_out is not None:
@@ -81,6 +83,7 @@ class Session:
         self.guard = Guard(recipe.guard, run, self.world)
         self.meter = Meter.for_run(recipe, self.skeleton, accelerator, self.task.context is not None)
         self.meter.state = self.start.meter
+        self._advice = WaitAdvice(recipe.data)
         self._introduce(plan, arguments, found, facts["adapter"])
 
     @contextmanager
@@ -95,6 +98,7 @@ class Session:
 
     def log(self, record: dict) -> None:
         """To the trackers. A disk that takes no more events is told once, and no reason to end the run."""
+        self.progress.say(self._advice.after(record))
         if not self._logging:
             return
         try:

@@ -1,11 +1,14 @@
-"""python -m samecurve COMMAND: what there is to do before and after a run. Each command is a module of this package."""
+"""python -m samecurve COMMAND: what there is to do before and after a run. Each command is a module of this package.
+
+One that has commands of its own (bench) is a package of them.
+"""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..errors import ConfigurationError, SamecurveError
@@ -21,6 +24,7 @@ COMMANDS = {
     "evaluate": "measure a trained model on held-out data",
     "lm_eval": "measure a trained model on public benchmarks",
     "export": "a run's model, or a checkpoint's, as a folder to share: another dtype, and a card",
+    "bench": "how fast this machine is: matmuls, collectives, data, and a recipe's step with each lever",
     "merge": "an adapter and its model as one model, and the proof that it is the same",
 }
 
@@ -28,25 +32,33 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code; see errors.py. A command's module is imported only when it is the one that runs."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    listed = "\n".join(f"  {name:<10}{text}" for name, text in COMMANDS.items())
-    parser = argparse.ArgumentParser(
-        "python -m samecurve",
-        description=f"commands:\n{listed}",
-        epilog="python -m samecurve COMMAND --help says more",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
-    command = parser.parse_args(argv[:1]).command
-    module = importlib.import_module(f".{command}", __name__)
-    arguments = argparse.ArgumentParser(f"python -m samecurve {command}", description=module.__doc__)
-    module.add_arguments(arguments)
     try:
-        return module.run(arguments.parse_intermixed_args(argv[1:]))
+        return _dispatch("python -m samecurve", __name__, COMMANDS, argv)
     except SamecurveError as error:
         print(error, file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def _dispatch(program: str, package: str, commands: Mapping[str, str], argv: Sequence[str]) -> int:
+    width = max(map(len, commands)) + 1
+    listed = "\n".join(f"  {name:<{width}}{text}" for name, text in commands.items())
+    parser = argparse.ArgumentParser(
+        program,
+        description=f"commands:\n{listed}",
+        epilog=f"{program} COMMAND --help says more",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=commands, metavar="COMMAND")
+    command = parser.parse_args(argv[:1]).command
+    module = importlib.import_module(f".{command}", package)
+    program = f"{program} {command}"
+    if hasattr(module, "COMMANDS"):
+        return _dispatch(program, module.__name__, module.COMMANDS, argv[1:])
+    arguments = argparse.ArgumentParser(program, description=module.__doc__)
+    module.add_arguments(arguments)
+    return module.run(arguments.parse_intermixed_args(argv[1:]))
 
 
 def repository_root() -> Path:

@@ -11,7 +11,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.status import Status
 
-from .. import recipe as recipes
 from ..chart import Curve, chart, relative_differences
 from ..records import writing
 from . import jobs, repository_root
@@ -35,9 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """0 when every strategy that can run here agrees with the reference, else 1."""
     repository_root()
-    settings = overrides(arguments.recipe, arguments.overrides, arguments.steps)
+    # fp32, where strategies agree to rounding, unless the user says otherwise
+    settings = jobs.shortened(arguments.recipe, arguments.overrides, arguments.steps, precision="fp32")
     names = [name for name in arguments.strategies.split(",") if name]
-    chosen = jobs.jobs(names, arguments.num_processes or _default_processes())
+    chosen = jobs.jobs(names, arguments.num_processes or jobs.default_processes())
     output = arguments.output or Path("runs/compare") / Path(arguments.recipe).stem
     with writing(output):
         output.mkdir(parents=True, exist_ok=True)
@@ -53,32 +53,6 @@ def run(arguments: argparse.Namespace) -> int:
             (output / "chart.svg").write_text(chart(curves, title, arguments.tolerance), encoding="utf-8")
     print(f"\n{text}\n{output / 'table.md'}  {output / 'chart.svg' if curves else ''}")
     return 0 if agree else 1
-
-
-def overrides(recipe: str, given: Sequence[str], steps: int) -> list[str]:
-    """What the user gave, and what makes the job short. fp32, where strategies agree to rounding, unless given.
-
-    Raises ConfigurationError with everything that is wrong with the recipe, before any process is started.
-    """
-    schedule = recipes.checked(recipe, given).schedule
-    short = {
-        "precision": "fp32",
-        "schedule.warmup_steps": min(schedule.warmup_steps, steps // 4),
-        "schedule.decay_steps": min(schedule.decay_steps, steps // 4) if schedule.decay_steps else None,
-        "evaluate.every_steps": 0,
-        "checkpoint.every_steps": 0,
-    }
-    keys = {argument.partition("=")[0] for argument in given}
-    added = [f"{key}={value}" for key, value in short.items() if key not in keys and value is not None]
-    settings = [*given, *added, f"steps={steps}"]
-    recipes.checked(recipe, settings)
-    return settings
-
-
-def _default_processes() -> int:
-    import torch
-
-    return torch.cuda.device_count() or 2
 
 
 def _run_all(chosen: Sequence[Job], recipe: str, settings: Sequence[str], output: Path) -> list[Outcome]:

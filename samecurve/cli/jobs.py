@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NoReturn
 
+from .. import recipe as recipes
 from ..engines.placement import REFERENCE, place
 from ..errors import ConfigurationError
 from ..records import read_json
 from ..rundir import RunDirectory, read_metrics
 
 POLL_SECONDS = 0.5
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 
 
 @dataclass(frozen=True)
@@ -60,12 +62,41 @@ def jobs(names: Sequence[str], num_processes: int) -> list[Job]:
     return [Job(name, placement.path, placement.world_size) for name, placement in placements.items()]
 
 
-def command(job: Job, recipe: str, overrides: Sequence[str], output_dir: Path) -> list[str]:
-    start = [sys.executable]
-    if job.path is not None:
-        start += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(job.world_size)]
+def command(
+    job: Job, recipe: str, overrides: Sequence[str], output_dir: Path, script: Sequence[str] = ("train.py",)
+) -> list[str]:
+    """script: or `-m` and a module that takes the same arguments."""
+    start = [sys.executable, *(TORCHRUN if job.path is not None else ())]
+    start += ["--nproc_per_node", str(job.world_size)] if job.path is not None else []
     strategy = ["--strategy", str(job.path)] if job.path is not None else []
-    return [*start, "train.py", recipe, *strategy, *overrides, f"output_dir={output_dir}"]
+    return [*start, *script, recipe, *strategy, *overrides, f"output_dir={output_dir}"]
+
+
+def shortened(recipe: str, given: Sequence[str], steps: int, **defaults: object) -> list[str]:
+    """The user's overrides, and those that make a job of so many steps; `defaults` where the user said nothing.
+
+    Raises ConfigurationError with everything that is wrong with the recipe, before any process is started.
+    """
+    schedule = recipes.checked(recipe, given).schedule
+    short = {
+        **defaults,
+        "schedule.warmup_steps": min(schedule.warmup_steps, steps // 4),
+        "schedule.decay_steps": min(schedule.decay_steps, steps // 4) if schedule.decay_steps else None,
+        "evaluate.every_steps": 0,
+        "checkpoint.every_steps": 0,
+    }
+    keys = {argument.partition("=")[0] for argument in given}
+    added = [f"{key}={value}" for key, value in short.items() if key not in keys and value is not None]
+    settings = [*given, *added, f"steps={steps}"]
+    recipes.checked(recipe, settings)
+    return settings
+
+
+def default_processes() -> int:
+    """The number of GPUs, 2 without one."""
+    import torch
+
+    return torch.cuda.device_count() or 2
 
 
 def run(job: Job, arguments: Sequence[str], directory: Path, tell: Callable[[int], None]) -> Outcome:
@@ -73,19 +104,22 @@ def run(job: Job, arguments: Sequence[str], directory: Path, tell: Callable[[int
     log = directory.with_name(f"{directory.name}.log")
     # an earlier comparison's curve must not be taken for this one's when the job stops before it has written its own
     RunDirectory(directory).close()
-    with open(log, "w", encoding="utf-8") as stream, _processes(arguments, stream, job.world_size) as process:
+    with open(log, "w", encoding="utf-8") as stream, processes(arguments, stream, job.world_size) as process:
         while process.poll() is None:
             tell(_finished_steps(directory))
             time.sleep(POLL_SECONDS)
-    code = 0 if process.returncode == 0 else _exit_code(directory, log)
+    code = process.returncode and _exit_code(directory, log, process.returncode)
     reason = "" if code == 0 else _reason(directory, log, code).removeprefix(f"strategy {job.name}: ")
     refused = code == ConfigurationError.exit_code
     return Outcome(job, read_json(directory / "run.json"), read_metrics(directory), reason, refused, log)
 
 
 @contextmanager
-def _processes(arguments: Sequence[str], stream: IO, world_size: int) -> Iterator[subprocess.Popen]:
-    """The job in a process group of its own, which ends with this process: by Ctrl-C, by SIGTERM, by an error."""
+def processes(arguments: Sequence[str], stream: IO | None, world_size: int) -> Iterator[subprocess.Popen]:
+    """The job in a process group of its own, which ends with this process: by Ctrl-C, by SIGTERM, by an error.
+
+    stream: where its output goes; None: where this process's does.
+    """
     threads = max(1, (os.cpu_count() or 1) // world_size)
     environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
     before = signal.signal(signal.SIGTERM, _leave)
@@ -110,13 +144,13 @@ def _finished_steps(directory: Path) -> int:
     return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
-def _exit_code(directory: Path, log: Path) -> int:
+def _exit_code(directory: Path, log: Path, returncode: int) -> int:
     """The training's own: status.json has it, or torchrun's report; torchrun itself always ends with 1."""
     code = read_json(directory / "status.json").get("exit_code")
     if code is not None:
         return code
     reported = re.findall(r"exitcode\s*:\s*(-?\d+)", log.read_text(encoding="utf-8", errors="replace"))
-    return int(reported[0]) if reported else 1
+    return int(reported[0]) if reported else max(1, returncode)  # negative: a signal
 
 
 def _reason(directory: Path, log: Path, code: int) -> str:

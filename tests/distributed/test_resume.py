@@ -65,6 +65,15 @@ def test_every_value_is_read_and_written(name, workspace, tmp_path):
     assert_equal(whole(run.checkpoint(STOP)), whole(source.checkpoint(STOP)))
 
 
+def test_another_number_of_loader_workers_goes_on_bit_for_bit(reference, workspace):
+    run = workspace.resume(reference, STOP, None, 1, "batch.micro_batch_size=8", "data.num_workers=2")
+    assert run.returncode == 0, run.output
+    for key in ("loss", "grad_norm", "tokens", "samples"):
+        assert run.column(key) == reference.column(key), key
+    assert rank_hashes(run.checkpoint(STEPS)) == rank_hashes(reference.checkpoint(STEPS))
+    assert run.facts["recipe"]["data"]["num_workers"] == 2 and "data.num_workers: 0" not in run.output
+
+
 PAIRS = [*RING.items()]
 # what is read and written is shown for all by the test above; here the losses after it, once for each kind of engine;
 # test_all_pairs.py has all pairs

@@ -5,12 +5,15 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+from argparse import ArgumentParser
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from samecurve import cli
+from samecurve.cli import bench
 from samecurve.engines.base import EvalResult, StepResult
 from samecurve.engines.resolve import command_line
 from samecurve.meter import Machine, Meter
@@ -64,8 +67,14 @@ def test_a_command_can_be_typed_here(line):
         parsed = command_line().parse_intermixed_args(words[words.index("train.py") + 1 :])
         assert parsed.recipe.startswith("recipes/")
         assert all("=" in override for override in parsed.overrides)
-    elif words[:3] == ["python", "-m", "samecurve"]:
-        assert words[3] in cli.COMMANDS
+    elif "samecurve" in words:
+        command, *arguments = words[words.index("samecurve") + 1 :]
+        assert words[words.index("samecurve") - 1] == "-m" and command in cli.COMMANDS
+        if command == "bench":
+            assert arguments[0] in bench.COMMANDS
+            parser = ArgumentParser()
+            import_module(f"samecurve.cli.bench.{arguments[0]}").add_arguments(parser)
+            parser.parse_intermixed_args(arguments[1:])
     else:
         assert words[0] == "bash" and words[1].startswith("scripts/")
 

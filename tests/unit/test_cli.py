@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from samecurve import cli, recipe
 from samecurve.cli import compare, jobs, models, summary
+from samecurve.cli.bench.step import SCRIPT
 from samecurve.cli.jobs import Job, Outcome
 from samecurve.errors import ConfigurationError
 from samecurve.export import export
@@ -108,20 +109,22 @@ def test_commands():
         *("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
         *("train.py", "r.yaml", "--strategy", "configs/ddp.yaml", "output_dir=out"),
     ]
+    module = jobs.command(Job("ddp", Path("configs/ddp.yaml"), 2), "r.yaml", [], Path("out"), SCRIPT)
+    assert module == [*ddp[:6], "-m", "samecurve.benchmarks.training", *ddp[7:]]
 
 
 def test_a_short_job_has_a_short_warmup(recipe_file):
     expected = ["seed=3", "precision=fp32", "schedule.warmup_steps=5", "evaluate.every_steps=0"]
     expected += ["checkpoint.every_steps=0", "steps=20"]
-    assert compare.overrides(recipe_file, ["seed=3"], 20) == expected
-    assert compare.overrides(recipe_file, ["precision=bf16"], 20)[0] == "precision=bf16"
-    assert "precision=fp32" not in compare.overrides(recipe_file, ["precision=bf16"], 20)
+    assert jobs.shortened(recipe_file, ["seed=3"], 20, precision="fp32") == expected
+    found = jobs.shortened(recipe_file, ["precision=bf16"], 20, precision="fp32")
+    assert found[0] == "precision=bf16" and "precision=fp32" not in found
 
 
 @pytest.mark.parametrize(("given", "steps"), [(["sede=3"], 20), ([], 0)])
 def test_a_wrong_recipe_starts_no_process(recipe_file, given, steps):
     with pytest.raises(ConfigurationError, match="1 problem in the configuration"):
-        compare.overrides(recipe_file, given, steps)
+        jobs.shortened(recipe_file, given, steps)
 
 
 # compare: what a job leaves

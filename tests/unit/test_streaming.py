@@ -281,6 +281,7 @@ def test_what_is_described(recipe_file):
             ["data.path=null", "data.mixture=[{path: ., weight: 1}]"],
             "data.streaming: found true, but data.mixture",
         ),
+        (["data.num_workers=2"], "data.num_workers: found 2, but the rows of a stream are made in the background"),
         (["data.streaming=false"], "data.shuffle_buffer_mib: found 0.015625, but data.streaming is false"),
         (
             ["data.streaming=false", "data.path=hf://a/b"],

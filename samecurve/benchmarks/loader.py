@@ -1,0 +1,62 @@
+"""How many rows per second a recipe's data give, by the number of worker processes, and how many workers are enough."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+from ..data import StepBatches
+from ..errors import ConfigurationError
+from ..records import read_json
+from ..rundir import read_metrics
+
+if TYPE_CHECKING:
+    from ..config import Recipe
+    from ..rows import Rows
+
+WARM_UP_STEPS = 5
+MARGIN = 1.2  # a loader that only just keeps up makes each step that is longer than usual one that waits
+GAIN = 1.1
+_MANY_STEPS = 10**9
+
+
+def rows_per_second(rows: Rows, recipe: Recipe, num_workers: int, data_parallel_size: int, seconds: float) -> float:
+    """Of one rank that reads them as fast as they come, for about so long; without the first WARM_UP_STEPS steps."""
+    shard = 0, data_parallel_size
+    prepared = iter(StepBatches(rows, recipe.seed, recipe.batch, shard, _MANY_STEPS, num_workers=num_workers))
+    for _ in range(WARM_UP_STEPS + 2 * num_workers):  # those that were prepared while the first one was waited for
+        next(prepared)
+    began, steps = time.perf_counter(), 0
+    while time.perf_counter() - began < seconds:
+        next(prepared)
+        steps += 1
+    took = time.perf_counter() - began
+    prepared.close()
+    return steps * recipe.batch.global_batch_size / data_parallel_size / took
+
+
+def needed_by(run: Path) -> float:
+    """Rows per second and rank that a run would read if it never waited: the median of its steps.
+
+    Raises ConfigurationError for a folder without a run's steps.
+    """
+    facts, metrics = read_json(run / "run.json"), read_metrics(run)[1:]
+    if not facts or not metrics:
+        raise ConfigurationError(f"--run {run}: no run with two finished steps (run.json, metrics.jsonl)")
+    own = facts["recipe"]["batch"]["global_batch_size"] / facts["data_parallel_size"]
+    return own / median(record["step_seconds"] * (1 - record["data_wait_fraction"]) for record in metrics)
+
+
+def enough(rates: Mapping[int, float], needed: float | None) -> int | None:
+    """The fewest workers that give MARGIN times what is needed. None: not even the most do.
+
+    Where that is not known: the fewest that no larger number beats by GAIN.
+    """
+    counts = sorted(rates)
+    if needed is not None:
+        return next((count for count in counts if rates[count] >= MARGIN * needed), None)
+    best = max(rates.values())
+    return next(count for count in counts if rates[count] * GAIN >= best)

@@ -1,0 +1,86 @@
+"""Seconds of one call, and what they were measured on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch.utils.benchmark import Timer
+
+from ..facts import versions
+from ..records import now
+
+# tf32: fp32 numbers whose products are rounded to 10 bits of mantissa, on NVIDIA's matrix units
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def default_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def default_precisions(device: torch.device) -> list[str]:
+    """fp16 is emulated on most CPUs."""
+    return list(DTYPES) if device.type == "cuda" else ["fp32", "bf16"]
+
+
+def seconds_of(run: Callable[[], object], at_least: float) -> float:
+    """The median of blocks of calls that together take `at_least` seconds; the device is waited for at their ends."""
+    timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+    return timer.blocked_autorange(min_run_time=at_least).median
+
+
+def interleaved(runs: Mapping[str, Callable[[], object]], rounds: int, at_least: float) -> dict[str, float]:
+    """Seconds of each, the median over rounds in which each has its turn, so that what disturbs one disturbs all."""
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            found[name].append(seconds_of(run, at_least))
+    return {name: median(times) for name, times in found.items()}
+
+
+@contextlib.contextmanager
+def precision_of(name: str) -> Iterator[torch.dtype]:
+    """The dtype of operands. Inside, fp32 is fp32 and tf32 is tf32, whatever PyTorch was told before."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+    try:
+        yield DTYPES[name]
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def operand(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Random numbers: a GPU that multiplies zeros or ones draws less power, and is faster than it is in training."""
+    return torch.randn(*shape, device=device).to(dtype)
+
+
+def environment(device: torch.device) -> dict[str, object]:
+    """Hardware, versions and date, without which a measured number says little."""
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "versions": versions(),
+        "date": now(),
+    }
+
+
+def _processor() -> str:
+    """Linux's name for it, or Python's, which is often empty."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        if found:
+            return found[1]
+    return platform.processor() or platform.machine()
+
+
+def told(facts: Mapping[str, object], names: Sequence[str] = ("torch",)) -> str:
+    """One line of `environment`."""
+    found = ", ".join(f"{name} {facts['versions'][name]}" for name in names)
+    return f"{facts['device']}, cores {facts['cores']}, threads {facts['threads']}; {found}; {facts['date']}"

@@ -1,0 +1,60 @@
+"""Rows per second of a recipe's data by the number of workers (data.num_workers), and how many are enough."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ... import recipe as recipes
+from ...errors import ConfigurationError
+from . import printing
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE")
+    parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="recipe values")
+    parser.add_argument("--workers", metavar="a,b", help="default: 0, 1, 2, 4 and so on, up to the number of cores")
+    parser.add_argument("--seconds", type=float, default=3.0, help="for each number of workers (default: %(default)s)")
+    parser.add_argument("--data_parallel_size", type=int, default=1, help="of the run; one rank's share is read")
+    need = parser.add_mutually_exclusive_group()
+    need.add_argument("--run", metavar="RUN", type=Path, help="a run of the recipe: enough is what it needs")
+    need.add_argument("--needed", metavar="ROWS_PER_SECOND", type=float, help="enough is that, for each rank")
+    printing.add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    recipe = recipes.checked(arguments.recipe, arguments.overrides)
+    if recipe.data.streaming:
+        text = "found true, but the rows of a stream are made by a thread of their own, whatever the number of workers"
+        raise ConfigurationError(f"data.streaming: {text}; set it to false")
+    recipe.batch.accumulation_steps(arguments.data_parallel_size)  # raises where the batch does not divide
+
+    from ... import tasks
+    from ...benchmarks import loader, timing
+
+    facts = timing.environment(timing.default_device())
+    counts = printing.integers("--workers", arguments.workers) or _counts(facts["cores"])
+    needed = loader.needed_by(arguments.run) if arguments.run else arguments.needed
+    rows = tasks.load(recipe).train
+    printing.say(timing.told(facts))
+    size, seconds = arguments.data_parallel_size, arguments.seconds
+    rates = {count: loader.rows_per_second(rows, recipe, count, size, seconds) for count in counts}
+    shown = [[str(count), f"{rate:,.0f}"] for count, rate in rates.items()]
+    printing.show(["workers", "rows/s"], shown, "of one rank that does nothing but read")
+    best = loader.enough(rates, needed)
+    printing.say(_verdict(best, needed, loader.MARGIN))
+    numbers = {"rows_per_second": rates, "needed": needed, "enough": best}
+    printing.write(arguments.json, "dataloader", facts, recipe=arguments.recipe, **numbers)
+    return 0
+
+
+def _counts(cores: int) -> list[int]:
+    return [0, *(1 << power for power in range(6) if 1 << power <= cores)]
+
+
+def _verdict(best: int | None, needed: float | None, margin: float) -> str:
+    if needed is None:
+        return f"data.num_workers={best}: more of them give hardly more (--run RUN says what training needs)"
+    if best is None:
+        return f"none is enough: training needs {needed:,.0f} rows/s, and {margin:g} times that to be safe"
+    return f"data.num_workers={best} is enough: training needs {needed:,.0f} rows/s"

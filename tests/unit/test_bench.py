@@ -1,0 +1,347 @@
+"""The benchmarks: their arithmetic by hand, that each runs at a tiny size, and what it prints. No time is asserted."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from samecurve import cli, recipe
+from samecurve.benchmarks import collectives, loader, matmul, shapes, steps, timing
+from samecurve.benchmarks.shapes import Width
+from samecurve.benchmarks.steps import UNCHANGED, Measured, Variant
+from samecurve.cli.bench import collectives as command
+from samecurve.cli.bench import printing
+from samecurve.errors import ConfigurationError
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def recipe_file(tmp_path) -> str:
+    (tmp_path / "texts").mkdir()
+    for nth in range(12):
+        (tmp_path / "texts" / f"{nth}.txt").write_text(f"{nth} words of some length and more of them " * 20)
+    file = tmp_path / "tiny.yaml"
+    file.write_text(f"""
+output_dir: {tmp_path}/run
+steps: 100
+precision: fp32
+model:
+  config: {{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4}}
+tokenizer: {{vocabulary_size: 300}}
+data: {{path: {tmp_path}/texts, cache_dir: {tmp_path}/cache}}
+batch: {{global_batch_size: 4, micro_batch_size: 2, sequence_length: 16}}
+optimizer: {{learning_rate: 1e-3}}
+""")
+    return str(file)
+
+
+# the front door
+
+
+def test_commands_of_a_command_are_listed():
+    code = (
+        "import sys\nfrom samecurve import cli\n"
+        "assert cli.main(['bench', 'step', 'no.yaml']) == 2\n"
+        "assert not {'torch', 'transformers', 'accelerate'} & sys.modules.keys()\n"
+        "cli.main(['bench', '--help'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    from samecurve.cli.bench import COMMANDS
+
+    assert set(COMMANDS) == {"matmul", "collectives", "dataloader", "shapes", "step"}
+    assert all(f"\n  {name} " in done.stdout for name in COMMANDS)
+    assert "no.yaml: cannot be read" in done.stderr
+
+
+def test_plain_lines_are_aligned():
+    found = printing.plain_lines([["square", "fp32"], ["64", "0.1"], ["16384", "12.5"]])
+    assert found == ["square  fp32", "64       0.1", "16384   12.5"]
+
+
+@pytest.mark.parametrize("given", ["1,x", "-1"])
+def test_lists_that_are_none_are_refused(given):
+    with pytest.raises(ConfigurationError, match=f"--sizes: found {given}, whole numbers"):
+        printing.integers("--sizes", given)
+    with pytest.raises(ConfigurationError, match="--precisions: found fp12, one of fp32, tf32, bf16, fp16 is needed"):
+        printing.chosen("--precisions", "fp32,fp12", timing.DTYPES, ())
+
+
+# collectives
+
+
+@pytest.mark.parametrize(
+    ("name", "bus"),
+    [
+        ("all_reduce", 3.5),  # 2 * 7 / 8
+        ("all_gather", 1.75),
+        ("reduce_scatter", 1.75),
+        ("all_to_all", 1.75),
+        ("gather", 1.75),
+        ("scatter", 1.75),
+        ("broadcast", 2),
+        ("reduce", 2),
+        ("send_recv", 2),
+    ],
+)
+def test_bandwidth_by_hand(name, bus):
+    """10^9 bytes in half a second among 8."""
+    assert collectives.bandwidths(name, 10**9, 0.5, 8) == (2, bus)
+
+
+def test_every_collective_has_its_factor_tested():
+    (mark,) = test_bandwidth_by_hand.pytestmark
+    assert {name for name, _ in mark.args[1]} == set(collectives.COLLECTIVES)
+
+
+def test_sizes():
+    sizes = [command.bytes_of("--largest", text) for text in ("64MiB", "64M", "1 KiB", "7", "3B")]
+    assert sizes == [2**26, 2**26, 1024, 7, 3]
+    assert command.steps(1024, 2**16, 8) == [1024, 8192, 65536]
+    assert [command.shown_bytes(number) for number in (12, 1536, 2**26)] == ["12 B", "1.5 KiB", "64 MiB"]
+    for text in ("64 apples", "", "0", "-1"):
+        with pytest.raises(ConfigurationError, match="--largest: found"):
+            command.bytes_of("--largest", text)
+    if not torch.cuda.is_available():
+        assert cli.main(["bench", "collectives", "--backend", "nccl"]) == ConfigurationError.exit_code
+    assert cli.main(["bench", "collectives", "--processes", "1"]) == ConfigurationError.exit_code
+    with pytest.raises(ConfigurationError, match="no sizes"):
+        command.steps(1024, 512, 4)
+
+
+def test_collectives_at_two_processes(tmp_path):
+    """Each gives what it should (the command checks that before it measures), and its row says what JSON does."""
+    file = tmp_path / "found.json"
+    options = ["--processes", "2", "--largest", "4KiB", "--seconds", "0.001", "--json", str(file)]
+    arguments = [sys.executable, "-m", "samecurve", "bench", "collectives", "--backend", "gloo", *options]
+    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "gloo, 2 processes on 1 machine, fp32" in done.stdout
+    found = json.loads(file.read_text())
+    measured = {each["name"] for each in found["timings"]}
+    assert measured | found["not_offered"].keys() == set(collectives.COLLECTIVES)
+    assert {"all_reduce", "broadcast", "all_gather", "send_recv"} <= measured
+    for name in found["not_offered"]:
+        assert f"{name}: not offered by gloo (" in done.stdout
+    assert [each["num_bytes"] for each in found["timings"]] == [1024, 4096] * len(measured)
+    for each in found["timings"]:
+        algorithm, bus = collectives.bandwidths(each["name"], each["num_bytes"], each["seconds"], 2)
+        assert (each["algorithm_gb_per_second"], each["bus_gb_per_second"]) == (algorithm, bus)
+        size = command.shown_bytes(each["num_bytes"])
+        assert re.search(rf"^{each['name']} +{size} .* {bus:.3g}$", done.stdout, re.MULTILINE)
+
+
+class World:
+    """Two ranks, of which this is the second, without processes."""
+
+    def __init__(self, monkeypatch, **functions):
+        monkeypatch.setattr(collectives.dist, "get_rank", lambda: 1)
+        monkeypatch.setattr(collectives.dist, "get_world_size", lambda: 2)
+        monkeypatch.setattr(collectives, "_slowest", lambda seconds, device: max(seconds, 1e-6))
+        for name, function in functions.items():
+            monkeypatch.setattr(collectives.dist, name, function)
+
+
+def test_what_a_backend_lacks_is_told_and_the_rest_measured(monkeypatch):
+    def lacking(*_, **__):
+        raise RuntimeError("Backend gloo does not support reduce")
+
+    World(monkeypatch, reduce=lacking, broadcast=lambda tensor, src: tensor.fill_(1))
+    missing, timed = collectives.measure(["reduce", "broadcast"], [1024], CPU, 0.0)
+    assert missing == ("reduce", "Backend gloo does not support reduce")
+    assert (timed.name, timed.num_bytes) == ("broadcast", 1024)
+
+
+def test_other_errors_and_wrong_results_are_errors(monkeypatch):
+    def broken(*_, **__):
+        raise RuntimeError("Connection closed by peer")
+
+    World(monkeypatch, reduce=broken, broadcast=lambda tensor, src: None)
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        list(collectives.measure(["reduce"], [1024], CPU, 0.0))
+    with pytest.raises(RuntimeError, match="broadcast: rank 1 of 2 got"):
+        list(collectives.measure(["broadcast"], [1024], CPU, 0.0))
+
+
+# matmul and shapes
+
+
+def test_layers_of_a_model():
+    sizes = {"num_hidden_layers": 3, "vocab_size": 50, "hidden_size": 8, "intermediate_size": 24}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    with torch.device("meta"):
+        llama = LlamaForCausalLM(LlamaConfig(**sizes, **heads))
+        gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=50))
+    found = {(layer.num_inputs, layer.num_outputs): (layer.names, layer.count) for layer in matmul.layers(llama)}
+    assert found == {
+        (8, 8): (("q_proj", "o_proj"), 6),
+        (8, 4): (("k_proj", "v_proj"), 6),
+        (8, 24): (("gate_proj", "up_proj"), 6),
+        (24, 8): (("down_proj",), 3),
+        (8, 50): (("lm_head",), 1),
+    }
+    found = {(layer.num_inputs, layer.num_outputs): layer.count for layer in matmul.layers(gpt2)}
+    assert found == {(8, 24): 2, (8, 8): 2, (8, 32): 2, (32, 8): 2, (8, 50): 1}
+
+
+def test_rates_by_hand(monkeypatch):
+    """A second for each multiplication of 1,000 tokens by (20, 30): 3 x 1.2e6 FLOPs in 3 seconds."""
+    monkeypatch.setattr(matmul, "interleaved", lambda runs, rounds, at_least: dict.fromkeys(runs, 1.0))
+    monkeypatch.setattr(matmul, "seconds_of", lambda run, at_least: 2.0)
+    layer = matmul.Layer(("q_proj",), 5, 20, 30)
+    time = matmul.layer_time(layer, 1000, "fp32", CPU, 1.0)
+    assert time.tflops == pytest.approx(1.2e-6) and time.seconds == 3
+    assert matmul.tokens_per_second([time, time], 1000) == pytest.approx(1000 / 30)
+    assert matmul.square(100, "bf16", CPU, 1.0) == pytest.approx(1e-6)
+    assert matmul.copies(10**6, CPU, 1.0) == {"on the device": pytest.approx(1e-3)}
+
+
+def test_the_three_multiplications_are_those_of_autograd():
+    runs = matmul.linear(5, 3, 4, torch.float64, CPU)
+    cells = dict(zip(runs["forward"].__code__.co_freevars, runs["forward"].__closure__, strict=True))
+    inputs, weight = (cells[name].cell_contents.requires_grad_() for name in ("inputs", "weight"))
+    gradient = runs["input_gradient"].__closure__[0].cell_contents
+    runs["forward"]().backward(gradient)
+    assert torch.equal(inputs.grad, runs["input_gradient"]())
+    assert torch.allclose(weight.grad, runs["weight_gradient"]())
+
+
+def test_candidates_and_what_is_recommended():
+    assert shapes.candidates(10923) == [10752, 10880, 10923, 10944, 11008]
+    assert shapes.candidates(50257, only_larger=True) == [50257, 50304, 50432]
+    assert shapes.candidates(100, (256,)) == [100, 256]
+    assert shapes.swiglu_width(4096) == 10923
+    measured = [Width(1000, 2.0, 50.0), Width(1024, 1.5, 68.5), Width(1280, 1.8, 69.0), Width(1536, 9.0, 30.0)]
+    # the rates of 1,024 and 1,280 are the same to within 2 %
+    assert shapes.recommended(measured, 1000).width == 1024
+    assert shapes.recommended(measured, 1400).width == 1280
+    assert shapes.recommended([Width(10, 1.01, 5.0), Width(12, 1.0, 6.0)], 10, only_larger=True).width == 10
+    assert shapes.recommended([Width(10, 1.1, 5.0), Width(12, 1.0, 6.0)], 10, only_larger=True).width == 12
+
+
+def test_matmul_and_shapes_run(recipe_file, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("samecurve.cli.bench.matmul.COPY_MIB", {"cpu": 1})
+    monkeypatch.setattr(timing, "default_device", lambda: CPU)
+    file = tmp_path / "matmul.json"
+    options = ["--precisions", "fp32,bf16", "--sizes", "8,16", "--seconds", "0.001", "--json", str(file)]
+    assert cli.main(["bench", "matmul", recipe_file, *options]) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"^square +fp32 +bf16\n8 x 8 ", told, re.MULTILINE)
+    assert re.search(r"^q_proj, k_proj, v_proj, o_proj +8 +32 -> 32 ", told, re.MULTILINE)
+    assert "layers in fp32, 32 tokens at a time" in told
+    found = json.loads(file.read_text())
+    assert found["tflops"].keys() == {"fp32", "bf16"} and len(found["layers"]) == 4 and found["versions"]["torch"]
+
+    assert cli.main(["bench", "shapes", "--hidden_size", "16", "--tokens", "8", "--seconds", "0.001"]) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"^43 \(wanted\) ", told, re.MULTILINE) and re.search(r"^recommended: \d+", told, re.MULTILINE)
+    options = ["--hidden_size", "16", "--vocabulary_size", "100", "--tokens", "8", "--seconds", "0.001"]
+    assert cli.main(["bench", "shapes", *options]) == 0
+    widths = re.findall(r"^(\d+) (?:=|\()", capsys.readouterr().out, re.MULTILINE)
+    assert widths == ["100", "128", "256"]
+    assert cli.main(["bench", "shapes", "--hidden_size", "0"]) == ConfigurationError.exit_code
+
+
+# the loader
+
+
+def test_how_many_workers_are_enough():
+    rates = {0: 100.0, 1: 90.0, 2: 190.0, 4: 200.0}
+    assert loader.enough(rates, None) == 2  # 4 gives 5 % more
+    assert [loader.enough(rates, needed) for needed in (80, 100, 160, 170)] == [0, 2, 4, None]
+
+
+def test_what_a_run_needs(tmp_path):
+    (tmp_path / "run.json").write_text(
+        json.dumps({"recipe": {"batch": {"global_batch_size": 32}}, "data_parallel_size": 4})
+    )
+    steps = [(100.0, 0.0), (2.0, 0.5), (1.5, 0.0), (4.0, 0.75)]  # the first one starts up; then 1, 1.5 and 1 seconds
+    lines = [json.dumps({"step": 1, "step_seconds": took, "data_wait_fraction": part}) for took, part in steps]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    assert loader.needed_by(tmp_path) == 8
+    with pytest.raises(ConfigurationError, match="--run .*: no run"):
+        loader.needed_by(tmp_path / "none")
+
+
+def test_the_loader_is_measured(recipe_file, tmp_path, capsys):
+    file = tmp_path / "found.json"
+    options = [
+        "--workers",
+        "0,1",
+        "--seconds",
+        "0.01",
+        "--data_parallel_size",
+        "2",
+        "--needed",
+        "1",
+        "--json",
+        str(file),
+    ]
+    assert cli.main(["bench", "dataloader", recipe_file, *options]) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"^workers +rows/s\n0 +[\d,]+\n1 +[\d,]+\ndata\.num_workers=0 is enough", told, re.MULTILINE)
+    assert json.loads(file.read_text())["rows_per_second"].keys() == {"0", "1"}
+    assert cli.main(["bench", "dataloader", recipe_file, "--data_parallel_size", "3"]) == ConfigurationError.exit_code
+    streamed = ["data.streaming=true", f"tokenizer={{path: {tmp_path}}}"]
+    assert cli.main(["bench", "dataloader", recipe_file, *streamed]) == ConfigurationError.exit_code
+    assert "data.streaming: found true" in capsys.readouterr().err
+
+
+# the step
+
+
+def test_levers_come_from_the_schema(recipe_file):
+    found = steps.variants(recipe.checked(recipe_file))
+    names = [variant.name for variant in found]
+    assert names[0] == UNCHANGED and found[0].overrides == ()
+    assert {"memory.activation_checkpointing=full", "model.attention=eager", "data.num_workers=1"} <= set(names)
+    assert not {"memory.activation_checkpointing=none", "model.attention=sdpa"} & set(names)  # what the recipe has
+    for variant in found[1:]:  # every value is one that the schema knows
+        problems = [problem.key for problem in recipe.load(recipe_file, variant.overrides).document.problems]
+        assert recipe.load(recipe_file, variant.overrides).recipe is not None, problems
+
+
+def test_kinds_of_levers(monkeypatch, recipe_file):
+    from typing import Literal
+
+    from pydantic import create_model
+
+    from samecurve.config import Recipe, Section
+
+    compiled = create_model(
+        "Compile", __base__=Section, mode=(Literal["off", "full"], "off"), cache=(bool, True), limit=(int, 8)
+    )
+    fields = {"compile": (compiled, compiled()), "loss": (Literal["plain", "chunked"] | None, None)}
+    monkeypatch.setattr(steps, "Recipe", create_model("Recipe", __base__=Recipe, **fields))
+    now = SimpleNamespace(compile=compiled(), loss=None)
+    found = steps.variants(now, ("compile", "loss", "absent.key", "steps"))
+    assert [variant.name for variant in found[1:]] == [
+        "compile.mode=full",
+        "compile.cache=false",
+        "loss=plain",
+        "loss=chunked",
+    ]
+    # compile.limit and steps are none: numbers without a list of values
+
+
+def test_verdicts_by_hand():
+    base = [Measured(100.0, 2.0, (4.0, 2.0)), Measured(50.0, 2.5, (4.0, 2.0))]  # the machine was busy in round 2
+    other = [Measured(150.0, 1.0, (9.0, 9.0)), Measured(60.0, 1.25, (4.0, 2.5))]
+    among = [Variant(UNCHANGED), Variant("x")]
+    same, found = steps.verdicts({UNCHANGED: base, "x": other}, among)
+    assert (same.ratio, same.memory_ratio, same.loss_difference) == (1, 1, 0)
+    assert (found.tokens_per_second, found.lowest, found.highest) == (105, 1.2, 1.5)
+    assert found.ratio == pytest.approx(1.35) and (found.peak_memory_gib, found.memory_ratio) == (1.25, 0.5)
+    assert found.loss_difference == 0.25
+    record = {"tokens_per_second": 1.0, "peak_memory_gib": 3.0, "loss": 5.0}
+    metrics = [record, {**record, "tokens_per_second": 7.0, "peak_memory_gib": 1.0}]
+    assert Measured.from_metrics(metrics, 1) == Measured(7.0, 3.0, (5.0, 5.0))
