@@ -18,6 +18,7 @@ from .facts import decisive, run_facts
 from .families import check_packing
 from .guard import Guard
 from .meter import Meter
+from .profiling import recorder
 from .progress import Progress
 from .world import World
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch import Tensor
 
+    from .data import MicroBatch
     from .engines.resolve import Plan
     from .outcome import Surroundings
     from .rundir import RunDirectory
@@ -82,6 +84,18 @@ class Session:
         self.meter = Meter.for_run(recipe, self.skeleton, accelerator, self.task.context is not None)
         self.meter.state = self.start.meter
         self._introduce(plan, arguments, found, facts["adapter"])
+
+    def profiled_batches(self) -> Iterator[list[MicroBatch]]:
+        """`batches`, with a recording of the steps that profile.steps asks for."""
+        around = recorder.Surroundings(
+            folder=self.run.profile,
+            rank=self.world.rank,
+            say=self.progress.say if self.world.is_main else print,
+            alive=self.watch.busy,
+            restart_clock=self.meter.start,
+            held=self.engine.held_bytes,
+        )
+        return recorder.recorded(self.batches, self.recipe.profile, around)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
