@@ -153,6 +153,7 @@ class Session:
     def _introduce(self, plan: Plan, arguments: Sequence[str], found, adapter: dict | None) -> None:
         described = model.describe(self.skeleton) | self.engine.describe() | {"adapter": adapter}
         facts = run_facts(plan, arguments, described, self.task.describe(), engines.device_name(self.accelerator))
+        facts |= {"flops": self.meter.flops}
         facts |= {"resumed_from": found and str(found), "start_step": self.start.step}
         parts = {"train": self.task.train, "held_out": self.task.held_out}
         facts |= {"data_fingerprints": {name: rows.fingerprint for name, rows in parts.items() if rows is not None}}

@@ -38,7 +38,8 @@ def _gradients(module: nn.Module, facts: dict) -> int:
 def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]
-    for state in optimizer.state.values():
+    for parameter, state in optimizer.state.items():
+        yield parameter  # ZeRO-3 puts its masters into a group only while they are updated
         yield from (value for value in state.values() if isinstance(value, Tensor))
 
 

@@ -214,6 +214,11 @@ def test_every_kind_of_work_is_found_in_a_real_trace(recording):
     assert found.allocated_bytes["cpu"] > 2 * 4 * 2 * 32 * 64
 
 
+def test_a_run_that_goes_on_records_what_is_left(tmp_path):
+    assert trained(Batches(step=3), Profile(steps=(2, 5)), surroundings(tmp_path, [])) == [4, 5, 6]
+    assert breakdown(read(tmp_path / "step_00000004" / "rank0.pt.trace.json.gz")).steps == (4, 5)
+
+
 def test_the_page(recording):
     folder, said, _ = recording
     page = (folder / "summary.txt").read_text()
