@@ -121,11 +121,10 @@ def _transfers(event: dict) -> bool:
 
 
 def _by_thread(events: Iterable[dict]) -> dict[tuple, list[dict]]:
-    """Each thread's events with the caller before the called. Process groups' ranges overlap: they are no calls."""
+    """Each thread's events with the caller before the called."""
     threads = defaultdict(list)
     for event in events:
-        if not _transfers(event):
-            threads[_thread(event)].append(event)
+        threads[_thread(event)].append(event)
     for found in threads.values():
         found.sort(key=lambda event: (_start(event), -float(event["dur"])))
     return threads

@@ -35,7 +35,8 @@ def milliseconds(found):
 
 # One step of 100 ms. The rows come after 10. A linear layer takes 20, of which 5 are a copy; its view is part of it.
 # Attention takes 10, whatever is in it. A collective runs from 40 to 70: under it, 10 ms of a norm are computed.
-# Autograd's node from 70 to 90 only calls: 5 ms of work are in it. The update takes 8 ms, mostly outside of operators.
+# FSDP's range around it is no work, and neither is autograd's node from 70 to 90, which only calls: 5 ms of work are in
+# it. The update takes 8 ms, mostly outside of operators.
 ONE_STEP = [
     annotation("ProfilerStep#7", 0, 100),
     annotation(DATA_WAIT, 0, 10),
@@ -45,6 +46,7 @@ ONE_STEP = [
     event("aten::copy_", 15, 5),
     event("aten::scaled_dot_product_attention", 30, 10),
     event("aten::mm", 32, 4),
+    annotation("FSDP::post_backward_reduce", 40, 30),
     annotation("gloo:all_reduce", 40, 30, thread=2),
     annotation("gloo:all_reduce", 45, 25, thread=2),
     event("aten::rsqrt", 50, 10),
