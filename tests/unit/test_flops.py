@@ -43,6 +43,12 @@ def test_a_pass_before_the_step_is_one_more_forward():
     assert found == TokenFlops(6 * 4240 + 3072, 8 * 4240 + 3072 + 1024, 3072)
 
 
+def test_attention_may_be_all_that_is_repeated():
+    model = on_meta(LlamaForCausalLM, LlamaConfig(**LLAMA))
+    found = token_flops(model, sequence_length=8, recompute=0, recompute_attention=1)
+    assert found.hardware == 6 * 4240 + 3072 + 1024
+
+
 def test_the_causal_half_is_stated_beside():
     found = token_flops(on_meta(LlamaForCausalLM, LlamaConfig(**LLAMA)), sequence_length=8, recompute=1)
     assert found.causal == 6 * 4240 + 3072 / 2
