@@ -45,7 +45,7 @@ _OPERATORS = (
     (r"^aten::(copy_|_to_copy|to|clone|contiguous|cat|stack|zero_|zeros|fill_|full)$", Work("copies")),
     (r"^aten::(embedding\w*|index\w*|gather|scatter\w*|_local_scalar_dense|item)$", Work("copies")),
     (r"ddp\.reducer::copy_", Work("copies")),
-    (r"^(CompiledFunction|Torch-Compiled Region|graph_\d+_cpp_fused)", Work("elementwise")),
+    (r"^(CompiledFunction|Torch-Compiled Region|## Call CompiledFxGraph)", Work("elementwise")),
 )
 
 # Kernels whose operator the trace does not name (Triton's, another library's), by what their authors call them.

@@ -148,6 +148,7 @@ def test_a_trace_without_steps_is_refused():
         ("aten::_softmax", "attention"),
         ("aten::_foreach_mul_", "optimizer"),
         ("aten::embedding_dense_backward", "copies"),
+        ("## Call CompiledFxGraph fwcwghlztql22rxa ##", "elementwise"),
         ("aten::mul", None),
         ("autograd::engine::evaluate_function: ScaledDotProductFlashAttentionBackward0", None),
     ],
