@@ -1,6 +1,6 @@
 """The formula of flops.py against the operations that PyTorch's FLOP counter sees, for every family that may be packed.
 
-Exact per token: forward 2 N' + 4 L h s, backward twice that. N' is the formula's N without vectors: norms and biases
+Per token: forward 2 N' + 4 L h s, backward twice that. N' is the formula's N without vectors: norms and biases
 are no matrix multiplications. With eager attention, which is matrix multiplications that the counter knows, on a CPU:
 a forward pass on the meta device fails in transformers' masks (Tensor.item).
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import transformers
 from tiny_families import tiny_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import set_checkpoint_early_stop
@@ -17,14 +16,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig
 
 from samecurve.families import FAMILIES, PACKED
-from samecurve.flops import _multiplied_parameters, token_flops
+from samecurve.flops import _attention_width, _layers, _multiplied_parameters, token_flops
 
 LENGTH, ROWS = 32, 2
 # a mixture of experts: the formula says that it does not know
 EXPERTS = {"granitemoe", "jetmoe", "llama4_text", "mixtral", "phimoe", "qwen2_moe"}
 # how often the formula's attention is computed: two maps whose values are twice as wide
 ATTENTION = {"diffllama": 2}
-UNKNOWN = {"gemma4_text"} if not hasattr(transformers.PreTrainedConfig, "is_heterogeneous") else set()
 
 
 def counted(model) -> tuple[float, float]:
@@ -45,6 +43,14 @@ def expected(model, attention: int = 1) -> float:
     return 2 * (multiplied - vectors) + attention * found.attention / 3
 
 
+def agree(model, forward: float) -> bool:
+    """transformers 5.17 multiplies positions with rotary's frequencies, which the counter sees: 2 for each of half a
+    head's numbers, once for all rows, and for each kind of layer."""
+    found, backward = counted(model)
+    angles = sum(_attention_width(layer) / layer.num_attention_heads for layer in _layers(model.config)) / ROWS
+    return forward <= found <= forward + angles and backward == 2 * forward
+
+
 def tiny(family: str, attention: str = "eager"):
     return AutoModelForCausalLM.from_config(tiny_config(family), attn_implementation=attention).train()
 
@@ -54,12 +60,10 @@ def test_the_families_are_those_of_the_module():
     assert EXPERTS < PACKED and set(ATTENTION) < PACKED - EXPERTS
 
 
-@pytest.mark.parametrize("family", sorted(PACKED - EXPERTS - UNKNOWN))
+@pytest.mark.parametrize("family", sorted(PACKED - EXPERTS))
 def test_formula_and_counter_agree(family):
     model = tiny(family)
-    forward, backward = counted(model)
-    assert forward == expected(model, ATTENTION.get(family, 1)) > 0
-    assert backward == 2 * forward
+    assert agree(model, expected(model, ATTENTION.get(family, 1)))
 
 
 @pytest.mark.parametrize("family", sorted(EXPERTS))
@@ -72,14 +76,13 @@ def test_an_encoder():
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=100
     )
     model = AutoModelForMaskedLM.from_config(config, attn_implementation="eager").train()
-    assert counted(model) == (expected(model), 2 * expected(model))
+    assert agree(model, expected(model))
 
 
 def test_llama_by_hand():
     """q 32 x 32, k and v 32 x 16, o 32 x 32, MLP 3 x 32 x 48 in each of 2 layers, head 32 x 100; 4 x 2 x 32 x 32."""
-    forward, backward = counted(tiny("llama"))
     matrices = 2 * (32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 48) + 32 * 100
-    assert (forward, backward) == (2 * matrices + 4 * 2 * 32 * 32, 4 * matrices + 8 * 2 * 32 * 32)
+    assert agree(tiny("llama"), 2 * matrices + 4 * 2 * 32 * 32)
 
 
 def test_which_attention_the_counter_sees():
@@ -89,8 +92,8 @@ def test_which_attention_the_counter_sees():
     """
     model = tiny("llama", "sdpa")
     with sdpa_kernel(SDPBackend.MATH):
-        assert counted(model) == (expected(model), 2 * expected(model))
-    assert counted(model)[0] == expected(model, attention=0)
+        assert agree(model, expected(model))
+    assert agree(model, expected(model, attention=0))
 
 
 def test_recomputed_layers_are_hardware_flops():
