@@ -46,7 +46,7 @@ def train(session) -> None:
     updates = session.start.updates  # a skipped step does not move the schedule on
     with session.progress as progress, session.watch.deferred(), session.saving():
         meter.start()
-        for step, micro_batches in enumerate(batches, start=session.start.step + 1):
+        for step, micro_batches in enumerate(session.profiled_batches(), start=session.start.step + 1):
             session.watch.phase("step", step)
             rate = learning_rate(recipe, updates + 1)
             usual_loss = meter.smoothed_loss

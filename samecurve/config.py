@@ -222,6 +222,17 @@ class Logging(Section):
     every_steps: PositiveInt = 10
 
 
+Step = Annotated[int, Field(ge=1, strict=True)]
+Rank = Annotated[int, Field(ge=0, strict=True)]
+
+
+class Profile(Section):
+    """`steps`: the first and the last that are recorded, from 1, both included; None: none. `ranks`: on which."""
+
+    steps: tuple[Step, Step] | None = Field(None, strict=False)
+    ranks: tuple[Rank, ...] = Field((0,), strict=False, min_length=1)
+
+
 class Dpo(Section):
     """`beta`: how much the reference holds back; ORPO's lambda. `gamma`: SimPO's margin. See preference_loss.py."""
 
@@ -276,3 +287,4 @@ class Recipe(Section):
     guard: Guard = Guard()
     timeout: Timeout = Timeout()
     logging: Logging = Logging()
+    profile: Profile = Profile()

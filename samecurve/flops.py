@@ -3,10 +3,14 @@
 Model FLOPs per trained token are 6 N + 12 L h s (PaLM, arXiv:2204.02311, appendix B): N parameters that take part in
 matrix multiplications, L layers, h = heads x head size, s the sequence length. Forward is a third of it, backward two.
 N leaves out what is only looked up (input and position embeddings; a tied embedding is also the output head and
-counts once). As in PaLM, attention is not halved for the causal mask, and packed or windowed rows count as full ones.
+counts once). As in PaLM, attention is not halved for the causal mask, and packed or windowed rows count as full ones;
+with the causal half it is 6 N + 6 L h s, which run.json states beside it. PyTorch's FLOP counter finds 2 N' + 4 L h s
+forward and exactly twice that backward (tests/unit/test_flops_counted.py: the families of families.py; diffllama does
+attention twice), N' being N without its vectors: norms and biases, which the convention counts, multiply no matrix.
 Frozen parameters get no gradient of their own, which is a third of the 6: with an adapter they count 4.
-Hardware FLOPs add the forward that activation checkpointing repeats: the decoder layers', not the output head's; and
-that of a task which looks at all rows of a step first. A teacher's forward is in neither.
+Hardware FLOPs add the part of the forward that activation checkpointing repeats: of the decoder layers' one, not of the
+output head's; and that of a task which looks at all rows of a step first. PyTorch leaves the last multiplication of
+a repeated layer out, because nothing needs its result; it is counted. A teacher's forward is in neither.
 """
 
 from __future__ import annotations
@@ -18,8 +22,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
+CONVENTION = (
+    "model_per_token: 6 N + 12 L h s for forward and backward, attention over the full square (PaLM, "
+    "arXiv:2204.02311); metrics.jsonl's mfu is by it. causal_per_token: 6 N + 6 L h s, the half that a causal mask "
+    "leaves; mfu by it is mfu x causal_per_token / model_per_token. hardware_per_token: model_per_token and what is "
+    "computed twice; hfu is by it."
+)
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 PROBE_SECONDS = 0.2
 LARGEST_PROBE = 8192
@@ -27,10 +37,19 @@ LARGEST_PROBE = 8192
 
 @dataclass(frozen=True)
 class TokenFlops:
-    """FLOPs per trained token. model: forward and backward. hardware: with what is computed twice."""
+    """FLOPs per trained token. model: forward and backward. hardware: with what is computed twice.
+
+    attention: the part of `model` that is between tokens, over the full square.
+    """
 
     model: float
     hardware: float
+    attention: float = 0.0
+
+    @property
+    def causal(self) -> float:
+        """`model` with the half of attention that a causal mask leaves."""
+        return self.model - self.attention / 2
 
 
 @dataclass(frozen=True)
@@ -73,24 +92,56 @@ PEAKS = (
 
 
 def token_flops(
-    model: PreTrainedModel, sequence_length: int, recompute: bool, rehearsed: bool = False
+    model: PreTrainedModel,
+    sequence_length: int,
+    recompute: float,
+    rehearsed: bool = False,
+    recompute_attention: float | None = None,
 ) -> TokenFlops | None:
     """None for a mixture of experts, where N would have to be the parameters that one token meets.
 
-    recompute: full activation checkpointing. rehearsed: a pass without gradients goes before
-    (Task.context). The model may be on the meta device.
+    recompute: the share of the layers' forward that activation checkpointing repeats, 1 for full; recompute_attention:
+    that of attention's products, None: the same. rehearsed: a pass without gradients goes before (Task.context). The
+    model may be on the meta device.
     """
     config = model.config.get_text_config()
     if any((getattr(config, name, None) or 0) > 1 for name in EXPERT_COUNTS):
         return None
-    heads = config.num_attention_heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    attention = 12 * config.num_hidden_layers * heads * head_size * sequence_length
+    attention = 12 * sum(map(_attention_width, _layers(config))) * sequence_length
     parameters, frozen, head = _multiplied_parameters(model)
-    repeated = 2 * (parameters - head) + attention / 3 if recompute else 0
+    attention_share = recompute if recompute_attention is None else recompute_attention
+    repeated = recompute * 2 * (parameters - head) + attention_share * attention / 3
     repeated += 2 * parameters + attention / 3 if rehearsed else 0
     forward_backward = 6 * parameters - 2 * frozen + attention
-    return TokenFlops(forward_backward, forward_backward + repeated)
+    return TokenFlops(forward_backward, forward_backward + repeated, attention)
+
+
+def stated(flops: TokenFlops | None, peak: Peak | None) -> dict:
+    """For run.json: by which convention its metrics count, and what the numbers are. peak: of one device."""
+    if flops is None:
+        return {"convention": None, "peak_tflops": peak and peak.tflops, "peak_source": peak and peak.source}
+    return {
+        "convention": CONVENTION,
+        "model_per_token": flops.model,
+        "causal_per_token": flops.causal,
+        "hardware_per_token": flops.hardware,
+        "peak_tflops": peak and peak.tflops,
+        "peak_source": peak and peak.source,
+    }
+
+
+def _layers(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """One for each layer. Where they differ (gemma4), transformers 5.23 refuses to read the common one's fields."""
+    count = config.num_hidden_layers
+    if getattr(config, "is_heterogeneous", False):
+        return [config.per_layer_config[index] for index in range(count)]
+    return [config] * count
+
+
+def _attention_width(layer: PreTrainedConfig) -> int:
+    """Heads x head size."""
+    heads = layer.num_attention_heads
+    return heads * (getattr(layer, "head_dim", None) or layer.hidden_size // heads)
 
 
 def _multiplied_parameters(model: PreTrainedModel) -> tuple[int, int, int]:

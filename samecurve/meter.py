@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .flops import Peak, TokenFlops, device_peak, token_flops
+from .flops import Peak, TokenFlops, device_peak, stated, token_flops
 
 if TYPE_CHECKING:
     import torch
@@ -80,6 +80,11 @@ class Meter:
         peak = device_peak(device, recipe.precision) if accelerator.is_main_process else None
         machine = Machine(accelerator.num_processes, peak, lambda: peak_memory_bytes(device))
         return cls(flops, machine)
+
+    @property
+    def flops(self) -> dict:
+        """For run.json: what mfu and hfu are measured by."""
+        return stated(self._flops, self.machine.peak)
 
     def start(self) -> None:
         self._since = self._clock()

@@ -4,6 +4,7 @@
     metrics.jsonl   one line per optimizer step              skipped.jsonl steps that were not applied, with their rows
     checkpoints/    step_00000040/ ...                       model/        the Hugging Face export
     tensorboard/    the metrics again                        stacks/       of all ranks, when one stopped answering
+    profile/        traces and a summary of the steps that profile.steps asked for
     previous/N/     what an earlier session left and this one does not continue, moved aside whole
 
 Rank 0 writes; on the others the same calls do nothing, so the loop need not ask.
@@ -30,8 +31,8 @@ except ImportError:  # Windows: no lock, everything else works
 
 State = Literal["running", "done", "failed", "preempted"]
 RECORDS = ("run.json", "status.json", "metrics.jsonl", "skipped.jsonl")
-FOLDERS = ("model", "tensorboard", "checkpoints", "stacks", "heartbeats")
-OF_ONE_SESSION = ("model", "stacks", "status.json", "run.json")
+FOLDERS = ("model", "tensorboard", "checkpoints", "stacks", "heartbeats", "profile")
+OF_ONE_SESSION = ("model", "stacks", "profile", "status.json", "run.json")
 REPORT, REPORTS = "report.html", "report*.html"  # of `samecurve report`; of two runs it is report_OTHER.html
 MOST_FAILURES = 3
 RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
@@ -81,6 +82,7 @@ class RunDirectory:
     model = property(lambda self: self.path / "model")
     tensorboard = property(lambda self: self.path / "tensorboard")
     checkpoints = property(lambda self: self.path / "checkpoints")
+    profile = property(lambda self: self.path / "profile")
     metrics = property(lambda self: self.path / "metrics.jsonl")
 
     def write_run(self, facts: dict) -> None:

@@ -18,6 +18,7 @@ from .facts import decisive, run_facts
 from .families import check_packing
 from .guard import Guard
 from .meter import Meter
+from .profiling import recorder
 from .progress import Progress
 from .waiting import WaitAdvice
 from .world import World
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch import Tensor
 
+    from .data import MicroBatch
     from .engines.resolve import Plan
     from .outcome import Surroundings
     from .rundir import RunDirectory
@@ -86,6 +88,18 @@ class Session:
         self._advice = WaitAdvice(recipe.data)
         self._introduce(plan, arguments, found, facts["adapter"])
 
+    def profiled_batches(self) -> Iterator[list[MicroBatch]]:
+        """`batches`, with a recording of the steps that profile.steps asks for."""
+        around = recorder.Surroundings(
+            folder=self.run.profile,
+            rank=self.world.rank,
+            say=self.progress.say if self.world.is_main else print,
+            alive=self.watch.busy,
+            restart_clock=self.meter.start,
+            held=self.engine.held_bytes,
+        )
+        return recorder.recorded(self.batches, self.recipe.profile, around)
+
     @contextmanager
     def saving(self) -> Iterator[None]:
         """An error that all ranks raise alike leaves the checkpoint that is being written time to be committed."""
@@ -143,6 +157,7 @@ class Session:
     def _introduce(self, plan: Plan, arguments: Sequence[str], found, adapter: dict | None) -> None:
         described = model.describe(self.skeleton) | self.engine.describe() | {"adapter": adapter}
         facts = run_facts(plan, arguments, described, self.task.describe(), engines.device_name(self.accelerator))
+        facts |= {"flops": self.meter.flops}
         facts |= {"resumed_from": found and str(found), "start_step": self.start.step}
         parts = {"train": self.task.train, "held_out": self.task.held_out}
         facts |= {"data_fingerprints": {name: rows.fingerprint for name, rows in parts.items() if rows is not None}}

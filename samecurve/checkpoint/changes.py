@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 # What the model and the rows are is compared itself (`identity`), so the paths that they come from may change.
 FIXED = ("task", "seed", "optimizer.name")
-SILENT = ("output_dir", "data.cache_dir", "data.num_workers", "logging.every_steps")
+SILENT = ("output_dir", "data.cache_dir", "data.num_workers", "logging.every_steps", "profile.steps", "profile.ranks")
 _NOT_ARCHITECTURE = frozenset("_name_or_path transformers_version dtype torch_dtype architectures use_cache".split())
 
 

@@ -20,6 +20,7 @@ from ..model import build, fill
 from ..optim import build_optimizer, parameter_groups, set_learning_rate
 from . import fsdp, teacher, together
 from .base import EvalResult, StepResult, dtype_name, evaluation_sums, finished
+from .held import held_bytes
 from .loss_scale import LossScale
 from .state import LiveState, State
 
@@ -126,6 +127,9 @@ class AcceleratedEngine:
             **self._describe_teacher(),
             **self._describe_numbers(),
         }
+
+    def held_bytes(self) -> dict[str, int]:
+        return held_bytes(self.model, self.optimizer, self.describe())
 
     @property
     def loss_scale_state(self) -> dict:

@@ -94,6 +94,9 @@ class Engine(Protocol):
     def parameters(self) -> Iterator[tuple[str, Tensor | None]]:
         """What is exported: weights by Hugging Face name, one at a time, full fp32 CPU tensors on rank 0, else None."""
 
+    def held_bytes(self) -> dict[str, int]:
+        """What this rank holds between two steps: `weights`, `optimizer`, `gradients` (see held.py). Not collective."""
+
     def describe(self) -> dict:
         """What really runs, asked of the live objects."""
 

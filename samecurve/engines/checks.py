@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..documents import Document, KeyPath, describe, suggest
 from ..recipe import Source
+from ..rules_profile import check_ranks
 from . import checks_deepspeed
 from .keys import ACCELERATE, Kind, Owned, Refused, Table
 from .keys_deepspeed import DEEPSPEED
@@ -52,6 +53,7 @@ def check(source: Source, files: Files, strategy: Strategy, launch: Launch) -> N
     source.document.problems += wrong_world
     if not wrong_world:
         check_batch(source, strategy.data_parallel_size)
+        check_ranks(source, strategy.world_size)
 
 
 def _walk(document: Document, table: Table, source: Source, path: KeyPath = ()) -> None:

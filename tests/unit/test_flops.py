@@ -26,9 +26,10 @@ def on_meta(model_class, config):
 @pytest.mark.parametrize(
     ("recompute", "expected"),
     [
-        (False, TokenFlops(6 * 4240 + 3072, 6 * 4240 + 3072)),
+        (0, TokenFlops(6 * 4240 + 3072, 6 * 4240 + 3072, 3072)),
         # once more forward through the layers: 2 x (4240 - 320 of the head) + 3072 / 3
-        (True, TokenFlops(6 * 4240 + 3072, 6 * 4240 + 3072 + 2 * 3920 + 1024)),
+        (1, TokenFlops(6 * 4240 + 3072, 6 * 4240 + 3072 + 2 * 3920 + 1024, 3072)),
+        (0.5, TokenFlops(6 * 4240 + 3072, 6 * 4240 + 3072 + 3920 + 512, 3072)),
     ],
 )
 def test_llama_by_hand(tied, recompute, expected):
@@ -39,7 +40,22 @@ def test_llama_by_hand(tied, recompute, expected):
 def test_a_pass_before_the_step_is_one_more_forward():
     model = on_meta(LlamaForCausalLM, LlamaConfig(**LLAMA))
     found = token_flops(model, sequence_length=8, recompute=False, rehearsed=True)
-    assert found == TokenFlops(6 * 4240 + 3072, 8 * 4240 + 3072 + 1024)
+    assert found == TokenFlops(6 * 4240 + 3072, 8 * 4240 + 3072 + 1024, 3072)
+
+
+def test_attention_may_be_all_that_is_repeated():
+    model = on_meta(LlamaForCausalLM, LlamaConfig(**LLAMA))
+    found = token_flops(model, sequence_length=8, recompute=0, recompute_attention=1)
+    assert found.hardware == 6 * 4240 + 3072 + 1024
+
+
+def test_the_causal_half_is_stated_beside():
+    found = token_flops(on_meta(LlamaForCausalLM, LlamaConfig(**LLAMA)), sequence_length=8, recompute=1)
+    assert found.causal == 6 * 4240 + 3072 / 2
+    stated = flops.stated(found, Peak(2.0, "by hand"))
+    assert (stated["model_per_token"], stated["causal_per_token"]) == (28512, 26976)
+    assert (stated["hardware_per_token"], stated["peak_tflops"]) == (28512 + 8864, 2.0)
+    assert flops.stated(None, None) == {"convention": None, "peak_tflops": None, "peak_source": None}
 
 
 def test_heads_wider_than_the_hidden_size():

@@ -78,6 +78,26 @@ def test_work_is_counted_for_prompts_too():
     assert (record["tokens_per_second"], record["mfu"], record["hfu"]) == pytest.approx((100.0, 0.6, 0.8))
 
 
+def test_a_resumed_run_measures_its_own_seconds():
+    """Going on from a checkpoint brings the smoothed loss along, and neither time nor work of the earlier session."""
+    first = meter(clock := Clock())
+    clock.now += 1000.0
+    first.step(1, result(loss=4.0), 1e-3, 16, 0.0)
+    clock.now += 5000.0
+    second = meter(clock)
+    second.state = first.state
+    clock.now += 70.0  # the model is built and the checkpoint read
+    second.start()
+    clock.now += 2.0
+    record = second.step(2, result(loss=2.0), 1e-3, 32, 0.5)
+    assert {key: record[key] for key in ("step_seconds", "tokens_per_second", "mfu", "hfu", "data_wait_fraction")} == (
+        pytest.approx(
+            {"step_seconds": 2.0, "tokens_per_second": 400.0, "mfu": 0.6, "hfu": 0.8, "data_wait_fraction": 0.25}
+        )
+    )
+    assert second.smoothed_loss == pytest.approx(0.56 / 0.19)
+
+
 def test_evaluation_is_not_a_steps_time():
     clock = Clock()
     measured = meter(clock)

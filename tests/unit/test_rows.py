@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from tiny_families import tiny_config
+from transformers import AutoModelForCausalLM
 
 from samecurve.config import Batch
 from samecurve.corpus import TokenStream
@@ -153,30 +154,8 @@ def test_inputs_are_counted_whether_they_are_trained_or_not():
     assert PackedRows(samples, 6, PAD).num_inputs(np.array([0, 1])) == 10
 
 
-MOE = {"moe_intermediate_size": 16, "num_experts": 4, "shared_expert_intermediate_size": 16}
-WINDOW = {"sliding_window": 6}
-FIELDS = {
-    "mistral": WINDOW,
-    "qwen2": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
-    "gemma2": WINDOW,
-    "gemma3_text": WINDOW,
-    "gptj": {"rotary_dim": 4},
-    "codegen": {"rotary_dim": 4},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 4},
-    "qwen2_moe": MOE,
-}
-HEAD_DIM = {"ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "gemma4_text", "glm", "glm4", "helium"}
-HEAD_DIM |= {"hunyuan_v1_dense", "llama4_text", "ministral3", "qwen3", "seed_oss", "vaultgemma"}
 EAGER_ONLY = {"codegen", "gemma2", "gptj", "gpt_neo", "vaultgemma"}
-TOKENS = {"vocab_size": 100, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 SAMPLES = [[3, 14, 15, 92, 4, 8, 7, 6, 5, 1], [6, 5, 9], [35, 89, 79, 32, 38, 46], [26, 43], [7, 1, 2, 3, 4, 5, 6, 7]]
-COMMON = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 
 
 # flex_attention is compiled for each shape, which takes a CPU up to a minute
@@ -203,10 +182,8 @@ def test_families_that_would_leak_are_refused(family):
 @torch.no_grad()
 def largest_difference(family: str, attention: str) -> float:
     """Between the logits of packed samples and the same samples alone."""
-    heads = {"head_dim": 8} if family in HEAD_DIM else {}
-    fields = COMMON | TOKENS | {"initializer_range": 0.5} | heads | FIELDS.get(family, {})
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **fields)
+    config = tiny_config(family, initializer_range=0.5)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
     rows = PackedSampleRows(stream(*SAMPLES), 16, PAD)
     input_ids, position_ids, _ = map(torch.from_numpy, in_order(all_rows(rows)))

@@ -1,0 +1,54 @@
+"""A run of which steps are recorded trains the same, and the record says what its ranks exchanged."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from harness import largest_relative_difference, long
+
+STEPS = "profile.steps=[3,5]"
+
+
+def profiled(workspace, strategy):
+    run = workspace.run(strategy, 2, STEPS, "profile.ranks=[0,1]")
+    assert run.returncode == 0, run.output
+    folder = run.directory / "profile"
+    return run, folder, json.loads((folder / "summary.json").read_text())
+
+
+def test_ddp(workspace, reference):
+    run, folder, content = profiled(workspace, "ddp")
+    assert run.facts["engine"] == "DistributedDataParallel"
+    assert largest_relative_difference(run.column("loss"), reference.column("loss")) < 1e-5
+    traces = folder / "step_00000003"
+    assert sorted(path.name for path in traces.iterdir()) == [f"rank{rank}.pt.trace.json.gz" for rank in (0, 1)]
+    assert (content["steps"], content["rank"]) == ([3, 4, 5], 0)
+    assert sum(content["shares"].values()) == pytest.approx(1, abs=1e-6)
+    assert content["shares"]["communication"] > 0 and content["shares"]["optimizer"] > 0
+    # fp32 gradients once a step, and a few numbers that the ranks agree on
+    (reduced,) = (each for each in content["collectives"] if each["name"] == "all_reduce")
+    gradients = 4 * run.facts["num_trained_parameters"]
+    assert 0 <= reduced["num_bytes"] / 3 - gradients < 200
+    memory = content["memory_bytes"]
+    assert memory["gradients"] == gradients
+    assert gradients <= memory["weights"] < gradients + 1000  # and rotary's frequencies
+    assert 2 * gradients <= memory["optimizer"] < 2 * gradients + 1000  # and a step counter per weight
+    assert "profile of steps 3 to 5: " in run.output
+    assert run.output.count("summary in") == 1
+
+
+# bytes per weight that a rank holds whole, and per weight that two ranks share
+BYTES = {"fsdp": (12, 0), "zero1": (4, 12), "zero2": (4, 12), "zero3": (4, 12), "pipeline": (4 + 12, 0)}
+
+
+@pytest.mark.parametrize("strategy", long(*BYTES))
+def test_every_engine(strategy, workspace):
+    run, _, content = profiled(workspace, strategy)
+    assert sum(content["shares"].values()) == pytest.approx(1, abs=1e-6)
+    assert min(content["shares"][kind] for kind in ("matmul", "communication", "optimizer")) > 0
+    assert sum(each["num_bytes"] for each in content["collectives"]) > 0
+    # a weight and two moments, and the fp32 master that DeepSpeed keeps beside the weight, even where that is fp32
+    memory, (per_rank, per_both) = content["memory_bytes"], BYTES[strategy]
+    expected = run.facts["num_parameters_per_rank"] * per_rank + run.facts["num_trained_parameters"] / 2 * per_both
+    assert memory["weights"] + memory["optimizer"] == pytest.approx(expected, rel=0.03)

@@ -1,0 +1,270 @@
+"""Where the time goes: the arithmetic by hand, and the table on what PyTorch really records."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from samecurve.config import Profile
+from samecurve.engines.held import held_bytes
+from samecurve.loss import token_loss_sum
+from samecurve.profiling import recorder
+from samecurve.profiling.operators import DATA_WAIT, KINDS, listed
+from samecurve.profiling.trace import breakdown, read
+
+MS = 1000.0  # in a trace's microseconds
+
+
+def event(name, start, duration, thread=1, category="cpu_op", **arguments):
+    """start, duration: milliseconds."""
+    times = {"ts": start * MS, "dur": duration * MS}
+    return {"ph": "X", "name": name, "cat": category, "pid": 0, "tid": thread, "args": arguments, **times}
+
+
+def annotation(name, start, duration, thread=1):
+    return event(name, start, duration, thread, "user_annotation")
+
+
+def milliseconds(found):
+    return {kind: round(1000 * seconds, 6) for kind, seconds in found.seconds.items() if seconds}
+
+
+# One step of 100 ms. The rows come after 10. A linear layer takes 20, of which 5 are a copy; its view is part of it.
+# Attention takes 10, whatever is in it. A collective runs from 40 to 70: under it, 10 ms of a norm are computed.
+# FSDP's range around it is no work, and neither is autograd's node from 70 to 90, which only calls: 5 ms of work are in
+# it. The update takes 8 ms, mostly outside of operators.
+ONE_STEP = [
+    annotation("ProfilerStep#7", 0, 100),
+    annotation(DATA_WAIT, 0, 10),
+    event("aten::zeros", 1, 2),
+    event("aten::linear", 10, 20),
+    event("aten::t", 11, 1),
+    event("aten::copy_", 15, 5),
+    event("aten::scaled_dot_product_attention", 30, 10),
+    event("aten::mm", 32, 4),
+    annotation("FSDP::post_backward_reduce", 40, 30),
+    annotation("gloo:all_reduce", 40, 30, thread=2),
+    annotation("gloo:all_reduce", 45, 25, thread=2),
+    event("aten::rsqrt", 50, 10),
+    event("autograd::engine::evaluate_function: MulBackward0", 70, 20),
+    event("aten::mul", 80, 5),
+    annotation("Optimizer.step#AdamW.step", 90, 8),
+    event("aten::mm", 91, 2),
+    event("aten::mul", 0, 100, thread=3),
+]
+
+
+def test_a_step_on_a_cpu_by_hand():
+    found = breakdown(ONE_STEP)
+    assert (found.steps, found.on_device) == ((7,), False)
+    assert milliseconds(found) == {
+        "data_wait": 10,
+        "matmul": 15,
+        "copies": 5,
+        "attention": 10,
+        "communication": 20,
+        "elementwise": 15,
+        "optimizer": 8,
+        "idle": 17,
+    }
+    assert found.communication_seconds == pytest.approx(0.030)
+    assert found.total_seconds == pytest.approx(0.100)
+    top = found.operators[0]
+    assert (top.name, top.kind, top.calls, round(top.seconds, 9)) == ("aten::linear", "matmul", 1, 0.014)
+
+
+def test_a_step_on_a_device_by_hand():
+    """100 ms on the CPU, whose operators only launch; the last kernel ends at 110. Kernels are their caller's kind."""
+    kernel = {"category": "kernel", "thread": 7}
+    found = breakdown(
+        [
+            annotation("ProfilerStep#1", 0, 100),
+            annotation(DATA_WAIT, 0, 10),
+            event("aten::addmm", 10, 5, **{"External id": 5}),
+            annotation("Optimizer.step#AdamW.step", 20, 10),
+            event("aten::mul", 22, 1, **{"External id": 6}),
+            event("some_name", 12, 40, **kernel, **{"External id": 5}),
+            event("ncclDevKernel_AllReduce_Sum_f32", 42, 30, thread=8, category="kernel"),
+            event("elementwise_kernel", 80, 20, **kernel, **{"External id": 6}),
+            event("flash_fwd_kernel", 104, 6, **kernel),
+        ]
+    )
+    expected = {"data_wait": 10, "matmul": 40, "communication": 20, "optimizer": 20, "attention": 6}
+    assert milliseconds(found) == expected | {"idle": 110 - sum(expected.values())}
+    assert found.communication_seconds == pytest.approx(0.030)
+    assert {operator.name for operator in found.operators} >= {"aten::addmm", "aten::mul", "flash_fwd_kernel"}
+
+
+def test_bytes_of_collectives_by_hand():
+    def called(name, start, dims, types):
+        return event(f"c10d::{name}", start, 1, **{"Input Dims": dims, "Input type": types})
+
+    def done(name, start, dims, kind):
+        return event(name, start, 1, 2, "user_annotation", **{"Input Dims": dims, "Input type": [kind]})
+
+    found = breakdown(
+        [
+            annotation("ProfilerStep#1", 0, 100),
+            called("allreduce_", 1, [[[10, 3], [2]], [], []], ["TensorList", "", "Scalar"]),
+            done("gloo:all_reduce", 2, [[10, 3], [2]], "double"),
+            called("allreduce_", 3, [[[10]], [], []], ["TensorList", "", "Scalar"]),  # of a type that nobody tells
+            called("_allgather_base_", 4, [[20], [10], []], ["c10::BFloat16", "c10::BFloat16", ""]),
+            called("_reduce_scatter_base_", 5, [[5], [10], []], ["float", "float", ""]),
+        ]
+    )
+    assert [(each.name, each.calls, each.num_bytes) for each in found.collectives] == [
+        ("all_reduce", 2, 32 * 8 + 10 * 4),
+        ("all_gather", 1, 20 * 2),
+        ("reduce_scatter", 1, 10 * 4),
+    ]
+
+
+def test_most_memory_by_hand():
+    changes = [(1, 100), (2, 50), (3, -100), (4, 20), (5, -70)]
+    memory = [
+        {"ph": "i", "name": "[memory]", "ts": at, "args": {"Bytes": size, "Device Type": 0}} for at, size in changes
+    ]
+    assert breakdown([annotation("ProfilerStep#1", 0, 1), *reversed(memory)]).allocated_bytes == {"cpu": 150}
+
+
+def test_a_trace_without_steps_is_refused():
+    with pytest.raises(ValueError, match="no ProfilerStep# range"):
+        breakdown([event("aten::mm", 0, 1)])
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("aten::addmm", "matmul"),
+        ("aten::_scaled_mm", "matmul"),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu_backward", "attention"),
+        ("flash_attn::_flash_attn_forward", "attention"),
+        ("aten::_log_softmax_backward_data", "loss"),
+        ("aten::linear_cross_entropy", "loss"),
+        ("aten::_softmax", "attention"),
+        ("aten::_foreach_mul_", "optimizer"),
+        ("aten::embedding_dense_backward", "copies"),
+        ("## Call CompiledFxGraph fwcwghlztql22rxa ##", "elementwise"),
+        ("aten::mul", None),
+        ("autograd::engine::evaluate_function: ScaledDotProductFlashAttentionBackward0", None),
+    ],
+)
+def test_the_table(name, kind):
+    assert (listed(name) and listed(name).kind) == kind
+
+
+class Batches:
+    """Rows that take 20 ms to come. step: as StepBatches."""
+
+    def __init__(self, step=0, num_steps=6):
+        self.step, self._steps = step, range(step, num_steps)
+
+    def __iter__(self):
+        for _ in self._steps:
+            time.sleep(0.02)
+            self.step += 1
+            yield [torch.randint(0, 64, (2, 32))]
+
+
+def surroundings(folder, said, rank=0):
+    held = {"weights": 1, "optimizer": 2, "gradients": 3}
+    return recorder.Surroundings(folder, rank, said.append, lambda: None, lambda: said.append("clock"), lambda: held)
+
+
+def trained(batches, settings, around):
+    """The steps that ran."""
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=64
+    )
+    model = LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters())
+    steps = []
+    for micro_batches in recorder.recorded(batches, settings, around):
+        (tokens,) = micro_batches
+        token_loss_sum(model(input_ids=tokens).logits, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.append(batches.step)
+    return steps
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory):
+    folder, said = tmp_path_factory.mktemp("profile"), []
+    steps = trained(Batches(), Profile(steps=(3, 4)), surroundings(folder, said))
+    return folder, said, steps
+
+
+def test_every_kind_of_work_is_found_in_a_real_trace(recording):
+    folder, _, steps = recording
+    assert steps == [1, 2, 3, 4, 5, 6]
+    found = breakdown(read(folder / "step_00000003" / "rank0.pt.trace.json.gz"))
+    assert found.steps == (3, 4)
+    assert found.shares.keys() == KINDS.keys()
+    assert sum(found.shares.values()) == pytest.approx(1, abs=1e-6)
+    working = set(KINDS) - {"communication"}
+    assert all(0 < found.shares[kind] < 1 for kind in working), found.shares
+    assert found.seconds["data_wait"] >= 2 * 0.02
+    assert found.communication_seconds == 0 and found.collectives == []
+    kinds = {operator.name: operator.kind for operator in found.operators}
+    assert kinds["aten::mm"] == "matmul"
+    assert kinds["aten::_scaled_dot_product_flash_attention_for_cpu_backward"] == "attention"
+    # logits of one forward pass and their gradient at least
+    assert found.allocated_bytes["cpu"] > 2 * 4 * 2 * 32 * 64
+
+
+def test_a_run_that_goes_on_records_what_is_left(tmp_path):
+    assert trained(Batches(step=3), Profile(steps=(2, 5)), surroundings(tmp_path, [])) == [4, 5, 6]
+    assert breakdown(read(tmp_path / "step_00000004" / "rank0.pt.trace.json.gz")).steps == (4, 5)
+
+
+def test_the_page(recording):
+    folder, said, _ = recording
+    page = (folder / "summary.txt").read_text()
+    assert page.startswith("Profile of steps 3 to 4 on rank 0: ")
+    assert all(text in page for text in KINDS.values())
+    assert "No collectives: one process." in page
+    assert len(page.splitlines()) < 60 and max(map(len, page.splitlines())) <= 120
+    content = json.loads((folder / "summary.json").read_text())
+    assert content["memory_bytes"]["activations"] == content["allocated_bytes"]["cpu"] - 3
+    assert len(content["operators"]) == 15
+    lines = [line for line in said if line != "clock"]
+    assert lines[0].startswith("profile of steps 3 to 4: ") and "matmul" in lines[0]
+    assert len(lines) == 2
+
+
+def test_nothing_is_touched_where_nothing_is_recorded(tmp_path, monkeypatch):
+    def forbidden(*_, **__):
+        raise AssertionError("a profiler was made")
+
+    monkeypatch.setattr(recorder, "profile", forbidden)
+    said = []
+    for settings, rank, step in ((Profile(), 0, 0), (Profile(steps=(2, 3)), 1, 0), (Profile(steps=(2, 3)), 0, 3)):
+        found = recorder.recorded(Batches(step), settings, surroundings(tmp_path, said, rank))
+        assert found.gi_code is Batches.__iter__.__code__
+    assert said == ["profile.steps: the run goes on after step 3, so steps 2 to 3 are not seen"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_takes_no_trace_does_not_end_the_run(tmp_path):
+    (tmp_path / "profile").write_text("no folder")
+    said = []
+    steps = trained(Batches(num_steps=2), Profile(steps=(1, 1)), surroundings(tmp_path / "profile", said))
+    assert steps == [1, 2]
+    assert any("the profile is not whole" in line for line in said)
+
+
+def test_held_bytes_by_hand():
+    """2 x (3 x 5 weights and 5 biases), of which one layer is frozen; AdamW keeps two moments and a counter each."""
+    model = torch.nn.ModuleList([torch.nn.Linear(3, 5), torch.nn.Linear(3, 5).requires_grad_(False)])
+    optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+    model[0](torch.ones(3)).sum().backward()
+    optimizer.step()
+    facts = {"zero_stage": 0, "num_trained_parameters": 20, "data_parallel_size": 3}
+    expected = {"weights": 4 * 40, "optimizer": 2 * 4 * 20 + 2 * 4, "gradients": 4 * 20}
+    assert held_bytes(model, optimizer, facts) == expected
+    assert held_bytes(model, optimizer, facts | {"zero_stage": 2})["gradients"] == 4 * 7
