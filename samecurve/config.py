@@ -175,7 +175,11 @@ class Schedule(Section):
 
 
 class Memory(Section):
-    activation_checkpointing: Literal["none", "full"] = "none"
+    """`selective_keeps`: results that selective keeps. `every_k`: of every_k, which recomputes one layer in so many."""
+
+    activation_checkpointing: Literal["none", "full", "selective", "every_k", "offload"] = "none"
+    selective_keeps: Literal["matmul", "attention"] = "matmul"
+    every_k: int = Field(2, ge=2)
 
 
 class Evaluate(Section):
@@ -243,6 +247,10 @@ class Distill(Section):
     label_weight: float = Field(0.0, ge=0, lt=1)
 
 
+def _off(value: Any) -> Any:
+    return "off" if value is False else value  # as YAML 1.1 reads the word
+
+
 class Recipe(Section):
     task: Literal["pretrain", "continue_pretrain", "sft", "distill", "dpo", "reward", "classify", "mlm", "embed"] = (
         "pretrain"
@@ -263,6 +271,7 @@ class Recipe(Section):
     dpo: Dpo = Dpo()
     reward: Reward = Reward()
     memory: Memory = Memory()
+    compile: Annotated[Literal["off", "regional", "full"], BeforeValidator(_off)] = "off"
     evaluate: Evaluate = Evaluate()
     checkpoint: Checkpoint = Checkpoint()
     guard: Guard = Guard()

@@ -73,12 +73,17 @@ PEAKS = (
 
 
 def token_flops(
-    model: PreTrainedModel, sequence_length: int, recompute: bool, rehearsed: bool = False
+    model: PreTrainedModel,
+    sequence_length: int,
+    recompute: float,
+    rehearsed: bool = False,
+    recompute_attention: float | None = None,
 ) -> TokenFlops | None:
     """None for a mixture of experts, where N would have to be the parameters that one token meets.
 
-    recompute: full activation checkpointing. rehearsed: a pass without gradients goes before
-    (Task.context). The model may be on the meta device.
+    recompute: the share of the layers' forward that activation checkpointing repeats, 1 for full; recompute_attention:
+    that of attention's products, None: the same. rehearsed: a pass without gradients goes before (Task.context). The
+    model may be on the meta device.
     """
     config = model.config.get_text_config()
     if any((getattr(config, name, None) or 0) > 1 for name in EXPERT_COUNTS):
@@ -87,7 +92,8 @@ def token_flops(
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     attention = 12 * config.num_hidden_layers * heads * head_size * sequence_length
     parameters, frozen, head = _multiplied_parameters(model)
-    repeated = 2 * (parameters - head) + attention / 3 if recompute else 0
+    attention_share = recompute if recompute_attention is None else recompute_attention
+    repeated = recompute * 2 * (parameters - head) + attention_share * attention / 3
     repeated += 2 * parameters + attention / 3 if rehearsed else 0
     forward_backward = 6 * parameters - 2 * frozen + attention
     return TokenFlops(forward_backward, forward_backward + repeated)
