@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
+import torch
+from torch._dynamo.utils import get_compilation_metrics
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from samecurve import engines, model, outcome, tasks
@@ -50,6 +52,7 @@ def calls(module_class) -> Iterator[list]:
 
 
 def measured(accelerator, plan, task) -> dict:
+    torch._dynamo.reset()  # what an earlier case compiled may fit this one, too
     recipe, counter = plan.recipe, Recompilations(plan.recipe.compile != "off", print)
     skeleton = model.skeleton(recipe, task.vocabulary_size, task.special_tokens)
     engine = engines.build(accelerator, plan, skeleton, task)
@@ -64,6 +67,7 @@ def measured(accelerator, plan, task) -> dict:
         "norm": [result.grad_norm for result in results],
         "eval_loss": evaluated,
         "mlp_calls": len(counted),  # of layers on this rank
+        "compiled": sum(entry.co_name is not None for entry in get_compilation_metrics()),
         **counter.record(STEPS),
     }
 
