@@ -58,10 +58,12 @@ def _compile(source: Source, strategy: Strategy) -> None:
         return
     text = ""
     if strategy.zero_stage == 3:
-        text = "ZeRO-3 gathers weights inside every layer, where torch.compile cannot see their shapes; use off, or "
-        text += "configs/fsdp.yaml, which gathers them around it"
+        text = "ZeRO-3 gathers weights inside every layer, which leaves pieces that are compiled again and again; use "
+        text += "off, or configs/fsdp.yaml, which gathers them around the layer"
     elif strategy.family == "pipeline" and kind == "full":
         text = "no process of a pipeline has the whole model; use regional"
+    elif strategy.family == "fsdp" and kind == "full":
+        text = "FSDP gathers weights around every layer, which is where the model would be cut anyway; use regional"
     if text:
         source.document.problem(("compile",), f"found {kind}, but {text}")
 

@@ -14,12 +14,17 @@ ZERO3 = {"ds_configs/zero3.json": '{"zero_optimization": {"stage": 3}}'}
 REFUSED = [
     (
         ["compile=regional", "--strategy", "ds_configs/zero3.json"],
-        "found regional, but ZeRO-3 gathers weights inside every layer, where torch.compile cannot see their shapes; "
-        "use off, or configs/fsdp.yaml, which gathers them around it",
+        "found regional, but ZeRO-3 gathers weights inside every layer, which leaves pieces that are compiled again "
+        "and again; use off, or configs/fsdp.yaml, which gathers them around the layer",
     ),
     (
         ["compile=full", "--strategy", "ds_configs/pipeline.json"],
         "found full, but no process of a pipeline has the whole model; use regional",
+    ),
+    (
+        ["compile=full", "--strategy", "configs/fsdp.yaml"],
+        "found full, but FSDP gathers weights around every layer, which is where the model would be cut anyway; "
+        "use regional",
     ),
     (
         ["compile=full", "memory.activation_checkpointing=offload", "--strategy", "configs/ddp.yaml"],
@@ -33,7 +38,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("argv", "text"), REFUSED, ids=[" ".join(argv[:2]) for argv, _ in REFUSED])
+@pytest.mark.parametrize(("argv", "text"), REFUSED, ids=[" ".join(argv) for argv, _ in REFUSED])
 def test_refused_with_the_reason(argv, text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path, ZERO3)
