@@ -53,7 +53,7 @@ def train(session) -> None:
             result = engine.step(micro_batches, rate)
             updates += result.applied
             record = meter.step(step, result, rate, batches.samples, batches.last_wait_seconds, batches.num_inputs)
-            record |= {"skipped_steps": step - updates}
+            record |= {"skipped_steps": step - updates} | session.recompilations.record(step)
             progress.step(record, meter.smoothed_loss)
 
             guard.check(step, result, batches)

@@ -182,7 +182,11 @@ class Loss(Section):
 
 
 class Memory(Section):
-    activation_checkpointing: Literal["none", "full"] = "none"
+    """`selective_keeps`: results that selective keeps. `every_k`: of every_k, which recomputes one layer in so many."""
+
+    activation_checkpointing: Literal["none", "full", "selective", "every_k", "offload"] = "none"
+    selective_keeps: Literal["matmul", "attention"] = "matmul"
+    every_k: int = Field(2, ge=2)
 
 
 class Evaluate(Section):
@@ -261,6 +265,10 @@ class Distill(Section):
     label_weight: float = Field(0.0, ge=0, lt=1)
 
 
+def _off(value: Any) -> Any:
+    return "off" if value is False else value  # as YAML 1.1 reads the word
+
+
 class Recipe(Section):
     task: Literal["pretrain", "continue_pretrain", "sft", "distill", "dpo", "reward", "classify", "mlm", "embed"] = (
         "pretrain"
@@ -282,6 +290,7 @@ class Recipe(Section):
     reward: Reward = Reward()
     loss: Loss = Loss()
     memory: Memory = Memory()
+    compile: Annotated[Literal["off", "regional", "full"], BeforeValidator(_off)] = "off"
     evaluate: Evaluate = Evaluate()
     checkpoint: Checkpoint = Checkpoint()
     guard: Guard = Guard()

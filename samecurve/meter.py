@@ -74,9 +74,11 @@ class Meter:
 
         rehearsed: as in token_flops.
         """
+        from .activations import repeated_share
+
         device = accelerator.device
-        recompute = recipe.memory.activation_checkpointing == "full"
-        flops = token_flops(model, recipe.batch.sequence_length, recompute, rehearsed)
+        recompute, attention = repeated_share(recipe.memory, model, recipe.model.attention)
+        flops = token_flops(model, recipe.batch.sequence_length, recompute, rehearsed, attention)
         peak = device_peak(device, recipe.precision) if accelerator.is_main_process else None
         machine = Machine(accelerator.num_processes, peak, lambda: peak_memory_bytes(device))
         return cls(flops, machine)

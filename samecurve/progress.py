@@ -114,7 +114,6 @@ def header_lines(facts: dict) -> list[tuple[str, str]]:
     )
     rows, length = batch["global_batch_size"], batch["sequence_length"]
     each = facts["data"].get("sequences_per_row", 1)  # the answers of a pair, a text and what fits it
-    memory = facts["recipe"]["memory"]["activation_checkpointing"]
     lines = [
         ("recipe", f"{facts['recipe_path']} ({facts['recipe']['task']}, {facts['recipe']['steps']} steps)"),
         ("strategy", _strategy(facts)),
@@ -128,11 +127,22 @@ def header_lines(facts: dict) -> list[tuple[str, str]]:
         ("batch", f"{rows} rows = {micro} micro x {accumulation} accumulation x {ranks} data-parallel"),
         ("tokens", f"{rows * each * length:,} per step = {rows} rows x {f'{each} texts x ' * (each > 1)}{length}"),
         ("dropout", _dropout(facts["dropout"])),
-        ("memory", "every layer's activations are recomputed" if memory == "full" else ""),
+        ("memory", _memory(facts["recipe"]["memory"])),
+        ("compile", facts["recipe"]["compile"].replace("off", "")),
         *_data(facts["data"]),
         ("output", str(facts["output_dir"])),
     ]
     return [(label, text) for label, text in lines if text]
+
+
+def _memory(memory: dict) -> str:
+    return {
+        "none": "",
+        "full": "every layer's activations are recomputed",
+        "selective": f"layers keep the results of {memory.get('selective_keeps')} and recompute the rest",
+        "every_k": f"the activations of one layer in {memory.get('every_k')} are recomputed",
+        "offload": "every layer's activations are recomputed from inputs in host memory",
+    }[memory["activation_checkpointing"]]
 
 
 def _data(described: dict) -> list[tuple[str, str]]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from . import engines, model, tasks
 from .card import Made, write_card
 from .checkpoint.manager import Checkpoints, Position
+from .compilation import Recompilations
 from .data import StepBatches
 from .errors import NumericError, Preempted
 from .evaluation import Evaluation
@@ -82,6 +83,7 @@ class Session:
         if self.task.held_out is not None:
             self.held_out = Evaluation(self.task.held_out, batch.micro_batch_size, shard, watch.alive)
         self._logging = True
+        self.recompilations = Recompilations(recipe.compile != "off", self.progress.say)
         self.guard = Guard(recipe.guard, run, self.world)
         self.meter = Meter.for_run(recipe, self.skeleton, accelerator, self.task.context is not None)
         self.meter.state = self.start.meter

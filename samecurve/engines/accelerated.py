@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .. import quantization, rng
+from .. import compilation, quantization, rng
 from ..adapter import trained_shapes
 from ..chunked_head import ChunkedHead, Measure, install, trained_positions
 from ..model import build, fill
@@ -145,11 +145,11 @@ class AcceleratedEngine:
     def _prepare(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         if self.plan.strategy.family == "fsdp":
             model = build(type(self.skeleton), self.skeleton.config, torch.device("meta"), self.recipe.adapter)
-            self._checkpoint_activations(model)
+            compilation.prepare(model, self.recipe)
             model = fsdp.shard(self.accelerator, model)
         else:
             model = self._whole()
-            self._checkpoint_activations(model)
+            compilation.prepare(model, self.recipe)
             model = self.accelerator.prepare_model(model)
         groups = parameter_groups(_unwrapped(model).named_parameters(), self.shapes, self.recipe.optimizer)
         return model, build_optimizer(groups, self.recipe.optimizer)
@@ -167,10 +167,6 @@ class AcceleratedEngine:
 
     def _state(self, parameters: dict[str, nn.Parameter]) -> State:
         return LiveState(parameters, self.optimizer, replica=self.shard)
-
-    def _checkpoint_activations(self, model: PreTrainedModel) -> None:
-        if self.recipe.memory.activation_checkpointing == "full":
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
     def _accumulating(self, last: bool) -> AbstractContextManager:
         """DDP reduces gradients once a step. FSDP2 reduces every micro-batch, or it would hold whole gradients."""

@@ -49,11 +49,28 @@ def check(source: Source, files: Files, strategy: Strategy, launch: Launch) -> N
         if strategy.family not in _QUANTIZED and source.value("adapter.quantization") is not None:
             text = "found 4bit, but 4-bit weights stay whole on every device and this strategy would shard or cast them"
             source.document.problem(("adapter", "quantization"), f"{text}; use configs/ddp.yaml, or null")
+        _compile(source, strategy)
     wrong_world = [*launch.problems, *world_problems(files, strategy, launch)]
     source.document.problems += wrong_world
     if not wrong_world:
         check_batch(source, strategy.data_parallel_size)
         check_ranks(source, strategy.world_size)
+
+
+def _compile(source: Source, strategy: Strategy) -> None:
+    kind = source.value("compile") or "off"
+    if kind == "off":
+        return
+    text = ""
+    if strategy.zero_stage == 3:
+        text = "ZeRO-3 gathers weights inside every layer, which leaves pieces that are compiled again and again; use "
+        text += "off, or configs/fsdp.yaml, which gathers them around the layer"
+    elif strategy.family == "pipeline" and kind == "full":
+        text = "no process of a pipeline has the whole model; use regional"
+    elif strategy.family == "fsdp" and kind == "full":
+        text = "FSDP gathers weights around every layer, which is where the model would be cut anyway; use regional"
+    if text:
+        source.document.problem(("compile",), f"found {kind}, but {text}")
 
 
 def _walk(document: Document, table: Table, source: Source, path: KeyPath = ()) -> None:

@@ -79,7 +79,7 @@ _TPU = Refused("TPUs are not supported; remove it", (None, False, "no", "", []))
 _INLINE = Refused("the DeepSpeed JSON owns it; move it there, under zero_optimization")
 _FSDP1 = Refused("only FSDP1 reads it, and this is FSDP2; remove it")
 _TENSOR = Refused("only data-parallel replicas and shards are supported; remove it", (None, 1))
-_COMPILE = Refused("torch.compile is not supported yet; remove it", (None, "NO", "no", False, "default"))
+_COMPILE = Refused("the recipe owns torch.compile, by the key compile; remove it", (None, "NO", "no", False, "default"))
 
 ACCELERATE: Table = {
     "compute_environment": one_of("LOCAL_MACHINE"),

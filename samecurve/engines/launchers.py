@@ -138,7 +138,7 @@ _OVERRIDES = (
     ("zero_stage", "ACCELERATE_DEEPSPEED_ZERO_STAGE", (), _JSON_OWNS),
     ("offload_optimizer_device", "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", (), _JSON_OWNS),
     ("offload_param_device", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", (), _JSON_OWNS),
-    ("dynamo_backend", "ACCELERATE_DYNAMO_BACKEND", ("no",), "torch.compile is not supported yet"),
+    ("dynamo_backend", "ACCELERATE_DYNAMO_BACKEND", ("no",), "the recipe owns torch.compile, by the key compile"),
 )
 
 # Flags of accelerate launch about processes and machines, which no file of ours owns.

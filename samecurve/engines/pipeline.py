@@ -21,6 +21,7 @@ from torch import Tensor
 from torch import distributed as dist
 from transformers import PreTrainedModel
 
+from .. import compilation
 from ..adapter import trained_shapes
 from ..errors import ConfigurationError
 from ..model import fill
@@ -49,7 +50,9 @@ class PipelineEngine:
         self._loss_factor, self._target_names = 1.0, ("labels",)
         self._last_stage: Callable[..., Tensor] = self._weighted_loss
         self.shapes, self._num_parameters = trained_shapes(skeleton), skeleton.num_parameters()
-        module = build_stage(plan, cut(copy.deepcopy(skeleton)), self._loss, self.device)
+        model = copy.deepcopy(skeleton)
+        compilation.prepare(model, plan.recipe, but="full")  # which the stage does itself
+        module = build_stage(plan, cut(model), self._loss, self.device)
         self._weights, self._stages = module.named_weights(), module.stages_by_name()
         _check_trained({self._stages[name] for name in self.shapes}, module.num_stages)
 

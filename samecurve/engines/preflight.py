@@ -47,6 +47,7 @@ def check(plan: Plan, environ: Mapping[str, str] = os.environ) -> None:
     """Prepare the environment; raise ConfigurationError with everything that this machine lacks for the plan."""
     prepare_environment()
     found = problems(plan.strategy, plan.recipe.precision, environ)
+    found += compiler_problems(plan.recipe.compile, has_accelerator(environ), environ)
     if found:
         lines = ["this machine cannot run the strategy as it is", *(f"  {problem}" for problem in found)]
         raise ConfigurationError("\n".join(lines))
@@ -82,6 +83,16 @@ def problems(strategy: Strategy, precision: str, environ: Mapping[str, str] = os
     for path in sorted(_nvme_paths(strategy)):
         found += _folder(path)
     return [f"strategy {strategy.name}: {text}" for text in found]
+
+
+def compiler_problems(kind: str, accelerator: bool, environ: Mapping[str, str] = os.environ) -> Iterator[str]:
+    """What torch.compile lacks. kind: the recipe's compile. On a GPU it brings its own compiler."""
+    compiler = shlex.split(environ.get("CXX", "")) or ["g++"]
+    if kind != "off" and not accelerator and not shutil.which(compiler[0], path=environ.get("PATH", os.defpath)):
+        yield (
+            f"compile: {kind} needs a C++ compiler on a CPU, and {compiler[0]!r} is not on PATH: apt-get install g++, "
+            "or compile=off"
+        )
 
 
 def has_accelerator(environ: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> bool:

@@ -11,6 +11,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param, 
 from torch import Tensor, nn
 from torch.nn import functional
 
+from .. import compilation
 from ..model import build
 from ..optim import build_optimizer, parameter_groups
 from . import deepspeed_live
@@ -25,7 +26,7 @@ class ZeroEngine(AcceleratedEngine):
     def _prepare(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         config = self.accelerator.deepspeed_plugin.deepspeed_config
         model = build(type(self.skeleton), self.skeleton.config, self._construction(config), self.recipe.adapter)
-        self._checkpoint_activations(model)
+        compilation.prepare(model, self.recipe)
         # ZeRO-3 replaces every shape by an empty one, so the groups go by the skeleton's
         groups = parameter_groups(model.named_parameters(), self.shapes, self.recipe.optimizer)
         engine, optimizer = self.accelerator.prepare(model, build_optimizer(groups, self.recipe.optimizer))

@@ -99,7 +99,9 @@ def test_what_is_missing(machine, asked, lacks, precision, expected):
 
 def test_check_raises_all_of_it(machine):
     environ = machine("")
-    plan = SimpleNamespace(strategy=strategy("zero", CPU_OFFLOAD), recipe=SimpleNamespace(precision="fp16"))
+    plan = SimpleNamespace(
+        strategy=strategy("zero", CPU_OFFLOAD), recipe=SimpleNamespace(precision="fp16", compile="off")
+    )
     with pytest.raises(ConfigurationError) as error:
         preflight.check(plan, environ)
     header, *lines = str(error.value).splitlines()

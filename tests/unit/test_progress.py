@@ -30,6 +30,7 @@ FACTS = {
         "steps": 120,
         "batch": {"global_batch_size": 64, "micro_batch_size": 4, "sequence_length": 256},
         "memory": {"activation_checkpointing": "none"},
+        "compile": "off",
     },
 }
 

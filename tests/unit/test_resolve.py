@@ -42,7 +42,7 @@ CASES = [
      ["command line: --fsdp_offload_params: given to accelerate launch, but the strategy's file owns it; remove the flag",
       "command line: --zero_stage: given to accelerate launch, but the DeepSpeed JSON owns it; remove the flag"]),
     ("dynamo", {}, ["r.yaml", "--strategy", "configs/ddp.yaml"], {**A, "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, None,
-     ['environment: ACCELERATE_DYNAMO_BACKEND: found "INDUCTOR" (text), but torch.compile is not supported yet; unset it']),
+     ['environment: ACCELERATE_DYNAMO_BACKEND: found "INDUCTOR" (text), but the recipe owns torch.compile, by the key compile; unset it']),
     ("not started", {}, ["r.yaml"], ONE, launched("--config_file", "configs/ddp.yaml", "train.py"),
      ["environment: WORLD_SIZE: found 1, but configs/ddp.yaml:2 says num_processes: 2; make the two equal"], 6),
     ("more asked", {}, ["r.yaml"], ONE, launched("--config_file", "configs/single.yaml", "--num_processes", "4", "train.py"),

@@ -59,7 +59,7 @@ CASES = [
     ("yaml: cpu", *acc("num_processes: 2", "num_processes: 2\nuse_cpu: true"),
      ["configs/ddp.yaml:3: use_cpu: found true, only false is possible: true silently turns FSDP and DeepSpeed off; without an accelerator the CPU is used anyway"]),
     ("yaml: dynamo", *acc("num_processes: 2", "num_processes: 2\ndynamo_config: {dynamo_backend: INDUCTOR}"),
-     ['configs/ddp.yaml:3: dynamo_config.dynamo_backend: found "INDUCTOR" (text): torch.compile is not supported yet; remove it']),
+     ['configs/ddp.yaml:3: dynamo_config.dynamo_backend: found "INDUCTOR" (text): the recipe owns torch.compile, by the key compile; remove it']),
     ("yaml: tpu", *acc("num_processes: 2", "num_processes: 2\ntpu_name: t\ntpu_use_sudo: false\ndowncast_bf16: 'no'"),
      ['configs/ddp.yaml:3: tpu_name: found "t" (text): TPUs are not supported; remove it']),
     ("yaml: dup", *acc("num_processes: 2", "num_processes: 2\nnum_processes: 3"),

@@ -1,0 +1,191 @@
+"""What layers keep and what they compute again: against plain layers, and in bytes worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from report_cases import expected, message, write
+from torch import nn
+from torch.nn import functional
+from torch.profiler import profile
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+
+from samecurve import adapter
+from samecurve.activations import checkpoint_layers, layers, repeated_share
+from samecurve.config import Adapter, Memory
+from samecurve.errors import ConfigurationError
+from samecurve.flops import token_flops
+
+LAYERS, TOKENS, HIDDEN, WIDTH, KEYS, HEADS = 4, 2 * 16, 32, 64, 16, 4
+LLAMA = {
+    "vocab_size": 50,
+    "hidden_size": HIDDEN,
+    "intermediate_size": WIDTH,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": 2,
+}
+BERT = {key: value for key, value in LLAMA.items() if "key_value" not in key}
+GPT2 = {"vocab_size": 50, "n_embd": HIDDEN, "n_layer": LAYERS, "n_head": HEADS, "n_positions": 16}
+FAMILIES = {
+    "llama": ("llama", LLAMA, "sdpa"),
+    "llama eager": ("llama", LLAMA, "eager"),
+    "llama adapted": ("llama", LLAMA, "sdpa"),
+    # dropout: what is recomputed has to draw the same masks
+    "gpt2": ("gpt2", GPT2, "sdpa"),
+    "bert": ("bert", BERT, "sdpa"),
+}
+KINDS = {
+    "every_k": Memory(activation_checkpointing="every_k", every_k=2),
+    "matmul": Memory(activation_checkpointing="selective"),
+    "attention": Memory(activation_checkpointing="selective", selective_keeps="attention"),
+    "full": Memory(activation_checkpointing="full"),
+    "offload": Memory(activation_checkpointing="offload"),
+}
+
+
+def build(family: str = "llama") -> nn.Module:
+    model_type, fields, attention = FAMILIES[family]
+    config = AutoConfig.for_model(model_type, **fields, attn_implementation=attention)
+    torch.manual_seed(0)
+    model = (AutoModelForMaskedLM if family == "bert" else AutoModelForCausalLM).from_config(config)
+    if family == "llama adapted":
+        adapter.inject(model, Adapter(name="lora", rank=4, dropout=0.1))
+    model.config.use_cache = False
+    return model.train()
+
+
+def forward(model: nn.Module) -> torch.Tensor:
+    torch.manual_seed(1)
+    input_ids = torch.arange(TOKENS).reshape(2, -1)
+    return functional.cross_entropy(model(input_ids=input_ids).logits.flatten(0, 1), input_ids.flatten())
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def kept_bytes(model: nn.Module) -> int:
+    """Between forward and backward, of all that the forward pass allocated."""
+    forward(model).backward()  # what is made once, such as rotary angles' tables
+    with profile(profile_memory=True) as seen:
+        loss = forward(model)
+    assert loss.requires_grad
+    return sum(event.self_cpu_memory_usage for event in seen.events())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_gradients_are_the_same_bit_for_bit(family, kind):
+    plain, model = build(family), build(family)
+    names = [name for name, _ in model.named_parameters()]
+    checkpoint_layers(model, KINDS[kind])
+    losses = [forward(each) for each in (plain, model)]
+    for loss in losses:
+        loss.backward()
+    assert losses[0].item() == losses[1].item()
+    expected_gradients, found = gradients(plain), gradients(model)
+    assert list(found) == list(expected_gradients) and len(found) > 8
+    assert all(torch.equal(found[name], expected_gradients[name]) for name in found)
+    assert [name for name, _ in model.named_parameters()] == names
+
+
+def test_bytes_by_hand():
+    """fp32, so 4 bytes a value; a layer's input is HIDDEN values a token."""
+    kept = {"none": kept_bytes(build())}
+    for kind, memory in KINDS.items():
+        model = build()
+        checkpoint_layers(model, memory)
+        kept[kind] = kept_bytes(model)
+    attention = HIDDEN + HEADS  # its output, and the softmax's sum of each head
+    matmul = attention + HIDDEN + 2 * KEYS + HIDDEN + 2 * WIDTH + HIDDEN  # q, k and v, o, gate and up, down
+    assert kept["attention"] - kept["full"] == LAYERS * TOKENS * 4 * attention
+    assert kept["matmul"] - kept["full"] == LAYERS * TOKENS * 4 * matmul
+    half = (kept["none"] - kept["full"]) / 2
+    assert kept["every_k"] - kept["full"] == pytest.approx(half, rel=0.01)  # of four layers, two keep everything
+    assert kept["none"] > kept["every_k"] and kept["none"] > kept["matmul"] > kept["attention"] > kept["full"]
+    assert kept["offload"] == kept["full"]  # the host is the device here
+
+
+def test_full_keeps_each_layers_input_and_the_generators_state():
+    shallow, deep = build(), build()
+    shallow.model.layers = shallow.model.layers[:1]
+    for model in (shallow, deep):
+        checkpoint_layers(model, KINDS["full"])
+    generator = torch.get_rng_state().numel()  # for the same dropout
+    assert kept_bytes(deep) - kept_bytes(shallow) == (LAYERS - 1) * (TOKENS * HIDDEN * 4 + generator)
+
+
+def test_offloaded_is_each_layers_input_and_nothing_else(monkeypatch):
+    seen, pinned = [], []
+
+    class Host(torch.autograd.graph.saved_tensors_hooks):
+        def __init__(self, pin_memory):
+            pinned.append(pin_memory)
+            super().__init__(lambda tensor: seen.append(tensor) or tensor, lambda tensor: tensor)
+
+    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", Host)
+    model = build()
+    checkpoint_layers(model, KINDS["offload"])
+    forward(model).backward()
+    assert [tuple(tensor.shape) for tensor in seen if tensor.numel()] == [(2, TOKENS // 2, HIDDEN)] * LAYERS
+    assert pinned == [False] * LAYERS  # on a CPU
+
+
+@pytest.mark.parametrize(("kind", "calls"), [("full", 8), ("every_k", 6), ("offload", 8), ("matmul", 8)])
+def test_layers_run_again_in_the_backward_pass_and_only_then(kind, calls):
+    model, seen = build(), []
+    for layer in layers(model):
+        # before it, because what is recomputed stops at the last value that is needed
+        layer.mlp.register_forward_pre_hook(lambda *_: seen.append(None))
+    checkpoint_layers(model, KINDS[kind])
+    loss = forward(model)
+    assert len(seen) == LAYERS
+    loss.backward()
+    assert len(seen) == calls
+    model.eval()
+    forward(model).backward()
+    assert len(seen) == calls + LAYERS
+
+
+@pytest.mark.parametrize(
+    ("kind", "attention", "share"),
+    [
+        ("full", "sdpa", (1.0, 1.0)),
+        ("offload", "sdpa", (1.0, 1.0)),
+        ("every_k", "sdpa", (0.5, 0.5)),
+        ("matmul", "sdpa", (0.0, 0.0)),
+        ("matmul", "eager", (0.0, 1.0)),
+        ("attention", "sdpa", (1.0, 0.0)),
+    ],
+)
+def test_work_done_twice(kind, attention, share):
+    model = build()
+    assert repeated_share(KINDS[kind], model, attention) == share
+    once, twice = (token_flops(model, 16, full).hardware for full in (0.0, 1.0))
+    of_attention = 4 * LAYERS * HIDDEN * 16
+    found = token_flops(model, 16, share[0], recompute_attention=share[1]).hardware
+    assert found - once == share[0] * (twice - once - of_attention) + share[1] * of_attention
+
+
+def test_a_model_without_layers_is_told():
+    with pytest.raises(ConfigurationError, match="Sequential has no layer of transformers'"):
+        checkpoint_layers(nn.Sequential(nn.Linear(2, 2)), KINDS["full"])
+    checkpoint_layers(nn.Sequential(nn.Linear(2, 2)), Memory())
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        (
+            "memory.every_k=3",
+            "memory.every_k: found 3, but only every_k reads it and memory.activation_checkpointing is none; "
+            "leave it out",
+        ),
+        ("memory.every_k=1", "memory.every_k: found 1, a number of at least 2 is needed"),
+    ],
+)
+def test_a_key_that_would_do_nothing(override, text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, {})
+    assert message(tmp_path, ["r.yaml", override], {}) == (expected([f"command line: {text}"]), 2)

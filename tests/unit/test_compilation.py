@@ -1,0 +1,95 @@
+"""How often torch compiled again, by torch's own account; and where compile is refused. See also test_levers.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from report_cases import TORCHRUN, Plan, expected, message, write
+
+from samecurve import compilation
+from samecurve.compilation import SETTLED_STEPS, Recompilations
+from samecurve.engines import preflight
+
+ZERO3 = {"ds_configs/zero3.json": '{"zero_optimization": {"stage": 3}}'}
+REFUSED = [
+    (
+        ["compile=regional", "--strategy", "ds_configs/zero3.json"],
+        "found regional, but ZeRO-3 gathers weights inside every layer, which leaves pieces that are compiled again "
+        "and again; use off, or configs/fsdp.yaml, which gathers them around the layer",
+    ),
+    (
+        ["compile=full", "--strategy", "ds_configs/pipeline.json"],
+        "found full, but no process of a pipeline has the whole model; use regional",
+    ),
+    (
+        ["compile=full", "--strategy", "configs/fsdp.yaml"],
+        "found full, but FSDP gathers weights around every layer, which is where the model would be cut anyway; "
+        "use regional",
+    ),
+    (
+        ["compile=full", "memory.activation_checkpointing=offload", "--strategy", "configs/ddp.yaml"],
+        "found full, but a copy to host memory ends what can be compiled, and offload makes one in every layer; "
+        "use regional",
+    ),
+    (
+        ["compile=true", "--strategy", "configs/ddp.yaml"],
+        "found true, one of 'off', 'regional' or 'full' is needed",
+    ),
+]
+
+
+@pytest.mark.parametrize(("argv", "text"), REFUSED, ids=[" ".join(argv) for argv, _ in REFUSED])
+def test_refused_with_the_reason(argv, text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, ZERO3)
+    found = message(tmp_path, ["r.yaml", *argv], TORCHRUN)
+    assert found == (expected([f"command line: compile: {text}"]), 2)
+
+
+@pytest.mark.parametrize("strategy", ["ds_configs/zero3.json", "ds_configs/pipeline.json"])
+def test_off_is_what_yaml_makes_of_it(strategy, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, ZERO3)
+    plan = message(tmp_path, ["r.yaml", "compile=off", "--strategy", strategy], TORCHRUN)
+    assert isinstance(plan, Plan) and plan.recipe.compile == "off"
+
+
+@pytest.mark.parametrize(
+    ("kind", "accelerator", "tools", "found"),
+    [("regional", False, "", 1), ("regional", True, "", 0), ("off", False, "", 0), ("full", False, "g++", 0)],
+)
+def test_a_compiler_is_needed_on_a_cpu(kind, accelerator, tools, found, tmp_path):
+    for tool in tools.split():
+        (tmp_path / tool).touch(mode=0o755)
+    problems = list(preflight.compiler_problems(kind, accelerator, {"PATH": str(tmp_path)}))
+    assert len(problems) == found
+    assert all("apt-get install g++" in text for text in problems)
+
+
+def test_what_torch_compiles_again_is_counted_with_its_reason():
+    torch._dynamo.reset()
+    lines: list[str] = []
+    counter = Recompilations(True, lines.append)
+    double = torch.compile(lambda x: 2 * x, backend="eager", dynamic=False)
+    for step in range(1, SETTLED_STEPS + 4):
+        double(torch.zeros(3 + (step > 2) + (step > SETTLED_STEPS) + (step > SETTLED_STEPS + 1)))
+        record = counter.record(step)
+        assert record == {"recompilations": (step > 2) + (step > SETTLED_STEPS) + (step > SETTLED_STEPS + 1)}
+    assert len(lines) == 1
+    assert lines[0].startswith(f"step {SETTLED_STEPS + 1}: torch.compile compiled again (recompilation 2): ")
+    assert "size mismatch" in lines[0] and "\n" not in lines[0]
+
+
+def test_the_first_evaluation_is_counted_but_not_told(monkeypatch):
+    lines: list[str] = []
+    counter = Recompilations(True, lines.append)
+    reasons = {20: ["0/0: GLOBAL_STATE changed: grad_mode"], 30: ["0/1: GLOBAL_STATE changed: grad_mode"]}
+    for step in range(1, 31):
+        monkeypatch.setattr(compilation, "_reasons", lambda step=step: reasons.get(step, []))
+        record = counter.record(step)
+        assert bool(lines) == (step == 30)
+    assert record == {"recompilations": 2}
+
+
+def test_nothing_is_recorded_where_nothing_is_compiled():
+    assert Recompilations(False, print).record(1) == {}
