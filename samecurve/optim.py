@@ -4,15 +4,40 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .config import Optimizer, Recipe
 
 if TYPE_CHECKING:
     import torch
 
-STATE_NAMES = ("exp_avg", "exp_avg_sq")
-"""What AdamW keeps per weight, by torch's names: running means of the gradient and of its square."""
+
+class Traits(NamedTuple):
+    """What an optimizer is to strategies and checkpoints.
+
+    states: what it keeps per weight beside it, fp32 tensors of the weight's shape, by torch's names.
+    reads: the keys of the recipe's `optimizer` block that not every optimizer has a use for.
+    """
+
+    states: tuple[str, ...]
+    reads: tuple[str, ...]
+
+
+TRAITS = {
+    "adamw": Traits(("exp_avg", "exp_avg_sq"), ("betas", "epsilon")),
+    "lion": Traits(("exp_avg",), ("betas",)),
+    "sgd": Traits(("momentum_buffer",), ("momentum",)),
+}
+
+
+def state_names(settings: Optimizer, shapes: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """By name of every trained parameter: which states the optimizer keeps of it."""
+    return dict.fromkeys(shapes, TRAITS[settings.name].states)
+
+
+def num_bytes_per_parameter(settings: Optimizer) -> int:
+    """Of weight, gradient and optimizer state, all fp32, on a device that holds everything."""
+    return 4 * (2 + len(TRAITS[settings.name].states))
 
 
 def learning_rate(recipe: Recipe, update: int) -> float:
@@ -59,7 +84,15 @@ def build_optimizer(groups: list[dict], settings: Optimizer) -> torch.optim.Opti
     """The optimizer that `optimizer.name` asks for. The rate is set before every step (see `set_learning_rate`)."""
     import torch
 
-    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.epsilon)
+    rate, betas = settings.learning_rate, settings.betas
+    if settings.name == "lion":
+        from .optimizers.lion import Lion
+
+        return Lion(groups, rate, betas)
+    if settings.name == "sgd":
+        return torch.optim.SGD(groups, lr=rate, momentum=settings.momentum)
+    # one kernel for the whole update, on CPUs and GPUs; left to itself torch takes one per operation
+    return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=settings.epsilon, fused=True)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
@@ -67,9 +100,15 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
         group["lr"] = value
 
 
-def empty_state(parameter: torch.Tensor, integer_step: bool = False) -> dict:
-    """AdamW's state of one parameter before its first update. integer_step: DeepSpeed's CPU Adam counts in an int."""
+def empty_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, names: Iterable[str]) -> dict:
+    """The states `names` of one parameter before its first update, and the counter of those that count."""
     import torch
 
-    step = 0 if integer_step else torch.tensor(0.0, dtype=torch.float32)
-    return {"step": step, **{name: torch.zeros_like(parameter) for name in STATE_NAMES}}
+    state = {name: torch.zeros_like(parameter) for name in names}
+    if "exp_avg_sq" not in state:
+        return state
+    if type(optimizer).__name__ == "DeepSpeedCPUAdam":  # it counts in an int
+        return {"step": 0, **state}
+    # the fused kernel wants the counter where the weight is, the others on the CPU
+    device = parameter.device if optimizer.defaults.get("fused") else "cpu"
+    return {"step": torch.tensor(0.0, dtype=torch.float32, device=device), **state}

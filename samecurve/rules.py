@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from .config import Adapter
 from .documents import describe
+from .rules_optimizer import optimizer
 from .rules_sources import mixture, pattern, streaming
 from .rules_tasks import distill, embed, model_folder
 from .sources import BUILTIN, DOCSTRINGS, FUNCTIONS, MODULES, PREFERENCES
@@ -70,7 +71,7 @@ _CAUSAL = (*_PACKED, "dpo")
 def apply(source: Source) -> None:
     """Add what the rules find to the source's problems."""
     data = (_tokenizer, _data, _task, embed, distill, _columns, _preferences, _continued)
-    for rule in (_model, _adapter, _attention, _positions, *data, _schedule, _checkpoint, _guard, _evaluate):
+    for rule in (_model, _adapter, _attention, _positions, *data, optimizer, _schedule, _checkpoint, _guard, _evaluate):
         with contextlib.suppress(KeyError):
             for key, text in rule(source.value):
                 source.document.problem(tuple(key.split(".")), text)

@@ -1,7 +1,7 @@
 """A checkpoint's tensors: one safetensors file per rank, and an index that says which range of which tensor is where.
 
     rank_00000.safetensors    "weight/model.embed_tokens.weight": fp32 (numel,), a range of the flattened parameter,
-                              "exp_avg/...", "exp_avg_sq/...": the same range of its optimizer state,
+                              "exp_avg/...", "exp_avg_sq/...": the same range of its optimizer state (AdamW's here),
                               "rng/...": uint8, this rank's generators
     index.json                {parameter: {"shape": [...], "ranges": [[rank, start, stop], ...]}}
 

@@ -45,10 +45,8 @@ class Snapshot:
         return entries, _checked(entries, (self._buffers[entry.key] for entry in entries))
 
     def _places(self) -> Iterator[tuple[str, int, int, str]]:
-        from ..engines.state import KINDS
-
         for name, start, stop in self.ranges:
-            for kind in KINDS:
+            for kind in self._engine.state.kinds[name]:
                 yield name, start, stop, kind
 
     def _values(self) -> Iterator[Tensor]:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from .. import quantization, rng
 from ..adapter import trained_shapes
 from ..model import build, fill
-from ..optim import build_optimizer, parameter_groups, set_learning_rate
+from ..optim import build_optimizer, parameter_groups, set_learning_rate, state_names
 from . import fsdp, teacher, together
 from .base import EvalResult, StepResult, dtype_name, finished
 from .loss_scale import LossScale
@@ -158,7 +158,7 @@ class AcceleratedEngine:
         return build(type(self.skeleton), self.skeleton.config, torch.device(self.device), self.recipe.adapter)
 
     def _state(self, parameters: dict[str, nn.Parameter]) -> State:
-        return LiveState(parameters, self.optimizer, replica=self.shard)
+        return LiveState(parameters, self.optimizer, state_names(self.recipe.optimizer, parameters), replica=self.shard)
 
     def _checkpoint_activations(self, model: PreTrainedModel) -> None:
         if self.recipe.memory.activation_checkpointing == "full":

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ..optim import STATE_NAMES, empty_state
+from ..optim import empty_state
 
 WEIGHT = "weight"
-KINDS = (WEIGHT, *STATE_NAMES)
+Kinds = dict[str, tuple[str, ...]]
 
 
 class Held(NamedTuple):
@@ -35,11 +35,14 @@ class Held(NamedTuple):
 
 
 class State(Protocol):
+    kinds: Kinds
+    """By name of every parameter: what there is of it, WEIGHT and then the optimizer's states."""
+
     def held(self) -> list[Held]:
         """This rank's ranges, none of them empty, in the order in which `visit` comes to them."""
 
     def visit(self, writing: bool = False) -> Iterator[tuple[Held, str, Tensor]]:
-        """Every range under every kind, in KINDS' order: a live fp32 tensor (stop - start,), until the next one comes.
+        """Every range under each of its kinds in turn: a live fp32 tensor (stop - start,), until the next one comes.
 
         writing: what the caller writes into the tensors is kept.
         """
@@ -51,6 +54,11 @@ class State(Protocol):
         """(label, tensor) of what every rank with the same label holds bit for bit."""
 
 
+def with_weight(states: Kinds) -> Kinds:
+    """`State.kinds` of the optimizer's states by parameter."""
+    return {name: (WEIGHT, *names) for name, names in states.items()}
+
+
 def split(start: int, stop: int, index: int, count: int) -> tuple[int, int]:
     """The index-th of `count` nearly equal parts of [start, stop)."""
     length = stop - start
@@ -60,17 +68,20 @@ def split(start: int, stop: int, index: int, count: int) -> tuple[int, int]:
 class LiveState:
     """One device, DDP, FSDP2 and HSDP: the parameters are the fp32 weights.
 
-    replica: (index, count) of this rank among those that hold the same parameters. saved: see FragmentState.
+    states: see optim.state_names. replica: (index, count) of this rank among those that hold the same parameters.
+    saved: see FragmentState.
     """
 
     def __init__(
         self,
         parameters: dict[str, nn.Parameter],
         optimizer: torch.optim.Optimizer,
+        states: Kinds,
         replica: tuple[int, int],
         saved: set[str] | None = None,
     ):
         self._parameters, self._optimizer, self._replica = parameters, optimizer, replica
+        self.kinds = with_weight(states)
         self._saved = set(parameters) if saved is None else saved
 
     def held(self) -> list[Held]:
@@ -85,8 +96,9 @@ class LiveState:
     def visit(self, writing: bool = False) -> Iterator[tuple[Held, str, Tensor]]:
         for held in self.held():
             parameter = self._parameters[held.name]
-            state = _state_of(self._optimizer, parameter, create=writing)
-            for kind in KINDS:
+            kinds = self.kinds[held.name]
+            state = _state_of(self._optimizer, parameter, kinds, create=writing)
+            for kind in kinds:
                 yield held, kind, _flat(parameter.detach() if kind == WEIGHT else state[kind])
 
     def finish(self, updates: int) -> None:
@@ -104,8 +116,9 @@ class FragmentState:
     saved: names that this rank saves; a weight that two pipeline stages share is saved by one of them.
     """
 
-    def __init__(self, parameters: dict[str, nn.Parameter], optimizer, saved: set[str]):
+    def __init__(self, parameters: dict[str, nn.Parameter], optimizer, states: Kinds, saved: set[str]):
         self._parameters, self._optimizer, self._saved = parameters, optimizer, saved
+        self.kinds = with_weight(states)
 
     def held(self) -> list[Held]:
         found = []
@@ -123,8 +136,9 @@ class FragmentState:
         for held in self.held():
             mapping = self._parameters[held.name]._hp_mapping
             place, (flat,) = mapping.hp_fragment_address, base.param_groups[mapping.param_group_index]["params"]
-            state = _state_of(base, flat, create=writing)
-            for kind in KINDS:
+            kinds = self.kinds[held.name]
+            state = _state_of(base, flat, kinds, create=writing)
+            for kind in kinds:
                 whole = flat if kind == WEIGHT else state[kind]
                 yield held, kind, whole.detach().narrow(0, place.start, place.numel)
 
@@ -143,8 +157,9 @@ class PartitionState:
     optimizer: DeepSpeedZeroOptimizer_Stage3, whose partitions and swapping have no public name.
     """
 
-    def __init__(self, parameters: dict[str, nn.Parameter], optimizer, rank: int):
+    def __init__(self, parameters: dict[str, nn.Parameter], optimizer, states: Kinds, rank: int):
         self._parameters, self._optimizer, self._rank = parameters, optimizer, rank
+        self.kinds = with_weight(states)
         self._names = {id(parameter): name for name, parameter in parameters.items()}
 
     def held(self) -> list[Held]:
@@ -153,7 +168,8 @@ class PartitionState:
     def visit(self, writing: bool = False) -> Iterator[tuple[Held, str, Tensor]]:
         for index, group in enumerate(self._optimizer.fp16_groups):
             with self._swapped_in(index, writing) as flat:
-                state = _state_of(self._optimizer.optimizer, flat, create=writing)
+                kinds = self.kinds[self._names[id(group[0])]]  # the same for all that share flat tensors
+                state = _state_of(self._optimizer.optimizer, flat, kinds, create=writing)
                 for parameter in group:
                     yield from self._visit_one(parameter, flat, state)
 
@@ -204,7 +220,7 @@ class PartitionState:
         if held is None:
             return
         _, offset, _ = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
-        for kind in KINDS:
+        for kind in self.kinds[held.name]:
             whole = flat if kind == WEIGHT else state[kind]
             yield held, kind, whole.detach().narrow(0, offset, held.stop - held.start)
 
@@ -237,12 +253,12 @@ def _replay(optimizer, updates: int) -> None:
         )
 
 
-def _state_of(optimizer: torch.optim.Optimizer, parameter: Tensor, create: bool) -> dict:
+def _state_of(optimizer: torch.optim.Optimizer, parameter: Tensor, kinds: tuple[str, ...], create: bool) -> dict:
     """The optimizer's state of a parameter. Before the first update there is none: zeros, which `create` keeps."""
-    state = optimizer.state.get(parameter) or {}
-    if KINDS[1] in state:
+    state, names = optimizer.state.get(parameter) or {}, kinds[1:]
+    if all(name in state for name in names):
         return state
-    made = {**state, **empty_state(parameter, integer_step=type(optimizer).__name__ == "DeepSpeedCPUAdam")}
+    made = {**state, **empty_state(optimizer, parameter, names)}
     if create:
         optimizer.state[parameter] = made
     return made

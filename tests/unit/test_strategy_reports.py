@@ -34,6 +34,8 @@ def use(path, environ=T, files=None):
     return files or {}, ["r.yaml", "--strategy", path], environ
 
 
+OFFLOADED = "command line: optimizer.name: found lion, but DeepSpeed updates an offloaded optimizer with its own CPU Adam, whatever it is given; use adamw, or a strategy without offload, for example configs/zero3.yaml"
+
 # name, changed files, command line, environment, the report's lines, and the exit code where it is not 2
 # fmt: off
 CASES = [
@@ -128,6 +130,8 @@ CASES = [
       'ds_configs/zero2.json:2: train_micro_batch_size_per_gpu: found 4, but the recipe owns it: batch.micro_batch_size is 1 (r.yaml:11); write "auto" or remove it']),
     ("json: clip", *ds('"gradient_clipping": "auto"', '"gradient_clipping": 0.5'),
      ['ds_configs/zero2.json:2: gradient_clipping: found 0.5, but the recipe owns it: optimizer.max_grad_norm is 1.0 (the default); write "auto" or remove it']),
+    ("recipe: offloaded lion", {"mine.json": GOOD["ds_configs/zero3_nvme.json"]}, ["r.yaml", "--strategy", "mine.json", "optimizer.name=lion"], T,
+     [OFFLOADED]),
     ("json: opt", *top('"optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupLR"}'),
      ['ds_configs/zero2.json:2: optimizer: found a block of keys, but the recipe owns it: optimizer.name is "adamw" (the default); remove it',
       'ds_configs/zero2.json:2: scheduler: found a block of keys, but the recipe owns it: schedule.name is "cosine" (the default); remove it']),

@@ -1,0 +1,93 @@
+"""Every optimizer that a recipe can name, beside an implementation that is not ours, and its bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from samecurve.config import Optimizer
+from samecurve.optim import TRAITS, build_optimizer, num_bytes_per_parameter, set_learning_rate
+
+RATES = [0.01, 0.02, 0.005, 0.01, 0.01, 0.003]
+DECAY = 0.1
+
+
+def settings(name: str, **more) -> Optimizer:
+    return Optimizer(name=name, learning_rate=RATES[0], weight_decay=DECAY, **more)
+
+
+def weights() -> list[torch.nn.Parameter]:
+    draw = torch.Generator().manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(shape, generator=draw)) for shape in ((24, 40), (33,), (1,))]
+
+
+def trained(make) -> list[torch.Tensor]:
+    """Weights after six updates, with gradients that depend on them and rates that change. make: of parameters."""
+    parameters = weights()
+    optimizer, draw = make(parameters), torch.Generator().manual_seed(1)
+    for rate in RATES:
+        set_learning_rate(optimizer, rate)
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=draw) + 0.1 * parameter.detach()
+        optimizer.step()
+    return [parameter.detach() for parameter in parameters]
+
+
+def ours(name: str, **more):
+    return lambda params: build_optimizer([{"params": params, "weight_decay": DECAY}], settings(name, **more))
+
+
+def lion_of_bitsandbytes(params):
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    return bitsandbytes.optim.Lion32bit(params, lr=RATES[0], betas=(0.9, 0.95), weight_decay=DECAY)
+
+
+REFERENCES = {
+    "adamw": lambda params: torch.optim.AdamW(
+        params, lr=RATES[0], betas=(0.9, 0.95), weight_decay=DECAY, foreach=False, fused=False
+    ),
+    "lion": lion_of_bitsandbytes,
+    "sgd": lambda params: torch.optim.SGD(params, lr=RATES[0], momentum=0.9, weight_decay=DECAY, foreach=False),
+}
+
+
+def test_every_optimizer_has_a_reference():
+    assert REFERENCES.keys() == TRAITS.keys()
+
+
+@pytest.mark.parametrize("name", TRAITS)
+def test_updates_are_those_of_another_implementation(name):
+    found, expected, first = trained(ours(name)), trained(REFERENCES[name]), weights()
+    for mine, other, start in zip(found, expected, first, strict=True):
+        assert (other - start).abs().max() > 1e-3
+        assert torch.allclose(mine, other, rtol=1e-5, atol=1e-6)
+
+
+def test_lion_by_hand():
+    """m = 0, g = -3: w = 2 (1 - 0.1 * 0.1) + 0.1, m = 0.05 * -3. Then g = 0.2: 0.9 m + 0.1 g is still negative."""
+    weight = torch.nn.Parameter(torch.tensor([2.0]))
+    optimizer = build_optimizer([{"params": [weight], "weight_decay": 0.1}], settings("lion"))
+    set_learning_rate(optimizer, 0.1)
+    weight.grad = torch.tensor([-3.0])
+    optimizer.step()
+    assert weight.item() == pytest.approx(2.08)
+    assert optimizer.state[weight]["exp_avg"].item() == pytest.approx(-0.15)
+    weight.grad = torch.tensor([0.2])
+    optimizer.step()
+    assert weight.item() == pytest.approx(2.08 * 0.99 + 0.1)
+    assert optimizer.state[weight]["exp_avg"].item() == pytest.approx(-0.15 * 0.95 + 0.2 * 0.05)
+
+
+BYTES = {"adamw": 16, "lion": 12, "sgd": 12}  # README.md's table
+
+
+@pytest.mark.parametrize("name", TRAITS)
+def test_bytes_per_parameter_are_those_of_the_live_tensors(name):
+    weight = torch.nn.Parameter(torch.randn(256, 512))
+    optimizer = ours(name)([weight])
+    weight.grad = torch.randn_like(weight)
+    optimizer.step()
+    kept = [value for value in optimizer.state[weight].values() if isinstance(value, torch.Tensor)]
+    total = sum(tensor.untyped_storage().nbytes() for tensor in (weight, weight.grad, *kept))
+    assert total / weight.numel() == pytest.approx(BYTES[name], rel=1e-3)
+    assert num_bytes_per_parameter(settings(name)) == BYTES[name]
