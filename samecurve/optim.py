@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from .config import Optimizer, Recipe
@@ -15,29 +15,72 @@ if TYPE_CHECKING:
 class Traits(NamedTuple):
     """What an optimizer is to strategies and checkpoints.
 
-    states: what it keeps per weight beside it, fp32 tensors of the weight's shape, by torch's names.
+    states: what it keeps of a matrix beside it, fp32 tensors of the matrix's shape, by torch's names.
     reads: the keys of the recipe's `optimizer` block that not every optimizer has a use for.
+    whole: why its update of a weight cannot be computed from a part of the weight alone, "" where it can.
     """
 
     states: tuple[str, ...]
     reads: tuple[str, ...]
+    whole: str = ""
 
 
 TRAITS = {
     "adamw": Traits(("exp_avg", "exp_avg_sq"), ("betas", "epsilon")),
     "lion": Traits(("exp_avg",), ("betas",)),
     "sgd": Traits(("momentum_buffer",), ("momentum",)),
+    "adafactor": Traits((), (), "takes the means of each row and column of a matrix"),
+    "muon": Traits(("momentum_buffer",), ("betas", "epsilon", "momentum"), "orthogonalises whole matrices"),
 }
+_FACTORED = ("row_var", "col_var")
 
 
-def state_names(settings: Optimizer, shapes: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """By name of every trained parameter: which states the optimizer keeps of it."""
+def state_names(
+    settings: Optimizer, shapes: Mapping[str, Sequence[int]], matrices: Container[str] = ()
+) -> dict[str, tuple[str, ...]]:
+    """By name of every trained parameter: which states of its own shape the optimizer keeps of it.
+
+    shapes: full ones. matrices: see hidden_matrices.
+    """
+    if settings.name == "adafactor":
+        return {name: () if len(shape) > 1 else ("variance",) for name, shape in shapes.items()}
+    if settings.name == "muon":
+        kept = {True: TRAITS["muon"].states, False: TRAITS["adamw"].states}
+        return {name: kept[name in matrices] for name in shapes}
     return dict.fromkeys(shapes, TRAITS[settings.name].states)
 
 
+def factor_shapes(settings: Optimizer, shapes: Mapping[str, Sequence[int]]) -> dict[tuple[str, str], tuple[int, ...]]:
+    """By (parameter, state): full shape of the states that are not of the parameter's shape."""
+    if settings.name != "adafactor":
+        return {}
+    found = {}
+    for name, (*others, rows, columns) in ((name, shape) for name, shape in shapes.items() if len(shape) > 1):
+        found[name, "row_var"], found[name, "col_var"] = (*others, rows, 1), (*others, 1, columns)
+    return found
+
+
 def num_bytes_per_parameter(settings: Optimizer) -> int:
-    """Of weight, gradient and optimizer state, all fp32, on a device that holds everything."""
+    """Of a large matrix's weight, gradient and optimizer state, all fp32, on a device that holds everything."""
     return 4 * (2 + len(TRAITS[settings.name].states))
+
+
+def hidden_matrices(model: torch.nn.Module, shapes: Mapping[str, Sequence[int]]) -> set[str]:
+    """Names of the matrices that map features to features: no embeddings, no output head, no norms and biases.
+
+    model: a transformers model, which names its embeddings. shapes: by name of what is trained.
+    """
+    from torch.nn import Embedding
+
+    edges = {id(module) for module in model.modules() if isinstance(module, Embedding)}
+    edges.add(id(model.get_output_embeddings()))
+    owned = {
+        f"{prefix}.{name}"
+        for prefix, module in model.named_modules()
+        if id(module) in edges
+        for name, _ in module.named_parameters()
+    }
+    return {name for name, shape in shapes.items() if len(shape) == 2 and name not in owned}
 
 
 def learning_rate(recipe: Recipe, update: int) -> float:
@@ -66,22 +109,30 @@ def decayed(shape: Iterable[int]) -> bool:
 
 
 def parameter_groups(
-    named_parameters: Iterable[tuple[str, torch.nn.Parameter]], shapes: dict[str, torch.Size], settings: Optimizer
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+    shapes: dict[str, torch.Size],
+    settings: Optimizer,
+    matrices: Container[str] = (),
 ) -> list[dict]:
-    """Two groups, with and without weight decay; an empty one is left out.
+    """Groups with and without weight decay; muon's matrices, which are decayed, are one of their own. No empty ones.
 
     shapes: full shape by Hugging Face name. A sharded parameter's own shape may be anything, so it is not asked.
+    matrices: see hidden_matrices; nothing but muon asks.
     """
-    groups: dict[bool, list] = {True: [], False: []}
+    groups: dict[tuple[bool, bool], list] = {(True, True): [], (True, False): [], (False, False): []}
     for name, parameter in named_parameters:
         if parameter.requires_grad:
-            groups[decayed(shapes[name])].append(parameter)
+            groups[decayed(shapes[name]), settings.name == "muon" and name in matrices].append(parameter)
     decay = {True: settings.weight_decay, False: 0.0}
-    return [{"params": params, "weight_decay": decay[key]} for key, params in groups.items() if params]
+    found = [({"params": params, "weight_decay": decay[key]}, muon) for (key, muon), params in groups.items() if params]
+    return [group | {"muon": muon} if settings.name == "muon" else group for group, muon in found]
 
 
-def build_optimizer(groups: list[dict], settings: Optimizer) -> torch.optim.Optimizer:
-    """The optimizer that `optimizer.name` asks for. The rate is set before every step (see `set_learning_rate`)."""
+def build_optimizer(groups: list[dict], settings: Optimizer, precision: str = "fp32") -> torch.optim.Optimizer:
+    """The optimizer that `optimizer.name` asks for. The rate is set before every step (see `set_learning_rate`).
+
+    groups: parameter_groups'. precision: the recipe's.
+    """
     import torch
 
     rate, betas = settings.learning_rate, settings.betas
@@ -91,6 +142,15 @@ def build_optimizer(groups: list[dict], settings: Optimizer) -> torch.optim.Opti
         return Lion(groups, rate, betas)
     if settings.name == "sgd":
         return torch.optim.SGD(groups, lr=rate, momentum=settings.momentum)
+    if settings.name == "adafactor":
+        from .optimizers.adafactor import Adafactor
+
+        return Adafactor(groups, rate)
+    if settings.name == "muon":
+        from .optimizers.muon import Muon
+
+        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        return Muon(groups, rate, settings.momentum, betas, settings.epsilon, dtype)
     # one kernel for the whole update, on CPUs and GPUs; left to itself torch takes one per operation
     return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=settings.epsilon, fused=True)
 
@@ -104,6 +164,8 @@ def empty_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, names
     """The states `names` of one parameter before its first update, and the counter of those that count."""
     import torch
 
+    if hasattr(optimizer, "empty_state"):
+        return optimizer.empty_state(parameter)
     state = {name: torch.zeros_like(parameter) for name in names}
     if "exp_avg_sq" not in state:
         return state

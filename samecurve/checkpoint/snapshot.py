@@ -21,7 +21,7 @@ class Snapshot:
 
     def __init__(self, engine: Engine):
         self._engine = engine
-        self.shapes = {name: list(shape) for name, shape in engine.shapes.items()}
+        self.shapes = {name: list(shape) for name, shape in (engine.shapes | engine.state.factors).items()}
         self._buffers: dict[str, Tensor] = {}
         self._generators: dict[str, Tensor] = {}
         held = [each for each in engine.state.held() if each.save_stop > each.save_start]

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from .. import quantization, rng
 from ..adapter import trained_shapes
 from ..model import build, fill
-from ..optim import build_optimizer, parameter_groups, set_learning_rate, state_names
+from ..optim import build_optimizer, factor_shapes, hidden_matrices, parameter_groups, set_learning_rate, state_names
 from . import fsdp, teacher, together
 from .base import EvalResult, StepResult, dtype_name, finished
 from .loss_scale import LossScale
@@ -42,6 +42,7 @@ class AcceleratedEngine:
         self.recipe, self.device = plan.recipe, accelerator.device
         self.accumulation_steps = self.recipe.batch.accumulation_steps(accelerator.num_processes)
         self.shapes = trained_shapes(skeleton)
+        self.matrices = hidden_matrices(skeleton, self.shapes)
         self.loss_scale = LossScale() if self.recipe.precision == "fp16" else None
         self.model, self.optimizer = self._prepare()
         module = _unwrapped(self.model)
@@ -149,8 +150,9 @@ class AcceleratedEngine:
             model = self._whole()
             self._checkpoint_activations(model)
             model = self.accelerator.prepare_model(model)
-        groups = parameter_groups(_unwrapped(model).named_parameters(), self.shapes, self.recipe.optimizer)
-        return model, build_optimizer(groups, self.recipe.optimizer)
+        settings, named = self.recipe.optimizer, _unwrapped(model).named_parameters()
+        groups = parameter_groups(named, self.shapes, settings, self.matrices)
+        return model, build_optimizer(groups, settings, self.recipe.precision)
 
     def _whole(self) -> PreTrainedModel:
         if self.recipe.adapter.quantization:
@@ -158,7 +160,9 @@ class AcceleratedEngine:
         return build(type(self.skeleton), self.skeleton.config, torch.device(self.device), self.recipe.adapter)
 
     def _state(self, parameters: dict[str, nn.Parameter]) -> State:
-        return LiveState(parameters, self.optimizer, state_names(self.recipe.optimizer, parameters), replica=self.shard)
+        settings = self.recipe.optimizer
+        states, factors = state_names(settings, self.shapes, self.matrices), factor_shapes(settings, self.shapes)
+        return LiveState(parameters, self.optimizer, states, replica=self.shard, factors=factors)
 
     def _checkpoint_activations(self, model: PreTrainedModel) -> None:
         if self.recipe.memory.activation_checkpointing == "full":

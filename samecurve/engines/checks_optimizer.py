@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..optim import TRAITS
 from ..recipe import Source
 
 if TYPE_CHECKING:
@@ -27,4 +28,12 @@ def _refusal(name: str, strategy: Strategy) -> str | None:
             "DeepSpeed updates an offloaded optimizer with its own CPU Adam, whatever it is given; use adamw, "
             "or a strategy without offload, for example configs/zero3.yaml"
         )
+    whole = TRAITS[name].whole
+    if whole and strategy.family in _DEEPSPEED:
+        return (
+            f"it {whole}, and DeepSpeed hands an optimizer parts of many weights in one flat tensor; use "
+            "configs/fsdp.yaml or configs/ddp.yaml, or adamw, lion or sgd"
+        )
+    if whole and offloaded:
+        return f"it {whole}, which ranks would have to exchange from host memory; use configs/fsdp.yaml, or adamw"
     return None

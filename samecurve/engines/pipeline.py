@@ -146,7 +146,7 @@ class PipelineEngine:
         optimizer, stage = self._engine.optimizer, self._grid.get_stage_id()
         trained = {name: weight for name, weight in self._weights.items() if name in self.shapes}
         saved = {name for name in trained if self._stages[name] == stage}  # a tied weight is on two stages
-        states = state_names(self._settings, trained)
+        states = state_names(self._settings, self.shapes)
         if hasattr(next(iter(trained.values())), "_hp_mapping"):
             return FragmentState(trained, optimizer, states, saved)
         return LiveState(trained, optimizer, states, self.shard, saved)

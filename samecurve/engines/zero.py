@@ -65,7 +65,7 @@ class ZeroEngine(AcceleratedEngine):
         deepspeed_live.set_loss_scale(self.model, values)
 
     def _state(self, parameters: dict[str, nn.Parameter]) -> State:
-        optimizer, states = self.model.optimizer, state_names(self.recipe.optimizer, parameters)
+        optimizer, states = self.model.optimizer, state_names(self.recipe.optimizer, self.shapes)
         if self.model.zero_optimization_stage() < 3:
             return FragmentState(parameters, optimizer, states, saved=set(parameters))
         return PartitionState(parameters, optimizer, states, self.shard[0])

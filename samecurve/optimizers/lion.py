@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from .sharding import local
 
 
 class Lion(torch.optim.Optimizer):
@@ -32,8 +33,8 @@ class Lion(torch.optim.Optimizer):
         for weight in weights:
             if "exp_avg" not in self.state[weight]:
                 self.state[weight]["exp_avg"] = torch.zeros_like(weight)
-        means = [_local(self.state[weight]["exp_avg"]) for weight in weights]
-        gradients, weights = [_local(weight.grad) for weight in weights], [_local(weight) for weight in weights]
+        means = [local(self.state[weight]["exp_avg"]) for weight in weights]
+        gradients, weights = [local(weight.grad) for weight in weights], [local(weight) for weight in weights]
         # elementwise, so a shard is updated by itself; a shard without elements is left out
         chosen = [index for index, weight in enumerate(weights) if weight.numel()]
         weights, gradients, means = ([tensors[i] for i in chosen] for tensors in (weights, gradients, means))
@@ -44,7 +45,3 @@ class Lion(torch.optim.Optimizer):
         torch._foreach_sign_(directions)
         torch._foreach_add_(weights, directions, alpha=-group["lr"])
         torch._foreach_lerp_(means, gradients, 1 - beta2)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -17,9 +17,11 @@ from test_resume import whole
 
 from samecurve.optim import TRAITS
 
-RATES = {"adamw": 3e-3, "lion": 5e-4, "sgd": 0.3}
-EVERYWHERE = ("adamw", "lion", "sgd")
-TAKEN = dict.fromkeys(["ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3", "pipeline"], EVERYWHERE)
+RATES = {"adamw": 3e-3, "lion": 5e-4, "sgd": 0.3, "adafactor": 3e-2, "muon": 3e-3}
+ELEMENTWISE = ("adamw", "lion", "sgd")
+TAKEN = dict.fromkeys(["zero1", "zero2", "zero3", "pipeline"], ELEMENTWISE) | dict.fromkeys(
+    ["ddp", "fsdp", "hsdp"], (*ELEMENTWISE, "adafactor", "muon")
+)
 LOSS, NORM, STATE = 1e-5, 1e-4, 1e-4
 
 
@@ -81,7 +83,7 @@ def assert_close(found, expected, name: str) -> None:
 def assert_same_state(found: Path, expected: Path) -> None:
     """What one strategy saved is what another one did, up to rounding."""
     ours, theirs = (whole(folder / "checkpoints" / f"step_{SAVED:08d}") for folder in (found, expected))
-    assert ours.keys() == theirs.keys() and len(ours) > 70
+    assert ours.keys() == theirs.keys() and len(ours) > 70, ours.keys() ^ theirs.keys()
     for kind in {key.partition("/")[0] for key in ours}:
         pairs = [(ours[key].double(), theirs[key].double()) for key in ours if key.startswith(f"{kind}/")]
         difference = sum((a - b).square().sum() for a, b in pairs)

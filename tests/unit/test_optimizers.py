@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 
 from samecurve.config import Optimizer
-from samecurve.optim import TRAITS, build_optimizer, num_bytes_per_parameter, set_learning_rate
+from samecurve.optim import TRAITS, build_optimizer, hidden_matrices, num_bytes_per_parameter, set_learning_rate
+from samecurve.optimizers.muon import orthogonal
 
 RATES = [0.01, 0.02, 0.005, 0.01, 0.01, 0.003]
 DECAY = 0.1
@@ -24,17 +26,33 @@ def weights() -> list[torch.nn.Parameter]:
 def trained(make) -> list[torch.Tensor]:
     """Weights after six updates, with gradients that depend on them and rates that change. make: of parameters."""
     parameters = weights()
-    optimizer, draw = make(parameters), torch.Generator().manual_seed(1)
+    made, draw = make(parameters), torch.Generator().manual_seed(1)
+    optimizers = made if isinstance(made, tuple) else (made,)
     for rate in RATES:
-        set_learning_rate(optimizer, rate)
+        for optimizer in optimizers:
+            set_learning_rate(optimizer, rate)
         for parameter in parameters:
             parameter.grad = torch.randn(parameter.shape, generator=draw) + 0.1 * parameter.detach()
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
     return [parameter.detach() for parameter in parameters]
 
 
-def ours(name: str, **more):
-    return lambda params: build_optimizer([{"params": params, "weight_decay": DECAY}], settings(name, **more))
+def ours(name: str, precision: str = "fp32"):
+    def make(params):
+        groups = [
+            {"params": [p for p in params if (p.dim() == 2) == matrix], "weight_decay": DECAY, "muon": matrix}
+            for matrix in (True, False)
+        ]
+        return build_optimizer([group for group in groups if group["params"]], settings(name), precision)
+
+    return make
+
+
+def muon_and_adamw_of_torch(params):
+    matrix, *others = params
+    muon = torch.optim.Muon([matrix], lr=RATES[0], weight_decay=DECAY, momentum=0.9, adjust_lr_fn="match_rms_adamw")
+    return muon, REFERENCES["adamw"](others)
 
 
 def lion_of_bitsandbytes(params):
@@ -48,6 +66,8 @@ REFERENCES = {
     ),
     "lion": lion_of_bitsandbytes,
     "sgd": lambda params: torch.optim.SGD(params, lr=RATES[0], momentum=0.9, weight_decay=DECAY, foreach=False),
+    "adafactor": lambda params: torch.optim.Adafactor(params, lr=RATES[0], weight_decay=DECAY),
+    "muon": muon_and_adamw_of_torch,
 }
 
 
@@ -57,7 +77,9 @@ def test_every_optimizer_has_a_reference():
 
 @pytest.mark.parametrize("name", TRAITS)
 def test_updates_are_those_of_another_implementation(name):
-    found, expected, first = trained(ours(name)), trained(REFERENCES[name]), weights()
+    # torch's Muon orthogonalises in bf16 only, as ours does where the recipe computes in bf16
+    precision = "bf16" if name == "muon" else "fp32"
+    found, expected, first = trained(ours(name, precision)), trained(REFERENCES[name]), weights()
     for mine, other, start in zip(found, expected, first, strict=True):
         assert (other - start).abs().max() > 1e-3
         assert torch.allclose(mine, other, rtol=1e-5, atol=1e-6)
@@ -78,16 +100,36 @@ def test_lion_by_hand():
     assert optimizer.state[weight]["exp_avg"].item() == pytest.approx(-0.15 * 0.95 + 0.2 * 0.05)
 
 
-BYTES = {"adamw": 16, "lion": 12, "sgd": 12}  # README.md's table
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (16, 16)])
+def test_muons_direction_is_near_the_orthogonal_factor(shape):
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(2))
+    u, s, v = torch.linalg.svd(matrix, full_matrices=False)
+    found = orthogonal(matrix)
+    values = u.T @ found @ v.T  # diagonal: the singular vectors stay, their values come near 1
+    kept = torch.diagonal(values)[s > 0.05 * s[0]]
+    assert len(kept) > 10 and kept.min() > 0.6 and kept.max() < 1.3
+    assert (values - torch.diag(torch.diagonal(values))).abs().max() < 1e-4
+
+
+def test_which_matrices_are_orthogonalised():
+    config = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, n_positions=8, vocab_size=16)
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(config)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    kinds = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    assert hidden_matrices(model, shapes) == {f"transformer.h.0.{kind}.weight" for kind in kinds}
+
+
+BYTES = {"adamw": 16, "lion": 12, "sgd": 12, "adafactor": 8, "muon": 12}  # README.md's table
 
 
 @pytest.mark.parametrize("name", TRAITS)
 def test_bytes_per_parameter_are_those_of_the_live_tensors(name):
-    weight = torch.nn.Parameter(torch.randn(256, 512))
+    weight = torch.nn.Parameter(torch.randn(1024, 2048))
     optimizer = ours(name)([weight])
     weight.grad = torch.randn_like(weight)
     optimizer.step()
     kept = [value for value in optimizer.state[weight].values() if isinstance(value, torch.Tensor)]
     total = sum(tensor.untyped_storage().nbytes() for tensor in (weight, weight.grad, *kept))
-    assert total / weight.numel() == pytest.approx(BYTES[name], rel=1e-3)
+    assert total / weight.numel() == pytest.approx(BYTES[name], rel=2e-3)
     assert num_bytes_per_parameter(settings(name)) == BYTES[name]
