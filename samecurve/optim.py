@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 class Traits(NamedTuple):
     """What an optimizer is to strategies and checkpoints.
 
-    states: what it keeps of a matrix beside it, fp32 tensors of the matrix's shape, by torch's names.
+    states: what it keeps of a matrix beside it, tensors of the matrix's shape, by torch's or bitsandbytes' names.
     reads: the keys of the recipe's `optimizer` block that not every optimizer has a use for.
     whole: why its update of a weight cannot be computed from a part of the weight alone, "" where it can.
     """
@@ -31,8 +32,10 @@ TRAITS = {
     "sgd": Traits(("momentum_buffer",), ("momentum",)),
     "adafactor": Traits((), (), "takes the means of each row and column of a matrix"),
     "muon": Traits(("momentum_buffer",), ("betas", "epsilon", "momentum"), "orthogonalises whole matrices"),
+    "adamw_8bit": Traits(("state1", "state2"), ("betas", "epsilon"), "quantizes blocks of 256 neighbouring values"),
 }
-_FACTORED = ("row_var", "col_var")
+# bitsandbytes': what is smaller keeps fp32 states
+SMALLEST_8BIT, BLOCK_8BIT = 4096, 256
 
 
 def state_names(
@@ -52,6 +55,10 @@ def state_names(
 
 def factor_shapes(settings: Optimizer, shapes: Mapping[str, Sequence[int]]) -> dict[tuple[str, str], tuple[int, ...]]:
     """By (parameter, state): full shape of the states that are not of the parameter's shape."""
+    if settings.name == "adamw_8bit":
+        blocks = {name: -(-math.prod(shape) // BLOCK_8BIT) for name, shape in shapes.items()}
+        large = [name for name, shape in shapes.items() if math.prod(shape) >= SMALLEST_8BIT]
+        return {(name, key): (blocks[name],) for name in large for key in ("absmax1", "absmax2")}
     if settings.name != "adafactor":
         return {}
     found = {}
@@ -60,8 +67,10 @@ def factor_shapes(settings: Optimizer, shapes: Mapping[str, Sequence[int]]) -> d
     return found
 
 
-def num_bytes_per_parameter(settings: Optimizer) -> int:
-    """Of a large matrix's weight, gradient and optimizer state, all fp32, on a device that holds everything."""
+def num_bytes_per_parameter(settings: Optimizer) -> float:
+    """Of a large matrix's weight, gradient and optimizer state, on a device that holds everything."""
+    if settings.name == "adamw_8bit":
+        return 4 * 2 + 2 * (1 + 4 / BLOCK_8BIT)
     return 4 * (2 + len(TRAITS[settings.name].states))
 
 
@@ -151,6 +160,11 @@ def build_optimizer(groups: list[dict], settings: Optimizer, precision: str = "f
 
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         return Muon(groups, rate, settings.momentum, betas, settings.epsilon, dtype)
+    if settings.name == "adamw_8bit":
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on a CPU it warns of what only a GPU has
+        from .optimizers.adamw_8bit import AdamW8bit
+
+        return AdamW8bit(groups, lr=rate, betas=betas, eps=settings.epsilon, min_8bit_size=SMALLEST_8BIT)
     # one kernel for the whole update, on CPUs and GPUs; left to itself torch takes one per operation
     return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=settings.epsilon, fused=True)
 

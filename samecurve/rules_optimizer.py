@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,8 +12,10 @@ from .optim import TRAITS
 
 
 def optimizer(value: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
-    """A key that the named optimizer has no use for would do nothing."""
+    """A package that is missing; keys that the named optimizer has no use for, which would do nothing."""
     name = value("optimizer.name")
+    if name == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
+        yield "optimizer.name", f"found {name}, which needs the package bitsandbytes: pip install bitsandbytes"
     for key in sorted({key for traits in TRAITS.values() for key in traits.reads} - {*TRAITS[name].reads}):
         found = value(f"optimizer.{key}")
         default = Optimizer.model_fields[key].default

@@ -3,7 +3,7 @@
     rank_00000.safetensors    "weight/model.embed_tokens.weight": fp32 (numel,), a range of the flattened parameter,
                               "exp_avg/...", "exp_avg_sq/...": the same range of its optimizer state (AdamW's here),
                               "rng/...": uint8, this rank's generators
-                              "factor/...": a range of what Adafactor keeps, named "parameter.row_var", ".col_var"
+                              "factor/...": a range of a state of another shape: "parameter.row_var", ".absmax1"
     index.json                {name: {"shape": [...], "ranges": [[rank, start, stop], ...]}}
 
 Any reader of safetensors can open them; nothing in them is code.

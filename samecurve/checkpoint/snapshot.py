@@ -34,7 +34,7 @@ class Snapshot:
         Otherwise they are read when they are asked for, one tensor in memory at a time.
         """
         self._generators = rng.capture(self._engine.device)
-        entries = [Entry(f"{kind}/{name}", stop - start) for name, start, stop, kind in self._places()]
+        entries = list(self._entries())
         entries += [Entry(f"rng/{name}", state.numel(), torch.uint8) for name, state in self._generators.items()]
         if not copy:
             return entries, _checked(entries, (value.cpu() for value in self._values()))
@@ -44,10 +44,12 @@ class Snapshot:
             torch.cuda.synchronize(self._engine.device)  # the copies to pinned memory run beside
         return entries, _checked(entries, (self._buffers[entry.key] for entry in entries))
 
-    def _places(self) -> Iterator[tuple[str, int, int, str]]:
+    def _entries(self) -> Iterator[Entry]:
+        state = self._engine.state
         for name, start, stop in self.ranges:
-            for kind in self._engine.state.kinds[name]:
-                yield name, start, stop, kind
+            for kind in state.kinds[name]:
+                dtype = torch.uint8 if (name, kind) in state.codes else torch.float32
+                yield Entry(f"{kind}/{name}", stop - start, dtype)
 
     def _values(self) -> Iterator[Tensor]:
         for held, _, tensor in self._engine.state.visit():

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .resolve import Strategy
 
 _DEEPSPEED = ("zero", "pipeline")
+_UNSHARDED = ("single", "ddp")
 
 
 def check(source: Source, strategy: Strategy) -> None:
@@ -29,6 +30,8 @@ def _refusal(name: str, strategy: Strategy) -> str | None:
             "or a strategy without offload, for example configs/zero3.yaml"
         )
     whole = TRAITS[name].whole
+    if name == "adamw_8bit" and strategy.family not in _UNSHARDED:
+        return f"it {whole}, which shards would cut elsewhere; use configs/ddp.yaml, or adamw or lion"
     if whole and strategy.family in _DEEPSPEED:
         return (
             f"it {whole}, and DeepSpeed hands an optimizer parts of many weights in one flat tensor; use "

@@ -8,7 +8,7 @@ one layout that all of them read and write. Nothing here is collective and nothi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
@@ -41,12 +41,14 @@ class State(Protocol):
     "parameter.state" of every one of another shape: FACTOR."""
     factors: dict[str, tuple[int, ...]]
     """Full shape by name of the latter."""
+    codes: Container[tuple[str, str]]
+    """(name, kind) of what is uint8; all else is fp32."""
 
     def held(self) -> list[Held]:
         """This rank's ranges, none of them empty, in the order in which `visit` comes to them."""
 
     def visit(self, writing: bool = False) -> Iterator[tuple[Held, str, Tensor]]:
-        """Every range under each of its kinds in turn: a live fp32 tensor (stop - start,), until the next one comes.
+        """Every range under each of its kinds in turn: a live tensor (stop - start,), until the next one comes.
 
         writing: what the caller writes into the tensors is kept.
         """
@@ -91,6 +93,8 @@ class LiveState:
         factors = factors or {}
         self.factors = {f"{name}.{key}": shape for (name, key), shape in factors.items()}
         self.kinds |= dict.fromkeys(self.factors, (FACTOR,))
+        # the blocks' largest values belong to codes
+        self.codes = {(name, key.replace("absmax", "state")) for name, key in factors if key.startswith("absmax")}
         self._keys: dict[str, list[str]] = {}
         for name, key in factors:
             self._keys.setdefault(name, []).append(key)
@@ -139,6 +143,7 @@ class FragmentState:
     """
 
     factors: dict = {}
+    codes = ()
 
     def __init__(self, parameters: dict[str, nn.Parameter], optimizer, states: Kinds, saved: set[str]):
         self._parameters, self._optimizer, self._saved = parameters, optimizer, saved
@@ -182,6 +187,7 @@ class PartitionState:
     """
 
     factors: dict = {}
+    codes = ()
 
     def __init__(self, parameters: dict[str, nn.Parameter], optimizer, states: Kinds, rank: int):
         self._parameters, self._optimizer, self._rank = parameters, optimizer, rank

@@ -17,11 +17,12 @@ from test_resume import whole
 
 from samecurve.optim import TRAITS
 
-RATES = {"adamw": 3e-3, "lion": 5e-4, "sgd": 0.3, "adafactor": 3e-2, "muon": 3e-3}
+RATES = {"adamw": 3e-3, "lion": 5e-4, "sgd": 0.3, "adafactor": 3e-2, "muon": 3e-3, "adamw_8bit": 3e-3}
 ELEMENTWISE = ("adamw", "lion", "sgd")
 TAKEN = dict.fromkeys(["zero1", "zero2", "zero3", "pipeline"], ELEMENTWISE) | dict.fromkeys(
     ["ddp", "fsdp", "hsdp"], (*ELEMENTWISE, "adafactor", "muon")
 )
+TAKEN["ddp"] = (*TAKEN["ddp"], "adamw_8bit")
 LOSS, NORM, STATE = 1e-5, 1e-4, 1e-4
 
 

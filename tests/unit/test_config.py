@@ -30,7 +30,7 @@ CASES = [
     ("unknown nested", r("micro_batch_size", "micro_batch_sise"), R, {},
      ["r.yaml:11: batch.micro_batch_sise: unknown key; did you mean micro_batch_size?"]),
     ("idle key", r("learning_rate: 1e-3", "learning_rate: 1e-3\n  betas: [0.9, 0.99]\n  name: sgd"), R, {},
-     ["r.yaml:15: optimizer.betas: found a list, but only adamw, lion and muon read it and optimizer.name is sgd; leave it out"]),
+     ["r.yaml:15: optimizer.betas: found a list, but only adamw, lion, muon and adamw_8bit read it and optimizer.name is sgd; leave it out"]),
     ("idle momentum", r("learning_rate: 1e-3", "learning_rate: 1e-3\n  momentum: 0.5"), R, {},
      ["r.yaml:15: optimizer.momentum: found 0.5, but only sgd and muon read it and optimizer.name is adamw; leave it out"]),
     ("unknown elsewhere", add("learning_rate: 1e-3\n"), R, {},

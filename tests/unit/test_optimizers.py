@@ -7,7 +7,14 @@ import torch
 import transformers
 
 from samecurve.config import Optimizer
-from samecurve.optim import TRAITS, build_optimizer, hidden_matrices, num_bytes_per_parameter, set_learning_rate
+from samecurve.optim import (
+    SMALLEST_8BIT,
+    TRAITS,
+    build_optimizer,
+    hidden_matrices,
+    num_bytes_per_parameter,
+    set_learning_rate,
+)
 from samecurve.optimizers.muon import orthogonal
 
 RATES = [0.01, 0.02, 0.005, 0.01, 0.01, 0.003]
@@ -20,7 +27,7 @@ def settings(name: str, **more) -> Optimizer:
 
 def weights() -> list[torch.nn.Parameter]:
     draw = torch.Generator().manual_seed(0)
-    return [torch.nn.Parameter(torch.randn(shape, generator=draw)) for shape in ((24, 40), (33,), (1,))]
+    return [torch.nn.Parameter(torch.randn(shape, generator=draw)) for shape in ((72, 64), (33,), (1,))]
 
 
 def trained(make) -> list[torch.Tensor]:
@@ -69,6 +76,7 @@ REFERENCES = {
     "adafactor": lambda params: torch.optim.Adafactor(params, lr=RATES[0], weight_decay=DECAY),
     "muon": muon_and_adamw_of_torch,
 }
+REFERENCES["adamw_8bit"] = REFERENCES["adamw"]  # bitsandbytes' class is what is run; what it is near to is fp32
 
 
 def test_every_optimizer_has_a_reference():
@@ -82,7 +90,11 @@ def test_updates_are_those_of_another_implementation(name):
     found, expected, first = trained(ours(name, precision)), trained(REFERENCES[name]), weights()
     for mine, other, start in zip(found, expected, first, strict=True):
         assert (other - start).abs().max() > 1e-3
-        assert torch.allclose(mine, other, rtol=1e-5, atol=1e-6)
+        if name == "adamw_8bit" and start.numel() >= SMALLEST_8BIT:
+            assert not torch.allclose(mine, other, rtol=1e-5, atol=1e-6)
+            assert (mine - other).norm() < 0.05 * (other - start).norm()
+        else:
+            assert torch.allclose(mine, other, rtol=1e-5, atol=1e-6)
 
 
 def test_lion_by_hand():
@@ -120,7 +132,7 @@ def test_which_matrices_are_orthogonalised():
     assert hidden_matrices(model, shapes) == {f"transformer.h.0.{kind}.weight" for kind in kinds}
 
 
-BYTES = {"adamw": 16, "lion": 12, "sgd": 12, "adafactor": 8, "muon": 12}  # README.md's table
+BYTES = {"adamw": 16, "lion": 12, "sgd": 12, "adafactor": 8, "muon": 12, "adamw_8bit": 10.03}  # README.md's table
 
 
 @pytest.mark.parametrize("name", TRAITS)
@@ -129,7 +141,9 @@ def test_bytes_per_parameter_are_those_of_the_live_tensors(name):
     optimizer = ours(name)([weight])
     weight.grad = torch.randn_like(weight)
     optimizer.step()
-    kept = [value for value in optimizer.state[weight].values() if isinstance(value, torch.Tensor)]
+    # the maps from codes to values are shared by all weights
+    state = {key: value for key, value in optimizer.state[weight].items() if not key.startswith("qmap")}
+    kept = [value for value in state.values() if isinstance(value, torch.Tensor)]
     total = sum(tensor.untyped_storage().nbytes() for tensor in (weight, weight.grad, *kept))
     assert total / weight.numel() == pytest.approx(BYTES[name], rel=2e-3)
-    assert num_bytes_per_parameter(settings(name)) == BYTES[name]
+    assert num_bytes_per_parameter(settings(name)) == pytest.approx(BYTES[name], rel=1e-3)
