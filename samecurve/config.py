@@ -159,7 +159,7 @@ Beta = Annotated[float, Field(ge=0, lt=1, strict=True)]
 class Optimizer(Section):
     """See optim.TRAITS for which optimizer reads which of `betas`, `momentum` and `epsilon`."""
 
-    name: Literal["adamw", "lion", "sgd", "adafactor", "muon", "adamw_8bit"] = "adamw"
+    name: Literal["adamw", "lion", "sgd", "adafactor", "muon", "adamw_bf16", "adamw_8bit"] = "adamw"
     learning_rate: float = Field(gt=0)
     betas: tuple[Beta, Beta] = Field((0.9, 0.95), strict=False)
     momentum: float = Field(0.9, gt=0, lt=1)

@@ -32,6 +32,7 @@ TRAITS = {
     "sgd": Traits(("momentum_buffer",), ("momentum",)),
     "adafactor": Traits((), (), "takes the means of each row and column of a matrix"),
     "muon": Traits(("momentum_buffer",), ("betas", "epsilon", "momentum"), "orthogonalises whole matrices"),
+    "adamw_bf16": Traits(("exp_avg", "exp_avg_sq"), ("betas", "epsilon")),
     "adamw_8bit": Traits(("state1", "state2"), ("betas", "epsilon"), "quantizes blocks of 256 neighbouring values"),
 }
 # bitsandbytes': what is smaller keeps fp32 states
@@ -71,6 +72,8 @@ def num_bytes_per_parameter(settings: Optimizer) -> float:
     """Of a large matrix's weight, gradient and optimizer state, on a device that holds everything."""
     if settings.name == "adamw_8bit":
         return 4 * 2 + 2 * (1 + 4 / BLOCK_8BIT)
+    if settings.name == "adamw_bf16":
+        return 2 * 4
     return 4 * (2 + len(TRAITS[settings.name].states))
 
 
@@ -112,6 +115,16 @@ def learning_rate(recipe: Recipe, update: int) -> float:
     return peak * (schedule.final_ratio + (1 - schedule.final_ratio) * falling)
 
 
+def cast_weights(model: torch.nn.Module, settings: Optimizer) -> torch.nn.Module:
+    """Weights are fp32 but for the one optimizer that is made for less; buffers stay as they are. In place."""
+    import torch
+
+    if settings.name == "adamw_bf16":
+        for parameter in filter(torch.is_floating_point, model.parameters()):
+            parameter.data = parameter.data.to(torch.bfloat16)
+    return model
+
+
 def decayed(shape: Iterable[int]) -> bool:
     """Whether weight decay applies to a parameter of this shape: matrices and embeddings, not norms and biases."""
     return len(tuple(shape)) >= 2
@@ -128,19 +141,24 @@ def parameter_groups(
     shapes: full shape by Hugging Face name. A sharded parameter's own shape may be anything, so it is not asked.
     matrices: see hidden_matrices; nothing but muon asks.
     """
-    groups: dict[tuple[bool, bool], list] = {(True, True): [], (True, False): [], (False, False): []}
+    groups: dict[tuple[bool, bool], dict] = {(True, True): {}, (True, False): {}, (False, False): {}}
     for name, parameter in named_parameters:
         if parameter.requires_grad:
-            groups[decayed(shapes[name]), settings.name == "muon" and name in matrices].append(parameter)
-    decay = {True: settings.weight_decay, False: 0.0}
-    found = [({"params": params, "weight_decay": decay[key]}, muon) for (key, muon), params in groups.items() if params]
-    return [group | {"muon": muon} if settings.name == "muon" else group for group, muon in found]
+            groups[decayed(shapes[name]), settings.name == "muon" and name in matrices][name] = parameter
+    found = []
+    for (decay, muon), named in groups.items():
+        group = {"params": [*named.values()], "weight_decay": settings.weight_decay if decay else 0.0}
+        own = {"muon": {"muon": muon}, "adamw_bf16": {"names": [*named]}}.get(settings.name, {})
+        found += [group | own] if named else []
+    return found
 
 
-def build_optimizer(groups: list[dict], settings: Optimizer, precision: str = "fp32") -> torch.optim.Optimizer:
+def build_optimizer(
+    groups: list[dict], settings: Optimizer, precision: str = "fp32", seed: int = 0
+) -> torch.optim.Optimizer:
     """The optimizer that `optimizer.name` asks for. The rate is set before every step (see `set_learning_rate`).
 
-    groups: parameter_groups'. precision: the recipe's.
+    groups: parameter_groups'. precision, seed: the recipe's.
     """
     import torch
 
@@ -160,6 +178,10 @@ def build_optimizer(groups: list[dict], settings: Optimizer, precision: str = "f
 
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         return Muon(groups, rate, settings.momentum, betas, settings.epsilon, dtype)
+    if settings.name == "adamw_bf16":
+        from .optimizers.adamw_bf16 import AdamWBf16
+
+        return AdamWBf16(groups, rate, betas, settings.epsilon, seed)
     if settings.name == "adamw_8bit":
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on a CPU it warns of what only a GPU has
         from .optimizers.adamw_8bit import AdamW8bit

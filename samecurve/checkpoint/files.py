@@ -1,7 +1,8 @@
 """A checkpoint's tensors: one safetensors file per rank, and an index that says which range of which tensor is where.
 
     rank_00000.safetensors    "weight/model.embed_tokens.weight": fp32 (numel,), a range of the flattened parameter,
-                              "exp_avg/...", "exp_avg_sq/...": the same range of its optimizer state (AdamW's here),
+                              "exp_avg/...", "exp_avg_sq/...": the same range of its optimizer state (AdamW's here);
+                              fp32 holds what is bf16 exactly; codes of 8 bits are uint8,
                               "rng/...": uint8, this rank's generators
                               "factor/...": a range of a state of another shape: "parameter.row_var", ".absmax1"
     index.json                {name: {"shape": [...], "ranges": [[rank, start, stop], ...]}}

@@ -37,7 +37,8 @@ class Snapshot:
         entries = list(self._entries())
         entries += [Entry(f"rng/{name}", state.numel(), torch.uint8) for name, state in self._generators.items()]
         if not copy:
-            return entries, _checked(entries, (value.cpu() for value in self._values()))
+            values = (v.to("cpu", e.dtype) for e, v in zip(entries, self._values(), strict=True))
+            return entries, _checked(entries, values)
         for entry, value in zip(entries, self._values(), strict=True):
             self._keep(entry, value)
         if self._engine.device.type == "cuda":

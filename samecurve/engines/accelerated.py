@@ -12,10 +12,9 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .. import quantization, rng
+from .. import optim, quantization, rng
 from ..adapter import trained_shapes
 from ..model import build, fill
-from ..optim import build_optimizer, factor_shapes, hidden_matrices, parameter_groups, set_learning_rate, state_names
 from . import fsdp, teacher, together
 from .base import EvalResult, StepResult, dtype_name, finished
 from .loss_scale import LossScale
@@ -42,7 +41,7 @@ class AcceleratedEngine:
         self.recipe, self.device = plan.recipe, accelerator.device
         self.accumulation_steps = self.recipe.batch.accumulation_steps(accelerator.num_processes)
         self.shapes = trained_shapes(skeleton)
-        self.matrices = hidden_matrices(skeleton, self.shapes)
+        self.matrices = optim.hidden_matrices(skeleton, self.shapes)
         self.loss_scale = LossScale() if self.recipe.precision == "fp16" else None
         self.model, self.optimizer = self._prepare()
         module = _unwrapped(self.model)
@@ -60,7 +59,7 @@ class AcceleratedEngine:
         return self.accelerator.process_index, self.accelerator.num_processes
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
-        set_learning_rate(self.optimizer, learning_rate)
+        optim.set_learning_rate(self.optimizer, learning_rate)
         assert len(micro_batches) == self.accumulation_steps, "the loop's batch is not the recipe's"
         tokens = int(self._sum(sum(self.task.count(**batch.targets) for batch in micro_batches)))
         if tokens == 0:
@@ -145,14 +144,14 @@ class AcceleratedEngine:
         if self.plan.strategy.family == "fsdp":
             model = build(type(self.skeleton), self.skeleton.config, torch.device("meta"), self.recipe.adapter)
             self._checkpoint_activations(model)
-            model = fsdp.shard(self.accelerator, model)
+            model = fsdp.shard(self.accelerator, optim.cast_weights(model, self.recipe.optimizer))
         else:
-            model = self._whole()
+            model = optim.cast_weights(self._whole(), self.recipe.optimizer)
             self._checkpoint_activations(model)
             model = self.accelerator.prepare_model(model)
         settings, named = self.recipe.optimizer, _unwrapped(model).named_parameters()
-        groups = parameter_groups(named, self.shapes, settings, self.matrices)
-        return model, build_optimizer(groups, settings, self.recipe.precision)
+        groups = optim.parameter_groups(named, self.shapes, settings, self.matrices)
+        return model, optim.build_optimizer(groups, settings, self.recipe.precision, self.recipe.seed)
 
     def _whole(self) -> PreTrainedModel:
         if self.recipe.adapter.quantization:
@@ -161,7 +160,10 @@ class AcceleratedEngine:
 
     def _state(self, parameters: dict[str, nn.Parameter]) -> State:
         settings = self.recipe.optimizer
-        states, factors = state_names(settings, self.shapes, self.matrices), factor_shapes(settings, self.shapes)
+        states, factors = (
+            optim.state_names(settings, self.shapes, self.matrices),
+            optim.factor_shapes(settings, self.shapes),
+        )
         return LiveState(parameters, self.optimizer, states, replica=self.shard, factors=factors)
 
     def _checkpoint_activations(self, model: PreTrainedModel) -> None:
@@ -259,12 +261,17 @@ class AcceleratedEngine:
             "gradient_accumulation_steps": self.accumulation_steps,
             "gradient_clipping": self.recipe.optimizer.max_grad_norm,
             "weight_dtype": dtype_name(weight.dtype),
-            "reduce_dtype": dtype_name(weight.dtype if self.accelerator.num_processes > 1 else None),
+            "reduce_dtype": self._reduce_dtype(weight),
             "zero_stage": 0,
             "sharded": sharded,
             "replicate_size": mesh[0] if len(mesh) == 2 else 1,
             "offload": ["optimizer:cpu", "param:cpu"] if offloaded else [],
         }
+
+    def _reduce_dtype(self, weight: nn.Parameter) -> str | None:
+        if isinstance(weight, DTensor):
+            return dtype_name(self.model._get_fsdp_state()._mp_policy.reduce_dtype)
+        return dtype_name(weight.dtype) if self.accelerator.num_processes > 1 else None
 
     def _precision(self) -> str:
         """What the forward pass computes in. Accelerate ignores a precision that it does not support somewhere."""

@@ -29,6 +29,11 @@ def _refusal(name: str, strategy: Strategy) -> str | None:
             "DeepSpeed updates an offloaded optimizer with its own CPU Adam, whatever it is given; use adamw, "
             "or a strategy without offload, for example configs/zero3.yaml"
         )
+    if name == "adamw_bf16" and strategy.family in _DEEPSPEED:
+        return (
+            "DeepSpeed keeps fp32 copies of bf16 weights itself and hands those to the optimizer; use "
+            "configs/fsdp.yaml or configs/ddp.yaml, or adamw"
+        )
     whole = TRAITS[name].whole
     if name == "adamw_8bit" and strategy.family not in _UNSHARDED:
         return f"it {whole}, which shards would cut elsewhere; use configs/ddp.yaml, or adamw or lion"

@@ -42,7 +42,7 @@ class State(Protocol):
     factors: dict[str, tuple[int, ...]]
     """Full shape by name of the latter."""
     codes: Container[tuple[str, str]]
-    """(name, kind) of what is uint8; all else is fp32."""
+    """(name, kind) of what is uint8; all else is fp32, or bf16."""
 
     def held(self) -> list[Held]:
         """This rank's ranges, none of them empty, in the order in which `visit` comes to them."""

@@ -30,3 +30,13 @@ def summed(tensors: list[Tensor], group: ProcessGroup | None) -> list[Tensor]:
     torch.distributed.all_reduce(flat, group=group)
     parts = flat.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def first_index(tensor: Tensor) -> int:
+    """Where this rank's part begins in the flattened whole."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return offset[0] * (tensor.numel() // max(tensor.shape[0], 1))

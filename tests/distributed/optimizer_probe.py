@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import torch
 from pairs_probe import differs
 from test_resume import whole
 
@@ -57,7 +59,16 @@ def one(plan, accelerator, task, skeleton, origin: Path | None) -> dict:
                 checkpoints.save(engine, Position(step, step, batches.samples), wait=True)
         return [(result.loss, result.grad_norm) for result in results]
 
-    found = {"engine": engine.describe()["engine"], "results": train(0, save_after=SAVED), "unequal": []}
+    described = engine.describe()
+    found = {"engine": described["engine"], "dtypes": [described["weight_dtype"], described["reduce_dtype"]]}
+    found |= {"results": train(0, save_after=SAVED), "unequal": []}
+    if recipe.optimizer.name == "adamw_bf16":
+        # without a gradient nothing is summed, so the weights and their random rounding are the same to the last bit
+        position = checkpoints.load((origin or run.path) / "checkpoints" / f"step_{SAVED:08d}", engine)
+        for parameter in engine.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        engine.optimizer.step()
+        checkpoints.save(engine, replace(position, step=STEPS), wait=True)
     if origin:
         folder = origin / "checkpoints" / f"step_{SAVED:08d}"
         position = checkpoints.load(folder, engine)

@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from harness import launch_command, long
 from optimizer_probe import SAVED, STEPS
 from test_equal_curves import ENGINES
@@ -17,7 +18,15 @@ from test_resume import whole
 
 from samecurve.optim import TRAITS
 
-RATES = {"adamw": 3e-3, "lion": 5e-4, "sgd": 0.3, "adafactor": 3e-2, "muon": 3e-3, "adamw_8bit": 3e-3}
+RATES = {
+    "adamw": 3e-3,
+    "lion": 5e-4,
+    "sgd": 0.3,
+    "adafactor": 3e-2,
+    "muon": 3e-3,
+    "adamw_8bit": 3e-3,
+    "adamw_bf16": 3e-3,
+}
 ELEMENTWISE = ("adamw", "lion", "sgd")
 TAKEN = dict.fromkeys(["zero1", "zero2", "zero3", "pipeline"], ELEMENTWISE) | dict.fromkeys(
     ["ddp", "fsdp", "hsdp"], (*ELEMENTWISE, "adafactor", "muon")
@@ -26,7 +35,7 @@ TAKEN["ddp"] = (*TAKEN["ddp"], "adamw_8bit")
 LOSS, NORM, STATE = 1e-5, 1e-4, 1e-4
 
 
-def start(workspace, strategy: str | None, world: int, names, origin: Path | None = None) -> dict[str, dict]:
+def start(workspace, strategy: str | None, world: int, names, origin: Path | None = None, *more: str) -> dict:
     """Results by optimizer."""
     folder = workspace.folder / f"optimizers_{len(list(workspace.folder.iterdir()))}"
     folder.mkdir()
@@ -37,7 +46,7 @@ def start(workspace, strategy: str | None, world: int, names, origin: Path | Non
     script = str(Path(__file__).with_name("optimizer_probe.py"))
     command = launch_command("fork", path, world, folder, script)
     command += [str(folder / "wanted.json"), str(workspace.recipe), f"steps={STEPS}", "schedule.warmup_steps=2"]
-    command += ["batch.micro_batch_size=2", *(["--strategy", str(path)] if path else [])]
+    command += ["batch.micro_batch_size=2", *more, *(["--strategy", str(path)] if path else [])]
     run = workspace.execute(command, folder)
     assert run.returncode == 0, run.output
     lines = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
@@ -47,7 +56,7 @@ def start(workspace, strategy: str | None, world: int, names, origin: Path | Non
 
 @pytest.fixture(scope="module")
 def single(workspace) -> dict[str, dict]:
-    found = start(workspace, None, 1, list(RATES))
+    found = start(workspace, None, 1, [name for name in RATES if name != "adamw_bf16"])
     for name, line in found.items():
         losses = [loss for loss, _ in line["results"]]
         assert len(losses) == STEPS and losses[-1] < losses[0] - 0.02, (name, losses)
@@ -74,11 +83,36 @@ def test_the_same_curve_and_state_under_every_strategy(strategy, world, single, 
         assert_same_state(line["folder"], single[name]["folder"])
 
 
-def assert_close(found, expected, name: str) -> None:
+@pytest.mark.parametrize(("strategy", "world"), long(("ddp", 2), ("fsdp", 2)))
+def test_bf16_weights_train_the_curve_of_fp32_ones(strategy, world, single, bf16, workspace):
+    """Within what computing in bf16 makes of it, see test_equal_curves.py; what is loaded is loaded exactly."""
+    name = "adamw_bf16"
+    origin, expected = bf16["folder"].parent, single["adamw"]["results"]
+    line = start(workspace, strategy, world, [name], origin, "precision=bf16")[name]
+    assert line["engine"] == ENGINES[strategy]
+    ours, theirs, before = (
+        whole(folder / "checkpoints" / f"step_{step:08d}")
+        for folder, step in ((line["folder"], STEPS), (bf16["folder"], STEPS), (bf16["folder"], SAVED))
+    )
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs) and ours.keys() == theirs.keys()
+    assert sum(not torch.equal(theirs[key], before[key]) for key in theirs) > 70
+    assert line["dtypes"] == ["bfloat16", {"ddp": "bfloat16", "fsdp": "float32"}[strategy]]
+    for found in (bf16["results"], line["results"]):
+        assert_close(found, expected, name, 5e-3, 5e-2)
+    assert line["unequal"] == []
+    assert_close(line["after"], expected[SAVED:], name, 5e-3, 5e-2)
+
+
+@pytest.fixture(scope="module")
+def bf16(workspace) -> dict:
+    return start(workspace, None, 1, ["adamw_bf16"], None, "precision=bf16")["adamw_bf16"]
+
+
+def assert_close(found, expected, name: str, loss_tolerance: float = LOSS, norm_tolerance: float = NORM) -> None:
     assert len(found) == len(expected) > 0
     for (loss, norm), (expected_loss, expected_norm) in zip(found, expected, strict=True):
-        assert loss == pytest.approx(expected_loss, rel=LOSS), name
-        assert norm == pytest.approx(expected_norm, rel=NORM), name
+        assert loss == pytest.approx(expected_loss, rel=loss_tolerance), name
+        assert norm == pytest.approx(expected_norm, rel=norm_tolerance), name
 
 
 def assert_same_state(found: Path, expected: Path) -> None:

@@ -15,6 +15,7 @@ from samecurve.optim import (
     num_bytes_per_parameter,
     set_learning_rate,
 )
+from samecurve.optimizers.adamw_bf16 import random_bits, rounded
 from samecurve.optimizers.muon import orthogonal
 
 RATES = [0.01, 0.02, 0.005, 0.01, 0.01, 0.003]
@@ -39,7 +40,8 @@ def trained(make) -> list[torch.Tensor]:
         for optimizer in optimizers:
             set_learning_rate(optimizer, rate)
         for parameter in parameters:
-            parameter.grad = torch.randn(parameter.shape, generator=draw) + 0.1 * parameter.detach()
+            gradient = torch.randn(parameter.shape, generator=draw) + 0.1 * parameter.detach()
+            parameter.grad = gradient.to(parameter.dtype)
         for optimizer in optimizers:
             optimizer.step()
     return [parameter.detach() for parameter in parameters]
@@ -51,6 +53,11 @@ def ours(name: str, precision: str = "fp32"):
             {"params": [p for p in params if (p.dim() == 2) == matrix], "weight_decay": DECAY, "muon": matrix}
             for matrix in (True, False)
         ]
+        if name == "adamw_bf16":
+            for group in groups:
+                group["names"] = [f"{tuple(p.shape)}" for p in group["params"]]
+                for p in group["params"]:
+                    p.data = p.data.bfloat16()
         return build_optimizer([group for group in groups if group["params"]], settings(name), precision)
 
     return make
@@ -76,7 +83,8 @@ REFERENCES = {
     "adafactor": lambda params: torch.optim.Adafactor(params, lr=RATES[0], weight_decay=DECAY),
     "muon": muon_and_adamw_of_torch,
 }
-REFERENCES["adamw_8bit"] = REFERENCES["adamw"]  # bitsandbytes' class is what is run; what it is near to is fp32
+# bitsandbytes' class is what is run; what it is near to is fp32. And so is what is rounded at random
+REFERENCES["adamw_8bit"] = REFERENCES["adamw_bf16"] = REFERENCES["adamw"]
 
 
 def test_every_optimizer_has_a_reference():
@@ -93,6 +101,9 @@ def test_updates_are_those_of_another_implementation(name):
         if name == "adamw_8bit" and start.numel() >= SMALLEST_8BIT:
             assert not torch.allclose(mine, other, rtol=1e-5, atol=1e-6)
             assert (mine - other).norm() < 0.05 * (other - start).norm()
+        elif name == "adamw_bf16":  # rounded six times, by half of 2 ** -8 of a weight on average
+            assert mine.dtype == torch.bfloat16
+            assert (mine - other).norm() < 6**0.5 * 2**-8 * start.norm()
         else:
             assert torch.allclose(mine, other, rtol=1e-5, atol=1e-6)
 
@@ -132,7 +143,51 @@ def test_which_matrices_are_orthogonalised():
     assert hidden_matrices(model, shapes) == {f"transformer.h.0.{kind}.weight" for kind in kinds}
 
 
-BYTES = {"adamw": 16, "lion": 12, "sgd": 12, "adafactor": 8, "muon": 12, "adamw_8bit": 10.03}  # README.md's table
+def test_rounding_at_random_is_right_on_average_and_lands_on_a_neighbour():
+    exact = torch.full(
+        (2**16,), 1.0 + 2**-8 * 1.25
+    )  # a quarter of the way from one bf16 number to the next, 2 ** -7 on
+    exact = torch.cat([exact, -exact])
+    low, high = 1.0, 1.0 + 2**-7
+    found = rounded(exact.clone(), random_bits(0, exact, salt=7)).float()
+    assert {*found.abs().tolist()} == {low, high}
+    share = (found.abs() == high).float().mean().item()
+    assert share == pytest.approx(0.625, abs=0.01)
+    assert found[: 2**16].mean().item() == pytest.approx(exact[0].item(), abs=1e-4)
+    assert torch.equal(rounded(found.clone(), random_bits(0, exact, salt=8)).float(), found)  # what fits stays
+
+
+def test_the_random_bits_belong_to_a_place_a_step_and_a_weight():
+    whole = random_bits(0, torch.empty(5000), salt=1)
+    assert torch.equal(random_bits(1234, torch.empty(5000 - 1234), salt=1), whole[1234:])
+    assert whole.unique().numel() > 4500 and 0 <= int(whole.min()) and int(whole.max()) < 2**16
+    other = random_bits(0, torch.empty(5000), salt=2)
+    assert (whole == other).sum() < 10
+    assert abs(torch.corrcoef(torch.stack([whole[1:], whole[:-1]]).double())[0, 1]) < 0.05
+
+
+def test_updates_that_the_nearest_bf16_undoes_move_weights():
+    """200 steps of 1e-3 from 1.0, where bf16 numbers are 2 ** -8 apart below and 2 ** -7 above: 0.8 in fp32."""
+    weight = torch.nn.Parameter(torch.full((4096,), 1.0))
+    optimizer = ours("adamw_bf16")([weight])
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.0
+    set_learning_rate(optimizer, 1e-3)
+    for _ in range(200):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    assert weight.float().mean().item() == pytest.approx(0.8, abs=2e-3)
+
+
+BYTES = {
+    "adamw": 16,
+    "lion": 12,
+    "sgd": 12,
+    "adafactor": 8,
+    "muon": 12,
+    "adamw_8bit": 10.03,
+    "adamw_bf16": 8,
+}  # README.md's table
 
 
 @pytest.mark.parametrize("name", TRAITS)

@@ -20,6 +20,9 @@ def made(replica=(0, 1), saved=None, name="adamw"):
         "b": nn.Parameter(torch.tensor([7.0])),
     }
     settings = Optimizer(name=name, learning_rate=0.1)
+    if name == "adamw_bf16":
+        for parameter in parameters.values():
+            parameter.data = parameter.data.bfloat16()
     shapes, matrices = {name: parameter.shape for name, parameter in parameters.items()}, {"a"}
     optimizer = build_optimizer(parameter_groups(parameters.items(), shapes, settings, matrices), settings)
     states, factors = state_names(settings, shapes, matrices), factor_shapes(settings, shapes)

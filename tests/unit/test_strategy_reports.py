@@ -134,6 +134,8 @@ CASES = [
      [OFFLOADED]),
     ("recipe: flat muon", {}, ["r.yaml", "--strategy", "configs/zero2.yaml", "optimizer.name=muon"], T,
      ["command line: optimizer.name: found muon, but it orthogonalises whole matrices, and DeepSpeed hands an optimizer parts of many weights in one flat tensor; use configs/fsdp.yaml or configs/ddp.yaml, or adamw, lion or sgd"]),
+    ("recipe: bf16 masters", {}, ["r.yaml", "--strategy", "configs/zero2.yaml", "optimizer.name=adamw_bf16"], T,
+     ["command line: optimizer.name: found adamw_bf16, but DeepSpeed keeps fp32 copies of bf16 weights itself and hands those to the optimizer; use configs/fsdp.yaml or configs/ddp.yaml, or adamw"]),
     ("recipe: sharded blocks", {}, ["r.yaml", "--strategy", "configs/fsdp.yaml", "optimizer.name=adamw_8bit"], T,
      ["command line: optimizer.name: found adamw_8bit, but it quantizes blocks of 256 neighbouring values, which shards would cut elsewhere; use configs/ddp.yaml, or adamw or lion"]),
     ("recipe: offloaded adafactor", {"mine.yaml": GOOD["configs/fsdp.yaml"] + "  fsdp_offload_params: true\n"}, ["r.yaml", "--strategy", "mine.yaml", "optimizer.name=adafactor"], T,
