@@ -2,17 +2,97 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from .config import Optimizer, Recipe
 
 if TYPE_CHECKING:
     import torch
 
-STATE_NAMES = ("exp_avg", "exp_avg_sq")
-"""What AdamW keeps per weight, by torch's names: running means of the gradient and of its square."""
+
+class Traits(NamedTuple):
+    """What an optimizer is to strategies and checkpoints.
+
+    states: what it keeps of a matrix beside it, tensors of the matrix's shape, by torch's or bitsandbytes' names.
+    reads: the keys of the recipe's `optimizer` block that not every optimizer has a use for.
+    whole: why its update of a weight cannot be computed from a part of the weight alone, "" where it can.
+    """
+
+    states: tuple[str, ...]
+    reads: tuple[str, ...]
+    whole: str = ""
+
+
+TRAITS = {
+    "adamw": Traits(("exp_avg", "exp_avg_sq"), ("betas", "epsilon")),
+    "lion": Traits(("exp_avg",), ("betas",)),
+    "sgd": Traits(("momentum_buffer",), ("momentum",)),
+    "adafactor": Traits((), (), "takes the means of each row and column of a matrix"),
+    "muon": Traits(("momentum_buffer",), ("betas", "epsilon", "momentum"), "orthogonalises whole matrices"),
+    "adamw_bf16": Traits(("exp_avg", "exp_avg_sq"), ("betas", "epsilon")),
+    "adamw_8bit": Traits(("state1", "state2"), ("betas", "epsilon"), "quantizes blocks of 256 neighbouring values"),
+}
+# bitsandbytes': what is smaller keeps fp32 states
+SMALLEST_8BIT, BLOCK_8BIT = 4096, 256
+
+
+def state_names(
+    settings: Optimizer, shapes: Mapping[str, Sequence[int]], matrices: Container[str] = ()
+) -> dict[str, tuple[str, ...]]:
+    """By name of every trained parameter: which states of its own shape the optimizer keeps of it.
+
+    shapes: full ones. matrices: see hidden_matrices.
+    """
+    if settings.name == "adafactor":
+        return {name: () if len(shape) > 1 else ("variance",) for name, shape in shapes.items()}
+    if settings.name == "muon":
+        kept = {True: TRAITS["muon"].states, False: TRAITS["adamw"].states}
+        return {name: kept[name in matrices] for name in shapes}
+    return dict.fromkeys(shapes, TRAITS[settings.name].states)
+
+
+def factor_shapes(settings: Optimizer, shapes: Mapping[str, Sequence[int]]) -> dict[tuple[str, str], tuple[int, ...]]:
+    """By (parameter, state): full shape of the states that are not of the parameter's shape."""
+    if settings.name == "adamw_8bit":
+        blocks = {name: -(-math.prod(shape) // BLOCK_8BIT) for name, shape in shapes.items()}
+        large = [name for name, shape in shapes.items() if math.prod(shape) >= SMALLEST_8BIT]
+        return {(name, key): (blocks[name],) for name in large for key in ("absmax1", "absmax2")}
+    if settings.name != "adafactor":
+        return {}
+    found = {}
+    for name, (*others, rows, columns) in ((name, shape) for name, shape in shapes.items() if len(shape) > 1):
+        found[name, "row_var"], found[name, "col_var"] = (*others, rows, 1), (*others, 1, columns)
+    return found
+
+
+def num_bytes_per_parameter(settings: Optimizer) -> float:
+    """Of a large matrix's weight, gradient and optimizer state, on a device that holds everything."""
+    if settings.name == "adamw_8bit":
+        return 4 * 2 + 2 * (1 + 4 / BLOCK_8BIT)
+    if settings.name == "adamw_bf16":
+        return 2 * 4
+    return 4 * (2 + len(TRAITS[settings.name].states))
+
+
+def hidden_matrices(model: torch.nn.Module, shapes: Mapping[str, Sequence[int]]) -> set[str]:
+    """Names of the matrices that map features to features: no embeddings, no output head, no norms and biases.
+
+    model: a transformers model, which names its embeddings. shapes: by name of what is trained.
+    """
+    from torch.nn import Embedding
+
+    edges = {id(module) for module in model.modules() if isinstance(module, Embedding)}
+    edges.add(id(model.get_output_embeddings()))
+    owned = {
+        f"{prefix}.{name}"
+        for prefix, module in model.named_modules()
+        if id(module) in edges
+        for name, _ in module.named_parameters()
+    }
+    return {name for name, shape in shapes.items() if len(shape) == 2 and name not in owned}
 
 
 def learning_rate(recipe: Recipe, update: int) -> float:
@@ -35,31 +115,80 @@ def learning_rate(recipe: Recipe, update: int) -> float:
     return peak * (schedule.final_ratio + (1 - schedule.final_ratio) * falling)
 
 
+def cast_weights(model: torch.nn.Module, settings: Optimizer) -> torch.nn.Module:
+    """Weights are fp32 but for the one optimizer that is made for less; buffers stay as they are. In place."""
+    import torch
+
+    if settings.name == "adamw_bf16":
+        for parameter in filter(torch.is_floating_point, model.parameters()):
+            parameter.data = parameter.data.to(torch.bfloat16)
+    return model
+
+
 def decayed(shape: Iterable[int]) -> bool:
     """Whether weight decay applies to a parameter of this shape: matrices and embeddings, not norms and biases."""
     return len(tuple(shape)) >= 2
 
 
 def parameter_groups(
-    named_parameters: Iterable[tuple[str, torch.nn.Parameter]], shapes: dict[str, torch.Size], settings: Optimizer
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+    shapes: dict[str, torch.Size],
+    settings: Optimizer,
+    matrices: Container[str] = (),
 ) -> list[dict]:
-    """Two groups, with and without weight decay; an empty one is left out.
+    """Groups with and without weight decay; muon's matrices, which are decayed, are one of their own. No empty ones.
 
     shapes: full shape by Hugging Face name. A sharded parameter's own shape may be anything, so it is not asked.
+    matrices: see hidden_matrices; nothing but muon asks.
     """
-    groups: dict[bool, list] = {True: [], False: []}
+    groups: dict[tuple[bool, bool], dict] = {(True, True): {}, (True, False): {}, (False, False): {}}
     for name, parameter in named_parameters:
         if parameter.requires_grad:
-            groups[decayed(shapes[name])].append(parameter)
-    decay = {True: settings.weight_decay, False: 0.0}
-    return [{"params": params, "weight_decay": decay[key]} for key, params in groups.items() if params]
+            groups[decayed(shapes[name]), settings.name == "muon" and name in matrices][name] = parameter
+    found = []
+    for (decay, muon), named in groups.items():
+        group = {"params": [*named.values()], "weight_decay": settings.weight_decay if decay else 0.0}
+        own = {"muon": {"muon": muon}, "adamw_bf16": {"names": [*named]}}.get(settings.name, {})
+        found += [group | own] if named else []
+    return found
 
 
-def build_optimizer(groups: list[dict], settings: Optimizer) -> torch.optim.Optimizer:
-    """The optimizer that `optimizer.name` asks for. The rate is set before every step (see `set_learning_rate`)."""
+def build_optimizer(
+    groups: list[dict], settings: Optimizer, precision: str = "fp32", seed: int = 0
+) -> torch.optim.Optimizer:
+    """The optimizer that `optimizer.name` asks for. The rate is set before every step (see `set_learning_rate`).
+
+    groups: parameter_groups'. precision, seed: the recipe's.
+    """
     import torch
 
-    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.epsilon)
+    rate, betas = settings.learning_rate, settings.betas
+    if settings.name == "lion":
+        from .optimizers.lion import Lion
+
+        return Lion(groups, rate, betas)
+    if settings.name == "sgd":
+        return torch.optim.SGD(groups, lr=rate, momentum=settings.momentum)
+    if settings.name == "adafactor":
+        from .optimizers.adafactor import Adafactor
+
+        return Adafactor(groups, rate)
+    if settings.name == "muon":
+        from .optimizers.muon import Muon
+
+        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        return Muon(groups, rate, settings.momentum, betas, settings.epsilon, dtype)
+    if settings.name == "adamw_bf16":
+        from .optimizers.adamw_bf16 import AdamWBf16
+
+        return AdamWBf16(groups, rate, betas, settings.epsilon, seed)
+    if settings.name == "adamw_8bit":
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on a CPU it warns of what only a GPU has
+        from .optimizers.adamw_8bit import AdamW8bit
+
+        return AdamW8bit(groups, lr=rate, betas=betas, eps=settings.epsilon, min_8bit_size=SMALLEST_8BIT)
+    # one kernel for the whole update, on CPUs and GPUs; left to itself torch takes one per operation
+    return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=settings.epsilon, fused=True)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
@@ -67,9 +196,17 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
         group["lr"] = value
 
 
-def empty_state(parameter: torch.Tensor, integer_step: bool = False) -> dict:
-    """AdamW's state of one parameter before its first update. integer_step: DeepSpeed's CPU Adam counts in an int."""
+def empty_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, names: Iterable[str]) -> dict:
+    """The states `names` of one parameter before its first update, and the counter of those that count."""
     import torch
 
-    step = 0 if integer_step else torch.tensor(0.0, dtype=torch.float32)
-    return {"step": step, **{name: torch.zeros_like(parameter) for name in STATE_NAMES}}
+    if hasattr(optimizer, "empty_state"):
+        return optimizer.empty_state(parameter)
+    state = {name: torch.zeros_like(parameter) for name in names}
+    if "exp_avg_sq" not in state:
+        return state
+    if type(optimizer).__name__ == "DeepSpeedCPUAdam":  # it counts in an int
+        return {"step": 0, **state}
+    # the fused kernel wants the counter where the weight is, the others on the CPU
+    device = parameter.device if optimizer.defaults.get("fused") else "cpu"
+    return {"step": torch.tensor(0.0, dtype=torch.float32, device=device), **state}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from .config import Adapter
 from .documents import describe
 from .rules_memory import memory
+from .rules_optimizer import optimizer
 from .rules_profile import profiled
 from .rules_sources import mixture, pattern, streaming
 from .rules_tasks import chunked, distill, embed, model_folder
@@ -71,9 +72,9 @@ _CAUSAL = (*_PACKED, "dpo")
 
 def apply(source: Source) -> None:
     """Add what the rules find to the source's problems."""
+    model = (_model, _adapter, _attention, _positions, memory)
     data = (_tokenizer, _data, _task, embed, distill, chunked, _columns, _preferences, _continued)
-    model, later = (_model, _adapter, _attention, _positions, memory), (_schedule, _checkpoint, _guard, _evaluate, profiled)
-    for rule in (*model, *data, *later):
+    for rule in (*model, *data, optimizer, _schedule, _checkpoint, _guard, _evaluate, profiled):
         with contextlib.suppress(KeyError):
             for key, text in rule(source.value):
                 source.document.problem(tuple(key.split(".")), text)

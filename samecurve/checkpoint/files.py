@@ -1,9 +1,11 @@
 """A checkpoint's tensors: one safetensors file per rank, and an index that says which range of which tensor is where.
 
     rank_00000.safetensors    "weight/model.embed_tokens.weight": fp32 (numel,), a range of the flattened parameter,
-                              "exp_avg/...", "exp_avg_sq/...": the same range of its optimizer state,
+                              "exp_avg/...", "exp_avg_sq/...": the same range of its optimizer state (AdamW's here);
+                              fp32 holds what is bf16 exactly; codes of 8 bits are uint8,
                               "rng/...": uint8, this rank's generators
-    index.json                {parameter: {"shape": [...], "ranges": [[rank, start, stop], ...]}}
+                              "factor/...": a range of a state of another shape: "parameter.row_var", ".absmax1"
+    index.json                {name: {"shape": [...], "ranges": [[rank, start, stop], ...]}}
 
 Any reader of safetensors can open them; nothing in them is code.
 """

@@ -98,7 +98,7 @@ class Checkpoints:
         reach("load.read")
         saved = read_state(folder)
         reader = files.Reader(folder)
-        reader.check_names(engine.shapes)
+        reader.check_names(engine.shapes | engine.state.factors)
         with torch.no_grad():
             for held, kind, tensor in engine.state.visit(writing=True):
                 self._busy()

@@ -21,7 +21,7 @@ class Snapshot:
 
     def __init__(self, engine: Engine):
         self._engine = engine
-        self.shapes = {name: list(shape) for name, shape in engine.shapes.items()}
+        self.shapes = {name: list(shape) for name, shape in (engine.shapes | engine.state.factors).items()}
         self._buffers: dict[str, Tensor] = {}
         self._generators: dict[str, Tensor] = {}
         held = [each for each in engine.state.held() if each.save_stop > each.save_start]
@@ -34,22 +34,23 @@ class Snapshot:
         Otherwise they are read when they are asked for, one tensor in memory at a time.
         """
         self._generators = rng.capture(self._engine.device)
-        entries = [Entry(f"{kind}/{name}", stop - start) for name, start, stop, kind in self._places()]
+        entries = list(self._entries())
         entries += [Entry(f"rng/{name}", state.numel(), torch.uint8) for name, state in self._generators.items()]
         if not copy:
-            return entries, _checked(entries, (value.cpu() for value in self._values()))
+            values = (v.to("cpu", e.dtype) for e, v in zip(entries, self._values(), strict=True))
+            return entries, _checked(entries, values)
         for entry, value in zip(entries, self._values(), strict=True):
             self._keep(entry, value)
         if self._engine.device.type == "cuda":
             torch.cuda.synchronize(self._engine.device)  # the copies to pinned memory run beside
         return entries, _checked(entries, (self._buffers[entry.key] for entry in entries))
 
-    def _places(self) -> Iterator[tuple[str, int, int, str]]:
-        from ..engines.state import KINDS
-
+    def _entries(self) -> Iterator[Entry]:
+        state = self._engine.state
         for name, start, stop in self.ranges:
-            for kind in KINDS:
-                yield name, start, stop, kind
+            for kind in state.kinds[name]:
+                dtype = torch.uint8 if (name, kind) in state.codes else torch.float32
+                yield Entry(f"{kind}/{name}", stop - start, dtype)
 
     def _values(self) -> Iterator[Tensor]:
         for held, _, tensor in self._engine.state.visit():

@@ -110,7 +110,7 @@ def measured(recipe: Recipe, folder: Path) -> tuple[dict[str, Any], dict[str, fl
 
     task: Task = tasks.load(recipe)
     model, _ = models.load(folder, task.head, recipe.model.attention)
-    engine = LoadedEngine(model, task, recipe.precision)
+    engine = LoadedEngine(model, task, recipe)
     with _shown() as (start, advance):
         if task.has_reference:
             _prepare(task, recipe, advance)

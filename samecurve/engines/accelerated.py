@@ -13,13 +13,12 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .. import compilation, quantization, rng
+from .. import compilation, optim, quantization, rng
 from ..adapter import trained_shapes
-from ..chunked_head import ChunkedHead, Measure, install, trained_positions
 from ..model import build, fill
-from ..optim import build_optimizer, parameter_groups, set_learning_rate
 from . import fsdp, teacher, together
 from .base import EvalResult, StepResult, dtype_name, evaluation_sums, finished
+from .forward import Forward, chunked_head
 from .held import held_bytes
 from .loss_scale import LossScale
 from .state import LiveState, State
@@ -38,24 +37,22 @@ _PRECISION = {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 class AcceleratedEngine:
     """Single device, DDP, FSDP2 and HSDP. ZeRO overrides how a model is prepared, updated, written and read."""
 
-    teacher: nn.Module | None = None
-    head: ChunkedHead | None = None
-
     def __init__(self, accelerator: Accelerator, plan: Plan, skeleton: PreTrainedModel, task: Task):
         self.accelerator, self.plan, self.skeleton, self.task = accelerator, plan, skeleton, task
         self.recipe, self.device = plan.recipe, accelerator.device
         self.accumulation_steps = self.recipe.batch.accumulation_steps(accelerator.num_processes)
         self.shapes = trained_shapes(skeleton)
+        self.matrices = optim.hidden_matrices(skeleton, self.shapes)
         self.loss_scale = LossScale() if self.recipe.precision == "fp16" else None
         self.model, self.optimizer = self._prepare()
         module = _unwrapped(self.model)
-        self.head = self._chunked(skeleton, self.recipe.loss.implementation, self.recipe.precision)
         self.tensors = {**dict(module.named_buffers()), **dict(module.named_parameters())}
         self.state = self._state({name: self.tensors[name] for name in self.shapes})
         with torch.no_grad():
             fill(skeleton, self.recipe, self._write)
+        self.forward = Forward(self.model, task, self.device, chunked_head(module, skeleton, task, self.recipe))
         if task.teacher is not None:
-            self.teacher = teacher.build(accelerator, plan, task.teacher, task.vocabulary_size)
+            self.forward.teacher = teacher.build(accelerator, plan, task.teacher, task.vocabulary_size)
 
     # What the loop asks
 
@@ -64,7 +61,7 @@ class AcceleratedEngine:
         return self.accelerator.process_index, self.accelerator.num_processes
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
-        set_learning_rate(self.optimizer, learning_rate)
+        optim.set_learning_rate(self.optimizer, learning_rate)
         assert len(micro_batches) == self.accumulation_steps, "the loop's batch is not the recipe's"
         tokens = int(self._sum(sum(self.task.count(**batch.targets) for batch in micro_batches)))
         if tokens == 0:
@@ -76,7 +73,7 @@ class AcceleratedEngine:
         for index, (batch, context) in enumerate(zip(micro_batches, contexts, strict=True)):
             last = index == len(micro_batches) - 1
             with self._accumulating(last):
-                loss = self._measured(batch, self.task.loss, context)
+                loss = self.forward.sums(self.task.loss, batch, context)
                 loss_sum += loss.detach()
                 if last:
                     mean = self._sum(loss_sum) / tokens
@@ -93,7 +90,7 @@ class AcceleratedEngine:
             return EvalResult(math.nan, int(self._sum(count)), features=self.features(micro_batches))
         self.model.eval()
         with torch.no_grad():
-            sums = sum(self._measured(batch, partial(evaluation_sums, self.task)) for batch in micro_batches)
+            sums = sum(map(partial(self.forward.sums, partial(evaluation_sums, self.task)), micro_batches))
         self.model.train()
         tokens = int(self._sum(sum(self.task.count(**batch.targets) for batch in micro_batches)))
         loss, *statistics = self.accelerator.reduce(sums, reduction="sum").tolist()
@@ -123,7 +120,7 @@ class AcceleratedEngine:
             "num_parameters": self.skeleton.num_parameters(),
             "num_trained_parameters": sum(shape.numel() for shape in self.shapes.values()),
             "num_parameters_per_rank": local,
-            "loss_implementation": "chunked" if self.head else "full",
+            "loss_implementation": "chunked" if self.forward.head else "full",
             **self._describe_teacher(),
             **self._describe_numbers(),
         }
@@ -145,28 +142,29 @@ class AcceleratedEngine:
     def _prepare(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         if self.plan.strategy.family == "fsdp":
             model = build(type(self.skeleton), self.skeleton.config, torch.device("meta"), self.recipe.adapter)
+            model = optim.cast_weights(model, self.recipe.optimizer)
             compilation.prepare(model, self.recipe)
             model = fsdp.shard(self.accelerator, model)
         else:
-            model = self._whole()
+            model = optim.cast_weights(self._whole(), self.recipe.optimizer)
             compilation.prepare(model, self.recipe)
             model = self.accelerator.prepare_model(model)
-        groups = parameter_groups(_unwrapped(model).named_parameters(), self.shapes, self.recipe.optimizer)
-        return model, build_optimizer(groups, self.recipe.optimizer)
+        settings, named = self.recipe.optimizer, _unwrapped(model).named_parameters()
+        groups = optim.parameter_groups(named, self.shapes, settings, self.matrices)
+        return model, optim.build_optimizer(groups, settings, self.recipe.precision, self.recipe.seed)
 
     def _whole(self) -> PreTrainedModel:
         if self.recipe.adapter.quantization:
             return quantization.build(self.skeleton, self.recipe, self.device)
         return build(type(self.skeleton), self.skeleton.config, torch.device(self.device), self.recipe.adapter)
 
-    def _chunked(self, skeleton: PreTrainedModel, implementation: str, precision: str) -> ChunkedHead | None:
-        """Not in fp16, where a gradient that is taken before the loss is scaled is often 0."""
-        if implementation == "full" or precision == "fp16" or not self.task.by_token:
-            return None
-        return install(_unwrapped(self.model), skeleton, required=implementation == "chunked")
-
     def _state(self, parameters: dict[str, nn.Parameter]) -> State:
-        return LiveState(parameters, self.optimizer, replica=self.shard)
+        settings = self.recipe.optimizer
+        states, factors = (
+            optim.state_names(settings, self.shapes, self.matrices),
+            optim.factor_shapes(settings, self.shapes),
+        )
+        return LiveState(parameters, self.optimizer, states, replica=self.shard, factors=factors)
 
     def _accumulating(self, last: bool) -> AbstractContextManager:
         """DDP reduces gradients once a step. FSDP2 reduces every micro-batch, or it would hold whole gradients."""
@@ -174,33 +172,9 @@ class AcceleratedEngine:
             return self.accelerator.no_sync(self.model)
         return nullcontext()
 
-    def _forward(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        batch, targets = self._on_device(batch)
-        return self.task.outputs(self.model(**batch.inputs)), targets
-
-    def _measured(self, batch: MicroBatch, measure: Measure, context: dict[str, Tensor] | None = None) -> Tensor:
-        """measure: (logits, **targets) -> sums. context: more targets, of a task whose rows meet."""
-        if self.head is None:
-            logits, targets = self._forward(batch)
-            return measure(logits, **targets, **(context or {}))
-        positions = trained_positions(batch.labels)
-        batch, targets = self._on_device(batch)
-        if positions is not None:
-            positions = positions.to(self.device, non_blocking=True)
-        with self.head.measuring(measure, targets, positions):
-            return self.model(**batch.inputs).logits
-
-    def _on_device(self, batch: MicroBatch) -> tuple[MicroBatch, dict[str, Tensor]]:
-        """The batch, and what the task's loss is called with beside the logits."""
-        batch = batch.to(self.device)
-        if self.teacher is None:
-            return batch, batch.targets
-        with torch.no_grad():
-            return batch, batch.targets | {"teacher": self.teacher(**batch.inputs).logits}
-
     def _features(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Of all ranks' rows."""
-        return self.accelerator.gather(together.features(self.task, self._forward, micro_batches))
+        return self.accelerator.gather(together.features(self.task, self.forward.logits, micro_batches))
 
     def _contexts(self, micro_batches: Sequence[MicroBatch]) -> list[dict[str, Tensor]]:
         if self.task.context is None:
@@ -259,9 +233,9 @@ class AcceleratedEngine:
         return _local(parameter).numel()
 
     def _describe_teacher(self) -> dict:
-        if self.teacher is None:
+        if self.forward.teacher is None:
             return {}
-        return {"num_teacher_parameters_per_rank": sum(map(self._local_numel, self.teacher.parameters()))}
+        return {"num_teacher_parameters_per_rank": sum(map(self._local_numel, self.forward.teacher.parameters()))}
 
     def _describe_numbers(self) -> dict:
         """Batch and clipping are this loop's own arithmetic here; the rest is asked of the live objects."""
@@ -275,12 +249,17 @@ class AcceleratedEngine:
             "gradient_accumulation_steps": self.accumulation_steps,
             "gradient_clipping": self.recipe.optimizer.max_grad_norm,
             "weight_dtype": dtype_name(weight.dtype),
-            "reduce_dtype": dtype_name(weight.dtype if self.accelerator.num_processes > 1 else None),
+            "reduce_dtype": self._reduce_dtype(weight),
             "zero_stage": 0,
             "sharded": sharded,
             "replicate_size": mesh[0] if len(mesh) == 2 else 1,
             "offload": ["optimizer:cpu", "param:cpu"] if offloaded else [],
         }
+
+    def _reduce_dtype(self, weight: nn.Parameter) -> str | None:
+        if isinstance(weight, DTensor):
+            return dtype_name(self.model._get_fsdp_state()._mp_policy.reduce_dtype)
+        return dtype_name(weight.dtype) if self.accelerator.num_processes > 1 else None
 
     def _precision(self) -> str:
         """What the forward pass computes in. Accelerate ignores a precision that it does not support somewhere."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..documents import Document, KeyPath, describe, suggest
 from ..recipe import Source
 from ..rules_profile import check_ranks
-from . import checks_deepspeed
+from . import checks_deepspeed, checks_optimizer
 from .keys import ACCELERATE, Kind, Owned, Refused, Table
 from .keys_deepspeed import DEEPSPEED
 from .topology import check_batch, world_problems
@@ -34,6 +34,8 @@ def check(source: Source, files: Files, strategy: Strategy, launch: Launch) -> N
         _walk(files.deepspeed, DEEPSPEED, source)
         checks_deepspeed.check(files.deepspeed, strategy, source)
     _names(files, strategy)
+    with contextlib.suppress(KeyError):
+        checks_optimizer.check(source, strategy)
     with contextlib.suppress(KeyError):
         if strategy.family == "pipeline" and source.value("data.group_by_length"):
             text = "found true, but the stages of a pipeline exchange tensors of one shape; set it to false"

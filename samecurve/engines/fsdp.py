@@ -18,7 +18,7 @@ def shard(accelerator: Accelerator, model: PreTrainedModel) -> nn.Module:
     """Shard on the meta device, then allocate: no rank ever holds a full model. Nothing is set yet."""
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
-    with _embeddings_left(model):
+    with _embeddings_left(model), _dtypes_left(accelerator):
         model = fsdp2_prepare_model(accelerator, model)
     offloaded = accelerator.state.fsdp_plugin.cpu_offload
     model.to_empty(device="cpu" if getattr(offloaded, "pin_memory", False) else accelerator.device)
@@ -37,6 +37,17 @@ def write(tensor: Tensor, full: Tensor) -> None:
         sharded = distribute_tensor(on_mesh, tensor.device_mesh, tensor.placements, src_data_rank=None)
         tensor, full = tensor.to_local(), sharded.to_local()
     tensor.copy_(full)
+
+
+@contextmanager
+def _dtypes_left(accelerator: Accelerator) -> Iterator[None]:
+    """Where it computes in bf16, accelerate 1.15 makes fp32 weights of bf16 ones, which one optimizer is made for.
+
+    What is computed in says the policy that start.py passes, so nothing else in there asks for it.
+    """
+    precision, accelerator.state._mixed_precision = accelerator.state._mixed_precision, "no"
+    yield
+    accelerator.state._mixed_precision = precision
 
 
 @contextmanager

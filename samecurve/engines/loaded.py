@@ -13,6 +13,7 @@ from ..errors import ConfigurationError
 from ..model import build, fill
 from . import rehearsal, teacher
 from .accelerated import AcceleratedEngine
+from .forward import Forward, chunked_head
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,13 +26,14 @@ if TYPE_CHECKING:
 
 
 class LoadedEngine(AcceleratedEngine):
-    """`evaluate` of an fp32 model on the device at hand, computed in `precision` as in training.
+    """`evaluate` of an fp32 model on the device at hand, computed in the recipe's precision as in training.
 
     It is the training engine's own code, so both give the same numbers; the verbs that train are not for it.
     Raises ConfigurationError for fp16 without a GPU, which Accelerate would ignore.
     """
 
-    def __init__(self, model: PreTrainedModel, task: Task, precision: str):
+    def __init__(self, model: PreTrainedModel, task: Task, recipe: Recipe):
+        precision = recipe.precision
         if rehearsal.needed():
             if precision == "fp16":
                 raise ConfigurationError("precision: fp16 needs a GPU; compute in another one: --precision fp32")
@@ -43,9 +45,9 @@ class LoadedEngine(AcceleratedEngine):
         model.config.use_cache = False
         self.model = self.accelerator.prepare_model(model, evaluation_mode=True)
         skeleton = build(type(model), model.config, torch.device("meta"))
-        self.head = self._chunked(skeleton, "auto", precision)
+        self.forward = Forward(self.model, task, self.device, chunked_head(model, skeleton, task, recipe))
         if task.teacher is not None:
-            self.teacher = teacher.build(self.accelerator, None, task.teacher, task.vocabulary_size)
+            self.forward.teacher = teacher.build(self.accelerator, None, task.teacher, task.vocabulary_size)
 
 
 class Beginning:
@@ -60,7 +62,7 @@ class Beginning:
 
     def features(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         if self._engine is None:
-            self._engine = LoadedEngine(self._initial(), self._task, self._recipe.precision)
+            self._engine = LoadedEngine(self._initial(), self._task, self._recipe)
         return self._engine.features(micro_batches)
 
     def _initial(self) -> PreTrainedModel:

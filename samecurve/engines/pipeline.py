@@ -25,7 +25,7 @@ from .. import compilation
 from ..adapter import trained_shapes
 from ..errors import ConfigurationError
 from ..model import fill
-from ..optim import build_optimizer, parameter_groups, set_learning_rate
+from ..optim import build_optimizer, parameter_groups, set_learning_rate, state_names
 from ..stages import cut
 from . import deepspeed_live, together
 from .base import EvalResult, StepResult, dtype_name, evaluation_sums, finished
@@ -56,7 +56,7 @@ class PipelineEngine:
         self._weights, self._stages = module.named_weights(), module.stages_by_name()
         _check_trained({self._stages[name] for name in self.shapes}, module.num_stages)
 
-        settings = plan.recipe.optimizer
+        settings = self._settings = plan.recipe.optimizer
         optimizer = build_optimizer(parameter_groups(self._weights.items(), self.shapes, settings), settings)
         self._engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=concrete(plan))
         self._grid = self._engine.grid
@@ -153,9 +153,10 @@ class PipelineEngine:
         optimizer, stage = self._engine.optimizer, self._grid.get_stage_id()
         trained = {name: weight for name, weight in self._weights.items() if name in self.shapes}
         saved = {name for name in trained if self._stages[name] == stage}  # a tied weight is on two stages
+        states = state_names(self._settings, self.shapes)
         if hasattr(next(iter(trained.values())), "_hp_mapping"):
-            return FragmentState(trained, optimizer, saved)
-        return LiveState(trained, optimizer, self.shard, saved)
+            return FragmentState(trained, optimizer, states, saved)
+        return LiveState(trained, optimizer, states, self.shard, saved)
 
     def _on_last_stage(self, micro_batches: Sequence[MicroBatch], measure: Callable[..., Tensor]) -> Tensor:
         """What `measure` finds in all micro-batches without an update. measure: (logits, **targets) -> (rows, n).

@@ -7,7 +7,8 @@ one layout that all of them read and write. Nothing here is collective and nothi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
@@ -15,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ..optim import STATE_NAMES, empty_state
+from .optimizer_state import set_updates, state_of
 
-WEIGHT = "weight"
-KINDS = (WEIGHT, *STATE_NAMES)
+WEIGHT, FACTOR = "weight", "factor"
+Kinds = dict[str, tuple[str, ...]]
 
 
 class Held(NamedTuple):
@@ -35,11 +36,19 @@ class Held(NamedTuple):
 
 
 class State(Protocol):
+    kinds: Kinds
+    """By name of every parameter: what there is of it, WEIGHT and then the optimizer's states of its shape. By
+    "parameter.state" of every one of another shape: FACTOR."""
+    factors: dict[str, tuple[int, ...]]
+    """Full shape by name of the latter."""
+    codes: Container[tuple[str, str]]
+    """(name, kind) of what is uint8; all else is fp32, or bf16."""
+
     def held(self) -> list[Held]:
         """This rank's ranges, none of them empty, in the order in which `visit` comes to them."""
 
     def visit(self, writing: bool = False) -> Iterator[tuple[Held, str, Tensor]]:
-        """Every range under every kind, in KINDS' order: a live fp32 tensor (stop - start,), until the next one comes.
+        """Every range under each of its kinds in turn: a live tensor (stop - start,), until the next one comes.
 
         writing: what the caller writes into the tensors is kept.
         """
@@ -51,6 +60,11 @@ class State(Protocol):
         """(label, tensor) of what every rank with the same label holds bit for bit."""
 
 
+def with_weight(states: Kinds) -> Kinds:
+    """`State.kinds` of the optimizer's states by parameter."""
+    return {name: (WEIGHT, *names) for name, names in states.items()}
+
+
 def split(start: int, stop: int, index: int, count: int) -> tuple[int, int]:
     """The index-th of `count` nearly equal parts of [start, stop)."""
     length = stop - start
@@ -60,42 +74,66 @@ def split(start: int, stop: int, index: int, count: int) -> tuple[int, int]:
 class LiveState:
     """One device, DDP, FSDP2 and HSDP: the parameters are the fp32 weights.
 
-    replica: (index, count) of this rank among those that hold the same parameters. saved: see FragmentState.
+    states: see optim.state_names. replica: (index, count) of this rank among those that hold the same parameters.
+    saved: see FragmentState. factors: see optim.factor_shapes.
     """
 
     def __init__(
         self,
         parameters: dict[str, nn.Parameter],
         optimizer: torch.optim.Optimizer,
+        states: Kinds,
         replica: tuple[int, int],
         saved: set[str] | None = None,
+        factors: Mapping[tuple[str, str], tuple[int, ...]] | None = None,
     ):
         self._parameters, self._optimizer, self._replica = parameters, optimizer, replica
+        self.kinds = with_weight(states)
         self._saved = set(parameters) if saved is None else saved
+        factors = factors or {}
+        self.factors = {f"{name}.{key}": shape for (name, key), shape in factors.items()}
+        self.kinds |= dict.fromkeys(self.factors, (FACTOR,))
+        # the blocks' largest values belong to codes
+        self.codes = {(name, key.replace("absmax", "state")) for name, key in factors if key.startswith("absmax")}
+        self._keys: dict[str, list[str]] = {}
+        for name, key in factors:
+            self._keys.setdefault(name, []).append(key)
 
     def held(self) -> list[Held]:
-        found = []
-        for name, parameter in self._parameters.items():
-            start, stop, replica = _placed(parameter, self._replica)
-            if stop > start:
-                part = split(start, stop, *replica) if name in self._saved else (start, start)
-                found.append(Held(name, start, stop, *part))
-        return found
+        return [held for name in self._parameters for held, _ in self._held(name)]
 
     def visit(self, writing: bool = False) -> Iterator[tuple[Held, str, Tensor]]:
-        for held in self.held():
-            parameter = self._parameters[held.name]
-            state = _state_of(self._optimizer, parameter, create=writing)
-            for kind in KINDS:
-                yield held, kind, _flat(parameter.detach() if kind == WEIGHT else state[kind])
+        for name, parameter in self._parameters.items():
+            places = self._held(name)
+            keys = [*self.kinds[name][1:], *(key for _, key in places if key)]
+            state = state_of(self._optimizer, parameter, keys, create=writing)
+            for held, key in places:
+                for kind in self.kinds[held.name]:
+                    tensor = parameter.detach() if kind == WEIGHT else state[key or kind]
+                    yield held, kind, _flat(tensor)
+
+    def _held(self, name: str) -> list[tuple[Held, str]]:
+        """What this rank has of a parameter and of its factors, with the factor's key in the optimizer's state."""
+        parameter, found = self._parameters[name], []
+        start, stop, replica = _placed(parameter, self._replica)
+        parts = [(name, "", start, stop, replica)]
+        for key in self._keys.get(name, ()):
+            factor = f"{name}.{key}"
+            parts.append((factor, key, *_factor_placed(parameter, self.factors[factor], self._replica)))
+        for label, key, start, stop, replica in parts:
+            if stop > start:
+                part = split(start, stop, *replica) if name in self._saved else (start, start)
+                found.append((Held(label, start, stop, *part), key))
+        return found
 
     def finish(self, updates: int) -> None:
         set_updates(self._optimizer, updates)
 
     def replicas(self) -> Iterator[tuple[str, Tensor]]:
-        for held in self.held():
-            if _placed(self._parameters[held.name], self._replica)[2][1] > 1:
-                yield f"{held.name} from {held.start}", _flat(self._parameters[held.name].detach())
+        for name, parameter in self._parameters.items():
+            start, stop, (_, count) = _placed(parameter, self._replica)
+            if stop > start and count > 1:
+                yield f"{name} from {start}", _flat(parameter.detach())
 
 
 class FragmentState:
@@ -104,8 +142,12 @@ class FragmentState:
     saved: names that this rank saves; a weight that two pipeline stages share is saved by one of them.
     """
 
-    def __init__(self, parameters: dict[str, nn.Parameter], optimizer, saved: set[str]):
+    factors: dict = {}
+    codes = ()
+
+    def __init__(self, parameters: dict[str, nn.Parameter], optimizer, states: Kinds, saved: set[str]):
         self._parameters, self._optimizer, self._saved = parameters, optimizer, saved
+        self.kinds = with_weight(states)
 
     def held(self) -> list[Held]:
         found = []
@@ -123,8 +165,9 @@ class FragmentState:
         for held in self.held():
             mapping = self._parameters[held.name]._hp_mapping
             place, (flat,) = mapping.hp_fragment_address, base.param_groups[mapping.param_group_index]["params"]
-            state = _state_of(base, flat, create=writing)
-            for kind in KINDS:
+            kinds = self.kinds[held.name]
+            state = state_of(base, flat, kinds[1:], create=writing)
+            for kind in kinds:
                 whole = flat if kind == WEIGHT else state[kind]
                 yield held, kind, whole.detach().narrow(0, place.start, place.numel)
 
@@ -143,8 +186,12 @@ class PartitionState:
     optimizer: DeepSpeedZeroOptimizer_Stage3, whose partitions and swapping have no public name.
     """
 
-    def __init__(self, parameters: dict[str, nn.Parameter], optimizer, rank: int):
+    factors: dict = {}
+    codes = ()
+
+    def __init__(self, parameters: dict[str, nn.Parameter], optimizer, states: Kinds, rank: int):
         self._parameters, self._optimizer, self._rank = parameters, optimizer, rank
+        self.kinds = with_weight(states)
         self._names = {id(parameter): name for name, parameter in parameters.items()}
 
     def held(self) -> list[Held]:
@@ -153,7 +200,8 @@ class PartitionState:
     def visit(self, writing: bool = False) -> Iterator[tuple[Held, str, Tensor]]:
         for index, group in enumerate(self._optimizer.fp16_groups):
             with self._swapped_in(index, writing) as flat:
-                state = _state_of(self._optimizer.optimizer, flat, create=writing)
+                kinds = self.kinds[self._names[id(group[0])]]  # the same for all that share flat tensors
+                state = state_of(self._optimizer.optimizer, flat, kinds[1:], create=writing)
                 for parameter in group:
                     yield from self._visit_one(parameter, flat, state)
 
@@ -204,7 +252,7 @@ class PartitionState:
         if held is None:
             return
         _, offset, _ = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
-        for kind in KINDS:
+        for kind in self.kinds[held.name]:
             whole = flat if kind == WEIGHT else state[kind]
             yield held, kind, whole.detach().narrow(0, offset, held.stop - held.start)
 
@@ -212,40 +260,6 @@ class PartitionState:
         start = self._rank * parameter.partition_numel()
         stop = min(start + parameter.partition_numel(), parameter.ds_numel)  # the last partition is padded
         return Held(self._names[id(parameter)], start, stop, start, stop) if stop > start else None
-
-
-def set_updates(optimizer: torch.optim.Optimizer, updates: int) -> None:
-    """Adam's counter, from which it corrects its moments' bias."""
-    for state in optimizer.state.values():
-        if isinstance(state.get("step"), Tensor):
-            state["step"].fill_(updates)
-        elif "step" in state:
-            state["step"] = updates
-    if type(optimizer).__name__ == "DeepSpeedCPUAdam":
-        _replay(optimizer, updates)
-
-
-def _replay(optimizer, updates: int) -> None:
-    """DeepSpeed's CPU Adam keeps beta ** step as a product that it multiplies on, step by step, in fp32 (0.19.8,
-    csrc/includes/cpu_adam.h); only the same multiplications give the same bits."""
-    group = optimizer.param_groups[0]
-    values = [torch.zeros(1) for _ in range(4)]
-    beta1, beta2 = group["betas"]
-    for step in range(1, updates + 1):
-        optimizer.ds_opt_adam.adam_update(
-            optimizer.opt_id, step, 0.0, beta1, beta2, group["eps"], 0.0, group["bias_correction"], *values
-        )
-
-
-def _state_of(optimizer: torch.optim.Optimizer, parameter: Tensor, create: bool) -> dict:
-    """The optimizer's state of a parameter. Before the first update there is none: zeros, which `create` keeps."""
-    state = optimizer.state.get(parameter) or {}
-    if KINDS[1] in state:
-        return state
-    made = {**state, **empty_state(parameter, integer_step=type(optimizer).__name__ == "DeepSpeedCPUAdam")}
-    if create:
-        optimizer.state[parameter] = made
-    return made
 
 
 def _placed(parameter: nn.Parameter, replica: tuple[int, int]) -> tuple[int, int, tuple[int, int]]:
@@ -258,12 +272,26 @@ def _placed(parameter: nn.Parameter, replica: tuple[int, int]) -> tuple[int, int
     assert all(isinstance(p, Replicate) or p == Shard(0) for p in placements), f"unknown placements {placements}"
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
     row = parameter.numel() // max(parameter.shape[0], 1)
-    start, length = offset[0] * row, shape[0] * row
     index, count = 0, 1
     for dimension, placement in enumerate(placements):
         if isinstance(placement, Replicate):
             index, count = index * mesh.size(dimension) + mesh.get_local_rank(dimension), count * mesh.size(dimension)
-    return start, start + length, (index, count)
+    return offset[0] * row, (offset[0] + shape[0]) * row, (index, count)
+
+
+def _factor_placed(
+    parameter: nn.Parameter, shape: Sequence[int], replica: tuple[int, int]
+) -> tuple[int, int, tuple[int, int]]:
+    """As _placed, for a factor of this full shape: what has the parameter's rows is held with them, else whole.
+
+    replica: this rank among all.
+    """
+    if shape[0] != parameter.shape[0]:
+        return 0, math.prod(shape), replica
+    start, stop, among = _placed(parameter, replica)
+    row = parameter.numel() // parameter.shape[0]
+    each = math.prod(shape[1:])
+    return start // row * each, stop // row * each, among
 
 
 def _flat(tensor: Tensor) -> Tensor:

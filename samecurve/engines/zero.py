@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from .. import compilation
 from ..model import build
-from ..optim import build_optimizer, parameter_groups
+from ..optim import build_optimizer, parameter_groups, state_names
 from . import deepspeed_live
 from .accelerated import AcceleratedEngine
 from .base import dtype_name
@@ -66,10 +66,10 @@ class ZeroEngine(AcceleratedEngine):
         deepspeed_live.set_loss_scale(self.model, values)
 
     def _state(self, parameters: dict[str, nn.Parameter]) -> State:
-        optimizer = self.model.optimizer
+        optimizer, states = self.model.optimizer, state_names(self.recipe.optimizer, self.shapes)
         if self.model.zero_optimization_stage() < 3:
-            return FragmentState(parameters, optimizer, saved=set(parameters))
-        return PartitionState(parameters, optimizer, self.shard[0])
+            return FragmentState(parameters, optimizer, states, saved=set(parameters))
+        return PartitionState(parameters, optimizer, states, self.shard[0])
 
     def _write(self, name: str, full: Tensor) -> None:
         """Both the working weight and its fp32 master, which DeepSpeed would otherwise make from the rounded one."""

@@ -131,11 +131,14 @@ def test_nothing_is_forgotten(strategy, world, step, overrides, workspace):
 
 
 def whole(folder) -> dict[str, torch.Tensor]:
-    """Every weight and moment, put together from all files with safetensors' own reader."""
+    """Every weight and what its optimizer keeps, put together from all files with safetensors' own reader."""
     files = [load_file(path) for path in sorted(folder.glob("rank_*.safetensors"))]
+    kinds: dict[str, set[str]] = {}
+    for kind, _, name in (key.partition("/") for file in files for key in file):
+        kinds.setdefault(name, set()).add(kind)
     found = {}
     for name, item in json.loads((folder / "index.json").read_text()).items():
-        for kind in ("weight", "exp_avg", "exp_avg_sq"):
+        for kind in kinds[name]:
             full = torch.full((torch.Size(item["shape"]).numel(),), torch.nan)
             for rank, start, stop in item["ranges"]:
                 full[start:stop] = files[rank][f"{kind}/{name}"]

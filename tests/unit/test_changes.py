@@ -58,6 +58,10 @@ def test_another_reference_is_refused_and_an_older_checkpoint_has_none():
     assert told.startswith("model.path: not the weights that the run began with")
 
 
+def test_another_optimizer_is_refused():
+    assert refusals(SAVED, now(recipe__optimizer__name="lion")) == ["optimizer.name: adamw -> lion"]
+
+
 def test_what_may_not_change_is_refused_all_at_once():
     after = now(recipe__seed=1, model__rope__theta=2.0, data__rows="xyz", recipe__steps=30)
     assert refusals(SAVED, after) == [

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
 import torch
 from torch import nn
 
-from samecurve.engines.state import KINDS, LiveState
-from samecurve.optim import STATE_NAMES
+from samecurve.config import Optimizer
+from samecurve.engines.state import LiveState
+from samecurve.optim import TRAITS, build_optimizer, factor_shapes, parameter_groups, state_names
 
 
-def made(replica=(0, 1), saved=None):
-    parameters = {"a": nn.Parameter(torch.arange(6.0).reshape(2, 3)), "b": nn.Parameter(torch.tensor([7.0]))}
-    optimizer = torch.optim.AdamW(parameters.values(), lr=0.1)
-    return parameters, optimizer, LiveState(parameters, optimizer, replica, saved)
+def made(replica=(0, 1), saved=None, name="adamw"):
+    shape = (96, 64) if name == "adamw_8bit" else (2, 3)  # what is small keeps fp32 states
+    parameters = {
+        "a": nn.Parameter(torch.arange(math.prod(shape)).float().reshape(shape)),
+        "b": nn.Parameter(torch.tensor([7.0])),
+    }
+    settings = Optimizer(name=name, learning_rate=0.1)
+    if name == "adamw_bf16":
+        for parameter in parameters.values():
+            parameter.data = parameter.data.bfloat16()
+    shapes, matrices = {name: parameter.shape for name, parameter in parameters.items()}, {"a"}
+    optimizer = build_optimizer(parameter_groups(parameters.items(), shapes, settings, matrices), settings)
+    states, factors = state_names(settings, shapes, matrices), factor_shapes(settings, shapes)
+    return parameters, optimizer, LiveState(parameters, optimizer, states, replica, saved, factors)
 
 
 def update(parameters, optimizer):
@@ -33,27 +47,34 @@ def test_a_second_copy_is_held_and_not_saved():
     assert [(held.name, held.save_stop - held.save_start) for held in state.held()] == [("a", 0), ("b", 1)]
 
 
-def test_what_is_visited_is_what_the_optimizer_uses():
-    parameters, optimizer, state = made()
+@pytest.mark.parametrize("name", TRAITS)
+def test_what_is_visited_is_what_the_optimizer_uses(name):
+    parameters, optimizer, state = made(name=name)
     update(parameters, optimizer)
     visited = {(held.name, kind): tensor.clone() for held, kind, tensor in state.visit()}
-    assert list(visited) == [(name, kind) for name in parameters for kind in KINDS]
+    assert sorted(visited) == sorted((name, kind) for name in state.kinds for kind in state.kinds[name])
     for name, parameter in parameters.items():
         assert torch.equal(visited[name, "weight"], parameter.detach().flatten())
-        for kind in STATE_NAMES:
-            assert torch.equal(visited[name, kind], optimizer.state[parameter][kind].flatten())
+        kept = {
+            key: value for key, value in optimizer.state[parameter].items() if key not in ("step", "qmap1", "qmap2")
+        }
+        assert len(kept) == len(state.kinds[name]) - 1 + sum(factor.startswith(f"{name}.") for factor in state.factors)
+        for kind, value in kept.items():
+            found = visited[name, kind] if (name, kind) in visited else visited[f"{name}.{kind}", "factor"]
+            assert value.any() and torch.equal(found, value.flatten())
 
 
 def test_reading_before_the_first_update_gives_zeros_and_leaves_no_state():
     parameters, optimizer, state = made()
-    moments = [tensor for _, kind, tensor in state.visit() if kind in STATE_NAMES]
+    moments = [tensor for _, kind, tensor in state.visit() if kind != "weight"]
     assert len(moments) == 4 and not any(tensor.any() for tensor in moments)
     assert not optimizer.state
 
 
-def test_what_is_written_is_gone_on_from():
+@pytest.mark.parametrize("name", TRAITS)
+def test_what_is_written_is_gone_on_from(name):
     """Ten updates at once, or five, a copy into a fresh optimizer, and five more: the same bits."""
-    whole, copied = made(), made()
+    whole, copied = made(name=name), made(name=name)
     for _ in range(5):
         update(*whole[:2])
     values = {(held.name, kind): tensor.clone() for held, kind, tensor in whole[2].visit()}

@@ -34,6 +34,8 @@ def use(path, environ=T, files=None):
     return files or {}, ["r.yaml", "--strategy", path], environ
 
 
+OFFLOADED = "command line: optimizer.name: found lion, but DeepSpeed updates an offloaded optimizer with its own CPU Adam, whatever it is given; use adamw, or a strategy without offload, for example configs/zero3.yaml"
+
 # name, changed files, command line, environment, the report's lines, and the exit code where it is not 2
 # fmt: off
 CASES = [
@@ -128,6 +130,16 @@ CASES = [
       'ds_configs/zero2.json:2: train_micro_batch_size_per_gpu: found 4, but the recipe owns it: batch.micro_batch_size is 1 (r.yaml:11); write "auto" or remove it']),
     ("json: clip", *ds('"gradient_clipping": "auto"', '"gradient_clipping": 0.5'),
      ['ds_configs/zero2.json:2: gradient_clipping: found 0.5, but the recipe owns it: optimizer.max_grad_norm is 1.0 (the default); write "auto" or remove it']),
+    ("recipe: offloaded lion", {"mine.json": GOOD["ds_configs/zero3_nvme.json"]}, ["r.yaml", "--strategy", "mine.json", "optimizer.name=lion"], T,
+     [OFFLOADED]),
+    ("recipe: flat muon", {}, ["r.yaml", "--strategy", "configs/zero2.yaml", "optimizer.name=muon"], T,
+     ["command line: optimizer.name: found muon, but it orthogonalises whole matrices, and DeepSpeed hands an optimizer parts of many weights in one flat tensor; use configs/fsdp.yaml or configs/ddp.yaml, or adamw, lion or sgd"]),
+    ("recipe: bf16 masters", {}, ["r.yaml", "--strategy", "configs/zero2.yaml", "optimizer.name=adamw_bf16"], T,
+     ["command line: optimizer.name: found adamw_bf16, but DeepSpeed keeps fp32 copies of bf16 weights itself and hands those to the optimizer; use configs/fsdp.yaml or configs/ddp.yaml, or adamw"]),
+    ("recipe: sharded blocks", {}, ["r.yaml", "--strategy", "configs/fsdp.yaml", "optimizer.name=adamw_8bit"], T,
+     ["command line: optimizer.name: found adamw_8bit, but it quantizes blocks of 256 neighbouring values, which shards would cut elsewhere; use configs/ddp.yaml, or adamw or lion"]),
+    ("recipe: offloaded adafactor", {"mine.yaml": GOOD["configs/fsdp.yaml"] + "  fsdp_offload_params: true\n"}, ["r.yaml", "--strategy", "mine.yaml", "optimizer.name=adafactor"], T,
+     ["command line: optimizer.name: found adafactor, but it takes the means of each row and column of a matrix, which ranks would have to exchange from host memory; use configs/fsdp.yaml, or adamw"]),
     ("json: opt", *top('"optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupLR"}'),
      ['ds_configs/zero2.json:2: optimizer: found a block of keys, but the recipe owns it: optimizer.name is "adamw" (the default); remove it',
       'ds_configs/zero2.json:2: scheduler: found a block of keys, but the recipe owns it: schedule.name is "cosine" (the default); remove it']),

@@ -1,0 +1,64 @@
+"""One micro-batch through a model that Accelerate prepared: to its logits, or to sums over what they say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from ..chunked_head import ChunkedHead, Measure, install, trained_positions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..config import Recipe
+    from ..data import MicroBatch
+    from ..tasks import Task
+
+
+@dataclass
+class Forward:
+    """head: None where logits are taken all at once. teacher: of a task that learns from one."""
+
+    model: nn.Module
+    task: Task
+    device: torch.device
+    head: ChunkedHead | None = None
+    teacher: nn.Module | None = None
+
+    def logits(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """With what the task's functions are called with beside them."""
+        batch, targets = self._on_device(batch)
+        return self.task.outputs(self.model(**batch.inputs)), targets
+
+    def sums(self, measure: Measure, batch: MicroBatch, context: dict[str, Tensor] | None = None) -> Tensor:
+        """measure: (logits, **targets) -> sums over them. context: more targets, of a task whose rows meet."""
+        if self.head is None:
+            logits, targets = self.logits(batch)
+            return measure(logits, **targets, **(context or {}))
+        positions = trained_positions(batch.labels)
+        if positions is not None:
+            positions = positions.to(self.device, non_blocking=True)
+        batch, targets = self._on_device(batch)
+        with self.head.measuring(measure, targets, positions):
+            return self.model(**batch.inputs).logits
+
+    def _on_device(self, batch: MicroBatch) -> tuple[MicroBatch, dict[str, Tensor]]:
+        batch = batch.to(self.device)
+        if self.teacher is None:
+            return batch, batch.targets
+        with torch.no_grad():
+            return batch, batch.targets | {"teacher": self.teacher(**batch.inputs).logits}
+
+
+def chunked_head(module: PreTrainedModel, skeleton: PreTrainedModel, task: Task, recipe: Recipe) -> ChunkedHead | None:
+    """As loss.implementation asks, whose errors it raises (chunked_head.install). module: without its wrapper.
+
+    Not in fp16, where a gradient that is taken before the loss is scaled is often 0.
+    """
+    wanted = recipe.loss.implementation
+    if wanted == "full" or recipe.precision == "fp16" or not task.by_token:
+        return None
+    return install(module, skeleton, required=wanted == "chunked")

@@ -1,0 +1,1 @@
+"""Update rules that torch.optim does not have."""

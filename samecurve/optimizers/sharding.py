@@ -1,0 +1,42 @@
+"""What an update rule that needs whole weights asks of the shards that FSDP2 makes of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor, Shard
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part: of a shard its rows, of anything else all."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def shards_of(tensor: Tensor) -> ProcessGroup | None:
+    """The ranks whose parts make up one tensor; None where this rank has all of it."""
+    if not isinstance(tensor, DTensor):
+        return None
+    sharded = [i for i, placement in enumerate(tensor.placements) if isinstance(placement, Shard)]
+    assert all(tensor.placements[i] == Shard(0) for i in sharded) and len(sharded) <= 1, tensor.placements
+    return tensor.device_mesh.get_group(sharded[0]) if sharded else None
+
+
+def summed(tensors: list[Tensor], group: ProcessGroup | None) -> list[Tensor]:
+    """Each tensor's sum over the group, in one exchange."""
+    if group is None or not tensors:
+        return tensors
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    torch.distributed.all_reduce(flat, group=group)
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def first_index(tensor: Tensor) -> int:
+    """Where this rank's part begins in the flattened whole."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return offset[0] * (tensor.numel() // max(tensor.shape[0], 1))

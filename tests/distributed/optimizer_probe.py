@@ -1,0 +1,86 @@
+"""Run under a launcher with train.py's arguments and a JSON file first: several optimizers in one start, one by one.
+
+{"optimizers": {name: overrides}, "folder": where the runs go, "origin": the folder of another start's, or null,
+"results": file}. Each trains STEPS steps and saves after SAVED; with an origin it then loads that one's checkpoint and
+goes on from it. Rank 0 writes a line for each: losses and norms, those after loading, and what came back changed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from pairs_probe import differs
+from test_resume import whole
+
+from samecurve import engines, model, outcome, tasks
+from samecurve.checkpoint.manager import Checkpoints, Position
+from samecurve.data import StepBatches
+from samecurve.facts import decisive
+from samecurve.optim import learning_rate
+from samecurve.rundir import RunDirectory
+from samecurve.world import World
+
+STEPS, SAVED = 8, 4
+
+
+def main() -> None:
+    wanted = json.loads(Path(sys.argv[1]).read_text())
+    accelerator = task = skeleton = None
+    for name, overrides in wanted["optimizers"].items():
+        plan = engines.plan([*sys.argv[2:], *overrides, f"output_dir={wanted['folder']}/{name}"], os.environ)
+        if accelerator is None:
+            accelerator = engines.start(plan)
+            task = tasks.load(plan.recipe)
+            skeleton = model.skeleton(plan.recipe, task.vocabulary_size, task.special_tokens)
+        found = one(plan, accelerator, task, skeleton, wanted["origin"] and Path(wanted["origin"]) / name)
+        if accelerator.is_main_process:
+            with open(wanted["results"], "a", encoding="utf-8") as stream:
+                stream.write(json.dumps({"optimizer": name, **found}) + "\n")
+    accelerator.end_training()
+
+
+def one(plan, accelerator, task, skeleton, origin: Path | None) -> dict:
+    recipe, world = plan.recipe, World()
+    run = RunDirectory(recipe.output_dir, is_main=world.is_main)
+    checkpoints = Checkpoints(run, decisive(plan, skeleton, task), world, accelerator.print, background=False)
+    engine = engines.build(accelerator, plan, skeleton, task)
+
+    def train(start: int, save_after: int = 0) -> list[tuple[float, float]]:
+        batches = StepBatches(task.train, recipe.seed, recipe.batch, engine.shard, STEPS, start)
+        results = []
+        for step, micro_batches in enumerate(batches, start=start + 1):
+            results.append(engine.step(micro_batches, learning_rate(recipe, step)))
+            if step == save_after:
+                checkpoints.save(engine, Position(step, step, batches.samples), wait=True)
+        return [(result.loss, result.grad_norm) for result in results]
+
+    described = engine.describe()
+    found = {"engine": described["engine"], "dtypes": [described["weight_dtype"], described["reduce_dtype"]]}
+    found |= {"results": train(0, save_after=SAVED), "unequal": []}
+    if recipe.optimizer.name == "adamw_bf16":
+        # without a gradient nothing is summed, so the weights and their random rounding are the same to the last bit
+        position = checkpoints.load((origin or run.path) / "checkpoints" / f"step_{SAVED:08d}", engine)
+        for parameter in engine.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        engine.optimizer.step()
+        checkpoints.save(engine, replace(position, step=STEPS), wait=True)
+    if origin:
+        folder = origin / "checkpoints" / f"step_{SAVED:08d}"
+        position = checkpoints.load(folder, engine)
+        stored = whole(folder)
+        seen = list(engine.state.visit())
+        assert seen and position.step == SAVED
+        unequal = {
+            f"{kind}/{held.name}" for held, kind, tensor in engine.state.visit() if differs(stored, held, kind, tensor)
+        }
+        found |= {"unequal": sorted(set().union(*world.exchange(unequal))), "after": train(SAVED)}
+    return found
+
+
+if __name__ == "__main__":
+    outcome.end_with(main)

@@ -1,0 +1,125 @@
+"""Each optimizer trains the same curve under every strategy that takes it, and goes on from another strategy's state.
+
+All optimizers of a strategy share one start, see optimizer_probe.py. That their updates are right is shown beside other
+implementations in tests/unit/test_optimizers.py.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from harness import launch_command, long
+from optimizer_probe import SAVED, STEPS
+from test_equal_curves import ENGINES
+from test_resume import whole
+
+from samecurve.optim import TRAITS
+
+RATES = {
+    "adamw": 3e-3,
+    "lion": 5e-4,
+    "sgd": 0.3,
+    "adafactor": 3e-2,
+    "muon": 3e-3,
+    "adamw_8bit": 3e-3,
+    "adamw_bf16": 3e-3,
+}
+ELEMENTWISE = ("adamw", "lion", "sgd")
+TAKEN = dict.fromkeys(["zero1", "zero2", "zero3", "pipeline"], ELEMENTWISE) | dict.fromkeys(
+    ["ddp", "fsdp", "hsdp"], (*ELEMENTWISE, "adafactor", "muon")
+)
+TAKEN["ddp"] = (*TAKEN["ddp"], "adamw_8bit")
+LOSS, NORM, STATE = 1e-5, 1e-4, 1e-4
+
+
+def start(workspace, strategy: str | None, world: int, names, origin: Path | None = None, *more: str) -> dict:
+    """Results by optimizer."""
+    folder = workspace.folder / f"optimizers_{len(list(workspace.folder.iterdir()))}"
+    folder.mkdir()
+    optimizers = {name: [f"optimizer.name={name}", f"optimizer.learning_rate={RATES[name]}"] for name in names}
+    wanted = {"optimizers": optimizers, "folder": str(folder), "results": str(folder / "results.jsonl")}
+    (folder / "wanted.json").write_text(json.dumps(wanted | {"origin": origin and str(origin)}))
+    path = workspace.strategy(strategy) if strategy else None
+    script = str(Path(__file__).with_name("optimizer_probe.py"))
+    command = launch_command("fork", path, world, folder, script)
+    command += [str(folder / "wanted.json"), str(workspace.recipe), f"steps={STEPS}", "schedule.warmup_steps=2"]
+    command += ["batch.micro_batch_size=2", *more, *(["--strategy", str(path)] if path else [])]
+    run = workspace.execute(command, folder)
+    assert run.returncode == 0, run.output
+    lines = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+    assert [line["optimizer"] for line in lines] == list(names)
+    return {line["optimizer"]: line | {"folder": folder / line["optimizer"]} for line in lines}
+
+
+@pytest.fixture(scope="module")
+def single(workspace) -> dict[str, dict]:
+    found = start(workspace, None, 1, [name for name in RATES if name != "adamw_bf16"])
+    for name, line in found.items():
+        losses = [loss for loss, _ in line["results"]]
+        assert len(losses) == STEPS and losses[-1] < losses[0] - 0.02, (name, losses)
+    return found
+
+
+def test_all_optimizers_are_covered():
+    assert RATES.keys() == TRAITS.keys()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world"),
+    [("ddp", 2), ("fsdp", 2), ("zero1", 2), ("zero3", 2), *long(("hsdp", 4), ("zero2", 2), ("pipeline", 2))],
+)
+def test_the_same_curve_and_state_under_every_strategy(strategy, world, single, workspace):
+    names = TAKEN[strategy]
+    origin = single["adamw"]["folder"].parent
+    for name, line in start(workspace, strategy, world, names, origin).items():
+        assert line["engine"] == ENGINES[strategy]
+        expected = single[name]["results"]
+        assert_close(line["results"], expected, name)
+        assert line["unequal"] == []
+        assert_close(line["after"], expected[SAVED:], name)
+        assert_same_state(line["folder"], single[name]["folder"])
+
+
+@pytest.mark.parametrize(("strategy", "world"), long(("ddp", 2), ("fsdp", 2)))
+def test_bf16_weights_train_the_curve_of_fp32_ones(strategy, world, single, bf16, workspace):
+    """Within what computing in bf16 makes of it, see test_equal_curves.py; what is loaded is loaded exactly."""
+    name = "adamw_bf16"
+    origin, expected = bf16["folder"].parent, single["adamw"]["results"]
+    line = start(workspace, strategy, world, [name], origin, "precision=bf16")[name]
+    assert line["engine"] == ENGINES[strategy]
+    ours, theirs, before = (
+        whole(folder / "checkpoints" / f"step_{step:08d}")
+        for folder, step in ((line["folder"], STEPS), (bf16["folder"], STEPS), (bf16["folder"], SAVED))
+    )
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs) and ours.keys() == theirs.keys()
+    assert sum(not torch.equal(theirs[key], before[key]) for key in theirs) > 70
+    assert line["dtypes"] == ["bfloat16", {"ddp": "bfloat16", "fsdp": "float32"}[strategy]]
+    for found in (bf16["results"], line["results"]):
+        assert_close(found, expected, name, 5e-3, 5e-2)
+    assert line["unequal"] == []
+    assert_close(line["after"], expected[SAVED:], name, 5e-3, 5e-2)
+
+
+@pytest.fixture(scope="module")
+def bf16(workspace) -> dict:
+    return start(workspace, None, 1, ["adamw_bf16"], None, "precision=bf16")["adamw_bf16"]
+
+
+def assert_close(found, expected, name: str, loss_tolerance: float = LOSS, norm_tolerance: float = NORM) -> None:
+    assert len(found) == len(expected) > 0
+    for (loss, norm), (expected_loss, expected_norm) in zip(found, expected, strict=True):
+        assert loss == pytest.approx(expected_loss, rel=loss_tolerance), name
+        assert norm == pytest.approx(expected_norm, rel=norm_tolerance), name
+
+
+def assert_same_state(found: Path, expected: Path) -> None:
+    """What one strategy saved is what another one did, up to rounding."""
+    ours, theirs = (whole(folder / "checkpoints" / f"step_{SAVED:08d}") for folder in (found, expected))
+    assert ours.keys() == theirs.keys() and len(ours) > 70, ours.keys() ^ theirs.keys()
+    for kind in {key.partition("/")[0] for key in ours}:
+        pairs = [(ours[key].double(), theirs[key].double()) for key in ours if key.startswith(f"{kind}/")]
+        difference = sum((a - b).square().sum() for a, b in pairs)
+        assert (difference / sum(b.square().sum() for _, b in pairs)).sqrt() < STATE, kind

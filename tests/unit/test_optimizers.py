@@ -1,0 +1,204 @@
+"""Every optimizer that a recipe can name, beside an implementation that is not ours, and its bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from samecurve.config import Optimizer
+from samecurve.optim import (
+    SMALLEST_8BIT,
+    TRAITS,
+    build_optimizer,
+    hidden_matrices,
+    num_bytes_per_parameter,
+    set_learning_rate,
+)
+from samecurve.optimizers.adamw_bf16 import random_bits, rounded
+from samecurve.optimizers.muon import orthogonal
+
+RATES = [0.01, 0.02, 0.005, 0.01, 0.01, 0.003]
+DECAY = 0.1
+
+
+def settings(name: str, **more) -> Optimizer:
+    return Optimizer(name=name, learning_rate=RATES[0], weight_decay=DECAY, **more)
+
+
+def weights() -> list[torch.nn.Parameter]:
+    draw = torch.Generator().manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(shape, generator=draw)) for shape in ((72, 64), (33,), (1,))]
+
+
+def trained(make) -> list[torch.Tensor]:
+    """Weights after six updates, with gradients that depend on them and rates that change. make: of parameters."""
+    parameters = weights()
+    made, draw = make(parameters), torch.Generator().manual_seed(1)
+    optimizers = made if isinstance(made, tuple) else (made,)
+    for rate in RATES:
+        for optimizer in optimizers:
+            set_learning_rate(optimizer, rate)
+        for parameter in parameters:
+            gradient = torch.randn(parameter.shape, generator=draw) + 0.1 * parameter.detach()
+            parameter.grad = gradient.to(parameter.dtype)
+        for optimizer in optimizers:
+            optimizer.step()
+    return [parameter.detach() for parameter in parameters]
+
+
+def ours(name: str, precision: str = "fp32"):
+    def make(params):
+        groups = [
+            {"params": [p for p in params if (p.dim() == 2) == matrix], "weight_decay": DECAY, "muon": matrix}
+            for matrix in (True, False)
+        ]
+        if name == "adamw_bf16":
+            for group in groups:
+                group["names"] = [f"{tuple(p.shape)}" for p in group["params"]]
+                for p in group["params"]:
+                    p.data = p.data.bfloat16()
+        return build_optimizer([group for group in groups if group["params"]], settings(name), precision)
+
+    return make
+
+
+def muon_and_adamw_of_torch(params):
+    matrix, *others = params
+    muon = torch.optim.Muon([matrix], lr=RATES[0], weight_decay=DECAY, momentum=0.9, adjust_lr_fn="match_rms_adamw")
+    return muon, REFERENCES["adamw"](others)
+
+
+def lion_of_bitsandbytes(params):
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    return bitsandbytes.optim.Lion32bit(params, lr=RATES[0], betas=(0.9, 0.95), weight_decay=DECAY)
+
+
+REFERENCES = {
+    "adamw": lambda params: torch.optim.AdamW(
+        params, lr=RATES[0], betas=(0.9, 0.95), weight_decay=DECAY, foreach=False, fused=False
+    ),
+    "lion": lion_of_bitsandbytes,
+    "sgd": lambda params: torch.optim.SGD(params, lr=RATES[0], momentum=0.9, weight_decay=DECAY, foreach=False),
+    "adafactor": lambda params: torch.optim.Adafactor(params, lr=RATES[0], weight_decay=DECAY),
+    "muon": muon_and_adamw_of_torch,
+}
+# bitsandbytes' class is what is run; what it is near to is fp32. And so is what is rounded at random
+REFERENCES["adamw_8bit"] = REFERENCES["adamw_bf16"] = REFERENCES["adamw"]
+
+
+def test_every_optimizer_has_a_reference():
+    assert REFERENCES.keys() == TRAITS.keys()
+
+
+@pytest.mark.parametrize("name", TRAITS)
+def test_updates_are_those_of_another_implementation(name):
+    # torch's Muon orthogonalises in bf16 only, as ours does where the recipe computes in bf16
+    precision = "bf16" if name == "muon" else "fp32"
+    found, expected, first = trained(ours(name, precision)), trained(REFERENCES[name]), weights()
+    for mine, other, start in zip(found, expected, first, strict=True):
+        assert (other - start).abs().max() > 1e-3
+        if name == "adamw_8bit" and start.numel() >= SMALLEST_8BIT:
+            assert not torch.allclose(mine, other, rtol=1e-5, atol=1e-6)
+            assert (mine - other).norm() < 0.05 * (other - start).norm()
+        elif name == "adamw_bf16":  # rounded six times, by half of 2 ** -8 of a weight on average
+            assert mine.dtype == torch.bfloat16
+            assert (mine - other).norm() < 6**0.5 * 2**-8 * start.norm()
+        else:
+            assert torch.allclose(mine, other, rtol=1e-5, atol=1e-6)
+
+
+def test_lion_by_hand():
+    """m = 0, g = -3: w = 2 (1 - 0.1 * 0.1) + 0.1, m = 0.05 * -3. Then g = 0.2: 0.9 m + 0.1 g is still negative."""
+    weight = torch.nn.Parameter(torch.tensor([2.0]))
+    optimizer = build_optimizer([{"params": [weight], "weight_decay": 0.1}], settings("lion"))
+    set_learning_rate(optimizer, 0.1)
+    weight.grad = torch.tensor([-3.0])
+    optimizer.step()
+    assert weight.item() == pytest.approx(2.08)
+    assert optimizer.state[weight]["exp_avg"].item() == pytest.approx(-0.15)
+    weight.grad = torch.tensor([0.2])
+    optimizer.step()
+    assert weight.item() == pytest.approx(2.08 * 0.99 + 0.1)
+    assert optimizer.state[weight]["exp_avg"].item() == pytest.approx(-0.15 * 0.95 + 0.2 * 0.05)
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (16, 16)])
+def test_muons_direction_is_near_the_orthogonal_factor(shape):
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(2))
+    u, s, v = torch.linalg.svd(matrix, full_matrices=False)
+    found = orthogonal(matrix)
+    values = u.T @ found @ v.T  # diagonal: the singular vectors stay, their values come near 1
+    kept = torch.diagonal(values)[s > 0.05 * s[0]]
+    assert len(kept) > 10 and kept.min() > 0.6 and kept.max() < 1.3
+    assert (values - torch.diag(torch.diagonal(values))).abs().max() < 1e-4
+
+
+def test_which_matrices_are_orthogonalised():
+    config = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, n_positions=8, vocab_size=16)
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(config)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    kinds = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    assert hidden_matrices(model, shapes) == {f"transformer.h.0.{kind}.weight" for kind in kinds}
+
+
+def test_rounding_at_random_is_right_on_average_and_lands_on_a_neighbour():
+    exact = torch.full(
+        (2**16,), 1.0 + 2**-8 * 1.25
+    )  # a quarter of the way from one bf16 number to the next, 2 ** -7 on
+    exact = torch.cat([exact, -exact])
+    low, high = 1.0, 1.0 + 2**-7
+    found = rounded(exact.clone(), random_bits(0, exact, salt=7)).float()
+    assert {*found.abs().tolist()} == {low, high}
+    share = (found.abs() == high).float().mean().item()
+    assert share == pytest.approx(0.625, abs=0.01)
+    assert found[: 2**16].mean().item() == pytest.approx(exact[0].item(), abs=1e-4)
+    assert torch.equal(rounded(found.clone(), random_bits(0, exact, salt=8)).float(), found)  # what fits stays
+
+
+def test_the_random_bits_belong_to_a_place_a_step_and_a_weight():
+    whole = random_bits(0, torch.empty(5000), salt=1)
+    assert torch.equal(random_bits(1234, torch.empty(5000 - 1234), salt=1), whole[1234:])
+    assert whole.unique().numel() > 4500 and 0 <= int(whole.min()) and int(whole.max()) < 2**16
+    other = random_bits(0, torch.empty(5000), salt=2)
+    assert (whole == other).sum() < 10
+    assert abs(torch.corrcoef(torch.stack([whole[1:], whole[:-1]]).double())[0, 1]) < 0.05
+
+
+def test_updates_that_the_nearest_bf16_undoes_move_weights():
+    """200 steps of 1e-3 from 1.0, where bf16 numbers are 2 ** -8 apart below and 2 ** -7 above: 0.8 in fp32."""
+    weight = torch.nn.Parameter(torch.full((4096,), 1.0))
+    optimizer = ours("adamw_bf16")([weight])
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.0
+    set_learning_rate(optimizer, 1e-3)
+    for _ in range(200):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    assert weight.float().mean().item() == pytest.approx(0.8, abs=2e-3)
+
+
+BYTES = {
+    "adamw": 16,
+    "lion": 12,
+    "sgd": 12,
+    "adafactor": 8,
+    "muon": 12,
+    "adamw_8bit": 10.03,
+    "adamw_bf16": 8,
+}  # README.md's table
+
+
+@pytest.mark.parametrize("name", TRAITS)
+def test_bytes_per_parameter_are_those_of_the_live_tensors(name):
+    weight = torch.nn.Parameter(torch.randn(1024, 2048))
+    optimizer = ours(name)([weight])
+    weight.grad = torch.randn_like(weight)
+    optimizer.step()
+    # the maps from codes to values are shared by all weights
+    state = {key: value for key, value in optimizer.state[weight].items() if not key.startswith("qmap")}
+    kept = [value for value in state.values() if isinstance(value, torch.Tensor)]
+    total = sum(tensor.untyped_storage().nbytes() for tensor in (weight, weight.grad, *kept))
+    assert total / weight.numel() == pytest.approx(BYTES[name], rel=2e-3)
+    assert num_bytes_per_parameter(settings(name)) == pytest.approx(BYTES[name], rel=1e-3)
