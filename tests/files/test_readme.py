@@ -14,6 +14,7 @@ import pytest
 
 from samecurve import cli
 from samecurve.cli import bench
+from samecurve.compilation import Recompilations
 from samecurve.engines.base import EvalResult, StepResult
 from samecurve.engines.resolve import command_line
 from samecurve.meter import Machine, Meter
@@ -91,7 +92,7 @@ def recorded() -> list[str]:
     record = meter.step(1, StepResult(loss=1.0, grad_norm=1.0, tokens=1, applied=True), 1e-3, 8, 0.0)
     loop = ast.walk(ast.parse((ROOT / "train.py").read_text()))
     added = [key.value for node in loop if isinstance(node, ast.Dict) for key in node.keys]
-    added += ["save_stall_seconds", "save_seconds"]
+    added += ["save_stall_seconds", "save_seconds", *Recompilations(True, print).record(1)]
     task = CausalTask(tokenizer=None, train=None, held_out=SimpleNamespace(num_targets=1))
     task.__dict__["_held_out_bytes"] = 4
     metrics = [*task.metrics(EvalResult(loss=1.0, tokens=1)), "eval_accuracy", "eval_f1", "eval_rows"]
