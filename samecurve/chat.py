@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ Span = tuple[int, int]
 # Part of the cache key: raise it when the same conversation gives other tokens or other marks.
 _VERSION = 1
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_PROBE = "\N{REFERENCE MARK}"
 _FIX = "mark what is trained by {% generation %} in a template of your own (tokenizer.chat_template: FILE)"
 
 
@@ -143,14 +145,25 @@ class ChatEncoder(Encoder):
                     f"{conversation.place}: message {index}: the chat template renders this turn differently when it "
                     f"is not the last one, so its tokens cannot be told from the others; {_FIX}"
                 )
-            header = answered[len(asked) :].partition(message["content"].strip())[0].strip()
-            if header and asked == apply(index)[0]:
+            header = self._header(conversation, template, index) if asked == apply(index)[0] else ""
+            if header:
                 raise DataError(
                     f"{conversation.place}: message {index}: the chat template has no generation prompt, so "
                     f"{header!r:.40} cannot be told from the answer; {_FIX}"
                 )
             spans.append(self._trimmed(text, len(asked), len(answered)))
         return spans
+
+    def _header(self, conversation: Conversation, template: str, index: int) -> str:
+        """What a template without a generation prompt writes between a question and its answer.
+
+        Found by an answer that is in no template: the turn itself may hold no text but tool calls, whose marks the
+        model has to write.
+        """
+        probe = {"role": "assistant", "content": _PROBE}
+        asked = replace(conversation, messages=(*conversation.messages[:index], probe))
+        before, after = (self._apply(asked, template, count)[0] for count in (index, index + 1))
+        return after[len(before) :].partition(_PROBE)[0].strip()
 
     def _trimmed(self, text: str, start: int, end: int) -> Span:
         """Without the white space behind the token that ends the turn, which no model has to write."""

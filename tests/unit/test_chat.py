@@ -27,6 +27,30 @@ FORGETFUL = (
     "{{ m['content'] if loop.last else m['content'].split('|')[-1] }}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+CALLING = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "42"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "43"},
+    {"role": "assistant", "content": "done"},
+]
+CALLS = "{% for c in m.tool_calls or [] %}{{ '<call>' + (c.function | tojson) }}{% endfor %}"
+UNMARKED_CALLS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}" + CALLS + "{{ '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+MARKED_CALLS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}{% generation %}"
+    "{{ m['content'] }}" + CALLS + "{{ '<|im_end|>' }}{% endgeneration %}{% else %}{{ m['content'] + '<|im_end|>' }}"
+    "{% endif %}{{ '\n' }}{% endfor %}"
+)
+# As Mistral has it.
+INST_CALLS = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ m['content'] }}" + CALLS + "{{ eos_token }}"
+    "{% else %}{{ '[INST]' + m['content'] + '[/INST]' }}{% endif %}{% endfor %}"
+)
 TURNS = [
     {"role": "system", "content": "be brief"},
     {"role": "user", "content": "hi  there 🙂"},
@@ -109,6 +133,12 @@ def test_every_answer_is_trained_with_its_end_and_nothing_else(make, template):
     assert trained_text(make(template), TURNS) == ["  héllo 🙂\n\n<|im_end|>", "4<|im_end|>"]
 
 
+@pytest.mark.parametrize("template", [MARKED_CALLS, UNMARKED_CALLS, INST_CALLS])
+def test_tool_calls_are_trained_with_their_end_and_nothing_else(make, template):
+    call = '<call>{"name": "f", "arguments": {"a": 1}}<|im_end|>'
+    assert trained_text(make(template), CALLING) == [call, call, "done<|im_end|>"]
+
+
 def test_an_answer_that_begins_right_behind_the_question(make):
     tokenizer = make(INST, eos="<|end_of_text|>")
     assert trained_text(tokenizer, TURNS[1:]) == ["   héllo 🙂\n\n<|end_of_text|>", " 4<|end_of_text|>"]
@@ -184,7 +214,9 @@ WITH_TOOLS = {"messages": TURNS, "tools": json.dumps([{"name": "f"}])}
 TOOL_CALL = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [{"name": "f"}]}]
 STRICT = "{{ raise_exception('roles must alternate') }}"
 HEADLESS = UNMARKED.replace("{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}", "")
+HEADLESS_CALLS = UNMARKED_CALLS.partition("{% if add_generation")[0]
 ERRORS = [
+    (HEADLESS_CALLS, CALLING, "here: message 1: the chat template has no generation prompt, so '<|im_start|>assistant"),
     (
         None,
         TURNS,
