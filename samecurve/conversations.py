@@ -171,7 +171,7 @@ def _check_trained(place: str, column: str, messages: tuple[dict[str, Any], ...]
 
 def tools_of(place: str, value: Any) -> tuple[dict[str, Any], ...] | None:
     """The column `tools`: a list of JSON schemas, or that list as JSON text, as Arrow files often hold it."""
-    if isinstance(value, str):
+    if isinstance(value, str) and value:
         try:
             value = json.loads(value)
         except ValueError as error:

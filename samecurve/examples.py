@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .config import Data
 
 # Part of the cache key: raise it when the same rows give other names of classes.
-_VERSION = 1
+_VERSION = 2
 _SHOWN_NAMES = 8
 
 
@@ -61,7 +61,9 @@ class ExampleSource(sources.TableSource):
         return Example(place, text, pair, self._name(f"{place}: {self.label_column!r}", label))
 
     def _name(self, at: str, label: Any) -> str:
-        """DataError for a label that is no name and no number, or none of the classes."""
+        """DataError for a label that is no name and no number, or none of the classes. A csv has numbers as text."""
+        if isinstance(label, str) and self.names is not None and label not in self.names and label.isdecimal():
+            label = int(label)
         if isinstance(label, bool) or not isinstance(label, (str, int)) or label == "":
             raise DataError(f"{at} is {label!r:.40}, not a name or a whole number; correct or remove the row")
         if isinstance(label, int):

@@ -200,7 +200,7 @@ CASES = {
     "csv": (
         text("question,completion\na,b\n", name="a.csv"),
         {},
-        "T/a.csv: row 1: no column 'prompt', found: question, completion; set",
+        "T/a.csv:2: no column 'prompt', found: question, completion; set",
     ),
     # types and texts
     "messages are text": (row(messages="a"), {}, HERE + "'messages' is 'a', not a list of messages; write [{"),

@@ -58,6 +58,22 @@ def test_a_row_is_what_the_tokenizer_makes_of_the_text_and_its_class(tmp_path):
     assert set(arrays.inputs) == {"input_ids", "attention_mask"}
 
 
+def test_classes_of_a_csv(tmp_path):
+    def classes(*labels: str, **data) -> tuple[tuple[str, ...], list[int]]:
+        (tmp_path / "rows.csv").write_text(
+            "".join(f"{line}\n" for line in ("text,label", *(f"ab,{x}" for x in labels)))
+        )
+        task = tasks.load(made(tmp_path, path=str(tmp_path / "rows.csv"), **data))
+        return task.names, task.train.stream.labels.tolist()
+
+    assert classes("1", "0", "2", "10", *"3456789")[0] == tuple(map(str, range(11)))
+    assert classes("True", "False", "True") == (("False", "True"), [1, 0, 1])
+    assert classes("1.0", "0.0") == (("0.0", "1.0"), [1, 0])
+    assert classes("1", "0", "yes", labels=("no", "yes")) == (("no", "yes"), [1, 0, 1])
+    with pytest.raises(DataError, match="rows.csv:2: 'label' is 2, out of range: classes are counted from 0 to 1"):
+        classes("2", labels=("no", "yes"))
+
+
 def test_pairs_say_which_text_a_token_is_from(tmp_path):
     rows = [{"text": "ab", "other": "ba ba ba ba ba ba", "label": n % 2} for n in range(4)]
     tokenizer = tasks.load(made(tmp_path, rows, text_pair_column="other")).tokenizer
