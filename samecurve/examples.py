@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from . import sources
 from .cache import cached, digest
 from .corpus import Encoded, Encoder
 from .errors import DataError
-from .tables import check_characters
+from .tables import check_characters, no_column
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -183,9 +182,7 @@ def text_of(place: str, key: str, column: str, row: dict) -> str:
 
 def _value(place: str, key: str, column: str, row: dict) -> Any:
     if column not in row:
-        near = difflib.get_close_matches(column, map(str, row), n=1, cutoff=0.6)
-        fix = f"did you mean data.{key}={near[0]}?" if near else f"set data.{key}"
-        raise DataError(f"{place}: no column {column!r}, found: {', '.join(map(str, row)) or 'nothing'}; {fix}")
+        raise no_column(place, row, {key: column})
     return row[column]
 
 

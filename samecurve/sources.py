@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import os
 import sysconfig
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from .cache import digest
 from .errors import DataError
-from .tables import check_characters, read_text, rows, table_kind
+from .tables import check_characters, no_column, read_text, rows, table_kind
 
 if TYPE_CHECKING:
     from .config import Recipe
@@ -162,7 +161,7 @@ def is_held_out(text: str, fraction: float) -> bool:
 def text_of(place: str, row: dict, column: str) -> str:
     """The text of a table's row. Raises DataError that names the place where there is none."""
     if column not in row:
-        raise DataError(_no_column(place, column, list(row)))
+        raise no_column(place, row, {"text_column": column}, fix="set data.text_column, or remove what has no text")
     if not isinstance(row[column], str):
         raise DataError(f"{place}: {column!r} is {row[column]!r:.40}, not text; remove or fill the row")
     check_characters(place, column, row[column])
@@ -232,9 +231,3 @@ def _remember(path: Path, text: str) -> None:
 def _read_table(file: Path, column: str) -> Iterator[str]:
     for place, row in rows(file):
         yield text_of(place, row, column)
-
-
-def _no_column(place: str, column: str, found: list[str]) -> str:
-    nearest = difflib.get_close_matches(column, found, n=1, cutoff=0.3)
-    fix = f"set data.text_column={nearest[0]}" if nearest else "set data.text_column, or remove what has no text"
-    return f"{place}: no column {column!r}, found: {', '.join(found)}; {fix}"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import codecs
 import csv
+import difflib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,19 @@ def read_text(file: Path) -> str:
     except OSError as error:
         raise DataError(f"{file}: could not be read: {error.strerror}") from error
     return _decode(_counted(file, 1), data, 0)
+
+
+def no_column(place: str, row: Iterable, missing: dict[str, str], wanted: str = "", fix: str = "") -> DataError:
+    """The error for a row without columns that are looked for. missing: key of the recipe's data -> column.
+
+    wanted: what the message says is missing, default: the columns. fix: what to do where no column has a similar name.
+    """
+    found = [str(name) for name in row]
+    near = {key: difflib.get_close_matches(name, found, n=1, cutoff=0.6) for key, name in missing.items()}
+    guesses = " ".join(f"data.{key}={names[0]}" for key, names in near.items() if names)
+    fix = f"did you mean {guesses}?" if guesses else fix or f"set {' and '.join(f'data.{key}' for key in missing)}"
+    wanted = wanted or " and ".join(map(repr, missing.values()))
+    return DataError(f"{place}: no column {wanted}, found: {', '.join(found) or 'nothing'}; {fix}")
 
 
 def check_characters(place: str, column: str, text: str) -> None:

@@ -139,6 +139,34 @@ def test_tool_calls_are_trained_with_their_end_and_nothing_else(make, template):
     assert trained_text(make(template), CALLING) == [call, call, "done<|im_end|>"]
 
 
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, UNMARKED])
+def test_a_turn_of_weight_0_is_not_trained(make, template):
+    def weighted(*weights: int | None) -> list[dict]:
+        given = iter(weights)
+        return [turn | {"weight": next(given)} if turn["role"] == "assistant" else turn for turn in TURNS]
+
+    assert trained_text(make(template), weighted(0, 1)) == ["4<|im_end|>"]
+    assert trained_text(make(template), weighted(1, 0)) == ["  héllo 🙂\n\n<|im_end|>"]
+    assert encode(make(template), weighted(1, None)) == encode(make(template), TURNS)
+    row = {"prompt": TURNS[:2], "completion": [*weighted(0, 1)[2:]]}
+    assert trained_text(make(template), row) == ["4<|im_end|>"]
+    shown = "{% for m in messages %}{{ m | tojson }}{% endfor %}"  # the weight is no part of the conversation
+    plain, with_weights = (ChatEncoder(make(shown), Schema(train_on="all")) for _ in range(2))
+    given = [conversation("here", {"messages": turns}, Schema()) for turns in (TURNS, weighted(0, 1))]
+    assert plain.render(given[0])[0] == with_weights.render(given[1])[0]
+
+
+def test_a_turn_of_weight_0_where_thoughts_are_forgotten(make):
+    """What stands before a weightless turn, and up to the next answer, is the same whatever follows."""
+    marked = FORGETFUL.replace("{{ m['content'] if", "{% generation %}{{ m['content'] if").replace(
+        "{{ '<|im_end|>\n' }}", "{% endgeneration %}{{ '<|im_end|>\n' }}"
+    )
+    turns = [*TURNS[:2], {"role": "assistant", "content": "think|one", "weight": 0}, *TURNS[3:]]
+    for template in (FORGETFUL, marked):
+        assert trained_text(make(template), turns)[-1] == "4<|im_end|>"
+        assert "one" not in "".join(trained_text(make(template), turns))
+
+
 def test_an_answer_that_begins_right_behind_the_question(make):
     tokenizer = make(INST, eos="<|end_of_text|>")
     assert trained_text(tokenizer, TURNS[1:]) == ["   héllo 🙂\n\n<|end_of_text|>", " 4<|end_of_text|>"]

@@ -81,7 +81,7 @@ def test_all_of_a_csv_is_text(tmp_path):
         (b'text\na\n"b\nc\n', "T/a.csv:3: not csv: unexpected end of data; correct or remove the row"),
         (b"text\na\nf\xfcr\n", "T/a.csv:3: byte 8 (0xfc) is not UTF-8: invalid start byte; convert the file"),
         (b"text,id,text\na,1,b\n", "T/a.csv:1: two columns are named 'text'; rename or remove one"),
-        (b'id,txt\n1,"a\nb"\n2,b\n', "T/a.csv:2: no column 'text', found: id, txt; set data.text_column=txt"),
+        (b'id,txt\n1,"a\nb"\n2,b\n', "T/a.csv:2: no column 'text', found: id, txt; did you mean data.text_column=txt?"),
     ],
 )
 def test_errors_of_a_csv_name_the_line_where_the_row_begins(tmp_path, data, message):
@@ -244,8 +244,11 @@ ERRORS = [
         "or leave it out with data.pattern",
     ),
     (broken_jsonl, "T/a.jsonl:3: column 10: not JSON: Expecting value; correct or remove the line"),
-    (missing_column, "T/a.parquet: row 1: no column 'text', found: texts, id; set data.text_column=texts"),
-    (missing_column_in_the_second_file, "T/b.jsonl:1: no column 'text', found: txt; set data.text_column=txt"),
+    (missing_column, "T/a.parquet: row 1: no column 'text', found: texts, id; did you mean data.text_column=texts?"),
+    (
+        missing_column_in_the_second_file,
+        "T/b.jsonl:1: no column 'text', found: txt; did you mean data.text_column=txt?",
+    ),
     (
         missing_in_a_row,
         "T/a.jsonl:2: no column 'text', found: id; set data.text_column, or remove what has no text",
