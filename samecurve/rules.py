@@ -13,7 +13,7 @@ from .config import Adapter
 from .documents import describe
 from .rules_sources import mixture, pattern, streaming
 from .rules_tasks import distill, embed, model_folder
-from .sources import BUILTIN, DOCSTRINGS, FUNCTIONS, MODULES, PREFERENCES
+from .sources import BUILTIN, DOCSTRINGS, FUNCTIONS, MODULES, PREFERENCES, pattern_hint
 
 if TYPE_CHECKING:
     from .recipe import Source
@@ -74,6 +74,12 @@ def apply(source: Source) -> None:
         with contextlib.suppress(KeyError):
             for key, text in rule(source.value):
                 source.document.problem(tuple(key.split(".")), text)
+
+
+def columns_of(task: str) -> list[str]:
+    """The keys by which a recipe of the task names columns."""
+    readers = ((key, tasks) for tasks, keys in _KEYS_OF_TASKS.items() for key in keys)
+    return [key for key, tasks in readers if task in tasks and key.endswith(("_column", "_columns"))]
 
 
 def _model(value: Callable[[str], Any]) -> Iterator[Finding]:
@@ -165,7 +171,8 @@ def _data(value: Callable[[str], Any]) -> Iterator[Finding]:
         elif path in _BUILTINS.values() and path != builtin:
             yield key, f"found {path}, which task {value('task')} cannot read; {builtin} is the one that it can"
         elif path is not None and path != builtin and not Path(path).exists():
-            yield key, f"no such file or folder: {Path(path).absolute()}"
+            owner = "data.pattern" if key in ("data.path", "evaluate.path") else key.replace("path", "pattern")
+            yield key, f"no such file or folder: {Path(path).absolute()}{pattern_hint(path, owner)}"
 
     if value("data.path") is None and value("data.mixture") is None:
         yield "data.path", f"missing; name a file, a folder or {builtin}, here or as data.path=... when starting"

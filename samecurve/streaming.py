@@ -18,7 +18,7 @@ from . import sources
 from .cache import digest
 from .errors import DataError
 from .order import rows_at
-from .tables import COMPRESSED, parse_row, table_kind
+from .tables import COMPRESSED, is_text, parse_row, table_kind
 
 _PIECES_PER_BLOCK = 16
 _FOOTERS_AT_ONCE = 16
@@ -155,7 +155,7 @@ def _listed(url: str, pattern: str | None) -> list[File]:
     below = root if len(found) != 1 or root not in found else os.path.dirname(root)
     files = []
     for name, facts in sorted(found.items()):
-        wanted = pattern or table_kind(Path(name)) or Path(name).suffix.lower() in sources.TEXTS
+        wanted = pattern or table_kind(Path(name)) or is_text(Path(name))
         if facts["type"] == "file" and wanted:
             version = next(
                 (str(facts[key]) for key in ("ETag", "etag", "blob_id", "mtime", "created") if key in facts), ""
@@ -252,7 +252,8 @@ def _row_group(piece: Piece, column: str) -> Iterator[tuple[str, dict]]:
 
 def _texts(piece: Piece, column: str) -> Iterator[tuple[str, str]]:
     for file in piece.files:
-        for data in _opened(file, lambda stream: iter([stream.read()])):
+        packed = Path(file.name).suffix.lower() in COMPRESSED
+        for data in _opened(file, lambda stream: iter([stream.read()]), "infer" if packed else None):
             try:
                 yield file.name, data.decode("utf-8-sig")
             except UnicodeDecodeError as error:

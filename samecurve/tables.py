@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import csv
 import difflib
 import json
@@ -14,6 +15,7 @@ from .errors import DataError
 
 TABLES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 COMPRESSED = frozenset((".gz", ".zst", ".bz2", ".xz"))
+TEXTS = frozenset(".txt .text .md .rst .tex .html .xml .py .c .h .cc .cpp .rs .go .java .js .ts .sh .sql".split())
 _BOM = codecs.BOM_UTF8
 _LARGEST_FIELD = 2**31 - 1  # bytes; csv's own limit of 128 KiB is less than some documents have
 
@@ -24,6 +26,12 @@ def table_kind(file: Path) -> str | None:
     if suffixes and suffixes[-1] in COMPRESSED:
         suffixes.pop()
     return TABLES.get(suffixes[-1]) if suffixes else None
+
+
+def is_text(file: Path) -> bool:
+    """By its name, also of a compressed one."""
+    stem = file.with_suffix("") if file.suffix.lower() in COMPRESSED else file
+    return stem.suffix.lower() in TEXTS
 
 
 def rows(file: Path) -> Iterator[tuple[str, dict]]:
@@ -88,6 +96,7 @@ def _json_rows(file: Path) -> Iterator[tuple[str, dict]]:
     """One array of objects, or lines. datasets would give lists of objects with different keys as text."""
     first = next((line for line in _lines(file) if line.strip(b" \t\r\n" + _BOM)), b"")
     if not first.removeprefix(_BOM).lstrip().startswith(b"["):
+        _check_lines(file, first)
         yield from _json_lines(file)
         return
     text = _decode(_counted(file, 1), b"".join(_lines(file)), 0)
@@ -96,6 +105,24 @@ def _json_rows(file: Path) -> Iterator[tuple[str, dict]]:
         if not isinstance(row, dict):
             raise DataError(f"{file}: row {number}: {row!r:.40} is not a JSON object; correct or remove it")
         yield f"{file}: row {number}", row
+
+
+def _check_lines(file: Path, first: bytes) -> None:
+    """DataError for a file that is one object over several lines, such as {"data": [...]}."""
+    with contextlib.suppress(ValueError, RecursionError):
+        json.loads(first.removeprefix(_BOM))
+        return
+    try:
+        whole = json.loads(b"".join(_lines(file)).removeprefix(_BOM))
+    except (ValueError, RecursionError):
+        return  # whatever is wrong is told of its line
+    if not isinstance(whole, dict):
+        return
+    rows = [key for key, value in whole.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    raise DataError(
+        f"{file}: is one JSON object ({', '.join(map(repr, whole))}) over several lines, not rows; write a list of "
+        "objects, or one object per line" + (f": the list of {rows[0]!r} alone would do" if rows else "")
+    )
 
 
 def _csv_rows(file: Path) -> Iterator[tuple[str, dict]]:

@@ -102,7 +102,7 @@ def lost(rows: Rows) -> str:
         return ""
     return (
         f" ({counts['dropped_documents']} of {counts['documents']} documents dropped: nothing trained is left of them "
-        f"within batch.sequence_length={rows.sequence_length}); raise batch.sequence_length, give more data, or lower "
+        f"within batch.sequence_length={rows.sequence_length}); raise it, or give more data, or lower "
         "batch.global_batch_size"
     )
 

@@ -108,6 +108,48 @@ def test_a_byte_order_mark_before_an_array(tmp_path):
     assert texts(tmp_path / "a.json") == ["x"]
 
 
+def test_compressed_texts(tmp_path):
+    (tmp_path / "a.md.gz").write_bytes(gzip.compress("über\n".encode()))
+    (tmp_path / "b.TXT.GZ").write_bytes(gzip.compress(b"x"))
+    assert texts(tmp_path) == ["über\n", "x"]
+    (tmp_path / "a.md.gz").write_bytes(gzip.compress(b"a\nf\xfcr"))
+    with pytest.raises(DataError, match="a.md.gz:2: byte 3 .0xfc. is not UTF-8"):
+        texts(tmp_path)
+    (tmp_path / "a.md.gz").write_bytes(b"x")
+    with pytest.raises(DataError, match="a.md.gz: could not be read: "):
+        texts(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            '{\n "version": 1,\n "data": [{"text": "x"}]\n}',
+            "T/a.json: is one JSON object ('version', 'data') over several lines, not rows; write a list of "
+            "objects, or one object per line: the list of 'data' alone would do",
+        ),
+        ('{\n "text": "x"\n}', "T/a.json: is one JSON object ('text') over several lines, not rows; write a list of"),
+        ('{\n "text": "x"\n', "T/a.json:1: column 2: not JSON: Expecting property name"),
+    ],
+)
+def test_json_that_is_no_rows(tmp_path, content, message):
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(DataError) as caught:
+        texts(tmp_path / "a.json")
+    assert str(caught.value).replace(str(tmp_path), "T").startswith(message)
+
+
+def test_a_path_with_wildcards_is_told_where_they_belong():
+    hint = "; a path has no wildcards: give the folder data/books as the path, and data.pattern='**/*.txt'"
+    assert sources.pattern_hint("data/books/**/*.txt") == hint
+    assert sources.pattern_hint("*.txt", "data.mixture.1.pattern").endswith(
+        "the folder . as the path, and data.mixture.1.pattern='*.txt'"
+    )
+    assert sources.pattern_hint("data/books") == ""
+    with pytest.raises(DataError, match="data.path does not exist; .*; a path has no wildcards"):
+        sources.find("data/*.txt")
+
+
 def test_parquet_files_of_a_folder(tmp_path):
     parquet(tmp_path / "2.parquet", text=["c"], id=[3])
     parquet(tmp_path / "1.parquet", text=["a", "b"], id=[1, 2])

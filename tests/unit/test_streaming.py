@@ -117,6 +117,12 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
     assert documents(tmp_path, BUFFER) == [["a", "b"]] * 2
 
 
+def test_compressed_texts_are_streamed(tmp_path):
+    (tmp_path / "a.md.gz").write_bytes(gzip.compress(b"x y"))
+    (tmp_path / "b.md").write_bytes(b"z")
+    assert sum(documents(tmp_path, BUFFER), []) == ["x y", "z"]
+
+
 def test_files_that_cannot_be_streamed_are_refused(tmp_path):
     (tmp_path / "a.csv").write_text("text\nx\n")
     with pytest.raises(DataError, match="a.csv: streaming reads text, jsonl .also compressed. and parquet; convert it"):
