@@ -58,11 +58,12 @@ class Adapter(Section):
 class Tokenizer(Section):
     """`path`: a tokenizer's folder (default: `model.path`). `vocabulary_size`: train a byte-level BPE on the data.
 
-    `chat_template`: a Jinja file that replaces the tokenizer's own template.
+    `chat_template`: a Jinja file that replaces the tokenizer's own template. `pad_token`: a token of its vocabulary.
     """
 
     path: Name | None = None
     chat_template: Name | None = None
+    pad_token: Name | None = None
     vocabulary_size: int | None = Field(None, ge=SMALLEST_VOCABULARY)
 
 

@@ -34,6 +34,7 @@ _KEYS_OF_TASKS = {
         "data.chat": True,
         "tokenizer.chat_template": None,
     },
+    ("classify", "mlm", "embed", "reward"): {"tokenizer.pad_token": None},
     ("dpo", "reward"): {"data.chosen_column": "chosen", "data.rejected_column": "rejected"},
     ("dpo",): {"dpo.loss": "sigmoid", "dpo.beta": 0.1, "dpo.label_smoothing": 0.0, "dpo.gamma": None},
     ("reward",): {"reward.center_rewards_coefficient": None},

@@ -33,4 +33,13 @@ def model_folder(key: str, folder: Path) -> Iterator[Finding]:
     if not folder.is_dir():
         yield key, f"no such folder: {folder.absolute()}"
     elif not (folder / "config.json").is_file():
-        yield key, f"{folder.absolute()} holds no config.json; a Hugging Face model folder is needed"
+        yield key, f"{folder.absolute()} holds no config.json; {_instead(folder)}"
+
+
+def _instead(folder: Path) -> str:
+    if (folder / "adapter_config.json").is_file():
+        run = folder.parent if (folder.parent / "run.json").is_file() else folder
+        return f"it is an adapter: python -m samecurve merge {run} makes one model of the two; name {run / 'merged'}"
+    if (folder / "model").is_dir():
+        return f"a Hugging Face model folder is needed: name {folder / 'model'}"
+    return "a Hugging Face model folder is needed"

@@ -12,7 +12,7 @@ from ..cache import location
 from ..config import Recipe
 from ..errors import DataError
 from ..pair_rows import PairRows
-from ..rows import Rows, SampleRows
+from ..rows import LengthGroups, Rows, SampleRows
 from ..stream_rows import StreamRows
 from . import Task
 
@@ -82,6 +82,20 @@ def load(
     parts = Parts(make_rows(training.train), held_out, training.empty_documents, training.counts)
     _check(parts, recipe)
     return parts
+
+
+def padded(
+    recipe: Recipe, kinds: tuple[type[Rows], type[LengthGroups]], stream: corpus.TokenStream, *arguments: object
+) -> Rows:
+    """Rows that are padded. kinds: in any order, and with steps of nearly the same length (data.group_by_length).
+
+    arguments: what else the rows take, the padding token first.
+    """
+    plain, grouped = kinds
+    given = (stream, recipe.batch.sequence_length, *arguments)
+    if recipe.data.group_by_length:
+        return grouped(*given, global_batch_size=recipe.batch.global_batch_size)
+    return plain(*given)
 
 
 def _check(parts: Parts, recipe: Recipe) -> None:

@@ -262,6 +262,49 @@ def test_a_tokenizer_has_to_have_the_tokens_that_the_task_needs(tmp_path, task, 
         tasks.load(made(tmp_path, task=task, tokenizer={"path": str(tmp_path / "tokenizer")}))
 
 
+@pytest.fixture
+def no_pad(tmp_path) -> str:
+    """A decoder's tokenizer, as many are: it names no token that pads."""
+    tokenizer = tasks.load(made(tmp_path)).tokenizer
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    assert AutoTokenizer.from_pretrained(tmp_path / "tokenizer").pad_token is None
+    return str(tmp_path / "tokenizer")
+
+
+def test_a_decoder_without_a_pad_token_classifies(tmp_path, no_pad):
+    llama = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    recipe = made(
+        tmp_path,
+        model={"config": {**llama, "num_attention_heads": 2}},
+        tokenizer={"path": no_pad, "pad_token": "<|end_of_text|>"},
+    )
+    task = tasks.load(recipe)
+    task.tokenizer.save_pretrained(tmp_path / "export")
+    exported = AutoTokenizer.from_pretrained(tmp_path / "export")
+    assert (exported.pad_token, len(exported)) == ("<|end_of_text|>", len(AutoTokenizer.from_pretrained(no_pad)))
+    shape = model.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
+    assert shape.config.pad_token_id == exported.pad_token_id == exported.eos_token_id
+    torch.manual_seed(0)
+    reference = AutoModelForSequenceClassification.from_config(shape.config).eval()
+    arrays = task.train[np.arange(4)]
+    assert (arrays.inputs["attention_mask"].sum(axis=1) < 8).any()
+    with torch.no_grad():
+        padded = reference(**{name: torch.from_numpy(array) for name, array in arrays.inputs.items()}).logits
+        for index, row in enumerate(ROWS):
+            ids = torch.tensor([exported(row["text"], truncation=True, max_length=8)["input_ids"]])
+            torch.testing.assert_close(padded[index], reference(ids).logits[0])
+
+
+def test_what_cannot_pad(tmp_path, no_pad):
+    with pytest.raises(DataError, match=r"holds, for example its eos_token: tokenizer.pad_token='<|end_of_text|>'"):
+        tasks.load(made(tmp_path, tokenizer={"path": no_pad}))
+    with pytest.raises(
+        ConfigurationError, match='tokenizer.pad_token: found "<pad>" .text., which is no token of .*; its'
+    ):
+        tasks.load(made(tmp_path, tokenizer={"path": no_pad, "pad_token": "<pad>"}))
+
+
 def test_labelled_rows_that_fill_up_an_evaluation_count_nowhere():
     rows = LabelledRows(TokenStream(np.arange(3), np.arange(4), "s", labels=np.array([0, 1, 0])), 4, 0)
     assert [batch.labels.tolist() for batch in EvaluationBatches(rows, 2, (1, 2))] == [[0, -100]]
