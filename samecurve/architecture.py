@@ -50,6 +50,12 @@ _FITTING = {
     "masked_lm": "masked language model; choose an encoder, for example bert",
     "embedding": "model that gives each token of a text a state; choose another, for example bert",
 }
+_TITLES = {
+    "causal_lm": "causal language model",
+    "sequence_classification": "sequence classifier",
+    "masked_lm": "masked language model",
+    "embedding": "model without a head, for embeddings",
+}
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,11 @@ class Head:
 
     kind: str = "causal_lm"
     fields: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """For messages."""
+        return _TITLES[self.kind]
 
     def model_class(self, config: PreTrainedConfig) -> type[PreTrainedModel] | None:
         """None where the family has no such head."""

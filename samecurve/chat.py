@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,6 +22,7 @@ Span = tuple[int, int]
 # Part of the cache key: raise it when the same conversation gives other tokens or other marks.
 _VERSION = 1
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_PROBE = "\N{REFERENCE MARK}"
 _FIX = "mark what is trained by {% generation %} in a template of your own (tokenizer.chat_template: FILE)"
 
 
@@ -27,8 +30,9 @@ class ChatEncoder(Encoder):
     """What is trained is found in the rendered text, and from there in the tokens that overlap it.
 
     It is what the template marks by {% generation %}, else what each assistant turn adds to the text before it, else an
-    error. The special token that ends a turn is trained, also where the mark ends before it. DataError for a tokenizer
-    without a template, and for a conversation that the template cannot render.
+    error; but nothing of a turn whose weight is 0. The special token that ends a turn is trained, also where the mark
+    ends before it. DataError for a tokenizer without a template, and for a conversation that the template cannot
+    render.
 
     Counted: answers whose first characters share a token with the prompt (a line break and the spaces after it, mostly;
     the model is trained to write that token, but is never asked to), and messages that hold a special token's text.
@@ -76,7 +80,7 @@ class ChatEncoder(Encoder):
         if self.schema.train_on == "all":
             return text, [(0, len(text))]
         if _GENERATION.search(template):
-            spans = self._without_prompt(conversation, template, text, [(a, b) for a, b in marked if a < b])
+            spans = self._without_untrained(conversation, template, text, [(a, b) for a, b in marked if a < b])
         else:
             spans = self._by_difference(conversation, template, text)
         if not spans:
@@ -104,7 +108,7 @@ class ChatEncoder(Encoder):
         marks = _GENERATION.search(template) is not None
         try:
             texts, spans = render_jinja_template(
-                [[dict(message) for message in conversation.messages[:num_messages]]],
+                [[_without_weight(message) for message in conversation.messages[:num_messages]]],
                 tools=conversation.tools and list(conversation.tools),
                 chat_template=template,
                 return_assistant_tokens_mask=marks,
@@ -116,18 +120,22 @@ class ChatEncoder(Encoder):
             raise DataError(f"{conversation.place}: the chat template cannot render it: {reason}") from error
         return texts[0], spans[0] if marks else []
 
-    def _without_prompt(self, conversation: Conversation, template: str, text: str, spans: list[Span]) -> list[Span]:
-        """A prompt may hold answers of its own, as examples, which are not trained."""
-        prompt = conversation.messages[: conversation.num_prompt]
-        if not any(message["role"] == "assistant" for message in prompt):
-            return spans
-        before, _ = self._apply(conversation, template, len(prompt))
-        if not text.startswith(before):
-            raise DataError(
-                f"{conversation.place}: the chat template renders the prompt's turns differently when the completion "
-                "follows, so where it ends cannot be said; give them as one column of messages"
-            )
-        return [span for span in spans if span[0] >= len(before)]
+    def _without_untrained(self, conversation: Conversation, template: str, text: str, spans: list[Span]) -> list[Span]:
+        """The spans but for those in turns that are not trained."""
+        for first, last in _untrained(conversation):
+            ends = []
+            for count in (first, last):
+                before = self._apply(conversation, template, count)[0] if count else ""
+                before = text if count == len(conversation.messages) else before
+                if not text.startswith(before):
+                    raise DataError(
+                        f"{conversation.place}: the chat template renders the first {count} messages differently when "
+                        "others follow, so where the turns end that are not trained cannot be said; give all as one "
+                        "column of messages without weights"
+                    )
+                ends.append(len(before))
+            spans = [span for span in spans if not ends[0] <= span[0] < ends[1]]
+        return spans
 
     def _by_difference(self, conversation: Conversation, template: str, text: str) -> list[Span]:
         """What each assistant turn adds to the text that the model is given to answer."""
@@ -135,7 +143,7 @@ class ChatEncoder(Encoder):
         apply = partial(self._apply, conversation, template)
         for index in range(conversation.num_prompt, len(conversation.messages)):
             message = conversation.messages[index]
-            if message["role"] != "assistant":
+            if message["role"] != "assistant" or message.get("weight") == 0:
                 continue
             asked, answered = apply(index, prompt=True)[0], apply(index + 1)[0]
             if not (text.startswith(answered) and answered.startswith(asked)):
@@ -143,14 +151,25 @@ class ChatEncoder(Encoder):
                     f"{conversation.place}: message {index}: the chat template renders this turn differently when it "
                     f"is not the last one, so its tokens cannot be told from the others; {_FIX}"
                 )
-            header = answered[len(asked) :].partition(message["content"].strip())[0].strip()
-            if header and asked == apply(index)[0]:
+            header = self._header(conversation, template, index) if asked == apply(index)[0] else ""
+            if header:
                 raise DataError(
                     f"{conversation.place}: message {index}: the chat template has no generation prompt, so "
                     f"{header!r:.40} cannot be told from the answer; {_FIX}"
                 )
             spans.append(self._trimmed(text, len(asked), len(answered)))
         return spans
+
+    def _header(self, conversation: Conversation, template: str, index: int) -> str:
+        """What a template without a generation prompt writes between a question and its answer.
+
+        Found by an answer that is in no template: the turn itself may hold no text but tool calls, whose marks the
+        model has to write.
+        """
+        probe = {"role": "assistant", "content": _PROBE}
+        asked = replace(conversation, messages=(*conversation.messages[:index], probe))
+        before, after = (self._apply(asked, template, count)[0] for count in (index, index + 1))
+        return after[len(before) :].partition(_PROBE)[0].strip()
 
     def _trimmed(self, text: str, start: int, end: int) -> Span:
         """Without the white space behind the token that ends the turn, which no model has to write."""
@@ -207,6 +226,24 @@ class TextEncoder(Encoder):
 
 def encoder(tokenizer: PreTrainedTokenizerFast, schema: Schema) -> ChatEncoder | TextEncoder:
     return ChatEncoder(tokenizer, schema) if schema.chat else TextEncoder(tokenizer, schema)
+
+
+def _untrained(conversation: Conversation) -> Iterator[tuple[int, int]]:
+    """Ranges of messages: a prompt, which may hold answers of its own, as examples; each turn of weight 0.
+
+    A turn's range ends where the next answer begins: many templates leave thoughts out of the turns before the last
+    question, so what they make of a conversation that ends with the turn itself is another text.
+    """
+    answers = [index for index, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+    if any(index < conversation.num_prompt for index in answers):
+        yield 0, conversation.num_prompt
+    for index, following in zip(answers, [*answers[1:], len(conversation.messages)], strict=True):
+        if index >= conversation.num_prompt and conversation.messages[index].get("weight") == 0:
+            yield index, following
+
+
+def _without_weight(message: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in message.items() if key != "weight"}
 
 
 def _overlap(offsets: np.ndarray, spans: list[Span]) -> np.ndarray:

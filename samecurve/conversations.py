@@ -1,8 +1,7 @@
-"""Rows to conversations: TRL's schema (`messages`, or `prompt` and `completion`), or columns that the recipe names."""
+"""Rows to conversations: TRL's schema (`messages`, or `prompt` and `completion`), ShareGPT's, or columns by name."""
 
 from __future__ import annotations
 
-import difflib
 import json
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -10,20 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 from . import sources
 from .errors import DataError
-from .tables import check_characters
+from .messages import check_text, messages_of, shown
+from .tables import no_column
 
 if TYPE_CHECKING:
     from .config import Data
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-# What other schemas call them, for the message.
-_OTHER_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "function": "tool"}
-_MAY_BE_EMPTY = ("system", "developer", "tool")
+_SET_COLUMNS = "set data.messages_column, or data.prompt_column and data.completion_column"
+_MESSAGES = ("messages", "conversations")
 
 
 @dataclass(frozen=True)
 class Schema:
-    """Where rows hold what. None: `messages` where a row has it, else `prompt` and `completion`.
+    """Where rows hold what. None: `messages` or `conversations` where a row has it, else `prompt` and `completion`.
 
     chat: whether prompt and completion that are text become turns. train_on: "assistant" or "all".
     """
@@ -92,21 +90,21 @@ def find(name: str, pattern: str | None, schema: Schema) -> sources.Source:
 def conversation(place: str, row: dict, schema: Schema) -> Conversation:
     """A row, checked. DataError names the place, the column, the value and the fix."""
     tools = tools_of(place, row.get("tools"))
-    column = schema.messages or "messages"
+    column = schema.messages or next((name for name in _MESSAGES if name in row), _MESSAGES[0])
     if schema.prompt is None and schema.completion is None and (schema.messages or column in row):
         if not schema.chat:
             raise DataError(f"{place}: {column!r}: messages need a template; set data.chat=true")
         if column not in row:
-            raise DataError(_no_column(place, row, {"messages": column}))
+            raise no_column(place, row, {"messages_column": column}, fix=_SET_COLUMNS)
         messages = messages_of(place, column, row[column])
         _check_trained(place, column, messages, schema)
         return Conversation(place, messages, tools=tools)
-    names = {"prompt": schema.prompt or "prompt", "completion": schema.completion or "completion"}
-    if not row.keys() >= set(names.values()):
-        raise DataError(_no_column(place, row, names))
-    prompt = turns(place, names["prompt"], row[names["prompt"]], "user", schema)
-    completion = turns(place, names["completion"], row[names["completion"]], "assistant", schema)
-    _check_trained(place, names["completion"], completion, schema)
+    asked, answered = schema.prompt or "prompt", schema.completion or "completion"
+    if asked not in row or answered not in row:
+        raise _no_column(place, row, {"prompt_column": asked, "completion_column": answered})
+    prompt = turns(place, asked, row[asked], "user", schema)
+    completion = turns(place, answered, row[answered], "assistant", schema)
+    _check_trained(place, answered, completion, schema)
     return Conversation(place, (*prompt, *completion), len(prompt), tools)
 
 
@@ -114,64 +112,32 @@ def turns(place: str, column: str, value: Any, role: str, schema: Schema) -> tup
     """Text is one turn of the role; a list is messages."""
     if isinstance(value, list) and schema.chat:
         return messages_of(place, column, value)
-    _check_text(place, column, value, "text" if not schema.chat else "text or a list of messages")
+    check_text(place, column, value, "text" if not schema.chat else "text or a list of messages")
     return ({"role": role, "content": value},)
 
 
-def messages_of(place: str, column: str, value: Any) -> tuple[dict[str, Any], ...]:
-    if not isinstance(value, list) or not value:
-        raise DataError(
-            f"{place}: {column!r} is {shown(value)}, not a list of messages; "
-            'write [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
-        )
-    return tuple(_message(place, f"{column}[{index}]", message) for index, message in enumerate(value))
-
-
-def _message(place: str, at: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise DataError(f'{place}: {at} is {shown(value)}, not {{"role": ..., "content": ...}}')
-    # Arrow gives every message of a file all keys that any of them has
-    message = {key: part for key, part in value.items() if part is not None}
-    if "role" not in message:
-        found = ", ".join(map(repr, message)) or "nothing"
-        fix = "; rename 'from' to 'role' and 'value' to 'content'" if {"from", "value"} <= message.keys() else ""
-        raise DataError(f"{place}: {at} has no 'role', found: {found}{fix or '; add it'}")
-    role = message["role"]
-    if role not in ROLES:
-        raise DataError(f"{place}: {at}.role is {shown(role)}; {_nearest_role(role)}")
-    if role == "assistant" and message.get("tool_calls"):
-        message.setdefault("content", "")
-        if not isinstance(message["tool_calls"], list):
-            raise DataError(f"{place}: {at}.tool_calls is {shown(message['tool_calls'])}, not a list")
-    elif "content" not in message:
-        raise DataError(f"{place}: {at} has no 'content', found: {', '.join(map(repr, message))}; add it")
-    if isinstance(message["content"], list):
-        raise DataError(f"{place}: {at}.content is a list of parts; only text can be trained on, write one string")
-    may_be_empty = role in _MAY_BE_EMPTY or "tool_calls" in message
-    _check_text(place, f"{at}.content", message["content"], "text", may_be_empty)
-    return message
-
-
-def _check_text(place: str, at: str, value: Any, needed: str, may_be_empty: bool = False) -> None:
-    if not isinstance(value, str):
-        raise DataError(f"{place}: {at} is {shown(value)}, not {needed}; correct or remove the row")
-    if not value.strip() and not may_be_empty:
-        raise DataError(f"{place}: {at} is empty; fill or remove the row")
-    check_characters(place, at, value)
-
-
 def _check_trained(place: str, column: str, messages: tuple[dict[str, Any], ...], schema: Schema) -> None:
-    if schema.train_on == "assistant" and not any(message["role"] == "assistant" for message in messages):
-        roles = ", ".join(message["role"] for message in messages)
+    """DataError where nothing is trained, and for a turn of weight 0 where all of them are."""
+    weights = [message.get("weight", 1) for message in messages if message["role"] == "assistant"]
+    if schema.train_on == "all" and 0 in weights:
         raise DataError(
-            f"{place}: {column!r} has no assistant turn (roles: {roles}), so nothing of it is trained; remove the row, "
-            "or set data.train_on=all"
+            f"{place}: {column!r} has a turn of weight 0, but data.train_on=all trains all turns; set it to assistant, "
+            "or remove the weight"
         )
+    if schema.train_on == "all" or any(weights):
+        return
+    roles = ", ".join(message["role"] for message in messages)
+    fix = "; remove the row, or set data.train_on=all"
+    if weights:
+        what, fix = "no assistant turn but with weight 0", "; remove the row, or give a turn the weight 1"
+    else:
+        what = f"no assistant turn (roles: {roles})"
+    raise DataError(f"{place}: {column!r} has {what}, so nothing of it is trained{fix}")
 
 
 def tools_of(place: str, value: Any) -> tuple[dict[str, Any], ...] | None:
     """The column `tools`: a list of JSON schemas, or that list as JSON text, as Arrow files often hold it."""
-    if isinstance(value, str):
+    if isinstance(value, str) and value:
         try:
             value = json.loads(value)
         except ValueError as error:
@@ -183,26 +149,16 @@ def tools_of(place: str, value: Any) -> tuple[dict[str, Any], ...] | None:
     return tuple(value)
 
 
-def _no_column(place: str, row: dict, names: dict[str, str]) -> str:
-    """names: "messages", or "prompt" and "completion" -> the column that was looked for."""
+def _no_column(place: str, row: dict, names: dict[str, str]) -> DataError:
+    """names: "prompt_column" and "completion_column" -> the column that was looked for."""
     missing = {key: name for key, name in names.items() if name not in row}
-    fixes = []
-    for key, name in {**missing, **({"messages": "messages"} if "completion" in missing else {})}.items():
-        nearest = difflib.get_close_matches(name, map(str, row), n=1, cutoff=0.6)
-        fixes += [f"data.{key}_column={nearest[0]}"] if nearest else []
     either = len(missing) == 2 and list(names.values()) == ["prompt", "completion"]
-    wanted = "'messages', nor 'prompt' and 'completion'" if either else " and ".join(map(repr, missing.values()))
-    keys = "data.messages_column, or data.prompt_column and data.completion_column"
-    fix = f"did you mean {' '.join(fixes)}?" if fixes else f"set {keys}"
-    return f"{place}: no column {wanted}, found: {', '.join(map(str, row)) or 'nothing'}; {fix}"
-
-
-def _nearest_role(role: Any) -> str:
-    near = difflib.get_close_matches(str(role).lower(), ROLES, n=1)
-    known = _OTHER_NAMES.get(str(role).lower()) or (near[0] if near else None)
-    return f"write {known!r}" if known else f"it is one of {', '.join(ROLES)}"
-
-
-def shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
+    if "completion_column" in missing:
+        return no_column(
+            place,
+            row,
+            {**missing, "messages_column": "messages"},
+            "'messages', nor 'prompt' and 'completion'" if either else " and ".join(map(repr, missing.values())),
+            _SET_COLUMNS,
+        )
+    return no_column(place, row, missing, fix=_SET_COLUMNS)

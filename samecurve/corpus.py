@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 # Part of the cache key: raise it when the tokens written for the same input change.
-_VERSION = 4
+_VERSION = 5
 _BATCH_CHARACTERS = 1 << 20
 _PLAIN_LINE_SECONDS = 30.0
 PARTS = ("train", "held_out")
@@ -236,9 +236,9 @@ def _map_file(file: Path, dtype: np.dtype, num_tokens: int) -> np.ndarray:
 
 
 @contextmanager
-def reading(title: str, source: Source) -> Iterator[Callable[[list], None]]:
+def reading(title: str, source: Source, units: str = "documents") -> Iterator[Callable[[list], None]]:
     """Shows how far the documents of a source are read: a bar on a terminal, else a line every 30 s and one at the
-    end.
+    end. units: what is counted.
 
     Gives a function to call with each batch of documents. The bar's end is the size of the files, so it is exact for
     text files and a guide for tables.
@@ -248,19 +248,19 @@ def reading(title: str, source: Source) -> Iterator[Callable[[list], None]]:
 
     console = Console(quiet=source.quiet or not prints(), soft_wrap=True)
     began = last_line = time.perf_counter()
-    num_documents = num_bytes = 0
+    num_units = num_bytes = 0
 
     def line() -> str:
         seconds = time.perf_counter() - began
-        return f"{title} {source.name}: {num_documents:,} documents, {num_bytes / 1e6:.1f} MB in {seconds:.1f} s"
+        return f"{title} {source.name}: {num_units:,} {units}, {num_bytes / 1e6:.1f} MB in {seconds:.1f} s"
 
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(title, total=source.num_bytes)
 
         def advance(documents: list) -> None:
-            nonlocal num_documents, num_bytes, last_line
+            nonlocal num_units, num_bytes, last_line
             size = sum(len(str(document).encode()) for document in documents)
-            num_documents, num_bytes = num_documents + len(documents), num_bytes + size
+            num_units, num_bytes = num_units + len(documents), num_bytes + size
             bar.advance(task, size)
             if not console.is_terminal and time.perf_counter() - last_line > _PLAIN_LINE_SECONDS:
                 last_line = time.perf_counter()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from . import sources
 from .cache import cached, digest
 from .corpus import Encoded, Encoder
 from .errors import DataError
-from .tables import check_characters
+from .tables import check_characters, no_column
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from .config import Data
 
 # Part of the cache key: raise it when the same rows give other names of classes.
-_VERSION = 1
+_VERSION = 2
 _SHOWN_NAMES = 8
 
 
@@ -61,7 +60,9 @@ class ExampleSource(sources.TableSource):
         return Example(place, text, pair, self._name(f"{place}: {self.label_column!r}", label))
 
     def _name(self, at: str, label: Any) -> str:
-        """DataError for a label that is no name and no number, or none of the classes."""
+        """DataError for a label that is no name and no number, or none of the classes. A csv has numbers as text."""
+        if isinstance(label, str) and self.names is not None and label not in self.names and label.isdecimal():
+            label = int(label)
         if isinstance(label, bool) or not isinstance(label, (str, int)) or label == "":
             raise DataError(f"{at} is {label!r:.40}, not a name or a whole number; correct or remove the row")
         if isinstance(label, int):
@@ -181,9 +182,7 @@ def text_of(place: str, key: str, column: str, row: dict) -> str:
 
 def _value(place: str, key: str, column: str, row: dict) -> Any:
     if column not in row:
-        near = difflib.get_close_matches(column, map(str, row), n=1, cutoff=0.6)
-        fix = f"did you mean data.{key}={near[0]}?" if near else f"set data.{key}"
-        raise DataError(f"{place}: no column {column!r}, found: {', '.join(map(str, row)) or 'nothing'}; {fix}")
+        raise no_column(place, row, {key: column})
     return row[column]
 
 

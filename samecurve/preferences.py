@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from dataclasses import asdict, dataclass
 from itertools import takewhile
@@ -11,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 from . import sources
 from .cache import digest
 from .chat import encoder
-from .conversations import Conversation, shown, tools_of, turns
+from .conversations import Conversation, tools_of, turns
 from .conversations import Schema as ChatSchema
 from .corpus import Encoded, Encoder
 from .errors import DataError
+from .messages import shown
+from .tables import no_column
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -85,10 +86,10 @@ def find(name: str, pattern: str | None, schema: Schema) -> sources.Source:
 
 def pair(place: str, row: dict, schema: Schema) -> Pair:
     """A row, checked. DataError names the place, the column, the value and the fix."""
-    columns = {"prompt": schema.prompt, "chosen": schema.chosen, "rejected": schema.rejected}
+    columns = {"prompt_column": schema.prompt, "chosen_column": schema.chosen, "rejected_column": schema.rejected}
     missing = {key: name for key, name in columns.items() if name is not None and name not in row}
     if missing:
-        raise DataError(_no_column(place, row, missing))
+        raise _no_column(place, row, missing)
     tools = tools_of(place, row.get("tools"))
     answers = [_turns(place, column, row, "assistant", schema) for column in (schema.chosen, schema.rejected)]
     if answers[0] == answers[1]:
@@ -139,6 +140,10 @@ def _split_texts(place: str, row: dict, schema: Schema, chosen: Turns, rejected:
     return prompt, *(({"role": "assistant", "content": text[length:]},) for text in (one, other))
 
 
+_UNPAIRED = (
+    "this is unpaired data, as TRL's KTO has them, which are not read yet: give the better and the worse answer of "
+    "each prompt as chosen and rejected, also for dpo.loss=kto"
+)
 _NOTHING_SHARED = (
     "{place}: {schema.chosen!r} and {schema.rejected!r} have no first {what} in common, so there is no prompt that "
     "both answer; correct or remove the row, or name the prompt's column (data.prompt_column)"
@@ -152,6 +157,11 @@ def _common(one: Any, other: Any) -> int:
 def _check_answer(place: str, column: str, answer: Turns) -> None:
     if not answer or not any(message["content"].strip() or message.get("tool_calls") for message in answer):
         raise DataError(f"{place}: {column!r} is empty behind the prompt; add the answer or remove the row")
+    if any(message.get("weight") == 0 for message in answer):
+        raise DataError(
+            f"{place}: {column!r} has a turn of weight 0, but pairs are compared by their whole answers; remove the "
+            "weight or the row"
+        )
     if answer[0]["role"] != "assistant":
         roles = ", ".join(message["role"] for message in answer)
         raise DataError(
@@ -160,15 +170,9 @@ def _check_answer(place: str, column: str, answer: Turns) -> None:
         )
 
 
-def _no_column(place: str, row: dict, missing: dict[str, str]) -> str:
-    """missing: "prompt", "chosen", "rejected" -> the column that was looked for."""
-    fixes = []
-    for key, name in missing.items():
-        nearest = difflib.get_close_matches(name, map(str, row), n=1, cutoff=0.6)
-        fixes += [f"data.{key}_column={nearest[0]}"] if nearest else []
-    fix = f"did you mean {' '.join(fixes)}?" if fixes else f"set {' and '.join(f'data.{k}_column' for k in missing)}"
-    names = " and ".join(map(repr, missing.values()))
-    return f"{place}: no column {names}, found: {', '.join(map(str, row)) or 'nothing'}; {fix}"
+def _no_column(place: str, row: dict, missing: dict[str, str]) -> DataError:
+    unpaired = "chosen_column" in missing and "rejected_column" in missing and {"completion", "label"} <= row.keys()
+    return no_column(place, row, missing, fix=_UNPAIRED if unpaired else "")
 
 
 class PairEncoder(Encoder):

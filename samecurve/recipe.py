@@ -94,6 +94,17 @@ def checked(path: str, overrides: Sequence[str] = ()) -> Recipe:
     return source.recipe
 
 
+def validated(document: Document) -> Recipe:
+    """By the schema alone: what a run has trained is not asked whether its files are still there.
+
+    Raises ConfigurationError with everything that is wrong with it.
+    """
+    recipe, _ = _validate(document)
+    if document.problems:
+        raise ConfigurationError(report(document.problems))
+    return recipe
+
+
 def _read_based(path: str, chain: tuple[str, ...]) -> Document:
     """The file merged over the file that its `base` key names (relative to the file), and so on."""
     document = read(path)

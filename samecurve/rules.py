@@ -15,8 +15,8 @@ from .rules_memory import memory
 from .rules_optimizer import optimizer
 from .rules_profile import profiled
 from .rules_sources import mixture, pattern, streaming
-from .rules_tasks import chunked, distill, embed, model_folder
-from .sources import BUILTIN, DOCSTRINGS, FUNCTIONS, MODULES, PREFERENCES
+from .rules_tasks import chunked, distill, embed, model_folder, preferences
+from .sources import BUILTIN, DOCSTRINGS, FUNCTIONS, MODULES, PREFERENCES, pattern_hint
 
 if TYPE_CHECKING:
     from .recipe import Source
@@ -37,6 +37,7 @@ _KEYS_OF_TASKS = {
         "data.chat": True,
         "tokenizer.chat_template": None,
     },
+    ("classify", "mlm", "embed", "reward"): {"tokenizer.pad_token": None},
     ("dpo", "reward"): {"data.chosen_column": "chosen", "data.rejected_column": "rejected"},
     ("dpo",): {"dpo.loss": "sigmoid", "dpo.beta": 0.1, "dpo.label_smoothing": 0.0, "dpo.gamma": None},
     ("reward",): {"reward.center_rewards_coefficient": None},
@@ -73,11 +74,17 @@ _CAUSAL = (*_PACKED, "dpo")
 def apply(source: Source) -> None:
     """Add what the rules find to the source's problems."""
     model = (_model, _adapter, _attention, _positions, memory)
-    data = (_tokenizer, _data, _task, embed, distill, chunked, _columns, _preferences, _continued)
+    data = (_tokenizer, _data, _task, embed, distill, chunked, _columns, preferences, _continued)
     for rule in (*model, *data, optimizer, _schedule, _checkpoint, _guard, _evaluate, profiled):
         with contextlib.suppress(KeyError):
             for key, text in rule(source.value):
                 source.document.problem(tuple(key.split(".")), text)
+
+
+def columns_of(task: str) -> list[str]:
+    """The keys by which a recipe of the task names columns."""
+    readers = ((key, tasks) for tasks, keys in _KEYS_OF_TASKS.items() for key in keys)
+    return [key for key, tasks in readers if task in tasks and key.endswith(("_column", "_columns"))]
 
 
 def _model(value: Callable[[str], Any]) -> Iterator[Finding]:
@@ -169,7 +176,8 @@ def _data(value: Callable[[str], Any]) -> Iterator[Finding]:
         elif path in _BUILTINS.values() and path != builtin:
             yield key, f"found {path}, which task {value('task')} cannot read; {builtin} is the one that it can"
         elif path is not None and path != builtin and not Path(path).exists():
-            yield key, f"no such file or folder: {Path(path).absolute()}"
+            owner = "data.pattern" if key in ("data.path", "evaluate.path") else key.replace("path", "pattern")
+            yield key, f"no such file or folder: {Path(path).absolute()}{pattern_hint(path, owner)}"
 
     if value("data.path") is None and value("data.mixture") is None:
         yield "data.path", f"missing; name a file, a folder or {builtin}, here or as data.path=... when starting"
@@ -213,23 +221,6 @@ def _columns(value: Callable[[str], Any]) -> Iterator[Finding]:
     template = value("tokenizer.chat_template")
     if template is not None and not Path(template).is_file():
         yield "tokenizer.chat_template", f"no such file: {Path(template).absolute()}"
-
-
-def _preferences(value: Callable[[str], Any]) -> Iterator[Finding]:
-    loss, gamma = value("dpo.loss"), value("dpo.gamma")
-    if loss == "simpo" and gamma is None:
-        yield (
-            "dpo.gamma",
-            "missing; simpo needs its margin (its authors: beta 2 to 2.5, and gamma 0.1 to 0.8 times that)",
-        )
-    elif loss != "simpo" and gamma is not None:
-        yield "dpo.gamma", f"found {gamma:g}, but only simpo has a margin and dpo.loss is {loss}; set it to null"
-    smoothing = value("dpo.label_smoothing")
-    if loss != "sigmoid" and smoothing:
-        text = f"found {smoothing:g}, but only sigmoid smooths labels and dpo.loss is {loss}; set it to 0"
-        yield "dpo.label_smoothing", text
-    if value("data.chosen_column") == value("data.rejected_column"):
-        yield "data.rejected_column", f"found {value('data.rejected_column')}, which is data.chosen_column; name both"
 
 
 def _schedule(value: Callable[[str], Any]) -> Iterator[Finding]:

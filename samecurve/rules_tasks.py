@@ -30,6 +30,23 @@ def distill(value: Callable[[str], Any]) -> Iterator[Finding]:
         yield from model_folder("distill.teacher", Path(teacher))
 
 
+def preferences(value: Callable[[str], Any]) -> Iterator[Finding]:
+    loss, gamma = value("dpo.loss"), value("dpo.gamma")
+    if loss == "simpo" and gamma is None:
+        yield (
+            "dpo.gamma",
+            "missing; simpo needs its margin (its authors: beta 2 to 2.5, and gamma 0.1 to 0.8 times that)",
+        )
+    elif loss != "simpo" and gamma is not None:
+        yield "dpo.gamma", f"found {gamma:g}, but only simpo has a margin and dpo.loss is {loss}; set it to null"
+    smoothing = value("dpo.label_smoothing")
+    if loss != "sigmoid" and smoothing:
+        text = f"found {smoothing:g}, but only sigmoid smooths labels and dpo.loss is {loss}; set it to 0"
+        yield "dpo.label_smoothing", text
+    if value("data.chosen_column") == value("data.rejected_column"):
+        yield "data.rejected_column", f"found {value('data.rejected_column')}, which is data.chosen_column; name both"
+
+
 def chunked(value: Callable[[str], Any]) -> Iterator[Finding]:
     if value("loss.implementation") != "chunked":
         return
@@ -47,4 +64,13 @@ def model_folder(key: str, folder: Path) -> Iterator[Finding]:
     if not folder.is_dir():
         yield key, f"no such folder: {folder.absolute()}"
     elif not (folder / "config.json").is_file():
-        yield key, f"{folder.absolute()} holds no config.json; a Hugging Face model folder is needed"
+        yield key, f"{folder.absolute()} holds no config.json; {_instead(folder)}"
+
+
+def _instead(folder: Path) -> str:
+    if (folder / "adapter_config.json").is_file():
+        run = folder.parent if (folder.parent / "run.json").is_file() else folder
+        return f"it is an adapter: python -m samecurve merge {run} makes one model of the two; name {run / 'merged'}"
+    if (folder / "model").is_dir():
+        return f"a Hugging Face model folder is needed: name {folder / 'model'}"
+    return "a Hugging Face model folder is needed"

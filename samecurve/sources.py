@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import os
 import sysconfig
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from .cache import digest
 from .errors import DataError
-from .tables import check_characters, read_text, rows, table_kind
+from .tables import check_characters, is_text, no_column, read_text, rows, table_kind
 
 if TYPE_CHECKING:
     from .config import Recipe
@@ -25,7 +24,6 @@ FUNCTIONS = "builtin:python-functions"  # for sft
 PREFERENCES = "builtin:python-preferences"  # for dpo and reward
 MODULES = "builtin:python-modules"  # for classify
 DOCSTRINGS = "builtin:python-docstrings"  # for embed
-TEXTS = frozenset(".txt .text .md .rst .tex .html .xml .py .c .h .cc .cpp .rs .go .java .js .ts .sh .sql".split())
 # The last two are the library's own, but tables of characters and pages of help instead of code.
 _NOT_STDLIB = frozenset("test tests idlelib site-packages dist-packages __pycache__ encodings pydoc_data".split())
 _RACY_SECONDS = 2.0
@@ -109,8 +107,18 @@ def find(name: str, pattern: str | None = None, text_column: str = "text") -> So
     if root.is_file():
         return Source(name, (root,), text_column)
     if not root.is_dir():
-        raise DataError(f"{name}: data.path does not exist; give a file, a folder, or {BUILTIN}")
+        raise DataError(f"{name}: data.path does not exist; give a file, a folder, or {BUILTIN}{pattern_hint(name)}")
     return Source(name, _folder_files(root, name, pattern), text_column)
+
+
+def pattern_hint(path: str, key: str = "data.pattern") -> str:
+    """What to do about a path with wildcards, for the end of a message; empty where there are none."""
+    parts = Path(path).parts
+    first = next((index for index, part in enumerate(parts) if set("*?[") & set(part)), None)
+    if first is None:
+        return ""
+    folder, pattern = Path(*parts[:first]), Path(*parts[first:])
+    return f"; a path has no wildcards: give the folder {folder} as the path, and {key}='{pattern}'"
 
 
 def check_rows(
@@ -162,7 +170,7 @@ def is_held_out(text: str, fraction: float) -> bool:
 def text_of(place: str, row: dict, column: str) -> str:
     """The text of a table's row. Raises DataError that names the place where there is none."""
     if column not in row:
-        raise DataError(_no_column(place, column, list(row)))
+        raise no_column(place, row, {"text_column": column}, fix="set data.text_column, or remove what has no text")
     if not isinstance(row[column], str):
         raise DataError(f"{place}: {column!r} is {row[column]!r:.40}, not text; remove or fill the row")
     check_characters(place, column, row[column])
@@ -194,7 +202,7 @@ def _folder_files(root: Path, name: str, pattern: str | None) -> tuple[Path, ...
             raise DataError(f"{name}: no file matches data.pattern={pattern!r}; `**/*.ext` looks in sub-folders too")
         return tuple(found)
     tables = [file for file in found if table_kind(file)]
-    texts = [file for file in found if file.suffix.lower() in TEXTS]
+    texts = [file for file in found if is_text(file)]
     if tables and texts:
         raise DataError(
             f"{name}: the folder holds {len(tables)} table files ({tables[0].name}, ...) and {len(texts)} text files "
@@ -232,9 +240,3 @@ def _remember(path: Path, text: str) -> None:
 def _read_table(file: Path, column: str) -> Iterator[str]:
     for place, row in rows(file):
         yield text_of(place, row, column)
-
-
-def _no_column(place: str, column: str, found: list[str]) -> str:
-    nearest = difflib.get_close_matches(column, found, n=1, cutoff=0.3)
-    fix = f"set data.text_column={nearest[0]}" if nearest else "set data.text_column, or remove what has no text"
-    return f"{place}: no column {column!r}, found: {', '.join(found)}; {fix}"

@@ -5,7 +5,6 @@ Which pieces there are is told by names and sizes: nothing is read ahead, and an
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,7 @@ from . import sources
 from .cache import digest
 from .errors import DataError
 from .order import rows_at
-from .tables import COMPRESSED, table_kind
+from .tables import COMPRESSED, is_text, parse_row, table_kind
 
 _PIECES_PER_BLOCK = 16
 _FOOTERS_AT_ONCE = 16
@@ -156,7 +155,7 @@ def _listed(url: str, pattern: str | None) -> list[File]:
     below = root if len(found) != 1 or root not in found else os.path.dirname(root)
     files = []
     for name, facts in sorted(found.items()):
-        wanted = pattern or table_kind(Path(name)) or Path(name).suffix.lower() in sources.TEXTS
+        wanted = pattern or table_kind(Path(name)) or is_text(Path(name))
         if facts["type"] == "file" and wanted:
             version = next(
                 (str(facts[key]) for key in ("ETag", "etag", "blob_id", "mtime", "created") if key in facts), ""
@@ -214,7 +213,8 @@ def _lines(piece: Piece, column: str) -> Iterator[tuple[str, dict]]:
             offset += len(stream.readline()) - 1
         while offset < piece.stop and (line := stream.readline()):
             if line.strip():
-                yield f"{file.name}: byte {offset}", _parsed(f"{file.name}: byte {offset}", line)
+                place = f"{file.name}: byte {offset}"
+                yield place, parse_row(lambda _, place=place: place, line, offset)
             offset += len(line)
 
     return _opened(file, read)
@@ -224,9 +224,12 @@ def _compressed(piece: Piece, column: str) -> Iterator[tuple[str, dict]]:
     file = piece.files[0]
 
     def read(stream) -> Iterator[tuple[str, dict]]:
+        offset = 0
         for number, line in enumerate(stream, start=1):
+            place = f"{file.name}:{number}"
             if line.strip():
-                yield f"{file.name}:{number}", _parsed(f"{file.name}:{number}", line)
+                yield place, parse_row(lambda _, place=place: place, line, offset)
+            offset += len(line)
 
     return _opened(file, read, compression="infer")
 
@@ -249,21 +252,12 @@ def _row_group(piece: Piece, column: str) -> Iterator[tuple[str, dict]]:
 
 def _texts(piece: Piece, column: str) -> Iterator[tuple[str, str]]:
     for file in piece.files:
-        for data in _opened(file, lambda stream: iter([stream.read()])):
+        packed = Path(file.name).suffix.lower() in COMPRESSED
+        for data in _opened(file, lambda stream: iter([stream.read()]), "infer" if packed else None):
             try:
                 yield file.name, data.decode("utf-8-sig")
             except UnicodeDecodeError as error:
                 raise DataError(f"{file.name}: byte {error.start} is not UTF-8: {error.reason}; convert it") from error
-
-
-def _parsed(place: str, line: bytes) -> dict:
-    try:
-        row = json.loads(line.decode())
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{place}: not JSON: {error}; correct or remove the line") from error
-    if not isinstance(row, dict):
-        raise DataError(f'{place}: {row!r:.40} is not a JSON object; write {{"column": ...}}, one per line')
-    return row
 
 
 _READERS = {"lines": _lines, "compressed": _compressed, "parquet": _row_group, "text": _texts}

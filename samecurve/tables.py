@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
+import contextlib
+import csv
+import difflib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,9 @@ from .errors import DataError
 
 TABLES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 COMPRESSED = frozenset((".gz", ".zst", ".bz2", ".xz"))
+TEXTS = frozenset(".txt .text .md .rst .tex .html .xml .py .c .h .cc .cpp .rs .go .java .js .ts .sh .sql".split())
+_BOM = codecs.BOM_UTF8
+_LARGEST_FIELD = 2**31 - 1  # bytes; csv's own limit of 128 KiB is less than some documents have
 
 
 def table_kind(file: Path) -> str | None:
@@ -21,23 +28,39 @@ def table_kind(file: Path) -> str | None:
     return TABLES.get(suffixes[-1]) if suffixes else None
 
 
+def is_text(file: Path) -> bool:
+    """By its name, also of a compressed one."""
+    stem = file.with_suffix("") if file.suffix.lower() in COMPRESSED else file
+    return stem.suffix.lower() in TEXTS
+
+
 def rows(file: Path) -> Iterator[tuple[str, dict]]:
     """(place, row) of every row of a table: the place is what a message names, `file:line` or `file: row N`."""
-    kind = table_kind(file)
-    read = {"jsonl": _json_lines, "json": _json_rows}.get(kind)
-    return read(file) if read else _dataset_rows(file, kind)
+    return _READERS[table_kind(file)](file)
 
 
 def read_text(file: Path) -> str:
-    """A whole file of UTF-8. DataError where it cannot be read."""
+    """A whole file of UTF-8, also a compressed one. DataError where it cannot be read."""
+    if file.suffix.lower() in COMPRESSED:
+        return _decode(_counted(file, 1), b"".join(_lines(file)), 0)
     try:
         data = file.read_bytes()
     except OSError as error:
         raise DataError(f"{file}: could not be read: {error.strerror}") from error
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(_bad_utf8(file, data.count(b"\n", 0, error.start) + 1, error.start, error)) from error
+    return _decode(_counted(file, 1), data, 0)
+
+
+def no_column(place: str, row: Iterable, missing: dict[str, str], wanted: str = "", fix: str = "") -> DataError:
+    """The error for a row without columns that are looked for. missing: key of the recipe's data -> column.
+
+    wanted: what the message says is missing, default: the columns. fix: what to do where no column has a similar name.
+    """
+    found = [str(name) for name in row]
+    near = {key: difflib.get_close_matches(name, found, n=1, cutoff=0.6) for key, name in missing.items()}
+    guesses = " ".join(f"data.{key}={names[0]}" for key, names in near.items() if names)
+    fix = f"did you mean {guesses}?" if guesses else fix or f"set {' and '.join(f'data.{key}' for key in missing)}"
+    wanted = wanted or " and ".join(map(repr, missing.values()))
+    return DataError(f"{place}: no column {wanted}, found: {', '.join(found) or 'nothing'}; {fix}")
 
 
 def check_characters(place: str, column: str, text: str) -> None:
@@ -51,26 +74,102 @@ def check_characters(place: str, column: str, text: str) -> None:
         ) from error
 
 
+def parse_row(at: Callable[[int], str], line: bytes, offset: int) -> dict:
+    """A line of a jsonl file. at: what a message names, of the line as counted from this one. offset: in bytes."""
+    text = _decode(at, line, offset)
+    row = _parse_json(at, text.rstrip("\r\n"), text.endswith("\n"))
+    if not isinstance(row, dict):
+        raise DataError(f'{at(0)}: {row!r:.40} is not a JSON object; write {{"column": ...}}, one per line')
+    return row
+
+
 def _json_lines(file: Path) -> Iterator[tuple[str, dict]]:
     """Parsed here and not by datasets, which gives up where a column that nobody reads changes its type on the way."""
     offset = 0
     for number, line in enumerate(_lines(file), start=1):
         if line.strip():
-            yield f"{file}:{number}", _parse(file, number, offset, line)
+            yield f"{file}:{number}", parse_row(_counted(file, number), line, offset)
         offset += len(line)
 
 
 def _json_rows(file: Path) -> Iterator[tuple[str, dict]]:
     """One array of objects, or lines. datasets would give lists of objects with different keys as text."""
-    first = next((line for line in _lines(file) if line.strip()), b"")
-    if not first.lstrip().startswith(b"["):
+    first = next((line for line in _lines(file) if line.strip(b" \t\r\n" + _BOM)), b"")
+    if not first.removeprefix(_BOM).lstrip().startswith(b"["):
+        _check_lines(file, first)
         yield from _json_lines(file)
         return
-    found = _parse_json(file, 1, 0, b"".join(_lines(file)))
+    text = _decode(_counted(file, 1), b"".join(_lines(file)), 0)
+    found = _parse_json(_counted(file, 1), text, text.endswith("\n"))
     for number, row in enumerate(found, start=1):
         if not isinstance(row, dict):
             raise DataError(f"{file}: row {number}: {row!r:.40} is not a JSON object; correct or remove it")
         yield f"{file}: row {number}", row
+
+
+def _check_lines(file: Path, first: bytes) -> None:
+    """DataError for a file that is one object over several lines, such as {"data": [...]}."""
+    with contextlib.suppress(ValueError, RecursionError):
+        json.loads(first.removeprefix(_BOM))
+        return
+    try:
+        whole = json.loads(b"".join(_lines(file)).removeprefix(_BOM))
+    except (ValueError, RecursionError):
+        return  # whatever is wrong is told of its line
+    if not isinstance(whole, dict):
+        return
+    rows = [key for key, value in whole.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    raise DataError(
+        f"{file}: is one JSON object ({', '.join(map(repr, whole))}) over several lines, not rows; write a list of "
+        "objects, or one object per line" + (f": the list of {rows[0]!r} alone would do" if rows else "")
+    )
+
+
+def _csv_rows(file: Path) -> Iterator[tuple[str, dict]]:
+    """All values are text, as they stand there: pandas, which datasets reads csv by, makes numbers, truth values and
+    nothing ("NA", "None") of them, and whether it does depends on the column's other rows."""
+    csv.field_size_limit(_LARGEST_FIELD)
+    reader = csv.reader(_decoded(file), strict=True)
+    columns: list[str] | None = None
+    last = 0
+    while True:
+        place = f"{file}:{last + 1}"
+        try:
+            fields = next(reader, None)
+        except csv.Error as error:
+            raise DataError(f"{place}: not csv: {error}; correct or remove the row") from error
+        last = reader.line_num
+        if fields is None:
+            return
+        if not fields:  # an empty line
+            continue
+        if columns is None:
+            columns = _header(place, fields)
+        elif len(fields) == len(columns):
+            yield place, dict(zip(columns, fields, strict=True))
+        else:
+            raise DataError(
+                f"{place}: has {len(fields)} fields and the header {len(columns)}; correct the row, or quote the field "
+                "that holds a comma or a line break"
+            )
+
+
+def _header(place: str, columns: list[str]) -> list[str]:
+    twice = next((name for name in columns if columns.count(name) > 1), None)
+    if twice is not None:
+        raise DataError(f"{place}: two columns are named {twice!r}; rename or remove one")
+    return columns
+
+
+def _decoded(file: Path) -> Iterator[str]:
+    offset = 0
+    for number, line in enumerate(_lines(file), start=1):
+        yield _decode(_counted(file, number), line, offset)
+        offset += len(line)
+
+
+def _counted(file: Path, first_line: int) -> Callable[[int], str]:
+    return lambda nth: f"{file}:{first_line + nth}"
 
 
 def _lines(file: Path) -> Iterator[bytes]:
@@ -83,45 +182,42 @@ def _lines(file: Path) -> Iterator[bytes]:
         raise DataError(f"{file}: could not be read: {error}") from error
 
 
-def _parse(file: Path, number: int, offset: int, line: bytes) -> dict:
-    row = _parse_json(file, number, offset, line)
-    if not isinstance(row, dict):
-        raise DataError(f'{file}:{number}: {row!r:.40} is not a JSON object; write {{"column": ...}}, one per line')
-    return row
-
-
-def _parse_json(file: Path, first_line: int, offset: int, data: bytes) -> Any:
-    """first_line: of the file, where data begin; offset: in bytes."""
+def _decode(at: Callable[[int], str], data: bytes, offset: int) -> str:
+    """A byte-order mark, which spreadsheets and editors of Windows write, is not part of a file's text."""
+    begin = len(_BOM) if offset == 0 and data.startswith(_BOM) else 0
     try:
-        return json.loads(data.decode())
+        return data[begin:].decode()
     except UnicodeDecodeError as error:
-        number = first_line + data.count(b"\n", 0, error.start)
-        raise DataError(_bad_utf8(file, number, offset + error.start, error)) from error
+        value, line = error.object[error.start], error.object.count(b"\n", 0, error.start)
+        raise DataError(
+            f"{at(line)}: byte {offset + begin + error.start} (0x{value:02x}) is not UTF-8: {error.reason}; "
+            "convert the file (iconv -f latin1 -t utf-8) or leave it out with data.pattern"
+        ) from error
+
+
+def _parse_json(at: Callable[[int], str], text: str, ended: bool) -> Any:
+    """ended: whether a line break was behind the text."""
+    try:
+        return json.loads(text)
     except json.JSONDecodeError as error:
-        place = f"{file}:{first_line + error.lineno - 1}: column {error.colno}"
-        cut_off = error.pos >= len(error.doc.rstrip()) or not data.endswith(b"\n")
+        cut_off = error.pos >= len(text.rstrip()) or not ended
         fix = "is the end of the file cut off? Correct or remove the line" if cut_off else "correct or remove the line"
-        raise DataError(f"{place}: not JSON: {error.msg}; {fix}") from error
+        raise DataError(f"{at(error.lineno - 1)}: column {error.colno}: not JSON: {error.msg}; {fix}") from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
-        raise DataError(f"{file}:{first_line}: not JSON that can be read: {error}; remove the line") from error
+        raise DataError(f"{at(0)}: not JSON that can be read: {error}; remove the line") from error
 
 
-def _dataset_rows(file: Path, kind: str) -> Iterator[tuple[str, dict]]:
+def _parquet_rows(file: Path) -> Iterator[tuple[str, dict]]:
     import datasets  # Two seconds, and not needed when the tokens are cached already.
 
     number = 0
     try:
         # One file at a time: datasets casts all files of a call to the first one's columns, read or not.
-        rows = datasets.load_dataset(kind, data_files=[str(file)], split="train", streaming=True)
+        rows = datasets.load_dataset("parquet", data_files=[str(file)], split="train", streaming=True)
         for number, row in enumerate(rows, start=1):
             yield f"{file}: row {number}", row
-    except Exception as error:  # datasets passes on whatever pyarrow, pandas or a codec raised.
-        raise DataError(f"{file}: after row {number}: {error}; check that the file is whole {kind}") from error
+    except Exception as error:  # datasets passes on whatever pyarrow or a codec raised.
+        raise DataError(f"{file}: after row {number}: {error}; check that the file is whole parquet") from error
 
 
-def _bad_utf8(file: Path, line: int, offset: int, error: UnicodeDecodeError) -> str:
-    value = error.object[error.start]
-    return (
-        f"{file}:{line}: byte {offset} (0x{value:02x}) is not UTF-8: {error.reason}; "
-        "convert the file (iconv -f latin1 -t utf-8) or leave it out with data.pattern"
-    )
+_READERS = {"jsonl": _json_lines, "json": _json_rows, "csv": _csv_rows, "parquet": _parquet_rows}

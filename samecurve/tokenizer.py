@@ -13,6 +13,7 @@ import numpy as np
 from . import sources
 from .cache import cached, digest, location
 from .corpus import reading, training_texts, vocabulary_size
+from .documents import describe
 from .errors import ConfigurationError, DataError
 from .tables import read_text
 
@@ -50,7 +51,20 @@ def load(recipe: Recipe, find: Callable[[str], sources.Source] | None = None) ->
     tokenizer = _load(recipe, find)
     if recipe.tokenizer.chat_template is not None:
         tokenizer.chat_template = read_text(Path(recipe.tokenizer.chat_template))
+    if recipe.tokenizer.pad_token is not None:
+        tokenizer.pad_token = _known(tokenizer, recipe.tokenizer.pad_token)
     return tokenizer
+
+
+def _known(tokenizer: PreTrainedTokenizerFast, token: str) -> str:
+    """The token itself. A new one would have an id that the model's embedding does not hold."""
+    if token in tokenizer.get_vocab():
+        return token
+    special = ", ".join(dict.fromkeys(tokenizer.all_special_tokens)) or "none"
+    raise ConfigurationError(
+        f"tokenizer.pad_token: found {describe(token)}, which is no token of "
+        f"{tokenizer.name_or_path or 'the tokenizer'}; its special tokens: {special}"
+    )
 
 
 def _load(recipe: Recipe, find: Callable[[str], sources.Source] | None) -> PreTrainedTokenizerFast:
@@ -69,8 +83,13 @@ def _load(recipe: Recipe, find: Callable[[str], sources.Source] | None) -> PreTr
 def padding(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
     """The tokenizer itself. Raises DataError where it names no token that pads."""
     if tokenizer.pad_token_id is None:
-        example = f", for example its eos_token {tokenizer.eos_token}" if tokenizer.eos_token else ""
-        raise DataError(f"{tokenizer.name_or_path}: has no pad_token; name one in tokenizer_config.json{example}")
+        example = (
+            f", for example its eos_token: tokenizer.pad_token='{tokenizer.eos_token}'" if tokenizer.eos_token else ""
+        )
+        raise DataError(
+            f"{tokenizer.name_or_path}: has no pad_token; set tokenizer.pad_token to one of its tokens that no text "
+            f"holds{example}"
+        )
     return tokenizer
 
 
@@ -166,7 +185,7 @@ def _train(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    with reading("training a tokenizer on", source) as advance:
+    with reading("training a tokenizer on", source, "texts") as advance:
         tokenizer.train_from_iterator(_watched(training_texts(source, held_out_fraction), advance), trainer)
     # For whoever loads the export: a prompt begins as every training document did.
     begin = (BEGIN_OF_TEXT, tokenizer.token_to_id(BEGIN_OF_TEXT))

@@ -1,20 +1,23 @@
 """Measure a run's model: loss, perplexity, bits per byte, and what else its task measures.
 
-DATA is read as the recipe of the run reads its data. Without DATA it is what the run held out, and the numbers are
-those that the run itself wrote.
+DATA is read as the recipe of the run reads its data, but for columns that are named behind it. Without DATA it is what
+the run held out, and the numbers are those that the run itself wrote.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import recipe as recipes
+from ..documents import Document, override, report
 from ..errors import ConfigurationError
 from ..progress import number, spaced
 from ..records import write_json
+from ..rules import columns_of
 from ..rundir import read_metrics
 from . import models
 
@@ -31,6 +34,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", type=Path, help="a run directory, for example runs/sft")
     parser.add_argument("data", metavar="DATA", nargs="?", help="a file or folder like data.path; default: held out")
+    parser.add_argument("columns", metavar="data.*_column=NAME", nargs="*", help="where DATA has other columns")
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="another export of it, for example RUN/merged")
     parser.add_argument("--precision", choices=PRECISIONS, help="to compute in; default: the recipe's")
     parser.add_argument("--micro_batch_size", type=int, help="rows per forward pass; default: the recipe's")
@@ -39,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     directory = models.run_directory(arguments.run) or arguments.run
-    trained = models.recipe(directory)
+    trained = with_columns(models.recipe(directory), arguments.data, arguments.columns)
     folder = models.model_folder(arguments.model or directory)
     recipe = reading(trained, folder, arguments.data, arguments.micro_batch_size)
     base = models.base_path(folder)
@@ -60,6 +64,24 @@ def run(arguments: argparse.Namespace) -> int:
         write_json(arguments.json, {**about, "metrics": metrics, "run_wrote": before or None})
         print(arguments.json)
     return 0
+
+
+def with_columns(recipe: Recipe, data: str | None, columns: Sequence[str]) -> Recipe:
+    """The recipe with other names of columns. Raises ConfigurationError for what names none that the task reads."""
+    if data is not None and data.startswith("data.") and "=" in data:
+        raise ConfigurationError(f"{data}: columns are those of DATA; name that first: evaluate RUN DATA {data}")
+    if not columns:
+        return recipe
+    known = columns_of(recipe.task)
+    document = Document("the run's recipe", recipe.model_dump(mode="json"))
+    for argument in columns:
+        override(document, argument)
+        key = argument.partition("=")[0]
+        if key not in known and not document.problems:
+            document.problem((key,), f"task {recipe.task} reads no such columns; it knows {', '.join(known)}")
+    if document.problems:
+        raise ConfigurationError(report(document.problems))
+    return recipes.validated(document)
 
 
 def reading(recipe: Recipe, folder: Path, data: str | None, micro_batch_size: int | None = None) -> Recipe:

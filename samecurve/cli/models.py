@@ -129,7 +129,7 @@ def load_model(path: str, head: Head | None = None, attention: str | None = None
     if found["missing_keys"]:
         names = ", ".join(sorted(found["missing_keys"])[:3])
         made_as = ", ".join(config.architectures or ["another one"])
-        raise ConfigurationError(f"{path}: holds no {head.kind} ({names} is missing): it was made as {made_as}")
+        raise ConfigurationError(f"{path}: holds no {head.title} ({names} is missing): it was made as {made_as}")
     return model.eval()
 
 
@@ -154,7 +154,7 @@ def _class(path: str, head: Head) -> tuple[type[PreTrainedModel], PreTrainedConf
     others = {getattr(Head(kind).model_class(config), "__name__", None) for kind in KINDS if kind != head.kind}
     stored = set(config.architectures or ()) - {getattr(model_class, "__name__", None)}
     if model_class is None or (stored and stored <= others):
-        raise ConfigurationError(f"{path}: holds a {', '.join(stored) or config.model_type}, which is no {head.kind}")
+        raise ConfigurationError(f"{path}: holds a {', '.join(stored) or config.model_type}, which is no {head.title}")
     return model_class, config
 
 

@@ -97,7 +97,4 @@ def load_tokenizer(recipe: Recipe, find: Callable[[Data], sources.Source]) -> Pr
 
 def document_rows(recipe: Recipe, stream: corpus.TokenStream, padding_token: int) -> DocumentRows:
     """One document a row, as the recipe wants them padded."""
-    arguments = (stream, recipe.batch.sequence_length, padding_token)
-    if recipe.data.group_by_length:
-        return GroupedDocumentRows(*arguments, global_batch_size=recipe.batch.global_batch_size)
-    return DocumentRows(*arguments)
+    return parts.padded(recipe, (DocumentRows, GroupedDocumentRows), stream, padding_token)

@@ -83,9 +83,6 @@ def load(recipe: Recipe) -> ClassifyTask:
     encoder = examples.ExampleEncoder(text_tokenizer, length, names, pairs)
 
     def make_rows(stream: corpus.TokenStream) -> LabelledRows:
-        arguments = (stream, length, text_tokenizer.pad_token_id)
-        if not data.group_by_length:
-            return LabelledRows(*arguments)
-        return GroupedLabelledRows(*arguments, global_batch_size=recipe.batch.global_batch_size)
+        return parts.padded(recipe, (LabelledRows, GroupedLabelledRows), stream, text_tokenizer.pad_token_id)
 
     return ClassifyTask(text_tokenizer, parts.load(recipe, encoder, find, make_rows), names)

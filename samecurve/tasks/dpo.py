@@ -15,7 +15,7 @@ from ..engines.base import EvalResult
 from ..loss import IGNORE_INDEX
 from ..pair_rows import AnswerRows, GroupedAnswerRows
 from ..preference_loss import kto_drift, pair_losses, rewards, sequence_log_probabilities
-from . import pairs
+from . import pairs, parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -94,10 +94,7 @@ def load(recipe: Recipe) -> DpoTask:
 
 
 def _rows(recipe: Recipe, stream: TokenStream, tokenizer: PreTrainedTokenizerFast) -> AnswerRows:
-    arguments = (stream, recipe.batch.sequence_length, tokenizer.eos_token_id)
-    if not recipe.data.group_by_length:
-        return AnswerRows(*arguments)
-    return GroupedAnswerRows(*arguments, global_batch_size=recipe.batch.global_batch_size)
+    return parts.padded(recipe, (AnswerRows, GroupedAnswerRows), stream, tokenizer.eos_token_id)
 
 
 def _measured(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

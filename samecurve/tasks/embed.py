@@ -119,10 +119,7 @@ def load(recipe: Recipe) -> EmbedTask:
     length = recipe.batch.sequence_length
 
     def make_rows(stream: corpus.TokenStream) -> RetrievalRows:
-        arguments = (stream, length, text_tokenizer.pad_token_id)
-        if not recipe.data.group_by_length:
-            return RetrievalRows(*arguments)
-        return GroupedRetrievalRows(*arguments, global_batch_size=recipe.batch.global_batch_size)
+        return parts.padded(recipe, (RetrievalRows, GroupedRetrievalRows), stream, text_tokenizer.pad_token_id)
 
     encoder = retrieval.MatchEncoder(text_tokenizer, length)
     return EmbedTask(text_tokenizer, parts.load(recipe, encoder, find, make_rows), recipe)

@@ -93,10 +93,11 @@ def _check(train: MixedRows, recipe: Recipe) -> None:
     for index, (source, rows) in enumerate(zip(recipe.data.mixture, train.parts, strict=True)):
         num_wanted = math.ceil(batch.global_batch_size * train.shares[index])
         if len(rows) < num_wanted:
+            fix = parts.lost(rows) or "; give more data, or lower its weight or batch.global_batch_size"
             problems.append(
                 f"data.mixture.{index}: {source.path}: {len(rows)} training rows of batch.sequence_length="
                 f"{batch.sequence_length} are fewer than the {num_wanted} that its weight takes of a global batch of "
-                f"{batch.global_batch_size}; give more data, or lower its weight or batch.global_batch_size"
+                f"{batch.global_batch_size}{fix}"
             )
         first = known.setdefault(rows.fingerprint, index)
         if first != index:

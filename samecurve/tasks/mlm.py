@@ -66,9 +66,7 @@ def load(recipe: Recipe) -> MaskedTask:
     masking = Masking(text_tokenizer.mask_token_id, corpus.vocabulary_size(text_tokenizer), special)
 
     def make_rows(stream: corpus.TokenStream) -> MaskedRows:
-        arguments = (stream, recipe.batch.sequence_length, text_tokenizer.pad_token_id, masking)
-        if not recipe.data.group_by_length:
-            return MaskedRows(*arguments)
-        return GroupedMaskedRows(*arguments, global_batch_size=recipe.batch.global_batch_size)
+        kinds = MaskedRows, GroupedMaskedRows
+        return parts.padded(recipe, kinds, stream, text_tokenizer.pad_token_id, masking)
 
     return MaskedTask(text_tokenizer, parts.load(recipe, examples.WholeTextEncoder(text_tokenizer), find, make_rows))

@@ -12,7 +12,7 @@ from ..cache import location
 from ..config import Recipe
 from ..errors import DataError
 from ..pair_rows import PairRows
-from ..rows import Rows, SampleRows
+from ..rows import LengthGroups, Rows, SampleRows
 from ..stream_rows import StreamRows
 from . import Task
 
@@ -84,14 +84,41 @@ def load(
     return parts
 
 
+def padded(
+    recipe: Recipe, kinds: tuple[type[Rows], type[LengthGroups]], stream: corpus.TokenStream, *arguments: object
+) -> Rows:
+    """Rows that are padded. kinds: in any order, and with steps of nearly the same length (data.group_by_length).
+
+    arguments: what else the rows take, the padding token first.
+    """
+    plain, grouped = kinds
+    given = (stream, recipe.batch.sequence_length, *arguments)
+    if recipe.data.group_by_length:
+        return grouped(*given, global_batch_size=recipe.batch.global_batch_size)
+    return plain(*given)
+
+
 def _check(parts: Parts, recipe: Recipe) -> None:
     num_rows, num_wanted = len(parts.train), recipe.batch.global_batch_size
     if num_rows < num_wanted:
+        fix = lost(parts.train) or "; give more data, or lower one of the two"
         raise DataError(
             f"{recipe.data.path}: {num_rows} training rows of batch.sequence_length={recipe.batch.sequence_length} are "
-            f"fewer than batch.global_batch_size={num_wanted}; give more data, or lower one of the two"
+            f"fewer than batch.global_batch_size={num_wanted}{fix}"
         )
     check_held_out(parts, recipe)
+
+
+def lost(rows: Rows) -> str:
+    """For a message about too few rows, how many documents became none and what to do; empty where none was lost."""
+    counts = _describe(rows)
+    if not counts.get("dropped_documents"):
+        return ""
+    return (
+        f" ({counts['dropped_documents']} of {counts['documents']} documents dropped: nothing trained is left of them "
+        f"within batch.sequence_length={rows.sequence_length}); raise it, or give more data, or lower "
+        "batch.global_batch_size"
+    )
 
 
 def check_held_out(parts: Parts, recipe: Recipe) -> None:

@@ -12,7 +12,7 @@ from .. import tokenizer
 from ..architecture import Head
 from ..loss import IGNORE_INDEX
 from ..pair_rows import GroupedScoredRows, ScoredRows
-from . import pairs
+from . import pairs, parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -55,7 +55,4 @@ def load(recipe: Recipe) -> RewardTask:
 
 
 def _rows(recipe: Recipe, stream: TokenStream, found: PreTrainedTokenizerFast) -> ScoredRows:
-    arguments = (stream, recipe.batch.sequence_length, tokenizer.padding(found).pad_token_id)
-    if not recipe.data.group_by_length:
-        return ScoredRows(*arguments)
-    return GroupedScoredRows(*arguments, global_batch_size=recipe.batch.global_batch_size)
+    return parts.padded(recipe, (ScoredRows, GroupedScoredRows), stream, tokenizer.padding(found).pad_token_id)

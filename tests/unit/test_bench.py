@@ -315,7 +315,8 @@ def test_kinds_of_levers(monkeypatch, recipe_file):
 
     from pydantic import create_model
 
-    from samecurve.config import Recipe, Section
+    from samecurve.config import Recipe
+    from samecurve.section import Section
 
     compiled = create_model(
         "Compile", __base__=Section, mode=(Literal["off", "full"], "off"), cache=(bool, True), limit=(int, 8)

@@ -185,6 +185,12 @@ def test_a_run_without_evaluation_says_so(run):
         (["evaluate", "RUN/model"], "the run held nothing out"),
         (["evaluate", "RUN/model/nothing"], "run.json: holds no recipe; give a run's output_dir"),
         (["evaluate", "RUN", "--model", "RUN/previous"], "previous holds an exported model"),
+        (["evaluate", "RUN", "data.text_column=body"], "columns are those of DATA; name that first"),
+        (
+            ["evaluate", "RUN", "my.jsonl", "data.chosen_column=a"],
+            "the run's recipe: data.chosen_column: task pretrain reads no such columns; it knows data.text_column",
+        ),
+        (["evaluate", "RUN", "my.jsonl", "data.text_column={"], "data.text_column: this is not YAML"),
         (["export", "RUN/model/nothing"], "holds no run (run.json)"),
         (["export", "RUN", "--checkpoint", "latest"], "RUN holds no checkpoint; give the output_dir of a run that got"),
         (["export", "RUN", "--checkpoint", "gone"], "gone: no such folder"),
@@ -210,6 +216,16 @@ def test_a_run_that_has_not_ended_is_sent_to_export(run, capsys):
     (run / "checkpoints" / "step_00000002").mkdir(parents=True)
     assert cli.main(["generate", str(run)]) == 2
     assert f"checkpoint: python -m samecurve export {run}" in capsys.readouterr().err
+
+
+def test_columns_of_the_data_to_measure(run):
+    written(run, facts(recipe={"task": "sft", "data": {"path": "my.jsonl", "messages_column": "turns"}}))
+    trained = models.recipe(run)
+    given = ["data.messages_column=null", "data.prompt_column=1", "data.completion_column=answer"]
+    found = evaluate.with_columns(trained, "other.jsonl", given)
+    columns = {"messages_column": None, "prompt_column": "1", "completion_column": "answer"}
+    assert found == trained.model_copy(update={"data": trained.data.model_copy(update=columns)})
+    assert evaluate.with_columns(trained, "data.jsonl", []) is trained
 
 
 def test_a_file_takes_the_place_of_a_mixture(run):

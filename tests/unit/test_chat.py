@@ -27,6 +27,30 @@ FORGETFUL = (
     "{{ m['content'] if loop.last else m['content'].split('|')[-1] }}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+CALLING = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "42"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "43"},
+    {"role": "assistant", "content": "done"},
+]
+CALLS = "{% for c in m.tool_calls or [] %}{{ '<call>' + (c.function | tojson) }}{% endfor %}"
+UNMARKED_CALLS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}" + CALLS + "{{ '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+MARKED_CALLS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}{% generation %}"
+    "{{ m['content'] }}" + CALLS + "{{ '<|im_end|>' }}{% endgeneration %}{% else %}{{ m['content'] + '<|im_end|>' }}"
+    "{% endif %}{{ '\n' }}{% endfor %}"
+)
+# As Mistral has it.
+INST_CALLS = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ m['content'] }}" + CALLS + "{{ eos_token }}"
+    "{% else %}{{ '[INST]' + m['content'] + '[/INST]' }}{% endif %}{% endfor %}"
+)
 TURNS = [
     {"role": "system", "content": "be brief"},
     {"role": "user", "content": "hi  there 🙂"},
@@ -109,6 +133,40 @@ def test_every_answer_is_trained_with_its_end_and_nothing_else(make, template):
     assert trained_text(make(template), TURNS) == ["  héllo 🙂\n\n<|im_end|>", "4<|im_end|>"]
 
 
+@pytest.mark.parametrize("template", [MARKED_CALLS, UNMARKED_CALLS, INST_CALLS])
+def test_tool_calls_are_trained_with_their_end_and_nothing_else(make, template):
+    call = '<call>{"name": "f", "arguments": {"a": 1}}<|im_end|>'
+    assert trained_text(make(template), CALLING) == [call, call, "done<|im_end|>"]
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, UNMARKED])
+def test_a_turn_of_weight_0_is_not_trained(make, template):
+    def weighted(*weights: int | None) -> list[dict]:
+        given = iter(weights)
+        return [turn | {"weight": next(given)} if turn["role"] == "assistant" else turn for turn in TURNS]
+
+    assert trained_text(make(template), weighted(0, 1)) == ["4<|im_end|>"]
+    assert trained_text(make(template), weighted(1, 0)) == ["  héllo 🙂\n\n<|im_end|>"]
+    assert encode(make(template), weighted(1, None)) == encode(make(template), TURNS)
+    row = {"prompt": TURNS[:2], "completion": [*weighted(0, 1)[2:]]}
+    assert trained_text(make(template), row) == ["4<|im_end|>"]
+    shown = "{% for m in messages %}{{ m | tojson }}{% endfor %}"  # the weight is no part of the conversation
+    plain, with_weights = (ChatEncoder(make(shown), Schema(train_on="all")) for _ in range(2))
+    given = [conversation("here", {"messages": turns}, Schema()) for turns in (TURNS, weighted(0, 1))]
+    assert plain.render(given[0])[0] == with_weights.render(given[1])[0]
+
+
+def test_a_turn_of_weight_0_where_thoughts_are_forgotten(make):
+    """What stands before a weightless turn, and up to the next answer, is the same whatever follows."""
+    marked = FORGETFUL.replace("{{ m['content'] if", "{% generation %}{{ m['content'] if").replace(
+        "{{ '<|im_end|>\n' }}", "{% endgeneration %}{{ '<|im_end|>\n' }}"
+    )
+    turns = [*TURNS[:2], {"role": "assistant", "content": "think|one", "weight": 0}, *TURNS[3:]]
+    for template in (FORGETFUL, marked):
+        assert trained_text(make(template), turns)[-1] == "4<|im_end|>"
+        assert "one" not in "".join(trained_text(make(template), turns))
+
+
 def test_an_answer_that_begins_right_behind_the_question(make):
     tokenizer = make(INST, eos="<|end_of_text|>")
     assert trained_text(tokenizer, TURNS[1:]) == ["   héllo 🙂\n\n<|end_of_text|>", " 4<|end_of_text|>"]
@@ -184,7 +242,9 @@ WITH_TOOLS = {"messages": TURNS, "tools": json.dumps([{"name": "f"}])}
 TOOL_CALL = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [{"name": "f"}]}]
 STRICT = "{{ raise_exception('roles must alternate') }}"
 HEADLESS = UNMARKED.replace("{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}", "")
+HEADLESS_CALLS = UNMARKED_CALLS.partition("{% if add_generation")[0]
 ERRORS = [
+    (HEADLESS_CALLS, CALLING, "here: message 1: the chat template has no generation prompt, so '<|im_start|>assistant"),
     (
         None,
         TURNS,

@@ -71,6 +71,27 @@ def test_parquet_and_json_rows_are_those_of_jsonl(tmp_path):
     assert list(map(str, read(tmp_path / "a.json"))) == expected
 
 
+def test_sharegpt_is_read(tmp_path):
+    roles = {"system": "system", "user": "human", "assistant": "gpt"}
+    turns = [{"role": "system", "content": "s"}, *GOOD["messages"]]
+    row = {"conversations": [{"from": roles[turn["role"]], "value": turn["content"]} for turn in turns]}
+    expected = str(conversations.conversation("here", {"messages": turns}, Schema()))
+    assert [str(found) for found in read(jsonl(tmp_path / "a.jsonl", row))] == [expected]
+    assert [str(found) for found in read(jsonl(tmp_path / "b.jsonl", {"conversations": turns}))] == [expected]
+    assert [str(found) for found in read(tmp_path / "a.jsonl", messages="conversations")] == [expected]
+    assert str(read(jsonl(tmp_path / "c.jsonl", {**row, **GOOD}))[0]) != expected  # messages win
+
+
+def test_arguments_of_tool_calls_are_objects(tmp_path):
+    def calling(arguments: object) -> dict:
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        return {"messages": [GOOD["messages"][0], {"role": "assistant", "content": None, "tool_calls": [call]}]}
+
+    as_text, as_object = read(jsonl(tmp_path / "a.jsonl", calling('{"a": [1, "b"]}'), calling({"a": [1, "b"]})))
+    assert as_text.messages == as_object.messages
+    assert as_text.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": [1, "b"]}
+
+
 def test_functions_of_the_library():
     found = {c.messages[0]["content"]: c for c in read(sources.FUNCTIONS)}
     assert 3000 < len(found) < 12000
@@ -200,17 +221,18 @@ CASES = {
     "csv": (
         text("question,completion\na,b\n", name="a.csv"),
         {},
-        "T/a.csv: row 1: no column 'prompt', found: question, completion; set",
+        "T/a.csv:2: no column 'prompt', found: question, completion; set",
     ),
     # types and texts
     "messages are text": (row(messages="a"), {}, HERE + "'messages' is 'a', not a list of messages; write [{"),
     "no messages": (row(messages=[]), {}, HERE + "'messages' is [], not a list of messages"),
     "message is text": (row(messages=["a"]), {}, HERE + 'messages[0] is \'a\', not {"role": ..., "content": ...}'),
-    "ShareGPT": (
-        turn(**{"from": "gpt", "value": "b"}),
+    "ShareGPT's other roles": (
+        turn(**{"from": "bing", "value": "b"}),
         {},
-        HERE + "messages[1] has no 'role', found: 'from', 'value'; rename 'from' to 'role' and 'value' to 'content'",
+        HERE + "messages[1].role is 'bing'; it is one of system, developer, user, assistant, tool",
     ),
+    "no role": (turn(content="b"), {}, HERE + "messages[1] has no 'role', found: 'content'; add it"),
     "no content": (
         turn(role="assistant", text="b"),
         {},
@@ -267,6 +289,43 @@ CASES = {
         {},
         HERE + "messages[1].tool_calls is {'name': 'f'}, not",
     ),
+    "tool call is text": (
+        turn(role="assistant", tool_calls=["f"]),
+        {},
+        HERE + 'messages[1].tool_calls[0] is \'f\', not {"name": ..., "arguments": ...}',
+    ),
+    "arguments": (
+        turn(role="assistant", tool_calls=[{"function": {"name": "f", "arguments": "a=1"}}]),
+        {},
+        HERE + "messages[1].tool_calls[0].function.arguments is 'a=1', which is not JSON (Expecting value: line 1 "
+        'column 1 (char 0)); write an object such as {"city": "Paris"}, {} for none',
+    ),
+    "arguments in a list": (
+        turn(role="assistant", tool_calls=[{"name": "f", "arguments": "[1]"}]),
+        {},
+        HERE + "messages[1].tool_calls[0].arguments is '[1]', not an object; write {} for none",
+    ),
+    "weight": (
+        turn(role="assistant", content="b", weight=0.5),
+        {},
+        HERE + "messages[1].weight is 0.5; it is 0 (not trained) or 1 (trained)",
+    ),
+    "weight is a truth value": (turn(role="assistant", content="b", weight=True), {}, HERE + "messages[1].weight is T"),
+    "weight of a question": (
+        turn(role="user", content="b", weight=1),
+        {},
+        HERE + "messages[1].weight is 1, but only assistant turns are trained, and this one's role is 'user'; remove",
+    ),
+    "no weight": (
+        turn(role="assistant", content="b", weight=0),
+        {},
+        HERE + "'messages' has no assistant turn but with weight 0, so nothing of it is trained; remove the row, or",
+    ),
+    "weight where all is trained": (
+        turn(role="assistant", content="b", weight=0),
+        {"train_on": "all"},
+        HERE + "'messages' has a turn of weight 0, but data.train_on=all trains all turns; set it to assistant, or",
+    ),
     "messages without a template": (
         text(LINE),
         {"chat": False},
@@ -279,7 +338,12 @@ CASES = {
         "T/a.jsonl: 1 training rows of batch.sequence_length=64 are fewer than "
         "batch.global_batch_size=5; give more data, or lower one of the two",
     ),
-    "nothing left": (text(LINE), {"length": 2}, "T/a.jsonl: 0 training rows of batch.sequence_length=2 are fewer"),
+    "nothing left": (
+        text(*[LINE] * 4),
+        {"length": 2},
+        "T/a.jsonl: 0 training rows of batch.sequence_length=2 are fewer than batch.global_batch_size=1 (4 of 4 "
+        "documents dropped: nothing trained is left of them within batch.sequence_length=2); raise it, or give",
+    ),
     "nothing held out": (text(*[LINE] * 9), {"held_out_fraction": 1e-9}, "T/a.jsonl: no document is held out"),
 }
 

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -117,14 +118,14 @@ def test_progress_is_one_line_where_there_is_no_terminal(tmp_path, tokenizer, ca
 
 
 def test_a_cached_corpus_needs_no_datasets(tmp_path, tokenizer):
-    (tmp_path / "a.csv").write_text("text\na b\n")
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a b"]}), tmp_path / "a.parquet")
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     program = f"""
 import pathlib, sys
 from transformers import AutoTokenizer
 from samecurve import corpus, sources
 encoder = corpus.DocumentEncoder(AutoTokenizer.from_pretrained({str(tmp_path / "tokenizer")!r}))
-source = sources.find({str(tmp_path / "a.csv")!r})
+source = sources.find({str(tmp_path / "a.parquet")!r})
 loaded = corpus.load(source, encoder, 0.0, pathlib.Path({str(tmp_path / "cache")!r}))
 print(loaded.train.tokens.tolist(), "datasets" in sys.modules)
 """

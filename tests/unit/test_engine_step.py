@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from samecurve import tasks
 from samecurve.data import MicroBatch
 from samecurve.engines.accelerated import AcceleratedEngine
+from samecurve.engines.forward import Forward
 from samecurve.engines.loss_scale import LossScale
 from samecurve.loss import IGNORE_INDEX, count_trained
 
@@ -53,6 +54,7 @@ def engine(
     made.plan = SimpleNamespace(strategy=SimpleNamespace(family="single"))
     made.recipe = SimpleNamespace(optimizer=SimpleNamespace(max_grad_norm=max_grad_norm))
     made.model, made.task, made.loss_scale = Dot(), Task(), loss_scale
+    made.forward = Forward(made.model, made.task, made.device)
     made.optimizer = torch.optim.SGD(made.model.parameters(), lr=1.0)
     return made
 

@@ -189,6 +189,8 @@ CASES = {
     "unknown role": (row(chosen=[{"role": "gpt", "content": "x"}]), {}, HERE + "chosen[0].role is 'gpt'; write 'assistant'"),
     "no role": (row(chosen=[{"content": "x"}]), {}, HERE + "chosen[0] has no 'role', found: 'content'; add it"),
     "empty message": (row(rejected=answer(" ")), {}, HERE + "rejected[0].content is empty; fill or remove the row"),
+    "weight": (row(chosen=[*answer("x"), PROMPT[0], {**answer("y")[0], "weight": 0}]), {}, HERE + "'chosen' has a turn of weight 0, but pairs are compared by their whole answers; remove the weight or the row"),
+    "unpaired": (bare(prompt="a", completion="b", label=True), {}, HERE + "no column 'chosen' and 'rejected', found: prompt, completion, label; this is unpaired data, as TRL's KTO has them, which are not read yet: give the better and the worse answer of each prompt as chosen and rejected, also for dpo.loss=kto"),
     "no such column": (bare(prompt="a", choosen="b", rejected="c"), {}, HERE + "no column 'chosen', found: prompt, choosen, rejected; did you mean data.chosen_column=choosen?"),
     "two columns": (bare(prompt="a", good="b", bad="c"), {}, HERE + "no column 'chosen' and 'rejected', found: prompt, good, bad; set data.chosen_column and data.rejected_column"),
     "named prompt": (text(LINE), {"prompt_column": "question"}, "T/a.jsonl:1: no column 'question', found: prompt, chosen, rejected; set data.prompt_column"),

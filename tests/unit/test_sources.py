@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import codecs
+import csv
 import gzip
+import io
 import json
 import os
 from pathlib import Path
@@ -57,6 +60,94 @@ def test_compressed_jsonl(tmp_path):
 def test_csv(tmp_path):
     (tmp_path / "a.csv").write_text('id,text\n1,"x, y"\n')
     assert texts(tmp_path) == ["x, y"]
+
+
+def test_all_of_a_csv_is_text(tmp_path):
+    values = ["NA", "null", "None", "", "True", "007", "1.0", "one\ntwo", 'a "b", c', "ü", "x" * 200_000]
+    buffer = io.StringIO(newline="")
+    writer = csv.writer(buffer)
+    writer.writerows([["id", "text"], [], *([number, value] for number, value in enumerate(values))])
+    data = codecs.BOM_UTF8 + buffer.getvalue().encode()
+    (tmp_path / "a.csv").write_bytes(data)
+    (tmp_path / "b.csv.gz").write_bytes(gzip.compress(data))
+    assert texts(tmp_path / "a.csv") == texts(tmp_path / "b.csv.gz") == values
+    assert texts(tmp_path / "a.csv", text_column="id") == list(map(str, range(len(values))))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b'text\n"a\nb"\n\nc,d\n', "T/a.csv:5: has 2 fields and the header 1; correct the row, or quote the field"),
+        (b'text\na\n"b\nc\n', "T/a.csv:3: not csv: unexpected end of data; correct or remove the row"),
+        (b"text\na\nf\xfcr\n", "T/a.csv:3: byte 8 (0xfc) is not UTF-8: invalid start byte; convert the file"),
+        (b"text,id,text\na,1,b\n", "T/a.csv:1: two columns are named 'text'; rename or remove one"),
+        (b'id,txt\n1,"a\nb"\n2,b\n', "T/a.csv:2: no column 'text', found: id, txt; did you mean data.text_column=txt?"),
+    ],
+)
+def test_errors_of_a_csv_name_the_line_where_the_row_begins(tmp_path, data, message):
+    (tmp_path / "a.csv").write_bytes(data)
+    with pytest.raises(DataError) as caught:
+        texts(tmp_path / "a.csv")
+    assert str(caught.value).replace(str(tmp_path), "T").startswith(message)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.ndjson"])
+def test_a_byte_order_mark_is_no_text(tmp_path, name):
+    (tmp_path / name).write_bytes(codecs.BOM_UTF8 + b'{"text": "x"}\n{"text": y}\n')
+    with pytest.raises(DataError, match=f"{name}:2: column 10: not JSON"):
+        texts(tmp_path / name)
+    (tmp_path / name).write_bytes(codecs.BOM_UTF8 + b'{"text": "x\xfc"}\n')
+    with pytest.raises(DataError, match=f"{name}:1: byte 14 "):
+        texts(tmp_path / name)
+    (tmp_path / name).write_bytes(codecs.BOM_UTF8 + b'{"text": "x"}\n')
+    assert texts(tmp_path / name) == ["x"]
+
+
+def test_a_byte_order_mark_before_an_array(tmp_path):
+    (tmp_path / "a.json").write_bytes(codecs.BOM_UTF8 + b'\n[{"text": "x"}]')
+    assert texts(tmp_path / "a.json") == ["x"]
+
+
+def test_compressed_texts(tmp_path):
+    (tmp_path / "a.md.gz").write_bytes(gzip.compress("über\n".encode()))
+    (tmp_path / "b.TXT.GZ").write_bytes(gzip.compress(b"x"))
+    assert texts(tmp_path) == ["über\n", "x"]
+    (tmp_path / "a.md.gz").write_bytes(gzip.compress(b"a\nf\xfcr"))
+    with pytest.raises(DataError, match="a.md.gz:2: byte 3 .0xfc. is not UTF-8"):
+        texts(tmp_path)
+    (tmp_path / "a.md.gz").write_bytes(b"x")
+    with pytest.raises(DataError, match="a.md.gz: could not be read: "):
+        texts(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            '{\n "version": 1,\n "data": [{"text": "x"}]\n}',
+            "T/a.json: is one JSON object ('version', 'data') over several lines, not rows; write a list of "
+            "objects, or one object per line: the list of 'data' alone would do",
+        ),
+        ('{\n "text": "x"\n}', "T/a.json: is one JSON object ('text') over several lines, not rows; write a list of"),
+        ('{\n "text": "x"\n', "T/a.json:1: column 2: not JSON: Expecting property name"),
+    ],
+)
+def test_json_that_is_no_rows(tmp_path, content, message):
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(DataError) as caught:
+        texts(tmp_path / "a.json")
+    assert str(caught.value).replace(str(tmp_path), "T").startswith(message)
+
+
+def test_a_path_with_wildcards_is_told_where_they_belong():
+    hint = "; a path has no wildcards: give the folder data/books as the path, and data.pattern='**/*.txt'"
+    assert sources.pattern_hint("data/books/**/*.txt") == hint
+    assert sources.pattern_hint("*.txt", "data.mixture.1.pattern").endswith(
+        "the folder . as the path, and data.mixture.1.pattern='*.txt'"
+    )
+    assert sources.pattern_hint("data/books") == ""
+    with pytest.raises(DataError, match="data.path does not exist; .*; a path has no wildcards"):
+        sources.find("data/*.txt")
 
 
 def test_parquet_files_of_a_folder(tmp_path):
@@ -195,8 +286,11 @@ ERRORS = [
         "or leave it out with data.pattern",
     ),
     (broken_jsonl, "T/a.jsonl:3: column 10: not JSON: Expecting value; correct or remove the line"),
-    (missing_column, "T/a.parquet: row 1: no column 'text', found: texts, id; set data.text_column=texts"),
-    (missing_column_in_the_second_file, "T/b.jsonl:1: no column 'text', found: txt; set data.text_column=txt"),
+    (missing_column, "T/a.parquet: row 1: no column 'text', found: texts, id; did you mean data.text_column=texts?"),
+    (
+        missing_column_in_the_second_file,
+        "T/b.jsonl:1: no column 'text', found: txt; did you mean data.text_column=txt?",
+    ),
     (
         missing_in_a_row,
         "T/a.jsonl:2: no column 'text', found: id; set data.text_column, or remove what has no text",

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 import random
@@ -97,7 +98,7 @@ def test_a_url_holds_the_same_as_the_folder(folder):
 MISTAKES = [
     ('{"text": "a"}\n{"body": "b"}\n', "a.jsonl: byte 14: no column 'text', found: body; set data.text_column"),
     ('{"text": "a"}\n{"text": 3}\n', "a.jsonl: byte 14: 'text' is 3, not text; remove or fill the row"),
-    ('{"text": "a"}\n{"text": \n', "a.jsonl: byte 14: not JSON: "),
+    ('{"text": "a"}\n{"text": \n', "a.jsonl: byte 14: column 10: not JSON: "),
     ('{"text": "a"}\n[1]\n', "a.jsonl: byte 14: [1] is not a JSON object"),
 ]
 
@@ -108,6 +109,18 @@ def test_a_broken_row_is_named(tmp_path, content, message):
     with pytest.raises(DataError) as caught:
         documents(tmp_path / "a.jsonl", BUFFER)
     assert message in str(caught.value)
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(codecs.BOM_UTF8 + b'{"text": "a"}\n{"text": "b"}\n')
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
+    assert documents(tmp_path, BUFFER) == [["a", "b"]] * 2
+
+
+def test_compressed_texts_are_streamed(tmp_path):
+    (tmp_path / "a.md.gz").write_bytes(gzip.compress(b"x y"))
+    (tmp_path / "b.md").write_bytes(b"z")
+    assert sum(documents(tmp_path, BUFFER), []) == ["x y", "z"]
 
 
 def test_files_that_cannot_be_streamed_are_refused(tmp_path):

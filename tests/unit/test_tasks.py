@@ -58,6 +58,22 @@ def test_a_row_is_what_the_tokenizer_makes_of_the_text_and_its_class(tmp_path):
     assert set(arrays.inputs) == {"input_ids", "attention_mask"}
 
 
+def test_classes_of_a_csv(tmp_path):
+    def classes(*labels: str, **data) -> tuple[tuple[str, ...], list[int]]:
+        (tmp_path / "rows.csv").write_text(
+            "".join(f"{line}\n" for line in ("text,label", *(f"ab,{x}" for x in labels)))
+        )
+        task = tasks.load(made(tmp_path, path=str(tmp_path / "rows.csv"), **data))
+        return task.names, task.train.stream.labels.tolist()
+
+    assert classes("1", "0", "2", "10", *"3456789")[0] == tuple(map(str, range(11)))
+    assert classes("True", "False", "True") == (("False", "True"), [1, 0, 1])
+    assert classes("1.0", "0.0") == (("0.0", "1.0"), [1, 0])
+    assert classes("1", "0", "yes", labels=("no", "yes")) == (("no", "yes"), [1, 0, 1])
+    with pytest.raises(DataError, match="rows.csv:2: 'label' is 2, out of range: classes are counted from 0 to 1"):
+        classes("2", labels=("no", "yes"))
+
+
 def test_pairs_say_which_text_a_token_is_from(tmp_path):
     rows = [{"text": "ab", "other": "ba ba ba ba ba ba", "label": n % 2} for n in range(4)]
     tokenizer = tasks.load(made(tmp_path, rows, text_pair_column="other")).tokenizer
@@ -244,6 +260,49 @@ def test_a_tokenizer_has_to_have_the_tokens_that_the_task_needs(tmp_path, task, 
     assert getattr(AutoTokenizer.from_pretrained(tmp_path / "tokenizer"), token) is None
     with pytest.raises(DataError, match=f"has no {token}"):
         tasks.load(made(tmp_path, task=task, tokenizer={"path": str(tmp_path / "tokenizer")}))
+
+
+@pytest.fixture
+def no_pad(tmp_path) -> str:
+    """A decoder's tokenizer, as many are: it names no token that pads."""
+    tokenizer = tasks.load(made(tmp_path)).tokenizer
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    assert AutoTokenizer.from_pretrained(tmp_path / "tokenizer").pad_token is None
+    return str(tmp_path / "tokenizer")
+
+
+def test_a_decoder_without_a_pad_token_classifies(tmp_path, no_pad):
+    llama = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    recipe = made(
+        tmp_path,
+        model={"config": {**llama, "num_attention_heads": 2}},
+        tokenizer={"path": no_pad, "pad_token": "<|end_of_text|>"},
+    )
+    task = tasks.load(recipe)
+    task.tokenizer.save_pretrained(tmp_path / "export")
+    exported = AutoTokenizer.from_pretrained(tmp_path / "export")
+    assert (exported.pad_token, len(exported)) == ("<|end_of_text|>", len(AutoTokenizer.from_pretrained(no_pad)))
+    shape = model.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
+    assert shape.config.pad_token_id == exported.pad_token_id == exported.eos_token_id
+    torch.manual_seed(0)
+    reference = AutoModelForSequenceClassification.from_config(shape.config).eval()
+    arrays = task.train[np.arange(4)]
+    assert (arrays.inputs["attention_mask"].sum(axis=1) < 8).any()
+    with torch.no_grad():
+        padded = reference(**{name: torch.from_numpy(array) for name, array in arrays.inputs.items()}).logits
+        for index, row in enumerate(ROWS):
+            ids = torch.tensor([exported(row["text"], truncation=True, max_length=8)["input_ids"]])
+            torch.testing.assert_close(padded[index], reference(ids).logits[0])
+
+
+def test_what_cannot_pad(tmp_path, no_pad):
+    with pytest.raises(DataError, match=r"holds, for example its eos_token: tokenizer.pad_token='<|end_of_text|>'"):
+        tasks.load(made(tmp_path, tokenizer={"path": no_pad}))
+    with pytest.raises(
+        ConfigurationError, match='tokenizer.pad_token: found "<pad>" .text., which is no token of .*; its'
+    ):
+        tasks.load(made(tmp_path, tokenizer={"path": no_pad, "pad_token": "<pad>"}))
 
 
 def test_labelled_rows_that_fill_up_an_evaluation_count_nowhere():

@@ -13,6 +13,7 @@ from samecurve import tasks
 from samecurve.data import MicroBatch
 from samecurve.engines import together
 from samecurve.engines.accelerated import AcceleratedEngine
+from samecurve.engines.forward import Forward
 from samecurve.loss import IGNORE_INDEX, count_trained
 
 
@@ -63,6 +64,7 @@ def engine(accumulation: int, dropout: float = 0.0) -> AcceleratedEngine:
     made.plan = SimpleNamespace(strategy=SimpleNamespace(family="single"))
     made.recipe = SimpleNamespace(optimizer=SimpleNamespace(max_grad_norm=1e9))
     made.model, made.task, made.loss_scale = Projection(dropout), Meeting(), None
+    made.forward = Forward(made.model, made.task, made.device)
     made.optimizer = torch.optim.SGD(made.model.parameters(), lr=1.0)
     return made
 
