@@ -54,7 +54,7 @@ def _dispatch(program: str, package: str, commands: Mapping[str, str], argv: Seq
     command = parser.parse_args(argv[:1]).command
     module = importlib.import_module(f".{command}", package)
     program = f"{program} {command}"
-    if hasattr(module, "COMMANDS"):
+    if hasattr(module, "__path__"):  # a package: it has commands of its own
         return _dispatch(program, module.__name__, module.COMMANDS, argv[1:])
     arguments = argparse.ArgumentParser(program, description=module.__doc__)
     module.add_arguments(arguments)

@@ -205,11 +205,11 @@ def test_mistakes_are_told_first(run, arguments, text, capsys):
 
 def test_a_recipe_of_another_version_is_named(run, capsys):
     content = facts()
-    content["recipe"]["optimizer"]["momentum"] = 0.9
+    content["recipe"]["optimizer"]["inertia"] = 0.9
     written(run, content | {"versions": {"samecurve": "9.9"}})
     assert cli.main(["evaluate", str(run)]) == 2
     told = capsys.readouterr().err
-    assert "run.json: not a recipe of this version (optimizer.momentum); version 9.9 wrote it" in told
+    assert "run.json: not a recipe of this version (optimizer.inertia); version 9.9 wrote it" in told
 
 
 def test_a_run_that_has_not_ended_is_sent_to_export(run, capsys):
