@@ -1,0 +1,70 @@
+"""A training step as one would write it by hand: no framework, nothing left out and nothing put in.
+
+    python bare_loop.py RECIPE OUTPUT.json [--compile] [--chunked] [key=value ...]
+
+--chunked: with samecurve's chunked head, which is the step that its framework goes around.
+"""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import nullcontext
+from pathlib import Path
+
+import rows
+import torch
+
+from samecurve.chunked_head import ChunkedHead, trained_positions
+from samecurve.loss import token_loss_sum
+from samecurve.optim import parameter_groups
+from samecurve.recipe import checked
+
+
+def main(arguments: argparse.Namespace) -> None:
+    recipe = checked(arguments.recipe, arguments.overrides)
+    record, model = rows.Record(arguments.output), rows.model(recipe)
+    settings = recipe.optimizer
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    groups = parameter_groups(model.named_parameters(), shapes, settings)
+    optimizer = torch.optim.AdamW(groups, settings.learning_rate, settings.betas, settings.epsilon, fused=True)
+    head = ChunkedHead(model.get_output_embeddings()) if arguments.chunked else None
+    if arguments.compile and arguments.chunked:
+        for layer in model.model.layers:
+            layer.compile()
+    elif arguments.compile:
+        model.compile()
+    steps = rows.batches(recipe)
+    record.start()
+    for step, micro_batches in enumerate(steps, start=1):
+        tokens, loss_sum = sum(map(rows.trained, micro_batches)), 0.0
+        for batch in micro_batches:
+            with torch.autocast("cpu", torch.bfloat16, enabled=recipe.precision == "bf16"):
+                loss = _loss(model, head, batch)
+            (loss / tokens).backward()
+            loss_sum += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = settings.learning_rate * min(1.0, step / recipe.schedule.warmup_steps)
+        optimizer.step()
+        optimizer.zero_grad()
+        record.step(loss_sum / tokens, tokens)
+    record.write()
+
+
+def _loss(model, head, batch) -> torch.Tensor:
+    measuring = nullcontext()
+    if head is not None:
+        measuring = head.measuring(token_loss_sum, batch.targets, trained_positions(batch.labels))
+    with measuring:
+        found = model(**batch.inputs).logits
+    return found if head is not None else token_loss_sum(found, batch.labels)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("recipe")
+    parser.add_argument("output", type=Path)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--chunked", action="store_true")
+    main(parser.parse_intermixed_args())

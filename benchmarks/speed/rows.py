@@ -1,0 +1,54 @@
+"""The rows of a recipe for contestants that are not samecurve, and what each of them writes down."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import torch
+
+from samecurve import tasks
+from samecurve.config import Recipe
+from samecurve.data import MicroBatch, StepBatches
+from samecurve.loss import IGNORE_INDEX
+from samecurve.model import build, fill, skeleton
+
+
+class Record:
+    """Seconds, loss and trained tokens of each step, written to a JSON file at the end."""
+
+    def __init__(self, path: Path):
+        self._path, self._last = path, 0.0
+        self._steps: list[dict[str, float]] = []
+
+    def start(self) -> None:
+        self._last = time.perf_counter()
+
+    def step(self, loss: float, tokens: int) -> None:
+        now = time.perf_counter()
+        self._steps.append({"loss": loss, "tokens": tokens, "step_seconds": now - self._last})
+        self._last = now
+
+    def write(self) -> None:
+        self._path.write_text(json.dumps(self._steps))
+
+
+def batches(recipe: Recipe) -> list[list[MicroBatch]]:
+    """Of all steps, in samecurve's order."""
+    return list(StepBatches(tasks.load(recipe).train, recipe.seed, recipe.batch, (0, 1), recipe.steps))
+
+
+def model(recipe: Recipe):
+    """With samecurve's first weights, fp32, so that losses can be compared."""
+    task = tasks.load(recipe)
+    architecture = skeleton(recipe, task.vocabulary_size, task.special_tokens)
+    made = build(type(architecture), architecture.config, torch.device("cpu"))
+    tensors = {**dict(made.named_buffers()), **dict(made.named_parameters())}
+    with torch.no_grad():
+        fill(architecture, recipe, lambda name, full: tensors[name].copy_(full))
+    return made
+
+
+def trained(batch: MicroBatch) -> int:
+    return int((batch.labels != IGNORE_INDEX).sum())

@@ -1,0 +1,98 @@
+"""TRL's SFTTrainer on the conversations of a recipe, with samecurve's tokenizer and first weights.
+
+    python trl_loop.py RECIPE OUTPUT.json [--packing] [--compile] [key=value ...]
+
+It reads samples in the data's order, a global batch of them per step: padded, or packed into rows as TRL does it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from itertools import islice
+from pathlib import Path
+
+import rows
+from datasets import Dataset
+from torch.utils.data import SequentialSampler
+from transformers import TrainerCallback
+from trl import SFTConfig, SFTTrainer
+
+from samecurve import conversations, tasks
+from samecurve.loss import IGNORE_INDEX
+from samecurve.recipe import checked
+
+SAMPLES = 2000
+
+
+class InOrder(SFTTrainer):
+    def _get_train_sampler(self, *_) -> SequentialSampler:
+        return SequentialSampler(self.train_dataset)
+
+
+class Timed(TrainerCallback):
+    def __init__(self, record: rows.Record, tokens: list[int]):
+        self.record, self.tokens = record, tokens
+
+    def on_step_begin(self, args, state, control, **_) -> None:
+        if state.global_step == 0:
+            self.record.start()
+
+    def on_log(self, args, state, control, logs=None, **_) -> None:
+        if "loss" in (logs or {}):
+            self.record.step(logs["loss"], self.tokens[state.global_step - 1])
+
+
+def main(arguments: argparse.Namespace) -> None:
+    recipe = checked(arguments.recipe, arguments.overrides)
+    schema = conversations.Schema.of(recipe.data)
+    source = conversations.find(recipe.data.path, recipe.data.pattern, schema)
+    chats = [list(found.messages) for found in islice(source.documents(), SAMPLES)]
+    data = Dataset.from_list([{"prompt": chat[:-1], "completion": chat[-1:]} for chat in chats])
+    record, settings, tokens = rows.Record(arguments.output), recipe.optimizer, []
+    with tempfile.TemporaryDirectory() as folder:
+        options = SFTConfig(
+            output_dir=folder,
+            max_steps=recipe.steps,
+            max_length=recipe.batch.sequence_length,
+            packing=arguments.packing,
+            per_device_train_batch_size=recipe.batch.global_batch_size,
+            gradient_checkpointing=False,
+            learning_rate=settings.learning_rate,
+            warmup_steps=recipe.schedule.warmup_steps,
+            weight_decay=settings.weight_decay,
+            max_grad_norm=settings.max_grad_norm,
+            lr_scheduler_type="constant_with_warmup",
+            bf16=recipe.precision == "bf16",
+            torch_compile=arguments.compile,
+            use_cpu=True,
+            save_strategy="no",
+            logging_steps=1,
+            disable_tqdm=True,
+            report_to="none",
+        )
+        tokenizer = tasks.load(recipe).tokenizer
+        timed = Timed(record, tokens)
+        trainer = InOrder(
+            rows.model(recipe), args=options, train_dataset=data, processing_class=tokenizer, callbacks=[timed]
+        )
+        collate = trainer.data_collator
+
+        def counted(samples: list[dict]) -> dict:
+            batch = collate(samples)
+            tokens.append(int((batch["labels"] != IGNORE_INDEX).sum()))
+            return batch
+
+        trainer.data_collator = counted
+        trainer.train()
+    record.write()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("recipe")
+    parser.add_argument("output", type=Path)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--packing", action="store_true")
+    main(parser.parse_intermixed_args())

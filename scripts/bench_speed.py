@@ -1,0 +1,179 @@
+"""How fast a step is, beside others' steps on the same rows: transformers.Trainer, TRL and loops without a framework.
+
+    python scripts/bench_speed.py [--rounds 3] [--only pretrain sft own ranks] [--output benchmarks/speed.md]
+
+Contestants take turns, each in processes of its own, on this machine's CPU (two threads in all). A ratio is that of
+tokens per second in the same round; the table has its median. TRL takes part where SAMECURVE_TRL names a folder that
+it is installed in (scripts/test.sh --full makes .venv/trl).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from statistics import median
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+FOLDER = ROOT / "benchmarks" / "speed"
+WARM_UP = 6
+"""Steps that are not counted: compilation, and what is allocated once."""
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """program: a file beside the recipes; "" is train.py. strategy: of configs/, with two processes of one thread."""
+
+    name: str
+    program: str = ""
+    arguments: tuple[str, ...] = ()
+    strategy: str = ""
+
+
+@dataclass(frozen=True)
+class Match:
+    """The ratios are to the first contestant's tokens/s."""
+
+    title: str
+    recipe: str
+    contestants: tuple[Contestant, ...]
+
+
+REGIONAL = ("compile=regional",)
+MATCHES = {
+    "pretrain": Match(
+        "Packed pretraining against transformers.Trainer",
+        "pretrain.yaml",
+        (
+            Contestant("samecurve", "", REGIONAL),
+            Contestant("samecurve, not compiled"),
+            Contestant("Trainer", "trainer_loop.py"),
+            Contestant("Trainer, torch_compile", "trainer_loop.py", ("--compile",)),
+            Contestant("bare loop", "bare_loop.py"),
+            Contestant("bare loop, compiled", "bare_loop.py", ("--compile",)),
+        ),
+    ),
+    "sft": Match(
+        "Fine-tuning on samples of different lengths against TRL",
+        "sft.yaml",
+        (
+            Contestant("samecurve", "", REGIONAL),
+            Contestant("TRL, padded", "trl_loop.py"),
+            Contestant("TRL, packed", "trl_loop.py", ("--packing",)),
+        ),
+    ),
+    "own": Match(
+        "What the framework itself costs",
+        "pretrain.yaml",
+        (Contestant("samecurve"), Contestant("the same step in a bare loop", "bare_loop.py", ("--chunked",))),
+    ),
+    "ranks": Match(
+        "Two processes of one thread against one process of two",
+        "pretrain.yaml",
+        (
+            Contestant("one process", "", ("batch.micro_batch_size=4",)),
+            *(
+                Contestant(name, "", ("batch.micro_batch_size=4",), name)
+                for name in ("ddp", "fsdp", "zero1", "zero2", "zero3")
+            ),
+        ),
+    ),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="+", choices=MATCHES, default=list(MATCHES))
+    parser.add_argument("--output", type=Path, default=FOLDER.with_suffix(".md"))
+    arguments = parser.parse_args()
+    parts = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in arguments.only:
+            parts += [table(MATCHES[name], play(MATCHES[name], arguments.rounds, Path(folder)))]
+            print(parts[-1])
+    arguments.output.write_text("\n".join([heading(), *parts]), encoding="utf-8")
+
+
+def play(match: Match, rounds: int, folder: Path) -> dict[str, list[list[dict]]]:
+    """The steps of each round, by the contestant's name."""
+    found: dict[str, list[list[dict]]] = {}
+    for number in range(1, rounds + 1):
+        for contestant in match.contestants:
+            if contestant.program == "trl_loop.py" and not os.environ.get("SAMECURVE_TRL"):
+                continue
+            print(f"{match.title}: round {number} of {rounds}, {contestant.name}", flush=True)
+            found.setdefault(contestant.name, []).append(run(contestant, FOLDER / match.recipe, folder))
+    return found
+
+
+def run(contestant: Contestant, recipe: Path, folder: Path) -> list[dict]:
+    """One contestant's steps: {loss, tokens, step_seconds}. Raises CalledProcessError, after printing what it said."""
+    output = Path(tempfile.mkdtemp(dir=folder))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1" if contestant.strategy else "2", "HF_HUB_OFFLINE": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("SAMECURVE_TRL", "")])
+    if contestant.program:
+        program = [sys.executable, str(FOLDER / contestant.program), str(recipe), str(output / "steps.json")]
+        command = [*program, *contestant.arguments]
+    else:
+        launcher = [sys.executable]
+        if contestant.strategy:
+            launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+        strategy = ["--strategy", f"configs/{contestant.strategy}.yaml"] if contestant.strategy else []
+        command = [*launcher, "train.py", str(recipe), *strategy, *contestant.arguments, f"output_dir={output}/run"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        print(done.stdout[-3000:], done.stderr[-3000:], sep="\n")
+    done.check_returncode()
+    if contestant.program:
+        return json.loads((output / "steps.json").read_text())
+    return [json.loads(line) for line in (output / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def speed(steps: list[dict]) -> float:
+    """Trained tokens per second of the steady steps."""
+    steady = steps[WARM_UP:]
+    return sum(step["tokens"] for step in steady) / sum(step["step_seconds"] for step in steady)
+
+
+def table(match: Match, found: dict[str, list[list[dict]]]) -> str:
+    first = found[match.contestants[0].name]
+    lines = ["", f"## {match.title}", "", "| | trained tokens/s | against the first | lowest and highest | loss |"]
+    lines.append("|---|---|---|---|---|")
+    for name, rounds in found.items():
+        ratios = [speed(steps) / speed(reference) for steps, reference in zip(rounds, first, strict=True)]
+        rate, loss = median(map(speed, rounds)), rounds[-1][-1]["loss"]
+        spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+        lines.append(f"| {name} | {rate:,.0f} | {median(ratios):.2f} | {spread} | {loss:.4f} |")
+    return "\n".join([*lines, ""])
+
+
+def heading() -> str:
+    import torch
+
+    from samecurve import facts
+    from samecurve.flops import probe
+
+    peak = probe(torch.device("cpu"), torch.bfloat16, seconds=3.0)
+    versions = ", ".join(f"{name} {version}" for name, version in facts.versions().items())
+    return f"""# Speed on a CPU, side by side
+
+Measured on {date.today()} by `python scripts/bench_speed.py`: {os.cpu_count()} cores ({platform.machine()}), no GPU;
+{versions}.
+
+A Llama of 13.8 million parameters, bf16, 8 rows of 512 tokens per step (benchmarks/speed/). The contestants take turns;
+the first {WARM_UP} steps of each are not counted. Matrix multiplication alone reaches {peak:.2f} TFLOP/s in bf16 here.
+The loss is that of the last step: equal rows in equal order, except TRL's, which packs and orders samples itself.
+"""
+
+
+if __name__ == "__main__":
+    main()
