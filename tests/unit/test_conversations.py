@@ -328,6 +328,16 @@ CASES = {
         {"train_on": "all"},
         HERE + "'messages' has a turn of weight 0, but data.train_on=all trains all turns; set it to assistant, or",
     ),
+    "weight of a prompt where all is trained": (
+        row(prompt=[{"role": "user", "content": "a", "weight": 0}], completion="b"),
+        {"train_on": "all"},
+        HERE + "'completion' has a turn of weight 0, but data.train_on=all trains all turns",
+    ),
+    "weight in a prompt": (
+        row(prompt=[{"role": "assistant", "content": "a", "weight": 1}, GOOD["messages"][0]], completion="b"),
+        {},
+        HERE + "'prompt' has a turn of weight 1, but a prompt is not trained; remove the weight, or give all as one",
+    ),
     "messages without a template": (
         text(LINE),
         {"chat": False},
