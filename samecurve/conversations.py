@@ -104,7 +104,11 @@ def conversation(place: str, row: dict, schema: Schema) -> Conversation:
         raise _no_column(place, row, {"prompt_column": asked, "completion_column": answered})
     prompt = turns(place, asked, row[asked], "user", schema)
     completion = turns(place, answered, row[answered], "assistant", schema)
-    _check_trained(place, answered, completion, schema)
+    if schema.train_on == "all":
+        _check_trained(place, answered, (*prompt, *completion), schema)
+    else:
+        _check_prompt(place, asked, prompt)
+        _check_trained(place, answered, completion, schema)
     return Conversation(place, (*prompt, *completion), len(prompt), tools)
 
 
@@ -116,10 +120,18 @@ def turns(place: str, column: str, value: Any, role: str, schema: Schema) -> tup
     return ({"role": role, "content": value},)
 
 
+def _check_prompt(place: str, column: str, messages: tuple[dict[str, Any], ...]) -> None:
+    if any(message.get("weight") == 1 for message in messages):
+        raise DataError(
+            f"{place}: {column!r} has a turn of weight 1, but a prompt is not trained; remove the weight, or give all "
+            "as one column of messages"
+        )
+
+
 def _check_trained(place: str, column: str, messages: tuple[dict[str, Any], ...], schema: Schema) -> None:
     """DataError where nothing is trained, and for a turn of weight 0 where all of them are."""
     weights = [message.get("weight", 1) for message in messages if message["role"] == "assistant"]
-    if schema.train_on == "all" and 0 in weights:
+    if schema.train_on == "all" and any(message.get("weight") == 0 for message in messages):
         raise DataError(
             f"{place}: {column!r} has a turn of weight 0, but data.train_on=all trains all turns; set it to assistant, "
             "or remove the weight"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from .cache import digest
 from .errors import DataError
-from .tables import check_characters, is_text, no_column, read_text, rows, table_kind
+from .tables import check_characters, is_text, last_row, no_column, read_text, rows, table_kind
 
 if TYPE_CHECKING:
     from .config import Recipe
@@ -28,6 +28,7 @@ DOCSTRINGS = "builtin:python-docstrings"  # for embed
 _NOT_STDLIB = frozenset("test tests idlelib site-packages dist-packages __pycache__ encodings pydoc_data".split())
 _RACY_SECONDS = 2.0
 _SHOWN_PROBLEMS = 10
+_CHECK_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,10 @@ class Source:
         return self.text_column
 
     def check(self) -> None:
-        """Raise DataError for everything that is wrong with the rows, where a first look is cheap."""
+        """Raise DataError for everything that a first look finds wrong, before minutes of tokenising."""
+        if self.name != BUILTIN:
+            expected = f"each line of a jsonl file is an object with its text under {self.text_column!r}"
+            check_rows(self.name, self._first_look(), self._text, expected)
 
     def texts(self, document: str) -> list[str]:
         """What of a document a tokenizer learns from."""
@@ -61,7 +65,24 @@ class Source:
     def documents(self) -> Iterator[str]:
         """The text of every document: a text file is one, a row of a table is one. DataError where one is broken."""
         for file in self.files:
-            yield from _read_table(file, self.text_column) if table_kind(file) else [read_text(file)]
+            for place, row in self._rows_of(file):
+                yield self._text(place, row)
+
+    def _text(self, place: str, row: dict) -> str:
+        return text_of(place, row, self.text_column)
+
+    def _rows_of(self, file: Path) -> Iterator[tuple[str, dict]]:
+        yield from rows(file) if table_kind(file) else [(str(file), {self.text_column: read_text(file)})]
+
+    def _first_look(self) -> Iterator[tuple[str, dict]]:
+        """All rows; of files that take too long, the first ones, and the last one where it is found without them."""
+        deadline = time.monotonic() + _CHECK_SECONDS
+        for nth, file in enumerate(self.files):
+            for row in self._rows_of(file):
+                yield row
+                if time.monotonic() > deadline:
+                    yield from (last for later in self.files[nth:] for last in last_row(later))
+                    return
 
 
 @dataclass(frozen=True)
@@ -235,8 +256,3 @@ def _remember(path: Path, text: str) -> None:
         path.write_text(text)
     except OSError:
         pass  # Only speed is lost; a cache that cannot be written is reported where the tokens are stored.
-
-
-def _read_table(file: Path, column: str) -> Iterator[str]:
-    for place, row in rows(file):
-        yield text_of(place, row, column)

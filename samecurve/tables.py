@@ -17,6 +17,7 @@ TABLES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "p
 COMPRESSED = frozenset((".gz", ".zst", ".bz2", ".xz"))
 TEXTS = frozenset(".txt .text .md .rst .tex .html .xml .py .c .h .cc .cpp .rs .go .java .js .ts .sh .sql".split())
 _BOM = codecs.BOM_UTF8
+_TAIL_BYTES = 1 << 16
 _LARGEST_FIELD = 2**31 - 1  # bytes; csv's own limit of 128 KiB is less than some documents have
 
 
@@ -37,6 +38,23 @@ def is_text(file: Path) -> bool:
 def rows(file: Path) -> Iterator[tuple[str, dict]]:
     """(place, row) of every row of a table: the place is what a message names, `file:line` or `file: row N`."""
     return _READERS[table_kind(file)](file)
+
+
+def last_row(file: Path) -> Iterator[tuple[str, dict]]:
+    """(place, row) of a jsonl file's last line, which is where a copy that broke off shows; nothing of other files."""
+    if table_kind(file) != "jsonl" or file.suffix.lower() in COMPRESSED:
+        return
+    tail, start, size = b"", (end := file.stat().st_size), _TAIL_BYTES
+    with open(file, "rb") as stream:
+        while start and b"\n" not in tail.strip():
+            start, size = max(0, start - size), 2 * size
+            stream.seek(start)
+            tail = stream.read(end - start)
+    before, _, line = tail.rstrip().rpartition(b"\n")
+    if line:
+        place = f"{file}: the last line"
+        ended = tail[len(tail.rstrip()) :]
+        yield place, parse_row(lambda _: place, line + ended, start + len(before) + bool(before))
 
 
 def read_text(file: Path) -> str:

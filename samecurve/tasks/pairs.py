@@ -65,14 +65,19 @@ def summed(rewards: Tensor) -> Tensor:
 
 
 def load(
-    recipe: Recipe, make_rows: Callable[[Recipe, corpus.TokenStream, PreTrainedTokenizerFast], PairRows]
+    recipe: Recipe,
+    make_rows: Callable[[Recipe, corpus.TokenStream, PreTrainedTokenizerFast], PairRows],
+    pads: bool = False,
 ) -> tuple[PreTrainedTokenizerFast, parts.Parts]:
-    """Errors: see parts.load; DataError also for a tokenizer without a chat template."""
+    """pads: whether the task needs a token that pads. Errors: see parts.load; DataError also for a tokenizer without
+    that, and without a chat template."""
     schema = preferences.Schema.of(recipe.data)
 
     def find(path: str) -> sources.Source:
         return preferences.find(path, recipe.data.pattern, schema)
 
     found = tokenizer.load(recipe, find)
+    if pads:
+        tokenizer.padding(found)
     encoder = preferences.PairEncoder(found, schema)
     return found, parts.load(recipe, encoder, find, lambda stream: make_rows(recipe, stream, found))

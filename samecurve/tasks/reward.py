@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.nn import functional as F
 
-from .. import tokenizer
 from ..architecture import Head
 from ..loss import IGNORE_INDEX
 from ..pair_rows import GroupedScoredRows, ScoredRows
@@ -50,9 +49,9 @@ class RewardTask(pairs.PairTask):
 
 
 def load(recipe: Recipe) -> RewardTask:
-    """Errors: see pairs.load; DataError for a tokenizer without a token that pads."""
-    return RewardTask(*pairs.load(recipe, _rows), recipe.reward)
+    """Errors: see pairs.load."""
+    return RewardTask(*pairs.load(recipe, _rows, pads=True), recipe.reward)
 
 
-def _rows(recipe: Recipe, stream: TokenStream, found: PreTrainedTokenizerFast) -> ScoredRows:
-    return parts.padded(recipe, (ScoredRows, GroupedScoredRows), stream, tokenizer.padding(found).pad_token_id)
+def _rows(recipe: Recipe, stream: TokenStream, tokenizer: PreTrainedTokenizerFast) -> ScoredRows:
+    return parts.padded(recipe, (ScoredRows, GroupedScoredRows), stream, tokenizer.pad_token_id)

@@ -103,9 +103,11 @@ def test_functions_of_the_library():
     assert namespace["getcallargs"].__doc__.startswith("Get the mapping of arguments")
 
 
-def test_a_trained_tokenizer_has_a_template_and_its_markers(tmp_path):
+def test_a_trained_tokenizer_has_a_template_and_its_markers(tmp_path, capsys):
     recipe = make_recipe(tmp_path, jsonl(tmp_path / "a.jsonl", *[GOOD] * 3))
     task = tasks.load(recipe)
+    trained, tokenised = capsys.readouterr().out.splitlines()
+    assert ": 6 texts, " in trained and ": 3 documents, " in tokenised  # each row has two turns
     assert task.tokenizer.eos_token == "<|im_end|>"
     assert task.special_tokens["eos_token_id"] == task.tokenizer.eos_token_id
     task.tokenizer.save_pretrained(tmp_path / "export")
@@ -325,6 +327,16 @@ CASES = {
         turn(role="assistant", content="b", weight=0),
         {"train_on": "all"},
         HERE + "'messages' has a turn of weight 0, but data.train_on=all trains all turns; set it to assistant, or",
+    ),
+    "weight of a prompt where all is trained": (
+        row(prompt=[{"role": "user", "content": "a", "weight": 0}], completion="b"),
+        {"train_on": "all"},
+        HERE + "'completion' has a turn of weight 0, but data.train_on=all trains all turns",
+    ),
+    "weight in a prompt": (
+        row(prompt=[{"role": "assistant", "content": "a", "weight": 1}, GOOD["messages"][0]], completion="b"),
+        {},
+        HERE + "'prompt' has a turn of weight 1, but a prompt is not trained; remove the weight, or give all as one",
     ),
     "messages without a template": (
         text(LINE),

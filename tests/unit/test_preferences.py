@@ -103,6 +103,25 @@ def test_rows_are_what_the_template_makes_of_each_answer(tmp_path):
     assert task.describe()["train"]["documents"] == task.describe()["train"]["rows"] == 2
 
 
+def test_a_token_that_pads_is_asked_for_before_anything_is_tokenised(tmp_path, capsys):
+    path = jsonl(tmp_path / "a.jsonl", GOOD)
+    tokenizer = tasks.load(recipe(tmp_path, path, "reward")).tokenizer
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    capsys.readouterr()
+
+    def load(**more):
+        chosen = {"path": str(tmp_path / "tokenizer"), "vocabulary_size": None, **more}
+        given = make_recipe(tmp_path, path, data={"packing": False}, tokenizer=chosen)
+        return tasks.load(given.model_copy(update={"task": "reward"}))
+
+    with pytest.raises(DataError, match="has no pad_token; set tokenizer.pad_token to one of its tokens"):
+        load()
+    assert capsys.readouterr().out == ""
+    task = load(pad_token="<|im_end|>")
+    assert task.head.fields["pad_token_id"] == task.tokenizer.eos_token_id
+
+
 def test_reward_rows_hold_the_whole_text_and_say_what_is_padding(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", GOOD)
     task = tasks.load(recipe(tmp_path, path, "reward"))

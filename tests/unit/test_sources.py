@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from samecurve import sources
+from samecurve import sources, tables
 from samecurve.errors import DataError
 
 
@@ -341,3 +341,43 @@ def test_held_out_is_a_stable_property_of_the_text():
     assert small < large
     assert len(small) == pytest.approx(400, abs=95)  # 19 is one sigma.
     assert not any(sources.is_held_out(d, 0.0) for d in documents)
+
+
+def test_a_first_look_finds_what_is_wrong_with_all_rows(tmp_path):
+    jsonl(tmp_path / "a.jsonl", *["x"] * 50, "y")
+    (tmp_path / "b.csv").write_text("text,id\nx,1\ny\n")
+    (tmp_path / "c.jsonl").write_text('{"text": 1}\n{"body": "x"}\n{"text": "x')
+    with pytest.raises(DataError) as caught:
+        sources.find(str(tmp_path), "*.jsonl").check()
+    assert str(caught.value).replace(str(tmp_path), "T").splitlines() == [
+        "T: 3 rows cannot be used",
+        "  T/c.jsonl:1: 'text' is 1, not text; remove or fill the row",
+        "  T/c.jsonl:2: no column 'text', found: body; set data.text_column, or remove what has no text",
+        "  T/c.jsonl:3: column 10: not JSON: Unterminated string starting at; is the end of the file cut off? Correct "
+        "or remove the line",
+    ]
+    with pytest.raises(DataError, match="b.csv:3: has 1 fields and the header 2"):
+        sources.find(str(tmp_path / "b.csv")).check()
+    (tmp_path / "d.jsonl").write_text("\n")
+    with pytest.raises(DataError, match="d.jsonl: holds no row; each line of a jsonl file is an object with its text"):
+        sources.find(str(tmp_path / "d.jsonl")).check()
+    sources.find(str(tmp_path / "a.jsonl")).check()
+
+
+def test_a_first_look_at_large_files_finds_a_last_line_that_broke_off(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "_CHECK_SECONDS", 0.0)
+    lines = [json.dumps({"text": "x" * size}) for size in (1, 200_000, 3, 200_000)]
+    path = tmp_path / "a.jsonl"
+    for end in ("", "\n", "\n\n"):
+        path.write_text("\n".join(lines) + end)
+        monkeypatch.setattr(sources, "rows", lambda file: iter([("the first", {"text": "x"})]))
+        sources.find(str(path)).check()
+        assert [row for _, row in tables.last_row(path)] == [json.loads(lines[-1])]
+    path.write_text("\n".join(lines)[:-2])
+    with pytest.raises(DataError, match="a.jsonl: the last line: column 10: not JSON: Unterminated string"):
+        sources.find(str(path)).check()
+    path.write_bytes("\n".join(lines).encode()[:-3] + b"\xff")
+    position = len("\n".join(lines)) - 3
+    with pytest.raises(DataError, match=f"a.jsonl: the last line: byte {position} .0xff. is not UTF-8"):
+        sources.find(str(path)).check()
+    assert not list(tables.last_row(jsonl(tmp_path / "empty.jsonl")))

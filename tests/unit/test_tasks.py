@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import random
 
 import numpy as np
 import pytest
@@ -13,12 +14,13 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, BertForMaskedLM
 
 from samecurve import model, tasks
-from samecurve.config import Recipe
+from samecurve.config import Batch, Recipe
 from samecurve.corpus import TokenStream
 from samecurve.data import EvaluationBatches, StepBatches
 from samecurve.engines.base import EvalResult
 from samecurve.errors import ConfigurationError, DataError
 from samecurve.functions import PACKAGES
+from samecurve.rows import LengthGroups
 from samecurve.text_rows import LabelledRows, MaskedRows, Masking
 
 BERT = {"model_type": "bert", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
@@ -303,6 +305,24 @@ def test_what_cannot_pad(tmp_path, no_pad):
         ConfigurationError, match='tokenizer.pad_token: found "<pad>" .text., which is no token of .*; its'
     ):
         tasks.load(made(tmp_path, tokenizer={"path": no_pad, "pad_token": "<pad>"}))
+
+
+@pytest.mark.parametrize("task", ["pretrain", "sft", "dpo", "reward", "classify", "mlm", "embed"])
+def test_rows_of_like_length_by_option(tmp_path, task):
+    """Of every task that pads. How such rows are sorted is tested where they are made."""
+    draw = random.Random(0)
+    rows = []
+    for n in range(64):
+        one, other = ("a b " * draw.randint(1, 9) for _ in range(2))
+        texts = {"prompt": f"{n}", "text": one, "anchor": f"{n}", "positive": one, "completion": one}
+        rows.append({**texts, "chosen": one, "rejected": f"{other} c", "label": n % 2})
+    plain, grouped = (
+        tasks.load(recipe.model_copy(update={"batch": Batch(global_batch_size=2, sequence_length=64)})).train
+        for recipe in (made(tmp_path, rows, task, group_by_length=wanted) for wanted in (False, True))
+    )
+    assert isinstance(grouped, LengthGroups) and not isinstance(plain, LengthGroups)
+    assert isinstance(grouped, type(plain)) and grouped.global_batch_size == 2
+    assert len(grouped) == len(plain) > 2 and grouped.fingerprint != plain.fingerprint
 
 
 def test_labelled_rows_that_fill_up_an_evaluation_count_nowhere():
