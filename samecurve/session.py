@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 from . import engines, model, tasks
 from .card import Made, model_card
+from .checkpoint.finder import read_state
 from .checkpoint.manager import Checkpoints, Position
 from .data import StepBatches
-from .errors import NumericError, Preempted
+from .errors import NothingToDo, NumericError, Preempted
 from .evaluation import Evaluation
 from .export import export
 from .facts import decisive, run_facts
@@ -22,6 +23,8 @@ from .progress import Progress
 from .world import World
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from accelerate import Accelerator
     from torch import Tensor
 
@@ -55,13 +58,13 @@ class Session:
             background = "optimizer:nvme" not in plan.strategy.offload
         self.checkpoints = Checkpoints(run, facts, self.world, self.progress.say, watch.busy, background)
         found = self.checkpoints.find(plan.resume)
+        self._end_if_done(found)
         self.engine = engines.build(accelerator, plan, self.skeleton, self.task)
         watch.phase("prepare")
         task.prepare(self.engine, recipe, self.skeleton, self.world, watch.alive)
         watch.phase("load")
         self.start = self.checkpoints.load(found, self.engine) if found else Position()
-        if found:
-            run.go_on(self.start.step, self.start.record)
+        run.begin(self.start.step, self.start.record)
 
         shard, batch = self.engine.shard, recipe.batch
         self.batches = StepBatches(
@@ -130,6 +133,15 @@ class Session:
         export(self._parameters(), self.skeleton, self.task.tokenizer, where, is_main, card=card, write_beside=beside)
         self.run.sync_metrics()
         self.progress.say(f"the trained model is in {self.run.model}")
+
+    def _end_if_done(self, found: Path | None) -> None:
+        """Raises NothingToDo, on all ranks, where the same command was given again after it had come to its end."""
+        is_done = self.world.exchange(self.run.is_done)[0]
+        if found and is_done and read_state(found)["step"] >= self.recipe.steps:
+            raise NothingToDo(
+                f"already done at step {self.recipe.steps}, nothing to train: the model is in {self.run.model}; more "
+                "steps=..., another output_dir or --start_over would train"
+            )
 
     def _parameters(self) -> Iterator[tuple[str, Tensor | None]]:
         for pair in self.engine.parameters():
