@@ -62,6 +62,7 @@ class Document:
     """A file's content (always a mapping) with the place of every key path, and what was wrong while reading it.
 
     `typed` keeps the text of values given on the command line: only the schema knows whether `123` is a number.
+    `notes`: what was decided while reading it and the user should hear of, see layers.py.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Document:
     places: dict[KeyPath, Place] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     typed: dict[KeyPath, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     def place(self, path: KeyPath) -> Place:
         """Where the key is, or where the nearest block around it begins."""

@@ -117,6 +117,7 @@ def header_lines(facts: dict) -> list[tuple[str, str]]:
     memory = facts["recipe"]["memory"]["activation_checkpointing"]
     lines = [
         ("recipe", f"{facts['recipe_path']} ({facts['recipe']['task']}, {facts['recipe']['steps']} steps)"),
+        *(("", note) for note in facts.get("notes", ())),
         ("strategy", _strategy(facts)),
         ("engine", f"{facts['engine']} on {facts['device']}"),
         ("world", _world(facts)),

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from . import rules
+from . import layers, rules
 from .config import Recipe
-from .documents import Document, KeyPath, describe, merge, override, read, report, suggest
+from .documents import Document, KeyPath, describe, override, read, report, suggest
 from .errors import ConfigurationError
 
 _NEEDED = {
@@ -78,6 +78,7 @@ def load(path: str, overrides: Sequence[str] = ()) -> Source:
     unreadable = bool(document.problems) and not document.content
     for argument in overrides:
         override(document, argument)
+    layers.settle_command_line(document)
     if unreadable:
         return Source(document, None, frozenset({()}))
     recipe, invalid = _validate(document)
@@ -110,13 +111,7 @@ def _read_based(path: str, chain: tuple[str, ...]) -> Document:
     if not os.path.isfile(base_path):
         document.problem(("base",), f"no such file: {base_path}; the name is relative to {path}")
         return document
-    below = _read_based(base_path, (*chain, os.path.normpath(path)))
-    return Document(
-        path,
-        merge(below.content, document.content),
-        {**below.places, **document.places},
-        below.problems + document.problems,
-    )
+    return layers.over(_read_based(base_path, (*chain, os.path.normpath(path))), document)
 
 
 def _validate(document: Document) -> tuple[Recipe | None, frozenset[KeyPath]]:

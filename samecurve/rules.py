@@ -135,6 +135,9 @@ def _tokenizer(value: Callable[[str], Any]) -> Iterator[Finding]:
     path, size = value("tokenizer.path"), value("tokenizer.vocabulary_size")
     if path is not None and size is not None:
         yield "tokenizer", "both path and vocabulary_size (train one) are given; keep one"
+    elif size is not None and value("model.path") is not None and value("model.config") is None:
+        text = f"found {size}, but a new tokenizer would give other tokens to the embeddings of model.path; "
+        yield "tokenizer.vocabulary_size", text + "set it to null, which takes the tokenizer of model.path"
     elif path is None and size is None and value("model.path") is None:
         yield "tokenizer", "a model from scratch brings no tokenizer; add tokenizer.path or tokenizer.vocabulary_size"
 
@@ -145,9 +148,6 @@ def _continued(value: Callable[[str], Any]) -> Iterator[Finding]:
         return
     if value("model.path") is None:
         yield "model.path", "missing; continue_pretrain goes on from a pretrained model: name a folder or a hub name"
-    if value("tokenizer.vocabulary_size") is not None:
-        text = f"found {value('tokenizer.vocabulary_size')}, but a new tokenizer would give other tokens to the "
-        yield "tokenizer.vocabulary_size", text + "embeddings; set it to null, which takes the tokenizer of model.path"
     if value("schedule.warmup_steps") == 0:
         text = "found 0, but Adam's moments start at 0 again, so the first full steps would be about as long as its "
         yield "schedule.warmup_steps", text + "largest; set it above 0"

@@ -54,12 +54,16 @@ class Strategy:
 
 @dataclass(frozen=True)
 class Plan:
-    """resume: "auto", "none" or a checkpoint's folder. start_over: an earlier run's checkpoints may be moved aside."""
+    """resume: "auto", "none" or a checkpoint's folder. start_over: an earlier run's checkpoints may be moved aside.
+
+    notes: what the user should hear of how the recipe came about.
+    """
 
     recipe: Recipe
     strategy: Strategy
     resume: str = "auto"
     start_over: bool = False
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -91,10 +95,13 @@ def resolve(
     if problems:
         only_topology = all(problem.topology for problem in problems)
         raise (TopologyError if only_topology else ConfigurationError)(report(problems))
+    notes = tuple(source.document.notes)
     if goes_on(environ, source.recipe.output_dir):
-        return Plan(source.recipe, strategy)  # what the command line said about resuming was for the first start
+        return Plan(
+            source.recipe, strategy, notes=notes
+        )  # what the command line said about resuming was for the first start
     resume = "none" if arguments.start_over else arguments.resume
-    return Plan(source.recipe, strategy, resume, arguments.start_over)
+    return Plan(source.recipe, strategy, resume, arguments.start_over, notes)
 
 
 def _resume_problems(arguments: argparse.Namespace) -> list[Problem]:

@@ -12,6 +12,7 @@ from samecurve.engines.resolve import resolve
 from samecurve.errors import ConfigurationError
 
 R = ["r.yaml"]
+NO_SIZE = [*R, "tokenizer.vocabulary_size=null"]
 
 
 def r(old, new):
@@ -143,13 +144,13 @@ CASES = [
      ["r.yaml:12: batch.sequence_length: found 64, but max_position_embeddings in model.config is 63; a row has to fit into it"]),
     ("positions of gpt2", r("llama, num_hidden_layers: 4", "gpt2, n_positions: 32"), R, {},
      ["r.yaml:12: batch.sequence_length: found 64, but n_positions in model.config is 32; a row has to fit into it"]),
-    ("positions of a folder", {**r("config: {model_type: llama, num_hidden_layers: 4}", "path: ./m"), "m/config.json": '{"n_positions": 8}'}, R, {},
+    ("positions of a folder", {**r("config: {model_type: llama, num_hidden_layers: 4}", "path: ./m"), "m/config.json": '{"n_positions": 8}'}, NO_SIZE, {},
      ["r.yaml:12: batch.sequence_length: found 64, but n_positions in the model's config.json is 8; a row has to fit into it"]),
-    ("model folder at home", r("config: {model_type: llama, num_hidden_layers: 4}", "path: ~/nothing"), R, {},
+    ("model folder at home", r("config: {model_type: llama, num_hidden_layers: 4}", "path: ~/nothing"), NO_SIZE, {},
      ["r.yaml:5: model.path: no such folder: ~/nothing"]),
-    ("model folder", r("config: {model_type: llama, num_hidden_layers: 4}", "path: ./nothing"), R, {},
+    ("model folder", r("config: {model_type: llama, num_hidden_layers: 4}", "path: ./nothing"), NO_SIZE, {},
      ["r.yaml:5: model.path: no such folder: nothing"]),
-    ("model empty folder", r("config: {model_type: llama, num_hidden_layers: 4}", "path: ./configs"), R, {},
+    ("model empty folder", r("config: {model_type: llama, num_hidden_layers: 4}", "path: ./configs"), NO_SIZE, {},
      ["r.yaml:5: model.path: configs holds no config.json; a Hugging Face model folder is needed"]),
     ("both tok", r("512}", "512, path: t}"), R, {},
      ["r.yaml:6: tokenizer: both path and vocabulary_size (train one) are given; keep one"]),
@@ -327,3 +328,45 @@ def test_accumulation_by_hand():
     assert batch.accumulation_steps(4) == 3
     with pytest.raises(ConfigurationError, match="24 does not divide into micro_batch_size 2 x 5 data-parallel ranks"):
         batch.accumulation_steps(5)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "notes"),
+    [
+        (
+            ["model.path=m"],
+            ["model.path replaces model.config of r.yaml", "model.path replaces tokenizer.vocabulary_size of r.yaml"],
+        ),
+        (["model={path: m}"], ["model.path replaces tokenizer.vocabulary_size of r.yaml"]),
+        (["tokenizer.path=t"], ["tokenizer.path replaces tokenizer.vocabulary_size of r.yaml"]),
+        (["data.mixture=[{path: text.txt, weight: 1.0}]"], ["data.mixture replaces data.path of r.yaml"]),
+        (["model.config.hidden_size=8"], []),
+    ],
+)
+def test_what_one_gives_replaces_its_alternative(overrides, notes, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, {})
+    plan = message(tmp_path, ["r.yaml", *overrides], {})
+    assert isinstance(plan, Plan), plan
+    assert list(plan.notes) == notes
+    if overrides[0] == "model.path=m":
+        assert (plan.recipe.model.path, plan.recipe.model.config) == ("m", None)
+        assert plan.recipe.tokenizer.vocabulary_size is None
+
+
+def test_a_recipe_replaces_what_its_base_says(tmp_path, monkeypatch):
+    files = {"base.yaml": GOOD["r.yaml"], "r.yaml": "base: base.yaml\nmodel: {path: m}\n"}
+    recipe = load(tmp_path, monkeypatch, files, "model.config={model_type: gpt2}", "tokenizer.vocabulary_size=300")
+    assert (recipe.model.path, recipe.model.config) == (None, {"model_type": "gpt2"})
+
+
+def test_a_new_tokenizer_for_a_pretrained_model_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, {})
+    for task in ("pretrain", "sft", "mlm"):
+        found, code = message(
+            tmp_path,
+            ["r.yaml", f"task={task}", "model.path=m", "tokenizer.vocabulary_size=300", "data.packing=false"],
+            {},
+        )
+        assert code == 2 and "tokenizer.vocabulary_size: found 300, but a new tokenizer" in found

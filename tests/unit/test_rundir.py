@@ -133,7 +133,7 @@ def test_facts_are_jsons_and_remember_the_command(tmp_path):
     )
     strategy.accelerate, strategy.deepspeed = {"distributed_type": "MULTI_GPU"}, None
     typed = ["--local_rank=1", "r.yaml", "seed=1", "--strategy", "configs/ddp.yaml", "steps=2"]
-    plan = SimpleNamespace(recipe=recipe, strategy=strategy)
+    plan = SimpleNamespace(recipe=recipe, strategy=strategy, notes=())
     run = RunDirectory(tmp_path)
     run.write_run(run_facts(plan, typed, {"engine": "DistributedDataParallel"}, {"rows": 5}, "cpu"))
     facts = json.loads((tmp_path / "run.json").read_text())
