@@ -97,7 +97,7 @@ def _classes(recipe: Recipe, folder: Path) -> tuple[str, ...] | None:
         return None
     from transformers import AutoConfig
 
-    names = AutoConfig.from_pretrained(folder).id2label
+    names = AutoConfig.from_pretrained(folder, trust_remote_code=recipe.model.trust_remote_code).id2label
     return tuple(names[index] for index in sorted(names))
 
 
