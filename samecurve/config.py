@@ -58,7 +58,7 @@ class Adapter(Section):
 class Tokenizer(Section):
     """`path`: a tokenizer's folder (default: `model.path`). `vocabulary_size`: train a byte-level BPE on the data.
 
-    `chat_template`: a Jinja file that replaces the tokenizer's own template.
+    `chat_template`: a Jinja file that replaces the tokenizer's own template, or `chatml`, see chatml.py.
     """
 
     path: Name | None = None

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .chatml import CHATML
 from .config import Adapter
 from .documents import describe
 from .rules_sources import mixture, pattern, streaming
@@ -207,8 +208,8 @@ def _columns(value: Callable[[str], Any]) -> Iterator[Finding]:
     if value("data.messages_column") is not None and not value("data.chat"):
         yield "data.chat", "found false, but messages need a template; set it to true, or name prompt_column instead"
     template = value("tokenizer.chat_template")
-    if template is not None and not Path(template).is_file():
-        yield "tokenizer.chat_template", f"no such file: {Path(template).absolute()}"
+    if template not in (None, CHATML) and not Path(template).is_file():
+        yield "tokenizer.chat_template", f"no such file: {Path(template).absolute()}; {CHATML} needs none"
 
 
 def _preferences(value: Callable[[str], Any]) -> Iterator[Finding]:

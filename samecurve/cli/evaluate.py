@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..chatml import CHATML
 from ..errors import ConfigurationError
 from ..progress import number, spaced
 from ..records import write_json
@@ -69,8 +70,10 @@ def reading(recipe: Recipe, folder: Path, data: str | None, micro_batch_size: in
     """
     if micro_batch_size is not None and micro_batch_size < 1:
         raise ConfigurationError(f"--micro_batch_size: found {micro_batch_size}, a number of at least 1 is needed")
+    # the export has its template; but dpo's reference is made again as training made it
+    template = CHATML if recipe.tokenizer.chat_template == CHATML else None
     tokenizer = recipe.tokenizer.model_copy(
-        update={"path": str(folder.absolute()), "vocabulary_size": None, "chat_template": None}
+        update={"path": str(folder.absolute()), "vocabulary_size": None, "chat_template": template}
     )
     batch = {"micro_batch_size": micro_batch_size or recipe.batch.micro_batch_size}
     changed: dict[str, Any] = {"tokenizer": tokenizer}

@@ -212,7 +212,7 @@ CASES = [
      ["command line: adapter.name: found lora, but task mlm trains whole models only yet; set it to null",
       "command line: model.path: no such folder: m"]),
     ("no template", {}, [*R, "task=sft", "tokenizer.chat_template=t.jinja"], {},
-     ["command line: tokenizer.chat_template: no such file: t.jinja"]),
+     ["command line: tokenizer.chat_template: no such file: t.jinja; chatml needs none"]),
     ("flash packed", r("  config: {", "  attention: flash_attention_2\n  config: {"), [*R, "batch.micro_batch_size=2"], {},
      ["r.yaml:5: model.attention: found flash_attention_2, which does not keep packed documents apart when "
       "batch.micro_batch_size is 2; set that to 1, or use sdpa, or data.packing: false"]),
