@@ -54,6 +54,7 @@ def train(session) -> None:
             updates += result.applied
             record = meter.step(step, result, rate, batches.samples, batches.last_wait_seconds, batches.num_inputs)
             record |= {"skipped_steps": step - updates}
+            record |= session.task.step_metrics(result)
             progress.step(record, meter.smoothed_loss)
 
             guard.check(step, result, batches)

@@ -82,7 +82,7 @@ class Session:
             self.held_out = Evaluation(self.task.held_out, batch.micro_batch_size, shard, watch.alive)
         self._logging = True
         self.guard = Guard(recipe.guard, run, self.world)
-        self.meter = Meter.for_run(recipe, self.skeleton, accelerator, self.task.context is not None)
+        self.meter = Meter.for_run(recipe, self.skeleton, accelerator, task.context is not None, task.counts)
         self.meter.state = self.start.meter
         self._introduce(plan, arguments, found, facts["adapter"])
 
@@ -151,6 +151,7 @@ class Session:
     def _introduce(self, plan: Plan, arguments: Sequence[str], found, adapter: dict | None) -> None:
         described = model.describe(self.skeleton) | self.engine.describe() | {"adapter": adapter}
         facts = run_facts(plan, arguments, described, self.task.describe(), engines.device_name(self.accelerator))
+        facts |= {"counts": self.task.counts}
         facts |= {"resumed_from": found and str(found), "start_step": self.start.step}
         parts = {"train": self.task.train, "held_out": self.task.held_out}
         facts |= {"data_fingerprints": {name: rows.fingerprint for name, rows in parts.items() if rows is not None}}

@@ -44,8 +44,13 @@ def _results(facts: dict, metrics: list[dict], status: dict) -> Iterator[tuple[s
     evaluated = [record for record in metrics if record.get("eval_loss") is not None]
     if evaluated:
         yield "held out", _evaluation(evaluated)
-    tokens, seconds = (sum(record[key] for record in metrics) for key in ("tokens", "step_seconds"))
-    yield "tokens", f"{tokens:,} trained in {duration(seconds)} of steps, {tokens / seconds:,.0f} per second"
+    counts = facts.get("counts", "tokens")
+    counted, seconds = (sum(record[key] for record in metrics) for key in ("tokens", "step_seconds"))
+    rate = f"{counted / seconds:,.0f} per second"
+    if counts != "tokens":
+        read = sum(record["tokens_per_second"] * record["step_seconds"] for record in metrics)
+        rate = f"{counted / seconds:,.1f} per second, {read / seconds:,.0f} tokens per second"
+    yield counts, f"{counted:,} trained in {duration(seconds)} of steps, {rate}"
 
 
 def _evaluation(evaluated: list[dict]) -> str:
