@@ -16,6 +16,8 @@ from typing import Any
 
 import yaml
 
+from .renamed import near_file
+
 KeyPath = tuple[str, ...]
 
 
@@ -195,7 +197,8 @@ def read(path: str | os.PathLike) -> Document:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        document.problem((), f"cannot be read: {reason} ({Path(path).absolute()})")
+        hint = near_file(document.name) if isinstance(error, FileNotFoundError) else ""
+        document.problem((), f"cannot be read: {reason} ({Path(path).absolute()}){hint}")
         return document
     parse = _parse_json if document.name.endswith(".json") else _parse_yaml
     content = parse(text, document)

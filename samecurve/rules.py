@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from . import hub
 from .chatml import CHATML
 from .config import Adapter
 from .documents import describe
@@ -165,6 +166,8 @@ def _data(value: Callable[[str], Any]) -> Iterator[Finding]:
             return
         elif path in _BUILTINS.values() and path != builtin:
             yield key, f"found {path}, which task {value('task')} cannot read; {builtin} is the one that it can"
+        elif path is not None and not value("data.streaming") and hub.is_name(path):
+            return  # downloaded when the data are read
         elif path is not None and path != builtin and not Path(path).exists():
             yield key, f"no such file or folder: {Path(path).absolute()}"
 

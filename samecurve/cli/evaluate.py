@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import hub
 from ..chatml import CHATML
 from ..errors import ConfigurationError
 from ..progress import number, spaced
@@ -78,7 +79,7 @@ def reading(recipe: Recipe, folder: Path, data: str | None, micro_batch_size: in
     batch = {"micro_batch_size": micro_batch_size or recipe.batch.micro_batch_size}
     changed: dict[str, Any] = {"tokenizer": tokenizer}
     if data is not None:
-        if not data.startswith("builtin:") and not Path(data).expanduser().exists():
+        if not data.startswith("builtin:") and not hub.is_name(data) and not Path(data).expanduser().exists():
             raise ConfigurationError(f"DATA: no such file or folder: {Path(data).absolute()}")
         # Nothing is trained, but a task reads both parts; of the same path they are read once.
         whole = {"path": data, "mixture": None, "streaming": False, "labels": _classes(recipe, folder)}

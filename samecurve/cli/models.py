@@ -111,6 +111,9 @@ def load(
     base = base_path(folder)
     model = load_model(base or str(folder), head, attention, trusts_remote_code(folder))
     if base is not None:
+        from ..adapter import quiet
+
+        quiet()
         from peft import PeftModel
 
         model = PeftModel.from_pretrained(model, folder)
