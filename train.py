@@ -23,7 +23,7 @@ def main() -> None:
 
     recipe = plan.recipe
     sources = (source.path for source in recipe.data.sources())
-    reads = (recipe.model.path, recipe.tokenizer.path, recipe.evaluate.path, *sources)
+    reads = (recipe.model.path, recipe.distill.teacher, recipe.tokenizer.path, recipe.evaluate.path, *sources)
     is_main = os.environ.get("RANK", "0") == "0"
     run = RunDirectory(recipe.output_dir, is_main, reads, plan.resume, plan.start_over)
     with outcome.recorded(run, plan.strategy.launcher, recipe.timeout.step_seconds) as watch:
@@ -53,7 +53,8 @@ def train(session) -> None:
             result = engine.step(micro_batches, rate)
             updates += result.applied
             record = meter.step(step, result, rate, batches.samples, batches.last_wait_seconds, batches.num_inputs)
-            record |= {"skipped_steps": step - updates} | session.recompilations.record(step)
+            record |= {"skipped_steps": step - updates} | session.task.step_metrics(result)
+            record |= session.recompilations.record(step)
             progress.step(record, meter.smoothed_loss)
 
             guard.check(step, result, batches)

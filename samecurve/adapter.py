@@ -39,13 +39,18 @@ _BASE = ".base_layer."
 _MAGNITUDE = f".lora_magnitude_vector.{NAME}.weight"
 
 
+def quiet() -> None:
+    """Before peft is imported: it imports bitsandbytes where that is installed, also for an adapter beside weights that
+    are not quantized, and on a CPU that warns of a faster kernel that only a hub has."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+
+
 def inject(model: PreTrainedModel, settings: Adapter) -> None:
     """Put the adapter's layers into `model`, in place, and freeze all else. Nothing is initialised.
 
     Raises ConfigurationError when adapter.target_modules names nothing, or what cannot be adapted.
     """
-    # peft imports it where it is installed, and on a CPU it warns of a faster kernel that only a hub has
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    quiet()
     from peft import LoraConfig, inject_adapter_in_model
 
     chosen = settings.target_modules

@@ -27,6 +27,7 @@ from transformers import (
 from transformers import __version__ as transformers_version
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from .chatml import CHATML
 from .config import Recipe
 from .documents import suggest
 from .errors import ConfigurationError, DataError
@@ -121,16 +122,28 @@ def model_config(
     for key, value in head.fields.items():
         setattr(config, key, value)
     if config.vocab_size < vocabulary_size:
-        raise DataError(
-            f"the tokenizer has {vocabulary_size} ids, but the model's embedding holds {config.vocab_size} "
-            "(vocab_size): use the tokenizer that belongs to the model, or leave model.config.vocab_size out"
-        )
+        _make_room(recipe, config, vocabulary_size)
     length, positions = recipe.batch.sequence_length, getattr(config, "max_position_embeddings", None)
     if positions is not None and 0 < positions < length:  # -1 where there is no limit
         text = f"found {length}, but the model's max_position_embeddings is {positions}; a row has to fit into it"
         raise ConfigurationError(f"batch.sequence_length: {text}")
     config._attn_implementation = settings.attention
     return config
+
+
+def _make_room(recipe: Recipe, config: PreTrainedConfig, vocabulary_size: int) -> None:
+    """For the tokens of a chat template that a pretrained model gets. Raises DataError where there can be none."""
+    text = f"the tokenizer has {vocabulary_size} ids, but the model's embedding holds {config.vocab_size} (vocab_size)"
+    if recipe.model.path is None or recipe.tokenizer.chat_template != CHATML:
+        fix = "use the tokenizer that belongs to the model, or leave model.config.vocab_size out"
+        raise DataError(f"{text}: {fix}")
+    if recipe.adapter.name is not None:
+        raise DataError(
+            f"{text}, so {CHATML} needs {vocabulary_size - config.vocab_size} new rows, which an adapter does not "
+            "train; train the whole model (adapter.name=null), or set tokenizer.chat_template to a Jinja file whose "
+            "turns end with a token that the model has, such as {{ eos_token }}"
+        )
+    config.vocab_size = vocabulary_size
 
 
 def is_remote(config: PreTrainedConfig) -> bool:

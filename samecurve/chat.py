@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .cache import digest
+from .chatml import CHATML
 from .conversations import Conversation, Schema
 from .corpus import Encoded, Encoder
 from .errors import DataError
@@ -46,7 +47,8 @@ class ChatEncoder(Encoder):
         if not tokenizer.chat_template:
             raise DataError(
                 f"{tokenizer.name_or_path or 'the tokenizer'}: has no chat template; use a chat model's tokenizer, "
-                "or set tokenizer.chat_template to a Jinja file, or data.chat=false for prompts and completions"
+                f"or set tokenizer.chat_template={CHATML}, which adds its two tokens where they are missing, or to a "
+                "Jinja file, or data.chat=false for prompts and completions"
             )
         from tokenizers import processors
 
@@ -155,7 +157,7 @@ class ChatEncoder(Encoder):
             if header:
                 raise DataError(
                     f"{conversation.place}: message {index}: the chat template has no generation prompt, so "
-                    f"{header!r:.40} cannot be told from the answer; {_FIX}"
+                    f"{_shown(header)} cannot be told from the answer; {_FIX}"
                 )
             spans.append(self._trimmed(text, len(asked), len(answered)))
         return spans
@@ -184,9 +186,10 @@ class ChatEncoder(Encoder):
         following = max((token for token in self._special if text.startswith(token, end)), key=len, default=None)
         if following is None:
             raise DataError(
-                f"{conversation.place}: the chat template ends the assistant's turn {text[start:end]!r:.40} with no "
+                f"{conversation.place}: the chat template ends the assistant's turn {_shown(text[start:end])} with no "
                 "special token, so a model would never learn to stop; write {{ eos_token }} behind it in a template of "
-                "your own (tokenizer.chat_template: FILE)"
+                f"your own (tokenizer.chat_template: FILE), or set tokenizer.chat_template={CHATML}, which adds the "
+                "tokens that it writes"
             )
         return start, end + len(following)
 
@@ -244,6 +247,10 @@ def _untrained(conversation: Conversation) -> Iterator[tuple[int, int]]:
 
 def _without_weight(message: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in message.items() if key != "weight"}
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 40 else f"{text[:20]}...{text[-17:]}")
 
 
 def _overlap(offsets: np.ndarray, spans: list[Span]) -> np.ndarray:

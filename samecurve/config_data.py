@@ -15,7 +15,8 @@ SMALLEST_VOCABULARY = 256 + 2
 class Tokenizer(Section):
     """`path`: a tokenizer's folder (default: `model.path`). `vocabulary_size`: train a byte-level BPE on the data.
 
-    `chat_template`: a Jinja file that replaces the tokenizer's own template. `pad_token`: a token of its vocabulary.
+    `chat_template`: a Jinja file that replaces the tokenizer's own template, or `chatml`, see chatml.py. `pad_token`: a
+    token of its vocabulary.
     """
 
     path: Name | None = None

@@ -16,6 +16,8 @@ from typing import Any
 
 import yaml
 
+from .renamed import near_file
+
 KeyPath = tuple[str, ...]
 
 
@@ -62,6 +64,7 @@ class Document:
     """A file's content (always a mapping) with the place of every key path, and what was wrong while reading it.
 
     `typed` keeps the text of values given on the command line: only the schema knows whether `123` is a number.
+    `notes`: what was decided while reading it and the user should hear of, see layers.py.
     """
 
     name: str
@@ -69,6 +72,7 @@ class Document:
     places: dict[KeyPath, Place] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     typed: dict[KeyPath, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     def place(self, path: KeyPath) -> Place:
         """Where the key is, or where the nearest block around it begins."""
@@ -193,7 +197,8 @@ def read(path: str | os.PathLike) -> Document:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        document.problem((), f"cannot be read: {reason} ({Path(path).absolute()})")
+        hint = near_file(document.name) if isinstance(error, FileNotFoundError) else ""
+        document.problem((), f"cannot be read: {reason} ({Path(path).absolute()}){hint}")
         return document
     parse = _parse_json if document.name.endswith(".json") else _parse_yaml
     content = parse(text, document)

@@ -56,6 +56,12 @@ class Preempted(SamecurveError):
     exit_code = 75  # EX_TEMPFAIL of sysexits.h: try again
 
 
+class NothingToDo(SamecurveError):
+    """The run is done already, and all that it left is still there: not a failure."""
+
+    exit_code = 0
+
+
 class HangError(SamecurveError):
     """No progress for timeout.step_seconds."""
 

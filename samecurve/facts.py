@@ -33,6 +33,7 @@ def run_facts(plan: Plan, arguments: Sequence[str], described: dict, data: dict,
     return {
         **_typed(arguments),
         "output_dir": recipe.output_dir,
+        "notes": plan.notes,
         "strategy": strategy.name,
         "strategy_path": strategy.path or strategy.deepspeed_path,
         "family": strategy.family,

@@ -27,6 +27,10 @@ GROUPS = {
     "smoothed_loss": "train",
     "grad_norm": "train",
     "learning_rate": "train",
+    "rewards_chosen": "train",
+    "rewards_rejected": "train",
+    "margin": "train",
+    "accuracy": "train",
     "tokens": "progress",
     "samples": "progress",
     "skipped_steps": "progress",
@@ -58,21 +62,28 @@ class Meter:
         flops: TokenFlops | None,
         machine: Machine,
         clock: Callable[[], float] = time.perf_counter,
+        counts: str = "tokens",
     ):
         self.machine = machine
         self.smoothed_loss: float | None = None
         self._flops = flops
+        self._counts = counts
         self._clock = clock
         self._average = self._weight = 0.0
         self._since = clock()
 
     @classmethod
     def for_run(
-        cls, recipe: Recipe, model: PreTrainedModel, accelerator: Accelerator, rehearsed: bool = False
+        cls,
+        recipe: Recipe,
+        model: PreTrainedModel,
+        accelerator: Accelerator,
+        rehearsed: bool = False,
+        counts: str = "tokens",
     ) -> Meter:
         """Rank 0 looks up or measures its device's peak; the others leave mfu and hfu out.
 
-        rehearsed: as in token_flops.
+        rehearsed: as in token_flops. counts: see Task; what a step's `tokens` are.
         """
         from .activations import repeated_share
 
@@ -81,7 +92,7 @@ class Meter:
         flops = token_flops(model, recipe.batch.sequence_length, recompute, rehearsed, attention)
         peak = device_peak(device, recipe.precision) if accelerator.is_main_process else None
         machine = Machine(accelerator.num_processes, peak, lambda: peak_memory_bytes(device))
-        return cls(flops, machine)
+        return cls(flops, machine, counts=counts)
 
     @property
     def flops(self) -> dict:
@@ -114,15 +125,16 @@ class Meter:
 
         num_inputs: tokens that the model read, all ranks, without padding; a prompt's cost work and are not trained.
         Default: those that were trained.
-        tokens, tokens_per_second: all ranks. peak_memory_gib: this process. None: not known on this machine, or nothing
-        was trained.
+        tokens, tokens_per_second: all ranks; where the task counts rows or pairs, the latter is of the tokens that were
+        read. peak_memory_gib: this process. None: not known on this machine, or nothing was trained.
         """
         seconds = self._clock() - self._since
         self.start()
         trained = result.tokens > 0
         if trained:
             self._smooth(result.loss)
-        rate = result.tokens / seconds
+        num_inputs = num_inputs or result.tokens
+        rate = (result.tokens if self._counts == "tokens" else num_inputs) / seconds
         return {
             "step": step,
             "loss": result.loss if trained else None,
@@ -132,7 +144,7 @@ class Meter:
             "samples": samples,
             "step_seconds": seconds,
             "tokens_per_second": rate,
-            **self._utilisation((num_inputs or result.tokens) / seconds / self.machine.num_devices),
+            **self._utilisation(num_inputs / seconds / self.machine.num_devices),
             "peak_memory_gib": self.machine.peak_memory() / GIB,
             "data_wait_fraction": data_wait_seconds / seconds,
         }

@@ -20,6 +20,7 @@ from transformers.initialization import no_init_weights
 from transformers.integrations import deepspeed as deepspeed_integration
 
 from . import adapter as adapters
+from . import chatml
 from .architecture import CAUSAL, Head, check_causal, is_classifier, model_config, reason, without_pooler
 from .config import Adapter, Recipe
 from .errors import ConfigurationError
@@ -133,7 +134,8 @@ def _source(model: PreTrainedModel, recipe: Recipe, wanted: set[str]) -> Iterato
         return
     new = new_names(model, recipe.model.path)
     yield from _seeded(model, recipe.seed, wanted & new)
-    for name, tensor in _pretrained(model, recipe.model.path, wanted - added.keys() - new):
+    growing = chatml.embeddings(model) if recipe.tokenizer.chat_template == chatml.CHATML else set()
+    for name, tensor in _pretrained(model, recipe.model.path, wanted - added.keys() - new, growing):
         yield name, tensor
         derived = adapters.magnitude(model, name, tensor) if added else None
         if derived is not None:
@@ -190,7 +192,8 @@ def _buffers(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
             yield from ((f"{prefix}.{name}" if prefix else name, b) for name, b in real.named_buffers(recurse=False))
 
 
-def _pretrained(model: PreTrainedModel, path: str, wanted: set[str]) -> Iterator[tuple[str, Tensor]]:
+def _pretrained(model: PreTrainedModel, path: str, wanted: set[str], growing: set[str]) -> Iterator[tuple[str, Tensor]]:
+    """growing: those that may have more rows than the file, see architecture.model_config."""
     from safetensors import safe_open
 
     files = weight_files(path)
@@ -204,6 +207,8 @@ def _pretrained(model: PreTrainedModel, path: str, wanted: set[str]) -> Iterator
         file, expected = files[key], model.get_parameter(aliases[0]).shape
         with safe_open(file, framework="pt") as handle:  # opened anew each time: pages of an open map stay in memory
             tensor = handle.get_tensor(key).float()
+        if aliases[0] in growing and tensor.shape[0] < expected[0]:
+            tensor = chatml.with_rows(tensor, expected[0])
         if tensor.shape != expected:
             raise ConfigurationError(
                 f"{file}: {key} has the shape {tuple(tensor.shape)}, the config needs {tuple(expected)}"

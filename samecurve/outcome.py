@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NoReturn
 
-from .errors import HangError, PeerError, Preempted, SamecurveError
+from .errors import HangError, NothingToDo, PeerError, Preempted, SamecurveError
 from .stop import StopRequest
 from .watchdog import LAST_RESORT_SECONDS, Watchdog, last_resort
 
@@ -35,6 +35,10 @@ def exit_code(main: Callable[[], None]) -> int:
             tell(f"\npreempted (exit code {error.exit_code}): {error}")
         else:
             time.sleep(PREEMPTED_SECONDS)
+        return error.exit_code
+    except NothingToDo as error:
+        if os.environ.get("RANK", "0") == "0":
+            tell(str(error))
         return error.exit_code
     except SamecurveError as error:
         if not (isinstance(error, PeerError) and error.speaks):
@@ -141,9 +145,10 @@ class Surroundings:
 
     def failed(self, error: BaseException) -> BaseException:
         """Write the main thread's error down. Returns the one to raise: another rank's, where that explains it."""
-        if isinstance(error, Preempted):
+        if isinstance(error, (Preempted, NothingToDo)):
             self._take_the_end()
-            self._write("preempted", str(error), error.exit_code)
+            if isinstance(error, Preempted):
+                self._write("preempted", str(error), error.exit_code)
             self.watchdog.heartbeats.write("finished")
             return error
         if isinstance(error, Exception) and not isinstance(error, SamecurveError):

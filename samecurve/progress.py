@@ -116,6 +116,7 @@ def header_lines(facts: dict) -> list[tuple[str, str]]:
     each = facts["data"].get("sequences_per_row", 1)  # the answers of a pair, a text and what fits it
     lines = [
         ("recipe", f"{facts['recipe_path']} ({facts['recipe']['task']}, {facts['recipe']['steps']} steps)"),
+        *(("", note) for note in facts.get("notes", ())),
         ("strategy", _strategy(facts)),
         ("engine", f"{facts['engine']} on {facts['device']}"),
         ("world", _world(facts)),
@@ -126,6 +127,7 @@ def header_lines(facts: dict) -> list[tuple[str, str]]:
         ),
         ("batch", f"{rows} rows = {micro} micro x {accumulation} accumulation x {ranks} data-parallel"),
         ("tokens", f"{rows * each * length:,} per step = {rows} rows x {f'{each} texts x ' * (each > 1)}{length}"),
+        ("", _counted(facts.get("counts", "tokens"))),
         ("dropout", _dropout(facts["dropout"])),
         ("memory", _memory(facts["recipe"]["memory"])),
         ("compile", facts["recipe"]["compile"].replace("off", "")),
@@ -176,6 +178,10 @@ def _parameters(facts: dict) -> str:
     return f"{count:,} in all, {part}{local:,} on this rank"
 
 
+def _counted(counts: str) -> str:
+    return "" if counts == "tokens" else f"the loss is the mean over {counts}, which `tokens` in metrics.jsonl counts"
+
+
 def _world(facts: dict) -> str:
     processes = f"{facts['world_size']} {'process' if facts['world_size'] == 1 else 'processes'}"
     stages = f", {facts['pipeline_stages']} pipeline stages" if facts["pipeline_stages"] > 1 else ""
@@ -189,6 +195,8 @@ def numbers_of(record: dict, smoothed_loss: float | None) -> list[str]:
         ("smoothed", smoothed_loss, "{:.4f}".format),
         ("lr", record["learning_rate"], "{:.2e}".format),
         ("norm", record["grad_norm"], "{:.3f}".format),
+        ("margin", record.get("margin"), "{:.4f}".format),
+        ("accuracy", record.get("accuracy"), "{:.0%}".format),
         ("tokens/s", record["tokens_per_second"], "{:,.0f}".format),
         ("mfu", record["mfu"], "{:.1%}".format),
         ("data wait", record["data_wait_fraction"], "{:.0%}".format),

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from . import rules
+from . import layers, rules
 from .config import Recipe
-from .documents import Document, KeyPath, describe, merge, override, read, report, suggest
+from .documents import Document, KeyPath, describe, override, read, report, suggest
 from .errors import ConfigurationError
+from .renamed import block_as_value, called_here
 
 _NEEDED = {
     "int_type": "a whole number is needed",
@@ -78,6 +79,7 @@ def load(path: str, overrides: Sequence[str] = ()) -> Source:
     unreadable = bool(document.problems) and not document.content
     for argument in overrides:
         override(document, argument)
+    layers.settle_command_line(document)
     if unreadable:
         return Source(document, None, frozenset({()}))
     recipe, invalid = _validate(document)
@@ -121,13 +123,7 @@ def _read_based(path: str, chain: tuple[str, ...]) -> Document:
     if not os.path.isfile(base_path):
         document.problem(("base",), f"no such file: {base_path}; the name is relative to {path}")
         return document
-    below = _read_based(base_path, (*chain, os.path.normpath(path)))
-    return Document(
-        path,
-        merge(below.content, document.content),
-        {**below.places, **document.places},
-        below.problems + document.problems,
-    )
+    return layers.over(_read_based(base_path, (*chain, os.path.normpath(path))), document)
 
 
 def _validate(document: Document) -> tuple[Recipe | None, frozenset[KeyPath]]:
@@ -159,14 +155,20 @@ def _explain(detail: dict, path: KeyPath) -> str:
     if kind == "extra_forbidden":
         asked = tuple(_ANY if part.isdecimal() else part for part in path)
         legal = [known for known in _schema_paths(Recipe) if (_ANY in known) == (_ANY in asked)]
-        return "unknown key" + suggest(asked, legal)
+        known_elsewhere = any(other[-1] == asked[-1] for other in legal)
+        renamed = "" if known_elsewhere else called_here(asked[-1])
+        return "unknown key" + (renamed or suggest(asked, legal))
     if kind == "missing":
         return "missing; add it"
     if kind not in _NEEDED:
         return f"found {describe(found)}: {detail['msg']}"
     limits = {key: f"{limit:g}" if isinstance(limit, float) else limit for key, limit in detail.get("ctx", {}).items()}
     needed = _NEEDED[kind].format(**limits)
-    return f"found {describe(found)}, {needed}{_number_hint(found) if kind in ('int_type', 'float_type') else ''}"
+    hint = _number_hint(found) if kind in ("int_type", "float_type") else ""
+    if kind == "model_type":
+        fields = [known[-1] for known in _schema_paths(Recipe) if known[:-1] == path]
+        hint = block_as_value(".".join(path), found, fields)
+    return f"found {describe(found)}, {needed}{hint}"
 
 
 def _number_hint(found: Any) -> str:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from . import hub
+from .chatml import CHATML
 from .config import Adapter
 from .documents import describe
 from .rules_memory import memory
@@ -146,6 +148,9 @@ def _tokenizer(value: Callable[[str], Any]) -> Iterator[Finding]:
     path, size = value("tokenizer.path"), value("tokenizer.vocabulary_size")
     if path is not None and size is not None:
         yield "tokenizer", "both path and vocabulary_size (train one) are given; keep one"
+    elif size is not None and value("model.path") is not None and value("model.config") is None:
+        text = f"found {size}, but a new tokenizer would give other tokens to the embeddings of model.path; "
+        yield "tokenizer.vocabulary_size", text + "set it to null, which takes the tokenizer of model.path"
     elif path is None and size is None and value("model.path") is None:
         yield "tokenizer", "a model from scratch brings no tokenizer; add tokenizer.path or tokenizer.vocabulary_size"
 
@@ -156,9 +161,6 @@ def _continued(value: Callable[[str], Any]) -> Iterator[Finding]:
         return
     if value("model.path") is None:
         yield "model.path", "missing; continue_pretrain goes on from a pretrained model: name a folder or a hub name"
-    if value("tokenizer.vocabulary_size") is not None:
-        text = f"found {value('tokenizer.vocabulary_size')}, but a new tokenizer would give other tokens to the "
-        yield "tokenizer.vocabulary_size", text + "embeddings; set it to null, which takes the tokenizer of model.path"
     if value("schedule.warmup_steps") == 0:
         text = "found 0, but Adam's moments start at 0 again, so the first full steps would be about as long as its "
         yield "schedule.warmup_steps", text + "largest; set it above 0"
@@ -175,6 +177,8 @@ def _data(value: Callable[[str], Any]) -> Iterator[Finding]:
             return
         elif path in _BUILTINS.values() and path != builtin:
             yield key, f"found {path}, which task {value('task')} cannot read; {builtin} is the one that it can"
+        elif path is not None and not value("data.streaming") and hub.is_name(path):
+            return  # downloaded when the data are read
         elif path is not None and path != builtin and not Path(path).exists():
             owner = "data.pattern" if key in ("data.path", "evaluate.path") else key.replace("path", "pattern")
             yield key, f"no such file or folder: {Path(path).absolute()}{pattern_hint(path, owner)}"
@@ -219,8 +223,8 @@ def _columns(value: Callable[[str], Any]) -> Iterator[Finding]:
     if value("data.messages_column") is not None and not value("data.chat"):
         yield "data.chat", "found false, but messages need a template; set it to true, or name prompt_column instead"
     template = value("tokenizer.chat_template")
-    if template is not None and not Path(template).is_file():
-        yield "tokenizer.chat_template", f"no such file: {Path(template).absolute()}"
+    if template not in (None, CHATML) and not Path(template).is_file():
+        yield "tokenizer.chat_template", f"no such file: {Path(template).absolute()}; {CHATML} needs none"
 
 
 def _schedule(value: Callable[[str], Any]) -> Iterator[Finding]:

@@ -31,21 +31,26 @@ except ImportError:  # Windows: no lock, everything else works
 
 State = Literal["running", "done", "failed", "preempted"]
 RECORDS = ("run.json", "status.json", "metrics.jsonl", "skipped.jsonl")
-FOLDERS = ("model", "tensorboard", "checkpoints", "stacks", "heartbeats", "profile")
-OF_ONE_SESSION = ("model", "stacks", "profile", "status.json", "run.json")
+FOLDERS = ("model", "tensorboard", "checkpoints", "stacks", "profile")
+OF_ONE_SESSION = ("model", "stacks", "profile", "run.json")  # and status.json, see _set_aside
 REPORT, REPORTS = "report.html", "report*.html"  # of `samecurve report`; of two runs it is report_OTHER.html
+STARTING_OVER = ".starting_over"
 MOST_FAILURES = 3
 RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
 
 class RunDirectory:
-    """Claim `path` for one run. What a fresh run does not continue goes to `previous/N/`: nothing is lost or mixed.
+    """Claim `path` for one run. What it does not continue goes to `previous/N/`: nothing is lost or mixed.
+
+    Nothing is moved before `begin`, and the status.json of a run that is done stays until then: a start that is refused
+    (other data, another model) leaves a finished run as it was.
 
     reads: paths that this run will read (model, data). They must not be among the files that are moved aside.
     resume, start_over: see engines.resolve.Plan.
-    continues: there are checkpoints here to go on from, so nothing was moved yet (see `go_on`). notice: one line about
-    what was moved, "" when nothing was. step: the last one with a record.
+    continues: there are checkpoints here to go on from. is_done: an earlier run ended well here and its model is still
+    there; as this rank sees it. notice: one line about what was moved, "" when nothing was. step: the last one with a
+    record.
     Raises, on rank 0: ConfigurationError when a live run writes there or it holds somebody else's files,
     CheckpointError when it has checkpoints that `resume` would leave behind, RepeatedFailureError after the third
     automatic restart at one step, StorageError when it cannot be written.
@@ -65,6 +70,11 @@ class RunDirectory:
         self.step = 0
         self.continues = False
         self._failures: dict = {}
+        self._present: list[Path] = []
+        self._before = read_json(self.path / "status.json") if self.path.is_dir() else {}
+        self._before = self._before.get("earlier", self._before)
+        self._keeps_status = self._before.get("state") == "done"
+        self._begun = False
         self._metrics, self._skipped = Lines(self.metrics), Lines(self.path / "skipped.jsonl")
         if not is_main:
             return
@@ -73,17 +83,21 @@ class RunDirectory:
             self._lock = _lock(self.path)
             self._failures = self._count_failures()
             self.continues = self._has_checkpoints() and not start_over
+            self._present = self._find_present()
             if self.continues:
                 self._check_resume(resume)
-                self._set_files_aside()
+            self._check_present([Path(read).resolve() for read in reads if read])
+            if start_over:
+                (self.path / STARTING_OVER).touch()
             else:
-                self._move_aside([Path(read).resolve() for read in reads if read])
+                (self.path / STARTING_OVER).unlink(missing_ok=True)
 
     model = property(lambda self: self.path / "model")
     tensorboard = property(lambda self: self.path / "tensorboard")
     checkpoints = property(lambda self: self.path / "checkpoints")
     profile = property(lambda self: self.path / "profile")
     metrics = property(lambda self: self.path / "metrics.jsonl")
+    is_done = property(lambda self: self._keeps_status and (self.model / "config.json").is_file())
 
     def write_run(self, facts: dict) -> None:
         if self.is_main:
@@ -93,9 +107,11 @@ class RunDirectory:
         self, state: State, reason: str = "", step: int = 0, exit_code: int | None = None, force: bool = False
     ) -> None:
         """exit_code: what the process ends with; None while it runs. force: from another rank, when rank 0 cannot."""
-        if self.is_main or force:
+        if (self.is_main or force) and not self._keeps_status:
             content = {"state": state, "reason": reason, "step": step, "exit_code": exit_code, "time": now()}
             counted = self._failures if self.is_main else _counted(self.path / "status.json")
+            if self.is_main and self._before and not self._begun:
+                content["earlier"] = self._before  # until `begin` puts it where the earlier session's files go
             write_json(self.path / "status.json", content | (counted if state != "done" else {}))
 
     def append_metrics(self, record: dict) -> None:
@@ -113,25 +129,50 @@ class RunDirectory:
         if self.is_main:
             self._skipped.append(record)
 
-    def go_on(self, step: int, record: dict) -> None:
-        """Continue after `step`: what came later moves to `previous/N/`, where the earlier session's files are.
+    def begin(self, step: int = 0, record: dict | None = None) -> None:
+        """Recipe, data and checkpoint are accepted: from here on the directory is this session's.
 
-        record: the line of metrics.jsonl of that step, which the checkpoint keeps; it is added where it is missing.
+        step: the one that it goes on after; what came later moves to `previous/N/`, where the earlier session's files
+        go. record: the line of metrics.jsonl of that step, which the checkpoint keeps; it is added where it is missing.
         """
         self.step = step
-        if not self.continues:
-            return
-        target = self._aside
-        with writing(self.path):
-            for folder in candidates(LocalFileSystem(), self.checkpoints):
-                if step_of(folder) > step:
-                    (target / "checkpoints").mkdir(exist_ok=True)
-                    os.rename(folder, target / "checkpoints" / folder.name)
-            num_later = self._metrics.cut(step, target, record)
-            self._skipped.cut(step, target)
+        if self.is_main:
+            with writing(self.path):
+                if self.continues:
+                    self._go_on(step, record)
+                else:
+                    self.set_aside()
+        self._begun, self._keeps_status = True, False
+        self.status("running")
+
+    def set_aside(self) -> None:
+        """All that an earlier run left here."""
+        if self._present or self._before:
+            target = self._next_previous()
+            self._move(target)
+            self.notice = f"an earlier run was in {self.path}: moved to {target}"
+        (self.path / STARTING_OVER).unlink(missing_ok=True)
+
+    def _go_on(self, step: int, record: dict | None) -> None:
+        target = self._next_previous()
+        self._move(target)
+        for folder in candidates(LocalFileSystem(), self.checkpoints):
+            if step_of(folder) > step:
+                (target / "checkpoints").mkdir(exist_ok=True)
+                os.rename(folder, target / "checkpoints" / folder.name)
+        num_later = self._metrics.cut(step, target, record)
+        self._skipped.cut(step, target)
         self.notice = f"going on after step {step} in {self.path}; the earlier session's files are in {target}"
         if num_later:
             self.notice += f", with {num_later} steps that came after the checkpoint and are done again"
+
+    def _move(self, target: Path) -> None:
+        if self._before:  # the file itself is this session's already, except where it was kept
+            write_json(target / "status.json", self._before)
+            (self.path / "status.json").unlink(missing_ok=True)
+        for path in (*self._reports(), *self._present):
+            if path.exists():
+                os.rename(path, target / path.name)
 
     def close(self) -> None:
         """Give the directory back before the process ends; an earlier run's files stay moved aside."""
@@ -140,13 +181,6 @@ class RunDirectory:
 
     def _has_checkpoints(self) -> bool:
         return bool(candidates(LocalFileSystem(), self.checkpoints))
-
-    def _set_files_aside(self) -> None:
-        """Before this session writes any of its own."""
-        self._aside = self._next_previous()
-        for name in (*OF_ONE_SESSION, *(path.name for path in self._reports())):
-            if (self.path / name).exists():
-                os.rename(self.path / name, self._aside / name)
 
     def _check_resume(self, resume: str) -> None:
         inside = resume not in ("auto", "none") and Path(resume).resolve().parent == self.checkpoints.resolve()
@@ -183,30 +217,27 @@ class RunDirectory:
         aside = sorted(self.path.glob("previous/*/status.json"), key=lambda path: int(path.parent.name))
         return read_json(self.path / "status.json") or (read_json(aside[-1]) if aside else {})
 
-    def _move_aside(self, reads: list[Path]) -> None:
+    def _find_present(self) -> list[Path]:
+        """What `begin` will move. status.json is not among it: see `_move`."""
         # checkpoints first, else a kill between two of these lets the next start go on from them; run.json last,
         # because without it the rest looks like somebody else's
-        names = ("checkpoints", *FOLDERS, *reversed(RECORDS))
-        present = [self.path / name for name in dict.fromkeys(names) if (self.path / name).exists()]
-        if not present:
-            return
-        if not any((self.path / name).exists() for name in RECORDS):
-            names = ", ".join(f"{path.name}/" for path in present)
+        names = OF_ONE_SESSION if self.continues else ("checkpoints", *FOLDERS, *reversed(RECORDS))
+        paths = [self.path / name for name in dict.fromkeys(names) if name != "status.json"]
+        return [path for path in paths if path.exists()]
+
+    def _check_present(self, reads: list[Path]) -> None:
+        if self._present and not any((self.path / name).exists() for name in RECORDS):
+            names = ", ".join(f"{path.name}/" for path in self._present)
             raise ConfigurationError(
                 f"output_dir: {self.path} holds {names} but no run.json, so it is not the directory of a run; "
                 "choose another output_dir"
             )
-        present[:0] = self._reports()
         for read in reads:
-            if any(read.is_relative_to(path.resolve()) for path in present):
+            if any(read.is_relative_to(path.resolve()) for path in self._present):
                 raise ConfigurationError(
-                    f"output_dir: {self.path} holds {read}, which this run reads, and a new run moves an earlier "
-                    "run's files aside; choose another output_dir"
+                    f"output_dir: {self.path} holds {read}, which this run reads, and a new session moves an earlier "
+                    "one's files aside; choose another output_dir"
                 )
-        target = self._next_previous()
-        for path in present:
-            os.rename(path, target / path.name)
-        self.notice = f"an earlier run was in {self.path}: moved to {target}"
 
     def _reports(self) -> list[Path]:
         """They are about what was here before, and would be taken for the new run's."""
@@ -224,6 +255,13 @@ def is_restart(environ: Mapping[str, str]) -> bool:
     return any(environ.get(name, "0") not in ("", "0") for name in RESTART_COUNTS)
 
 
+def goes_on(environ: Mapping[str, str], output_dir: str) -> bool:
+    """Whether a restart finds checkpoints of its own: what --start_over is to move aside may be there still."""
+    folder = Path(output_dir)
+    own = any((folder / "checkpoints").glob("step_*")) and not (folder / STARTING_OVER).exists()
+    return is_restart(environ) and own
+
+
 def _make_durable(path: Path) -> None:
     """A folder whose name survives a power cut, as every name above it that is made here."""
     new = [folder for folder in (path, *path.parents) if not folder.exists()]
@@ -233,8 +271,8 @@ def _make_durable(path: Path) -> None:
 
 
 def _counted(path: Path) -> dict:
-    """What status.json says about failures, for a rank that replaces rank 0."""
-    return {key: value for key, value in read_json(path).items() if key in ("failing_step", "failures")}
+    """What status.json says of what was before, for a rank that replaces rank 0."""
+    return {key: value for key, value in read_json(path).items() if key in ("failing_step", "failures", "earlier")}
 
 
 def _lock(path: Path) -> Any:

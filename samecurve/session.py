@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 from . import engines, model, tasks
 from .card import Made, write_card
+from .checkpoint.finder import read_state
 from .checkpoint.manager import Checkpoints, Position
 from .compilation import Recompilations
 from .data import StepBatches
-from .errors import NumericError, Preempted
+from .errors import NothingToDo, NumericError, Preempted
 from .evaluation import Evaluation
 from .export import export
 from .facts import decisive, run_facts
@@ -25,6 +26,8 @@ from .waiting import WaitAdvice
 from .world import World
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from accelerate import Accelerator
     from torch import Tensor
 
@@ -59,13 +62,13 @@ class Session:
             background = "optimizer:nvme" not in plan.strategy.offload
         self.checkpoints = Checkpoints(run, facts, self.world, self.progress.say, watch.busy, background)
         found = self.checkpoints.find(plan.resume)
+        self._end_if_done(found)
         self.engine = engines.build(accelerator, plan, self.skeleton, self.task)
         watch.phase("prepare")
         task.prepare(self.engine, recipe, self.skeleton, self.world, watch.alive)
         watch.phase("load")
         self.start = self.checkpoints.load(found, self.engine) if found else Position()
-        if found:
-            run.go_on(self.start.step, self.start.record)
+        run.begin(self.start.step, self.start.record)
 
         shard, batch = self.engine.shard, recipe.batch
         self.batches = StepBatches(
@@ -85,7 +88,7 @@ class Session:
         self._logging = True
         self.recompilations = Recompilations(recipe.compile != "off", self.progress.say)
         self.guard = Guard(recipe.guard, run, self.world)
-        self.meter = Meter.for_run(recipe, self.skeleton, accelerator, self.task.context is not None)
+        self.meter = Meter.for_run(recipe, self.skeleton, accelerator, task.context is not None, task.counts)
         self.meter.state = self.start.meter
         self._advice = WaitAdvice(recipe.data)
         self._introduce(plan, arguments, found, facts["adapter"])
@@ -151,6 +154,15 @@ class Session:
         self.run.sync_metrics()
         self.progress.say(f"the trained model is in {self.run.model}")
 
+    def _end_if_done(self, found: Path | None) -> None:
+        """Raises NothingToDo, on all ranks, where the same command was given again after it had come to its end."""
+        is_done = self.world.exchange(self.run.is_done)[0]
+        if found and is_done and read_state(found)["step"] >= self.recipe.steps:
+            raise NothingToDo(
+                f"already done at step {self.recipe.steps}, nothing to train: the model is in {self.run.model}; more "
+                "steps=..., another output_dir or --start_over would train"
+            )
+
     def _parameters(self) -> Iterator[tuple[str, Tensor | None]]:
         for pair in self.engine.parameters():
             self.watch.alive()
@@ -159,7 +171,7 @@ class Session:
     def _introduce(self, plan: Plan, arguments: Sequence[str], found, adapter: dict | None) -> None:
         described = model.describe(self.skeleton) | self.engine.describe() | {"adapter": adapter}
         facts = run_facts(plan, arguments, described, self.task.describe(), engines.device_name(self.accelerator))
-        facts |= {"flops": self.meter.flops}
+        facts |= {"flops": self.meter.flops, "counts": self.task.counts}
         facts |= {"resumed_from": found and str(found), "start_step": self.start.step}
         parts = {"train": self.task.train, "held_out": self.task.held_out}
         facts |= {"data_fingerprints": {name: rows.fingerprint for name, rows in parts.items() if rows is not None}}

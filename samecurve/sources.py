@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from . import hub
 from .cache import digest
 from .errors import DataError
 from .tables import check_characters, is_text, last_row, no_column, read_text, rows, table_kind
@@ -118,7 +119,7 @@ def table_rows(file: Path, documents_are: str) -> Iterator[tuple[str, dict]]:
 
 
 def find(name: str, pattern: str | None = None, text_column: str = "text") -> Source:
-    """The files behind `data.path`, sorted by path. `pattern`: a glob inside a folder.
+    """The files behind `data.path`, sorted by path: a file, a folder or OWNER/NAME on the hub. `pattern`: a glob in it.
 
     Errors: DataError for a missing path, a folder without a usable file, a folder that mixes texts and tables.
     """
@@ -127,6 +128,8 @@ def find(name: str, pattern: str | None = None, text_column: str = "text") -> So
     root = Path(name).expanduser()
     if root.is_file():
         return Source(name, (root,), text_column)
+    if hub.is_name(name):
+        return Source(name, _folder_files(hub.folder(name, pattern), name, pattern, prefer_tables=True), text_column)
     if not root.is_dir():
         raise DataError(f"{name}: data.path does not exist; give a file, a folder, or {BUILTIN}{pattern_hint(name)}")
     return Source(name, _folder_files(root, name, pattern), text_column)
@@ -146,7 +149,7 @@ def check_rows(
     name: str, rows: Iterator[tuple[str, dict]], read: Callable[[str, dict], object], what_a_row_is: str
 ) -> None:
     """Read every (place, row) of a table. Raises DataError that tells the first problems of all rows together."""
-    found: list[str] = []
+    found: dict[str, list[str]] = {}  # what is wrong, and where
     num_rows = 0
     try:
         for place, row in rows:
@@ -154,17 +157,25 @@ def check_rows(
             try:
                 read(place, row)
             except DataError as error:
-                found.append(str(error))
+                found.setdefault(str(error).removeprefix(f"{place}: "), []).append(str(error))
     except DataError as error:  # the rows end here: the file itself is broken
-        found.append(str(error))
+        found[str(error)] = [str(error)]
     if not found and not num_rows:
         raise DataError(f"{name}: holds no row; {what_a_row_is}")
-    if len(found) > 1:
-        more = len(found) - _SHOWN_PROBLEMS
-        lines = found[:_SHOWN_PROBLEMS] + ([f"and {more} more"] if more > 0 else [])
-        raise DataError("\n".join([f"{name}: {len(found)} rows cannot be used", *(f"  {x}" for x in lines)]))
     if found:
-        raise DataError(found[0])
+        raise DataError(_listed(name, list(found.values())))
+
+
+def _listed(name: str, problems: list[list[str]]) -> str:
+    """What is wrong with rows of one table: for each kind of mistake the first row that has it, and how many do."""
+    num_rows = sum(map(len, problems))
+    if num_rows == 1:
+        return problems[0][0]
+    shown = problems[:_SHOWN_PROBLEMS]
+    lines = [rows[0] + (f" (and {len(rows) - 1} more rows like it)" if len(rows) > 1 else "") for rows in shown]
+    more = num_rows - sum(map(len, shown))
+    lines += [f"and {more} more"] if more else []
+    return "\n".join([f"{name}: {num_rows} rows cannot be used", *(f"  {line}" for line in lines)])
 
 
 def fingerprint(source: Source, cache: Path) -> str:
@@ -216,7 +227,8 @@ def builtin_files() -> tuple[Path, ...]:
     return tuple(sorted(files))
 
 
-def _folder_files(root: Path, name: str, pattern: str | None) -> tuple[Path, ...]:
+def _folder_files(root: Path, name: str, pattern: str | None, prefer_tables: bool = False) -> tuple[Path, ...]:
+    """prefer_tables: texts beside tables are taken for licences and the like, and left out."""
     found = [file for file in sorted(root.glob(pattern or "**/*")) if file.is_file() and not _hidden(file, root)]
     if pattern:
         if not found:
@@ -224,7 +236,7 @@ def _folder_files(root: Path, name: str, pattern: str | None) -> tuple[Path, ...
         return tuple(found)
     tables = [file for file in found if table_kind(file)]
     texts = [file for file in found if is_text(file)]
-    if tables and texts:
+    if tables and texts and not prefer_tables:
         raise DataError(
             f"{name}: the folder holds {len(tables)} table files ({tables[0].name}, ...) and {len(texts)} text files "
             f"({texts[0].name}, ...); say which are the data with data.pattern='**/*{tables[0].suffix}'"

@@ -12,6 +12,7 @@ import numpy as np
 
 from . import sources
 from .cache import cached, digest, location
+from .chatml import BEGIN_OF_TURN, CHAT_TEMPLATE, CHATML, END_OF_TURN, speak
 from .corpus import reading, training_texts, vocabulary_size
 from .documents import describe
 from .errors import ConfigurationError, DataError
@@ -25,19 +26,6 @@ if TYPE_CHECKING:
 BEGIN_OF_TEXT, END_OF_TEXT = "<|begin_of_text|>", "<|end_of_text|>"
 MASK = "<|mask|>"  # for mlm
 _CHATS = ("sft", "distill", "dpo", "reward")
-BEGIN_OF_TURN, END_OF_TURN = "<|im_start|>", "<|im_end|>"
-# ChatML, for the tokenizers that are trained here: what is inside of `generation` is what a model learns to write.
-CHAT_TEMPLATE = """\
-{{ bos_token }}{% for message in messages %}
-{{- '<|im_start|>' + message['role'] + '\\n' }}
-{%- if message['role'] == 'assistant' %}
-{%- generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}
-{%- else %}
-{{- message['content'] + '<|im_end|>' }}
-{%- endif %}
-{{- '\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 # Part of the cache key: raise it when training on the same documents gives another tokenizer.
 _VERSION = 3
 
@@ -49,7 +37,9 @@ def load(recipe: Recipe, find: Callable[[str], sources.Source] | None = None) ->
     Errors: ConfigurationError when its files are missing, DataError when there is nothing to train it on.
     """
     tokenizer = _load(recipe, find)
-    if recipe.tokenizer.chat_template is not None:
+    if recipe.tokenizer.chat_template == CHATML:
+        speak(tokenizer)
+    elif recipe.tokenizer.chat_template is not None:
         tokenizer.chat_template = read_text(Path(recipe.tokenizer.chat_template))
     if recipe.tokenizer.pad_token is not None:
         tokenizer.pad_token = _known(tokenizer, recipe.tokenizer.pad_token)

@@ -84,7 +84,8 @@ class Finder:
                 + "\nundo it, choose another output_dir, or begin again (--start_over)"
             )
         changed = changes(saved, self._facts)
-        self._say("\n".join([f"going on from {folder}", *(f"  changed: {text}" for text in changed)]))
+        if saved["step"] < self._facts["recipe"]["steps"] or changed:
+            self._say("\n".join([f"going on from {folder}", *(f"  changed: {text}" for text in changed)]))
 
 
 def read_state(folder: Path) -> dict:

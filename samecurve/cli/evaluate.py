@@ -12,7 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import hub
 from .. import recipe as recipes
+from ..chatml import CHATML
 from ..documents import Document, override, report
 from ..errors import ConfigurationError
 from ..progress import number, spaced
@@ -91,13 +93,15 @@ def reading(recipe: Recipe, folder: Path, data: str | None, micro_batch_size: in
     """
     if micro_batch_size is not None and micro_batch_size < 1:
         raise ConfigurationError(f"--micro_batch_size: found {micro_batch_size}, a number of at least 1 is needed")
+    # the export has its template; but dpo's reference is made again as training made it
+    template = CHATML if recipe.tokenizer.chat_template == CHATML else None
     tokenizer = recipe.tokenizer.model_copy(
-        update={"path": str(folder.absolute()), "vocabulary_size": None, "chat_template": None}
+        update={"path": str(folder.absolute()), "vocabulary_size": None, "chat_template": template}
     )
     batch = {"micro_batch_size": micro_batch_size or recipe.batch.micro_batch_size}
     changed: dict[str, Any] = {"tokenizer": tokenizer}
     if data is not None:
-        if not data.startswith("builtin:") and not Path(data).expanduser().exists():
+        if not data.startswith("builtin:") and not hub.is_name(data) and not Path(data).expanduser().exists():
             raise ConfigurationError(f"DATA: no such file or folder: {Path(data).absolute()}")
         # Nothing is trained, but a task reads both parts; of the same path they are read once.
         whole = {"path": data, "mixture": None, "streaming": False, "labels": _classes(recipe, folder)}
@@ -119,7 +123,7 @@ def _classes(recipe: Recipe, folder: Path) -> tuple[str, ...] | None:
         return None
     from transformers import AutoConfig
 
-    names = AutoConfig.from_pretrained(folder).id2label
+    names = AutoConfig.from_pretrained(folder, trust_remote_code=recipe.model.trust_remote_code).id2label
     return tuple(names[index] for index in sorted(names))
 
 

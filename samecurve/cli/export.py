@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +27,8 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", type=Path, help="a run directory, for example runs/sft")
+    where = "a run directory, for example runs/sft, or a model in one: runs/sft/merged"
+    parser.add_argument("run", metavar="RUN", type=Path, help=where)
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of the stored weights; training's are fp32")
     parser.add_argument("--checkpoint", metavar="FOLDER", help="of this run, instead of RUN/model; latest: the newest")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="default: RUN/model-DTYPE")
@@ -37,9 +39,10 @@ def run(arguments: argparse.Namespace) -> int:
     directory = models.run_directory(arguments.run)
     if directory is None:
         raise ConfigurationError(f"{arguments.run} holds no run (run.json), so nothing is known to write a card of")
-    checkpoint = _checkpoint(directory, arguments.checkpoint)
-    origin = f"-{checkpoint.name}" if checkpoint else ""
-    output = arguments.output or directory / f"model{origin}-{arguments.dtype}"
+    chosen = _chosen(arguments.run, directory, arguments.checkpoint)
+    checkpoint = None if chosen else _checkpoint(directory, arguments.checkpoint)
+    origin = f"model-{checkpoint.name}" if checkpoint else (chosen or directory / "model").name
+    output = arguments.output or directory / f"{origin}-{arguments.dtype}"
     if output.exists():
         raise StorageError(f"{output} is there already; name another folder with --output")
     import torch
@@ -49,10 +52,25 @@ def run(arguments: argparse.Namespace) -> int:
         made = _made(arguments, _step(checkpoint))
         from_checkpoint(directory, checkpoint, output, dtype, made)
     else:
-        from_export(directory, models.model_folder(directory), output, dtype, _made(arguments))
+        source = chosen or models.model_folder(directory)
+        merged = _is_adapter(directory / "model") and not _is_adapter(source)
+        from_export(directory, source, output, dtype, replace(_made(arguments), merged=merged))
     size = sum(file.stat().st_size for file in output.rglob("*") if file.is_file())
-    print(f"{checkpoint or models.model_folder(directory)} in {arguments.dtype}: {output} ({size / 1e6:,.1f} MB)")
+    print(f"{checkpoint or source} in {arguments.dtype}: {output} ({size / 1e6:,.1f} MB)")
     return 0
+
+
+def _chosen(given: Path, directory: Path, checkpoint: str | None) -> Path | None:
+    """The folder that was named, where it is not the run itself but a model in it."""
+    if given.resolve() == directory.resolve():
+        return None
+    if checkpoint is not None:
+        raise ConfigurationError(f"--checkpoint: is of a run, and {given} is a folder of it; give {directory} instead")
+    return models.model_folder(given)
+
+
+def _is_adapter(folder: Path) -> bool:
+    return (folder / models.ADAPTER_CONFIG).is_file()
 
 
 def _made(arguments: argparse.Namespace, step: int | None = None) -> Made:
@@ -102,13 +120,18 @@ def from_export(directory: Path, source: Path, output: Path, dtype: torch.dtype,
     partial_output = output.with_name(f"{output.name}.partial")
     try:
         with writing(output):
-            partial_output.mkdir(parents=True)
-            for path in source.iterdir():
-                _copy(path, partial_output / path.name, dtype)
+            copy_as(source, partial_output, dtype)
             write_card(directory, made, partial_output)
             put_in_place(partial_output, output)
     finally:
         shutil.rmtree(partial_output, ignore_errors=True)
+
+
+def copy_as(source: Path, target: Path, dtype: torch.dtype) -> None:
+    """A model's folder with its weights in another dtype. Raises NumericError for values that do not fit into it."""
+    target.mkdir(parents=True)
+    for path in source.iterdir():
+        _copy(path, target / path.name, dtype)
 
 
 def _copy(source: Path, target: Path, dtype: torch.dtype) -> None:
@@ -121,10 +144,17 @@ def _copy(source: Path, target: Path, dtype: torch.dtype) -> None:
         write_json(target, {**content, "dtype": str(dtype).removeprefix("torch.")})
     elif source.name.endswith(".safetensors.index.json"):
         content = json.loads(source.read_text(encoding="utf-8"))
-        size = content["metadata"]["total_size"] // 4 * dtype.itemsize  # an export of a run is fp32
+        stored = json.loads(source.with_name("config.json").read_text(encoding="utf-8")).get("dtype") or "float32"
+        size = content["metadata"]["total_size"] // _itemsize(stored) * dtype.itemsize
         write_json(target, {**content, "metadata": {**content["metadata"], "total_size": size}})
     else:
         shutil.copyfile(source, target)
+
+
+def _itemsize(dtype: str) -> int:
+    import torch
+
+    return getattr(torch, dtype).itemsize
 
 
 def _cast(source: Path, target: Path, dtype: torch.dtype) -> None:

@@ -103,7 +103,9 @@ def run(job: Job, arguments: Sequence[str], directory: Path, tell: Callable[[int
     """Run a `command` to its end. Its output goes to `directory`.log. tell: called with how many steps are finished."""
     log = directory.with_name(f"{directory.name}.log")
     # an earlier comparison's curve must not be taken for this one's when the job stops before it has written its own
-    RunDirectory(directory).close()
+    earlier = RunDirectory(directory)
+    earlier.set_aside()
+    earlier.close()
     with open(log, "w", encoding="utf-8") as stream, processes(arguments, stream, job.world_size) as process:
         while process.poll() is None:
             tell(_finished_steps(directory))

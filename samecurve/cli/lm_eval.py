@@ -53,8 +53,10 @@ def command(arguments: argparse.Namespace) -> list[str]:
     folder, directory = models.model_folder(arguments.run), models.run_directory(arguments.run)
     recipe = models.recipe(directory) if directory else None
     base = models.base_path(folder)
-    models.check_causal(base or str(folder))
+    trusted = models.trusts_remote_code(folder)
+    models.check_causal(base or str(folder), trusted)
     loaded = {"pretrained": base or str(folder), "tokenizer": str(folder)} | ({"peft": str(folder)} if base else {})
+    loaded |= {"trust_remote_code": True} if trusted else {}
     loaded["dtype"] = DTYPES[arguments.dtype or (recipe.precision if recipe else "fp32")]
     found = [sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--model_args", json.dumps(loaded)]
     found += ["--tasks", arguments.tasks, "--batch_size", arguments.batch_size, "--device", str(models.device())]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ..errors import ConfigurationError, NumericError, StorageError
 from ..records import writing
 from . import models
+from .export import DTYPES, copy_as
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +24,8 @@ TOLERANCE = 1e-4
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", type=Path, help="a run directory, or a folder with an adapter")
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="default: RUN/merged")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of the stored weights; the proof is in fp32")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="default: RUN/merged, RUN/merged-DTYPE")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -31,29 +33,44 @@ def run(arguments: argparse.Namespace) -> int:
     base = models.base_path(folder)
     if base is None:
         raise ConfigurationError(f"{folder} holds a whole model and no adapter: there is nothing to merge")
-    output = arguments.output or arguments.run / "merged"
+    suffix = "" if arguments.dtype == "fp32" else f"-{arguments.dtype}"
+    output = arguments.output or arguments.run / f"merged{suffix}"
     if output.exists():
         raise StorageError(f"{output} is there already; name another folder with --output")
     models.check_base(arguments.run, base)
-    partial = output.with_name(f"{output.name}.partial")
+    partial, cast = (output.with_name(f"{output.name}.{name}") for name in ("partial", "cast"))
     try:
         print(_merge(folder, base, partial))
-        _write_card(arguments.run, partial)
+        if arguments.dtype != "fp32":
+            _cast(partial, cast, arguments.dtype)
+        _write_card(arguments.run, partial, arguments.dtype)
         with writing(output):
             partial.rename(output)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        for leftover in (partial, cast):
+            shutil.rmtree(leftover, ignore_errors=True)
     print(f"the merged model is in {output}")
     return 0
 
 
-def _write_card(run: Path, output: Path) -> None:
+def _cast(partial: Path, cast: Path, dtype: str) -> None:
+    """What is proved in fp32 is stored in another dtype. Raises NumericError for values that do not fit into it."""
+    import torch
+
+    with writing(cast):
+        copy_as(partial, cast, getattr(torch, DTYPES[dtype]))
+        shutil.rmtree(partial)
+        cast.rename(partial)
+    print(f"its weights are stored in {dtype}: read back, its logits differ by what that rounds")
+
+
+def _write_card(run: Path, output: Path, dtype: str) -> None:
     """Where the run is known; a folder with an adapter alone says nothing of it."""
     directory = models.run_directory(run)
     if directory is not None:
         from ..card import Made, write_card
 
-        write_card(directory, Made(merged=True), output)
+        write_card(directory, Made(DTYPES[dtype], merged=True), output)
 
 
 def _merge(folder: Path, base: str, output: Path) -> str:
@@ -69,7 +86,7 @@ def _merge(folder: Path, base: str, output: Path) -> str:
         merged.save_pretrained(output)
         tokenizer.save_pretrained(output)
     del adapted, merged
-    found = _logits(models.load_model(str(output)), rows)
+    found = _logits(models.load_model(str(output), trust_remote_code=models.trusts_remote_code(folder)), rows)
     difference, effect = ((other - expected).abs().max().item() for other in (found, alone))
     limit = TOLERANCE * expected.abs().max().item()
     text = (

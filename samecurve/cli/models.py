@@ -61,15 +61,35 @@ def recipe_of(facts: dict, file: Path) -> Recipe:
         raise ConfigurationError(f"{file}: not a recipe of this version ({keys}); version {wrote} wrote it") from error
 
 
+def trusts_remote_code(folder: Path) -> bool:
+    """Whether the run that `folder` is of ran the model's own Python files (model.trust_remote_code).
+
+    A folder alone, of which no run is known, is not trusted.
+    """
+    directory = run_directory(folder)
+    facts = read_json(directory / "run.json") if directory else {}
+    return bool(facts.get("recipe", {}).get("model", {}).get("trust_remote_code"))
+
+
 def base_path(folder: Path) -> str | None:
-    """Where the model is that an adapter's folder adapts; None for a whole model's. ConfigurationError when unsaid."""
+    """Where the model is that an adapter's folder adapts; None for a whole model's.
+
+    Raises ConfigurationError when it does not say, and for a folder that is gone.
+    """
     path = folder / ADAPTER_CONFIG
     if not path.is_file():
         return None
     try:
-        return json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"]
+        base = json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(f"{path}: names no base_model_name_or_path ({error})") from error
+    is_folder = base.startswith((".", "/", "~")) or base.count("/") > 1  # a hub name is OWNER/NAME
+    if is_folder and not Path(base).is_dir():
+        raise ConfigurationError(
+            f"{path}: the model that it adapts is gone: no such folder: {base}; put it back, or change "
+            "base_model_name_or_path there to where it lies now"
+        )
+    return base
 
 
 def check_base(run: Path, base: str) -> None:
@@ -89,8 +109,11 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model, in fp32 and with its adapter where the folder holds one, and its tokenizer. See load_model."""
     base = base_path(folder)
-    model = load_model(base or str(folder), head, attention)
+    model = load_model(base or str(folder), head, attention, trusts_remote_code(folder))
     if base is not None:
+        from ..adapter import quiet
+
+        quiet()
         from peft import PeftModel
 
         model = PeftModel.from_pretrained(model, folder)
@@ -102,15 +125,17 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trusts_remote_code(folder))
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{folder}: no tokenizer can be loaded from there ({error})") from error
 
 
-def load_model(path: str, head: Head | None = None, attention: str | None = None) -> PreTrainedModel:
+def load_model(
+    path: str, head: Head | None = None, attention: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedModel:
     """A whole model in fp32 on the CPU.
 
-    head: what it ends in, a causal language model's by default. attention: as model.attention of a recipe.
+    head: what it ends in, a causal language model's by default. attention, trust_remote_code: as in a recipe's model.
     Raises ConfigurationError when there is no model, or one with another head: its own would be drawn at random.
     """
     _quiet()
@@ -120,10 +145,12 @@ def load_model(path: str, head: Head | None = None, attention: str | None = None
 
     head = head or CAUSAL
     more = {} if attention is None else {"attn_implementation": attention}
-    model_class, config = _class(path, head)
+    model_class, config = _class(path, head, trust_remote_code)
     more |= without_pooler(model_class)
     try:
-        model, found = model_class.from_pretrained(path, dtype=torch.float32, output_loading_info=True, **more)
+        model, found = model_class.from_pretrained(
+            path, dtype=torch.float32, output_loading_info=True, trust_remote_code=trust_remote_code, **more
+        )
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{path}: no model can be loaded from there ({error})") from error
     if found["missing_keys"]:
@@ -133,23 +160,26 @@ def load_model(path: str, head: Head | None = None, attention: str | None = None
     return model.eval()
 
 
-def check_causal(path: str) -> None:
+def check_causal(path: str, trust_remote_code: bool = False) -> None:
     """Raises ConfigurationError for a model that is no causal language model; its weights are not looked at."""
     from ..architecture import CAUSAL
 
-    _class(path, CAUSAL)
+    _class(path, CAUSAL, trust_remote_code)
 
 
-def _class(path: str, head: Head) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
+def _class(path: str, head: Head, trust_remote_code: bool) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
     """What loads it. A tied output head would be found in a classifier's file, too, so the config is asked."""
     from transformers import AutoConfig
 
     from ..architecture import KINDS, Head
 
     try:
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{path}: no model can be loaded from there ({error})") from error
+        fix = ""
+        if "trust_remote_code" in str(error):
+            fix = "; it has Python files of its own, and no run whose recipe has model.trust_remote_code is known here"
+        raise ConfigurationError(f"{path}: no model can be loaded from there ({error}){fix}") from error
     model_class = head.model_class(config)
     others = {getattr(Head(kind).model_class(config), "__name__", None) for kind in KINDS if kind != head.kind}
     stored = set(config.architectures or ()) - {getattr(model_class, "__name__", None)}

@@ -12,6 +12,7 @@ from ..errors import ConfigurationError
 from ..progress import duration, number, spaced
 from ..records import read_json
 from ..rundir import read_metrics
+from .writer import SILENT_TASKS
 
 LABEL_WIDTH = 14
 LENGTH = ("output_dir", "steps", "schedule", "evaluate.every_steps")  # a comparison has its own
@@ -43,8 +44,13 @@ def _results(facts: dict, metrics: list[dict], status: dict) -> Iterator[tuple[s
     evaluated = [record for record in metrics if record.get("eval_loss") is not None]
     if evaluated:
         yield "held out", _evaluation(evaluated)
-    tokens, seconds = (sum(record[key] for record in metrics) for key in ("tokens", "step_seconds"))
-    yield "tokens", f"{tokens:,} trained in {duration(seconds)} of steps, {tokens / seconds:,.0f} per second"
+    counts = facts.get("counts", "tokens")
+    counted, seconds = (sum(record[key] for record in metrics) for key in ("tokens", "step_seconds"))
+    rate = f"{counted / seconds:,.0f} per second"
+    if counts != "tokens":
+        read = sum(record["tokens_per_second"] * record["step_seconds"] for record in metrics)
+        rate = f"{counted / seconds:,.1f} per second, {read / seconds:,.0f} tokens per second"
+    yield counts, f"{counted:,} trained in {duration(seconds)} of steps, {rate}"
 
 
 def _evaluation(evaluated: list[dict]) -> str:
@@ -57,14 +63,14 @@ def _evaluation(evaluated: list[dict]) -> str:
 
 def commands(directory: Path, facts: dict) -> list[tuple[str, str]]:
     """(what for, the command). A new run has a new output_dir: an earlier run's files would be moved aside."""
-    recipe, overrides, world_size = facts["recipe_path"], facts["overrides"], facts["world_size"]
+    recipe, overrides, world_size = facts["recipe_path"], latest(facts["overrides"]), facts["world_size"]
     found = [("look at it", f"tensorboard --logdir {quoted(directory / 'tensorboard')}")]
     found.append(("or as one page", f"python -m samecurve report {quoted(directory)}"))
     if any((directory / "checkpoints").glob("step_*")) and read_json(directory / "status.json").get("state") != "done":
         found.append(("go on where it stopped", launch(facts["strategy_path"], world_size, [recipe, *overrides])))
     if (directory / "model").is_dir():
         start = launch(facts["strategy_path"], world_size, [recipe, *continued(overrides, directory)])
-        found.append(("let it write", f"python -m samecurve generate {quoted(directory)}"))
+        found.append(_use(directory, facts.get("recipe", {})))
         found.append(("share it", f"python -m samecurve export {quoted(directory)} --dtype bf16"))
         found.append(("go on from its weights", start))
     other = another(facts["strategy"])
@@ -72,6 +78,14 @@ def commands(directory: Path, facts: dict) -> list[tuple[str, str]]:
     found.append(("try another strategy", launch(f"configs/{other}.yaml", num_processes_again(world_size), again)))
     found.append(("see that they agree", _compare([recipe, *_without(overrides, LENGTH)], other, world_size)))
     return found
+
+
+def _use(directory: Path, recipe: dict) -> tuple[str, str]:
+    """What fits what the model was trained for."""
+    if recipe.get("task") not in SILENT_TASKS:
+        return "let it write", f"python -m samecurve generate {quoted(directory)}"
+    held_out = recipe["data"]["held_out_fraction"] or recipe["evaluate"]["path"]
+    return "measure it", f"python -m samecurve evaluate {quoted(directory)}{'' if held_out else ' DATA'}"
 
 
 def _compare(arguments: Sequence[str], other: str, world_size: int) -> str:
@@ -94,8 +108,15 @@ def launch(strategy: str | None, world_size: int | None, arguments: Sequence[str
 def continued(overrides: Sequence[str], directory: Path) -> list[str]:
     """Overrides that start from an export: its weights and its tokenizer, into a new directory."""
     kept = _without(overrides, ("output_dir", "model.path", "model.config", "tokenizer"))
-    origin = [f"model.path={directory / 'model'}", "model.config=null", "tokenizer.path=null"]
-    return [*kept, *origin, "tokenizer.vocabulary_size=null", f"output_dir={directory}-continued"]
+    return [*kept, f"model.path={directory / 'model'}", "tokenizer.path=null", f"output_dir={directory}-continued"]
+
+
+def latest(overrides: Sequence[str]) -> list[str]:
+    """Those that have an effect: a later one of the same key, or of a block around it, wins."""
+    found: list[str] = []
+    for override in overrides:
+        found = [*_without(found, (override.partition("=")[0],)), override]
+    return found
 
 
 def _without(overrides: Sequence[str], keys: tuple[str, ...]) -> list[str]:

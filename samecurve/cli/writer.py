@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigurationError, DataError
+from ..records import read_json
 from . import models
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 Message = dict[str, str]
 PLAIN_TASKS = ("pretrain", "continue_pretrain")
+SILENT_TASKS = ("classify", "reward", "embed", "mlm")
+SILENT_HEADS = ("ForSequenceClassification", "ForMaskedLM")
 
 
 @dataclass(frozen=True)
@@ -103,9 +106,23 @@ def load(run: Path, raw: bool = False) -> Writer:
     """
     folder, directory = models.model_folder(run), models.run_directory(run)
     recipe = models.recipe(directory) if directory else None
+    check_writes(run, folder, recipe)
     model, tokenizer = models.load(folder)
     chat = not raw and is_chat(recipe, tokenizer)
     return Writer(folder, model.to(models.device()), tokenizer, recipe, chat, _ends(model, tokenizer, chat))
+
+
+def check_writes(run: Path, folder: Path, recipe: Recipe | None) -> None:
+    """Raises ConfigurationError, before anything is loaded, for a model that writes nothing."""
+    known = read_json(folder / "config.json").get("architectures") or []
+    others = [name for name in known if not name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))]
+    if recipe is not None and recipe.task in SILENT_TASKS:
+        why = f"was trained by task {recipe.task}, so it writes nothing"
+    elif known and len(others) == len(known) and others[0].endswith(("Model", *SILENT_HEADS)):
+        why = f"holds a {others[0]}, which writes nothing"
+    else:
+        return
+    raise ConfigurationError(f"{folder}: {why}; measure it instead: python -m samecurve evaluate {run}")
 
 
 def is_chat(recipe: Recipe | None, tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -69,11 +69,13 @@ class AcceleratedEngine:
         # DDP, FSDP and ZeRO average gradients over the ranks; the loss is a mean over tokens, not over ranks
         weight = self.accelerator.num_processes / tokens
         loss_sum = torch.zeros((), device=self.device)
+        sums = torch.zeros(self.task.num_step_statistics, dtype=torch.float64, device=self.device)
         contexts = self._contexts(micro_batches)
         for index, (batch, context) in enumerate(zip(micro_batches, contexts, strict=True)):
             last = index == len(micro_batches) - 1
             with self._accumulating(last):
-                loss = self.forward.sums(self.task.loss, batch, context)
+                loss, found = self.forward.step(batch, context)
+                sums += found
                 loss_sum += loss.detach()
                 if last:
                     mean = self._sum(loss_sum) / tokens
@@ -82,7 +84,7 @@ class AcceleratedEngine:
                 self._backward(loss * weight, last)
         may_rescale = self._may_rescale()
         grad_norm, applied = self._update()
-        return finished(mean, grad_norm, tokens, applied, may_rescale)
+        return finished(mean, grad_norm, tokens, applied, may_rescale, self._statistics(sums))
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         if self.task.context is not None:
@@ -269,6 +271,9 @@ class AcceleratedEngine:
         return self.accelerator.mixed_precision if self.accelerator.native_amp else "fp32"
 
     # Agreement between ranks
+
+    def _statistics(self, sums: Tensor) -> tuple[float, ...]:
+        return tuple(self.accelerator.reduce(sums, reduction="sum").tolist()) if sums.numel() else ()
 
     def _sum(self, value: Tensor | float) -> float:
         total = torch.as_tensor(value, dtype=torch.float64, device=self.device)

@@ -26,6 +26,7 @@ class StepResult:
     applied: False when nothing was updated (no trained token, an fp16 overflow, or a refusal).
     refused: why the step must not be applied (its loss or its gradient is not finite), "" otherwise. No weight, moment
     or counter was touched, and the next step starts clean.
+    statistics: the sums over all rows of what the task asked for (Task.step_loss); () where nothing was trained.
     """
 
     loss: float
@@ -33,6 +34,7 @@ class StepResult:
     tokens: int
     applied: bool
     refused: str = ""
+    statistics: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,9 @@ class EvalResult:
     features: Tensor | None = None
 
 
-def finished(loss: float, grad_norm: float, tokens: int, applied: bool, may_rescale: bool) -> StepResult:
+def finished(
+    loss: float, grad_norm: float, tokens: int, applied: bool, may_rescale: bool, statistics: tuple[float, ...] = ()
+) -> StepResult:
     """The result of a step that trained something; the same rule everywhere for what is refused.
 
     may_rescale: a gradient that is not finite may only be out of fp16's range, which a smaller loss scale cures.
@@ -59,7 +63,7 @@ def finished(loss: float, grad_norm: float, tokens: int, applied: bool, may_resc
         refused = f"the loss is {loss}"
     elif not applied and not may_rescale:
         refused = f"the gradient norm is {grad_norm} at a loss of {loss:.6g}"
-    return StepResult(loss, grad_norm, tokens, applied, refused)
+    return StepResult(loss, grad_norm, tokens, applied, refused, statistics)
 
 
 def evaluation_sums(task: Task, logits: Tensor, **targets: Tensor) -> Tensor:

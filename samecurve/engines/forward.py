@@ -33,11 +33,18 @@ class Forward:
         batch, targets = self._on_device(batch)
         return self.task.outputs(self.model(**batch.inputs)), targets
 
-    def sums(self, measure: Measure, batch: MicroBatch, context: dict[str, Tensor] | None = None) -> Tensor:
-        """measure: (logits, **targets) -> sums over them. context: more targets, of a task whose rows meet."""
+    def step(self, batch: MicroBatch, context: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """The loss and the sums of Task.step_loss. context: more targets, of a task whose rows meet."""
+        if self.head is not None:
+            return self.sums(self.task.loss, batch), torch.zeros(0, device=self.device)
+        logits, targets = self.logits(batch)
+        return self.task.step_loss(logits, **targets, **context)
+
+    def sums(self, measure: Measure, batch: MicroBatch) -> Tensor:
+        """measure: (logits, **targets) -> sums over them."""
         if self.head is None:
             logits, targets = self.logits(batch)
-            return measure(logits, **targets, **(context or {}))
+            return measure(logits, **targets)
         positions = trained_positions(batch.labels)
         if positions is not None:
             positions = positions.to(self.device, non_blocking=True)

@@ -78,10 +78,14 @@ class PipelineEngine:
         set_learning_rate(self._engine.optimizer, learning_rate)
         # DeepSpeed takes the mean over micro-batches and data-parallel ranks; the factor turns it into the token mean
         self._loss_factor = len(micro_batches) * self.shard[1] / tokens
-        self._engine.train_batch(self._rows(micro_batches, self._contexts(micro_batches)))
+        contexts = self._contexts(micro_batches)
+        self._sums = torch.zeros(self._task.num_step_statistics, dtype=torch.float64, device=self.device)
+        self._engine.train_batch(self._rows(micro_batches, contexts))
+        # each pipeline has one last stage, so a sum over all ranks tells the others
+        statistics = tuple(_sum(self._sums.tolist(), self.device)) if self._task.num_step_statistics else ()
         guard = self._guard
         applied = not guard.refused and self._engine.was_step_applied()
-        return finished(guard.loss, guard.grad_norm, tokens, applied, may_rescale=not guard.refused)
+        return finished(guard.loss, guard.grad_norm, tokens, applied, not guard.refused, statistics)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         def measure(logits: Tensor, **targets: Tensor) -> Tensor:
@@ -205,7 +209,9 @@ class PipelineEngine:
         return self._last_stage(logits, **dict(zip(self._target_names, targets, strict=True)))
 
     def _weighted_loss(self, logits: Tensor, **targets: Tensor) -> Tensor:
-        return self._task.loss(logits, **targets) * self._loss_factor
+        loss, found = self._task.step_loss(logits, **targets)
+        self._sums += found
+        return loss * self._loss_factor
 
     def _write(self, name: str, value: Tensor) -> None:
         weight = self._weights[name]

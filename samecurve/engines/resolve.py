@@ -16,7 +16,7 @@ from .. import recipe as recipes
 from ..config import Recipe
 from ..documents import COMMAND_LINE, ENVIRONMENT, Document, Problem, read, report
 from ..errors import ConfigurationError, TopologyError
-from ..rundir import is_restart
+from ..rundir import goes_on
 from . import checks, launchers
 from .launchers import Ancestor, Launch
 
@@ -54,12 +54,16 @@ class Strategy:
 
 @dataclass(frozen=True)
 class Plan:
-    """resume: "auto", "none" or a checkpoint's folder. start_over: an earlier run's checkpoints may be moved aside."""
+    """resume: "auto", "none" or a checkpoint's folder. start_over: an earlier run's checkpoints may be moved aside.
+
+    notes: what the user should hear of how the recipe came about.
+    """
 
     recipe: Recipe
     strategy: Strategy
     resume: str = "auto"
     start_over: bool = False
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -91,10 +95,13 @@ def resolve(
     if problems:
         only_topology = all(problem.topology for problem in problems)
         raise (TopologyError if only_topology else ConfigurationError)(report(problems))
-    if is_restart(environ) and any(Path(source.recipe.output_dir, "checkpoints").glob("step_*")):
-        return Plan(source.recipe, strategy)  # what the command line said about resuming was for the first start
+    notes = tuple(source.document.notes)
+    if goes_on(environ, source.recipe.output_dir):
+        return Plan(
+            source.recipe, strategy, notes=notes
+        )  # what the command line said about resuming was for the first start
     resume = "none" if arguments.start_over else arguments.resume
-    return Plan(source.recipe, strategy, resume, arguments.start_over)
+    return Plan(source.recipe, strategy, resume, arguments.start_over, notes)
 
 
 def _resume_problems(arguments: argparse.Namespace) -> list[Problem]:

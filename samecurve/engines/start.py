@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,10 +38,13 @@ def start(plan: Plan) -> Accelerator:
         rehearsal.prepare(strategy)
     if rehearsal.needed() or any(part.startswith("optimizer:") for part in strategy.offload):
         torch.set_num_threads(_threads())
+    if strategy.family in ("zero", "pipeline"):
+        # DeepSpeed 0.19 calls what torch 2.13 has renamed, on every rank
+        names = "all_gather_into_tensor|reduce_scatter_tensor"
+        warnings.filterwarnings("ignore", rf"`torch\.distributed\.({names})` is deprecated", FutureWarning)
     accelerator = Accelerator(
         mixed_precision="no" if recipe.precision == "fp32" else recipe.precision,
-        # the loop hands over a whole step's micro-batches, so Accelerate has nothing to count
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
+        gradient_accumulation_plugin=GradientAccumulationPlugin(_accumulation(plan), sync_with_dataloader=False),
         kwargs_handlers=[InitProcessGroupKwargs(backend=rehearsal.backend(strategy))],
         log_with="tensorboard",
         project_config=ProjectConfiguration(project_dir=recipe.output_dir, logging_dir=recipe.output_dir),
@@ -57,6 +61,14 @@ def start(plan: Plan) -> Accelerator:
             "launch, torchrun or deepspeed"
         )
     return accelerator
+
+
+def _accumulation(plan: Plan) -> int:
+    """The loop hands over a whole step's micro-batches, so Accelerate has nothing to count; DeepSpeed's number, where
+    there is one, is told to it because it compares the two and warns."""
+    if plan.strategy.family != "zero":
+        return 1
+    return plan.recipe.batch.accumulation_steps(plan.strategy.data_parallel_size)
 
 
 def _threads() -> int:

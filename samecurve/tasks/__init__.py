@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ..architecture import Head
     from ..config import Recipe
-    from ..engines.base import Engine, EvalResult
+    from ..engines.base import Engine, EvalResult, StepResult
     from ..rows import Rows
     from ..world import World
 
@@ -31,7 +31,8 @@ class Task(Protocol):
     teacher: a recipe whose model stands frozen beside the trained one; its logits are then among the targets of loss,
     statistics and features, as `teacher`. None: there is none.
     by_token: loss and statistics are sums over trained tokens, and each token's part is found in its own logits and
-    targets alone; so they may be taken of some tokens at a time.
+    targets alone; so they may be taken of some tokens at a time. Such a task has no statistics of a step.
+    counts: in a word what `count` counts. num_step_statistics: of how many sums `step_metrics` is made.
     features: (logits, **targets) -> (rows, n), what may be asked of a row beside its loss; None: nothing.
     context: features of all rows of an optimizer step, (rows, n) -> what else the loss of each of them has to know, by
     name; the rows are the first axis. Where a task has one, no loss is taken in an evaluation: `metrics` does it, from
@@ -55,6 +56,8 @@ class Task(Protocol):
     context: Callable[[Tensor], dict[str, Tensor]] | None = None
     has_reference: bool = False
     by_token: bool = False
+    counts: str = "tokens"
+    num_step_statistics: int = 0
 
     def outputs(self, found: ModelOutput) -> Tensor:
         """What is wanted of the model's output. A pipeline knows logits only, and does not ask."""
@@ -63,6 +66,10 @@ class Task(Protocol):
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """fp32 scalar: the sum over what is counted, which the engine divides by the step's global count."""
         return token_loss_sum(logits, labels)
+
+    def step_loss(self, logits: Tensor, **targets: Tensor) -> tuple[Tensor, Tensor]:
+        """For a training step: the loss, and (num_step_statistics,) sums over the same rows for `step_metrics`."""
+        return self.loss(logits, **targets), logits.new_zeros(0)
 
     def count(self, labels: Tensor) -> int:
         """Over how many tokens, rows or pairs the loss is a sum; `tokens` in results. Rows that fill up are none."""
@@ -73,6 +80,10 @@ class Task(Protocol):
 
     def metrics(self, result: EvalResult) -> dict[str, float]:
         """The `eval_*` values of metrics.jsonl."""
+
+    def step_metrics(self, result: StepResult) -> dict[str, float | None]:
+        """What a training step adds to its line of metrics.jsonl. None: nothing was trained."""
+        return {}
 
     def prepare(
         self,

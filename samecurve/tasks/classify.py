@@ -27,6 +27,7 @@ class ClassifyTask(parts.TextTask):
     """names: of the classes; a class is its place there."""
 
     names: tuple[str, ...]
+    counts = "rows"
 
     @property
     def head(self) -> Head:

@@ -31,7 +31,9 @@ class DistillTask(causal.CausalTask):
     @property
     def teacher(self) -> Recipe:
         model = self.recipe.model.model_copy(update={"path": self.recipe.distill.teacher, "config": None})
-        return self.recipe.model_copy(update={"model": model, "adapter": Adapter()})
+        # its embedding gets no rows that it was not trained with
+        tokenizer = self.recipe.tokenizer.model_copy(update={"chat_template": None})
+        return self.recipe.model_copy(update={"model": model, "tokenizer": tokenizer, "adapter": Adapter()})
 
     def loss(self, logits: Tensor, labels: Tensor, teacher: Tensor) -> Tensor:
         weight = self.recipe.distill.label_weight

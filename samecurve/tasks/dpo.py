@@ -57,8 +57,17 @@ class DpoTask(pairs.PairTask):
     def loss(
         self, logits: Tensor, labels: Tensor, reference: Tensor | None = None, drift: Tensor | None = None
     ) -> Tensor:
-        losses = pair_losses(self.settings, *_measured(logits, labels), reference, drift)
-        return losses.masked_fill(~self.counted(labels), 0.0).sum()
+        return self.step_loss(logits, labels, reference, drift)[0]
+
+    def step_loss(
+        self, logits: Tensor, labels: Tensor, reference: Tensor | None = None, drift: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The rewards come with the loss: another look at the logits would take their memory again."""
+        found, lengths = _measured(logits, labels)
+        counted = self.counted(labels)
+        losses = pair_losses(self.settings, found, lengths, reference, drift)
+        given = rewards(self.settings, found.detach(), lengths, reference)
+        return losses.masked_fill(~counted, 0.0).sum(), pairs.summed(given[counted])
 
     def rewards(
         self, logits: Tensor, labels: Tensor, reference: Tensor | None = None, drift: Tensor | None = None

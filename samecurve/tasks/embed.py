@@ -36,6 +36,7 @@ class EmbedTask(parts.TextTask):
     """
 
     recipe: Recipe
+    counts = "rows"
 
     @property
     def head(self) -> Head:

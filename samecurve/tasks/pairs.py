@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,11 +20,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from ..config import Recipe
-    from ..engines.base import EvalResult
+    from ..engines.base import EvalResult, StepResult
 
 
 @dataclass
 class PairTask(parts.TextTask):
+    counts = "pairs"
+    num_step_statistics = 3
+
     @abstractmethod
     def rewards(self, logits: Tensor, labels: Tensor, **targets: Tensor) -> Tensor:
         """(pairs, 2): how good the model finds each answer, the chosen one first."""
@@ -44,19 +48,26 @@ class PairTask(parts.TextTask):
         eval_margin: by how much on average."""
         if result.tokens != len(self.held_out):
             raise DataError(f"{result.tokens} held-out pairs were evaluated, but the data hold {len(self.held_out)}")
-        chosen, rejected, right = (total / result.tokens for total in result.statistics)
-        return {
-            "eval_loss": result.loss,
-            "eval_rewards_chosen": chosen,
-            "eval_rewards_rejected": rejected,
-            "eval_margin": chosen - rejected,
-            "eval_accuracy": right,
-            "eval_pairs": result.tokens,
-        }
+        found = {f"eval_{name}": value for name, value in _means(result.statistics, result.tokens).items()}
+        return {"eval_loss": result.loss, **found, "eval_pairs": result.tokens}
+
+    def step_metrics(self, result: StepResult) -> dict[str, float | None]:
+        """The same numbers of the step's pairs, by the model that the step began with."""
+        return _means(result.statistics or [math.nan] * self.num_step_statistics, max(result.tokens, 1))
 
     def describe(self) -> dict[str, object]:
         counted = {"vocabulary_size": self.vocabulary_size, "empty_documents": self.parts.empty_documents}
         return {**self.parts.describe(), "sequences_per_row": 2, **counted, **self.parts.counts}
+
+
+def _means(statistics: Sequence[float], num_pairs: int) -> dict[str, float]:
+    chosen, rejected, right = (total / num_pairs for total in statistics)
+    return {
+        "rewards_chosen": chosen,
+        "rewards_rejected": rejected,
+        "margin": chosen - rejected,
+        "accuracy": right,
+    }
 
 
 def summed(rewards: Tensor) -> Tensor:

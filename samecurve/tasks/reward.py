@@ -41,6 +41,9 @@ class RewardTask(pairs.PairTask):
             losses = losses + self.settings.center_rewards_coefficient * rewards.sum(dim=1).square()
         return losses.masked_fill(~self.counted(labels), 0.0).sum()
 
+    def step_loss(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return self.loss(logits, labels), self.statistics(logits.detach(), labels)
+
     def rewards(self, logits: Tensor, labels: Tensor) -> Tensor:
         return logits.float().view(-1, 2)
 

@@ -41,6 +41,7 @@ class Setting:
     overrides: tuple[str, ...]
     folder: Path
     losses: list[float]
+    margins: list[float]
     norms: list[float]
     weights: dict
 
@@ -97,7 +98,7 @@ def plain_loop(workspace, files, task, folder, overrides):
     schedule = get_cosine_with_min_lr_schedule_with_warmup(optimizer, 5, STEPS, min_lr_rate=0.1)
     steps = StepBatches(tasks.load(found).train, found.seed, found.batch, (0, 1), STEPS)
     texts = [json.loads(line) for line in files["train"].read_text().splitlines()]
-    losses, norms = [], []
+    losses, margins, norms = [], [], []
     for step in range(STEPS):
         schedule.step()  # transformers counts updates from 0, and the update number 0 has the rate 0
         rewards = rewards_of(task, folder, model, reference, [texts[index] for index in steps.rows_of(step)])
@@ -107,7 +108,8 @@ def plain_loop(workspace, files, task, folder, overrides):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses, norms, {name: p.detach() for name, p in model.named_parameters()}
+        margins.append((rewards[:, 0] - rewards[:, 1]).mean().item())
+    return losses, margins, norms, {name: p.detach() for name, p in model.named_parameters()}
 
 
 def rewards_of(task, folder, model, reference, rows) -> torch.Tensor:
@@ -152,6 +154,11 @@ def test_follows_the_plain_loop(task, strategy, workspace, files, settings):
     assert set(run.column("tokens")) == {8}
     assert largest_relative_difference(run.column("loss"), expected.losses) < 1e-5
     assert largest_relative_difference(run.column("grad_norm"), expected.norms) < 1e-4
+    assert run.column("margin") == pytest.approx(expected.margins, rel=1e-3, abs=1e-5)
+    for record in run.metrics:
+        assert record["margin"] == pytest.approx(record["rewards_chosen"] - record["rewards_rejected"])
+        assert record["accuracy"] * 8 == pytest.approx(round(record["accuracy"] * 8))
+        assert record["tokens_per_second"] * record["step_seconds"] > 8 * 2 * 10  # tokens, and not the 8 pairs
     assert relative_l2(run.weights, expected.weights) < 1e-4
     check_evaluation(task, run, files, expected)
 

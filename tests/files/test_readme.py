@@ -97,6 +97,7 @@ def recorded() -> list[str]:
     task.__dict__["_held_out_bytes"] = 4
     metrics = [*task.metrics(EvalResult(loss=1.0, tokens=1)), "eval_accuracy", "eval_f1", "eval_rows"]
     metrics += ["eval_rewards_chosen", "eval_rewards_rejected", "eval_margin", "eval_pairs", "eval_loss_source_0"]
+    metrics += ["rewards_chosen", "rewards_rejected", "margin", "accuracy"]
     metrics += ["eval_label_loss", "eval_divergence"]
     metrics += ["eval_accuracy_at_1", "eval_accuracy_at_5", "eval_mrr_at_10"]
     return [*record, *added, *metrics]

@@ -248,8 +248,8 @@ ERRORS = [
     (
         None,
         TURNS,
-        "has no chat template; use a chat model's tokenizer, or set tokenizer.chat_template to a Jinja file, or "
-        "data.chat=false",
+        "has no chat template; use a chat model's tokenizer, or set tokenizer.chat_template=chatml, which adds its "
+        "two tokens where they are missing, or to a Jinja file, or data.chat=false",
     ),
     (STRICT, TURNS, "here: the chat template cannot render it: roles must alternate"),
     (

@@ -12,6 +12,7 @@ from samecurve.engines.resolve import resolve
 from samecurve.errors import ConfigurationError
 
 R = ["r.yaml"]
+NO_SIZE = [*R, "tokenizer.vocabulary_size=null"]
 
 
 def r(old, new):
@@ -38,6 +39,21 @@ CASES = [
      ["r.yaml:15: optimizer.momentum: found 0.5, but only sgd and muon read it and optimizer.name is adamw; leave it out"]),
     ("unknown elsewhere", add("learning_rate: 1e-3\n"), R, {},
      ["r.yaml:15: learning_rate: unknown key; it belongs at optimizer.learning_rate"]),
+    ("of another framework", add("num_train_epochs: 3\nlr: 1e-3\nlora: true\ndeepspeed: x\n"), [*R, "batch.per_device_train_batch_size=2"], {},
+     ["r.yaml:15: num_train_epochs: unknown key; here it is called steps: a run's length is in optimizer steps; an epoch is the rows of the data / batch.global_batch_size",
+      "r.yaml:16: lr: unknown key; here it is called optimizer.learning_rate",
+      "r.yaml:17: lora: unknown key; here it is called adapter.name: lora",
+      "r.yaml:18: deepspeed: unknown key; a recipe does not say how it is spread over devices; that is the strategy's: --strategy configs/zero3.yaml",
+      "command line: batch.per_device_train_batch_size: unknown key; here it is called batch.micro_batch_size"]),
+    ("a block as a value", {}, [*R, "model=runs/s2/model", "schedule=linear"], {},
+     ['command line: model: found "runs/s2/model" (text), a block of keys is needed; did you mean model.path=runs/s2/model?',
+      'command line: schedule: found "linear" (text), a block of keys is needed; did you mean schedule.name=linear?']),
+    ("nearly a recipe", {"recipes/sft.yaml": "steps: 1"}, ["recipes/sft.yml"], {},
+     ["recipes/sft.yml: cannot be read: No such file or directory (recipes/sft.yml); did you mean recipes/sft.yaml?"]),
+    ("a recipe's name", {"recipes/sft.yaml": "steps: 1"}, ["sft"], {},
+     ["sft: cannot be read: No such file or directory (sft); did you mean recipes/sft.yaml?"]),
+    ("a strategy's name", {}, [*R, "--strategy", "zero2"], {},
+     ["zero2: cannot be read: No such file or directory (zero2); did you mean configs/zero2.yaml?"]),
     ("unknown far", add("logging: {zzz: 1}\n"), R, {},
      ["r.yaml:15: logging.zzz: unknown key; legal here: every_steps"]),
     ("missing", r("  sequence_length: 64\n", ""), R, {},
@@ -159,13 +175,13 @@ CASES = [
      ["r.yaml:12: batch.sequence_length: found 64, but max_position_embeddings in model.config is 63; a row has to fit into it"]),
     ("positions of gpt2", r("llama, num_hidden_layers: 4", "gpt2, n_positions: 32"), R, {},
      ["r.yaml:12: batch.sequence_length: found 64, but n_positions in model.config is 32; a row has to fit into it"]),
-    ("positions of a folder", {**r("config: {model_type: llama, num_hidden_layers: 4}", "path: ./m"), "m/config.json": '{"n_positions": 8}'}, R, {},
+    ("positions of a folder", {**r("config: {model_type: llama, num_hidden_layers: 4}", "path: ./m"), "m/config.json": '{"n_positions": 8}'}, NO_SIZE, {},
      ["r.yaml:12: batch.sequence_length: found 64, but n_positions in the model's config.json is 8; a row has to fit into it"]),
-    ("model folder at home", r("config: {model_type: llama, num_hidden_layers: 4}", "path: ~/nothing"), R, {},
+    ("model folder at home", r("config: {model_type: llama, num_hidden_layers: 4}", "path: ~/nothing"), NO_SIZE, {},
      ["r.yaml:5: model.path: no such folder: ~/nothing"]),
-    ("model folder", r("config: {model_type: llama, num_hidden_layers: 4}", "path: ./nothing"), R, {},
+    ("model folder", r("config: {model_type: llama, num_hidden_layers: 4}", "path: ./nothing"), NO_SIZE, {},
      ["r.yaml:5: model.path: no such folder: nothing"]),
-    ("model empty folder", r("config: {model_type: llama, num_hidden_layers: 4}", "path: ./configs"), R, {},
+    ("model empty folder", r("config: {model_type: llama, num_hidden_layers: 4}", "path: ./configs"), NO_SIZE, {},
      ["r.yaml:5: model.path: configs holds no config.json; a Hugging Face model folder is needed"]),
     ("an adapter", {**r("config: {model_type: llama, num_hidden_layers: 4}", "path: ./run/model"), "run/model/adapter_config.json": "{}", "run/run.json": "{}"}, R, {},
      ["r.yaml:5: model.path: run/model holds no config.json; it is an adapter: python -m samecurve merge run makes one model of the two; name run/merged"]),
@@ -233,7 +249,7 @@ CASES = [
      ["command line: adapter.name: found lora, but task mlm trains whole models only yet; set it to null",
       "command line: model.path: no such folder: m"]),
     ("no template", {}, [*R, "task=sft", "tokenizer.chat_template=t.jinja"], {},
-     ["command line: tokenizer.chat_template: no such file: t.jinja"]),
+     ["command line: tokenizer.chat_template: no such file: t.jinja; chatml needs none"]),
     ("flash packed", r("  config: {", "  attention: flash_attention_2\n  config: {"), [*R, "batch.micro_batch_size=2"], {},
      ["r.yaml:5: model.attention: found flash_attention_2, which does not keep packed documents apart when "
       "batch.micro_batch_size is 2; set that to 1, or use sdpa, or data.packing: false"]),
@@ -349,3 +365,45 @@ def test_accumulation_by_hand():
     assert batch.accumulation_steps(4) == 3
     with pytest.raises(ConfigurationError, match="24 does not divide into micro_batch_size 2 x 5 data-parallel ranks"):
         batch.accumulation_steps(5)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "notes"),
+    [
+        (
+            ["model.path=m"],
+            ["model.path replaces model.config of r.yaml", "model.path replaces tokenizer.vocabulary_size of r.yaml"],
+        ),
+        (["model={path: m}"], ["model.path replaces tokenizer.vocabulary_size of r.yaml"]),
+        (["tokenizer.path=t"], ["tokenizer.path replaces tokenizer.vocabulary_size of r.yaml"]),
+        (["data.mixture=[{path: text.txt, weight: 1.0}]"], ["data.mixture replaces data.path of r.yaml"]),
+        (["model.config.hidden_size=8"], []),
+    ],
+)
+def test_what_one_gives_replaces_its_alternative(overrides, notes, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, {})
+    plan = message(tmp_path, ["r.yaml", *overrides], {})
+    assert isinstance(plan, Plan), plan
+    assert list(plan.notes) == notes
+    if overrides[0] == "model.path=m":
+        assert (plan.recipe.model.path, plan.recipe.model.config) == ("m", None)
+        assert plan.recipe.tokenizer.vocabulary_size is None
+
+
+def test_a_recipe_replaces_what_its_base_says(tmp_path, monkeypatch):
+    files = {"base.yaml": GOOD["r.yaml"], "r.yaml": "base: base.yaml\nmodel: {path: m}\n"}
+    recipe = load(tmp_path, monkeypatch, files, "model.config={model_type: gpt2}", "tokenizer.vocabulary_size=300")
+    assert (recipe.model.path, recipe.model.config) == (None, {"model_type": "gpt2"})
+
+
+def test_a_new_tokenizer_for_a_pretrained_model_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, {})
+    for task in ("pretrain", "sft", "mlm"):
+        found, code = message(
+            tmp_path,
+            ["r.yaml", f"task={task}", "model.path=m", "tokenizer.vocabulary_size=300", "data.packing=false"],
+            {},
+        )
+        assert code == 2 and "tokenizer.vocabulary_size: found 300, but a new tokenizer" in found

@@ -373,13 +373,19 @@ def test_what_cannot_be_used_is_told_with_its_place_and_its_fix(tmp_path, name):
 
 
 def test_the_first_problems_of_many_are_told_together(tmp_path):
-    bad = {"prompt": "a", "completion": ""}
+    """One cause once, with the first row that has it."""
+    bad, others = {"prompt": "a", "completion": ""}, [{"prompt": "a", "completion": number} for number in range(12)]
     with pytest.raises(DataError) as caught:
         read(jsonl(tmp_path / "a.jsonl", GOOD, *[bad] * 12))
+    told = "completion is empty; fill or remove the row (and 11 more rows like it)"
+    assert str(caught.value).replace(str(tmp_path), "T").splitlines() == [
+        "T/a.jsonl: 12 rows cannot be used",
+        f"  T/a.jsonl:2: {told}",
+    ]
+    with pytest.raises(DataError) as caught:
+        read(jsonl(tmp_path / "a.jsonl", GOOD, *others, bad, bad))
     lines = str(caught.value).replace(str(tmp_path), "T").splitlines()
-    assert lines[0] == "T/a.jsonl: 12 rows cannot be used"
-    assert lines[1] == "  T/a.jsonl:2: completion is empty; fill or remove the row"
-    assert (len(lines), lines[-1]) == (12, "  and 2 more")
+    assert (len(lines), lines[0], lines[-1]) == (12, "T/a.jsonl: 14 rows cannot be used", "  and 4 more")
 
 
 def save_tokenizer(folder: Path, **special: str) -> str:

@@ -73,6 +73,20 @@ def test_accumulation_takes_the_mean_over_tokens_not_over_micro_batches():
     assert result.grad_norm == pytest.approx(13**0.5)
 
 
+class Reporting(Task):
+    num_step_statistics = 2
+
+    def step_loss(self, logits: Tensor, **targets: Tensor) -> tuple[Tensor, Tensor]:
+        return self.loss(logits, **targets), targets["gradients"].double().sum(dim=0)
+
+
+def test_what_a_step_reports_is_summed_over_its_micro_batches():
+    one = engine(accumulation=2)
+    assert one.step([rows((8, 0)), rows((0, 4), (0, 4), (0, 4))], learning_rate=0.5).statistics == ()
+    one.task = Reporting()
+    assert one.step([rows((8, 0)), rows((0, 4), (0, 4), (0, 4))], learning_rate=0.5).statistics == (8.0, 12.0)
+
+
 def test_masked_tokens_count_neither_in_the_sum_nor_in_the_mean():
     one = engine(accumulation=2)
     result = one.step([rows((6, 0), (99, 99), trained=[True, False]), rows((0, 2))], learning_rate=1.0)

@@ -98,6 +98,14 @@ def test_a_resumed_run_measures_its_own_seconds():
     assert second.smoothed_loss == pytest.approx(0.56 / 0.19)
 
 
+def test_a_step_of_pairs_is_told_in_the_tokens_that_were_read():
+    clock = Clock()
+    measured = Meter(FLOPS, Machine(4, PEAK, lambda: 0), clock, counts="pairs")
+    clock.now += 2.0
+    record = measured.step(3, result(tokens=8), 1e-3, 8, 0.5, num_inputs=800)
+    assert (record["tokens"], record["tokens_per_second"], record["mfu"]) == pytest.approx((8, 400.0, 0.6))
+
+
 def test_evaluation_is_not_a_steps_time():
     clock = Clock()
     measured = meter(clock)

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from samecurve.config import Adapter, Model
+from samecurve.config import Adapter, Model, Tokenizer
 from samecurve.errors import ConfigurationError, DataError
 from samecurve.model import build, describe, fill, skeleton
 
@@ -35,7 +35,7 @@ TOKENS = {"bos_token_id": 0, "eos_token_id": 1}
 def recipe(config=None, path=None, seed=0, attention="sdpa", sequence_length=16) -> SimpleNamespace:
     model = Model(config=config, path=path, attention=attention)
     batch = SimpleNamespace(sequence_length=sequence_length)
-    return SimpleNamespace(model=model, adapter=Adapter(), seed=seed, batch=batch)
+    return SimpleNamespace(model=model, tokenizer=Tokenizer(), adapter=Adapter(), seed=seed, batch=batch)
 
 
 def filled(made, model=None, names=None) -> dict[str, torch.Tensor]:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from test_card import facts
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from samecurve import cli
+from samecurve.cli import models
 from samecurve.config import Recipe
 from samecurve.errors import ConfigurationError
 from samecurve.export import export
@@ -40,6 +45,9 @@ class ToyForCausalLM(LlamaForCausalLM):
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", list(sys.path))  # transformers adds the folder
+    for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
+        monkeypatch.delitem(sys.modules, name)
     folder = tmp_path / "toy"
     folder.mkdir()
     (folder / "configuration_toy.py").write_text(CONFIGURATION)
@@ -92,6 +100,24 @@ def test_its_weights_are_read_shard_by_shard_too(folder):
     found = {}
     fill(model, recipe, found.__setitem__)
     assert all(torch.equal(found[name], p) for name, p in real.named_parameters())
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_a_model_with_code_of_its_own_is_loaded_where_its_run_trusted_it(folder, trusted, tmp_path):
+    shape = skeleton(made(folder, trust_remote_code=True), 64)
+    type(shape)(shape.config).save_pretrained(folder)
+    run = tmp_path / "run"
+    model = {"path": str(folder), "trust_remote_code": trusted}
+    shutil.copytree(folder, run / "model")
+    (run / "run.json").write_text(json.dumps(facts(recipe={"model": model})))
+    PreTrainedTokenizerFast(tokenizer_file=_tokenizer(tmp_path)).save_pretrained(run / "model")
+    if trusted:
+        loaded, _ = models.load(run / "model")
+        assert type(loaded).__name__ == "ToyForCausalLM"
+        assert cli.main(["export", str(run), "--dtype", "bf16"]) == 0
+    else:
+        with pytest.raises(ConfigurationError, match="no run whose recipe has model.trust_remote_code"):
+            models.load(run / "model")
 
 
 def _tokenizer(tmp_path: Path) -> str:

@@ -12,12 +12,13 @@ from samecurve import records
 from samecurve.config import Recipe
 from samecurve.errors import CheckpointError, ConfigurationError, RepeatedFailureError, StorageError
 from samecurve.facts import run_facts
-from samecurve.rundir import RunDirectory, read_metrics
+from samecurve.rundir import RunDirectory, goes_on, read_metrics
 
 
 def finished_run(path, loss=1.0):
     """A run that wrote everything; its lock is given back, as when its process ended."""
     run = RunDirectory(path)
+    run.begin()
     run.write_run({"strategy": "ddp"})
     run.append_metrics({"step": 1, "loss": loss})
     run.model.mkdir()
@@ -49,8 +50,9 @@ def test_second_run_moves_the_first_aside(tmp_path):
     for loss in (1.0, 2.0):
         finished_run(tmp_path, loss)
     run = RunDirectory(tmp_path)
+    run.begin()
     assert run.notice == f"an earlier run was in {tmp_path}: moved to {tmp_path / 'previous' / '2'}"
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "previous"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "previous", "status.json"]
     for number, loss in ((1, 1.0), (2, 2.0)):
         old = tmp_path / "previous" / str(number)
         assert read_metrics(old) == [{"step": 1, "loss": loss}]
@@ -131,7 +133,7 @@ def test_facts_are_jsons_and_remember_the_command(tmp_path):
     )
     strategy.accelerate, strategy.deepspeed = {"distributed_type": "MULTI_GPU"}, None
     typed = ["--local_rank=1", "r.yaml", "seed=1", "--strategy", "configs/ddp.yaml", "steps=2"]
-    plan = SimpleNamespace(recipe=recipe, strategy=strategy)
+    plan = SimpleNamespace(recipe=recipe, strategy=strategy, notes=())
     run = RunDirectory(tmp_path)
     run.write_run(run_facts(plan, typed, {"engine": "DistributedDataParallel"}, {"rows": 5}, "cpu"))
     facts = json.loads((tmp_path / "run.json").read_text())
@@ -164,7 +166,7 @@ def test_going_on_leaves_no_gap_and_no_double_step(tmp_path):
     interrupted_run(tmp_path)
     run = RunDirectory(tmp_path, resume="auto")
     assert run.continues and run.notice == ""
-    run.go_on(4, {"step": 4, "loss": 4.0})
+    run.begin(4, {"step": 4, "loss": 4.0})
     assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3, 4]
     run.append_metrics({"step": 5, "loss": 5.5})
     assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
@@ -180,7 +182,7 @@ def test_going_on_leaves_no_gap_and_no_double_step(tmp_path):
 def test_a_line_that_a_power_cut_took_comes_back_from_the_checkpoint(tmp_path):
     interrupted_run(tmp_path, num_steps=3, saved=(4,))
     run = RunDirectory(tmp_path, resume="auto")
-    run.go_on(4, {"step": 4, "loss": 4.0})
+    run.begin(4, {"step": 4, "loss": 4.0})
     assert read_metrics(tmp_path)[-1] == {"step": 4, "loss": 4.0}
 
 
@@ -195,6 +197,8 @@ def test_checkpoints_are_not_left_behind_without_being_told_to(resume, tmp_path)
 def test_starting_over_moves_checkpoints_aside(tmp_path):
     interrupted_run(tmp_path)
     run = RunDirectory(tmp_path, resume="none", start_over=True)
+    assert len(list(tmp_path.glob("checkpoints/*"))) == 3
+    run.begin()
     assert not run.continues and not run.checkpoints.exists()
     assert len(list(tmp_path.glob("previous/1/checkpoints/*"))) == 3
 
@@ -224,7 +228,7 @@ def test_failures_at_different_steps_do_not_add_up(tmp_path, monkeypatch):
     for step in (8, 9, 10, 11):
         run = RunDirectory(tmp_path, resume="auto")
         run.status("failed", reason="x")
-        run.go_on(step - 1, {})
+        run.begin(step - 1, {})
         run.append_metrics({"step": step})
         run.status("failed", reason="x")
         run.close()
@@ -237,3 +241,59 @@ def test_a_run_that_was_told_to_stop_did_not_fail(tmp_path, monkeypatch):
         run = RunDirectory(tmp_path, resume="auto")
         run.status("preempted")
         run.close()
+
+
+def everything(path):
+    return {file.relative_to(path): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+@pytest.mark.parametrize("saved", [(), (1,)])
+def test_a_refused_start_leaves_a_finished_run_as_it_is(saved, tmp_path):
+    run = finished_run(tmp_path)
+    for step in saved:
+        (run.checkpoints / f"step_{step:08d}").mkdir(parents=True)
+    before = everything(tmp_path)
+    refused = RunDirectory(tmp_path, resume="auto")
+    assert refused.is_done
+    refused.status("running")
+    refused.status("failed", "other data", exit_code=3)
+    refused.close()
+    assert everything(tmp_path) == before and not (tmp_path / "previous").exists()
+    accepted = RunDirectory(tmp_path, resume="auto")
+    accepted.status("running")
+    accepted.begin(1 if saved else 0, {})
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == "running"
+    old = tmp_path / "previous" / "1"
+    assert json.loads((old / "status.json").read_text())["state"] == "done" and (old / "model").is_dir()
+
+
+def test_a_refused_start_is_not_taken_for_how_the_earlier_session_ended(tmp_path):
+    interrupted_run(tmp_path, state="preempted")
+    for _ in range(2):
+        refused = RunDirectory(tmp_path, resume="auto")
+        refused.status("running")
+        refused.status("failed", "other data", exit_code=3)
+        refused.close()
+    assert json.loads((tmp_path / "status.json").read_text())["exit_code"] == 3
+    RunDirectory(tmp_path, resume="auto").begin(6, {})
+    assert json.loads((tmp_path / "previous" / "1" / "status.json").read_text())["state"] == "preempted"
+    assert "earlier" not in json.loads((tmp_path / "status.json").read_text())
+
+
+def test_a_run_that_goes_on_may_not_read_what_it_moves(tmp_path):
+    run = finished_run(tmp_path)
+    (run.checkpoints / "step_00000001").mkdir(parents=True)
+    with pytest.raises(ConfigurationError, match="which this run reads"):
+        RunDirectory(tmp_path, reads=[run.model], resume="auto")
+
+
+def test_a_restart_of_one_that_starts_over_does_not_go_on_from_what_it_was_to_leave(tmp_path):
+    interrupted_run(tmp_path)
+    restart = {"TORCHELASTIC_RESTART_COUNT": "1"}
+    run = RunDirectory(tmp_path, start_over=True)
+    run.close()  # it died before it began
+    assert not goes_on(restart, str(tmp_path))
+    run = RunDirectory(tmp_path, start_over=True)
+    run.begin()
+    (run.checkpoints / "step_00000002").mkdir(parents=True)
+    assert goes_on(restart, str(tmp_path)) and not goes_on({}, str(tmp_path))

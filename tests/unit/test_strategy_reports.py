@@ -96,7 +96,7 @@ CASES = [
     ("4bit: sharded", {"m/config.json": "{}"}, ["r.yaml", "model={path: ./m}", "adapter={name: lora, quantization: 4bit}", "--strategy", "configs/fsdp.yaml"], T,
      ["command line: adapter.quantization: found 4bit, but 4-bit weights stay whole on every device and this strategy would shard or cast them; use configs/ddp.yaml, or null"]),
     ("yaml missing", *use("configs/zero9.yaml"),
-     ["configs/zero9.yaml: cannot be read: No such file or directory (configs/zero9.yaml)"]),
+     ["configs/zero9.yaml: cannot be read: No such file or directory (configs/zero9.yaml); did you mean configs/zero2.yaml?"]),
     ("json: unknown top", *top('"gradient_cliping": 1.0'),
      ["ds_configs/zero2.json:2: gradient_cliping: unknown key; did you mean gradient_clipping?"]),
     ("json: unknown nested", *zadd('"reduce_bucketsize": 1'),

@@ -1,0 +1,45 @@
+"""What a finished run says and does when something is started in its directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from harness import ROOT, launch_command
+
+STEPS = 4
+
+
+def start(workspace, directory: Path, strategy: str | None, world: int, *overrides: str):
+    path = workspace.strategy(strategy) if strategy else None
+    command = [*launch_command("fork", path, world, ROOT), str(workspace.recipe), f"output_dir={directory}"]
+    command += [f"steps={STEPS}", f"checkpoint.every_steps={STEPS}"]
+    command += ["schedule.warmup_steps=1", *overrides]
+    return workspace.execute(command + (["--strategy", str(path)] if path else []), directory)
+
+
+def everything(directory: Path) -> dict[str, bytes]:
+    """All files but what tells processes that another one is alive."""
+    files = [path for path in directory.rglob("*") if path.is_file() and path.parent.name != "heartbeats"]
+    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
+
+
+def test_a_finished_run_is_done_and_a_refused_start_leaves_it_alone(workspace, tmp_path):
+    directory = tmp_path / "run"
+    done = start(workspace, directory, None, 1)
+    assert done.returncode == 0, done.output
+    before = everything(directory)
+    again = start(workspace, directory, "ddp", 2)
+    assert again.returncode == 0, again.output
+    assert again.output.count(f"already done at step {STEPS}, nothing to train") == 1
+    assert everything(directory) == before
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"text": "a"}\n{"tex')
+    for code, override in ((3, f"data.path={broken}"), (4, "seed=9"), (2, f"tokenizer.path={directory / 'model'}")):
+        refused = start(workspace, directory, None, 1, override)
+        assert refused.returncode == code, refused.output
+        assert everything(directory) == before, override
+    longer = start(workspace, directory, None, 1, f"steps={STEPS + 1}")
+    assert longer.returncode == 0, longer.output
+    assert longer.column("step") == list(range(1, STEPS + 2))
+    old = directory / "previous" / "1"
+    assert (old / "model" / "config.json").is_file() and (old / "status.json").is_file()

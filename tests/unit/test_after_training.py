@@ -1,0 +1,84 @@
+"""The commands on what runs leave behind: models with code of their own, adapters, classifiers, merged folders."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_adapter import adapted_recipe, filled, folders, moved, write
+from test_card import facts
+
+from samecurve import cli
+from samecurve.cli import summary, writer
+from samecurve.config import Recipe
+
+__all__ = ["folders"]
+
+
+def written_run(directory, **changes) -> None:
+    directory.mkdir(exist_ok=True)
+    (directory / "run.json").write_text(json.dumps(facts(**changes)))
+
+
+@pytest.fixture
+def adapted(folders, tmp_path):  # noqa: F811
+    """A LoRA run whose base is a folder of its own."""
+    base = shutil.copytree(folders["llama"], tmp_path / "base")
+    written_run(tmp_path / "run", recipe={"task": "sft", "model": {"path": str(base)}, "adapter": {"name": "lora"}})
+    write(moved(filled(adapted_recipe(base))), tmp_path / "run" / "model")
+    return tmp_path / "run"
+
+
+def test_merge_and_export_in_the_dtype_asked_for(adapted, capsys):
+    assert cli.main(["merge", str(adapted)]) == 0
+    assert cli.main(["merge", str(adapted), "--dtype", "bf16"]) == 0
+    other = adapted / "merged-bf16-2"
+    assert cli.main(["export", str(adapted / "merged"), "--dtype", "bf16", "--output", str(other)]) == 0
+    assert f"{adapted / 'merged'} in bf16: {other}" in capsys.readouterr().out
+    by_merge, by_export = (load_file(adapted / name / "model.safetensors") for name in ("merged-bf16", "merged-bf16-2"))
+    assert by_merge.keys() == by_export.keys() and len(by_merge) > 10
+    for name, tensor in by_merge.items():
+        assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, by_export[name])
+
+
+def test_an_adapter_without_its_base_says_what_is_gone(adapted, capsys):
+    shutil.rmtree(adapted.parent / "base")
+    for command in ("merge", "generate"):
+        assert cli.main([command, str(adapted)]) == 2
+        told = capsys.readouterr().err
+        assert f"no such folder: {adapted.parent / 'base'}; put it back" in told
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+@pytest.mark.parametrize("task", ["reward", None])
+def test_what_writes_nothing_is_measured(command, task, tmp_path, capsys, monkeypatch):
+    """task None: a folder of which no run is known, so its config.json says it."""
+    monkeypatch.setattr("sys.stdin", open(__file__))
+    if task:
+        written_run(tmp_path, recipe={"task": task})
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"architectures": ["BertForSequenceClassification"]}')
+    assert cli.main([command, str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert f"measure it instead: python -m samecurve evaluate {tmp_path}" in told
+    assert ("task reward" if task else "BertForSequenceClassification") in told
+
+
+def test_causal_models_write(tmp_path):
+    for name in ("LlamaForCausalLM", "GPT2LMHeadModel", "ToyModelForCausalLM"):
+        (tmp_path / "config.json").write_text(json.dumps({"architectures": [name]}))
+        writer.check_writes(tmp_path, tmp_path, None)
+
+
+def test_the_summary_recommends_what_works(tmp_path):
+    (tmp_path / "model").mkdir()
+    recipe = Recipe.model_validate({**facts()["recipe"], "task": "reward"}).model_dump()
+    found = facts(overrides=["seed=1", "model.path=a", "seed=2", "model={path: b}"], strategy_path=None)
+    commands = dict(summary.commands(tmp_path, {**found, "recipe": recipe}))
+    assert commands["measure it"] == f"python -m samecurve evaluate {tmp_path} DATA"
+    assert "let it write" not in commands
+    assert summary.latest(found["overrides"]) == ["seed=2", "model={path: b}"]
+    assert "seed=1" not in commands["try another strategy"]

@@ -1,0 +1,109 @@
+"""A base model, which has no chat template, is given ChatML: its tokens, its embedding, what is trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from samecurve import tasks
+from samecurve.config import Recipe
+from samecurve.errors import DataError
+from samecurve.model import fill, skeleton
+
+LLAMA = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def base_model(folder: Path, num_rows: int, tied: bool) -> PreTrainedTokenizerFast:
+    """256 bytes and an end of text, whose model has num_rows rows; as transformers writes it."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+    assert len(tokenizer) == 257
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("llama", vocab_size=num_rows, tie_word_embeddings=tied, **LLAMA)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def made(tmp_path: Path, **more) -> Recipe:
+    data = tmp_path / "data.jsonl"
+    rows = [{"prompt": f"a question {n}", "completion": f"an answer {n}"} for n in range(4)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Recipe.model_validate(
+        {
+            "task": "sft",
+            "output_dir": "unused",
+            "steps": 1,
+            "model": {"path": str(tmp_path / "base")},
+            "data": {"path": str(data), "packing": False, "cache_dir": str(tmp_path / "cache")},
+            "batch": {"global_batch_size": 2, "sequence_length": 128},
+            "optimizer": {"learning_rate": 1e-3},
+            **more,
+        }
+    )
+
+
+CHATML = {"tokenizer": {"chat_template": "chatml"}}
+
+
+def filled(recipe: Recipe) -> tuple[tasks.Task, torch.nn.Module, dict[str, torch.Tensor]]:
+    task = tasks.load(recipe)
+    model = skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
+    found = {}
+    fill(model, recipe, lambda name, tensor: found.__setitem__(name, tensor.clone()))
+    return task, model, found
+
+
+def test_a_base_model_has_no_template_and_is_told_of_one(tmp_path):
+    base_model(tmp_path / "base", 257, tied=True)
+    with pytest.raises(DataError, match="has no chat template; .*tokenizer.chat_template=chatml"):
+        tasks.load(made(tmp_path))
+
+
+@pytest.mark.parametrize("num_rows", [264, 257])
+@pytest.mark.parametrize("tied", [True, False])
+def test_its_tokens_are_added_and_the_end_of_a_turn_is_trained(num_rows, tied, tmp_path):
+    """264: there is room for the two. 257: there is none, so they begin as the mean of all other tokens."""
+    base_model(tmp_path / "base", num_rows, tied)
+    task, model, weights = filled(made(tmp_path, **CHATML))
+    assert task.tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"]) == [257, 258]
+    assert task.tokenizer.eos_token == "<|im_end|>"
+    labels = task.train[np.array([0])].labels[0]
+    trained = labels[labels >= 0].tolist()
+    assert task.tokenizer.decode(trained) in [f"an answer {n}<|im_end|>" for n in range(4)]
+    stored = AutoModelForCausalLM.from_pretrained(tmp_path / "base").state_dict()
+    assert model.config.vocab_size == max(num_rows, 259)
+    for name in ("model.embed_tokens.weight", *([] if tied else ["lm_head.weight"])):
+        assert weights[name].shape == (max(num_rows, 259), 16)
+        assert torch.equal(weights[name][:num_rows], stored[name])
+        mean = stored[name].mean(dim=0).expand(259 - 257, 16)
+        assert num_rows > 257 or torch.allclose(weights[name][257:], mean)
+
+
+def test_what_is_exported_is_read_without_the_recipe(tmp_path):
+    base_model(tmp_path / "base", 257, tied=True)
+    task = tasks.load(made(tmp_path, **CHATML))
+    task.tokenizer.save_pretrained(tmp_path / "again")
+    again = PreTrainedTokenizerFast.from_pretrained(tmp_path / "again")
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    text = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
+    assert again.apply_chat_template(turns, tokenize=False) == text
+    assert len(again(text)["input_ids"]) == len("user\na" + "\n" + "assistant\nb" + "\n") + 4
+
+
+def test_an_adapter_trains_no_new_rows(tmp_path):
+    base_model(tmp_path / "base", 257, tied=True)
+    with pytest.raises(DataError, match="holds 257 .* needs 2 new rows, which an adapter does not train"):
+        filled(made(tmp_path, **CHATML, adapter={"name": "lora"}))
+    base_model(tmp_path / "base", 264, tied=True)
+    assert filled(made(tmp_path, **CHATML, adapter={"name": "lora"}))[1].config.vocab_size == 264
