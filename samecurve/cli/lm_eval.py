@@ -53,7 +53,7 @@ def command(arguments: argparse.Namespace) -> list[str]:
     folder, directory = models.model_folder(arguments.run), models.run_directory(arguments.run)
     recipe = models.recipe(directory) if directory else None
     base = models.base_path(folder)
-    models.check_causal(base or str(folder))
+    models.check_causal(folder)
     loaded = {"pretrained": base or str(folder), "tokenizer": str(folder)} | ({"peft": str(folder)} if base else {})
     loaded["dtype"] = DTYPES[arguments.dtype or (recipe.precision if recipe else "fp32")]
     found = [sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--model_args", json.dumps(loaded)]
