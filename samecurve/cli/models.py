@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import warnings
 from pathlib import Path
@@ -180,7 +181,9 @@ def _class(path: str, head: Head) -> tuple[type[PreTrainedModel], PreTrainedConf
     others = {getattr(Head(kind).model_class(config), "__name__", None) for kind in KINDS if kind != head.kind}
     stored = set(config.architectures or ()) - {getattr(model_class, "__name__", None)}
     if model_class is None or (stored and stored <= others):
-        raise ConfigurationError(f"{path}: holds a {', '.join(stored) or config.model_type}, which is no {head.kind}")
+        fix = "; ask it by python -m samecurve predict" if head.kind == "causal_lm" and stored else ""
+        made_as = ", ".join(stored) or config.model_type
+        raise ConfigurationError(f"{path}: holds a {made_as}, which is no {head.kind}{fix}")
     return model_class, config
 
 
@@ -202,8 +205,12 @@ def device() -> torch.device:
 
 def _quiet() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    from transformers.utils import logging
+    from transformers.utils.logging import disable_progress_bar
 
-    logging.disable_progress_bar()
-    # its table of missing weights: `load_model` raises for them, but those that an adapter brings
-    logging.get_logger("transformers.modeling_utils").setLevel("ERROR")
+    disable_progress_bar()
+    logging.getLogger("transformers.modeling_utils").addFilter(_no_load_report)
+
+
+def _no_load_report(record: logging.LogRecord) -> bool:
+    """Of transformers' table of missing weights: `load_model` raises for those that an adapter does not bring."""
+    return "LOAD REPORT" not in record.getMessage()

@@ -7,6 +7,7 @@ a loop of peft, transformers and torch alone, the other strategies with the sing
 from __future__ import annotations
 
 import json
+import math
 import random
 from pathlib import Path
 
@@ -196,6 +197,45 @@ def test_what_is_done_with_it_afterwards(task, strategy, workspace, settings, tm
     weights = load_file(again / "adapter_model.safetensors")
     assert all(torch.equal(weights[name], tensor) for name, tensor in exported(run).items())
     assert {path.name for path in again.iterdir()} == {path.name for path in (run.directory / "model").iterdir()}
+
+
+@pytest.mark.parametrize(("task", "strategy"), AFTER)
+def test_predict_says_what_the_run_measured(task, strategy, workspace, rows, settings, tmp_path, capsys):
+    """On the held-out rows, one text at a time or several."""
+    run = start(workspace, settings, task, strategy)
+    held_out = [json.loads(line) for line in rows["held_out"].read_text().splitlines()]
+
+    def predicted(made: list[dict]) -> list[dict]:
+        file = tmp_path / "asked.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in made))
+        capsys.readouterr()
+        assert cli.main(["predict", str(run.directory), "--file", str(file), "--batch_size", "4"]) == 0
+        found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert len(found) == len(made)
+        return found
+
+    measured = run.metrics[-1]
+    if task == "classify":
+        both = list(zip(predicted(held_out), held_out, strict=True))
+        assert measured["eval_accuracy"] == pytest.approx(sum(a["label"] == row["label"] for a, row in both) / 21)
+        loss = -sum(math.log(answer["probabilities"][row["label"]]) for answer, row in both) / 21
+        assert measured["eval_loss"] == pytest.approx(loss, rel=1e-4)
+    elif task == "reward":
+        for name in ("chosen", "rejected"):
+            found = predicted([{"prompt": row["prompt"], "completion": row[name]} for row in held_out])
+            mean = sum(answer["score"] for answer in found) / 21
+            assert measured[f"eval_rewards_{name}"] == pytest.approx(mean, rel=1e-4, abs=1e-6)
+    elif task == "embed":
+        vectors = {}
+        for name in ("anchor", "positive", "negative"):
+            found = predicted([{"anchor": row[name]} for row in held_out])
+            vectors[name] = torch.tensor([answer["embedding"] for answer in found])
+        similar = vectors["anchor"] @ torch.cat([vectors["positive"], vectors["negative"]]).T
+        right = similar.argmax(dim=1) == torch.arange(21)
+        assert measured["eval_accuracy_at_1"] == pytest.approx(right.double().mean().item())
+    else:
+        (found,) = predicted([{"text": "abc [MASK]"}])
+        assert 0 < sum(each["probability"] for each in found["masks"][0]) <= 1
 
 
 def test_peft_and_transformers_load_what_the_run_measured(workspace, rows, settings):
