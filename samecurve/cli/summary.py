@@ -15,6 +15,13 @@ from ..rundir import read_metrics
 
 LABEL_WIDTH = 14
 LENGTH = ("output_dir", "steps", "schedule", "evaluate.every_steps")  # a comparison has its own
+# What `predict` is given, by the tasks whose models do not write.
+_ASKED = {
+    "classify": "'a text'",
+    "reward": "--prompt 'a question' 'an answer'",
+    "embed": "'a text' 'another text'",
+    "mlm": "'a [MASK] word'",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +70,7 @@ def commands(directory: Path, facts: dict) -> list[tuple[str, str]]:
         found.append(("go on where it stopped", launch(facts["strategy_path"], world_size, [recipe, *overrides])))
     if (directory / "model").is_dir():
         start = launch(facts["strategy_path"], world_size, [recipe, *continued(overrides, directory)])
-        found.append(("let it write", f"python -m samecurve generate {quoted(directory)}"))
+        found.append(_asking(facts.get("recipe", {}).get("task"), directory))
         found.append(("share it", f"python -m samecurve export {quoted(directory)} --dtype bf16"))
         found.append(("go on from its weights", start))
     other = another(facts["strategy"])
@@ -71,6 +78,12 @@ def commands(directory: Path, facts: dict) -> list[tuple[str, str]]:
     found.append(("try another strategy", launch(f"configs/{other}.yaml", num_processes_again(world_size), again)))
     found.append(("see that they agree", _compare([recipe, *_without(overrides, LENGTH)], other, world_size)))
     return found
+
+
+def _asking(task: str | None, directory: Path) -> tuple[str, str]:
+    if task in _ASKED:
+        return "ask it", f"python -m samecurve predict {quoted(directory)} {_ASKED[task]}"
+    return "let it write", f"python -m samecurve generate {quoted(directory)}"
 
 
 def _compare(arguments: Sequence[str], other: str, world_size: int) -> str:
