@@ -5,6 +5,7 @@ peft puts its layers into the model in place, so the model keeps its class, its 
     model.layers.0.self_attn.q_proj.base_layer.weight        frozen, the pretrained q_proj.weight
     model.layers.0.self_attn.q_proj.lora_A.default.weight    trained, (rank, in_features)
     model.layers.0.self_attn.q_proj.lora_B.default.weight    trained, (out_features, rank)
+    score.weight                                             trained: a classifier's head, new beside the base model
 
 LoRA: Hu et al. 2021, arXiv:2106.09685. rsLoRA: Kalajdzievski 2023, arXiv:2312.03732. DoRA: Liu et al. 2024,
 arXiv:2402.09353.
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from .architecture import is_classifier, kind_of, without_pooler
 from .errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -36,6 +38,9 @@ if TYPE_CHECKING:
 NAME = "default"  # what peft calls the one adapter that a model has
 SAMPLE_BYTES = 4096
 _BASE = ".base_layer."
+_STORED = "base_model.model."  # what peft puts before every name in its file
+# peft's word for what the model is for; it has none for masked language models.
+_TASK_TYPES = {"causal_lm": "CAUSAL_LM", "sequence_classification": "SEQ_CLS", "embedding": "FEATURE_EXTRACTION"}
 _MAGNITUDE = f".lora_magnitude_vector.{NAME}.weight"
 
 
@@ -46,24 +51,25 @@ def quiet() -> None:
 
 
 def inject(model: PreTrainedModel, settings: Adapter) -> None:
-    """Put the adapter's layers into `model`, in place, and freeze all else. Nothing is initialised.
+    """Put the adapter's layers into `model`, in place, and freeze all else but `whole_modules`. Nothing is initialised.
 
     Raises ConfigurationError when adapter.target_modules names nothing, or what cannot be adapted.
     """
     quiet()
     from peft import LoraConfig, inject_adapter_in_model
 
-    chosen = settings.target_modules
+    chosen, whole = settings.target_modules, whole_modules(model)
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
         target_modules=chosen if isinstance(chosen, str) else list(chosen),
+        exclude_modules=_with_parts(model, whole) or None,
         use_rslora=settings.rslora,
         use_dora=settings.dora,
         fan_in_fan_out=_transposed(model),
         init_lora_weights=False,  # under ZeRO-3 there is nothing to initialise yet; see `initial`
-        task_type="CAUSAL_LM",
+        task_type=_TASK_TYPES.get(kind_of(model)),
     )
     try:
         with warnings.catch_warnings():
@@ -72,6 +78,24 @@ def inject(model: PreTrainedModel, settings: Adapter) -> None:
             inject_adapter_in_model(config, model, NAME)
     except ValueError as error:
         raise ConfigurationError(f"adapter.target_modules: found {_shown(chosen)}; {error}") from error
+    for name in whole:
+        model.get_submodule(name).requires_grad_(True)
+
+
+def whole_modules(model: PreTrainedModel) -> list[str]:
+    """What an adapted model trains whole, as peft's `modules_to_save`: what a classifier has behind its base model, and
+    a pooler in that. Most pretrained models come without the two, and what begins as noise has nothing to be adapted.
+    """
+    if not is_classifier(model):
+        return []
+    base = model.base_model_prefix
+    behind = [name for name, _ in model.named_children() if name != base]
+    poolers = [name for name, _ in model.named_modules() if name.startswith(f"{base}.") and name.endswith(".pooler")]
+    return [name for name in (*behind, *poolers) if any(True for _ in model.get_submodule(name).parameters())]
+
+
+def _with_parts(model: PreTrainedModel, names: list[str]) -> list[str]:
+    return [name for name, _ in model.named_modules() if any(f"{name}.".startswith(f"{each}.") for each in names)]
 
 
 def check(model: PreTrainedModel, settings: Adapter) -> None:
@@ -84,9 +108,10 @@ def check(model: PreTrainedModel, settings: Adapter) -> None:
                 f"adapter.target_modules: no layer of this {model.config.model_type} is called {', '.join(idle)}; "
                 f"it has {', '.join(_linear_names(model))}"
             )
-    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    output = model.get_output_embeddings()
+    tied = output is not None and model.get_input_embeddings().weight is output.weight
     for name, module in adapted.items():
-        head = tied and module is model.get_output_embeddings()
+        head = tied and module is output
         if head or isinstance(module.base_layer, nn.Embedding):
             raise ConfigurationError(
                 f"adapter.target_modules: {name} is {'tied to the token embedding' if head else 'an embedding'}, which "
@@ -99,7 +124,8 @@ def is_adapted(model: nn.Module) -> bool:
 
 
 def trained_shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
-    """Shape by name of what is trained: the adapter's matrices, or all parameters of a model without one."""
+    """Shape by name of what is trained: the adapter's matrices and a new head, or all parameters of a model without an
+    adapter."""
     adapted = is_adapted(model)
     return {name: p.shape for name, p in model.named_parameters() if p.requires_grad or not adapted}
 
@@ -140,12 +166,15 @@ def magnitude(model: PreTrainedModel, name: str, weight: Tensor) -> tuple[str, T
 
 
 def stored_config(model: PreTrainedModel) -> LoraConfig:
-    """adapter_config.json's content: where the base model is, and which layers were adapted."""
+    """adapter_config.json's content: where the base model is, which layers were adapted, which ones are there whole."""
     import copy
 
     config = copy.deepcopy(model.peft_config[NAME])
     path = model.config._name_or_path
     config.base_model_name_or_path = str(Path(path).resolve()) if Path(path).is_dir() else path
+    config.modules_to_save = whole_modules(model) or None
+    if without_pooler(type(model)):  # AutoModel makes a pooler, which names such as `dense` would fit
+        config.exclude_modules = ["pooler.dense"]
     config.init_lora_weights = True
     config.inference_mode = True
     return config
@@ -155,10 +184,19 @@ def stored_names(model: PreTrainedModel) -> dict[str, str]:
     """peft's name in adapter_model.safetensors of each trained parameter, by its name here."""
     from peft import get_peft_model_state_dict
 
-    named = {name: p for name, p in model.named_parameters() if is_adapters(name)}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    named = {name: p for name, p in trained.items() if is_adapters(name)}
     stored = get_peft_model_state_dict(model, named, NAME, save_embedding_layers=False)
-    names = {id(parameter): f"base_model.model.{name}" for name, parameter in stored.items()}
-    return {name: names[id(parameter)] for name, parameter in named.items()}
+    names = {id(parameter): name for name, parameter in stored.items()}
+    return {name: _STORED + names.get(id(parameter), name) for name, parameter in trained.items()}
+
+
+def brought(folder: Path) -> set[str]:
+    """Names of what an adapter's folder holds, as the model that it is for calls them where it is whole."""
+    path = folder / "adapter_model.safetensors"
+    if not path.is_file():
+        return set()
+    return {name.removeprefix(_STORED) for name in _header(path)[1]}
 
 
 def fingerprint(files: dict[str, Path]) -> str:
@@ -196,6 +234,7 @@ def _linear_names(model: PreTrainedModel) -> list[str]:
     found = {name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
     parts = {name.removesuffix(".base_layer").rpartition(".")[2] for name in found if ".lora_" not in name}
     head = {name for name, module in model.named_modules() if module is model.get_output_embeddings()}
+    head |= {name.rpartition(".")[2] for name in whole_modules(model)}
     return sorted(parts - head)
 
 

@@ -152,7 +152,19 @@ def is_remote(config: PreTrainedConfig) -> bool:
 
 
 def is_classifier(model: PreTrainedModel) -> bool:
-    return Head("sequence_classification").model_class(model.config) is type(model)
+    return kind_of(model) == "sequence_classification"
+
+
+def kind_of(model: PreTrainedModel) -> str:
+    """Head.kind of what the model ends in."""
+    return next((kind for kind in KINDS if Head(kind).model_class(model.config) is type(model)), CAUSAL.kind)
+
+
+def kind_of_stored(config: PreTrainedConfig) -> str:
+    """Head.kind of a stored model, by the class that it was made as."""
+    made_as = config.architectures or ()
+    classes = {kind: Head(kind).model_class(config) for kind in KINDS}
+    return next((kind for kind, found in classes.items() if found and found.__name__ in made_as), CAUSAL.kind)
 
 
 def check_causal(model: PreTrainedModel) -> None:

@@ -21,6 +21,8 @@ from .rundir import read_metrics
 
 CARD, PICTURE = "README.md", "loss.svg"
 UNKNOWN = "not known"
+# Where an adapter's folder has the config of the model that it makes of its base.
+ADAPTED_CONFIG = "model_config"
 _CURVE_POINTS = 12
 _LICENSE_ID = re.compile(r"[a-z0-9][a-z0-9.\-]*")
 # The class that loads it, and the hub's name for what it does.
@@ -113,7 +115,11 @@ def _use(facts: dict, made: Made) -> Iterator[str]:
     lines = ["```python", f"from transformers import {loader}, AutoTokenizer", ""]
     if recipe["adapter"]["name"] and not made.merged:
         lines.insert(1, "from peft import PeftModel")
-        lines += [f"model = {loader}.from_pretrained({recipe['model']['path']!r})  # what the adapter belongs to"]
+        base = repr(recipe["model"]["path"])
+        if recipe["task"] in _USES:  # the config here says which head it has
+            lines[0] = f"from transformers import {loader}, AutoConfig, AutoTokenizer"
+            base += f", config=AutoConfig.from_pretrained(folder, subfolder={ADAPTED_CONFIG!r})"
+        lines += [f"model = {loader}.from_pretrained({base})  # what the adapter belongs to"]
         lines += ["model = PeftModel.from_pretrained(model, folder)  # this folder"]
     else:
         lines += [f"model = {loader}.from_pretrained(folder)  # this folder"]

@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers.dynamic_module_utils import custom_object_save
 
 from .adapter import is_adapted, stored_config, stored_names
-from .architecture import is_remote
+from .architecture import CAUSAL, is_remote, kind_of
+from .card import ADAPTED_CONFIG
 from .errors import CheckpointError, NumericError, SamecurveError, StorageError
 from .records import write_json, writing
 
@@ -193,7 +194,13 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _write_adapter_config(skeleton: PreTrainedModel, directory: Path, dtype: torch.dtype) -> None:
+    """And the model's own config, where it may have another head than its base: names of classes, the token that pads.
+
+    In a folder of its own: transformers takes one with config.json for a whole model.
+    """
     stored_config(skeleton).save_pretrained(directory)
+    if kind_of(skeleton) != CAUSAL.kind:
+        _write_config(skeleton, directory / ADAPTED_CONFIG, dtype)
 
 
 def _write_config(skeleton: PreTrainedModel, directory: Path, dtype: torch.dtype) -> None:

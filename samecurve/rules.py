@@ -70,7 +70,6 @@ _BUILTINS = {
     "embed": DOCSTRINGS,
 }
 _PACKED = ("pretrain", "continue_pretrain", "sft", "distill")
-_CAUSAL = (*_PACKED, "dpo")
 
 
 def apply(source: Source) -> None:
@@ -205,9 +204,6 @@ def _task(value: Callable[[str], Any]) -> Iterator[Finding]:
         what = "two answers to one prompt" if task in ("dpo", "reward") else "one text"
         what = "texts that are read by themselves" if task == "embed" else what
         yield "data.packing", f"found true, but a row of task {task} holds {what}; set it to false"
-    if task not in _CAUSAL and value("adapter.name") is not None:
-        text = f"found {value('adapter.name')}, but task {task} trains whole models only yet; set it to null"
-        yield "adapter.name", text
 
 
 def _columns(value: Callable[[str], Any]) -> Iterator[Finding]:

@@ -21,6 +21,7 @@ COMMANDS = {
     "report": "one page of curves and facts of a run, or of two side by side",
     "generate": "let a trained model write",
     "chat": "talk with a trained chat model",
+    "predict": "ask a classifier, a reward model, an embedding or a masked language model",
     "evaluate": "measure a trained model on held-out data",
     "lm_eval": "measure a trained model on public benchmarks",
     "export": "a run's model, or a checkpoint's, as a folder to share: another dtype, and a card",

@@ -121,9 +121,7 @@ def _classes(recipe: Recipe, folder: Path) -> tuple[str, ...] | None:
     """A classifier's own, in their order: data may lack some of them. None where there are no classes."""
     if recipe.task != "classify":
         return None
-    from transformers import AutoConfig
-
-    names = AutoConfig.from_pretrained(folder, trust_remote_code=recipe.model.trust_remote_code).id2label
+    names = models.stored_config(folder).id2label
     return tuple(names[index] for index in sorted(names))
 
 

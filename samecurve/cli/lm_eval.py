@@ -54,7 +54,7 @@ def command(arguments: argparse.Namespace) -> list[str]:
     recipe = models.recipe(directory) if directory else None
     base = models.base_path(folder)
     trusted = models.trusts_remote_code(folder)
-    models.check_causal(base or str(folder), trusted)
+    models.check_causal(folder)
     loaded = {"pretrained": base or str(folder), "tokenizer": str(folder)} | ({"peft": str(folder)} if base else {})
     loaded |= {"trust_remote_code": True} if trusted else {}
     loaded["dtype"] = DTYPES[arguments.dtype or (recipe.precision if recipe else "fp32")]

@@ -75,22 +75,23 @@ def _write_card(run: Path, output: Path, dtype: str) -> None:
 
 def _merge(folder: Path, base: str, output: Path) -> str:
     """What was proved, in a sentence. Raises NumericError when the model that is read back has other logits."""
-    adapted, tokenizer = models.load(folder)
+    head = models.stored_head(folder)
+    adapted, _ = models.load(folder, head)
     rows = _rows(adapted)
-    with adapted.disable_adapter():
-        alone = _logits(adapted, rows)
-    expected = _logits(adapted, rows)
+    alone, expected = _without_matrices(adapted, rows), _logits(adapted, rows)
     # safe_merge: refuses weights that are not finite
     merged = adapted.merge_and_unload(safe_merge=True)
     with writing(output):
         merged.save_pretrained(output)
-        tokenizer.save_pretrained(output)
+        _copy_the_rest(folder, output)
     del adapted, merged
-    found = _logits(models.load_model(str(output), trust_remote_code=models.trusts_remote_code(folder)), rows)
+    trusted = models.trusts_remote_code(folder)
+    found = _logits(models.load_model(str(output), head, trust_remote_code=trusted), rows)
     difference, effect = ((other - expected).abs().max().item() for other in (found, alone))
     limit = TOLERANCE * expected.abs().max().item()
+    what = "states" if head.kind == "embedding" else "logits"
     text = (
-        f"on {ROWS} rows of {rows.shape[1]} tokens, read back from the disk: its logits differ from those of {base} "
+        f"on {ROWS} rows of {rows.shape[1]} tokens, read back from the disk: its {what} differ from those of {base} "
         f"with the adapter by at most {difference:.1e} (allowed: {limit:.1e}); the adapter moves them by {effect:.1e}"
     )
     if not difference <= limit:
@@ -111,4 +112,29 @@ def _logits(model: PreTrainedModel, rows: Tensor) -> Tensor:
     import torch
 
     with torch.no_grad():
-        return model(input_ids=rows).logits
+        output = model(input_ids=rows)
+    return output.logits if "logits" in output else output.last_hidden_state
+
+
+def _without_matrices(model: PreTrainedModel, rows: Tensor) -> Tensor:
+    """`_logits` of the base model; a head that is trained with the adapter stays, as the base has none."""
+    from peft.tuners.lora import LoraLayer
+
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    found = _logits(model, rows)
+    for layer in layers:
+        layer.enable_adapters(True)
+    return found
+
+
+def _copy_the_rest(folder: Path, output: Path) -> None:
+    """The tokenizer, and what the task wrote beside the adapter."""
+    from ..card import ADAPTED_CONFIG, CARD, PICTURE
+
+    for path in folder.iterdir():
+        skipped = path.name.startswith("adapter_") or path.name in (CARD, PICTURE, ADAPTED_CONFIG)
+        if skipped or (output / path.name).exists():
+            continue
+        shutil.copytree(path, output / path.name) if path.is_dir() else shutil.copyfile(path, output / path.name)

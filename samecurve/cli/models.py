@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -109,15 +111,31 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model, in fp32 and with its adapter where the folder holds one, and its tokenizer. See load_model."""
     base = base_path(folder)
-    model = load_model(base or str(folder), head, attention, trusts_remote_code(folder))
-    if base is not None:
-        from ..adapter import quiet
+    if base is None:
+        return load_model(str(folder), head, attention, trusts_remote_code(folder)), load_tokenizer(folder)
+    from ..adapter import quiet
 
-        quiet()
-        from peft import PeftModel
+    quiet()
+    from peft import PeftModel
 
-        model = PeftModel.from_pretrained(model, folder)
-    return model.eval(), load_tokenizer(folder)
+    model = load_model(base, head, attention, trusts_remote_code(folder), folder)
+    with warnings.catch_warnings():
+        # ours is made without the pooler that is told to be left alone
+        warnings.filterwarnings("ignore", message="You have passed exclude_modules")
+        return PeftModel.from_pretrained(model, folder).eval(), load_tokenizer(folder)
+
+
+def stored_config(folder: Path) -> PreTrainedConfig:
+    """Of a model, or of a base model with its adapter. ConfigurationError when there is none."""
+    base = base_path(folder)
+    return _config(_described(base or str(folder), folder), trusts_remote_code(folder))
+
+
+def stored_head(folder: Path) -> Head:
+    """What the model of an export or an adapter ends in."""
+    from ..architecture import Head, kind_of_stored
+
+    return Head(kind_of_stored(stored_config(folder)))
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -131,61 +149,83 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def load_model(
-    path: str, head: Head | None = None, attention: str | None = None, trust_remote_code: bool = False
+    path: str,
+    head: Head | None = None,
+    attention: str | None = None,
+    trust_remote_code: bool = False,
+    adapter: Path | None = None,
 ) -> PreTrainedModel:
     """A whole model in fp32 on the CPU.
 
     head: what it ends in, a causal language model's by default. attention, trust_remote_code: as in a recipe's model.
+    adapter: the folder of one that is to be put beside it, and may bring the head.
     Raises ConfigurationError when there is no model, or one with another head: its own would be drawn at random.
     """
     _quiet()
     import torch
 
+    from ..adapter import brought
     from ..architecture import CAUSAL, without_pooler
 
     head = head or CAUSAL
     more = {} if attention is None else {"attn_implementation": attention}
-    model_class, config = _class(path, head, trust_remote_code)
-    more |= without_pooler(model_class)
+    model_class, config = _class(_described(path, adapter), head, trust_remote_code)
+    more |= {"config": config, **without_pooler(model_class)}
     try:
         model, found = model_class.from_pretrained(
             path, dtype=torch.float32, output_loading_info=True, trust_remote_code=trust_remote_code, **more
         )
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{path}: no model can be loaded from there ({error})") from error
-    if found["missing_keys"]:
-        names = ", ".join(sorted(found["missing_keys"])[:3])
+    missing = set(found["missing_keys"]) - (brought(adapter) if adapter else set())
+    if missing:
+        names = ", ".join(sorted(missing)[:3])
         made_as = ", ".join(config.architectures or ["another one"])
         raise ConfigurationError(f"{path}: holds no {head.title} ({names} is missing): it was made as {made_as}")
     return model.eval()
 
 
-def check_causal(path: str, trust_remote_code: bool = False) -> None:
-    """Raises ConfigurationError for a model that is no causal language model; its weights are not looked at."""
+def check_causal(folder: Path) -> None:
+    """Raises ConfigurationError for a model, or an adapter's, that is no causal language model; its weights are not
+    looked at."""
     from ..architecture import CAUSAL
 
-    _class(path, CAUSAL, trust_remote_code)
+    _class(_described(base_path(folder) or str(folder), folder), CAUSAL, trusts_remote_code(folder))
+
+
+def _described(path: str, adapter: Path | None) -> str:
+    """Where the config of a model is: an adapter that gives its model another head has it, else the model itself."""
+    from ..card import ADAPTED_CONFIG
+
+    found = None if adapter is None else adapter / ADAPTED_CONFIG
+    return str(found) if found is not None and found.is_dir() else path
 
 
 def _class(path: str, head: Head, trust_remote_code: bool) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
     """What loads it. A tied output head would be found in a classifier's file, too, so the config is asked."""
-    from transformers import AutoConfig
-
     from ..architecture import KINDS, Head
 
+    config = _config(path, trust_remote_code)
+    model_class = head.model_class(config)
+    others = {getattr(Head(kind).model_class(config), "__name__", None) for kind in KINDS if kind != head.kind}
+    stored = set(config.architectures or ()) - {getattr(model_class, "__name__", None)}
+    if model_class is None or (stored and stored <= others):
+        fix = "; ask it by python -m samecurve predict" if head.kind == "causal_lm" and stored else ""
+        made_as = ", ".join(stored) or config.model_type
+        raise ConfigurationError(f"{path}: holds a {made_as}, which is no {head.title}{fix}")
+    return model_class, config
+
+
+def _config(path: str, trust_remote_code: bool) -> PreTrainedConfig:
+    from transformers import AutoConfig
+
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         fix = ""
         if "trust_remote_code" in str(error):
             fix = "; it has Python files of its own, and no run whose recipe has model.trust_remote_code is known here"
         raise ConfigurationError(f"{path}: no model can be loaded from there ({error}){fix}") from error
-    model_class = head.model_class(config)
-    others = {getattr(Head(kind).model_class(config), "__name__", None) for kind in KINDS if kind != head.kind}
-    stored = set(config.architectures or ()) - {getattr(model_class, "__name__", None)}
-    if model_class is None or (stored and stored <= others):
-        raise ConfigurationError(f"{path}: holds a {', '.join(stored) or config.model_type}, which is no {head.title}")
-    return model_class, config
 
 
 def device() -> torch.device:
@@ -197,6 +237,12 @@ def device() -> torch.device:
 
 def _quiet() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    from transformers.utils import logging
+    from transformers.utils.logging import disable_progress_bar
 
-    logging.disable_progress_bar()
+    disable_progress_bar()
+    logging.getLogger("transformers.modeling_utils").addFilter(_no_load_report)
+
+
+def _no_load_report(record: logging.LogRecord) -> bool:
+    """Of transformers' table of missing weights: `load_model` raises for those that an adapter does not bring."""
+    return "LOAD REPORT" not in record.getMessage()

@@ -12,10 +12,16 @@ from ..errors import ConfigurationError
 from ..progress import duration, number, spaced
 from ..records import read_json
 from ..rundir import read_metrics
-from .writer import SILENT_TASKS
 
 LABEL_WIDTH = 14
 LENGTH = ("output_dir", "steps", "schedule", "evaluate.every_steps")  # a comparison has its own
+# What `predict` is given, by the tasks whose models do not write.
+_ASKED = {
+    "classify": "'a text'",
+    "reward": "--prompt 'a question' 'an answer'",
+    "embed": "'a text' 'another text'",
+    "mlm": "'a [MASK] word'",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +76,7 @@ def commands(directory: Path, facts: dict) -> list[tuple[str, str]]:
         found.append(("go on where it stopped", launch(facts["strategy_path"], world_size, [recipe, *overrides])))
     if (directory / "model").is_dir():
         start = launch(facts["strategy_path"], world_size, [recipe, *continued(overrides, directory)])
-        found.append(_use(directory, facts.get("recipe", {})))
+        found.append(_asking(facts.get("recipe", {}).get("task"), directory))
         found.append(("share it", f"python -m samecurve export {quoted(directory)} --dtype bf16"))
         found.append(("go on from its weights", start))
     other = another(facts["strategy"])
@@ -80,12 +86,10 @@ def commands(directory: Path, facts: dict) -> list[tuple[str, str]]:
     return found
 
 
-def _use(directory: Path, recipe: dict) -> tuple[str, str]:
-    """What fits what the model was trained for."""
-    if recipe.get("task") not in SILENT_TASKS:
-        return "let it write", f"python -m samecurve generate {quoted(directory)}"
-    held_out = recipe["data"]["held_out_fraction"] or recipe["evaluate"]["path"]
-    return "measure it", f"python -m samecurve evaluate {quoted(directory)}{'' if held_out else ' DATA'}"
+def _asking(task: str | None, directory: Path) -> tuple[str, str]:
+    if task in _ASKED:
+        return "ask it", f"python -m samecurve predict {quoted(directory)} {_ASKED[task]}"
+    return "let it write", f"python -m samecurve generate {quoted(directory)}"
 
 
 def _compare(arguments: Sequence[str], other: str, world_size: int) -> str:

@@ -122,7 +122,9 @@ def check_writes(run: Path, folder: Path, recipe: Recipe | None) -> None:
         why = f"holds a {others[0]}, which writes nothing"
     else:
         return
-    raise ConfigurationError(f"{folder}: {why}; measure it instead: python -m samecurve evaluate {run}")
+    raise ConfigurationError(
+        f"{folder}: {why}; ask it by python -m samecurve predict {run}, or measure it: evaluate {run}"
+    )
 
 
 def is_chat(recipe: Recipe | None, tokenizer: PreTrainedTokenizerBase) -> bool:

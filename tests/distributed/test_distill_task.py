@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import LLAMA, largest_relative_difference, long, relative_l2
+from harness import LLAMA, LORA, largest_relative_difference, long, relative_l2
 from test_encoder_tasks import STEPS, Setting, start
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, get_cosine_with_min_lr_schedule_with_warmup
@@ -134,6 +134,17 @@ def test_the_held_out_numbers_are_the_exports(strategy, workspace, setting):
     assert last["eval_label_loss"] == pytest.approx(label_loss / tokens, rel=1e-5)
     whole = (1 - LABEL_WEIGHT) * divergence + LABEL_WEIGHT * label_loss
     assert last["eval_loss"] == pytest.approx(whole / tokens, rel=1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2", "zero3"])
+def test_a_student_may_be_an_adapter(strategy, workspace, setting):
+    expected, run = (workspace.run(name, 2 if name else 1, *setting.overrides, LORA) for name in (None, strategy))
+    assert expected.returncode == run.returncode == 0, run.output
+    assert run.facts["num_trained_parameters"] < run.facts["num_parameters"] / 2
+    assert largest_relative_difference(run.column("loss"), expected.column("loss")) < 1e-5
+    assert largest_relative_difference(run.column("grad_norm"), expected.column("grad_norm")) < 1e-4
+    assert run.metrics[-1]["eval_loss"] == pytest.approx(expected.metrics[-1]["eval_loss"], rel=1e-5)
 
 
 @pytest.mark.full

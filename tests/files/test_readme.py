@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from samecurve import cli
+from samecurve import cli, recipe
 from samecurve.cli import bench
 from samecurve.compilation import Recompilations
 from samecurve.engines.base import EvalResult, StepResult
@@ -53,6 +53,18 @@ def test_every_strategy_and_every_recipe_is_in_its_table():
     assert len(strategies) >= 12 and len(recipes) >= 2
     assert first_column(section("Strategies")) == strategies
     assert first_column(section("Recipes")) == recipes
+
+
+def test_the_table_says_which_recipes_take_an_adapter():
+    rows = re.findall(r"^\| \[`(\w+)`\].*\|([^|]*)\|$", section("Recipes"), re.MULTILINE)
+    told = {name for name, adapter in rows if "LoRA" in adapter}
+    pretrained = ["model={path: owner/name}", "tokenizer.vocabulary_size=null", "adapter.name=lora"]
+    taken = set()
+    for name, _ in rows:
+        source = recipe.load(str(ROOT / "recipes" / f"{name}.yaml"), pretrained)
+        taken |= set() if [problem for problem in source.document.problems if problem.key == "adapter.name"] else {name}
+    # the quickstart is there to need no pretrained model
+    assert told == taken - {"quickstart"} and len(told) >= 11
 
 
 def test_the_ways_to_start_are_all_there():

@@ -63,7 +63,7 @@ def test_what_writes_nothing_is_measured(command, task, tmp_path, capsys, monkey
     (tmp_path / "model" / "config.json").write_text('{"architectures": ["BertForSequenceClassification"]}')
     assert cli.main([command, str(tmp_path)]) == 2
     told = capsys.readouterr().err
-    assert f"measure it instead: python -m samecurve evaluate {tmp_path}" in told
+    assert f"ask it by python -m samecurve predict {tmp_path}, or measure it: evaluate {tmp_path}" in told
     assert ("task reward" if task else "BertForSequenceClassification") in told
 
 
@@ -78,7 +78,7 @@ def test_the_summary_recommends_what_works(tmp_path):
     recipe = Recipe.model_validate({**facts()["recipe"], "task": "reward"}).model_dump()
     found = facts(overrides=["seed=1", "model.path=a", "seed=2", "model={path: b}"], strategy_path=None)
     commands = dict(summary.commands(tmp_path, {**found, "recipe": recipe}))
-    assert commands["measure it"] == f"python -m samecurve evaluate {tmp_path} DATA"
+    assert commands["ask it"] == f"python -m samecurve predict {tmp_path} --prompt 'a question' 'an answer'"
     assert "let it write" not in commands
     assert summary.latest(found["overrides"]) == ["seed=2", "model={path: b}"]
     assert "seed=1" not in commands["try another strategy"]

@@ -324,6 +324,15 @@ def test_summary(tmp_path, recipe_file, capsys):
     assert f"  python -m samecurve compare {typed} --strategies single,zero3 --num_processes 2" in lines
 
 
+def test_what_does_not_write_is_asked(tmp_path, recipe_file):
+    finished(tmp_path, recipe_file)
+    facts = json.loads((tmp_path / "run.json").read_text())
+    for task in ("classify", "reward", "embed", "mlm"):
+        lines = dict(summary.commands(tmp_path, facts | {"recipe": {"task": task}}))
+        assert lines["ask it"].startswith(f"python -m samecurve predict {tmp_path} ") and "let it write" not in lines
+    assert "--prompt" in dict(summary.commands(tmp_path, facts | {"recipe": {"task": "reward"}}))["ask it"]
+
+
 def test_the_way_to_go_on_is_legal(tmp_path, recipe_file):
     directory = tmp_path / "run"
     finished(directory, recipe_file)

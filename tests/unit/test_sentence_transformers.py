@@ -18,7 +18,7 @@ import torch
 from test_embed import BERT, made
 
 from samecurve import export, model, tasks
-from samecurve.config import Embed
+from samecurve.config import Adapter, Embed, Model
 from samecurve.engines.base import EvalResult
 
 pytestmark = pytest.mark.full
@@ -51,6 +51,16 @@ found = {
 json.dump(found, open(f"{folder}/found.json", "w"))
 """
 
+ENCODE = """
+import json, sys
+from sentence_transformers import SentenceTransformer
+
+folder = sys.argv[1]
+texts = [json.loads(line)["anchor"] for line in open(f"{folder}/rows.jsonl")]
+model = SentenceTransformer(f"{folder}/model", device="cpu").eval()
+json.dump(model.encode(texts, convert_to_numpy=True).tolist(), open(f"{folder}/found.json", "w"))
+"""
+
 
 def rows() -> list[dict]:
     """Texts of different lengths, some too long for a row, some positives twice."""
@@ -65,19 +75,25 @@ def rows() -> list[dict]:
     return found
 
 
-@pytest.mark.skipif(
+needs_sentence_transformers = pytest.mark.skipif(
     not Path(FOLDER, "sentence_transformers").is_dir(),
     reason="SAMECURVE_SENTENCE_TRANSFORMERS names no folder that sentence-transformers is installed in",
 )
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": FOLDER, "HF_HUB_OFFLINE": "1"}
+
+
+@needs_sentence_transformers
 @pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
 def test_loss_gradient_metrics_and_export_are_those_of_sentence_transformers(tmp_path, pooling):
     temperature = 0.07
     recipe = made(tmp_path, rows(), embed=Embed(pooling=pooling, temperature=temperature).model_dump())
     task = tasks.load(recipe)
     whole, features = exported(recipe, task, tmp_path / "model")
-    environment = {**os.environ, "PYTHONPATH": FOLDER, "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", PROGRAM, str(tmp_path), str(temperature), *COLUMNS]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(command, env=environment(), cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "found.json").read_text())
 
@@ -106,9 +122,43 @@ def exported(recipe, task, folder: Path):
             skeleton, recipe, lambda name, tensor: tensors[name].copy_(3 * tensor if "weight" in name else tensor)
         )
     export.export(whole.named_parameters(), skeleton, task.tokenizer, folder, True, write_beside=task.write_beside)
+    return whole, featured(task, whole)
+
+
+def featured(task, whole) -> torch.Tensor:
     arrays = task.train[np.arange(len(task.train))]
     inputs = {name: torch.from_numpy(array).flatten(0, 1) for name, array in arrays.inputs.items()}
     labels = torch.zeros(len(task.train), dtype=torch.long)
     states = task.outputs(whole(**inputs))
     assert states.shape[-1] == BERT["hidden_size"]
-    return whole, task.features(states, labels, inputs["attention_mask"])
+    return task.features(states, labels, inputs["attention_mask"])
+
+
+@needs_sentence_transformers
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_an_adapters_export_is_read_too(tmp_path, pooling):
+    recipe = made(tmp_path, rows(), embed=Embed(pooling=pooling).model_dump())
+    task = tasks.load(recipe)
+    exported(recipe, task, tmp_path / "base")
+    settings = Adapter(name="lora", rank=4, alpha=8)
+    recipe = recipe.model_copy(update={"model": Model(path=str(tmp_path / "base")), "adapter": settings})
+    skeleton = model.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
+    whole = model.build(type(skeleton), skeleton.config, torch.device("cpu"), settings).eval()
+    tensors = dict(whole.named_parameters()) | dict(whole.named_buffers())
+    with torch.no_grad():
+        model.fill(skeleton, recipe, lambda name, tensor: tensors[name].copy_(tensor))
+        before = featured(task, whole)
+        trained = {name: p for name, p in whole.named_parameters() if p.requires_grad}
+        for parameter in trained.values():  # B starts at 0
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    parameters = ((name, p.detach()) for name, p in trained.items())
+    beside = task.write_beside
+    export.export(parameters, skeleton, task.tokenizer, tmp_path / "model", True, write_beside=beside)
+    features = featured(task, whole)
+    assert (features - before).abs().max() > 0.05
+    done = subprocess.run(
+        [sys.executable, "-c", ENCODE, str(tmp_path)], env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    found = torch.tensor(json.loads((tmp_path / "found.json").read_text()))
+    torch.testing.assert_close(features[:, :16], found, atol=1e-6, rtol=1e-5)

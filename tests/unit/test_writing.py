@@ -94,7 +94,7 @@ def test_another_head_is_refused(tmp_path, capsys):
     LlamaForSequenceClassification(config).save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
     assert cli.main(["generate", str(tmp_path)]) == 2
-    assert "holds a LlamaForSequenceClassification, which writes nothing; measure it" in capsys.readouterr().err
+    assert "holds a LlamaForSequenceClassification, which writes nothing; ask it by" in capsys.readouterr().err
 
 
 def test_what_does_not_fit_is_told(tmp_path, capsys):
