@@ -93,12 +93,13 @@ def load(
     base = base_path(folder)
     if base is None:
         return load_model(str(folder), head, attention), load_tokenizer(folder)
+    model = load_model(base, head, attention, adapter=folder)
     from peft import PeftModel
 
-    model = load_model(base, head, attention, adapter=folder)
     with warnings.catch_warnings():
         # ours is made without the pooler that is told to be left alone
         warnings.filterwarnings("ignore", message="You have passed exclude_modules")
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
         return PeftModel.from_pretrained(model, folder).eval(), load_tokenizer(folder)
 
 
@@ -209,6 +210,8 @@ def _quiet() -> None:
 
     disable_progress_bar()
     logging.getLogger("transformers.modeling_utils").addFilter(_no_load_report)
+    # peft imports it where it is installed, and on a CPU it warns of a faster kernel that only a hub has
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def _no_load_report(record: logging.LogRecord) -> bool:

@@ -225,7 +225,11 @@ class Filler(Predictor):
     def _fillers(self, probabilities: Tensor) -> list[dict[str, Any]]:
         best = probabilities.topk(min(self.top, len(probabilities)))
         found = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        return [{"token": self.tokenizer.decode([token]).strip(), "probability": value} for token, value in found]
+        return [{"token": self._shown(token), "probability": value} for token, value in found]
+
+    def _shown(self, token: int) -> str:
+        text = self.tokenizer.decode([token])
+        return text.strip() or text
 
 
 def _encoded(encoder: ExampleEncoder, example: Example) -> Read:
