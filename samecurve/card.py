@@ -117,7 +117,7 @@ def _use(facts: dict, made: Made) -> Iterator[str]:
         lines.insert(1, "from peft import PeftModel")
         base = repr(recipe["model"]["path"])
         if recipe["task"] in _USES:  # the config here says which head it has
-            lines[0] = f"from transformers import {loader}, AutoConfig, AutoTokenizer"
+            lines[2] = f"from transformers import {loader}, AutoConfig, AutoTokenizer"
             base += f", config=AutoConfig.from_pretrained(folder, subfolder={ADAPTED_CONFIG!r})"
         lines += [f"model = {loader}.from_pretrained({base})  # what the adapter belongs to"]
         lines += ["model = PeftModel.from_pretrained(model, folder)  # this folder"]

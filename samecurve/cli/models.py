@@ -122,6 +122,7 @@ def load(
     with warnings.catch_warnings():
         # ours is made without the pooler that is told to be left alone
         warnings.filterwarnings("ignore", message="You have passed exclude_modules")
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
         return PeftModel.from_pretrained(model, folder).eval(), load_tokenizer(folder)
 
 
@@ -241,6 +242,8 @@ def _quiet() -> None:
 
     disable_progress_bar()
     logging.getLogger("transformers.modeling_utils").addFilter(_no_load_report)
+    # peft imports it where it is installed, and on a CPU it warns of a faster kernel that only a hub has
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def _no_load_report(record: logging.LogRecord) -> bool:

@@ -125,7 +125,8 @@ def _line(answer: dict[str, Any]) -> str:
 
 
 def _likely(found: Sequence[tuple[str, float]]) -> str:
-    return ", ".join(f"{name} {probability:.3f}" for name, probability in found)
+    """A filler may be a line break."""
+    return ", ".join(f"{name if name.strip() else repr(name)} {probability:.3f}" for name, probability in found)
 
 
 def _short(text: str) -> str:

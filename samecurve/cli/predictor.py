@@ -225,7 +225,11 @@ class Filler(Predictor):
     def _fillers(self, probabilities: Tensor) -> list[dict[str, Any]]:
         best = probabilities.topk(min(self.top, len(probabilities)))
         found = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        return [{"token": self.tokenizer.decode([token]).strip(), "probability": value} for token, value in found]
+        return [{"token": self._shown(token), "probability": value} for token, value in found]
+
+    def _shown(self, token: int) -> str:
+        text = self.tokenizer.decode([token])
+        return text.strip() or text
 
 
 def _encoded(encoder: ExampleEncoder, example: Example) -> Read:
@@ -236,7 +240,8 @@ def _encoded(encoder: ExampleEncoder, example: Example) -> Read:
 
 
 def load(run: Path, prompt: str | None = None, top: int | None = None) -> Predictor:
-    """The model of a run or a folder. ConfigurationError for one that writes, and for what it does not ask for."""
+    """The model of a run or a folder. ConfigurationError for one that writes, and for what it does not ask for;
+    CheckpointError for an adapter whose base has changed."""
     folder, directory = models.model_folder(run), models.run_directory(run)
     head, config = models.stored_head(folder), models.stored_config(folder)
     kind = "score" if head.kind == "sequence_classification" and config.num_labels == 1 else head.kind
@@ -249,6 +254,8 @@ def load(run: Path, prompt: str | None = None, top: int | None = None) -> Predic
         if given is not None and classes[kind] is not needed:
             what = "a reward model" if needed is Scorer else "a masked language model"
             raise ConfigurationError(f"--{name}: is for {what}, and {folder} holds another one; leave it out")
-    recipe = models.recipe(directory) if directory else None
+    recipe, base = models.recipe(directory) if directory else None, models.base_path(folder)
+    if directory and base:
+        models.check_base(directory, base)
     model, found = models.load(folder, head)
     return classes[kind](folder, model.to(models.device()), found, recipe, prompt, TOP if top is None else top)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -139,6 +141,17 @@ def test_a_base_model_on_the_hub(run, merged):
     assert ("PeftModel" in text) is not merged
     assert "| base model's fingerprint | f00 |" in text
     assert "- what org/base was trained on, and its licence" in text
+
+
+def test_an_adapted_classifier_takes_its_config_from_its_folder(run):
+    adapted = {"model": HUB, "adapter": {"name": "lora"}, "task": "classify"}
+    written(run, facts(recipe=adapted, adapter={"name": "lora", "base_model": "f00"}))
+    code = re.search(r"^```python\n(.*?)^```", model_card(run, Made()), re.MULTILINE | re.DOTALL)[1]
+    (call,) = (line for line in code.splitlines() if "org/base" in line)
+    assert "from_pretrained('org/base', config=AutoConfig.from_pretrained(folder, subfolder='model_config'))" in call
+    assert {"AutoModelForSequenceClassification", "AutoConfig", "PeftModel"} <= {
+        alias.name for node in ast.parse(code).body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
 
 
 def test_a_base_model_on_the_disk_has_no_name_on_the_hub(run, tmp_path):
