@@ -17,7 +17,7 @@ from .rules_memory import memory
 from .rules_optimizer import optimizer
 from .rules_profile import profiled
 from .rules_sources import mixture, pattern, streaming
-from .rules_tasks import chunked, distill, embed, model_folder, preferences
+from .rules_tasks import chunked, continued, distill, embed, model_folder, preferences, tokenizer
 from .sources import BUILTIN, DOCSTRINGS, FUNCTIONS, MODULES, PREFERENCES, pattern_hint
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ _PACKED = ("pretrain", "continue_pretrain", "sft", "distill")
 def apply(source: Source) -> None:
     """Add what the rules find to the source's problems."""
     model = (_model, _adapter, _attention, _positions, memory)
-    data = (_tokenizer, _data, _task, embed, distill, chunked, _columns, preferences, _continued)
+    data = (tokenizer, _data, _task, embed, distill, chunked, _columns, preferences, continued)
     for rule in (*model, *data, optimizer, _schedule, _checkpoint, _guard, _evaluate, profiled):
         with contextlib.suppress(KeyError):
             for key, text in rule(source.value):
@@ -141,28 +141,6 @@ def _attention(value: Callable[[str], Any]) -> Iterator[Finding]:
         yield "model.attention", text
     if value("precision") == "fp32":
         yield "model.attention", "found flash_attention_2, which does not compute in fp32; use sdpa, or precision: bf16"
-
-
-def _tokenizer(value: Callable[[str], Any]) -> Iterator[Finding]:
-    path, size = value("tokenizer.path"), value("tokenizer.vocabulary_size")
-    if path is not None and size is not None:
-        yield "tokenizer", "both path and vocabulary_size (train one) are given; keep one"
-    elif size is not None and value("model.path") is not None and value("model.config") is None:
-        text = f"found {size}, but a new tokenizer would give other tokens to the embeddings of model.path; "
-        yield "tokenizer.vocabulary_size", text + "set it to null, which takes the tokenizer of model.path"
-    elif path is None and size is None and value("model.path") is None:
-        yield "tokenizer", "a model from scratch brings no tokenizer; add tokenizer.path or tokenizer.vocabulary_size"
-
-
-def _continued(value: Callable[[str], Any]) -> Iterator[Finding]:
-    """Weights that know something already: their tokens keep their meaning, and the first steps do not shake them."""
-    if value("task") != "continue_pretrain":
-        return
-    if value("model.path") is None:
-        yield "model.path", "missing; continue_pretrain goes on from a pretrained model: name a folder or a hub name"
-    if value("schedule.warmup_steps") == 0:
-        text = "found 0, but Adam's moments start at 0 again, so the first full steps would be about as long as its "
-        yield "schedule.warmup_steps", text + "largest; set it above 0"
 
 
 def _data(value: Callable[[str], Any]) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""What more than one key of a recipe takes part in, of single tasks."""
+"""What more than one key of a recipe takes part in, of single tasks, and of the tokenizer."""
 
 from __future__ import annotations
 
@@ -58,6 +58,28 @@ def chunked(value: Callable[[str], Any]) -> Iterator[Finding]:
     else:
         return
     yield "loss.implementation", f"{text}; use auto"
+
+
+def tokenizer(value: Callable[[str], Any]) -> Iterator[Finding]:
+    path, size = value("tokenizer.path"), value("tokenizer.vocabulary_size")
+    if path is not None and size is not None:
+        yield "tokenizer", "both path and vocabulary_size (train one) are given; keep one"
+    elif size is not None and value("model.path") is not None and value("model.config") is None:
+        text = f"found {size}, but a new tokenizer would give other tokens to the embeddings of model.path; "
+        yield "tokenizer.vocabulary_size", text + "set it to null, which takes the tokenizer of model.path"
+    elif path is None and size is None and value("model.path") is None:
+        yield "tokenizer", "a model from scratch brings no tokenizer; add tokenizer.path or tokenizer.vocabulary_size"
+
+
+def continued(value: Callable[[str], Any]) -> Iterator[Finding]:
+    """Weights that know something already: their tokens keep their meaning, and the first steps do not shake them."""
+    if value("task") != "continue_pretrain":
+        return
+    if value("model.path") is None:
+        yield "model.path", "missing; continue_pretrain goes on from a pretrained model: name a folder or a hub name"
+    if value("schedule.warmup_steps") == 0:
+        text = "found 0, but Adam's moments start at 0 again, so the first full steps would be about as long as its "
+        yield "schedule.warmup_steps", text + "largest; set it above 0"
 
 
 def model_folder(key: str, folder: Path) -> Iterator[Finding]:

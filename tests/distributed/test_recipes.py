@@ -12,10 +12,11 @@ from itertools import cycle
 from pathlib import Path
 
 import pytest
-import yaml
 from harness import ROOT, Run, largest_relative_difference, launch_command, long
 
-RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml") if path.stem != "base")
+from samecurve.recipe import load
+
+RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml") if path.stem not in ("base", "tiny"))
 STRATEGIES = ["ddp", "fsdp", "zero2", "zero3"]
 WHOLE = {"qlora": ["ddp"]}  # 4-bit weights stay whole
 STEPS, ROWS = 4, 8
@@ -58,9 +59,9 @@ def file(workspace) -> Path:
 
 @cache
 def started(workspace, file: Path, recipe: str, strategy: str | None) -> Run:
-    content = yaml.safe_load((ROOT / "recipes" / f"{recipe}.yaml").read_text())
+    content = load(str(ROOT / "recipes" / f"{recipe}.yaml")).document.content
     directory = workspace.folder / f"recipe_{recipe}_{strategy}"
-    model = [f"tokenizer.vocabulary_size={300 if 'vocabulary_size' in content.get('tokenizer', {}) else 'null'}"]
+    model = [f"tokenizer.vocabulary_size={300 if content['tokenizer']['vocabulary_size'] else 'null'}"]
     if recipe in PRETRAINED:
         base = started(workspace, file, PRETRAINED[recipe], None).directory / "model"
         model += [f"model.path={base}", *([f"distill.teacher={base}"] if recipe == "distill" else [])]

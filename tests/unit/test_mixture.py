@@ -237,7 +237,13 @@ def test_mistakes_in_a_mixture(folder, text, message):
 
 def test_mistakes_around_a_mixture_are_told_together(folder):
     checked(folder)
-    overrides = ["data.path=.", "data.pattern=*.md", "data.packing=false", "data.group_by_length=true"]
+    overrides = [
+        "data.path=.",
+        "data.mixture=[{path: ., weight: 1}]",
+        "data.pattern=*.md",
+        "data.packing=false",
+        "data.group_by_length=true",
+    ]
     with pytest.raises(ConfigurationError) as caught:
         recipe.checked(str(folder / "recipe.json"), overrides)
     assert "data.mixture: given together with data.path (.); set one of them to null" in str(caught.value)
