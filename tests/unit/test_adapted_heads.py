@@ -153,7 +153,7 @@ def test_other_commands_do_not_take_it_for_a_language_model(case, base, tmp_path
     export(parameters, model, tokenizer(), tmp_path / "model", True)
     for command in (["generate"], ["lm_eval", "arc_easy"]):
         assert cli.main([command[0], str(tmp_path), *command[1:]]) == 2
-        assert "which is no causal_lm" in capsys.readouterr().err
+        assert "which is no causal language model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("case", [CASES["bert classifier"]], ids=["bert"])
@@ -164,7 +164,7 @@ def test_a_head_is_not_drawn_where_the_adapter_lacks_it(case, base, tmp_path):
     export(parameters, model, tokenizer(), tmp_path / "model", True)
     file = tmp_path / "model" / "adapter_model.safetensors"
     save_file({name: t for name, t in load_file(file).items() if "classifier" not in name}, file, {"format": "pt"})
-    with pytest.raises(ConfigurationError, match=r"holds no sequence_classification \(classifier"):
+    with pytest.raises(ConfigurationError, match=r"holds no sequence classifier \(classifier"):
         models.load(tmp_path / "model", models.stored_head(tmp_path / "model"))
     config = json.loads((tmp_path / "model" / "adapter_config.json").read_text())
     assert config["task_type"] == "SEQ_CLS" and config["modules_to_save"] == ["classifier", "bert.pooler"]

@@ -83,7 +83,7 @@ class Reporting(Task):
 def test_what_a_step_reports_is_summed_over_its_micro_batches():
     one = engine(accumulation=2)
     assert one.step([rows((8, 0)), rows((0, 4), (0, 4), (0, 4))], learning_rate=0.5).statistics == ()
-    one.task = Reporting()
+    one.task = one.forward.task = Reporting()
     assert one.step([rows((8, 0)), rows((0, 4), (0, 4), (0, 4))], learning_rate=0.5).statistics == (8.0, 12.0)
 
 

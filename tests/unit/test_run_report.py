@@ -217,10 +217,16 @@ def test_keys_by_hand():
 
 def test_a_new_run_and_one_that_goes_on_set_the_page_aside(run, tmp_path, capsys):
     made(capsys, run)
-    RunDirectory(run).close()
+    begun(run)
     assert not (run / "report.html").exists() and (run / "previous" / "2" / "report.html").exists()
     written(run, "run.json", FACTS)
     (run / "checkpoints" / "step_00000002").mkdir(parents=True)
     made(capsys, run)
-    RunDirectory(run, resume="auto").close()
+    begun(run, resume="auto")
     assert not (run / "report.html").exists() and (run / "previous" / "3" / "report.html").exists()
+
+
+def begun(run, **arguments):
+    directory = RunDirectory(run, **arguments)
+    directory.begin()
+    directory.close()
