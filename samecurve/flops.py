@@ -39,12 +39,13 @@ LARGEST_PROBE = 8192
 class TokenFlops:
     """FLOPs per trained token. model: forward and backward. hardware: with what is computed twice.
 
-    attention: the part of `model` that is between tokens, over the full square.
+    attention: the part of `model` that is between tokens, over the full square. head: that of the output head.
     """
 
     model: float
     hardware: float
     attention: float = 0.0
+    head: float = 0.0
 
     @property
     def causal(self) -> float:
@@ -113,7 +114,9 @@ def token_flops(
     repeated = recompute * 2 * (parameters - head) + attention_share * attention / 3
     repeated += 2 * parameters + attention / 3 if rehearsed else 0
     forward_backward = 6 * parameters - 2 * frozen + attention
-    return TokenFlops(forward_backward, forward_backward + repeated, attention)
+    output = model.get_output_embeddings()
+    per_weight = 6 if output is not None and output.weight.requires_grad else 4
+    return TokenFlops(forward_backward, forward_backward + repeated, attention, per_weight * head)
 
 
 def stated(flops: TokenFlops | None, peak: Peak | None) -> dict:

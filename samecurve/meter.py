@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from .config import Recipe
     from .engines.base import StepResult
+    from .tasks import Task
 
 GIB = 2**30
 SMOOTHING = 0.9
@@ -63,36 +64,33 @@ class Meter:
         machine: Machine,
         clock: Callable[[], float] = time.perf_counter,
         counts: str = "tokens",
+        chunked: bool = False,
     ):
         self.machine = machine
         self.smoothed_loss: float | None = None
         self._flops = flops
         self._counts = counts
+        self._chunked = chunked
         self._clock = clock
         self._average = self._weight = 0.0
         self._since = clock()
 
     @classmethod
     def for_run(
-        cls,
-        recipe: Recipe,
-        model: PreTrainedModel,
-        accelerator: Accelerator,
-        rehearsed: bool = False,
-        counts: str = "tokens",
+        cls, recipe: Recipe, model: PreTrainedModel, accelerator: Accelerator, task: Task, chunked: bool
     ) -> Meter:
         """Rank 0 looks up or measures its device's peak; the others leave mfu and hfu out.
 
-        rehearsed: as in token_flops. counts: see Task; what a step's `tokens` are.
+        chunked: the output head sees trained tokens alone (chunked_head.py), so no others count for it.
         """
         from .activations import repeated_share
 
         device = accelerator.device
         recompute, attention = repeated_share(recipe.memory, model, recipe.model.attention)
-        flops = token_flops(model, recipe.batch.sequence_length, recompute, rehearsed, attention)
+        flops = token_flops(model, recipe.batch.sequence_length, recompute, task.context is not None, attention)
         peak = device_peak(device, recipe.precision) if accelerator.is_main_process else None
         machine = Machine(accelerator.num_processes, peak, lambda: peak_memory_bytes(device))
-        return cls(flops, machine, counts=counts)
+        return cls(flops, machine, counts=task.counts, chunked=chunked)
 
     @property
     def flops(self) -> dict:
@@ -144,16 +142,17 @@ class Meter:
             "samples": samples,
             "step_seconds": seconds,
             "tokens_per_second": rate,
-            **self._utilisation(num_inputs / seconds / self.machine.num_devices),
+            **self._utilisation(num_inputs, result.tokens, seconds * self.machine.num_devices),
             "peak_memory_gib": self.machine.peak_memory() / GIB,
             "data_wait_fraction": data_wait_seconds / seconds,
         }
 
-    def _utilisation(self, tokens_per_second_per_device: float) -> dict[str, float | None]:
+    def _utilisation(self, num_inputs: int, num_trained: int, device_seconds: float) -> dict[str, float | None]:
         if self._flops is None:
             return {"tflops_per_device": None, "mfu": None, "hfu": None}
-        model = self._flops.model * tokens_per_second_per_device / 1e12
-        hardware = self._flops.hardware * tokens_per_second_per_device / 1e12
+        left_out = (num_inputs - num_trained) * self._flops.head if self._chunked else 0.0
+        model = (self._flops.model * num_inputs - left_out) / device_seconds / 1e12
+        hardware = (self._flops.hardware * num_inputs - left_out) / device_seconds / 1e12
         peak = self.machine.peak
         return {
             "tflops_per_device": model,

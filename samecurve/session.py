@@ -88,7 +88,8 @@ class Session:
         self._logging = True
         self.recompilations = Recompilations(recipe.compile != "off", self.progress.say)
         self.guard = Guard(recipe.guard, run, self.world)
-        self.meter = Meter.for_run(recipe, self.skeleton, accelerator, task.context is not None, task.counts)
+        chunked = self.engine.describe()["loss_implementation"] == "chunked"
+        self.meter = Meter.for_run(recipe, self.skeleton, accelerator, task, chunked)
         self.meter.state = self.start.meter
         self._advice = WaitAdvice(recipe.data)
         self._introduce(plan, arguments, found, facts["adapter"])

@@ -78,6 +78,16 @@ def test_work_is_counted_for_prompts_too():
     assert (record["tokens_per_second"], record["mfu"], record["hfu"]) == pytest.approx((100.0, 0.6, 0.8))
 
 
+def test_a_chunked_head_works_for_trained_tokens_alone():
+    """By hand: 800 tokens of 6e9 less 600 of 1e9, in 2 s on 4 devices of 1 TFLOP/s: 0.525; hardware 0.725."""
+    clock = Clock()
+    machine = Machine(num_devices=4, peak=PEAK, peak_memory=lambda: 0)
+    measured = Meter(TokenFlops(6e9, 8e9, head=1e9), machine, clock, chunked=True)
+    clock.now += 2.0
+    record = measured.step(3, result(tokens=200), 1e-3, 48, 0.5, num_inputs=800)
+    assert (record["mfu"], record["hfu"]) == pytest.approx((0.525, 0.725))
+
+
 def test_a_resumed_run_measures_its_own_seconds():
     """Going on from a checkpoint brings the smoothed loss along, and neither time nor work of the earlier session."""
     first = meter(clock := Clock())
