@@ -89,8 +89,10 @@ def install(model: PreTrainedModel, skeleton: PreTrainedModel, required: bool) -
 
     model: with memory, or sharded. skeleton: the same model on the meta device.
     """
-    if chunkable(skeleton):
-        return ChunkedHead(model.get_output_embeddings())
+    head = model.get_output_embeddings()
+    plain = isinstance(head, nn.Linear) and head.weight.is_floating_point()  # neither adapted nor in 4 bits
+    if plain and chunkable(skeleton):
+        return ChunkedHead(head)
     if required:
         raise ConfigurationError(
             f"loss.implementation: found chunked, but {skeleton.config.model_type} changes what its output head gives "

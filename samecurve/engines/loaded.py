@@ -44,7 +44,8 @@ class LoadedEngine(AcceleratedEngine):
         # 4.60 came out as 4.69.
         model.config.use_cache = False
         self.model = self.accelerator.prepare_model(model, evaluation_mode=True)
-        skeleton = build(type(model), model.config, torch.device("meta"))
+        alone = getattr(model, "get_base_model", lambda: model)()  # without the wrapper that peft puts around it
+        skeleton = build(type(alone), alone.config, torch.device("meta"))
         self.forward = Forward(self.model, task, self.device, chunked_head(model, skeleton, task, recipe))
         if task.teacher is not None:
             self.forward.teacher = teacher.build(self.accelerator, None, task.teacher, task.vocabulary_size)

@@ -28,7 +28,8 @@ def test_the_reloaded_model_has_the_live_models_logits(strategy, workspace, tmp_
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     with torch.no_grad():
         logits = model(input_ids=saved["input_ids"], position_ids=saved["position_ids"]).logits
-    torch.testing.assert_close(logits, saved["logits"], rtol=1e-5, atol=1e-6)
+    live = saved["logits"].flatten(0, -2)  # chunks of tokens, or rows of them
+    torch.testing.assert_close(logits.flatten(0, 1), live, rtol=1e-5, atol=1e-6)
     assert logits.std() > 0.01
 
 
