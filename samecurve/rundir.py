@@ -12,22 +12,17 @@ Rank 0 writes; on the others the same calls do nothing, so the loop need not ask
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from .checkpoint.filesystem import LocalFileSystem
 from .checkpoint.verify import candidates, step_of
 from .errors import CheckpointError, ConfigurationError, RepeatedFailureError
 from .lines import Lines, read_lines
+from .lock import lock
 from .records import now, read_json, write_json, writing
-
-try:
-    import fcntl
-except ImportError:  # Windows: no lock, everything else works
-    fcntl = None
 
 State = Literal["running", "done", "failed", "preempted"]
 RECORDS = ("run.json", "status.json", "metrics.jsonl", "skipped.jsonl")
@@ -37,7 +32,6 @@ REPORT, REPORTS = "report.html", "report*.html"  # of `samecurve report`; of two
 STARTING_OVER = ".starting_over"
 MOST_FAILURES = 3
 RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
 
 class RunDirectory:
@@ -71,6 +65,7 @@ class RunDirectory:
         self.continues = False
         self._failures: dict = {}
         self._present: list[Path] = []
+        self._aside: Path | None = None
         self._before = read_json(self.path / "status.json") if self.path.is_dir() else {}
         self._before = self._before.get("earlier", self._before)
         self._keeps_status = self._before.get("state") == "done"
@@ -80,13 +75,14 @@ class RunDirectory:
             return
         with writing(self.path):
             _make_durable(self.path)
-            self._lock = _lock(self.path)
+            self._lock = lock(self.path)
             self._failures = self._count_failures()
             self.continues = self._has_checkpoints() and not start_over
             self._present = self._find_present()
             if self.continues:
                 self._check_resume(resume)
             self._check_present([Path(read).resolve() for read in reads if read])
+            self._move_stacks()
             if start_over:
                 (self.path / STARTING_OVER).touch()
             else:
@@ -147,14 +143,14 @@ class RunDirectory:
 
     def set_aside(self) -> None:
         """All that an earlier run left here."""
-        if self._present or self._before:
-            target = self._next_previous()
+        if self._present or self._before or self._aside:
+            target = self._aside or self._next_previous()
             self._move(target)
             self.notice = f"an earlier run was in {self.path}: moved to {target}"
         (self.path / STARTING_OVER).unlink(missing_ok=True)
 
     def _go_on(self, step: int, record: dict | None) -> None:
-        target = self._next_previous()
+        target = self._aside or self._next_previous()
         self._move(target)
         for folder in candidates(LocalFileSystem(), self.checkpoints):
             if step_of(folder) > step:
@@ -217,8 +213,16 @@ class RunDirectory:
         aside = sorted(self.path.glob("previous/*/status.json"), key=lambda path: int(path.parent.name))
         return read_json(self.path / "status.json") or (read_json(aside[-1]) if aside else {})
 
+    def _move_stacks(self) -> None:
+        """At once: this session opens files of the same names before it begins. They are of one that stopped moving."""
+        stacks = self.path / "stacks"
+        if stacks in self._present:
+            self._present.remove(stacks)
+            self._aside = self._next_previous()
+            os.rename(stacks, self._aside / stacks.name)
+
     def _find_present(self) -> list[Path]:
-        """What `begin` will move. status.json is not among it: see `_move`."""
+        """What `begin` will move, and stacks. status.json is not among it: see `_move`."""
         # checkpoints first, else a kill between two of these lets the next start go on from them; run.json last,
         # because without it the rest looks like somebody else's
         names = OF_ONE_SESSION if self.continues else ("checkpoints", *FOLDERS, *reversed(RECORDS))
@@ -273,24 +277,6 @@ def _make_durable(path: Path) -> None:
 def _counted(path: Path) -> dict:
     """What status.json says of what was before, for a rank that replaces rank 0."""
     return {key: value for key, value in read_json(path).items() if key in ("failing_step", "failures", "earlier")}
-
-
-def _lock(path: Path) -> Any:
-    """An open file with an exclusive lock, which the kernel releases when the process ends, however it ends."""
-    stream = open(path / ".lock", "a")
-    if fcntl is None:
-        return stream
-    try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        stream.close()
-        raise ConfigurationError(
-            f"output_dir: another run is writing into {path}; wait for it, end it, or choose another output_dir"
-        ) from error
-    except OSError as error:
-        if error.errno not in NO_LOCKS_HERE:
-            raise
-    return stream
 
 
 def read_metrics(path: Path) -> list[dict]:

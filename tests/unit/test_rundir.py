@@ -297,3 +297,16 @@ def test_a_restart_of_one_that_starts_over_does_not_go_on_from_what_it_was_to_le
     run.begin()
     (run.checkpoints / "step_00000002").mkdir(parents=True)
     assert goes_on(restart, str(tmp_path)) and not goes_on({}, str(tmp_path))
+
+
+def test_stacks_of_an_earlier_session_are_not_mixed_with_this_ones(tmp_path):
+    interrupted_run(tmp_path)
+    for text in ("of the first", "of the second"):
+        run = RunDirectory(tmp_path, resume="auto")
+        (tmp_path / "stacks").mkdir()  # opened before it begins
+        (tmp_path / "stacks" / "rank_00000.txt").write_text(text)
+        run.begin(2, {})
+        assert (tmp_path / "stacks" / "rank_00000.txt").read_text() == text
+        run.close()
+    assert (tmp_path / "previous" / "2" / "stacks" / "rank_00000.txt").read_text() == "of the first"
+    assert (tmp_path / "previous" / "2" / "status.json").exists()
