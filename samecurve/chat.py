@@ -39,7 +39,7 @@ class ChatEncoder(Encoder):
     the model is trained to write that token, but is never asked to), and messages that hold a special token's text.
     """
 
-    masked = True
+    masked = renders = True
     counted = ("answers_begun_inside_a_token", "messages_with_special_tokens")
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, schema: Schema):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from .cache import cached, digest, prints
+from .encoding import encoded
 from .errors import DataError
 from .sources import Source, fingerprint, is_held_out
 
@@ -75,12 +76,12 @@ class Encoder(ABC):
     """Documents to token ids, with a copy of the tokenizer's Rust part, which uses every core.
 
     The copy neither truncates nor pads. identity: changes when the ids for the same document do. masked: whether some
-    tokens are not trained. segmented, labelled: whether documents have segments and a label. counts: what was noticed
-    in the documents so far, by name. DataError for a tokenizer without such a part, or without an end-of-text token
-    where that ends texts.
+    tokens are not trained. segmented, labelled: whether documents have segments and a label. renders: whether much of
+    the work is not the Rust part's. counts: what was noticed in the documents so far, by name. DataError for a
+    tokenizer without such a part, or without an end-of-text token where that ends texts.
     """
 
-    masked = segmented = labelled = False
+    masked = segmented = labelled = renders = False
     ends_texts = True
     counted: tuple[str, ...] = ()
 
@@ -153,13 +154,13 @@ def _write(directory: Path, source: Source, encoder: Encoder, held_out_fraction:
     with ExitStack() as stack:
         writers = {part: stack.enter_context(_Writer(directory, part, encoder)) for part in PARTS}
         advance = stack.enter_context(reading("tokenising", source))
-        for documents in _batches(source.documents()):
-            for document, encoded in zip(documents, encoder.encode(documents), strict=True):
-                if not len(encoded.tokens):
+        for documents, found in encoded(encoder, _batches(source.documents()), source.num_bytes):
+            for document, one in zip(documents, found, strict=True):
+                if not len(one.tokens):
                     num_empty += 1
                     continue
                 part = "held_out" if is_held_out(str(document), held_out_fraction) else "train"
-                writers[part].append(encoded)
+                writers[part].append(one)
             advance(documents)
     counts = {part: writers[part].offsets[-1] for part in PARTS}
     meta = {

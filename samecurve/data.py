@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import signal
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -21,12 +18,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from .loss import IGNORE_INDEX
 from .rows import RowArrays, Rows
+from .workers import serve
 
 if TYPE_CHECKING:
     from .config import Batch
 
 _PREFETCHED_STEPS = 2
-_PR_SET_PDEATHSIG = 1  # Linux's prctl: the signal for a process whose parent is gone
 
 
 @dataclass(frozen=True)
@@ -165,7 +162,7 @@ class StepBatches:
             num_workers=self.num_workers,
             prefetch_factor=_PREFETCHED_STEPS,
             pin_memory=torch.cuda.is_available(),
-            worker_init_fn=_serve,
+            worker_init_fn=serve,
             # spawned ones would be sent a copy of all tokens; forked ones share the pages of the file
             multiprocessing_context="fork",
             # without one of its own it would draw from the generator that dropout draws from
@@ -181,20 +178,6 @@ class _Steps(Dataset):
 
     def __getitem__(self, step: int) -> MicroBatch:
         return self.make(step)
-
-
-def _serve(_: int) -> None:
-    """A worker's first act. It lives for the run and answers to nobody else.
-
-    What the terminal or a launcher tells all processes is for the one that trains: a forked worker has its handlers,
-    which would write the run's status. It also has its lock and its connections, by which other processes see whether
-    that one is alive; PyTorch's workers look for their parent every 5 seconds only.
-    """
-    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class EvaluationBatches(Sequence[MicroBatch]):

@@ -187,7 +187,7 @@ class PairEncoder(Encoder):
         super().__init__(tokenizer)
         self._one = encoder(tokenizer, ChatSchema(chat=schema.chat))
         self.identity = digest(_VERSION, self._one.identity)
-        self.counts = self._one.counts
+        self.counts, self.renders = self._one.counts, self._one.renders
 
     def encode(self, documents: list[Pair]) -> list[Encoded]:
         encoded = self._one.encode([answer for pair in documents for answer in (pair.chosen, pair.rejected)])

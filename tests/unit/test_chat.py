@@ -6,6 +6,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from samecurve import encoding
 from samecurve.chat import ChatEncoder, TextEncoder
 from samecurve.conversations import Schema, conversation
 from samecurve.errors import DataError
@@ -280,3 +281,33 @@ def test_what_cannot_be_marked_exactly_is_an_error(make, template, row, message)
     with pytest.raises(DataError) as caught:
         encode(make(template), row)
     assert message in str(caught.value)
+
+
+@pytest.fixture
+def two_processes(monkeypatch):
+    monkeypatch.setattr(encoding, "_WORTH_BYTES", 0)
+    monkeypatch.setattr(encoding, "_num_cores", lambda: 2)
+
+
+def encoded_in_batches(tokenizer) -> tuple[list, dict[str, int]]:
+    """43 conversations in batches of 5, with what was counted."""
+    turns = [[("user", f"what is {n}?"), ("assistant", f" {n} {SPECIAL[0]}")] for n in range(43)]
+    rows = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in turns]
+    documents = [conversation(f"row {number}", row, Schema()) for number, row in enumerate(rows)]
+    encoder = ChatEncoder(tokenizer, Schema())
+    found = list(encoding.encoded(encoder, [documents[at : at + 5] for at in range(0, 43, 5)], 1 << 30))
+    assert [document for part, _ in found for document in part] == documents
+    return [([*one.tokens], [*one.trained]) for _, part in found for one in part], encoder.counts
+
+
+def test_processes_that_share_the_work_find_what_one_finds(make, two_processes, monkeypatch):
+    shared = encoded_in_batches(make(UNMARKED))
+    monkeypatch.setattr(encoding, "_num_cores", lambda: 1)
+    assert shared == encoded_in_batches(make(UNMARKED))
+    assert shared[1]["messages_with_special_tokens"] == 43
+
+
+def test_what_a_process_cannot_render_is_told_by_its_place(make, two_processes):
+    template = "{% if messages[0]['content'] == 'what is 23?' %}{{ raise_exception('no') }}{% endif %}" + UNMARKED
+    with pytest.raises(DataError, match="row 23: the chat template cannot render it"):
+        encoded_in_batches(make(template))
