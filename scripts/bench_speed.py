@@ -163,7 +163,7 @@ def heading() -> str:
     from samecurve.flops import probe
 
     peak = probe(torch.device("cpu"), torch.bfloat16, seconds=3.0)
-    versions = ", ".join(f"{name} {version}" for name, version in facts.versions().items())
+    versions = ", ".join(f"{name} {version}" for name, version in facts.versions().items() if version)
     return f"""# Speed on a CPU, side by side
 
 Measured on {date.today()} by `python scripts/bench_speed.py`: {os.cpu_count()} cores ({platform.machine()}), no GPU;
@@ -172,6 +172,7 @@ Measured on {date.today()} by `python scripts/bench_speed.py`: {os.cpu_count()} 
 A Llama of 13.8 million parameters, bf16, 8 rows of 512 tokens per step (benchmarks/speed/). The contestants take turns;
 the first {WARM_UP} steps of each are not counted. Matrix multiplication alone reaches {peak:.2f} TFLOP/s in bf16 here.
 The loss is that of the last step: equal rows in equal order, except TRL's, which packs and orders samples itself.
+Trainer's learning rate lags a step behind, from 0 on, so its loss does too.
 """
 
 
