@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from . import varlen
 from .errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ def _contexts(keeps: str) -> Callable:
 def _operators(keeps: str) -> frozenset:
     names = _ATTENTION if keeps == "attention" else _ATTENTION + _PRODUCTS
     found = {getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)}
-    return frozenset(found | {torch.ops.higher_order.flex_attention})
+    return frozenset(found | {torch.ops.higher_order.flex_attention, varlen.OPERATOR})
 
 
 def _policy(context, operator, *args, kept: frozenset, **kwargs) -> CheckpointPolicy:

@@ -13,6 +13,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -27,15 +28,20 @@ from transformers import (
 from transformers import __version__ as transformers_version
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from . import varlen
 from .chatml import CHATML
 from .config import Recipe
 from .documents import suggest
 from .errors import ConfigurationError, DataError
+from .families import VARLEN
 
 # What another key of the recipe says; transformers would take the value, and nothing would come of it.
 _OWNED = {"attn_implementation": "model.attention", "dtype": "precision", "torch_dtype": "precision"}
 # Seen with transformers 5.23: a token changes the logits of the positions before it, whatever the config says.
 _NOT_CAUSAL = frozenset(("cpmant", "xlm", "xlnet"))
+
+# By which names families know the dropout of attention's probabilities.
+_DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 
 _AUTO = {
     "causal_lm": AutoModelForCausalLM,
@@ -127,8 +133,33 @@ def model_config(
     if positions is not None and 0 < positions < length:  # -1 where there is no limit
         text = f"found {length}, but the model's max_position_embeddings is {positions}; a row has to fit into it"
         raise ConfigurationError(f"batch.sequence_length: {text}")
-    config._attn_implementation = settings.attention
+    config._attn_implementation = chosen_attention(recipe, config, head)
     return config
+
+
+def chosen_attention(recipe: Recipe, config: PreTrainedConfig, head: Head = CAUSAL) -> str:
+    """The name by which transformers knows what `model.attention` asks for.
+
+    auto is varlen where that was measured to be faster, in bf16 on a CPU (benchmarks/speed.md), and sdpa elsewhere.
+    Raises ConfigurationError for varlen where it cannot be computed.
+    """
+    asked = recipe.model.attention
+    if asked not in ("auto", varlen.NAME):
+        return asked
+    reason = _without_varlen(config)
+    if asked == varlen.NAME and reason:
+        raise ConfigurationError(f"model.attention: found varlen, but {reason}; use auto")
+    gains = recipe.precision == "bf16" and head.kind == "causal_lm"
+    return varlen.NAME if asked == varlen.NAME or (gains and not reason) else "sdpa"
+
+
+def _without_varlen(config: PreTrainedConfig) -> str | None:
+    if torch.cuda.is_available():
+        return "that is made of a CPU's operators"
+    if config.model_type not in VARLEN:
+        return f"a {config.model_type} computes attention in its own way"
+    dropout = [name for name in _DROPOUT if getattr(config, name, 0)]
+    return f"{dropout[0]} is {getattr(config, dropout[0])}, and it has no dropout" if dropout else None
 
 
 def _make_room(recipe: Recipe, config: PreTrainedConfig, vocabulary_size: int) -> None:

@@ -18,13 +18,14 @@ Pooling = Literal["mean", "cls", "last"]
 class Model(Section):
     """`path`: a pretrained Hugging Face folder or hub name. `config`: the fields of a from-scratch config.
 
-    `trust_remote_code`: run the Python files that come with `path`, the tokenizer's too.
+    `trust_remote_code`: run the Python files that come with `path`, the tokenizer's too. `attention`: see
+    `architecture.chosen_attention`.
     """
 
     path: Name | None = None
     trust_remote_code: bool = False
     config: dict[str, Any] | None = None
-    attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = "sdpa"
+    attention: Literal["auto", "sdpa", "eager", "varlen", "flash_attention_2", "flex_attention"] = "auto"
 
 
 def _modules(value: Any) -> Any:

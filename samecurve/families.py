@@ -76,6 +76,11 @@ PACKED = frozenset(
 )
 
 
+# Families of PACKED whose attention may be another function than those that transformers has for them; in codegen that
+# function does not reach the attention that is computed. In the others scores are capped.
+VARLEN = PACKED - frozenset(("codegen", "gemma2", "gpt_neo", "gptj", "vaultgemma"))
+
+
 def check_packing(model_type: str, packing: bool) -> None:
     """Raises ConfigurationError for a family that is not known to keep the documents of a packed row apart."""
     if packing and model_type not in PACKED:

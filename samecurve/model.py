@@ -101,6 +101,7 @@ def describe(model: PreTrainedModel) -> dict:
     rates = {key: value for key, value in model.config.to_dict().items() if "dropout" in key or key.endswith("pdrop")}
     return {
         "model_type": model.config.model_type,
+        "attention": model.config._attn_implementation,
         "dropout": {key: rate for key, rate in rates.items() if isinstance(rate, float) and rate > 0},
     }
 

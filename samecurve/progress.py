@@ -129,6 +129,7 @@ def header_lines(facts: dict) -> list[tuple[str, str]]:
         ("tokens", f"{rows * each * length:,} per step = {rows} rows x {f'{each} texts x ' * (each > 1)}{length}"),
         ("", _counted(facts.get("counts", "tokens"))),
         ("dropout", _dropout(facts["dropout"])),
+        ("attention", facts["attention"]),
         ("memory", _memory(facts["recipe"]["memory"])),
         ("compile", facts["recipe"]["compile"].replace("off", "")),
         *_data(facts["data"]),

@@ -128,12 +128,14 @@ def _classes(recipe: Recipe, folder: Path) -> tuple[str, ...] | None:
 def measured(recipe: Recipe, folder: Path) -> tuple[dict[str, Any], dict[str, float]]:
     """(what was measured and how, the task's `eval_*` numbers): the model in `folder` on the recipe's held-out rows."""
     from .. import engines, tasks
+    from ..architecture import chosen_attention
     from ..engines.loaded import LoadedEngine
     from ..evaluation import Evaluation
     from ..facts import versions
 
     task: Task = tasks.load(recipe)
-    model, _ = models.load(folder, task.head, recipe.model.attention)
+    attention = chosen_attention(recipe, models.stored_config(folder), task.head)
+    model, _ = models.load(folder, task.head, attention)
     engine = LoadedEngine(model, task, recipe)
     with _shown() as (start, advance):
         if task.has_reference:

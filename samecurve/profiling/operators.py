@@ -36,7 +36,10 @@ _OPERATORS = (
     (rf"^{DATA_WAIT}$", Work("data_wait", claims=True)),
     (r"^Optimizer\.step#", Work("optimizer", claims=True)),
     (r"^c10d::", Work("communication", claims=True)),
-    (r"^\w+::.*(scaled_dot_product|flash_attn|flash_attention|flex_attention)", Work("attention", claims=True)),
+    (
+        r"^\w+::.*(scaled_dot_product|(flash|flex|varlen)_att)",
+        Work("attention", claims=True),
+    ),
     (r"^\w+::.*(cross_entropy|log_softmax|nll_loss|kl_div|logsumexp)", Work("loss", claims=True)),
     (r"^aten::_?(safe_)?softmax", Work("attention")),
     (r"^aten::(linalg_vector_norm|_foreach_|_fused_(adam|sgd|adagrad)|_amp_)", Work("optimizer")),

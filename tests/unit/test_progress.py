@@ -23,6 +23,7 @@ FACTS = {
     "num_trained_parameters": 1234567,
     "num_parameters_per_rank": 154321,
     "precision": "bf16",
+    "attention": "varlen",
     "dropout": {},
     "data": {"train": {"rows": 4096, "documents": 800}, "held_out": {"rows": 64}, "vocabulary_size": 512},
     "recipe": {
@@ -75,6 +76,7 @@ def test_header_says_what_runs():
         ("precision", "bf16: weights float32, reduction float32"),
         ("batch", "64 rows = 4 micro x 2 accumulation x 8 data-parallel"),
         ("tokens", "16,384 per step = 64 rows x 256"),
+        ("attention", "varlen"),
         ("train", "rows 4,096, documents 800"),
         ("held out", "rows 64"),
         ("data", "vocabulary size 512"),

@@ -8,11 +8,12 @@ import torch
 from tiny_families import tiny_config
 from transformers import AutoModelForCausalLM
 
+from samecurve import varlen
 from samecurve.config import Batch
 from samecurve.corpus import TokenStream
 from samecurve.data import StepBatches
 from samecurve.errors import ConfigurationError
-from samecurve.families import PACKED, check_packing
+from samecurve.families import PACKED, VARLEN, check_packing
 from samecurve.loss import IGNORE_INDEX
 from samecurve.packing import best_fit_decreasing
 from samecurve.rows import DocumentRows, GroupedDocumentRows, PackedRows, PackedSampleRows
@@ -161,6 +162,7 @@ SAMPLES = [[3, 14, 15, 92, 4, 8, 7, 6, 5, 1], [6, 5, 9], [35, 89, 79, 32, 38, 46
 # flex_attention is compiled for each shape, which takes a CPU up to a minute
 CASES = [(family, "eager") for family in sorted(PACKED)]
 CASES += [(family, "sdpa") for family in sorted(PACKED - EAGER_ONLY)]
+CASES += [(family, varlen.NAME) for family in sorted(VARLEN)]
 FLEX = [pytest.param(name, "flex_attention", marks=pytest.mark.full) for name in ("llama", "qwen2")]
 
 
