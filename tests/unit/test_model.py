@@ -260,7 +260,11 @@ def test_a_family_with_trained_buffers_is_refused():
 
 
 def test_dropout_is_told_by_name():
-    assert describe(skeleton(recipe(LLAMA), 64, TOKENS)) == {"model_type": "llama", "dropout": {}}
+    assert describe(skeleton(recipe(LLAMA), 64, TOKENS)) == {
+        "model_type": "llama",
+        "attention": "sdpa",
+        "dropout": {},
+    }
     rates = describe(skeleton(recipe(FAMILIES["gpt2"]), 64, TOKENS))["dropout"]
     assert {"attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1}.items() <= rates.items()
 
