@@ -1,0 +1,164 @@
+"""What the GPU benchmark measures: one case is one run, in processes of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+HERE = Path(__file__).resolve().parent
+WARM_UP, MEASURED, PROFILED = 4, 5, 2
+"""Steps of a run: not counted (compilation, first allocations), counted, and recorded by the profiler after them."""
+
+GROUPS = {
+    "ceilings": "What the device can do",
+    "shapes": "Models, optimizers, lengths and data",
+    "peer": "transformers.Trainer on the same rows",
+    "devices": "On all GPUs of this machine",
+    "levers": "Each lever of the 1.2B recipe, one at a time",
+}
+LEVERS = ("compile", "loss", "memory.activation_checkpointing", "model.attention", "optimizer.name", "data.num_workers")
+# what several keys make together
+PAIRS = (
+    "memory.activation_checkpointing=selective memory.selective_keeps=attention",
+    "compile=regional memory.activation_checkpointing=selective",
+    "model.attention=flash_attention_2 batch.micro_batch_size=1",
+)
+LEVERS_ON = "1b-documents"
+NOT_MEASURED = {
+    "Liger kernels, fp8": "no recipe key asks for them",
+    "AdamW that is not fused": "the fused kernel is the only one that samecurve takes",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """program: train: train.py without its export; trainer: transformers.Trainer; matmul: `bench matmul`.
+
+    recipe: a file beside this one. data: one long text, packed documents of the recipe, or packed conversations.
+    has_folder: first weights come from a model folder that is written once instead of being drawn anew.
+    against: the case that a ratio is to, "" for none. lever: what differs from that, as on the command line.
+    """
+
+    name: str
+    group: str
+    recipe: str
+    overrides: tuple[str, ...] = ()
+    program: Literal["train", "trainer", "matmul"] = "train"
+    arguments: tuple[str, ...] = ()
+    data: Literal["text", "documents", "conversations"] = "text"
+    strategy: str = "single"
+    num_processes: int = 1
+    has_folder: bool = False
+    profiled: bool = False
+    against: str = ""
+    lever: str = ""
+
+    @property
+    def num_steps(self) -> int:
+        """The profiler has one step of its own to warm up in."""
+        return WARM_UP + MEASURED + (1 + PROFILED if self.profiled else 0)
+
+    @property
+    def definition(self) -> dict:
+        """What a measured row has to agree with to count as this case's."""
+        return {
+            "recipe": self.recipe,
+            "overrides": list(self.overrides),
+            "program": " ".join([self.program, *self.arguments]),
+            "data": self.data,
+            "strategy": self.strategy,
+            "num_processes": self.num_processes,
+        }
+
+
+def cases(num_devices: int, toy: bool = False) -> list[Case]:
+    """In the order in which they are measured, those first that say most. num_devices: GPUs of this machine."""
+    found = [*_ceilings(), *_shapes(), *_peers(), *(_devices(num_devices) if num_devices > 1 else ()), *_levers()]
+    return [_as_toy(case) for case in found] if toy else found
+
+
+def _ceilings() -> Iterator[Case]:
+    yield Case("ceilings", "ceilings", "llama_8b.yaml", program="matmul", data="documents")
+
+
+def _shapes() -> Iterator[Case]:
+    """The 8B shape does not fit with fp32 weights and moments into one GPU: 16 bytes each are 128 GB before anything
+    is computed."""
+    bf16 = "optimizer.name=adamw_bf16"
+
+    def large(name: str, *overrides: str, **fields) -> Case:
+        return Case(name, "shapes", "llama_8b.yaml", overrides, has_folder=True, **fields)
+
+    def small(size: str, name: str, *overrides: str, **fields) -> Case:
+        return Case(f"{size}{name}", "shapes", f"llama_{size}.yaml", overrides, **fields)
+
+    def long(num_rows: int) -> tuple[str, ...]:
+        rows = f"batch.global_batch_size={num_rows}", "batch.micro_batch_size=2"
+        return "batch.sequence_length=8192", *rows
+
+    compiled = "compile=regional"
+    yield large("8b", bf16, profiled=True)
+    yield large("8b-compiled", bf16, compiled, profiled=True, against="8b")
+    for size in ("3b", "1b"):
+        yield small(size, "", profiled=True)
+        yield small(size, "-compiled", compiled, profiled=True, against=size)
+    yield large("8b-documents", bf16, data="documents", against="8b")
+    yield small("1b", "-documents", data="documents", profiled=True, against="1b")
+    yield large("8b-sft", bf16, data="conversations")
+    yield large("8b-lora", "adapter.name=lora", against="8b")
+    yield large("8b-lora-sft", "adapter.name=lora", data="conversations", against="8b-sft")
+    yield large("8b-8bit", "optimizer.name=adamw_8bit", against="8b")
+    yield large("8b-8192", bf16, *long(4), against="8b")
+    yield small("3b", "-8192", *long(4), against="3b")
+    yield small("1b", "-8192", *long(8), against="1b")
+    yield small("1b", "-sft", data="conversations")
+    yield large("8b-offload", strategy="zero2_offload", against="8b")
+
+
+def _peers() -> Iterator[Case]:
+    """The 8B one trains weights that are bf16 and rounded to the nearest, which loses most small updates."""
+    for size, overrides in (("8b", ("optimizer.name=adamw_bf16",)), ("3b", ()), ("1b", ())):
+        case = Case(f"{size}-trainer", "peer", f"llama_{size}.yaml", overrides, "trainer", against=size)
+        case = replace(case, has_folder=size == "8b")
+        yield case
+        yield replace(case, name=f"{case.name}-compiled", arguments=("--compile",))
+    case = Case("1b-trainer-documents", "peer", "llama_1b.yaml", (), "trainer", data="documents")
+    yield replace(case, against="1b-documents")
+
+
+def _devices(num_devices: int) -> Iterator[Case]:
+    """fp32 weights and moments, as many rows for each device as the single one had."""
+    for strategy in ("fsdp", "zero3"):
+        batch = f"batch.global_batch_size={8 * num_devices}"
+        case = Case(f"8b-{strategy}", "devices", "llama_8b.yaml", (batch,), strategy=strategy, against="8b")
+        yield replace(case, num_processes=num_devices, has_folder=True, profiled=True)
+
+
+def _levers() -> Iterator[Case]:
+    from samecurve import recipe
+    from samecurve.benchmarks.steps import variants
+
+    base = recipe.checked(str(HERE / "llama_1b.yaml"), ["steps=10"])
+    found = [variant.overrides for variant in variants(base, LEVERS)[1:]]
+    for overrides in [*found, *(tuple(pair.split()) for pair in PAIRS)]:
+        lever = " ".join(overrides)
+        name = "1b:" + ",".join(text.rpartition(".")[2] for text in overrides)
+        case = Case(name, "levers", "llama_1b.yaml", tuple(overrides), data="documents")
+        yield replace(case, against=LEVERS_ON, lever=lever)
+
+
+def _as_toy(case: Case) -> Case:
+    """Another model and shorter rows; all else stays."""
+    overrides = (text.replace("sequence_length=8192", "sequence_length=128") for text in case.overrides)
+    return replace(case, recipe="llama_toy.yaml", overrides=tuple(overrides))
+
+
+def chosen(among: Sequence[Case], names: Sequence[str]) -> list[Case]:
+    """Those of these names or groups, all without a name. Raises SystemExit for a name that there is not."""
+    known = {case.name for case in among} | {case.group for case in among}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise SystemExit(f"--only: found {unknown[0]}, which is no case and no group here; --list shows them")
+    return [case for case in among if not names or case.name in names or case.group in names]

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# How fast training is on the GPUs of this machine: ceilings, Llama shapes of 1.2, 3 and 8 billion parameters, each lever
+# on and off, and transformers.Trainer on the same rows. Nothing is downloaded; all is built from the configs in
+# benchmarks/gpu/. Every case is a run of its own whose result is kept in benchmarks/gpu/results.json at once, so the same
+# command goes on where it was ended; benchmarks/gpu.md is the table of them. A case that fails, runs out of memory or
+# takes too long is a row that says so.
+#
+#   bash scripts/bench_gpu.sh [--list] [--only NAME ...] [--minutes 9] [--limit 300] [--again] [--toy] [...]
+#
+# --toy rehearses all of it at a toy size, on a CPU where there is no GPU. PYTHON=python3 takes an environment that is
+# there instead of making .venv. The 8B cases with optimizer.name=adamw_8bit need bitsandbytes, that with offload about 90
+# GiB of host memory; the model folder of the 8B shape takes 16 GB of disk.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/_environment.sh
+
+[ -n "${PYTHON:-}" ] || make_environment requirements.txt
+exec "${PYTHON:-python}" scripts/bench_gpu.py "$@"
