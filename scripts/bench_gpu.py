@@ -23,6 +23,7 @@ from samecurve.records import now, read_json, write_json, write_text  # noqa: E4
 
 SHORTEST_SECONDS = 45.0
 """A case is not begun where less than this is left of --minutes: most take longer to start."""
+DRIVER = "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
 PROBE = """
 import json, torch
 count = torch.cuda.device_count()
@@ -34,40 +35,43 @@ print(json.dumps({"num_devices": count, "device": one and one.name, "memory_gib"
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that a run's processes end with it
-    os.chdir(ROOT)
-    facts = machine(arguments.toy)
-    if not facts["num_devices"]:
-        sys.exit("error: there is no GPU here; --toy rehearses the same cases at a toy size on a CPU")
-    among = cases(facts["num_devices"], arguments.toy)
-    wanted = chosen(among, arguments.only)
     folder = (arguments.folder or ROOT / "runs" / ("bench_gpu_toy" if arguments.toy else "bench_gpu")).resolve()
     home = folder if arguments.toy else ROOT / "benchmarks" / "gpu"
-    results, output = arguments.results or home / "results.json", arguments.output or home.parent / "gpu.md"
-    if arguments.toy and not arguments.output:
-        output = folder / "gpu.md"
+    results = (arguments.results or home / "results.json").resolve()
+    output = (arguments.output or (folder / "gpu.md" if arguments.toy else home.with_suffix(".md"))).resolve()
+    os.chdir(ROOT)  # strategies are named from there
+    facts = machine(arguments.toy)
+    among = cases(facts["num_devices"], arguments.toy)
+    wanted = chosen(among, arguments.only)
     kept = Kept(results, output, facts, among)
     if arguments.list:
         for case in wanted:
-            print(f"{case.group:9} {case.name:40} {kept.state(case)}")
+            print(f"{case.group:9} {case.name:70} {kept.state(case)}".rstrip())
         return 0
+    if not facts["num_devices"]:
+        sys.exit("error: there is no GPU here; --toy rehearses the same cases at a toy size on a CPU")
     folder.mkdir(parents=True, exist_ok=True)
     todo = [case for case in wanted if arguments.again or kept.state(case) == ""]
     print(f"{len(wanted)} cases, of which {len(wanted) - len(todo)} are there already ({results})", flush=True)
-    end = time.perf_counter() + 60 * arguments.minutes
+    _measure(todo, kept, runs.Places(folder, arguments.toy), arguments.limit, 60 * arguments.minutes)
+    print(f"{results}, {output}")
+    return 0
+
+
+def _measure(todo: Sequence[Case], kept: Kept, places: runs.Places, limit: float, seconds: float) -> None:
+    """seconds: for all of them together; what does not fit into them is left for the next start."""
+    end = time.perf_counter() + seconds
     for index, case in enumerate(todo):
         left = end - time.perf_counter()
         if left < SHORTEST_SECONDS:
             print(f"--minutes are over: {len(todo) - index} cases are left; the same command goes on")
-            break
-        row = runs.measure(case, runs.Places(folder, arguments.toy), min(arguments.limit, left))
-        if row["state"] == "time limit" and left < arguments.limit:
-            print(f"{case.name}: cut off by --minutes; it will be measured anew")
-            break
+            return
+        row = runs.measure(case, places, min(limit, left))
+        if row["state"] == "time limit" and left < limit:
+            print(f"{case.name}: cut off by --minutes; the same command measures it anew")
+            return
         kept.add(case, row)
         print(f"{case.name}: {_told(row)}", flush=True)
-    kept.write_page()
-    print(f"{results}, {output}")
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -90,7 +94,7 @@ class Kept:
     """results.json, and the page that is made of it: what other machines measured stays."""
 
     def __init__(self, results: Path, output: Path, facts: dict, among: Sequence[Case]):
-        self._results, self._output, self._among = results, output, among
+        self._results, self._output, self._facts, self._among = results, output, facts, among
         self._content = read_json(results)
         self._machine = self._content.setdefault(_name(facts), {"facts": facts, "rows": {}})
 
@@ -100,12 +104,11 @@ class Kept:
         return row["state"] if row is not None and row["definition"] == case.definition else ""
 
     def add(self, case: Case, row: dict) -> None:
+        row |= {"driver": self._facts["driver"], "commit": _said("git", "rev-parse", "--short", "HEAD")}
         self._machine["rows"][case.name] = row
-        self._results.parent.mkdir(parents=True, exist_ok=True)
+        for path in (self._results, self._output):
+            path.parent.mkdir(parents=True, exist_ok=True)
         write_json(self._results, self._content)
-
-    def write_page(self) -> None:
-        self._output.parent.mkdir(parents=True, exist_ok=True)
         write_text(self._output, page(self._content, self._among))
 
 
@@ -119,11 +122,11 @@ def machine(toy: bool) -> dict:
             "memory_gib": None,
         }  # two processes where there are more
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {**found, "driver": _driver(), "cores": cores, "versions": versions(), "date": now(), "toy": toy}
+    return {**found, "driver": _said(*DRIVER), "cores": cores, "versions": versions(), "date": now(), "toy": toy}
 
 
-def _driver() -> str | None:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+def _said(*command: str) -> str | None:
+    """The first line of what a program prints; None where there is no such program or it fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
     except (OSError, subprocess.CalledProcessError, IndexError):
@@ -131,11 +134,11 @@ def _driver() -> str | None:
 
 
 def _name(facts: dict) -> str:
-    """Numbers of one machine with one set of versions belong together."""
+    """Numbers of one kind of machine with one set of versions belong together."""
     known = {name: facts["versions"].get(name) for name in ("torch", "transformers")}
     told = ", ".join(f"{name} {version}" for name, version in known.items())
     size = ", toy size" if facts["toy"] else ""
-    return f"{facts['num_devices']} x {facts['device']}, driver {facts['driver']}, {told}{size}"
+    return f"{facts['num_devices']} x {facts['device']}, {told}{size}"
 
 
 def _told(row: dict) -> str:

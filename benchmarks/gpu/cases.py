@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -65,12 +67,20 @@ class Case:
         """What a measured row has to agree with to count as this case's."""
         return {
             "recipe": self.recipe,
+            "files": _digest(self.recipe),
             "overrides": list(self.overrides),
             "program": " ".join([self.program, *self.arguments]),
             "data": self.data,
             "strategy": self.strategy,
             "num_processes": self.num_processes,
         }
+
+
+@cache
+def _digest(recipe: str) -> str:
+    """Of the recipe and what it shares with the others."""
+    content = b"".join((HERE / name).read_bytes() for name in (recipe, "shared.yaml"))
+    return hashlib.sha256(content).hexdigest()[:12]
 
 
 def cases(num_devices: int, toy: bool = False) -> list[Case]:

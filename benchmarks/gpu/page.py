@@ -17,9 +17,9 @@ _COLUMNS = "case", "tokens/s", "to", "ratio", "MFU", "MFU, all N", "HFU", "peak 
 def page(results: Mapping, among: Sequence[Case]) -> str:
     """results: {machine: {"facts": ..., "rows": {case: row}}}. among: the cases that there are."""
     parts = [_heading()]
-    for name, machine in results.items():
+    for name, machine in ((name, machine) for name, machine in results.items() if machine["rows"]):
         facts, rows = machine["facts"], machine["rows"]
-        parts += [f"## {name}", _hardware(facts), *_ceilings(rows.get("ceilings", {}))]
+        parts += [f"## {name}", _hardware(facts, rows), *_ceilings(rows.get("ceilings", {}))]
         for group, title in GROUPS.items():
             cases = [case for case in among if case.group == group and case.name in rows]
             if group == "levers":
@@ -36,19 +36,26 @@ def _heading() -> str:
 
 Measured by `bash scripts/bench_gpu.sh`, which says what it does; the numbers are in results.json. Each case is one run
 of train.py, from configs alone: {WARM_UP} steps that are not counted, then {MEASURED} that are. Tokens are trained
-ones. MFU counts 6 N + 12 L h s FLOPs per token, N without an embedding that is only looked up; "all N" has it with that, as
-others count: by it {published} were published for the 8B shape on one H200.
-HFU adds what is computed twice. "Not in kernels" is from the profiler, of steps after the measured ones. The loss is
-that of the first step, which is equal where first weights and rows are."""
+ones. MFU counts 6 N + 12 L h s FLOPs per token, N without an embedding that is only looked up; "all N" has it with
+that, as others count: by it {published} were published for the 8B shape on
+one H200. HFU adds what is computed twice. Memory is what PyTorch allocated at most. "Not in kernels" is from the
+profiler, of steps after the measured ones. The loss is that of the first step, which is equal where first weights and
+rows are."""
 
 
-def _hardware(facts: Mapping) -> str:
+def _hardware(facts: Mapping, rows: Mapping) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items() if version)
     memory = f"{facts['memory_gib']:.0f} GiB each, " if facts.get("memory_gib") else ""
+    drivers = ", ".join(_all(rows, "driver")) or "none"
+    days = sorted({row["date"][:10] for row in rows.values()})
     return (
-        f"{facts['num_devices']} x {facts['device']}, {memory}driver {facts.get('driver') or 'none'}, {facts['cores']} "
-        f"cores; {versions}; begun on {facts['date'][:10]}."
+        f"{facts['num_devices']} x {facts['device']}, {memory}driver {drivers}, {facts['cores']} cores; {versions}; "
+        f"commit {', '.join(_all(rows, 'commit')) or 'not known'}; {' to '.join(dict.fromkeys((days[0], days[-1])))}."
     )
+
+
+def _all(rows: Mapping, key: str) -> list[str]:
+    return sorted({row[key] for row in rows.values() if row.get(key)})
 
 
 def _ceilings(row: Mapping) -> list[str]:

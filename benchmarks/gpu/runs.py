@@ -10,8 +10,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from samecurve.cli.bench.step import SCRIPT
 from samecurve.cli.jobs import Job, command
@@ -24,7 +27,7 @@ from .material import TEXT_BYTES, write_text
 ROOT = HERE.parents[1]
 TRAINER = ROOT / "benchmarks" / "speed" / "trainer_loop.py"
 TOY_TEXT_BYTES = 200_000
-KILLED_SECONDS = 60.0  # a process group that was killed is waited for so long
+KILLED_SECONDS = 60.0  # a process that was killed is waited for so long
 
 
 @dataclass(frozen=True)
@@ -125,10 +128,10 @@ def execute(step: Sequence[str], log: Path, environ: Mapping[str, str], limit: f
     would write a checkpoint first."""
     if limit <= 0:
         return None
+    # a process group to kill, in the session that this program is in: whatever ends that ends the run, too
+    around = {"cwd": ROOT, "env": dict(environ), "stdin": subprocess.DEVNULL, "preexec_fn": os.setpgrp}
     with open(log, "w", encoding="utf-8") as stream:
-        process = subprocess.Popen(
-            step, cwd=ROOT, env=dict(environ), stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        process = subprocess.Popen(step, stdout=stream, stderr=subprocess.STDOUT, **around)
         try:
             return process.wait(limit)
         except subprocess.TimeoutExpired:
@@ -138,11 +141,17 @@ def execute(step: Sequence[str], log: Path, environ: Mapping[str, str], limit: f
 
 
 def _kill(process: subprocess.Popen) -> None:
-    """The whole group: torchrun's workers, a compiler's, a loader's."""
+    """With all that it started, also torchrun's workers, which are in sessions of their own, and those first: without a
+    launcher they would save and end by themselves."""
     try:
+        below = psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        below = []
+    for child in below:
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
+    with suppress(ProcessLookupError):  # what a process that is gone left in its group
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
     process.wait(KILLED_SECONDS)
 
 
