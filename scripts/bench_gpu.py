@@ -66,12 +66,13 @@ def _measure(todo: Sequence[Case], kept: Kept, places: runs.Places, limit: float
         if left < SHORTEST_SECONDS:
             print(f"--minutes are over: {len(todo) - index} cases are left; the same command goes on")
             return
+        print(f"{case.name} ({index + 1} of {len(todo)})", flush=True)
         row = runs.measure(case, places, min(limit, left))
         if row["state"] == "time limit" and left < limit:
             print(f"{case.name}: cut off by --minutes; the same command measures it anew")
             return
         kept.add(case, row)
-        print(f"{case.name}: {_told(row)}", flush=True)
+        print(f"    {_told(row)}", flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:

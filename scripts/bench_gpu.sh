@@ -8,8 +8,8 @@
 #   bash scripts/bench_gpu.sh [--list] [--only NAME ...] [--minutes 9] [--limit 300] [--again] [--toy] [...]
 #
 # --toy rehearses all of it at a toy size, on a CPU where there is no GPU. PYTHON=python3 takes an environment that is
-# there instead of making .venv. The 8B cases with optimizer.name=adamw_8bit need bitsandbytes, that with offload about 90
-# GiB of host memory; the model folder of the 8B shape takes 16 GB of disk.
+# there instead of making .venv. Model folders of the three shapes take 25 GB of disk below runs/bench_gpu, the case with
+# an offloaded optimizer about 90 GiB of host memory; those with adamw_8bit need bitsandbytes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/_environment.sh

@@ -39,7 +39,6 @@ class Case:
     """program: train: train.py without its export; trainer: transformers.Trainer; matmul: `bench matmul`.
 
     recipe: a file beside this one. data: one long text, packed documents of the recipe, or packed conversations.
-    has_folder: first weights come from a model folder that is written once instead of being drawn anew.
     against: the case that a ratio is to, "" for none. lever: what differs from that, as on the command line.
     """
 
@@ -52,7 +51,6 @@ class Case:
     data: Literal["text", "documents", "conversations"] = "text"
     strategy: str = "single"
     num_processes: int = 1
-    has_folder: bool = False
     profiled: bool = False
     against: str = ""
     lever: str = ""
@@ -84,8 +82,11 @@ def _digest(recipe: str) -> str:
 
 
 def cases(num_devices: int, toy: bool = False) -> list[Case]:
-    """In the order in which they are measured, those first that say most. num_devices: GPUs of this machine."""
-    found = [*_ceilings(), *_shapes(), *_peers(), *(_devices(num_devices) if num_devices > 1 else ()), *_levers()]
+    """In the order in which they are measured: those first that say most, a peer beside what it is compared with.
+
+    num_devices: GPUs of this machine.
+    """
+    found = [*_ceilings(), *_sizes(), *_shapes(), *(_devices(num_devices) if num_devices > 1 else ()), *_levers()]
     return [_as_toy(case) for case in found] if toy else found
 
 
@@ -93,49 +94,53 @@ def _ceilings() -> Iterator[Case]:
     yield Case("ceilings", "ceilings", "llama_8b.yaml", program="matmul", data="documents")
 
 
+BF16, COMPILED = "optimizer.name=adamw_bf16", "compile=regional"
+
+
+def _sizes() -> Iterator[Case]:
+    """Each size as it is, compiled, and as transformers.Trainer has it.
+
+    The largest does not fit into one GPU with fp32 weights and moments: 16 bytes each are 128 GB before anything is
+    computed. Trainer's bf16 weights are rounded to the nearest, which loses most small updates.
+    """
+    for size, overrides in (("8b", (BF16,)), ("3b", ()), ("1b", ())):
+        plain = Case(size, "shapes", f"llama_{size}.yaml", overrides)
+        yield replace(plain, profiled=True)
+        compiled = replace(plain, name=f"{size}-compiled", overrides=(*overrides, COMPILED), against=size)
+        yield replace(compiled, profiled=True)
+        trainer = replace(plain, name=f"{size}-trainer", group="peer", program="trainer", against=size)
+        yield trainer
+        yield replace(trainer, name=f"{size}-trainer-compiled", arguments=("--compile",))
+
+
 def _shapes() -> Iterator[Case]:
-    """The 8B shape does not fit with fp32 weights and moments into one GPU: 16 bytes each are 128 GB before anything
-    is computed."""
-    bf16 = "optimizer.name=adamw_bf16"
+    """Other rows, lengths, optimizers and ways to save memory."""
 
-    def large(name: str, *overrides: str, **fields) -> Case:
-        return Case(name, "shapes", "llama_8b.yaml", overrides, has_folder=True, **fields)
-
-    def small(size: str, name: str, *overrides: str, **fields) -> Case:
-        return Case(f"{size}{name}", "shapes", f"llama_{size}.yaml", overrides, **fields)
+    def case(size: str, name: str, *overrides: str, **fields) -> Case:
+        given = {"against": size, **fields}
+        return Case(f"{size}-{name}", "shapes", f"llama_{size}.yaml", overrides, **given)
 
     def long(num_rows: int) -> tuple[str, ...]:
         rows = f"batch.global_batch_size={num_rows}", "batch.micro_batch_size=2"
         return "batch.sequence_length=8192", *rows
 
-    compiled = "compile=regional"
-    yield large("8b", bf16, profiled=True)
-    yield large("8b-compiled", bf16, compiled, profiled=True, against="8b")
-    for size in ("3b", "1b"):
-        yield small(size, "", profiled=True)
-        yield small(size, "-compiled", compiled, profiled=True, against=size)
-    yield large("8b-documents", bf16, data="documents", against="8b")
-    yield small("1b", "-documents", data="documents", profiled=True, against="1b")
-    yield large("8b-sft", bf16, data="conversations")
-    yield large("8b-lora", "adapter.name=lora", against="8b")
-    yield large("8b-lora-sft", "adapter.name=lora", data="conversations", against="8b-sft")
-    yield large("8b-8bit", "optimizer.name=adamw_8bit", against="8b")
-    yield large("8b-8192", bf16, *long(4), against="8b")
-    yield small("3b", "-8192", *long(4), against="3b")
-    yield small("1b", "-8192", *long(8), against="1b")
-    yield small("1b", "-sft", data="conversations")
-    yield large("8b-offload", strategy="zero2_offload", against="8b")
-
-
-def _peers() -> Iterator[Case]:
-    """The 8B one trains weights that are bf16 and rounded to the nearest, which loses most small updates."""
-    for size, overrides in (("8b", ("optimizer.name=adamw_bf16",)), ("3b", ()), ("1b", ())):
-        case = Case(f"{size}-trainer", "peer", f"llama_{size}.yaml", overrides, "trainer", against=size)
-        case = replace(case, has_folder=size == "8b")
-        yield case
-        yield replace(case, name=f"{case.name}-compiled", arguments=("--compile",))
-    case = Case("1b-trainer-documents", "peer", "llama_1b.yaml", (), "trainer", data="documents")
-    yield replace(case, against="1b-documents")
+    keeps, two = "memory.activation_checkpointing", "batch.micro_batch_size=2"
+    yield case("8b", "selective", BF16, COMPILED, f"{keeps}=selective", two, profiled=True)
+    yield case("8b", "kept", BF16, COMPILED, f"{keeps}=none", two)
+    yield case("3b", "selective", COMPILED, f"{keeps}=selective", two)
+    yield case("1b", "documents", data="documents", profiled=True)
+    trainer = case("1b", "trainer-documents", program="trainer", data="documents", against=LEVERS_ON)
+    yield replace(trainer, group="peer")
+    yield case("8b", "documents", BF16, data="documents")
+    yield case("8b", "lora", "adapter.name=lora")
+    yield case("8b", "8bit", "optimizer.name=adamw_8bit")
+    yield case("8b", "8192", BF16, *long(4))
+    yield case("3b", "8192", *long(4))
+    yield case("1b", "8192", *long(8))
+    yield case("8b", "sft", BF16, data="conversations", against="")
+    yield case("8b", "lora-sft", "adapter.name=lora", data="conversations", against="8b-sft")
+    yield case("1b", "sft", data="conversations", against="")
+    yield case("8b", "offload", strategy="zero2_offload")
 
 
 def _devices(num_devices: int) -> Iterator[Case]:
@@ -143,7 +148,7 @@ def _devices(num_devices: int) -> Iterator[Case]:
     for strategy in ("fsdp", "zero3"):
         batch = f"batch.global_batch_size={8 * num_devices}"
         case = Case(f"8b-{strategy}", "devices", "llama_8b.yaml", (batch,), strategy=strategy, against="8b")
-        yield replace(case, num_processes=num_devices, has_folder=True, profiled=True)
+        yield replace(case, num_processes=num_devices, profiled=True)
 
 
 def _levers() -> Iterator[Case]:

@@ -4,9 +4,8 @@
 
 writes such a model folder. samecurve draws the first weights of a new model on the CPU, one module at a time, which is
 what makes them the same under any sharding; it takes 5 seconds per billion parameters on one core (measured in November
-2026 on a 2-core AMD EPYC with a layer of the 3B width and an embedding of 32,000 rows). For 8 billion that would come
-in every case anew, and an adapter needs a folder anyway. Here the weights are random numbers of the device, in bf16: 16
-GB on the disk that are read from its cache from then on.
+2026 on a 2-core AMD EPYC, with layers of the 1B width), and in every case anew. An adapter needs a folder anyway. Here
+the weights are random numbers of the device, in bf16, which are read from the disk's cache from then on.
 """
 
 from __future__ import annotations

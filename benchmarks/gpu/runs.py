@@ -27,6 +27,7 @@ from .material import TEXT_BYTES, write_text
 ROOT = HERE.parents[1]
 TRAINER = ROOT / "benchmarks" / "speed" / "trainer_loop.py"
 TOY_TEXT_BYTES = 200_000
+TAIL_CHARACTERS = 2000  # of a failed run's log, for whoever has the results alone
 KILLED_SECONDS = 60.0  # a process that was killed is waited for so long
 
 
@@ -54,11 +55,9 @@ def settings(case: Case, places: Places) -> list[str]:
         found.append(f"data.path={places.text()}")
     elif case.data == "conversations":
         found += ["task=sft", "data.path=builtin:python-functions"]
-    if case.has_folder:
-        found.append(f"model.path={places.weights(case)}")
+    found.append(f"model.path={places.weights(case)}")
     if case.profiled:
-        last = case.num_steps
-        found.append(f"profile.steps=[{WARM_UP + MEASURED + 2}, {last}]")
+        found.append(f"profile.steps=[{WARM_UP + MEASURED + 2}, {case.num_steps}]")
     return found
 
 
@@ -79,6 +78,7 @@ def arguments(case: Case, places: Places, output: Path) -> list[str]:
 def environment(case: Case, places: Places) -> dict[str, str]:
     """One device where one process runs: Trainer would spread over all that it sees."""
     found = {"SAMECURVE_CACHE": str(places.folder / "cache"), "HF_HUB_OFFLINE": "1", **os.environ}
+    found.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // case.num_processes)))
     found["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     if case.num_processes == 1 and not places.toy:
         found["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
@@ -97,7 +97,7 @@ def measure(case: Case, places: Places, limit: float) -> dict:
     for step, log in _steps(case, places, output):
         code = execute(step, log, environment(case, places), limit - (time.perf_counter() - start))
         if code != 0:
-            return row | failure(code, log, output, limit)
+            return row | failure(code, log, output, limit) | {"log_tail": _text(log)[-TAIL_CHARACTERS:]}
     row |= {"state": "done", "seconds": time.perf_counter() - start}
     if case.program == "matmul":
         return row | ceilings(read_json(output.with_name(f"{output.name}.json")))
@@ -117,7 +117,7 @@ def _steps(case: Case, places: Places, output: Path) -> list[tuple[list[str], Pa
     """(command, log) of what has to run, in order."""
     found = [(arguments(case, places, output), output.with_name(f"{output.name}.log"))]
     folder = places.weights(case)
-    if case.has_folder and not folder.exists():
+    if case.program != "matmul" and not folder.exists():
         write = [sys.executable, "-m", "benchmarks.gpu.material", str(HERE / case.recipe), str(folder)]
         found.insert(0, (write, folder.with_name(f"{folder.name}.log")))
     return found
@@ -157,7 +157,7 @@ def _kill(process: subprocess.Popen) -> None:
 
 def failure(code: int | None, log: Path, output: Path, limit: float) -> dict:
     """A row without numbers. code: see `execute`."""
-    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    text = _text(log)
     if code is None:
         return {"state": "time limit", "reason": f"not through after {limit:,.0f} s"}
     if re.search(r"OutOfMemoryError|out of memory", text):
@@ -166,6 +166,10 @@ def failure(code: int | None, log: Path, output: Path, limit: float) -> dict:
         return {"state": "out of memory", "reason": "killed by the system, as it is when host memory ends"}
     told = read_json(output / "status.json").get("reason") or _problem(text)
     return {"state": "failed", "reason": f"{told} (code {code}, {log.name})"}
+
+
+def _text(log: Path) -> str:
+    return log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
 
 
 def _problem(text: str) -> str:
@@ -185,7 +189,7 @@ def numbers(metrics: Sequence[Mapping], run: Mapping | None = None, idle_share: 
     seconds = sum(each["step_seconds"] for each in counted)
     found = {
         "tokens_per_second": sum(each["tokens"] for each in counted) / seconds,
-        "step_seconds": seconds / len(counted),
+        "step_seconds": [each["step_seconds"] for each in counted],
         "peak_memory_gib": max(each["peak_memory_gib"] for each in metrics[: WARM_UP + MEASURED]),
         "losses": [each["loss"] for each in metrics],
         "not_in_kernels": idle_share,
