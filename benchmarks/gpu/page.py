@@ -95,12 +95,13 @@ def _line(case: Case, rows: Mapping) -> list[str]:
     if row["state"] != "done":
         return [case.name, f"{row['state']}: {_cell(row['reason'])}", *[""] * (len(_COLUMNS) - 2)]
     other = rows.get(case.against, {}).get("tokens_per_second")
+    by_all = all_parameters(row) if case.data != "conversations" else None  # not of what is read and not trained
     return [
         case.name,
         f"{row['tokens_per_second']:,.0f}",
         case.against,
         f"{row['tokens_per_second'] / other:.2f}" if other else "",
-        *(_percent(share) for share in (row["mfu"], all_parameters(row), row["hfu"])),
+        *(_percent(share) for share in (row["mfu"], by_all, row["hfu"])),
         f"{row['peak_memory_gib']:.1f}",
         _percent(row["not_in_kernels"]),
         f"{row['losses'][0]:.4f}",
