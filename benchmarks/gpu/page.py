@@ -39,8 +39,8 @@ of train.py, from configs alone: {WARM_UP} steps that are not counted, then {MEA
 ones. MFU counts 6 N + 12 L h s FLOPs per token, N without an embedding that is only looked up; "all N" has it with
 that, as others count: by it {published} were published for the 8B shape on
 one H200. HFU adds what is computed twice. Memory is what PyTorch allocated at most. "Not in kernels" is from the
-profiler, of steps after the measured ones. The loss is that of the first step, which is equal where first weights and
-rows are."""
+profiler, of steps after the measured ones, and the more for what the profiler itself takes. The loss is that of the
+first step, which is equal where first weights and rows are."""
 
 
 def _hardware(facts: Mapping, rows: Mapping) -> str:
