@@ -19,7 +19,7 @@ PEERS = {"1b": "1b-trainer", "3b": "3b-trainer", "8b": "8b-trainer", "1b-documen
 @pytest.mark.parametrize("only", [("1b", "1b-trainer"), *long(((),))], ids=["two", "all"])
 def test_a_row_for_each_case_and_equal_rows_for_trainer(only, workspace):
     folder = workspace.folder / f"bench_gpu_{len(only)}"
-    options = ["--toy", "--folder", str(folder), "--limit", "240", *(["--only", *only] if only else [])]
+    options = ["--toy", "--folder", str(folder), "--limit", "600", *(["--only", *only] if only else [])]
     given = {"PYTHON": sys.executable, "SAMECURVE_CACHE": os.environ.get("SAMECURVE_CACHE", str(folder / "cache"))}
     run = workspace.execute(["bash", str(ROOT / "scripts" / "bench_gpu.sh"), *options], folder, **given)
     assert run.returncode == 0, run.output
