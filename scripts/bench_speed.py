@@ -23,6 +23,9 @@ from statistics import median
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from benchmarks import markdown  # noqa: E402
+
 FOLDER = ROOT / "benchmarks" / "speed"
 WARM_UP = 6
 """Steps that are not counted: compilation, and what is allocated once."""
@@ -119,6 +122,7 @@ def run(contestant: Contestant, recipe: Path, folder: Path) -> list[dict]:
     """One contestant's steps: {loss, tokens, step_seconds}. Raises CalledProcessError, after printing what it said."""
     output = Path(tempfile.mkdtemp(dir=folder))
     environment = {**os.environ, "OMP_NUM_THREADS": "1" if contestant.strategy else "2", "HF_HUB_OFFLINE": "1"}
+    environment["CUDA_VISIBLE_DEVICES"] = ""  # a GPU's page is scripts/bench_gpu.sh's
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("SAMECURVE_TRL", "")])
     if contestant.program:
         program = [sys.executable, str(FOLDER / contestant.program), str(recipe), str(output / "steps.json")]
@@ -146,14 +150,14 @@ def speed(steps: list[dict]) -> float:
 
 def table(match: Match, found: dict[str, list[list[dict]]]) -> str:
     first = found[match.contestants[0].name]
-    lines = ["", f"## {match.title}", "", "| | trained tokens/s | against the first | lowest and highest | loss |"]
-    lines.append("|---|---|---|---|---|")
+    rows = []
     for name, rounds in found.items():
         ratios = [speed(steps) / speed(reference) for steps, reference in zip(rounds, first, strict=True)]
         rate, loss = median(map(speed, rounds)), rounds[-1][-1]["loss"]
         spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
-        lines.append(f"| {name} | {rate:,.0f} | {median(ratios):.2f} | {spread} | {loss:.4f} |")
-    return "\n".join([*lines, ""])
+        rows.append([name, f"{rate:,.0f}", f"{median(ratios):.2f}", spread, f"{loss:.4f}"])
+    columns = "", "trained tokens/s", "against the first", "lowest and highest", "loss"
+    return f"\n## {match.title}\n\n{markdown.table(columns, rows)}\n"
 
 
 def heading() -> str:

@@ -12,11 +12,15 @@ from samecurve import tasks
 from samecurve.config import Recipe
 from samecurve.data import MicroBatch, StepBatches
 from samecurve.loss import IGNORE_INDEX
+from samecurve.meter import GIB, peak_memory_bytes
 from samecurve.model import build, fill, skeleton
+from samecurve.optim import cast_weights
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class Record:
-    """Seconds, loss and trained tokens of each step, written to a JSON file at the end."""
+    """Seconds, loss, trained tokens and the most memory so far of each step, written to a JSON file at the end."""
 
     def __init__(self, path: Path):
         self._path, self._last = path, 0.0
@@ -28,6 +32,7 @@ class Record:
     def step(self, loss: float, tokens: int) -> None:
         now = time.perf_counter()
         self._steps.append({"loss": loss, "tokens": tokens, "step_seconds": now - self._last})
+        self._steps[-1]["peak_memory_gib"] = peak_memory_bytes(DEVICE) / GIB
         self._last = now
 
     def write(self) -> None:
@@ -39,11 +44,15 @@ def batches(recipe: Recipe) -> list[list[MicroBatch]]:
     return list(StepBatches(tasks.load(recipe).train, recipe.seed, recipe.batch, (0, 1), recipe.steps))
 
 
-def model(recipe: Recipe):
-    """With samecurve's first weights, fp32, so that losses can be compared."""
+def model(recipe: Recipe, device: torch.device | None = None):
+    """With samecurve's first weights, so that losses can be compared; fp32, unless the recipe's optimizer wants bf16.
+
+    device: None is the CPU.
+    """
     task = tasks.load(recipe)
     architecture = skeleton(recipe, task.vocabulary_size, task.special_tokens)
-    made = build(type(architecture), architecture.config, torch.device("cpu"))
+    made = build(type(architecture), architecture.config, device or torch.device("cpu"))
+    made = cast_weights(made, recipe.optimizer)
     tensors = {**dict(made.named_buffers()), **dict(made.named_parameters())}
     with torch.no_grad():
         fill(architecture, recipe, lambda name, full: tensors[name].copy_(full))

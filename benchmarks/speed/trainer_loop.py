@@ -1,6 +1,9 @@
 """transformers.Trainer on samecurve's rows: the same samples in the same order, the same first weights.
 
-python trainer_loop.py RECIPE OUTPUT.json [--compile] [key=value ...]
+    python trainer_loop.py RECIPE OUTPUT.json [--compile] [key=value ...]
+
+On a GPU where there is one. It computes its layers again as soon as the recipe does so in any way. Where the recipe's
+optimizer is adamw_bf16 it gets the same bf16 weights, but rounds them to the nearest.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from torch.utils.data import SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from samecurve.recipe import checked
+
+OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw_bf16": "adamw_torch_fused", "adamw_8bit": "adamw_8bit"}
 
 
 class InOrder(Trainer):
@@ -37,24 +42,28 @@ class Timed(TrainerCallback):
 
 def main(arguments: argparse.Namespace) -> None:
     recipe = checked(arguments.recipe, arguments.overrides)
-    assert recipe.batch.micro_batch_size == recipe.batch.global_batch_size, "one micro-batch per step"
-    steps = [micro_batches[0] for micro_batches in rows.batches(recipe)]
+    steps = rows.batches(recipe)
     # labels that are shifted already go in as shift_labels; Trainer counts the tokens of `labels`
     samples = [
         {
-            **{name: value[i] for name, value in step.inputs.items()},
-            "labels": step.labels[i],
-            "shift_labels": step.labels[i],
+            **{name: value[i] for name, value in batch.inputs.items()},
+            "labels": batch.labels[i],
+            "shift_labels": batch.labels[i],
         }
         for step in steps
-        for i in range(len(step.labels))
+        for batch in step
+        for i in range(len(batch.labels))
     ]
     record, settings = rows.Record(arguments.output), recipe.optimizer
     with tempfile.TemporaryDirectory() as folder:
         options = TrainingArguments(
             output_dir=folder,
             max_steps=recipe.steps,
-            per_device_train_batch_size=recipe.batch.global_batch_size,
+            per_device_train_batch_size=recipe.batch.micro_batch_size,
+            gradient_accumulation_steps=recipe.batch.accumulation_steps(1),
+            gradient_checkpointing=recipe.memory.activation_checkpointing != "none",
+            gradient_checkpointing_kwargs={"use_reentrant": False},
+            optim=OPTIMIZERS[settings.name],
             learning_rate=settings.learning_rate,
             warmup_steps=recipe.schedule.warmup_steps,
             weight_decay=settings.weight_decay,
@@ -65,14 +74,15 @@ def main(arguments: argparse.Namespace) -> None:
             bf16=recipe.precision == "bf16",
             torch_compile=arguments.compile,
             remove_unused_columns=False,
-            use_cpu=True,
+            use_cpu=rows.DEVICE.type == "cpu",
             save_strategy="no",
             logging_steps=1,
             disable_tqdm=True,
             report_to="none",
         )
-        timed = Timed(record, [rows.trained(step) for step in steps])
-        InOrder(rows.model(recipe), options, train_dataset=samples, data_collator=_stack, callbacks=[timed]).train()
+        timed = Timed(record, [sum(map(rows.trained, step)) for step in steps])
+        model = rows.model(recipe, rows.DEVICE)
+        InOrder(model, options, train_dataset=samples, data_collator=_stack, callbacks=[timed]).train()
     record.write()
 
 

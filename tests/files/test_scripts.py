@@ -18,7 +18,15 @@ SCRIPTS = sorted(path.name for path in (ROOT / "scripts").iterdir())
 
 
 def test_the_folder_holds_what_the_tests_cover():
-    expected = {"_environment.sh", "hostfile.example", "kubernetes.yaml", "quickstart.sh", "slurm.sh", "test.sh"}
+    expected = {
+        "_environment.sh",
+        "bench_gpu.sh",
+        "hostfile.example",
+        "kubernetes.yaml",
+        "quickstart.sh",
+        "slurm.sh",
+        "test.sh",
+    }
     assert expected <= set(SCRIPTS)
 
 

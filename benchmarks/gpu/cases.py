@@ -1,0 +1,181 @@
+"""What the GPU benchmark measures: one case is one run, in processes of its own."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+HERE = Path(__file__).resolve().parent
+WARM_UP, MEASURED, PROFILED = 4, 5, 1
+"""Steps of a run: not counted (compilation, first allocations), counted, and recorded by the profiler after them."""
+
+GROUPS = {
+    "ceilings": "What the device can do",
+    "shapes": "Models, optimizers, lengths and data",
+    "peer": "transformers.Trainer on the same rows",
+    "devices": "On all GPUs of this machine",
+    "levers": "Each lever of the 1.2B recipe, one at a time",
+}
+LEVERS = ("compile", "loss", "memory.activation_checkpointing", "model.attention", "optimizer.name", "data.num_workers")
+# what several keys make together
+PAIRS = (
+    "memory.activation_checkpointing=selective memory.selective_keeps=attention",
+    "compile=regional memory.activation_checkpointing=selective",
+    "model.attention=flash_attention_2 batch.micro_batch_size=1",
+)
+LEVERS_ON = "1b-documents"
+NOT_MEASURED = {
+    "Liger kernels, fp8": "no recipe key asks for them",
+    "AdamW that is not fused": "the fused kernel is the only one that samecurve takes",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """program: train: train.py without its export; trainer: transformers.Trainer; matmul: `bench matmul`.
+
+    recipe: a file beside this one. data: one long text, packed documents of the recipe, or packed conversations.
+    against: the case that a ratio is to, "" for none. lever: what differs from that, as on the command line.
+    """
+
+    name: str
+    group: str
+    recipe: str
+    overrides: tuple[str, ...] = ()
+    program: Literal["train", "trainer", "matmul"] = "train"
+    arguments: tuple[str, ...] = ()
+    data: Literal["text", "documents", "conversations"] = "text"
+    strategy: str = "single"
+    num_processes: int = 1
+    profiled: bool = False
+    against: str = ""
+    lever: str = ""
+
+    @property
+    def num_steps(self) -> int:
+        """The profiler has one step of its own to warm up in."""
+        return WARM_UP + MEASURED + (1 + PROFILED if self.profiled else 0)
+
+    @property
+    def definition(self) -> dict:
+        """What a measured row has to agree with to count as this case's."""
+        return {
+            "recipe": self.recipe,
+            "files": _digest(self.recipe),
+            "overrides": list(self.overrides),
+            "program": " ".join([self.program, *self.arguments]),
+            "data": self.data,
+            "strategy": self.strategy,
+            "num_processes": self.num_processes,
+        }
+
+
+@cache
+def _digest(recipe: str) -> str:
+    """Of the recipe and what it shares with the others."""
+    content = b"".join((HERE / name).read_bytes() for name in (recipe, "shared.yaml"))
+    return hashlib.sha256(content).hexdigest()[:12]
+
+
+def cases(num_devices: int, toy: bool = False) -> list[Case]:
+    """In the order in which they are measured: those first that say most, a peer beside what it is compared with.
+
+    num_devices: GPUs of this machine.
+    """
+    found = [*_ceilings(), *_sizes(), *_shapes(), *(_devices(num_devices) if num_devices > 1 else ()), *_levers()]
+    return [_as_toy(case) for case in found] if toy else found
+
+
+def _ceilings() -> Iterator[Case]:
+    yield Case("ceilings", "ceilings", "llama_8b.yaml", program="matmul", data="documents")
+
+
+BF16, COMPILED = "optimizer.name=adamw_bf16", "compile=regional"
+
+
+def _sizes() -> Iterator[Case]:
+    """Each size as it is, compiled, and as transformers.Trainer has it.
+
+    The largest does not fit into one GPU with fp32 weights and moments: 16 bytes each are 128 GB before anything is
+    computed. Trainer's bf16 weights are rounded to the nearest, which loses most small updates.
+    """
+    for size, overrides in (("8b", (BF16,)), ("3b", ()), ("1b", ())):
+        plain = Case(size, "shapes", f"llama_{size}.yaml", overrides)
+        yield replace(plain, profiled=True)
+        compiled = replace(plain, name=f"{size}-compiled", overrides=(*overrides, COMPILED), against=size)
+        yield replace(compiled, profiled=True)
+        trainer = replace(plain, name=f"{size}-trainer", group="peer", program="trainer", against=size)
+        yield trainer
+        yield replace(trainer, name=f"{size}-trainer-compiled", arguments=("--compile",))
+
+
+def _shapes() -> Iterator[Case]:
+    """Other rows, lengths, optimizers and ways to save memory."""
+
+    def case(size: str, name: str, *overrides: str, **fields) -> Case:
+        given = {"against": size, **fields}
+        return Case(f"{size}-{name}", "shapes", f"llama_{size}.yaml", overrides, **given)
+
+    def long(num_rows: int) -> tuple[str, ...]:
+        rows = f"batch.global_batch_size={num_rows}", "batch.micro_batch_size=2"
+        return "batch.sequence_length=8192", *rows
+
+    keeps, two = "memory.activation_checkpointing", "batch.micro_batch_size=2"
+    yield case("8b", "selective", BF16, COMPILED, f"{keeps}=selective", two, profiled=True)
+    yield case("8b", "kept", BF16, COMPILED, f"{keeps}=none", two)
+    yield case("3b", "selective", COMPILED, f"{keeps}=selective", two)
+    yield case("1b", "documents", data="documents", profiled=True)
+    trainer = case("1b", "trainer-documents", program="trainer", data="documents", against=LEVERS_ON)
+    yield replace(trainer, group="peer")
+    yield case("8b", "documents", BF16, data="documents")
+    yield case("8b", "lora", "adapter.name=lora")
+    yield case("8b", "8bit", "optimizer.name=adamw_8bit")
+    yield case("8b", "8192", BF16, *long(4))
+    yield case("3b", "8192", *long(4))
+    yield case("1b", "8192", *long(8))
+    yield case("8b", "sft", BF16, data="conversations", against="")
+    yield case("8b", "lora-sft", "adapter.name=lora", data="conversations", against="8b-sft")
+    yield case("1b", "sft", data="conversations", against="")
+    # host memory: 60 GiB with bf16 weights and moments, 48 GiB; the 8B one with fp32 masters would want 120 GiB
+    yield case("8b", "offload", BF16, strategy="fsdp_offload")
+    yield case("3b", "offload", strategy="zero2_offload")
+
+
+def _devices(num_devices: int) -> Iterator[Case]:
+    """fp32 weights and moments, as many rows for each device as the single one had."""
+    for strategy in ("fsdp", "zero3"):
+        batch = f"batch.global_batch_size={8 * num_devices}"
+        case = Case(f"8b-{strategy}", "devices", "llama_8b.yaml", (batch,), strategy=strategy, against="8b")
+        yield replace(case, num_processes=num_devices, profiled=True)
+
+
+def _levers() -> Iterator[Case]:
+    from samecurve import recipe
+    from samecurve.benchmarks.steps import variants
+
+    base = recipe.checked(str(HERE / "llama_1b.yaml"), ["steps=10"])
+    found = [variant.overrides for variant in variants(base, LEVERS)[1:]]
+    for overrides in [*found, *(tuple(pair.split()) for pair in PAIRS)]:
+        lever = " ".join(overrides)
+        name = "1b:" + ",".join(text.rpartition(".")[2] for text in overrides)
+        case = Case(name, "levers", "llama_1b.yaml", tuple(overrides), data="documents")
+        yield replace(case, against=LEVERS_ON, lever=lever)
+
+
+def _as_toy(case: Case) -> Case:
+    """Another model and shorter rows; all else stays."""
+    overrides = (text.replace("sequence_length=8192", "sequence_length=128") for text in case.overrides)
+    return replace(case, recipe="llama_toy.yaml", overrides=tuple(overrides))
+
+
+def chosen(among: Sequence[Case], names: Sequence[str]) -> list[Case]:
+    """Those of these names or groups, all without a name. Raises SystemExit for a name that there is not."""
+    known = {case.name for case in among} | {case.group for case in among}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise SystemExit(f"--only: found {unknown[0]}, which is no case and no group here; --list shows them")
+    return [case for case in among if not names or case.name in names or case.group in names]

@@ -1,0 +1,161 @@
+"""The results of the GPU benchmark as a page: a section for each machine, a table for each group of cases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from benchmarks.markdown import table
+from samecurve.benchmarks.steps import UNCHANGED, Measured, Variant, verdicts
+
+from .cases import GROUPS, MEASURED, NOT_MEASURED, WARM_UP, Case
+
+# What others published for the 8B shape on one H200 (full recomputation, bf16 weights, 80.7 GB); see `all_parameters`.
+PUBLISHED_TOKENS_PER_SECOND, PUBLISHED_MFU = 10_471, 0.578
+_COLUMNS = "case", "tokens/s", "to", "ratio", "MFU", "MFU, all N", "HFU", "peak GiB", "not in kernels", "loss"
+
+
+def page(results: Mapping, among: Sequence[Case]) -> str:
+    """results: {machine: {"facts": ..., "rows": {case: row}}}. among: the cases that there are."""
+    parts = [_heading()]
+    for name, machine in ((name, machine) for name, machine in results.items() if machine["rows"]):
+        facts, rows = machine["facts"], machine["rows"]
+        parts += [f"## {name}", _hardware(facts, rows), *_ceilings(rows.get("ceilings", {}))]
+        for group, title in GROUPS.items():
+            cases = [case for case in among if case.group == group and case.name in rows]
+            if group == "levers":
+                parts += _levers(cases, rows)
+            elif group != "ceilings" and cases:
+                parts += [f"### {title}", table(_COLUMNS, [_line(case, rows) for case in cases])]
+        parts.append("\n".join(_left_out(rows, among)))
+    return "\n\n".join(parts) + "\n"
+
+
+def _heading() -> str:
+    published = f"{PUBLISHED_TOKENS_PER_SECOND:,} tokens/s and {PUBLISHED_MFU:.1%}"
+    return f"""# Speed on GPUs
+
+Measured by `bash scripts/bench_gpu.sh`, which says what it does; the numbers are in results.json. Each case is one run
+of train.py, from configs alone: {WARM_UP} steps that are not counted, then {MEASURED} that are. Tokens are trained
+ones. MFU counts 6 N + 12 L h s FLOPs per token, N without an embedding that is only looked up; "all N" has it with
+that, as others count: by it {published} were published for the 8B shape on
+one H200. HFU adds what is computed twice. Memory is what PyTorch allocated at most. "Not in kernels" is from the
+profiler, of steps after the measured ones, and the more for what the profiler itself takes. The loss is that of the
+first step, which is equal where first weights and rows are."""
+
+
+def _hardware(facts: Mapping, rows: Mapping) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items() if version)
+    memory = f"{facts['memory_gib']:.0f} GiB each, " if facts.get("memory_gib") else ""
+    drivers = ", ".join(_all(rows, "driver")) or "none"
+    days = sorted({row["date"][:10] for row in rows.values()})
+    return (
+        f"{facts['num_devices']} x {facts['device']}, {memory}driver {drivers}, {facts['cores']} cores; {versions}; "
+        f"commit {', '.join(_all(rows, 'commit')) or 'not known'}; {' to '.join(dict.fromkeys((days[0], days[-1])))}."
+    )
+
+
+def _all(rows: Mapping, key: str) -> list[str]:
+    return sorted({row[key] for row in rows.values() if row.get(key)})
+
+
+def _ceilings(row: Mapping) -> list[str]:
+    if row.get("state") != "done":
+        return []
+    squares = ", ".join(f"{name} {rate:,.0f}" for name, rate in row["tflops"].items())
+    layers = ", ".join(f"{names} {rate:,.0f}" for names, rate in row["layers_tflops"].items())
+    copies = ", ".join(f"{where} {rate:,.0f}" for where, rate in row["copies_gb_per_second"].items())
+    return [f"Ceilings: TFLOP/s of squares: {squares}; of the 8B shape's layers: {layers}. Copies in GB/s: {copies}."]
+
+
+def all_parameters(row: Mapping) -> float | None:
+    """MFU by 6 N + 12 L h s with every parameter in N, also those of an embedding that is only looked up."""
+    flops = row.get("flops") or {}
+    if not flops.get("peak_tflops") or not flops.get("model_per_token") or not row["trains_all"]:
+        return None
+    attention = 2 * (flops["model_per_token"] - flops["causal_per_token"])
+    per_token = 6 * row["num_parameters"] + attention
+    return per_token * row["tokens_per_second"] / row["world_size"] / flops["peak_tflops"] / 1e12
+
+
+def completed(case: Case, rows: Mapping) -> dict:
+    """The case's row; of another program, which counts no FLOPs, with those of the same model and rows in train.py."""
+    row, twin = rows[case.name], rows.get(case.against, {})
+    flops = twin.get("flops") or {}
+    if case.program != "trainer" or row["state"] != "done" or not flops.get("peak_tflops"):
+        return row
+    found = {**row, "flops": flops, "world_size": 1}
+    found |= {key: twin[key] for key in ("num_parameters", "trains_all")}
+    for name, per_token in (("mfu", "model_per_token"), ("hfu", "hardware_per_token")):
+        found[name] = flops[per_token] * row["tokens_per_second"] / flops["peak_tflops"] / 1e12
+    return found
+
+
+def _line(case: Case, rows: Mapping) -> list[str]:
+    row = completed(case, rows)
+    if row["state"] != "done":
+        return [case.name, f"{row['state']}: {_cell(row['reason'])}", *[""] * (len(_COLUMNS) - 2)]
+    other = rows.get(case.against, {}).get("tokens_per_second")
+    by_all = all_parameters(row) if case.data != "conversations" else None  # not of what is read and not trained
+    return [
+        case.name,
+        f"{row['tokens_per_second']:,.0f}",
+        case.against,
+        f"{row['tokens_per_second'] / other:.2f}" if other else "",
+        *(_percent(share) for share in (row["mfu"], by_all, row["hfu"])),
+        f"{row['peak_memory_gib']:.1f}",
+        _percent(row["not_in_kernels"]),
+        f"{row['losses'][0]:.4f}",
+    ]
+
+
+def _levers(cases: Sequence[Case], rows: Mapping) -> list[str]:
+    """As `bench step` has it."""
+    if not cases:
+        return []
+    base = rows.get(cases[0].against, {})
+    done = [case for case in cases if rows[case.name]["state"] == "done" and base.get("state") == "done"]
+    among = [Variant(UNCHANGED), *(Variant(case.lever) for case in done)]
+    rounds = {case.lever: [_measured(rows[case.name])] for case in done}
+    found = verdicts({UNCHANGED: [_measured(base)], **rounds}, among) if done else []
+    lines = [
+        [
+            each.variant.name,
+            f"{each.tokens_per_second:,.0f}",
+            f"{each.ratio:.2f}",
+            f"{each.peak_memory_gib:.1f}",
+            f"{each.memory_ratio:.2f}",
+            f"{each.loss_difference:.1e}",
+        ]
+        for each in found
+    ]
+    others = [case for case in cases if case not in done]
+    lines += [[case.lever, _why(rows[case.name]), "", "", "", ""] for case in others]
+    columns = "lever", "tokens/s", f"to {cases[0].against}", "peak GiB", "ratio", "largest loss difference"
+    return [f"### {GROUPS['levers']}", table(columns, lines)]
+
+
+def _why(row: Mapping) -> str:
+    if row["state"] == "done":
+        return f"{row['tokens_per_second']:,.0f}"
+    return f"{row['state']}: {_cell(row['reason'])}"
+
+
+def _measured(row: Mapping) -> Measured:
+    """Of as many steps as every case has."""
+    return Measured(row["tokens_per_second"], row["peak_memory_gib"], tuple(row["losses"][: WARM_UP + MEASURED]))
+
+
+def _left_out(rows: Mapping, among: Sequence[Case]) -> list[str]:
+    found = [f"{what}: {why}" for what, why in NOT_MEASURED.items()]
+    missing = [case.name for case in among if case.name not in rows]
+    if missing:
+        found.append(f"not run yet: {', '.join(missing)}")
+    return ["Not measured:", "", *(f"- {text}." for text in found)]
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.1%}"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "/").replace("\n", " ")[:160]

@@ -1,0 +1,153 @@
+"""What scripts/bench_gpu.sh runs: the cases of benchmarks/gpu/ one after the other, each kept at once."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.gpu import runs  # noqa: E402
+from benchmarks.gpu.cases import GROUPS, Case, cases, chosen  # noqa: E402
+from benchmarks.gpu.page import page  # noqa: E402
+from samecurve.facts import versions  # noqa: E402
+from samecurve.records import now, read_json, write_json, write_text  # noqa: E402
+
+SHORTEST_SECONDS = 45.0
+"""A case is not begun where less than this is left of --minutes: most take longer to start."""
+DRIVER = "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
+PROBE = """
+import json, torch
+count = torch.cuda.device_count()
+one = torch.cuda.get_device_properties(0) if count else None
+print(json.dumps({"num_devices": count, "device": one and one.name, "memory_gib": one and one.total_memory / 2**30}))
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that a run's processes end with it
+    folder = (arguments.folder or ROOT / "runs" / ("bench_gpu_toy" if arguments.toy else "bench_gpu")).resolve()
+    home = folder if arguments.toy else ROOT / "benchmarks" / "gpu"
+    results = (arguments.results or home / "results.json").resolve()
+    output = (arguments.output or (folder / "gpu.md" if arguments.toy else home.with_suffix(".md"))).resolve()
+    os.chdir(ROOT)  # strategies are named from there
+    facts = machine(arguments.toy)
+    among = cases(facts["num_devices"], arguments.toy)
+    wanted = chosen(among, arguments.only)
+    kept = Kept(results, output, facts, among)
+    if arguments.list:
+        for case in wanted:
+            print(f"{case.group:9} {case.name:70} {kept.state(case)}".rstrip())
+        return 0
+    if not facts["num_devices"]:
+        sys.exit("error: there is no GPU here; --toy rehearses the same cases at a toy size on a CPU")
+    folder.mkdir(parents=True, exist_ok=True)
+    todo = [case for case in wanted if arguments.again or kept.state(case) == ""]
+    print(f"{len(wanted)} cases, of which {len(wanted) - len(todo)} are there already ({results})", flush=True)
+    _measure(todo, kept, runs.Places(folder, arguments.toy), arguments.limit, 60 * arguments.minutes)
+    print(f"{results}, {output}")
+    return 0
+
+
+def _measure(todo: Sequence[Case], kept: Kept, places: runs.Places, limit: float, seconds: float) -> None:
+    """seconds: for all of them together; what does not fit into them is left for the next start."""
+    end = time.perf_counter() + seconds
+    for index, case in enumerate(todo):
+        left = end - time.perf_counter()
+        if left < SHORTEST_SECONDS:
+            print(f"--minutes are over: {len(todo) - index} cases are left; the same command goes on")
+            return
+        print(f"{case.name} ({index + 1} of {len(todo)})", flush=True)
+        row = runs.measure(case, places, min(limit, left))
+        if row["state"] == "time limit" and left < limit:
+            print(f"{case.name}: cut off by --minutes; the same command measures it anew")
+            return
+        kept.add(case, row)
+        print(f"    {_told(row)}", flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    groups = "; ".join(f"{name}: {what}" for name, what in GROUPS.items())
+    parser = argparse.ArgumentParser(prog="scripts/bench_gpu.sh", description=f"groups: {groups}")
+    parser.add_argument("--list", action="store_true", help="the cases, and what is known of each")
+    parser.add_argument("--only", nargs="+", metavar="NAME", default=[], help="cases or groups; default: all")
+    parser.add_argument("--again", action="store_true", help="measure also what is there already")
+    limit = "seconds for one case, its start included (default: %(default)s)"
+    parser.add_argument("--limit", type=float, default=300.0, help=limit)
+    parser.add_argument("--minutes", type=float, default=1e6, help="begin nothing new after that, and end what runs")
+    parser.add_argument("--toy", action="store_true", help="a toy model, on a CPU where there is no GPU")
+    parser.add_argument("--folder", type=Path, help="of runs, model folder and caches; default: runs/bench_gpu")
+    parser.add_argument("--results", type=Path, help="default: benchmarks/gpu/results.json")
+    parser.add_argument("--output", type=Path, help="the page; default: benchmarks/gpu.md")
+    return parser
+
+
+class Kept:
+    """results.json, and the page that is made of it: what other machines measured stays."""
+
+    def __init__(self, results: Path, output: Path, facts: dict, among: Sequence[Case]):
+        self._results, self._output, self._facts, self._among = results, output, facts, among
+        self._content = read_json(results)
+        self._machine = self._content.setdefault(_name(facts), {"facts": facts, "rows": {}})
+
+    def state(self, case: Case) -> str:
+        """Of the row that is there, "" without one, or where it was another run."""
+        row = self._machine["rows"].get(case.name)
+        return row["state"] if row is not None and row["definition"] == case.definition else ""
+
+    def add(self, case: Case, row: dict) -> None:
+        row |= {"driver": self._facts["driver"], "commit": _said("git", "rev-parse", "--short", "HEAD")}
+        self._machine["rows"][case.name] = row
+        for path in (self._results, self._output):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(self._results, self._content)
+        write_text(self._output, page(self._content, self._among))
+
+
+def machine(toy: bool) -> dict:
+    """Asked in a process of its own, which gives the memory back that a CUDA context holds."""
+    found = json.loads(subprocess.run([sys.executable, "-c", PROBE], capture_output=True, check=True).stdout)
+    if toy and not found["num_devices"]:
+        found = {
+            "num_devices": 2,
+            "device": "toy size on a CPU",
+            "memory_gib": None,
+        }  # two processes where there are more
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {**found, "driver": _said(*DRIVER), "cores": cores, "versions": versions(), "date": now(), "toy": toy}
+
+
+def _said(*command: str) -> str | None:
+    """The first line of what a program prints; None where there is no such program or it fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return None
+
+
+def _name(facts: dict) -> str:
+    """Numbers of one kind of machine with one set of versions belong together."""
+    known = {name: facts["versions"].get(name) for name in ("torch", "transformers")}
+    told = ", ".join(f"{name} {version}" for name, version in known.items())
+    size = ", toy size" if facts["toy"] else ""
+    return f"{facts['num_devices']} x {facts['device']}, {told}{size}"
+
+
+def _told(row: dict) -> str:
+    if row["state"] != "done":
+        return f"{row['state']}: {row['reason']}"
+    rate = f"{row['tokens_per_second']:,.0f} tokens/s, " if "tokens_per_second" in row else ""
+    return f"{rate}{row['seconds']:.0f} s in all"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,233 @@
+"""The GPU benchmark without a GPU: that every case is a run that samecurve accepts, and what becomes of its numbers."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.gpu import page, runs
+from benchmarks.gpu.cases import GROUPS, HERE, LEVERS_ON, MEASURED, WARM_UP, Case, cases, chosen
+from samecurve import recipe
+from samecurve.engines.resolve import resolve
+from samecurve.errors import ConfigurationError
+from samecurve.flops import Peak, stated, token_flops
+
+ROOT = Path(__file__).resolve().parents[2]
+PARAMETERS = {"1b": 1_235_814_400, "3b": 3_212_749_824, "8b": 8_030_261_248}  # as published
+CASES = cases(num_devices=4)
+REFUSED = {"1b:attention=flash_attention_2": "set that to 1"}  # a row of the table that says why
+
+
+def shape(size: str):
+    config = dict(recipe.checked(str(HERE / f"llama_{size}.yaml"), ["steps=10"]).model.config)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
+
+
+def test_names_tell_cases_apart_and_point_at_cases():
+    names = [case.name for case in CASES]
+    assert len(names) == len(set(names)) > 40
+    assert {case.against for case in CASES} <= {"", *names}
+    assert {case.group for case in CASES} == set(GROUPS)
+    assert not {case.group for case in cases(num_devices=1)} & {"devices"}
+    order = [case.name for case in CASES]
+    assert all(order.index(case.against) < order.index(case.name) for case in CASES if case.against)
+    assert [case.name for case in chosen(CASES, ["1b", "ceilings"])] == ["ceilings", "1b"]
+    with pytest.raises(SystemExit, match="--only: found 2b"):
+        chosen(CASES, ["2b"])
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """With what stands for the model folder of the 8B shape."""
+    found = runs.Places(tmp_path_factory.mktemp("bench_gpu"), toy=False)
+    for name in ("llama_1b", "llama_3b", "llama_8b", "llama_toy"):
+        (found.folder / name).mkdir()
+        (found.folder / name / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 32}')
+        (found.folder / name / "model.safetensors").touch()
+    (found.folder / "text.txt").write_text("text")
+    return found
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.program != "matmul"], ids=lambda case: case.name)
+def test_samecurve_accepts_every_case_also_at_the_toy_size(case, places, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    [toy] = [other for other in cases(num_devices=4, toy=True) if other.name == case.name]
+    for each in (case, toy):
+        world = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": str(each.num_processes)}
+        strategy = [] if each.strategy == "single" else ["--strategy", f"configs/{each.strategy}.yaml"]
+        given = [str(HERE / each.recipe), *runs.settings(each, places), *strategy]
+        if each.name in REFUSED:
+            with pytest.raises(ConfigurationError, match=REFUSED[each.name]):
+                resolve(given, world)
+            continue
+        plan = resolve(given, world)
+        assert (plan.strategy.name, plan.recipe.steps) == (each.strategy, each.num_steps)
+        if each.profiled:
+            assert plan.recipe.profile.steps == (WARM_UP + MEASURED + 2, each.num_steps)
+
+
+@pytest.mark.parametrize("size", PARAMETERS)
+def test_shapes_are_those_that_were_published(size):
+    assert shape(size).num_parameters() == PARAMETERS[size]
+
+
+def test_mfu_is_the_published_one_by_the_published_convention():
+    """10,471 tokens/s of the 8B shape with 4,096 tokens per row were 57.8 % of 989 TFLOP/s: N with the embedding."""
+    model = shape("8b")
+    flops = stated(token_flops(model, 4096, recompute=1.0), Peak(989, "data sheet"))
+    by_hand = 6 * PARAMETERS["8b"] + 12 * 32 * 4096 * 4096
+    row = {"tokens_per_second": 10_471, "world_size": 1, "num_parameters": model.num_parameters(), "trains_all": True}
+    assert page.all_parameters(row | {"flops": flops}) == pytest.approx(by_hand * 10_471 / 989e12)
+    assert round(page.all_parameters(row | {"flops": flops}), 3) == page.PUBLISHED_MFU
+    assert page.all_parameters(row | {"flops": flops, "trains_all": False}) is None
+
+
+RUN = {"engine": "LlamaForCausalLM", "world_size": 1, "num_parameters": 10, "num_trained_parameters": 10}
+RUN["flops"] = {"model_per_token": 60.0, "causal_per_token": 50.0, "hardware_per_token": 80.0, "peak_tflops": 1e-9}
+
+
+def metrics(num_steps: int = WARM_UP + MEASURED, seconds: float = 2.0) -> list[dict]:
+    slow = [{"tokens": 1, "step_seconds": 100.0, "mfu": 0.0, "hfu": 0.0, "peak_memory_gib": 1.0, "loss": 7.0}] * WARM_UP
+    step = {"tokens": 10, "step_seconds": seconds, "mfu": 0.5, "hfu": 0.6, "peak_memory_gib": 3.0, "loss": 6.0}
+    profiled = {**step, "step_seconds": 50.0, "peak_memory_gib": 9.0}
+    return [*slow, *[step] * (num_steps - WARM_UP), *[profiled] * 3]
+
+
+def done(**changes) -> dict:
+    return {
+        "state": "done",
+        "seconds": 9.0,
+        "date": "2026-11-21T00:00:00",
+        **runs.numbers(metrics(), RUN, 0.25),
+        **changes,
+    }
+
+
+def test_only_the_measured_steps_count():
+    found = runs.numbers(metrics(), RUN)
+    assert (found["tokens_per_second"], found["peak_memory_gib"], found["mfu"]) == (5.0, 3.0, 0.5)
+    assert (found["losses"][0], found["step_seconds"], found["trains_all"]) == (7.0, [2.0] * MEASURED, True)
+    assert runs.numbers([{**step, "mfu": None} for step in metrics()])["mfu"] is None
+
+
+def facts() -> dict:
+    versions = {"torch": "2.11.0", "datasets": None}
+    return {"num_devices": 1, "device": "H", "memory_gib": 139.7, "cores": 16, "versions": versions}
+
+
+def test_the_page_has_every_row_and_what_is_missing():
+    names = "1b", "1b-trainer", "8b", "8b-8bit", LEVERS_ON, "1b:compile=regional"
+    among = [case for case in CASES if case.name in names]
+    steps = [{key: value for key, value in step.items() if key not in ("mfu", "hfu")} for step in metrics(seconds=4.0)]
+    peer = {"state": "done", "date": "2026-11-22", **runs.numbers(steps)}
+    oom = {"state": "out of memory", "date": "2026-11-22", "reason": "CUDA out of memory | tried"}
+    rows = {"1b": done(), "1b-trainer": peer, "8b-8bit": oom, LEVERS_ON: done()}
+    rows["1b:compile=regional"] = done(tokens_per_second=6.0, losses=[7.0, 6.06] * 5)
+    text = page.page({"1 x H": {"facts": facts(), "rows": rows}, "2 x H": {"facts": facts(), "rows": {}}}, among)
+    assert "1 x H, 140 GiB each, driver none, 16 cores; torch 2.11.0; commit not known; " in text
+    assert "; 2026-11-21 to 2026-11-22.\n" in text
+    # 5 tokens/s of 60 FLOPs over 1e3 FLOP/s; 6 N + 20 for attention would be 80
+    assert "| 1b | 5 |  |  | 50.0% | 40.0% | 60.0% | 3.0 | 25.0% | 7.0000 |" in text
+    assert "| 1b-trainer | 2 | 1b | 0.50 | 15.0% | 20.0% | 20.0% | 3.0 |  | 7.0000 |" in text
+    assert "| 8b-8bit | out of memory: CUDA out of memory / tried |" in text
+    assert "| compile=regional | 6 | 1.20 | 3.0 | 1.00 |" in text
+    assert "- not run yet: 8b." in text and "2 x H" not in text
+    bare = page.page({"1 x H": {"facts": facts(), "rows": {"1b-trainer": peer}}}, among)
+    assert "| 1b-trainer | 2 | 1b |  |  |  |  | 3.0 |  | 7.0000 |" in bare
+
+
+def test_a_lever_without_its_base_is_still_told():
+    among = [case for case in CASES if case.name == "1b:compile=regional"]
+    text = page.page({"m": {"facts": facts(), "rows": {among[0].name: done()}}}, among)
+    assert "| compile=regional | 5 |" in text
+
+
+def stopped(code: str, tmp_path: Path, limit: float = 60.0) -> dict:
+    log = tmp_path / "run.log"
+    found = runs.execute([sys.executable, "-c", code], log, {}, limit)
+    return runs.failure(found, log, tmp_path / "run", limit)
+
+
+def test_what_ends_a_run_is_its_row(tmp_path):
+    memory = "raise RuntimeError('torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB')"
+    found = stopped(memory, tmp_path)
+    assert found["state"] == "out of memory" and "Tried to allocate 2 GiB" in found["reason"]
+    assert stopped("import os; os.kill(os.getpid(), 9)", tmp_path)["state"] == "out of memory"
+    report = "print('ConfigurationError (exit code 2)\\n1 problem\\n  r.yaml:1: steps: found 0'); exit(2)"
+    assert stopped(report, tmp_path) == {"state": "failed", "reason": "r.yaml:1: steps: found 0 (code 2, run.log)"}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "status.json").write_text('{"reason": "loss is not finite"}')
+    assert stopped("exit(5)", tmp_path)["reason"].startswith("loss is not finite (code 5")
+
+
+def test_a_run_beyond_its_limit_ends_with_all_its_processes(tmp_path):
+    child = f"import time; time.sleep(2); open({str(tmp_path / 'alive')!r}, 'w')"
+    start = f"subprocess.Popen([sys.executable, '-c', {child!r}], start_new_session=True)"  # as torchrun does
+    code = f"import subprocess, sys, time; {start}; time.sleep(60)"
+    found = stopped(code, tmp_path, limit=1.0)
+    assert (found["state"], found["reason"]) == ("time limit", "not through after 1 s")
+    time.sleep(2.5)
+    assert not (tmp_path / "alive").exists()
+
+
+def test_the_share_outside_of_kernels_is_a_devices(tmp_path):
+    (tmp_path / "profile").mkdir()
+    summary = {"on_device": True, "shares": {"idle": 0.1, "data_wait": 0.02, "matmul": 0.88}}
+    for on_device, expected in ((True, pytest.approx(0.12)), (False, None)):
+        (tmp_path / "profile" / "summary.json").write_text(json.dumps(summary | {"on_device": on_device}))
+        assert runs.profile(tmp_path) == expected
+
+
+def test_what_is_measured_is_kept_until_the_case_is_another(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import bench_gpu
+
+    monkeypatch.setattr(bench_gpu, "machine", lambda toy: {**facts(), "driver": "580", "toy": toy})
+    measured = []
+    monkeypatch.setattr(
+        runs, "measure", lambda case, *_: measured.append(case.name) or done(definition=case.definition)
+    )
+    monkeypatch.chdir(tmp_path)
+    options = ["--toy", "--folder", str(tmp_path / "runs"), "--results", "found.json", "--only", "1b", "3b"]
+    for _ in range(2):
+        assert bench_gpu.main(options) == 0
+        monkeypatch.chdir(tmp_path)
+    assert measured == ["3b", "1b"] and "2 cases, of which 2 are there already" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "found.json").read_text())["1 x H, torch 2.11.0, transformers None, toy size"]["rows"]
+    assert rows["1b"]["driver"] == "580" and rows["1b"]["definition"]["files"]
+    assert "| 1b | 5 |" in (tmp_path / "runs" / "gpu.md").read_text()
+
+    rows["1b"]["definition"]["data"] = "another"
+    name = "1 x H, torch 2.11.0, transformers None, toy size"
+    (tmp_path / "found.json").write_text(json.dumps({name: {"facts": facts(), "rows": rows}}))
+    assert bench_gpu.main(options) == 0
+    assert measured == ["3b", "1b", "1b"]
+
+
+def test_a_case_that_the_minutes_cut_off_is_no_row(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import bench_gpu
+
+    late = {"state": "time limit", "reason": "not through", "seconds": 1.0}
+    monkeypatch.setattr(runs, "measure", lambda case, places, limit: dict(late))
+    case = replace(CASES[0], name="case")
+    added: list[Case] = []
+
+    class Kept:
+        def add(self, case, row):
+            added.append(case)
+
+    bench_gpu._measure([case], Kept(), None, limit=100.0, seconds=60.0)
+    assert not added and "cut off by --minutes" in capsys.readouterr().out
+    bench_gpu._measure([case], Kept(), None, limit=50.0, seconds=60.0)
+    assert added == [case]
+    bench_gpu._measure([case], Kept(), None, limit=50.0, seconds=1.0)
+    assert added == [case] and "1 cases are left" in capsys.readouterr().out
