@@ -74,17 +74,23 @@ def main() -> None:
 
 
 def watched(train_loop):
-    """The loop with a note of each collection: after which step, and whether Python began it by itself."""
+    """The loop with a note of each collection: after which step, whether Python began it by itself, and the bytes of
+    tensors that had to wait for it."""
 
     def loop(session) -> None:
         seen = []
 
         def note(phase: str, info: dict) -> None:
-            if phase == "start":
-                seen.append((session.watch.watchdog.step, gc.isenabled()))
+            if phase == "stop":
+                tensors = [each for each in gc.garbage if issubclass(type(each), torch.Tensor)]
+                held = sum(each.untyped_storage().nbytes() for each in tensors if not isinstance(each, DTensor))
+                seen.append((session.watch.watchdog.step, gc.isenabled(), held))
+                gc.garbage.clear()
 
         gc.callbacks.append(note)
+        gc.set_debug(gc.DEBUG_SAVEALL)
         train_loop(session)
+        gc.set_debug(0)
         gc.callbacks.remove(note)
         of_all = session.world.exchange(seen)
         session.accelerator.print("COLLECTED " + json.dumps(of_all))

@@ -32,8 +32,9 @@ def assert_collected(of_all: list) -> None:
     """In the last step Python has it back."""
     first, second = ([noted for noted in seen if noted[0] < 13] for seen in of_all)
     assert first == second
-    assert [step for step, _ in first] == AFTER
-    assert not any(by_itself for _, by_itself in first)
+    assert [step for step, _, _ in first] == AFTER
+    assert not any(by_itself for _, by_itself, _ in first)
+    assert not any(held for _, _, held in first[1:])  # nothing large waits for the schedule
 
 
 def test_fsdp(workspace):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 
-from samecurve.engines import cores
+from samecurve.engines import cores, rehearsal
 from samecurve.engines.cores import Seat, advice, seat
 
 TWO_NODES = {"node0": "0-3,8-11\n", "node1": "4-7,12-15\n", "node2": "\n"}  # the last one is memory alone
@@ -94,3 +95,12 @@ def test_hosts_are_looked_at_one_by_one():
 def test_real_nodes_can_be_read():
     found = seat(1)
     assert found is None or found.cores and (not cores.NODES.is_dir() or found.num_nodes >= 1)
+
+
+def test_a_strategy_that_binds_can_be_rehearsed(monkeypatch):
+    """enable_cpu_affinity in a YAML: Accelerate looks for the GPU's cores and fails where there is none."""
+    monkeypatch.setenv("ACCELERATE_CPU_AFFINITY", "1")
+    for name in ("ACCELERATE_TORCH_DEVICE", "DS_ACCELERATOR"):
+        monkeypatch.setenv(name, "cpu")
+    rehearsal.prepare(SimpleNamespace(family="single", deepspeed=None))
+    assert "ACCELERATE_CPU_AFFINITY" not in os.environ

@@ -283,12 +283,12 @@ def test_a_build_takes_as_long_as_it_takes_while_hearts_beat(tmp_path):
     watchdog = Watchdog(tmp_path, LIMIT, lambda error: None)
     watchdog._phase = "build"
     watchdog._marked -= 1000  # nothing has moved here
-    give(watchdog, beat(rank=1), age=LIMIT / 2)
+    give(watchdog, beat(rank=1, idle_seconds=1000), age=LIMIT / 2)  # nor there, but its heart beats
     assert not watchdog._stuck() and watchdog._hang() is None
-    give(watchdog, beat(rank=1), age=LIMIT + 1)
-    assert watchdog._stuck()
     watchdog._phase = "step"
-    give(watchdog, beat(rank=1, idle_seconds=LIMIT), age=LIMIT / 2)
+    assert watchdog._stuck()
+    watchdog._phase = "build"
+    give(watchdog, beat(rank=1, idle_seconds=1000), age=LIMIT + 1)
     assert watchdog._stuck()
 
 
