@@ -104,11 +104,17 @@ class Loss(Section):
 
 
 class Memory(Section):
-    """`selective_keeps`: results that selective keeps. `every_k`: of every_k, which recomputes one layer in so many."""
+    """`selective_keeps`: results that selective keeps. `every_k`: of every_k, which recomputes one layer in so many.
+
+    `gradient_sync`: when ranks exchange gradients; auto is every micro-batch where that keeps them sharded.
+    `garbage_collection_steps`: how often Python's garbage is collected, on all ranks at once; 0: as Python does.
+    """
 
     activation_checkpointing: Literal["none", "full", "selective", "every_k", "offload"] = "none"
     selective_keeps: Literal["matmul", "attention"] = "matmul"
     every_k: int = Field(2, ge=2)
+    gradient_sync: Literal["auto", "once"] = "auto"
+    garbage_collection_steps: NonNegativeInt = 50
 
 
 class Evaluate(Section):

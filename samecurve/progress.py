@@ -131,6 +131,8 @@ def header_lines(facts: dict) -> list[tuple[str, str]]:
         ("dropout", _dropout(facts["dropout"])),
         ("attention", facts["attention"]),
         ("memory", _memory(facts["recipe"]["memory"])),
+        ("gradients", _gradients(facts.get("whole_gradient_bytes", 0))),
+        ("allocator", facts.get("allocator", "")),
         ("compile", facts["recipe"]["compile"].replace("off", "")),
         *_data(facts["data"]),
         ("output", str(facts["output_dir"])),
@@ -146,6 +148,12 @@ def _memory(memory: dict) -> str:
         "every_k": f"the activations of one layer in {memory.get('every_k')} are recomputed",
         "offload": "every layer's activations are recomputed from inputs in host memory",
     }[memory["activation_checkpointing"]]
+
+
+def _gradients(whole_bytes: int) -> str:
+    if not whole_bytes:
+        return ""
+    return f"whole while accumulating: {whole_bytes / 2**20:,.1f} MiB on each rank (memory.gradient_sync: once)"
 
 
 def _data(described: dict) -> list[tuple[str, str]]:

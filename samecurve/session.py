@@ -18,6 +18,7 @@ from .evaluation import Evaluation
 from .export import export
 from .facts import decisive, run_facts
 from .families import check_packing
+from .garbage import on_schedule
 from .guard import Guard
 from .meter import Meter
 from .profiling import recorder
@@ -95,7 +96,7 @@ class Session:
         self._introduce(plan, arguments, found, facts["adapter"])
 
     def profiled_batches(self) -> Iterator[list[MicroBatch]]:
-        """`batches`, with a recording of the steps that profile.steps asks for."""
+        """`batches`, with a recording of the steps that profile.steps asks for, and what is due between steps."""
         around = recorder.Surroundings(
             folder=self.run.profile,
             rank=self.world.rank,
@@ -104,7 +105,10 @@ class Session:
             restart_clock=self.meter.start,
             held=self.engine.held_bytes,
         )
-        return recorder.recorded(self.batches, self.recipe.profile, around)
+        steps = recorder.recorded(self.batches, self.recipe.profile, around)
+        every = self.recipe.memory.garbage_collection_steps
+        others = (self.recipe.evaluate.every_steps, self.recipe.checkpoint.every_steps)
+        return on_schedule(steps, self.start.step + 1, every, others, self.meter.start)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -171,6 +175,7 @@ class Session:
 
     def _introduce(self, plan: Plan, arguments: Sequence[str], found, adapter: dict | None) -> None:
         described = model.describe(self.skeleton) | self.engine.describe() | {"adapter": adapter}
+        described |= {"allocator": engines.allocator(self.accelerator)}
         facts = run_facts(plan, arguments, described, self.task.describe(), engines.device_name(self.accelerator))
         facts |= {"flops": self.meter.flops, "counts": self.task.counts}
         facts |= {"resumed_from": found and str(found), "start_step": self.start.step}
@@ -182,3 +187,4 @@ class Session:
         self.accelerator.init_trackers(self.run.tensorboard.name, init_kwargs={"tensorboard": purge})
         self.progress.say(self.run.notice)
         self.progress.header(facts)
+        self.progress.say(engines.core_advice(self.accelerator, plan.strategy, self.world))

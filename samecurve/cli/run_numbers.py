@@ -62,6 +62,8 @@ def results(run: Run) -> dict[str, str]:
         found["time in steps"] = duration(sum(seconds))
         found |= dict(_speed(metrics))
         found["steps that were skipped"] = number(metrics[-1].get("skipped_steps", NOT_KNOWN))
+        if "recompilations" in metrics[-1]:
+            found["compiled again"] = f"{number(metrics[-1]['recompilations'])} times (torch.compile, rank 0)"
         saved = sum(_values(metrics, "save_stall_seconds"))
         found["waited for checkpoints"] = f"{saved:,.2f} s ({saved / max(sum(seconds) + saved, 1e-9):.1%})"
     return found

@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..tasks import Task
+    from ..world import World
     from .base import Engine
-    from .resolve import Plan
+    from .resolve import Plan, Strategy
 
 
 def plan(argv: Sequence[str], environ: Mapping[str, str]) -> Plan:
@@ -53,3 +54,20 @@ def device_name(accelerator: Accelerator) -> str:
     import torch
 
     return torch.cuda.get_device_name() if accelerator.device.type == "cuda" else accelerator.device.type
+
+
+def allocator(accelerator: Accelerator) -> str:
+    """How PyTorch allocates this process's device memory, as its environment says; "" on a CPU."""
+    from .preflight import allocator_settings
+
+    return allocator_settings() if accelerator.device.type == "cuda" else ""
+
+
+def core_advice(accelerator: Accelerator, strategy: Strategy, world: World) -> str:
+    """A line for the user where processes of one host are in each other's way, "" otherwise. Collective."""
+    import torch
+
+    from .cores import advice, seat
+
+    on_gpu = accelerator.device.type == "cuda"
+    return advice(world.exchange(seat(torch.get_num_threads())), strategy.launcher, on_gpu)

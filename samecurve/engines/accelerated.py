@@ -123,6 +123,7 @@ class AcceleratedEngine:
             "num_trained_parameters": sum(shape.numel() for shape in self.shapes.values()),
             "num_parameters_per_rank": local,
             "loss_implementation": "chunked" if self.forward.head else "full",
+            "whole_gradient_bytes": fsdp.whole_gradient_bytes(self.plan, self.shapes),
             **self._describe_teacher(),
             **self._describe_numbers(),
         }
@@ -169,10 +170,7 @@ class AcceleratedEngine:
         return LiveState(parameters, self.optimizer, states, replica=self.shard, factors=factors)
 
     def _accumulating(self, last: bool) -> AbstractContextManager:
-        """DDP reduces gradients once a step. FSDP2 reduces every micro-batch, or it would hold whole gradients."""
-        if self.plan.strategy.family == "ddp" and not last:
-            return self.accelerator.no_sync(self.model)
-        return nullcontext()
+        return nullcontext() if last or not fsdp.reduces_once(self.plan) else self.accelerator.no_sync(self.model)
 
     def _features(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Of all ranks' rows."""

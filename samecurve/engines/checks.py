@@ -52,6 +52,9 @@ def check(source: Source, files: Files, strategy: Strategy, launch: Launch) -> N
             text = "found 4bit, but 4-bit weights stay whole on every device and this strategy would shard or cast them"
             source.document.problem(("adapter", "quantization"), f"{text}; use configs/ddp.yaml, or null")
         _compile(source, strategy)
+        if strategy.zero_stage >= 2 and source.value("memory.gradient_sync") == "once":
+            text = f"found once, but ZeRO-{strategy.zero_stage} shares gradients out as they are made; use auto"
+            source.document.problem(("memory", "gradient_sync"), text)
     wrong_world = [*launch.problems, *world_problems(files, strategy, launch)]
     source.document.problems += wrong_world
     if not wrong_world:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import PreTrainedModel
+
+    from .resolve import Plan
 
 
 def shard(accelerator: Accelerator, model: PreTrainedModel) -> nn.Module:
@@ -27,6 +30,20 @@ def shard(accelerator: Accelerator, model: PreTrainedModel) -> nn.Module:
         buffer.data = buffer.data.to(accelerator.device)
     accelerator._models.append(model)
     return model
+
+
+def reduces_once(plan: Plan) -> bool:
+    """DDP reduces gradients once a step. FSDP2 reduces every micro-batch, or it would hold whole gradients."""
+    family = plan.strategy.family
+    return family == "ddp" or (family == "fsdp" and plan.recipe.memory.gradient_sync == "once")
+
+
+def whole_gradient_bytes(plan: Plan, shapes: Mapping[str, torch.Size]) -> int:
+    """Of gradients that FSDP2 has not reduced yet, on each rank: fp32, whatever it computes in. shapes: of what is
+    trained. 0 where it holds none beyond a layer's."""
+    steps = plan.recipe.batch.accumulation_steps(plan.strategy.data_parallel_size)
+    waits = plan.strategy.family == "fsdp" and reduces_once(plan) and steps > 1
+    return torch.float32.itemsize * sum(shape.numel() for shape in shapes.values()) if waits else 0
 
 
 def write(tensor: Tensor, full: Tensor) -> None:

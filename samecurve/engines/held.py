@@ -30,6 +30,8 @@ def held_bytes(module: nn.Module, optimizer: object, facts: dict) -> dict[str, i
 
 def _gradients(module: nn.Module, facts: dict) -> int:
     size = torch.float32.itemsize
+    if facts.get("whole_gradient_bytes"):
+        return facts["whole_gradient_bytes"]
     if facts["zero_stage"] >= 2:
         return -(-facts["num_trained_parameters"] // facts["data_parallel_size"]) * size
     return sum(_local(each).numel() for each in module.parameters() if each.requires_grad) * size

@@ -189,7 +189,7 @@ DEEPSPEED: Table = {
     "gradient_predivide_factor": NUMBER,
     "gradient_allreduce_op": one_of("mean"),
     "disable_allgather": BOOLEAN,
-    "disable_python_gc": BOOLEAN,
+    "disable_python_gc": Owned("memory.garbage_collection_steps"),
     "zero_allow_untested_optimizer": BOOLEAN,
     "zero_force_ds_cpu_optimizer": BOOLEAN,
     "steps_per_print": optional(COUNT),

@@ -44,6 +44,7 @@ def backend(strategy: Strategy) -> str | None:
 def prepare(strategy: Strategy) -> None:
     """Before `Accelerator(...)`: gloo processes of the kind that Accelerate builds the strategy on."""
     os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")  # else Apple's GPU, which lacks float64
+    os.environ.pop("ACCELERATE_CPU_AFFINITY", None)  # binds to a GPU's node; without one Accelerate 1.15 fails in it
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns on every rank that it found nothing better
     if strategy.deepspeed is not None:
         _leave_out_shared_memory()

@@ -43,7 +43,8 @@ def lines(found: Breakdown) -> Iterator[str]:
     handed = sum(each.num_bytes for each in found.collectives) / len(found.steps)
     calls = sum(each.calls for each in found.collectives) / len(found.steps)
     if calls:
-        yield f"collectives per step: {calls:,.0f} with {_mib(handed)} MiB"
+        ms = 1000 * found.communication_seconds / len(found.steps)
+        yield f"collectives per step: {calls:,.0f} with {_mib(handed)} MiB, under way for {ms:,.1f} ms"
 
 
 def page(found: Breakdown, held: dict[str, int], rank: int) -> str:
@@ -88,9 +89,12 @@ def _collectives(found: Breakdown) -> Iterator[str]:
     if not found.collectives:
         yield "No collectives: one process."
         return
-    rows = [("collectives per step", "calls", "MiB")]
+    rows = [("collectives per step", "calls", "MiB", "ms")]
     num = len(found.steps)
-    rows += [(each.name, f"{each.calls / num:,.1f}", _mib(each.num_bytes / num)) for each in found.collectives]
+    rows += [
+        (each.name, f"{each.calls / num:,.1f}", _mib(each.num_bytes / num), f"{1000 * each.seconds / num:,.2f}")
+        for each in found.collectives
+    ]
     yield from _table(rows)
 
 

@@ -188,3 +188,31 @@ def test_preflight_does_not_load_torch():
     code = "import samecurve.engines.preflight, sys, json; print(json.dumps(sorted(sys.modules)))"
     modules = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
     assert not {"torch", "accelerate", "deepspeed", "transformers"} & set(modules)
+
+
+GROW = "expandable_segments:True"
+SET = [
+    ("an NVIDIA GPU", ["nvidia0"], True, {}, {"PYTORCH_ALLOC_CONF": GROW}),
+    ("no GPU", [], False, {}, {}),
+    ("a hidden GPU", ["nvidia0"], False, {}, {}),
+    ("AMD's", ["kfd"], True, {}, {}),
+    (
+        "the user's",
+        ["nvidia0"],
+        True,
+        {"PYTORCH_ALLOC_CONF": "backend:native"},
+        {"PYTORCH_ALLOC_CONF": "backend:native"},
+    ),
+    ("by its old name", ["nvidia0"], True, {"PYTORCH_CUDA_ALLOC_CONF": ""}, {"PYTORCH_CUDA_ALLOC_CONF": ""}),
+]
+
+
+@pytest.mark.parametrize(("devices", "found", "before", "after"), [case[1:] for case in SET], ids=[c[0] for c in SET])
+def test_settings_of_the_allocator(devices, found, before, after, tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight, "has_accelerator", lambda environ: found)
+    for name in devices:
+        (tmp_path / name).touch()
+    environ = dict(before)
+    preflight.prepare_allocator(environ, tmp_path)
+    assert environ == after
+    assert preflight.allocator_settings(environ) == ", ".join(f"{text} ({name})" for name, text in after.items())

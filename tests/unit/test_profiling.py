@@ -123,6 +123,44 @@ def test_bytes_of_collectives_by_hand():
     ]
 
 
+def in_ms(found):
+    return {each.name: pytest.approx(1000 * each.seconds) for each in found.collectives}
+
+
+def test_time_of_collectives_on_a_cpu_by_hand():
+    """Two calls that return at once, then one that waits for its transfer, which gloo calls an all-reduce."""
+    found = breakdown(
+        [
+            annotation("ProfilerStep#1", 0, 100),
+            annotation("gloo:all_reduce", 0, 1, thread=2),  # of a call before the recording
+            event("c10d::allreduce_", 10, 1),
+            event("c10d::allreduce_", 12, 1),
+            annotation("gloo:all_reduce", 13, 4, thread=2),  # until 17
+            annotation("gloo:all_reduce", 17, 3, thread=3),  # until 20
+            event("c10d::_reduce_scatter_base_", 30, 9),
+            annotation("gloo:all_reduce", 31, 5, thread=2),
+            event("c10d::barrier", 50, 2),
+        ]
+    )
+    assert in_ms(found) == {"all_reduce": 7 + 8, "reduce_scatter": 9, "barrier": 2}
+
+
+def test_time_of_collectives_on_a_device_is_that_of_their_kernels():
+    kernel = {"thread": 8, "category": "kernel"}
+    found = breakdown(
+        [
+            annotation("ProfilerStep#1", 0, 100),
+            event("c10d::_allgather_base_", 10, 1),
+            event("c10d::_reduce_scatter_base_", 12, 1),
+            event("c10d::recv_", 14, 1),
+            event("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 20, 30, **kernel),
+            event("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", 50, 5, **kernel),
+            event("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", 60, 2, **kernel),
+        ]
+    )
+    assert in_ms(found) == {"all_gather": 30, "reduce_scatter": 5, "recv": 2}
+
+
 def test_most_memory_by_hand():
     changes = [(1, 100), (2, 50), (3, -100), (4, 20), (5, -70)]
     memory = [

@@ -1,0 +1,102 @@
+"""Run under a launcher with train.py's arguments: $CASES of memory and precision, then the training itself.
+
+$CASES: {name: {recipe key: value}}, JSON. Prints, from rank 0, for each case the bytes that the gradients of a step's
+first micro-batch left behind and what was said of them; and for each rank after which steps it collected garbage.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from dataclasses import replace
+
+import torch
+from torch.distributed.tensor import DTensor
+
+import train
+from samecurve import engines, model, outcome, tasks
+from samecurve.config import Recipe
+from samecurve.data import StepBatches
+
+STEPS = 3
+
+
+def live_bytes() -> int:
+    """Of all tensors' storages, each once."""
+    gc.collect()
+    tensors = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
+    storages = (each.untyped_storage() for each in tensors if not isinstance(each, DTensor))
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def measured(accelerator, plan, task) -> dict:
+    recipe = plan.recipe
+    skeleton = model.skeleton(recipe, task.vocabulary_size, task.special_tokens)
+    engine = engines.build(accelerator, plan, skeleton, task)
+    steps = list(StepBatches(task.train, recipe.seed, recipe.batch, engine.shard, STEPS))
+    backward, live, results = engine._backward, [], []
+
+    def noted(loss, last):
+        backward(loss, last)
+        if not last:
+            live.append(live_bytes())
+
+    engine._backward = noted
+    for micro_batches in steps:
+        live.append(live_bytes())
+        results.append(engine.step(micro_batches, 1e-3))
+    before, after_the_first = live[-2:]  # of the last step: everything else is there by then
+    return {
+        "held": after_the_first - before,
+        "said": engine.describe()["whole_gradient_bytes"],
+        "said_of_all": engine.held_bytes()["gradients"],
+        "loss": [result.loss for result in results],
+        "norm": [result.grad_norm for result in results],
+    }
+
+
+def main() -> None:
+    cases = json.loads(os.environ["CASES"])
+    if cases:
+        plan = engines.plan(sys.argv[1:], os.environ)
+        accelerator = engines.start(plan)
+        task = tasks.load(plan.recipe)
+        found = {}
+        for name, keys in cases.items():
+            recipe = Recipe.model_validate({**plan.recipe.model_dump(), **keys})
+            found[name] = measured(accelerator, replace(plan, recipe=recipe), task)
+        accelerator.print("CASES " + json.dumps(found))
+        train.engines.start = lambda plan: accelerator
+    train.train = watched(train.train)
+    train.main()
+
+
+def watched(train_loop):
+    """The loop with a note of each collection: after which step, whether Python began it by itself, and the bytes of
+    tensors that had to wait for it."""
+
+    def loop(session) -> None:
+        seen = []
+
+        def note(phase: str, info: dict) -> None:
+            if phase == "stop":
+                tensors = [each for each in gc.garbage if issubclass(type(each), torch.Tensor)]
+                held = sum(each.untyped_storage().nbytes() for each in tensors if not isinstance(each, DTensor))
+                seen.append((session.watch.watchdog.step, gc.isenabled(), held))
+                gc.garbage.clear()
+
+        gc.callbacks.append(note)
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        train_loop(session)
+        gc.set_debug(0)
+        gc.callbacks.remove(note)
+        of_all = session.world.exchange(seen)
+        session.accelerator.print("COLLECTED " + json.dumps(of_all))
+
+    return loop
+
+
+if __name__ == "__main__":
+    outcome.end_with(main)

@@ -1,0 +1,106 @@
+"""Which processes share cores, on machines that are only described; and what this one says of itself."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from samecurve.engines import cores, rehearsal
+from samecurve.engines.cores import Seat, advice, seat
+
+TWO_NODES = {"node0": "0-3,8-11\n", "node1": "4-7,12-15\n", "node2": "\n"}  # the last one is memory alone
+LEFT, RIGHT = frozenset([0, 1, 2, 3, 8, 9, 10, 11]), frozenset([4, 5, 6, 7, 12, 13, 14, 15])
+ALL = LEFT | RIGHT
+
+
+def machine(folder, nodes):
+    for name, cpulist in nodes.items():
+        (folder / name).mkdir()
+        (folder / name / "cpulist").write_text(cpulist)
+    (folder / "possible").write_text("0-2\n")
+    return folder
+
+
+def seats(*of_ranks, threads=1, host="a", nodes=(LEFT, RIGHT)):
+    return [Seat(f"{host} 1", host, frozenset(each), threads, nodes) for each in of_ranks]
+
+
+def test_a_process_says_what_it_may_use(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 3, 4}, raising=False)
+    found = seat(6, machine(tmp_path, TWO_NODES))
+    assert (found.cores, found.threads, found.nodes) == ({2, 3, 4}, 6, (LEFT, RIGHT))
+    assert found.num_nodes == 2
+    assert seat(6, tmp_path / "none").nodes == ()
+
+
+def test_macos_does_not_tell(monkeypatch):
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    assert seat(1) is None
+    assert advice([None, None], "torchrun", on_gpu=False) == ""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "on_gpu", "option"),
+    [
+        ("accelerate", True, "accelerate launch --enable_cpu_affinity"),
+        ("torchrun", True, "torchrun --numa-binding=node"),
+        ("deepspeed", True, "deepspeed --bind_cores_to_rank"),
+        ("torchrun", False, "deepspeed --bind_cores_to_rank"),
+    ],
+)
+def test_processes_that_run_anywhere(launcher, on_gpu, option):
+    found = advice(seats(ALL, ALL), launcher, on_gpu)
+    assert found.startswith(
+        "2 processes on a may all run on the same 16 cores of 2 NUMA nodes, far from their memory and in each other's "
+        f"way; bind them: {option}"
+    )
+
+
+@pytest.mark.parametrize(
+    "of_ranks",
+    [
+        [ALL],  # one process
+        [LEFT, LEFT, RIGHT, RIGHT],  # each on its GPU's node, as accelerate and torchrun bind
+        [{0, 1}, {2, 3}, {4, 5}],  # apart, as DeepSpeed binds
+        [LEFT | {4}, RIGHT - {4}],  # apart, although over two nodes
+    ],
+)
+def test_processes_with_room(of_ranks):
+    assert advice(seats(*of_ranks), "torchrun", on_gpu=True) == ""
+
+
+def test_one_node_has_no_far_memory():
+    assert advice(seats(ALL, ALL, nodes=(ALL,)), "torchrun", on_gpu=True) == ""
+    assert advice(seats(ALL, ALL, nodes=()), "torchrun", on_gpu=True) == ""
+
+
+def test_more_threads_than_cores():
+    found = advice(seats(LEFT, LEFT, LEFT, threads=4), "deepspeed", on_gpu=False)
+    assert found == (
+        "3 processes on a compute with 12 threads in all on 8 cores, so they wait for each other; start them with "
+        "OMP_NUM_THREADS=2"
+    )
+    assert advice(seats(LEFT, LEFT, threads=4), "deepspeed", on_gpu=False) == ""
+    assert advice(seats({0}, {0}, threads=1), "torchrun", on_gpu=False) == ""  # nothing to give away
+
+
+def test_hosts_are_looked_at_one_by_one():
+    alone = seats(ALL, host="a") + seats(ALL, host="b")
+    assert advice(alone, "torchrun", on_gpu=True) == ""
+    assert " on b " in advice(seats(ALL) + seats(ALL, ALL, host="b"), "torchrun", on_gpu=True)
+
+
+def test_real_nodes_can_be_read():
+    found = seat(1)
+    assert found is None or found.cores and (not cores.NODES.is_dir() or found.num_nodes >= 1)
+
+
+def test_a_strategy_that_binds_can_be_rehearsed(monkeypatch):
+    """enable_cpu_affinity in a YAML: Accelerate looks for the GPU's cores and fails where there is none."""
+    monkeypatch.setenv("ACCELERATE_CPU_AFFINITY", "1")
+    for name in ("ACCELERATE_TORCH_DEVICE", "DS_ACCELERATOR"):
+        monkeypatch.setenv(name, "cpu")
+    rehearsal.prepare(SimpleNamespace(family="single", deepspeed=None))
+    assert "ACCELERATE_CPU_AFFINITY" not in os.environ

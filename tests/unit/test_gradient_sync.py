@@ -1,0 +1,59 @@
+"""memory.gradient_sync: where it is refused, and what is said of its memory. See also test_even_ranks.py."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from report_cases import TORCHRUN, Plan, expected, message, write
+from test_progress import FACTS
+
+from samecurve.config import Batch, Memory
+from samecurve.engines import fsdp
+from samecurve.progress import header_lines
+
+SHAPES = {"a": torch.Size([3, 5]), "b": torch.Size([7])}
+
+
+def plan(family, sync, micro_batch_size=2):
+    strategy = SimpleNamespace(family=family, data_parallel_size=2)
+    batch = Batch(global_batch_size=8, micro_batch_size=micro_batch_size, sequence_length=1)
+    return SimpleNamespace(strategy=strategy, recipe=SimpleNamespace(batch=batch, memory=Memory(gradient_sync=sync)))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_zero_shares_gradients_out_as_they_are_made(stage, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, {f"ds_configs/zero{stage}.json": f'{{"zero_optimization": {{"stage": {stage}}}}}'})
+    argv = ["r.yaml", "memory.gradient_sync=once", "--strategy", f"ds_configs/zero{stage}.json"]
+    text = f"found once, but ZeRO-{stage} shares gradients out as they are made; use auto"
+    assert message(tmp_path, argv, TORCHRUN) == (expected([f"command line: memory.gradient_sync: {text}"]), 2)
+
+
+@pytest.mark.parametrize("strategy", ["configs/ddp.yaml", "configs/fsdp.yaml"])
+def test_what_can_wait_may(strategy, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, {})
+    assert isinstance(
+        message(tmp_path, ["r.yaml", "memory.gradient_sync=once", "--strategy", strategy], TORCHRUN), Plan
+    )
+
+
+def test_what_whole_gradients_take():
+    assert fsdp.whole_gradient_bytes(plan("fsdp", "once"), SHAPES) == 4 * (15 + 7)
+    assert fsdp.whole_gradient_bytes(plan("fsdp", "auto"), SHAPES) == 0
+    assert fsdp.whole_gradient_bytes(plan("fsdp", "once", micro_batch_size=4), SHAPES) == 0  # one micro-batch
+    assert fsdp.whole_gradient_bytes(plan("ddp", "once"), SHAPES) == 0  # it holds them in any case
+    assert [fsdp.reduces_once(plan(*each)) for each in (("ddp", "auto"), ("fsdp", "auto"), ("single", "once"))] == [
+        True,
+        False,
+        False,
+    ]
+
+
+def test_it_is_said_before_the_first_step():
+    told = dict(header_lines(FACTS | {"whole_gradient_bytes": 3 * 2**19, "allocator": "expandable_segments:True (X)"}))
+    assert told["gradients"] == "whole while accumulating: 1.5 MiB on each rank (memory.gradient_sync: once)"
+    assert told["allocator"] == "expandable_segments:True (X)"
+    assert not {"gradients", "allocator"} & dict(header_lines(FACTS)).keys()
