@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 if TYPE_CHECKING:
@@ -25,8 +27,18 @@ def shard(accelerator: Accelerator, model: PreTrainedModel) -> nn.Module:
     model.tie_weights()  # allocation may give each of two tied modules a parameter of its own
     for buffer in model.buffers():
         buffer.data = buffer.data.to(accelerator.device)
+    if accelerator.state.fsdp_plugin.forward_prefetch:
+        _prefetch_forward(model)
     accelerator._models.append(model)
     return model
+
+
+def _prefetch_forward(model: nn.Module) -> None:
+    """Each layer asks for the next one's weights before it computes; else that one does when its turn comes."""
+    for layers in (module for module in model.modules() if isinstance(module, nn.ModuleList)):
+        units = [layer for layer in layers if isinstance(layer, FSDPModule)]
+        for unit, following in pairwise(units):
+            unit.set_modules_to_forward_prefetch([following])
 
 
 def write(tensor: Tensor, full: Tensor) -> None:
