@@ -50,9 +50,9 @@ KINDS = ("full", "selective", "every_k", "offload")
 PAGES = {
     "sharding": Page(
         "What the keys of ZeRO-3 and FSDP cost and save",
-        """A Llama of 13.8 million parameters, bf16, 8 rows of 256 tokens per step in 2 micro-batches of 2 rows on each of two
-processes of one thread, over gloo. Memory is the peak of rank 0's process, with the libraries. Gathering ahead gains
-where a network and a device work side by side, which two processes on one machine's cores do not.""",
+        """A Llama of 13.8 million parameters, bf16, 8 rows of 256 tokens per step in 2 micro-batches of 2 rows on each
+of two processes of one thread, over gloo. Memory is the peak of rank 0's process, with the libraries. Gathering ahead
+gains where a network and a device work side by side, which two processes on one machine's cores do not.""",
         (
             Table(
                 "fsdp",
@@ -81,9 +81,9 @@ where a network and a device work side by side, which two processes on one machi
     ),
     "activations": Page(
         "What the kinds of activation checkpointing cost and save",
-        """A deep and narrow Llama: 24 layers of width 256, bf16, 8 rows of 512 tokens in one micro-batch, one process. Memory is
-the peak of the process, with the libraries, the weights and Adam's moments. On a CPU the host's memory is the device's,
-so `offload` is as `full` here.""",
+        """A deep and narrow Llama: 24 layers of width 256, bf16, 8 rows of 512 tokens in one micro-batch, one process.
+Memory is the peak of the process, with the libraries, the weights and Adam's moments. On a CPU the host's memory is the
+device's, so `offload` is as `full` here.""",
         (
             Table(
                 "single",
