@@ -77,13 +77,14 @@ Beta = Annotated[float, Field(ge=0, lt=1, strict=True)]
 
 
 class Optimizer(Section):
-    """See optim.TRAITS for which optimizer reads which of `betas`, `momentum` and `epsilon`."""
+    """See optim.TRAITS for which optimizer reads which of `betas`, `momentum`, `epsilon` and `bf16_update`."""
 
     name: Literal["adamw", "lion", "sgd", "adafactor", "muon", "adamw_bf16", "adamw_8bit"] = "adamw"
     learning_rate: float = Field(gt=0)
     betas: tuple[Beta, Beta] = Field((0.9, 0.95), strict=False)
     momentum: float = Field(0.9, gt=0, lt=1)
     epsilon: float = Field(1e-8, gt=0)
+    bf16_update: Literal["stochastic", "kahan"] = "stochastic"
     weight_decay: float = Field(0.1, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
 

@@ -32,7 +32,7 @@ TRAITS = {
     "sgd": Traits(("momentum_buffer",), ("momentum",)),
     "adafactor": Traits((), (), "takes the means of each row and column of a matrix"),
     "muon": Traits(("momentum_buffer",), ("betas", "epsilon", "momentum"), "orthogonalises whole matrices"),
-    "adamw_bf16": Traits(("exp_avg", "exp_avg_sq"), ("betas", "epsilon")),
+    "adamw_bf16": Traits(("exp_avg", "exp_avg_sq"), ("betas", "epsilon", "bf16_update")),
     "adamw_8bit": Traits(("state1", "state2"), ("betas", "epsilon"), "quantizes blocks of 256 neighbouring values"),
 }
 # bitsandbytes': what is smaller keeps fp32 states
@@ -51,7 +51,11 @@ def state_names(
     if settings.name == "muon":
         kept = {True: TRAITS["muon"].states, False: TRAITS["adamw"].states}
         return {name: kept[name in matrices] for name in shapes}
-    return dict.fromkeys(shapes, TRAITS[settings.name].states)
+    return dict.fromkeys(shapes, (*TRAITS[settings.name].states, *(["compensation"] if _kahan(settings) else [])))
+
+
+def _kahan(settings: Optimizer) -> bool:
+    return settings.name == "adamw_bf16" and settings.bf16_update == "kahan"
 
 
 def factor_shapes(settings: Optimizer, shapes: Mapping[str, Sequence[int]]) -> dict[tuple[str, str], tuple[int, ...]]:
@@ -73,7 +77,7 @@ def num_bytes_per_parameter(settings: Optimizer) -> float:
     if settings.name == "adamw_8bit":
         return 4 * 2 + 2 * (1 + 4 / BLOCK_8BIT)
     if settings.name == "adamw_bf16":
-        return 2 * 4
+        return 2 * (4 + _kahan(settings))
     return 4 * (2 + len(TRAITS[settings.name].states))
 
 
@@ -181,7 +185,7 @@ def build_optimizer(
     if settings.name == "adamw_bf16":
         from .optimizers.adamw_bf16 import AdamWBf16
 
-        return AdamWBf16(groups, rate, betas, settings.epsilon, seed)
+        return AdamWBf16(groups, rate, betas, settings.epsilon, seed, _kahan(settings))
     if settings.name == "adamw_8bit":
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on a CPU it warns of what only a GPU has
         from .optimizers.adamw_8bit import AdamW8bit

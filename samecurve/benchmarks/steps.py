@@ -30,11 +30,13 @@ class Variant:
 
 @dataclass(frozen=True)
 class Measured:
-    """One run. losses: of its steps. tokens_per_second: the median of its steps, all ranks, without the first ones."""
+    """One run. losses: of its steps. tokens_per_second, step_seconds: the median of its steps, without the first ones;
+    tokens are those of all ranks."""
 
     tokens_per_second: float
     peak_memory_gib: float
     losses: tuple[float, ...]
+    step_seconds: float = 0.0
 
     @classmethod
     def from_metrics(cls, metrics: Sequence[Mapping[str, Any]], warm_up_steps: int) -> Measured:
@@ -43,12 +45,15 @@ class Measured:
             median(record["tokens_per_second"] for record in steady),
             max(record["peak_memory_gib"] for record in metrics),
             tuple(record["loss"] for record in metrics),
+            median(record["step_seconds"] for record in steady),
         )
 
 
 @dataclass(frozen=True)
 class Verdict:
     """ratio: tokens/s over the unchanged recipe's of the same round, the median, lowest and highest of the rounds.
+
+    step_seconds: the median of the rounds.
 
     memory_ratio: of the highest peaks. loss_difference: the largest relative one of any step, in the last round.
     """
@@ -61,6 +66,7 @@ class Verdict:
     peak_memory_gib: float
     memory_ratio: float
     loss_difference: float
+    step_seconds: float
 
 
 def variants(recipe: Recipe, keys: Sequence[str] = LEVERS) -> list[Variant]:
@@ -141,6 +147,7 @@ def verdicts(rounds: Mapping[str, Sequence[Measured]], among: Sequence[Variant])
                 peak,
                 peak / memory,
                 max((each for each in differences if each is not None), default=0.0),
+                median(run.step_seconds for run in runs),
             )
         )
     return found

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from ..tasks import Task
 
 # What the model and the rows are is compared itself (`identity`), so the paths that they come from may change.
-FIXED = ("task", "seed", "optimizer.name")
+FIXED = ("task", "seed", "optimizer.name", "optimizer.bf16_update")
+_BEFORE_THE_KEY = {"bf16_update": "stochastic"}  # what a checkpoint means that does not know it
 SILENT = ("output_dir", "data.cache_dir", "data.num_workers", "logging.every_steps", "profile.steps", "profile.ranks")
 _NOT_ARCHITECTURE = frozenset("_name_or_path transformers_version dtype torch_dtype architectures use_cache".split())
 
@@ -30,7 +31,8 @@ def identity(config: PreTrainedConfig, task: Task) -> dict:
 
 def refusals(saved: dict, now: dict) -> list[str]:
     """Every reason why the run may not go on. Both are state.json's content: `recipe`, `model`, `data`, `step`."""
-    found = [text for key, text in _differences(saved["recipe"], now["recipe"]) if key in FIXED]
+    recipes = (_with_every_key(facts["recipe"]) for facts in (saved, now))
+    found = [text for key, text in _differences(*recipes) if key in FIXED]
     found += [f"model.{text}" for _, text in _differences(*_shared(saved["model"], now["model"]))]
     found += [f"data, which is not what it was: {text}" for _, text in _differences(saved["data"], now["data"])]
     before, after = ({"adapter": facts.get("adapter")} for facts in (saved, now))
@@ -57,6 +59,10 @@ def changes(saved: dict, now: dict) -> list[str]:
 
 def _may_change(key: str) -> bool:
     return key not in (*FIXED, *SILENT) and not key.startswith("adapter")
+
+
+def _with_every_key(recipe: dict) -> dict:
+    return recipe | {"optimizer": _BEFORE_THE_KEY | recipe.get("optimizer", {})}
 
 
 def _shared(before: dict, after: dict) -> tuple[dict, dict]:

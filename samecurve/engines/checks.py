@@ -149,6 +149,12 @@ def _accelerate(document: Document) -> None:
             place = document.place(("distributed_type",))
             text = f"only {needed} reads it, but distributed_type is {kind} ({place}); keep one of the two"
             document.problem((block,), text)
+    if document.get("fsdp_config", "fsdp_forward_prefetch") is True:
+        policy = document.get("fsdp_config", "fsdp_auto_wrap_policy") or "absent"
+        if policy != "TRANSFORMER_BASED_WRAP":
+            text = "found true, but only the layers of TRANSFORMER_BASED_WRAP follow one another, and "
+            text += f"fsdp_auto_wrap_policy is {policy}; set it to false"
+            document.problem(("fsdp_config", "fsdp_forward_prefetch"), text)
     for block, key, advice in _DEMANDED.get(kind if isinstance(kind, str) else "", ()):
         if document.get(block, key) is None:
             document.problem((block, key), f"missing; {advice}")

@@ -19,6 +19,7 @@ _STAGE = ("zero_optimization", "stage")
 
 def check(document: Document, strategy: Strategy, source: Source) -> None:
     _precision(document)
+    _reduction(document, source)
     _offload(document, strategy)
     if strategy.family == "pipeline":
         _pipeline(document, strategy)
@@ -38,6 +39,13 @@ def _precision(document: Document) -> None:
     if document.get("bf16", "enabled") is True and document.get("fp16", "enabled") is True:
         place = document.place(("bf16", "enabled"))
         document.problem(("fp16", "enabled"), f"bf16 is on too ({place}), and DeepSpeed takes one of them")
+
+
+def _reduction(document: Document, source: Source) -> None:
+    path = ("communication_data_type",)
+    if document.get(*path) == "fp16" and _precision_asked(source) not in (None, "fp16"):
+        text = f'found "fp16" (text), but gradients need a loss scale to fit into it, and {source.cite("precision")}'
+        document.problem(path, f'{text}; use "fp32" or "bf16"')
 
 
 def _zero(document: Document, strategy: Strategy) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ def shard(accelerator: Accelerator, model: PreTrainedModel) -> nn.Module:
     model.tie_weights()  # allocation may give each of two tied modules a parameter of its own
     for buffer in model.buffers():
         buffer.data = buffer.data.to(accelerator.device)
+    if accelerator.state.fsdp_plugin.forward_prefetch:
+        _prefetch_forward(model)
     accelerator._models.append(model)
     return model
 
@@ -44,6 +48,14 @@ def whole_gradient_bytes(plan: Plan, shapes: Mapping[str, torch.Size]) -> int:
     steps = plan.recipe.batch.accumulation_steps(plan.strategy.data_parallel_size)
     waits = plan.strategy.family == "fsdp" and reduces_once(plan) and steps > 1
     return torch.float32.itemsize * sum(shape.numel() for shape in shapes.values()) if waits else 0
+
+
+def _prefetch_forward(model: nn.Module) -> None:
+    """Each layer asks for the next one's weights before it computes; else that one does when its turn comes."""
+    for layers in (module for module in model.modules() if isinstance(module, nn.ModuleList)):
+        units = [layer for layer in layers if isinstance(layer, FSDPModule)]
+        for unit, following in pairwise(units):
+            unit.set_modules_to_forward_prefetch([following])
 
 
 def write(tensor: Tensor, full: Tensor) -> None:

@@ -81,6 +81,10 @@ _FSDP1 = Refused("only FSDP1 reads it, and this is FSDP2; remove it")
 _TENSOR = Refused("only data-parallel replicas and shards are supported; remove it", (None, 1))
 _COMPILE = Refused("the recipe owns torch.compile, by the key compile; remove it", (None, "NO", "no", False, "default"))
 
+# of Accelerate's YAML, but read here alone: Accelerate passes over nested keys that it does not know, and over
+# fsdp_forward_prefetch, which it has for FSDP1
+OURS = ("fsdp_reduce_dtype",)
+
 ACCELERATE: Table = {
     "compute_environment": one_of("LOCAL_MACHINE"),
     "distributed_type": Kind(
@@ -124,6 +128,12 @@ ACCELERATE: Table = {
     "fsdp_config": {
         "fsdp_version": Kind("2 is needed: FSDP1 clips, saves and rehearses differently", lambda value: value == 2),
         "fsdp_reshard_after_forward": BOOLEAN,
+        "fsdp_reduce_dtype": one_of("fp32", "bf16"),
+        "fsdp_forward_prefetch": BOOLEAN,
+        "fsdp_backward_prefetch": Refused(
+            "FSDP2 always gathers the layer before while one is differentiated (BACKWARD_PRE); remove it",
+            (None, "BACKWARD_PRE"),
+        ),
         "fsdp_auto_wrap_policy": one_of("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"),
         "fsdp_transformer_layer_cls_to_wrap": TEXT,
         "fsdp_min_num_params": NATURAL,
@@ -132,11 +142,9 @@ ACCELERATE: Table = {
         "fsdp_cpu_ram_efficient_loading": only(False, "weights are written shard by shard, no rank loads them whole"),
         "fsdp_activation_checkpointing": Owned("memory.activation_checkpointing"),
         "fsdp_activation_checkpointing_offload": Refused(
-            "activations cannot be offloaded yet; remove it", (None, False)
+            "the recipe owns it, by memory.activation_checkpointing: offload; remove it", (None, False)
         ),
         "fsdp_sharding_strategy": _FSDP1,
-        "fsdp_backward_prefetch": _FSDP1,
-        "fsdp_forward_prefetch": _FSDP1,
         "fsdp_use_orig_params": _FSDP1,
         "fsdp_sync_module_states": _FSDP1,
     },

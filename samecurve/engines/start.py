@@ -85,7 +85,10 @@ def _plugins(plan: Plan) -> dict:
         return {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=concrete(plan))}
     if strategy.family != "fsdp":
         return {}
-    plugins: dict = {"fsdp_plugin": FullyShardedDataParallelPlugin(mixed_precision_policy=_fsdp_policy(plan))}
+    plugin = FullyShardedDataParallelPlugin(mixed_precision_policy=_fsdp_policy(plan))
+    # Accelerate 1.15 refuses it for FSDP2 when the plugin is made; fsdp.py does what it says
+    plugin.forward_prefetch = _fsdp_key(plan, "fsdp_forward_prefetch", False)
+    plugins: dict = {"fsdp_plugin": plugin}
     if strategy.replicate_size > 1:
         plugins["parallelism_config"] = ParallelismConfig(
             dp_replicate_size=strategy.replicate_size, dp_shard_size=strategy.world_size // strategy.replicate_size
@@ -94,11 +97,17 @@ def _plugins(plan: Plan) -> dict:
 
 
 def _fsdp_policy(plan: Plan):
-    """Compute in the recipe's precision, but reduce gradients in fp32; Accelerate's own policy reduces in bf16.
+    """Compute in the recipe's precision, but reduce gradients in fp32, unless the strategy's file says bf16;
+    Accelerate's own policy would reduce in bf16.
 
     Outputs keep their precision: the loss is taken in fp32 from logits (loss.py), and one output dtype for every layer
     would hand fp32 activations to bf16 weights when they are recomputed.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    return MixedPrecisionPolicy(param_dtype=_DTYPE.get(plan.recipe.precision), reduce_dtype=torch.float32)
+    reduced = _DTYPE.get(_fsdp_key(plan, "fsdp_reduce_dtype", "fp32"), torch.float32)
+    return MixedPrecisionPolicy(param_dtype=_DTYPE.get(plan.recipe.precision), reduce_dtype=reduced)
+
+
+def _fsdp_key(plan: Plan, key: str, default):
+    return plan.strategy.accelerate["fsdp_config"].get(key, default)

@@ -1,7 +1,9 @@
-"""AdamW whose weights and moments are bf16, for half of the memory: weights are rounded at random.
+"""AdamW whose weights and moments are bf16, for half of the memory.
 
-bf16 keeps 8 bits of a number, so rounding to the nearest undoes every update below 0.2 % of a weight. Rounded up or
-down at random, in proportion to what is cut off, weights move right on average (Gupta et al. 2015, arXiv:1502.02551).
+bf16 keeps 8 bits of a number, so rounding to the nearest undoes every update below 0.2 % of a weight. Two ways out:
+rounded up or down at random, in proportion to what is cut off, weights move right on average (Gupta et al. 2015,
+arXiv:1502.02551); or what rounding cuts off is kept, as bf16 too, and added before the next update (Kahan summation,
+Zamirai et al. 2020, arXiv:2010.06192).
 """
 
 from __future__ import annotations
@@ -21,19 +23,25 @@ _PART = 2**24  # values at a time: their fp32 copies and random numbers are neve
 
 
 class AdamWBf16(torch.optim.Optimizer):
-    """groups: optim.parameter_groups', each with the `names` of its weights."""
+    """groups: optim.parameter_groups', each with the `names` of its weights. kahan: instead of rounding at random.
 
-    def __init__(self, groups: list[dict], lr: float, betas: tuple[float, float], eps: float, seed: int):
+    Kahan's state beside the moments: `compensation`, by how much the weight that is meant is above the weight.
+    """
+
+    def __init__(
+        self, groups: list[dict], lr: float, betas: tuple[float, float], eps: float, seed: int, kahan: bool = False
+    ):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
         self._seed = seed
+        self._states = ("exp_avg", "exp_avg_sq", *(["compensation"] if kahan else []))
 
     def empty_state(self, weight: Tensor) -> dict:
         """What is kept of a weight before its first update; the counter of updates as an int."""
-        return {"step": 0, "exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
+        return {"step": 0} | {name: torch.zeros_like(weight) for name in self._states}
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> None:
-        """AdamW in fp32; the moments are rounded to the nearest bf16, the weights at random."""
+        """AdamW in fp32; the moments are rounded to the nearest bf16, the weights as the module says."""
         assert closure is None
         for group in self.param_groups:
             for name, weight in zip(group["names"], group["params"], strict=True):
@@ -47,17 +55,23 @@ class AdamWBf16(torch.optim.Optimizer):
         state["step"] += 1
         key = hashlib.sha256(f"{self._seed}:{name}:{state['step']}".encode()).digest()
         salt = int.from_bytes(key[:4], "little")
-        tensors = (local(tensor).view(-1) for tensor in (weight, weight.grad, state["exp_avg"], state["exp_avg_sq"]))
+        kept = [state[name] for name in self._states]
+        parts = (local(tensor).view(-1).split(_PART) for tensor in (weight, weight.grad, *kept))
         start = first_index(weight)
-        for parts in zip(*(tensor.split(_PART) for tensor in tensors), strict=True):
-            if parts[0].numel():
-                _update_part(group, state["step"], *parts, bits=random_bits(start, parts[0], salt))
-            start += parts[0].numel()
+        for part, gradient, mean, square, *compensation in zip(*parts, strict=True):
+            meant = part.float()
+            if compensation:
+                _update_part(group, state["step"], meant.add_(compensation[0]), gradient, mean, square)
+                part.copy_(meant)
+                compensation[0].copy_(meant.sub_(part))
+            elif part.numel():
+                _update_part(group, state["step"], meant, gradient, mean, square)
+                part.copy_(rounded(meant, random_bits(start, part, salt)))
+            start += part.numel()
 
 
-def _update_part(
-    group: dict, step: int, weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, bits: Tensor
-) -> None:
+def _update_part(group: dict, step: int, exact: Tensor, gradient: Tensor, mean: Tensor, square: Tensor) -> None:
+    """exact: the weight, fp32, which is updated; the moments are, too."""
     (beta1, beta2), rate = group["betas"], group["lr"]
     gradient = gradient.float()
     new_mean = torch.lerp(mean.float(), gradient, 1 - beta1)
@@ -65,9 +79,7 @@ def _update_part(
     mean.copy_(new_mean)
     square.copy_(new_square)
     root = new_square.sqrt_().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
-    exact = weight.float().mul_(1 - rate * group["weight_decay"])
-    exact.addcdiv_(new_mean, root, value=-rate / (1 - beta1**step))
-    weight.copy_(rounded(exact, bits))
+    exact.mul_(1 - rate * group["weight_decay"]).addcdiv_(new_mean, root, value=-rate / (1 - beta1**step))
 
 
 def rounded(exact: Tensor, bits: Tensor) -> Tensor:

@@ -14,17 +14,22 @@ from samecurve import cli
 @pytest.mark.parametrize(("strategy", "processes"), [("single", 1), *long(("zero2", 2))])
 def test_a_table_of_what_each_lever_does(strategy, processes, workspace):
     output = workspace.folder / f"bench_{strategy}"
-    options = ["--levers", "none", "--variant", "memory.activation_checkpointing=full seed=5"]
+    keys = "communication_data_type=bf16 " if strategy == "zero2" else ""  # of the strategy's JSON
+    name = f"{keys}memory.activation_checkpointing=full seed=5"
+    options = ["--levers", "none", "--variant", name]
     options += ["--variant", "steps=none", "--steps", "3", "--warm_up", "1", "--rounds", "1"]
     options += ["--strategy", strategy, "--output", str(output), "--json", str(output / "found.json")]
     command = [sys.executable, "-m", "samecurve", "bench", "step", str(workspace.recipe), "batch.micro_batch_size=2"]
     run = workspace.execute([*command, *options], output)
     assert run.returncode == 0, run.output
     found = json.loads((output / "found.json").read_text())
+    if keys:
+        sent = json.loads((output / "01_0" / "run.json").read_text())
+        assert (sent["reduce_dtype"], sent["strategy"]) == ("bfloat16", strategy)
     assert (found["strategy"], found["processes"]) == (strategy, processes)
     base, variant = found["variants"]
     assert base["variant"]["name"] == "as it is" and (base["ratio"], base["loss_difference"]) == (1, 0)
-    assert variant["variant"]["name"] == "memory.activation_checkpointing=full seed=5"
+    assert variant["variant"]["name"] == name
     assert variant["ratio"] > 0 and variant["loss_difference"] > 1e-3  # another seed
     for each in found["variants"]:
         assert f"\n{each['variant']['name']} " in run.output

@@ -32,14 +32,15 @@ TAKEN = dict.fromkeys(["zero1", "zero2", "zero3", "pipeline"], ELEMENTWISE) | di
     ["ddp", "fsdp", "hsdp"], (*ELEMENTWISE, "adafactor", "muon")
 )
 TAKEN["ddp"] = (*TAKEN["ddp"], "adamw_8bit")
+BF16 = ("adamw_bf16", "adamw_bf16:kahan")
 LOSS, NORM, STATE = 1e-5, 1e-4, 1e-4
 
 
 def start(workspace, strategy: str | None, world: int, names, origin: Path | None = None, *more: str) -> dict:
-    """Results by optimizer."""
+    """Results by optimizer. names: of RATES, or such a name and `:kahan`."""
     folder = workspace.folder / f"optimizers_{len(list(workspace.folder.iterdir()))}"
     folder.mkdir()
-    optimizers = {name: [f"optimizer.name={name}", f"optimizer.learning_rate={RATES[name]}"] for name in names}
+    optimizers = {name: overrides(name) for name in names}
     wanted = {"optimizers": optimizers, "folder": str(folder), "results": str(folder / "results.jsonl")}
     (folder / "wanted.json").write_text(json.dumps(wanted | {"origin": origin and str(origin)}))
     path = workspace.strategy(strategy) if strategy else None
@@ -52,6 +53,12 @@ def start(workspace, strategy: str | None, world: int, names, origin: Path | Non
     lines = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
     assert [line["optimizer"] for line in lines] == list(names)
     return {line["optimizer"]: line | {"folder": folder / line["optimizer"]} for line in lines}
+
+
+def overrides(name: str) -> list[str]:
+    optimizer, _, update = name.partition(":")
+    found = [f"optimizer.name={optimizer}", f"optimizer.learning_rate={RATES[optimizer]}"]
+    return [*found, f"optimizer.bf16_update={update}"] if update else found
 
 
 @pytest.fixture(scope="module")
@@ -86,26 +93,27 @@ def test_the_same_curve_and_state_under_every_strategy(strategy, world, single, 
 @pytest.mark.parametrize(("strategy", "world"), long(("ddp", 2), ("fsdp", 2)))
 def test_bf16_weights_train_the_curve_of_fp32_ones(strategy, world, single, bf16, workspace):
     """Within what computing in bf16 makes of it, see test_equal_curves.py; what is loaded is loaded exactly."""
-    name = "adamw_bf16"
-    origin, expected = bf16["folder"].parent, single["adamw"]["results"]
-    line = start(workspace, strategy, world, [name], origin, "precision=bf16")[name]
-    assert line["engine"] == ENGINES[strategy]
-    ours, theirs, before = (
-        whole(folder / "checkpoints" / f"step_{step:08d}")
-        for folder, step in ((line["folder"], STEPS), (bf16["folder"], STEPS), (bf16["folder"], SAVED))
-    )
-    assert all(torch.equal(ours[key], theirs[key]) for key in theirs) and ours.keys() == theirs.keys()
-    assert sum(not torch.equal(theirs[key], before[key]) for key in theirs) > 70
-    assert line["dtypes"] == ["bfloat16", {"ddp": "bfloat16", "fsdp": "float32"}[strategy]]
-    for found in (bf16["results"], line["results"]):
-        assert_close(found, expected, name, 5e-3, 5e-2)
-    assert line["unequal"] == []
-    assert_close(line["after"], expected[SAVED:], name, 5e-3, 5e-2)
+    expected = single["adamw"]["results"]
+    for name, line in start(workspace, strategy, world, BF16, bf16[BF16[0]]["folder"].parent, "precision=bf16").items():
+        one = bf16[name]
+        assert line["engine"] == ENGINES[strategy]
+        ours, theirs, before = (
+            whole(folder / "checkpoints" / f"step_{step:08d}")
+            for folder, step in ((line["folder"], STEPS), (one["folder"], STEPS), (one["folder"], SAVED))
+        )
+        assert all(torch.equal(ours[key], theirs[key]) for key in theirs) and ours.keys() == theirs.keys()
+        assert sum(not torch.equal(theirs[key], before[key]) for key in theirs) > 70
+        assert sum(key.startswith("compensation/") for key in theirs) == (len(theirs) // 4 if "kahan" in name else 0)
+        assert line["dtypes"] == ["bfloat16", {"ddp": "bfloat16", "fsdp": "float32"}[strategy]]
+        for found in (one["results"], line["results"]):
+            assert_close(found, expected, name, 5e-3, 5e-2)
+        assert line["unequal"] == []
+        assert_close(line["after"], expected[SAVED:], name, 5e-3, 5e-2)
 
 
 @pytest.fixture(scope="module")
-def bf16(workspace) -> dict:
-    return start(workspace, None, 1, ["adamw_bf16"], None, "precision=bf16")["adamw_bf16"]
+def bf16(workspace) -> dict[str, dict]:
+    return start(workspace, None, 1, BF16, None, "precision=bf16")
 
 
 def assert_close(found, expected, name: str, loss_tolerance: float = LOSS, norm_tolerance: float = NORM) -> None:

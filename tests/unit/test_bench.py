@@ -14,11 +14,12 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from samecurve import cli, recipe
-from samecurve.benchmarks import collectives, loader, matmul, shapes, steps, timing
+from samecurve.benchmarks import collectives, loader, matmul, shapes, steps, strategies, timing
 from samecurve.benchmarks.shapes import Width
 from samecurve.benchmarks.steps import UNCHANGED, Measured, Variant
 from samecurve.cli.bench import collectives as command
 from samecurve.cli.bench import printing
+from samecurve.engines.resolve import read_files
 from samecurve.errors import ConfigurationError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -343,6 +344,27 @@ def test_verdicts_by_hand():
     assert (found.tokens_per_second, found.lowest, found.highest) == (105, 1.2, 1.5)
     assert found.ratio == pytest.approx(1.35) and (found.peak_memory_gib, found.memory_ratio) == (1.25, 0.5)
     assert found.loss_difference == 0.25
-    record = {"tokens_per_second": 1.0, "peak_memory_gib": 3.0, "loss": 5.0}
-    metrics = [record, {**record, "tokens_per_second": 7.0, "peak_memory_gib": 1.0}]
-    assert Measured.from_metrics(metrics, 1) == Measured(7.0, 3.0, (5.0, 5.0))
+    record = {"tokens_per_second": 1.0, "peak_memory_gib": 3.0, "loss": 5.0, "step_seconds": 14.0}
+    metrics = [record, {**record, "tokens_per_second": 7.0, "peak_memory_gib": 1.0, "step_seconds": 2.0}]
+    assert Measured.from_metrics(metrics, 1) == Measured(7.0, 3.0, (5.0, 5.0), 2.0)
+
+
+def test_a_strategys_files_with_other_keys(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    keys = ["zero_optimization.stage3_prefetch_bucket_size=1e4", "communication_data_type=bf16", "num_processes=4"]
+    assert all(map(strategies.is_key, keys))
+    recipes_own = ("compile=off", "optimizer.name=sgd", "checkpoint.keep=3", "steps=2", "no_such_key=1")
+    assert not any(map(strategies.is_key, recipes_own))
+    path = strategies.changed(Path("configs/zero3.yaml"), keys, tmp_path / "new")
+    found, before = read_files(str(path)), read_files("configs/zero3.yaml")
+    assert Path(found.deepspeed.name) == tmp_path / "new" / "zero3.json" and path.name == "zero3.yaml"
+    zero = before.deepspeed.content["zero_optimization"] | {"stage3_prefetch_bucket_size": 10_000}
+    changes = {"zero_optimization": zero, "communication_data_type": "bf16"}
+    assert found.deepspeed.content == before.deepspeed.content | changes
+    names = {"deepspeed_config_file": found.deepspeed.name}
+    block = before.accelerate.content["deepspeed_config"] | names
+    assert found.accelerate.content == before.accelerate.content | {"num_processes": 4, "deepspeed_config": block}
+    with pytest.raises(ConfigurationError, match="belongs into a DeepSpeed JSON, and configs/fsdp.yaml has none"):
+        strategies.changed(Path("configs/fsdp.yaml"), keys[:1], tmp_path)
+    bench = ["bench", "step", "recipes/quickstart.yaml", "--levers", "none", "--variant", keys[0]]
+    assert cli.main([*bench, "--output", str(tmp_path / "runs")]) == ConfigurationError.exit_code

@@ -32,6 +32,8 @@ CASES = [
      ["r.yaml:11: batch.micro_batch_sise: unknown key; did you mean micro_batch_size?"]),
     ("idle key", r("learning_rate: 1e-3", "learning_rate: 1e-3\n  betas: [0.9, 0.99]\n  name: sgd"), R, {},
      ["r.yaml:15: optimizer.betas: found a list, but only adamw, lion, muon, adamw_bf16 and adamw_8bit read it and optimizer.name is sgd; leave it out"]),
+    ("fp32 weights and kahan", {}, [*R, "optimizer.bf16_update=kahan"], {},
+     ['command line: optimizer.bf16_update: found "kahan" (text), but only adamw_bf16 reads it and optimizer.name is adamw; leave it out']),
     ("bf16 weights", r("learning_rate: 1e-3", "learning_rate: 1e-3\n  name: adamw_bf16\n  betas: [0.9, 0.999]"), [*R, "precision=fp32"], {},
      ["r.yaml:15: optimizer.name: found adamw_bf16, whose weights are bf16, but precision is fp32; use bf16 there, or another optimizer",
       "r.yaml:16: optimizer.betas: found 0.999, but a bf16 mean does not see a change of 0.001 of itself, which rounding undoes; use at most 0.99, or adamw"]),

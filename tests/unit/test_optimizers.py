@@ -20,6 +20,7 @@ from samecurve.optimizers.muon import orthogonal
 
 RATES = [0.01, 0.02, 0.005, 0.01, 0.01, 0.003]
 DECAY = 0.1
+KAHAN = {"bf16_update": "kahan"}
 
 
 def settings(name: str, **more) -> Optimizer:
@@ -47,7 +48,7 @@ def trained(make) -> list[torch.Tensor]:
     return [parameter.detach() for parameter in parameters]
 
 
-def ours(name: str, precision: str = "fp32"):
+def ours(name: str, precision: str = "fp32", **more):
     def make(params):
         groups = [
             {"params": [p for p in params if (p.dim() == 2) == matrix], "weight_decay": DECAY, "muon": matrix}
@@ -58,7 +59,7 @@ def ours(name: str, precision: str = "fp32"):
                 group["names"] = [f"{tuple(p.shape)}" for p in group["params"]]
                 for p in group["params"]:
                     p.data = p.data.bfloat16()
-        return build_optimizer([group for group in groups if group["params"]], settings(name), precision)
+        return build_optimizer([group for group in groups if group["params"]], settings(name, **more), precision)
 
     return make
 
@@ -166,10 +167,46 @@ def test_the_random_bits_belong_to_a_place_a_step_and_a_weight():
     assert abs(torch.corrcoef(torch.stack([whole[1:], whole[:-1]]).double())[0, 1]) < 0.05
 
 
-def test_updates_that_the_nearest_bf16_undoes_move_weights():
+def nearest(params):
+    """torch's AdamW on bf16 weights, which rounds to the nearest: what adamw_bf16 is there to avoid."""
+    for p in params:
+        p.data = p.data.bfloat16()
+    return torch.optim.AdamW(params, lr=RATES[0], betas=(0.9, 0.95), weight_decay=DECAY, foreach=False, fused=False)
+
+
+def test_kahan_is_nearer_to_fp32_than_rounding_of_either_kind():
+    expected = trained(REFERENCES["adamw"])[0]
+    kahan, random, plain = (
+        (trained(make)[0].float() - expected).norm().item()
+        for make in (ours("adamw_bf16", **KAHAN), ours("adamw_bf16"), nearest)
+    )
+    assert kahan < 0.5 * min(random, plain)
+    # what is left: the first weights were rounded, and the last ones are
+    assert kahan < 1.5 * (expected.bfloat16().float() - expected).norm().item()
+
+
+def test_kahan_keeps_what_rounding_cuts_off():
+    """The two together are the fp32 weight, to the 16 bits that they have."""
+    weight = torch.nn.Parameter(torch.linspace(0.5, 2, 4096))
+    exact = torch.nn.Parameter(weight.detach().bfloat16().float())
+    optimizer, reference = ours("adamw_bf16", **KAHAN)([weight]), REFERENCES["adamw"]([exact])
+    for each, parameter in ((optimizer, weight), (reference, exact)):
+        each.param_groups[0]["weight_decay"] = 0.01
+        set_learning_rate(each, 1e-4)
+        for _ in range(200):
+            parameter.grad = torch.ones_like(parameter)
+            each.step()
+    compensation = optimizer.state[weight]["compensation"]
+    assert compensation.dtype == torch.bfloat16
+    assert (exact - weight.float()).abs().max() < 2**-7  # the last place of numbers from 1 to 2
+    assert (exact - weight.float() - compensation.float()).abs().max() < 200 * 2**-17
+
+
+@pytest.mark.parametrize("update", ["stochastic", "kahan"])
+def test_updates_that_the_nearest_bf16_undoes_move_weights(update):
     """200 steps of 1e-3 from 1.0, where bf16 numbers are 2 ** -8 apart below and 2 ** -7 above: 0.8 in fp32."""
     weight = torch.nn.Parameter(torch.full((4096,), 1.0))
-    optimizer = ours("adamw_bf16")([weight])
+    optimizer = ours("adamw_bf16", bf16_update=update)([weight])
     for group in optimizer.param_groups:
         group["weight_decay"] = 0.0
     set_learning_rate(optimizer, 1e-3)
@@ -190,15 +227,17 @@ BYTES = {
 }  # README.md's table
 
 
-@pytest.mark.parametrize("name", TRAITS)
-def test_bytes_per_parameter_are_those_of_the_live_tensors(name):
+@pytest.mark.parametrize(
+    ("name", "more", "expected"), [*((name, {}, BYTES[name]) for name in TRAITS), ("adamw_bf16", KAHAN, 10)]
+)
+def test_bytes_per_parameter_are_those_of_the_live_tensors(name, more, expected):
     weight = torch.nn.Parameter(torch.randn(1024, 2048))
-    optimizer = ours(name)([weight])
+    optimizer = ours(name, **more)([weight])
     weight.grad = torch.randn_like(weight)
     optimizer.step()
     # the maps from codes to values are shared by all weights
     state = {key: value for key, value in optimizer.state[weight].items() if not key.startswith("qmap")}
     kept = [value for value in state.values() if isinstance(value, torch.Tensor)]
     total = sum(tensor.untyped_storage().nbytes() for tensor in (weight, weight.grad, *kept))
-    assert total / weight.numel() == pytest.approx(BYTES[name], rel=2e-3)
-    assert num_bytes_per_parameter(settings(name)) == pytest.approx(BYTES[name], rel=1e-3)
+    assert total / weight.numel() == pytest.approx(expected, rel=2e-3)
+    assert num_bytes_per_parameter(settings(name, **more)) == pytest.approx(expected, rel=1e-3)

@@ -12,6 +12,8 @@ from samecurve.config import Optimizer
 from samecurve.engines.state import LiveState
 from samecurve.optim import TRAITS, build_optimizer, factor_shapes, parameter_groups, state_names
 
+KAHAN = "adamw_bf16, kahan"
+
 
 def made(replica=(0, 1), saved=None, name="adamw"):
     shape = (96, 64) if name == "adamw_8bit" else (2, 3)  # what is small keeps fp32 states
@@ -19,7 +21,8 @@ def made(replica=(0, 1), saved=None, name="adamw"):
         "a": nn.Parameter(torch.arange(math.prod(shape)).float().reshape(shape)),
         "b": nn.Parameter(torch.tensor([7.0])),
     }
-    settings = Optimizer(name=name, learning_rate=0.1)
+    kahan, name = name == KAHAN, name.partition(",")[0]
+    settings = Optimizer(name=name, learning_rate=0.1, bf16_update="kahan" if kahan else "stochastic")
     if name == "adamw_bf16":
         for parameter in parameters.values():
             parameter.data = parameter.data.bfloat16()
@@ -47,7 +50,7 @@ def test_a_second_copy_is_held_and_not_saved():
     assert [(held.name, held.save_stop - held.save_start) for held in state.held()] == [("a", 0), ("b", 1)]
 
 
-@pytest.mark.parametrize("name", TRAITS)
+@pytest.mark.parametrize("name", [*TRAITS, KAHAN])
 def test_what_is_visited_is_what_the_optimizer_uses(name):
     parameters, optimizer, state = made(name=name)
     update(parameters, optimizer)
@@ -61,7 +64,7 @@ def test_what_is_visited_is_what_the_optimizer_uses(name):
         assert len(kept) == len(state.kinds[name]) - 1 + sum(factor.startswith(f"{name}.") for factor in state.factors)
         for kind, value in kept.items():
             found = visited[name, kind] if (name, kind) in visited else visited[f"{name}.{kind}", "factor"]
-            assert value.any() and torch.equal(found, value.flatten())
+            assert (value.any() or kind == "compensation") and torch.equal(found, value.flatten())
 
 
 def test_reading_before_the_first_update_gives_zeros_and_leaves_no_state():
@@ -71,7 +74,7 @@ def test_reading_before_the_first_update_gives_zeros_and_leaves_no_state():
     assert not optimizer.state
 
 
-@pytest.mark.parametrize("name", TRAITS)
+@pytest.mark.parametrize("name", [*TRAITS, KAHAN])
 def test_what_is_written_is_gone_on_from(name):
     """Ten updates at once, or five, a copy into a fresh optimizer, and five more: the same bits."""
     whole, copied = made(name=name), made(name=name)

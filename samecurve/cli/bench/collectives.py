@@ -1,7 +1,7 @@
 """Time and bandwidth of what processes send each other, over message sizes, by gloo or NCCL.
 
 Started plainly it starts processes on this machine; `torchrun ... -m samecurve bench collectives` measures those of
-torchrun, on as many machines as there are.
+torchrun, on as many machines as there are. So do `accelerate launch ... -m` and `deepspeed --no_local_rank --module`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,14 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from ...errors import ConfigurationError
 from .. import jobs
 from . import printing
+
+if TYPE_CHECKING:
+    import torch
 
 UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "K": 2**10, "M": 2**20, "G": 2**30}
 
@@ -100,20 +104,29 @@ def _measure(arguments: argparse.Namespace, backend: str, names: Sequence[str], 
         torch.cuda.set_device(device)
     dist.init_process_group(backend)
     try:
+        machines = _machines(device)
         found = list(collectives.measure(names, sizes, device, arguments.seconds))
         if dist.get_rank() == 0:
-            _tell(arguments, found, backend, timing.environment(device))
+            _tell(arguments, found, backend, machines, timing.environment(device))
     finally:
         dist.destroy_process_group()
     return 0
 
 
-def _tell(arguments: argparse.Namespace, found: Sequence, backend: str, facts: dict) -> None:
+def _machines(device: torch.device) -> int:
+    """Each has one first process; not every launcher says how many processes a machine has."""
+    import torch
+    from torch import distributed as dist
+
+    first = torch.tensor(int(os.environ["LOCAL_RANK"] == "0"), device=device)
+    dist.all_reduce(first)
+    return int(first)
+
+
+def _tell(arguments: argparse.Namespace, found: Sequence, backend: str, machines: int, facts: dict) -> None:
     from ...benchmarks import timing
     from ...benchmarks.collectives import Timing
 
-    processes, local = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-    hosts = processes // local
     printing.say(timing.told(facts))
     timings = [each for each in found if isinstance(each, Timing)]
     lacking = dict(each for each in found if not isinstance(each, Timing))
@@ -127,7 +140,8 @@ def _tell(arguments: argparse.Namespace, found: Sequence, backend: str, facts: d
         ]
         for each in timings
     ]
-    title = f"{backend}, {processes} processes on {hosts} machine{'s' * (hosts > 1)}, fp32"
+    processes = int(os.environ["WORLD_SIZE"])
+    title = f"{backend}, {processes} processes on {machines} machine{'s' * (machines > 1)}, fp32"
     printing.show(["collective", "size", "microseconds", "algorithm GB/s", "bus GB/s"], rows, title)
     for name, why in lacking.items():
         printing.say(f"{name}: not offered by {backend} ({why})")
@@ -135,7 +149,7 @@ def _tell(arguments: argparse.Namespace, found: Sequence, backend: str, facts: d
         "algorithm: size / time. bus: that times 2 (n - 1) / n for all_reduce, (n - 1) / n for gather, all_gather, "
         "scatter, reduce_scatter and all_to_all, 1 for the others, as nccl-tests has it"
     )
-    numbers = {"backend": backend, "processes": processes, "machines": hosts, "not_offered": lacking}
+    numbers = {"backend": backend, "processes": processes, "machines": machines, "not_offered": lacking}
     printing.write(arguments.json, "collectives", facts, **numbers, timings=[asdict(each) for each in timings])
 
 

@@ -2,14 +2,15 @@
 
 Every round runs the recipe as it stands and each variant once, so what else the machine does meets all of them alike.
 A lever is a recipe key that changes how a step is computed: attention, recomputation, compilation, the optimizer. What
-else it changes is seen in the loss.
+else it changes is seen in the loss. A variant of one's own may also name keys of the strategy's files, such as
+fsdp_config.fsdp_reshard_after_forward=false or zero_optimization.stage3_prefetch_bucket_size=0.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from ... import recipe as recipes
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num_processes", type=int, help="default: the number of GPUs, 2 without one")
     levers = "keys or blocks of keys; default: all that there are; none: --variant only"
     parser.add_argument("--levers", metavar="a,b", help=levers)
-    more = "one more, of your own; may be repeated"
+    more = "one more, of your own: recipe keys, and keys of the strategy's files; may be repeated"
     parser.add_argument("--variant", action="append", default=[], metavar='"key=value key=value"', help=more)
     parser.add_argument("--steps", type=int, default=20, help="of each run (default: %(default)s)")
     parser.add_argument("--warm_up", type=int, default=5, help="steps that are not counted (default: %(default)s)")
@@ -55,7 +56,9 @@ def run(arguments: argparse.Namespace) -> int:
     printing.say(timing.told(facts, ("torch", "transformers", "accelerate", "deepspeed")))
     found += [steps.Variant(text, tuple(text.split())) for text in arguments.variant]
     output = arguments.output or Path("runs/bench_step") / Path(arguments.recipe).stem
-    rounds, reasons = _measure(job, arguments, settings, found, output)
+    with writing(output):
+        variants = {variant: _changed(job, variant, output / f"{nth:02d}") for nth, variant in enumerate(found)}
+    rounds, reasons = _measure(variants, arguments, settings, output)
     if steps.UNCHANGED in reasons:
         raise ConfigurationError(f"the recipe itself does not run: {reasons[steps.UNCHANGED]}")
     verdicts = steps.verdicts(rounds, [variant for variant in found if variant.name not in reasons])
@@ -84,21 +87,19 @@ def _variants(recipe: Recipe, given: str | None) -> list:
     return steps.variants(recipe, keys)
 
 
-def _measure(job, arguments, settings: Sequence[str], found: Sequence, output: Path) -> tuple[dict, dict]:
-    """({variant: what each round found}, {variant: why it did not run})."""
+def _measure(variants: Mapping, arguments, settings: Sequence[str], output: Path) -> tuple[dict, dict]:
+    """({variant: what each round found}, {variant: why it did not run}). variants: each with its job and overrides."""
     from ...benchmarks.steps import Measured
 
-    with writing(output):
-        output.mkdir(parents=True, exist_ok=True)
-    rounds: dict[str, list[Measured]] = {variant.name: [] for variant in found}
+    rounds: dict[str, list[Measured]] = {variant.name: [] for variant in variants}
     reasons: dict[str, str] = {}
     for nth in range(arguments.rounds):
-        for index, variant in enumerate(found):
+        for index, (variant, (job, overrides)) in enumerate(variants.items()):
             if variant.name in reasons:
                 continue
             directory = output / f"{index:02d}_{nth}"
             label = f"round {nth + 1} of {arguments.rounds}, {variant.name}"
-            outcome = _run(job, arguments.recipe, [*settings, *variant.overrides], directory, label)
+            outcome = _run(job, arguments.recipe, [*settings, *overrides], directory, label)
             if outcome.reason:
                 reasons[variant.name] = outcome.reason
                 printing.say(f"{label}: {outcome.reason}")
@@ -106,6 +107,21 @@ def _measure(job, arguments, settings: Sequence[str], found: Sequence, output: P
             rounds[variant.name].append(Measured.from_metrics(outcome.metrics, arguments.warm_up))
             printing.say(f"{label}: {rounds[variant.name][-1].tokens_per_second:,.0f} tokens/s")
     return rounds, reasons
+
+
+def _changed(job, variant, folder: Path) -> tuple:
+    """(the job under the variant's strategy, whose files go to `folder`; its overrides of the recipe).
+
+    Raises ConfigurationError for a key of a file that there is not.
+    """
+    from ...benchmarks import strategies
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    keys = [each for each in variant.overrides if strategies.is_key(each)]
+    if keys and job.path is None:
+        raise ConfigurationError(f"--variant: found {keys[0]}, but {job.name} has no processes to spread over")
+    overrides = [each for each in variant.overrides if each not in keys]
+    return (replace(job, path=strategies.changed(job.path, keys, folder)) if keys else job), overrides
 
 
 def _run(job, recipe: str, settings: Sequence[str], directory: Path, label: str) -> jobs.Outcome:

@@ -1,0 +1,166 @@
+"""What a lever costs and saves, as pages: keys of the strategy's files, and kinds of activation checkpointing.
+
+    python scripts/bench_levers.py sharding|activations [--rounds 3] [--steps 12] [--output benchmarks/sharding.md]
+
+Each table is one `python -m samecurve bench step`: the recipe as it is and each variant take turns, in processes of
+their own, and a ratio is to the recipe as it is in the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPE = "benchmarks/speed/pretrain.yaml"
+WARM_UP = 4
+COLUMNS = "| | seconds a step | tokens/s | ratio | lowest and highest | peak GiB | less | loss differs by |"
+
+
+@dataclass(frozen=True)
+class Table:
+    """processes: of one thread each; of one process all cores. variants: see `bench step --variant`."""
+
+    strategy: str
+    processes: int
+    overrides: tuple[str, ...]
+    variants: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Page:
+    title: str
+    text: str
+    tables: tuple[Table, ...]
+
+
+_FSDP, _ZERO = "fsdp_config.fsdp", "zero_optimization.stage3"
+_SMALL_BATCH = ("batch.sequence_length=256", "batch.micro_batch_size=2")
+DEEP = (
+    "model.config={model_type: llama, hidden_size: 256, intermediate_size: 688, num_hidden_layers: 24, "
+    "num_attention_heads: 4, max_position_embeddings: 512, tie_word_embeddings: true}"
+)
+KINDS = ("full", "selective", "every_k", "offload")
+PAGES = {
+    "sharding": Page(
+        "What the keys of ZeRO-3 and FSDP cost and save",
+        """A Llama of 13.8 million parameters, bf16, 8 rows of 256 tokens per step in 2 micro-batches of 2 rows on each
+of two processes of one thread, over gloo. Memory is the peak of rank 0's process, with the libraries. Gathering ahead
+gains where a network and a device work side by side, which two processes on one machine's cores do not.""",
+        (
+            Table(
+                "fsdp",
+                2,
+                _SMALL_BATCH,
+                (
+                    f"{_FSDP}_reshard_after_forward=false",
+                    f"{_FSDP}_forward_prefetch=true",
+                    f"{_FSDP}_reduce_dtype=bf16",
+                ),
+            ),
+            Table(
+                "zero3",
+                2,
+                _SMALL_BATCH,
+                (
+                    f"{_ZERO}_prefetch_bucket_size=0",
+                    f"{_ZERO}_param_persistence_threshold=0",
+                    f"{_ZERO}_max_reuse_distance=0",
+                    f"{_ZERO}_max_live_parameters=0",
+                    "zero_optimization.reduce_bucket_size=1000000",
+                    "communication_data_type=bf16",
+                ),
+            ),
+        ),
+    ),
+    "activations": Page(
+        "What the kinds of activation checkpointing cost and save",
+        """A deep and narrow Llama: 24 layers of width 256, bf16, 8 rows of 512 tokens in one micro-batch, one process.
+Memory is the peak of the process, with the libraries, the weights and Adam's moments. On a CPU the host's memory is the
+device's, so `offload` is as `full` here.""",
+        (
+            Table(
+                "single",
+                1,
+                (DEEP,),
+                (
+                    *(f"memory.activation_checkpointing={kind}" for kind in KINDS),
+                    "memory.activation_checkpointing=selective memory.selective_keeps=attention",
+                    "memory.activation_checkpointing=every_k memory.every_k=4",
+                ),
+            ),
+        ),
+    ),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("page", choices=PAGES)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    page = PAGES[arguments.page]
+    with tempfile.TemporaryDirectory() as folder:
+        found = [measured(table, arguments, Path(folder) / table.strategy) for table in page.tables]
+    output = arguments.output or ROOT / "benchmarks" / f"{arguments.page}.md"
+    output.write_text("\n\n".join([heading(arguments.page, found[0]), *map(shown, found)]) + "\n", encoding="utf-8")
+    print(f"{output}")
+
+
+def measured(table: Table, arguments: argparse.Namespace, folder: Path) -> dict:
+    """What `bench step --json` wrote. Raises CalledProcessError."""
+    options = ["--levers", "none", "--strategy", table.strategy, "--num_processes", str(table.processes)]
+    options += ["--rounds", str(arguments.rounds), "--steps", str(arguments.steps), "--warm_up", str(WARM_UP)]
+    options += [word for variant in table.variants for word in ("--variant", variant)]
+    command = [sys.executable, "-m", "samecurve", "bench", "step", RECIPE, *table.overrides, *options]
+    threads = max(1, (os.cpu_count() or 1) // table.processes)
+    # what is freed goes back to the system, so that the peak is of what is held
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MALLOC_ARENA_MAX": "1"}
+    folder.mkdir()
+    command += ["--output", str(folder / "runs"), "--json", str(folder / "found.json")]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True)
+    return json.loads((folder / "found.json").read_text())
+
+
+def heading(name: str, found: dict) -> str:
+    versions = ", ".join(f"{package} {version}" for package, version in found["versions"].items() if version)
+    hardware = f"{found['device']}, {found['cores']} cores"
+    return f"""# {PAGES[name].title}
+
+Measured on {found["date"][:10]} by `python scripts/bench_levers.py {name}`: {hardware};
+{versions}.
+
+{PAGES[name].text} The first {WARM_UP} steps are not counted. A ratio is of tokens/s to the recipe as it is in the same
+round: the median, the lowest and the highest of {found["rounds"]} rounds. The loss is compared at every step."""
+
+
+def shown(found: dict) -> str:
+    base = found["variants"][0]["peak_memory_gib"]
+    lines = [f"## `{found['strategy']}`", "", COLUMNS, "|---|---|---|---|---|---|---|---|"]
+    for each in found["variants"]:
+        name = each["variant"]["name"]
+        cells = [
+            name if each is found["variants"][0] else f"`{name}`",
+            f"{each['step_seconds']:.2f}",
+            f"{each['tokens_per_second']:,.0f}",
+            f"{each['ratio']:.2f}",
+            f"{each['lowest']:.2f} to {each['highest']:.2f}",
+            f"{each['peak_memory_gib']:.2f}",
+            f"{base - each['peak_memory_gib']:.2f}",
+            f"{each['loss_difference']:.1e}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += [f"\n`{name}` did not run: {reason}" for name, reason in found["not_measured"].items()]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

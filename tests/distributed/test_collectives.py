@@ -1,0 +1,53 @@
+"""`samecurve bench collectives` under a launcher of several machines."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import two_hosts
+from harness import BIN, ROOT, free_port
+
+from samecurve.benchmarks.collectives import COLLECTIVES
+
+QUICK = ["--backend", "gloo", "--largest", "4KiB", "--seconds", "0.001"]
+
+
+def test_two_agents_of_torchrun_are_two_machines(tmp_path):
+    """Two machines as far as torchrun knows: an agent each, which meet at an address."""
+    port, file = free_port(), tmp_path / "found.json"
+
+    def agent(rank: int) -> subprocess.CompletedProcess:
+        meet = ["--node_rank", str(rank), "--master_addr", "127.0.0.1", "--master_port", str(port)]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1", *meet]
+        bench = ["-m", "samecurve", "bench", "collectives", *QUICK, "--collectives", "all_reduce,send_recv"]
+        command = [*torchrun, *bench, "--json", str(file)]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+    with ThreadPoolExecutor() as agents:
+        first, second = agents.map(agent, range(2))
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    assert "gloo, 2 processes on 2 machines, fp32" in first.stdout and "machines" not in second.stdout
+    found = json.loads(file.read_text())
+    assert (found["machines"], found["processes"], found["backend"]) == (2, 2, "gloo")
+    assert [each["name"] for each in found["timings"]] == ["all_reduce"] * 2 + ["send_recv"] * 2
+
+
+@pytest.mark.full
+def test_two_hosts_measure_the_cable_between_them(workspace, tmp_path):
+    reason = two_hosts.missing()
+    if reason:
+        pytest.skip(f"two hosts: {reason}")
+    file = workspace.folder / "collectives.json"
+    with two_hosts.two_hosts(tmp_path, {"GLOO_SOCKET_IFNAME": two_hosts.INTERFACE, "OMP_NUM_THREADS": "1"}) as hosts:
+        launcher = ["--hostfile", str(hosts.hostfile), "--no_ssh_check", "--master_addr", two_hosts.ADDRESSES[0]]
+        bench = ["--no_local_rank", "--module", "samecurve", "bench", "collectives", *QUICK, "--json", str(file)]
+        run = hosts.run([str(BIN / "deepspeed"), *launcher, *bench], ROOT, timeout_seconds=300)
+        assert run.returncode == 0, run.stdout
+        assert hosts.received_bytes() > 50_000
+    found = json.loads(file.read_text())
+    assert (found["machines"], found["processes"]) == (2, 2)
+    assert {each["name"] for each in found["timings"]} | found["not_offered"].keys() == set(COLLECTIVES)

@@ -1,0 +1,84 @@
+"""Keys of the strategy's files that decide how shards are gathered and reduced: each reaches the engine, and the curve
+stays that of a single process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from harness import launch_command, long
+from sharding_probe import STEPS
+
+from samecurve.benchmarks.strategies import changed
+
+EXACT = 1e-5, 1e-4  # loss and gradient norm, as of every strategy that sums in fp32
+BF16 = 1e-3, 1e-2  # a gradient's sum is off by up to 2 ** -9; a loss or a norm averages that over many
+MICRO_BATCHES, LAYERS, UNITS = 2, 4, 5  # a unit for each layer, and one for embedding, last norm and tied head
+NUMBERS = {
+    "reduce_bucket_size": 5000,
+    "stage3_prefetch_bucket_size": 3000,
+    "stage3_max_live_parameters": 20000,
+    "stage3_max_reuse_distance": 100,
+    "stage3_param_persistence_threshold": 512,
+}
+
+
+def probe(workspace, strategy: str, *keys: str) -> dict:
+    folder = workspace.folder / f"keys_{len(list(workspace.folder.iterdir()))}"
+    path = changed(workspace.strategy(strategy), keys, folder)
+    script = str(Path(__file__).with_name("sharding_probe.py"))
+    command = launch_command("fork", path, 2, folder, script)
+    arguments = [str(workspace.recipe), f"batch.micro_batch_size={8 // 2 // MICRO_BATCHES}", "--strategy", str(path)]
+    run = workspace.execute([*command, *arguments], folder)
+    assert run.returncode == 0, run.output
+    return json.loads(run.output.split("FOUND ", 1)[1].splitlines()[0])
+
+
+def assert_follows(found: dict, reference, tolerances: tuple[float, float]) -> None:
+    for key, tolerance in zip(("loss", "grad_norm"), tolerances, strict=True):
+        assert found[key] == pytest.approx(reference.column(key)[:STEPS], rel=tolerance, abs=0)
+
+
+def test_fsdp_keeps_weights_for_the_backward_pass_and_gathers_ahead(workspace, reference):
+    """Gathered once and not twice: layers, and what is kept by default, of each micro-batch."""
+    keys = "fsdp_config.fsdp_reshard_after_forward=false", "fsdp_config.fsdp_forward_prefetch=true"
+    found = probe(workspace, "fsdp", *keys)
+    assert found["collectives"]["_allgather_base_ float32"] == MICRO_BATCHES * UNITS
+    assert found["collectives"]["_reduce_scatter_base_ float32"] == MICRO_BATCHES * UNITS
+    following = {f"model.layers.{index}": [f"model.layers.{index + 1}"] for index in range(LAYERS - 1)}
+    assert found["live"]["prefetched"] == following
+    assert_follows(found, reference, EXACT)
+
+
+def test_fsdp_sums_gradients_in_bf16(workspace, reference):
+    found = probe(workspace, "fsdp", "fsdp_config.fsdp_reduce_dtype=bf16")
+    reduced = {name: count for name, count in found["collectives"].items() if "reduce_scatter" in name}
+    assert reduced == {"_reduce_scatter_base_ bfloat16": MICRO_BATCHES * UNITS}
+    assert found["described"]["reduce_dtype"] == "bfloat16"
+    # the default: twice for each layer, and nothing ahead of its turn
+    assert found["collectives"]["_allgather_base_ float32"] == MICRO_BATCHES * (2 * LAYERS + 1)
+    assert found["live"]["prefetched"] == {}
+    assert_follows(found, reference, BF16)
+
+
+def test_zero3s_numbers(workspace, reference):
+    found = probe(workspace, "zero3", *(f"zero_optimization.{key}={value}" for key, value in NUMBERS.items()))
+    persistent = found["live"].pop("persistent")
+    assert found["live"] == NUMBERS
+    # keys and values are 16 x 32, twice in every layer; the norms are there by default
+    assert persistent.count([16, 32]) == 2 * LAYERS and persistent.count([32]) == 2 * LAYERS + 1
+    assert len(persistent) == 4 * LAYERS + 1
+    assert found["collectives"]["_reduce_scatter_base_ float32"] > 2 * MICRO_BATCHES  # one bucket would hold everything
+    assert_follows(found, reference, EXACT)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "operation"), [("zero3", "_reduce_scatter_base_"), *long(("zero2", "allreduce_"))]
+)
+def test_deepspeed_sums_gradients_in_bf16(strategy, operation, workspace, reference):
+    keys = "communication_data_type=bf16", "zero_optimization.reduce_bucket_size=5000"
+    found = probe(workspace, strategy, *keys)
+    assert found["collectives"][f"{operation} bfloat16"] > 2 * MICRO_BATCHES
+    assert found["described"]["reduce_dtype"] == "bfloat16"
+    assert_follows(found, reference, BF16)

@@ -1,0 +1,43 @@
+"""Run with train.py's arguments: bytes by which this process's peak grows in a step and an evaluation.
+
+The model has a vocabulary of VOCABULARY, whatever the tokenizer; its weights, gradients and moments are there before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import torch
+
+from samecurve import chunked_head, engines, model, tasks
+from samecurve.data import EvaluationBatches, StepBatches
+from samecurve.meter import peak_memory_bytes
+
+VOCABULARY = 128_256
+CHUNK = 32  # tokens, so that few of them are many chunks
+
+
+def main() -> None:
+    chunked_head.SMALLEST_CHUNK, chunked_head._CPU_BYTES = CHUNK, 1
+    plan = engines.plan(sys.argv[1:], os.environ)
+    accelerator, recipe = engines.start(plan), plan.recipe
+    task = tasks.load(recipe)
+    skeleton = model.skeleton(recipe, VOCABULARY, task.special_tokens)
+    engine = engines.build(accelerator, plan, skeleton, task)
+    for parameter in engine.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    engine.optimizer.step()
+    before = peak_memory_bytes(engine.device)
+    (rows,) = StepBatches(task.train, recipe.seed, recipe.batch, engine.shard, 1)
+    result = engine.step(rows, 1e-3)
+    held_out = list(EvaluationBatches(task.held_out, recipe.batch.micro_batch_size, engine.shard))
+    engine.evaluate(held_out[:1])
+    assert result.applied
+    growth = peak_memory_bytes(engine.device) - before
+    print("FOUND " + json.dumps({"growth": growth, "tokens": result.tokens, "loss": result.loss}))
+
+
+if __name__ == "__main__":
+    main()
