@@ -26,8 +26,8 @@ def run_facts(plan: Plan, arguments: Sequence[str], described: dict, data: dict,
 
     arguments: train.py's. described: the live engine's own words (`engine`, `world_size`, `data_parallel_size`,
     `pipeline_stages`, `gradient_accumulation_steps`, `weight_dtype`, `reduce_dtype`, `num_parameters`,
-    `num_parameters_per_rank`, ...) and what else the session knows (`model_type`, `attention`, `dropout`, `adapter`). data: the
-    task's. device: its name, as a person would say it.
+    `num_parameters_per_rank`, ...) and what else the session knows (`model_type`, `attention`, `dropout`, `adapter`).
+    data: the task's. device: its name, as a person would say it.
     """
     recipe, strategy = plan.recipe, plan.strategy
     return {

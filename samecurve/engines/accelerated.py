@@ -123,7 +123,6 @@ class AcceleratedEngine:
             "num_trained_parameters": sum(shape.numel() for shape in self.shapes.values()),
             "num_parameters_per_rank": local,
             "loss_implementation": "chunked" if self.forward.head else "full",
-            "whole_gradient_bytes": fsdp.whole_gradient_bytes(self.plan, self.shapes),
             **self._describe_teacher(),
             **self._describe_numbers(),
         }
@@ -242,6 +241,7 @@ class AcceleratedEngine:
         weight = next(self.model.parameters())
         sharded = isinstance(weight, DTensor)
         mesh = weight.device_mesh.shape if sharded else ()
+        reduced = self._reduce_dtype(weight)
         offloaded = sharded and weight.to_local().device.type != self.device.type
         return {
             "precision": self._precision(),
@@ -249,17 +249,18 @@ class AcceleratedEngine:
             "gradient_accumulation_steps": self.accumulation_steps,
             "gradient_clipping": self.recipe.optimizer.max_grad_norm,
             "weight_dtype": dtype_name(weight.dtype),
-            "reduce_dtype": self._reduce_dtype(weight),
+            "reduce_dtype": dtype_name(reduced) if reduced else None,
+            "whole_gradient_bytes": fsdp.whole_gradient_bytes(self.plan, self.shapes, reduced),
             "zero_stage": 0,
             "sharded": sharded,
             "replicate_size": mesh[0] if len(mesh) == 2 else 1,
             "offload": ["optimizer:cpu", "param:cpu"] if offloaded else [],
         }
 
-    def _reduce_dtype(self, weight: nn.Parameter) -> str | None:
+    def _reduce_dtype(self, weight: nn.Parameter) -> torch.dtype | None:
         if isinstance(weight, DTensor):
-            return dtype_name(self.model._get_fsdp_state()._mp_policy.reduce_dtype)
-        return dtype_name(weight.dtype) if self.accelerator.num_processes > 1 else None
+            return self.model._get_fsdp_state()._mp_policy.reduce_dtype
+        return weight.dtype if self.accelerator.num_processes > 1 else None
 
     def _precision(self) -> str:
         """What the forward pass computes in. Accelerate ignores a precision that it does not support somewhere."""

@@ -42,12 +42,12 @@ def reduces_once(plan: Plan) -> bool:
     return family == "ddp" or (family == "fsdp" and plan.recipe.memory.gradient_sync == "once")
 
 
-def whole_gradient_bytes(plan: Plan, shapes: Mapping[str, torch.Size]) -> int:
-    """Of gradients that FSDP2 has not reduced yet, on each rank: fp32, whatever it computes in. shapes: of what is
-    trained. 0 where it holds none beyond a layer's."""
+def whole_gradient_bytes(plan: Plan, shapes: Mapping[str, torch.Size], reduced_in: torch.dtype) -> int:
+    """Of gradients that FSDP2 has not reduced yet, on each rank: it sums them in the dtype that they are reduced in,
+    whatever it computes in. shapes: of what is trained. 0 where it holds none beyond a layer's."""
     steps = plan.recipe.batch.accumulation_steps(plan.strategy.data_parallel_size)
     waits = plan.strategy.family == "fsdp" and reduces_once(plan) and steps > 1
-    return torch.float32.itemsize * sum(shape.numel() for shape in shapes.values()) if waits else 0
+    return reduced_in.itemsize * sum(shape.numel() for shape in shapes.values()) if waits else 0
 
 
 def _prefetch_forward(model: nn.Module) -> None:

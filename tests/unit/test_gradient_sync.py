@@ -41,10 +41,12 @@ def test_what_can_wait_may(strategy, tmp_path, monkeypatch):
 
 
 def test_what_whole_gradients_take():
-    assert fsdp.whole_gradient_bytes(plan("fsdp", "once"), SHAPES) == 4 * (15 + 7)
-    assert fsdp.whole_gradient_bytes(plan("fsdp", "auto"), SHAPES) == 0
-    assert fsdp.whole_gradient_bytes(plan("fsdp", "once", micro_batch_size=4), SHAPES) == 0  # one micro-batch
-    assert fsdp.whole_gradient_bytes(plan("ddp", "once"), SHAPES) == 0  # it holds them in any case
+    assert fsdp.whole_gradient_bytes(plan("fsdp", "once"), SHAPES, torch.float32) == 4 * (15 + 7)
+    assert fsdp.whole_gradient_bytes(plan("fsdp", "auto"), SHAPES, torch.float32) == 0
+    assert (
+        fsdp.whole_gradient_bytes(plan("fsdp", "once", micro_batch_size=4), SHAPES, torch.float32) == 0
+    )  # one micro-batch
+    assert fsdp.whole_gradient_bytes(plan("ddp", "once"), SHAPES, torch.float32) == 0  # it holds them in any case
     assert [fsdp.reduces_once(plan(*each)) for each in (("ddp", "auto"), ("fsdp", "auto"), ("single", "once"))] == [
         True,
         False,
