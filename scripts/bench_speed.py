@@ -1,6 +1,6 @@
 """How fast a step is, beside others' steps on the same rows: transformers.Trainer, TRL and loops without a framework.
 
-    python scripts/bench_speed.py [--rounds 3] [--only pretrain sft own ranks] [--output benchmarks/speed.md]
+    python scripts/bench_speed.py [--rounds 3] [--only pretrain sft own ranks start] [--output benchmarks/speed.md]
 
 Contestants take turns, each in processes of its own, on this machine's CPU (two threads in all). A ratio is that of
 tokens per second in the same round; the table has its median. TRL takes part where SAMECURVE_TRL names a folder that
@@ -13,9 +13,11 @@ import argparse
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -50,6 +52,12 @@ class Match:
     contestants: tuple[Contestant, ...]
 
 
+# What is asked, how it ends, of train.py with which arguments.
+STARTS = {
+    "`train.py --help`": (0, ("--help",)),
+    "a mistake in a recipe is told": (2, ("recipes/quickstart.yaml", "steps=none")),
+    "the quickstart's first step is done": (0, ("recipes/quickstart.yaml", "steps=1", "schedule.warmup_steps=0")),
+}
 REGIONAL = ("compile=regional",)
 MATCHES = {
     "pretrain": Match(
@@ -95,13 +103,16 @@ MATCHES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", nargs="+", choices=MATCHES, default=list(MATCHES))
+    parser.add_argument("--only", nargs="+", choices=(*MATCHES, "start"), default=[*MATCHES, "start"])
     parser.add_argument("--output", type=Path, default=FOLDER.with_suffix(".md"))
     arguments = parser.parse_args()
     parts = []
     with tempfile.TemporaryDirectory() as folder:
         for name in arguments.only:
-            parts += [table(MATCHES[name], play(MATCHES[name], arguments.rounds, Path(folder)))]
+            if name == "start":
+                parts += [starts(arguments.rounds, Path(folder))]
+            else:
+                parts += [table(MATCHES[name], play(MATCHES[name], arguments.rounds, Path(folder)))]
             print(parts[-1])
     arguments.output.write_text("\n".join([heading(), *parts]), encoding="utf-8")
 
@@ -157,7 +168,29 @@ def table(match: Match, found: dict[str, list[list[dict]]]) -> str:
         spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
         rows.append([name, f"{rate:,.0f}", f"{median(ratios):.2f}", spread, f"{loss:.4f}"])
     columns = "", "trained tokens/s", "against the first", "lowest and highest", "loss"
-    return f"\n## {match.title}\n\n{markdown.table(columns, rows)}\n"
+    peak = median(step["mfu"] for steps in first for step in steps[WARM_UP:])
+    text = f"The first one computes at {peak:.0%} of the speed of matrix multiplication alone (its `mfu`)."
+    return f"\n## {match.title}\n\n{markdown.table(columns, rows)}\n\n{text}\n"
+
+
+def starts(rounds: int, folder: Path) -> str:
+    """Seconds until a command has answered, and until a small model has made its first step."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    rows = []
+    for name, (code, arguments) in STARTS.items():
+        seconds = []
+        for number in range(rounds):
+            print(f"Starting: round {number + 1} of {rounds}, {name}", flush=True)
+            command = [sys.executable, "train.py", *arguments, f"output_dir={folder}/start_{len(rows)}_{number}"]
+            began = time.perf_counter()
+            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+            whole = time.perf_counter() - began
+            if done.returncode != code:
+                raise SystemExit(f"{' '.join(command)} ended with {done.returncode}\n{done.stdout}{done.stderr}")
+            step = re.search(r"first step done ([\d.]+) s after", done.stdout)
+            seconds.append(float(step[1]) if step else whole)
+        rows.append([name, f"{median(seconds):.2f}", f"{min(seconds):.2f} to {max(seconds):.2f}"])
+    return f"\n## Starting\n\n{markdown.table(('', 'seconds', 'lowest and highest'), rows)}\n"
 
 
 def heading() -> str:
