@@ -1,9 +1,9 @@
 """Python's garbage collector at the same steps on all ranks, instead of whenever the counters of each say so.
 
 A full collection looks at every object of every imported library: 170 ms after importing torch and transformers, 280 ms
-with torch.compile (2 cores, CPython 3.11). Left alone it comes at another step on each rank, and the others wait for
-that rank in their next collective. What is there after the first step is of use until the end, so it is looked at once
-and never again (gc.freeze), which leaves less than a millisecond for each collection that follows.
+with torch.compile (2 cores, CPython 3.11). Left alone it comes seldom, but at another step on each rank, and the others
+wait for that rank in their next collective. What is there after the first step is of use until the end, so it is looked
+at once and never again (gc.freeze); each collection after that took 2 ms on two ranks of a small model.
 """
 
 from __future__ import annotations

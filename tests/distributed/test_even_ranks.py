@@ -17,10 +17,11 @@ CASES = {
 SMALL = 10_000  # bytes: what else a step leaves, of which not all has a Python object at every moment
 
 
-def probe(workspace, strategy: str, cases: dict) -> tuple[dict, list]:
+def probe(workspace, strategy: str, cases: dict, world: int = 2) -> tuple[dict, list]:
     path = workspace.strategy(strategy)
-    command = launch_command("fork", path, 2, workspace.folder, str(Path(__file__).with_name("even_ranks_probe.py")))
-    arguments = [*SCHEDULE, "batch.micro_batch_size=2", f"output_dir={workspace.folder / f'even_{strategy}'}"]
+    script, output_dir = Path(__file__).with_name("even_ranks_probe.py"), workspace.folder / f"even_{strategy}"
+    command = launch_command("fork", path, world, workspace.folder, str(script))
+    arguments = [*SCHEDULE, f"batch.micro_batch_size={4 // world}", f"output_dir={output_dir}"]
     arguments = [str(workspace.recipe), "precision=bf16", *arguments, "--strategy", str(path)]
     run = workspace.execute(command + arguments, workspace.folder, CASES=json.dumps(cases))
     assert run.returncode == 0, run.output
@@ -30,15 +31,17 @@ def probe(workspace, strategy: str, cases: dict) -> tuple[dict, list]:
 
 def assert_collected(of_all: list) -> None:
     """In the last step Python has it back."""
-    first, second = ([noted for noted in seen if noted[0] < 13] for seen in of_all)
-    assert first == second
+    first, *others = ([noted for noted in seen if noted[0] < 13] for seen in of_all)
+    assert others and all(other == first for other in others)
     assert [step for step, _, _ in first] == AFTER
     assert not any(by_itself for _, by_itself, _ in first)
     assert not any(held for _, _, held in first[1:])  # nothing large waits for the schedule
 
 
-def test_fsdp(workspace):
-    found, collected = probe(workspace, "fsdp", CASES)
+@pytest.mark.parametrize(("strategy", "world"), [("fsdp", 2), *long(("hsdp", 4))])
+def test_gradients_that_wait(strategy, world, workspace):
+    """In two shards, both times."""
+    found, collected = probe(workspace, strategy, CASES, world)
     assert_collected(collected)
     whole = found["once"]["said"]
     assert whole > 10 * SMALL
