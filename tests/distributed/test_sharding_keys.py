@@ -74,9 +74,7 @@ def test_zero3s_numbers(workspace, reference):
     assert_follows(found, reference, EXACT)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "operation"), [("zero3", "_reduce_scatter_base_"), *long(("zero2", "allreduce_"))]
-)
+@pytest.mark.parametrize(("strategy", "operation"), long(("zero3", "_reduce_scatter_base_"), ("zero2", "allreduce_")))
 def test_deepspeed_sums_gradients_in_bf16(strategy, operation, workspace, reference):
     keys = "communication_data_type=bf16", "zero_optimization.reduce_bucket_size=5000"
     found = probe(workspace, strategy, *keys)
