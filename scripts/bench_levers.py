@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = "benchmarks/speed/pretrain.yaml"
-WARM_UP = 4
+WARM_UP = 3
 COLUMNS = "| | seconds a step | tokens/s | ratio | lowest and highest | peak GiB | less | loss differs by |"
 
 
@@ -41,17 +41,23 @@ class Page:
 
 
 _FSDP, _ZERO = "fsdp_config.fsdp", "zero_optimization.stage3"
-_SMALL_BATCH = ("batch.sequence_length=256", "batch.micro_batch_size=2")
+LLAMA = "max_position_embeddings: 512, tie_word_embeddings: true}"
+# weights that are large beside activations, so that gathering and reducing them is what a step does
+WIDE = (
+    "model.config={model_type: llama, hidden_size: 768, intermediate_size: 2048, num_hidden_layers: 12, "
+    f"num_attention_heads: 12, {LLAMA}"
+)
+_SMALL_BATCH = (WIDE, "batch.global_batch_size=4", "batch.micro_batch_size=1", "batch.sequence_length=64")
 DEEP = (
     "model.config={model_type: llama, hidden_size: 256, intermediate_size: 688, num_hidden_layers: 24, "
-    "num_attention_heads: 4, max_position_embeddings: 512, tie_word_embeddings: true}"
+    f"num_attention_heads: 4, {LLAMA}"
 )
 KINDS = ("full", "selective", "every_k", "offload")
 PAGES = {
     "sharding": Page(
         "What the keys of ZeRO-3 and FSDP cost and save",
-        """A Llama of 13.8 million parameters, bf16, 8 rows of 256 tokens per step in 2 micro-batches of 2 rows on each
-of two processes of one thread, over gloo. Memory is the peak of rank 0's process, with the libraries. Gathering ahead
+        """A Llama of 91 million parameters, bf16, 4 rows of 64 tokens per step in 2 micro-batches of one row on each of
+two processes of one thread, over gloo. Memory is the peak of rank 0's process, with the libraries. Gathering ahead
 gains where a network and a device work side by side, which two processes on one machine's cores do not.""",
         (
             Table(
@@ -81,14 +87,14 @@ gains where a network and a device work side by side, which two processes on one
     ),
     "activations": Page(
         "What the kinds of activation checkpointing cost and save",
-        """A deep and narrow Llama: 24 layers of width 256, bf16, 8 rows of 512 tokens in one micro-batch, one process.
+        """A deep and narrow Llama: 24 layers of width 256, bf16, 4 rows of 512 tokens in one micro-batch, one process.
 Memory is the peak of the process, with the libraries, the weights and Adam's moments. On a CPU the host's memory is the
 device's, so `offload` is as `full` here.""",
         (
             Table(
                 "single",
                 1,
-                (DEEP,),
+                (DEEP, "batch.global_batch_size=4", "batch.micro_batch_size=4"),
                 (
                     *(f"memory.activation_checkpointing={kind}" for kind in KINDS),
                     "memory.activation_checkpointing=selective memory.selective_keeps=attention",
@@ -108,10 +114,13 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     page = PAGES[arguments.page]
+    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         found = [measured(table, arguments, Path(folder) / table.strategy) for table in page.tables]
     output = arguments.output or ROOT / "benchmarks" / f"{arguments.page}.md"
-    output.write_text("\n\n".join([heading(arguments.page, found[0]), *map(shown, found)]) + "\n", encoding="utf-8")
+    output.write_text(
+        "\n\n".join([heading(arguments.page, found[0], load), *map(shown, found)]) + "\n", encoding="utf-8"
+    )
     print(f"{output}")
 
 
@@ -122,7 +131,7 @@ def measured(table: Table, arguments: argparse.Namespace, folder: Path) -> dict:
     options += [word for variant in table.variants for word in ("--variant", variant)]
     command = [sys.executable, "-m", "samecurve", "bench", "step", RECIPE, *table.overrides, *options]
     threads = max(1, (os.cpu_count() or 1) // table.processes)
-    # what is freed goes back to the system, so that the peak is of what is held
+    # one heap for all threads: what lies idle in several would count in the peak
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MALLOC_ARENA_MAX": "1"}
     folder.mkdir()
     command += ["--output", str(folder / "runs"), "--json", str(folder / "found.json")]
@@ -130,16 +139,20 @@ def measured(table: Table, arguments: argparse.Namespace, folder: Path) -> dict:
     return json.loads((folder / "found.json").read_text())
 
 
-def heading(name: str, found: dict) -> str:
+def heading(name: str, found: dict, load: float) -> str:
+    """load: the machine's load average before anything was started."""
     versions = ", ".join(f"{package} {version}" for package, version in found["versions"].items() if version)
     hardware = f"{found['device']}, {found['cores']} cores"
     return f"""# {PAGES[name].title}
 
 Measured on {found["date"][:10]} by `python scripts/bench_levers.py {name}`: {hardware};
 {versions}.
+Load average before it began: {load:.1f}; a machine that does something else besides gives no speeds to rely on.
 
-{PAGES[name].text} The first {WARM_UP} steps are not counted. A ratio is of tokens/s to the recipe as it is in the same
-round: the median, the lowest and the highest of {found["rounds"]} rounds. The loss is compared at every step."""
+{PAGES[name].text}
+
+The first {WARM_UP} steps are not counted. A ratio is of tokens/s to the recipe as it is in the same round: the median,
+the lowest and the highest. Rounds: {found["rounds"]}. The loss is compared at every step."""
 
 
 def shown(found: dict) -> str:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from .. import compilation, optim, quantization, rng
 from ..adapter import trained_shapes
 from ..model import build, fill
-from . import fsdp, teacher, together
+from . import checks_optimizer, fsdp, teacher, together
 from .base import EvalResult, StepResult, dtype_name, evaluation_sums, finished
 from .forward import Forward, chunked_head
 from .held import held_bytes
@@ -143,6 +143,8 @@ class AcceleratedEngine:
 
     def _prepare(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         if self.plan.strategy.family == "fsdp":
+            shards = self.accelerator.num_processes // self.plan.strategy.replicate_size
+            checks_optimizer.check_shards(self.recipe.optimizer.name, self.shapes, shards)
             model = build(type(self.skeleton), self.skeleton.config, torch.device("meta"), self.recipe.adapter)
             model = optim.cast_weights(model, self.recipe.optimizer)
             compilation.prepare(model, self.recipe)

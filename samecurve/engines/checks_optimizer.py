@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ..optim import TRAITS
+from ..errors import ConfigurationError
+from ..optim import BLOCK_8BIT, SMALLEST_8BIT, TRAITS
 from ..recipe import Source
 
 if TYPE_CHECKING:
     from .resolve import Strategy
 
 _DEEPSPEED = ("zero", "pipeline")
-_UNSHARDED = ("single", "ddp")
 
 
 def check(source: Source, strategy: Strategy) -> None:
@@ -35,13 +37,28 @@ def _refusal(name: str, strategy: Strategy) -> str | None:
             "configs/fsdp.yaml or configs/ddp.yaml, or adamw"
         )
     whole = TRAITS[name].whole
-    if name == "adamw_8bit" and strategy.family not in _UNSHARDED:
-        return f"it {whole}, which shards would cut elsewhere; use configs/ddp.yaml, or adamw or lion"
     if whole and strategy.family in _DEEPSPEED:
         return (
             f"it {whole}, and DeepSpeed hands an optimizer parts of many weights in one flat tensor; use "
             "configs/fsdp.yaml or configs/ddp.yaml, or adamw, lion or sgd"
         )
+    if name == "adamw_8bit" and offloaded:
+        return "its kernels are not tested on shards in host memory; use configs/fsdp.yaml, or adamw"
     if whole and offloaded:
         return f"it {whole}, which ranks would have to exchange from host memory; use configs/fsdp.yaml, or adamw"
     return None
+
+
+def check_shards(name: str, shapes: Mapping[str, Sequence[int]], num_shards: int) -> None:
+    """Raise ConfigurationError where shards would cut an optimizer's blocks, so that another number would train another
+    curve. shapes: full ones by name, cut along their first dimension into num_shards."""
+    if name != "adamw_8bit":
+        return
+    for parameter, (rows, *others) in shapes.items():
+        each = -(-rows // num_shards) * math.prod(others)
+        if rows * math.prod(others) >= SMALLEST_8BIT and each % BLOCK_8BIT:
+            raise ConfigurationError(
+                f"optimizer.name: found adamw_8bit, which {TRAITS[name].whole}, but each of {num_shards} shards of "
+                f"{parameter} {(rows, *others)} has {each} values, which is no multiple of {BLOCK_8BIT}; use another "
+                "number of processes, configs/ddp.yaml, or adamw"
+            )

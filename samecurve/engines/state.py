@@ -7,16 +7,16 @@ one layout that all of them read and write. Nothing here is collective and nothi
 
 from __future__ import annotations
 
-import math
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from .optimizer_state import set_updates, state_of
+from .ranges import factor_placed, placed
 
 WEIGHT, FACTOR = "weight", "factor"
 Kinds = dict[str, tuple[str, ...]]
@@ -115,11 +115,11 @@ class LiveState:
     def _held(self, name: str) -> list[tuple[Held, str]]:
         """What this rank has of a parameter and of its factors, with the factor's key in the optimizer's state."""
         parameter, found = self._parameters[name], []
-        start, stop, replica = _placed(parameter, self._replica)
+        start, stop, replica = placed(parameter, self._replica)
         parts = [(name, "", start, stop, replica)]
         for key in self._keys.get(name, ()):
             factor = f"{name}.{key}"
-            parts.append((factor, key, *_factor_placed(parameter, self.factors[factor], self._replica)))
+            parts.append((factor, key, *factor_placed(parameter, key, self.factors[factor], self._replica)))
         for label, key, start, stop, replica in parts:
             if stop > start:
                 part = split(start, stop, *replica) if name in self._saved else (start, start)
@@ -131,7 +131,7 @@ class LiveState:
 
     def replicas(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._parameters.items():
-            start, stop, (_, count) = _placed(parameter, self._replica)
+            start, stop, (_, count) = placed(parameter, self._replica)
             if stop > start and count > 1:
                 yield f"{name} from {start}", _flat(parameter.detach())
 
@@ -260,38 +260,6 @@ class PartitionState:
         start = self._rank * parameter.partition_numel()
         stop = min(start + parameter.partition_numel(), parameter.ds_numel)  # the last partition is padded
         return Held(self._names[id(parameter)], start, stop, start, stop) if stop > start else None
-
-
-def _placed(parameter: nn.Parameter, replica: tuple[int, int]) -> tuple[int, int, tuple[int, int]]:
-    """(start, stop, (replica index, number of replicas)) of the range that this rank holds."""
-    if not isinstance(parameter, DTensor):
-        return 0, parameter.numel(), replica
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    mesh, placements = parameter.device_mesh, parameter.placements
-    assert all(isinstance(p, Replicate) or p == Shard(0) for p in placements), f"unknown placements {placements}"
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
-    row = parameter.numel() // max(parameter.shape[0], 1)
-    index, count = 0, 1
-    for dimension, placement in enumerate(placements):
-        if isinstance(placement, Replicate):
-            index, count = index * mesh.size(dimension) + mesh.get_local_rank(dimension), count * mesh.size(dimension)
-    return offset[0] * row, (offset[0] + shape[0]) * row, (index, count)
-
-
-def _factor_placed(
-    parameter: nn.Parameter, shape: Sequence[int], replica: tuple[int, int]
-) -> tuple[int, int, tuple[int, int]]:
-    """As _placed, for a factor of this full shape: what has the parameter's rows is held with them, else whole.
-
-    replica: this rank among all.
-    """
-    if shape[0] != parameter.shape[0]:
-        return 0, math.prod(shape), replica
-    start, stop, among = _placed(parameter, replica)
-    row = parameter.numel() // parameter.shape[0]
-    each = math.prod(shape[1:])
-    return start // row * each, stop // row * each, among
 
 
 def _flat(tensor: Tensor) -> Tensor:

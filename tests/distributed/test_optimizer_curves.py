@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import launch_command, long
+from harness import LLAMA, launch_command, long
 from optimizer_probe import SAVED, STEPS
 from test_equal_curves import ENGINES
 from test_resume import whole
@@ -33,6 +33,8 @@ TAKEN = dict.fromkeys(["zero1", "zero2", "zero3", "pipeline"], ELEMENTWISE) | di
 )
 TAKEN["ddp"] = (*TAKEN["ddp"], "adamw_8bit")
 BF16 = ("adamw_bf16", "adamw_bf16:kahan")
+SIZES = LLAMA | {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 4}
+WIDE = (f"model.config={json.dumps(SIZES)}", "tokenizer.vocabulary_size=320")
 LOSS, NORM, STATE = 1e-5, 1e-4, 1e-4
 
 
@@ -116,6 +118,25 @@ def bf16(workspace) -> dict[str, dict]:
     return start(workspace, None, 1, BF16, None, "precision=bf16")
 
 
+@pytest.mark.parametrize(("strategy", "world"), [("fsdp", 2), *long(("hsdp", 4))])
+def test_blocks_of_8_bits_are_the_same_in_shards(strategy, world, wide, workspace):
+    """A model whose shards are whole blocks: quantized as unsharded, and gone on from the unsharded state."""
+    name = "adamw_8bit"
+    line = start(workspace, strategy, world, [name], wide["folder"].parent, *WIDE)[name]
+    assert line["engine"] == ENGINES[strategy]
+    assert_close(line["results"], wide["results"], name)
+    assert line["unequal"] == []
+    assert_close(line["after"], wide["results"][SAVED:], name)
+    assert_same_state(line["folder"], wide["folder"], codes=("state1", "state2"))
+    stored = whole(line["folder"] / "checkpoints" / f"step_{SAVED:08d}")
+    assert sum(key.startswith("factor/") for key in stored) > 40
+
+
+@pytest.fixture(scope="module")
+def wide(workspace) -> dict:
+    return start(workspace, None, 1, ["adamw_8bit"], None, *WIDE)["adamw_8bit"]
+
+
 def assert_close(found, expected, name: str, loss_tolerance: float = LOSS, norm_tolerance: float = NORM) -> None:
     assert len(found) == len(expected) > 0
     for (loss, norm), (expected_loss, expected_norm) in zip(found, expected, strict=True):
@@ -123,11 +144,14 @@ def assert_close(found, expected, name: str, loss_tolerance: float = LOSS, norm_
         assert norm == pytest.approx(expected_norm, rel=norm_tolerance), name
 
 
-def assert_same_state(found: Path, expected: Path) -> None:
+def assert_same_state(found: Path, expected: Path, codes: tuple[str, ...] = ()) -> None:
     """What one strategy saved is what another one did, up to rounding."""
     ours, theirs = (whole(folder / "checkpoints" / f"step_{SAVED:08d}") for folder in (found, expected))
     assert ours.keys() == theirs.keys() and len(ours) > 70, ours.keys() ^ theirs.keys()
     for kind in {key.partition("/")[0] for key in ours}:
         pairs = [(ours[key].double(), theirs[key].double()) for key in ours if key.startswith(f"{kind}/")]
         difference = sum((a - b).square().sum() for a, b in pairs)
-        assert (difference / sum(b.square().sum() for _, b in pairs)).sqrt() < STATE, kind
+        if kind in codes:  # one on an edge becomes its neighbour, which near zero is as good as any
+            assert sum(int((a != b).sum()) for a, b in pairs) < 0.01 * sum(a.numel() for a, _ in pairs), kind
+        else:
+            assert (difference / sum(b.square().sum() for _, b in pairs)).sqrt() < STATE, kind

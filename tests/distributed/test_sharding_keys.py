@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from harness import launch_command, long
+from harness import largest_relative_difference, launch_command, long, relative_l2
 from sharding_probe import STEPS
 
 from samecurve.benchmarks.strategies import changed
@@ -22,6 +22,8 @@ NUMBERS = {
     "stage3_max_reuse_distance": 100,
     "stage3_param_persistence_threshold": 512,
 }
+AHEAD = "fsdp_config.fsdp_reshard_after_forward=false", "fsdp_config.fsdp_forward_prefetch=true"
+SMALL = tuple(f"zero_optimization.{key}={value}" for key, value in NUMBERS.items())
 
 
 def probe(workspace, strategy: str, *keys: str) -> dict:
@@ -42,8 +44,7 @@ def assert_follows(found: dict, reference, tolerances: tuple[float, float]) -> N
 
 def test_fsdp_keeps_weights_for_the_backward_pass_and_gathers_ahead(workspace, reference):
     """Gathered once and not twice: layers, and what is kept by default, of each micro-batch."""
-    keys = "fsdp_config.fsdp_reshard_after_forward=false", "fsdp_config.fsdp_forward_prefetch=true"
-    found = probe(workspace, "fsdp", *keys)
+    found = probe(workspace, "fsdp", *AHEAD)
     assert found["collectives"]["_allgather_base_ float32"] == MICRO_BATCHES * UNITS
     assert found["collectives"]["_reduce_scatter_base_ float32"] == MICRO_BATCHES * UNITS
     following = {f"model.layers.{index}": [f"model.layers.{index + 1}"] for index in range(LAYERS - 1)}
@@ -63,7 +64,7 @@ def test_fsdp_sums_gradients_in_bf16(workspace, reference):
 
 
 def test_zero3s_numbers(workspace, reference):
-    found = probe(workspace, "zero3", *(f"zero_optimization.{key}={value}" for key, value in NUMBERS.items()))
+    found = probe(workspace, "zero3", *SMALL)
     persistent = found["live"].pop("persistent")
     assert found["live"] == NUMBERS
     # keys and values are 16 x 32, twice in every layer; the norms are there by default
@@ -73,12 +74,24 @@ def test_zero3s_numbers(workspace, reference):
     assert_follows(found, reference, EXACT)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "operation"), [("zero3", "_reduce_scatter_base_"), *long(("zero2", "allreduce_"))]
-)
+@pytest.mark.parametrize(("strategy", "operation"), long(("zero3", "_reduce_scatter_base_"), ("zero2", "allreduce_")))
 def test_deepspeed_sums_gradients_in_bf16(strategy, operation, workspace, reference):
     keys = "communication_data_type=bf16", "zero_optimization.reduce_bucket_size=5000"
     found = probe(workspace, strategy, *keys)
     assert found["collectives"][f"{operation} bfloat16"] > 2 * MICRO_BATCHES
     assert found["described"]["reduce_dtype"] == "bfloat16"
     assert_follows(found, reference, BF16)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("strategy", "keys"), [("fsdp", AHEAD), ("zero3", SMALL)], ids=["fsdp", "zero3"])
+def test_a_whole_run_with_evaluation_and_export(strategy, keys, workspace, reference):
+    """What an evaluation leaves gathered is not what the next step or the export reads."""
+    folder = workspace.folder / f"run_of_keys_{strategy}"
+    run = workspace.run(changed(workspace.strategy(strategy), keys, folder), 2, "batch.micro_batch_size=2")
+    assert run.returncode == 0, run.output
+    assert largest_relative_difference(run.column("loss"), reference.column("loss")) < EXACT[0]
+    assert largest_relative_difference(run.column("grad_norm"), reference.column("grad_norm")) < EXACT[1]
+    found, expected = ([each["eval_loss"] for each in r.metrics if "eval_loss" in each] for r in (run, reference))
+    assert len(found) == 3 and found == pytest.approx(expected, rel=EXACT[0], abs=0)
+    assert relative_l2(run.weights, reference.weights) < 1e-4

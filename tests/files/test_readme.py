@@ -16,6 +16,8 @@ from samecurve import cli, recipe
 from samecurve.cli import bench
 from samecurve.compilation import Recompilations
 from samecurve.engines.base import EvalResult, StepResult
+from samecurve.engines.keys import ACCELERATE, Refused
+from samecurve.engines.keys_deepspeed import DEEPSPEED, ZERO
 from samecurve.engines.resolve import command_line
 from samecurve.meter import Machine, Meter
 from samecurve.tasks.causal import CausalTask
@@ -53,6 +55,13 @@ def test_every_strategy_and_every_recipe_is_in_its_table():
     assert len(strategies) >= 12 and len(recipes) >= 2
     assert first_column(section("Strategies")) == strategies
     assert first_column(section("Recipes")) == recipes
+
+
+def test_keys_of_strategy_files_are_keys():
+    table = section("Strategies").partition("| file | key |")[2].partition("\n\n")[0]
+    keys = set(re.findall(r"^\|[^`|]*\| `(\w+)", table, re.MULTILINE))
+    assert len(keys) == 9 and keys <= ACCELERATE["fsdp_config"].keys() | DEEPSPEED.keys() | ZERO.keys()
+    assert not any(isinstance({**ACCELERATE["fsdp_config"], **DEEPSPEED, **ZERO}[key], Refused) for key in keys)
 
 
 def test_the_table_says_which_recipes_take_an_adapter():

@@ -7,6 +7,8 @@ import torch
 import transformers
 
 from samecurve.config import Optimizer
+from samecurve.engines.checks_optimizer import check_shards
+from samecurve.errors import ConfigurationError
 from samecurve.optim import (
     SMALLEST_8BIT,
     TRAITS,
@@ -214,6 +216,18 @@ def test_updates_that_the_nearest_bf16_undoes_move_weights(update):
         weight.grad = torch.ones_like(weight)
         optimizer.step()
     assert weight.float().mean().item() == pytest.approx(0.8, abs=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_shards", "values"), [((300, 32), 2, 4800), ((5120,), 8, 640), ((33, 300), 4, 2700)]
+)
+def test_shards_that_would_cut_blocks_are_refused(shape, num_shards, values):
+    shapes = {"good": (4096, 4096), "vector": (4096,), "small": (63, 65), "bad": shape}
+    told = rf"adamw_8bit, which quantizes .* each of {num_shards} shards of bad .* has {values} values"
+    with pytest.raises(ConfigurationError, match=told):
+        check_shards("adamw_8bit", shapes, num_shards)
+    check_shards("lion", shapes, num_shards)
+    check_shards("adamw_8bit", {name: shape for name, shape in shapes.items() if name != "bad"}, num_shards)
 
 
 BYTES = {
