@@ -208,8 +208,9 @@ Measured on {date.today()} by `python scripts/bench_speed.py`: {os.cpu_count()} 
 
 A Llama of 13.8 million parameters, bf16, 8 rows of 512 tokens per step (benchmarks/speed/). The contestants take turns;
 the first {WARM_UP} steps of each are not counted. Matrix multiplication alone reaches {peak:.2f} TFLOP/s in bf16 here.
-The loss is that of the last step: equal rows in equal order, except TRL's, which packs and orders samples itself.
-Trainer's learning rate lags a step behind, from 0 on, so its loss does too.
+samecurve, and the bare loop that shows its own cost, take the attention that samecurve chooses (varlen), the others
+that of transformers (sdpa). The loss is that of the last step: equal rows in equal order, except TRL's, which packs and
+orders samples itself. Trainer's learning rate lags a step behind, from 0 on, so its loss does too.
 """
 
 

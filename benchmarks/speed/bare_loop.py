@@ -22,7 +22,7 @@ from samecurve.recipe import checked
 
 def main(arguments: argparse.Namespace) -> None:
     recipe = checked(arguments.recipe, arguments.overrides)
-    record, model = rows.Record(arguments.output), rows.model(recipe)
+    record, model = rows.Record(arguments.output), rows.model(recipe, ours=arguments.chunked)
     settings = recipe.optimizer
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     groups = parameter_groups(model.named_parameters(), shapes, settings)

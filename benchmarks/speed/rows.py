@@ -44,12 +44,14 @@ def batches(recipe: Recipe) -> list[list[MicroBatch]]:
     return list(StepBatches(tasks.load(recipe).train, recipe.seed, recipe.batch, (0, 1), recipe.steps))
 
 
-def model(recipe: Recipe, device: torch.device | None = None):
+def model(recipe: Recipe, device: torch.device | None = None, ours: bool = False):
     """With samecurve's first weights, so that losses can be compared; fp32, unless the recipe's optimizer wants bf16.
 
-    device: None is the CPU.
+    device: None is the CPU. ours: with the attention that samecurve chooses, and not with transformers' own choice.
     """
     task = tasks.load(recipe)
+    if recipe.model.attention == "auto" and not ours:
+        recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"attention": "sdpa"})})
     architecture = skeleton(recipe, task.vocabulary_size, task.special_tokens)
     made = build(type(architecture), architecture.config, device or torch.device("cpu"))
     made = cast_weights(made, recipe.optimizer)
