@@ -120,8 +120,8 @@ def test_by_rows_a_token_is_its_own_whatever_else_is_in_the_micro_batch(kind):
         return layer.weight.grad
 
     assert torch.equal(layer(x)[:16], layer(x[:16])) == (kind != "tensorwise")
-    apart = relative(gradient(x[:16], x[16:]), gradient(x))
-    assert (apart < ROUNDING) == (kind != "tensorwise"), apart
+    if kind != "tensorwise":
+        assert relative(gradient(x[:16], x[16:]), gradient(x)) < ROUNDING
 
 
 @needs_torchao
