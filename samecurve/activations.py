@@ -34,7 +34,7 @@ _ATTENTION = (
     "_scaled_dot_product_fused_attention_overrideable",
 )
 # not bmm: it is the product of eager attention, whose results grow with the square of the sequence
-_PRODUCTS = ("mm", "addmm")
+_PRODUCTS = ("mm", "addmm", "_scaled_mm")
 
 
 def layers(model: nn.Module) -> list[nn.Module]:
@@ -52,7 +52,7 @@ def layers(model: nn.Module) -> list[nn.Module]:
     if not found:
         raise ConfigurationError(
             f"model: {type(model).__name__} has no layer of transformers' GradientCheckpointingLayer, so neither "
-            "memory.activation_checkpointing nor compile: regional can find its layers; set them to none and off"
+            "memory.activation_checkpointing nor compile: regional nor fp8 can find its layers; use none and off"
         )
     return list(found.values())
 

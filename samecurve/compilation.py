@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from . import fp8
 from .activations import checkpoint_layers, layers
 
 if TYPE_CHECKING:
@@ -26,11 +27,13 @@ VARIANTS = 32
 SETTLED_STEPS = 10
 
 
-def prepare(model: PreTrainedModel, recipe: Recipe, but: str = "") -> None:
-    """Activation checkpointing and compilation as the recipe asks, before the strategy wraps the model.
+def prepare(model: PreTrainedModel, recipe: Recipe, device: torch.device, but: str = "") -> None:
+    """fp8, activation checkpointing and compilation as the recipe asks, before the strategy wraps the model.
 
-    but: the kind of activation checkpointing that the engine does itself. Raises what `activations.layers` does.
+    device: that the model will be computed on. but: the kind of activation checkpointing that the engine does itself.
+    Raises what `activations.layers` and `fp8.convert` do.
     """
+    fp8.convert(model, recipe, device)
     memory = recipe.memory
     offloads = memory.activation_checkpointing == "offload"
     if recipe.compile != "off":

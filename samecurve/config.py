@@ -206,6 +206,7 @@ class Recipe(Section):
     seed: int = Field(0, ge=0, le=LARGEST_SEED)
     steps: PositiveInt
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    fp8: Annotated[Literal["off", "tensorwise", "rowwise", "rowwise_with_gw_hp"], BeforeValidator(_off)] = "off"
     model: Model
     adapter: Adapter = Adapter()
     tokenizer: Tokenizer = Tokenizer()

@@ -18,7 +18,17 @@ if TYPE_CHECKING:
     from .engines.resolve import Plan
     from .tasks import Task
 
-VERSIONED = ("torch", "accelerate", "deepspeed", "transformers", "peft", "datasets", "bitsandbytes", "samecurve")
+VERSIONED = (
+    "torch",
+    "accelerate",
+    "deepspeed",
+    "transformers",
+    "peft",
+    "datasets",
+    "bitsandbytes",
+    "torchao",
+    "samecurve",
+)
 
 
 def run_facts(plan: Plan, arguments: Sequence[str], described: dict, data: dict, device: str) -> dict:

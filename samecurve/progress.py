@@ -125,6 +125,7 @@ def header_lines(facts: dict) -> list[tuple[str, str]]:
             "precision",
             f"{facts['precision']}: weights {facts['weight_dtype']}, reduction {facts['reduce_dtype'] or 'none'}",
         ),
+        ("fp8", _fp8(facts)),
         ("batch", f"{rows} rows = {micro} micro x {accumulation} accumulation x {ranks} data-parallel"),
         ("tokens", f"{rows * each * length:,} per step = {rows} rows x {f'{each} texts x ' * (each > 1)}{length}"),
         ("", _counted(facts.get("counts", "tokens"))),
@@ -138,6 +139,11 @@ def header_lines(facts: dict) -> list[tuple[str, str]]:
         ("output", str(facts["output_dir"])),
     ]
     return [(label, text) for label, text in lines if text]
+
+
+def _fp8(facts: dict) -> str:
+    kind = facts["recipe"].get("fp8", "off")
+    return "" if kind == "off" else f"{kind}: the products of {facts['num_fp8_modules']} linear modules"
 
 
 def _memory(memory: dict) -> str:

@@ -1,7 +1,8 @@
-"""What more than one key of a recipe takes part in, of memory and compile."""
+"""What more than one key of a recipe takes part in, of memory, compile and fp8."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,3 +22,17 @@ def memory(value: Callable[[str], Any]) -> Iterator[Finding]:
     if value("compile") == "full" and kind == "offload":
         text = "found full, but a copy to host memory ends what can be compiled, and offload makes one in every layer"
         yield "compile", f"{text}; use regional"
+
+
+def fp8(value: Callable[[str], Any]) -> Iterator[Finding]:
+    """A package that is missing; what is not computed in bf16."""
+    kind = value("fp8") or "off"
+    if kind == "off":
+        return
+    if importlib.util.find_spec("torchao") is None:
+        yield "fp8", f"found {kind}, which needs the package torchao: pip install torchao, or use off"
+    if value("precision") != "bf16":
+        text = f"found {kind}, which rounds what bf16 would compute with, but precision is {value('precision')}"
+        yield "fp8", f"{text}; set that to bf16, or use off"
+    if value("adapter.quantization") is not None:
+        yield "fp8", f"found {kind}, but 4-bit weights have matrix products of their own; use off"

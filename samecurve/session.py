@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
-from . import engines, model, tasks
+from . import engines, fp8, model, tasks
 from .card import Made, write_card
 from .checkpoint.finder import read_state
 from .checkpoint.manager import Checkpoints, Position
@@ -176,6 +176,7 @@ class Session:
     def _introduce(self, plan: Plan, arguments: Sequence[str], found, adapter: dict | None) -> None:
         described = model.describe(self.skeleton) | self.engine.describe() | {"adapter": adapter}
         described |= {"allocator": engines.allocator(self.accelerator)}
+        described |= {"num_fp8_modules": fp8.count(self.skeleton, self.recipe.fp8)}
         facts = run_facts(plan, arguments, described, self.task.describe(), engines.device_name(self.accelerator))
         facts |= {"flops": self.meter.flops, "counts": self.task.counts}
         facts |= {"resumed_from": found and str(found), "start_step": self.start.step}

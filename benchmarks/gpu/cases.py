@@ -20,16 +20,26 @@ GROUPS = {
     "devices": "On all GPUs of this machine",
     "levers": "Each lever of the 1.2B recipe, one at a time",
 }
-LEVERS = ("compile", "loss", "memory.activation_checkpointing", "model.attention", "optimizer.name", "data.num_workers")
+LEVERS = (
+    "compile",
+    "fp8",
+    "loss",
+    "memory.activation_checkpointing",
+    "model.attention",
+    "optimizer.name",
+    "data.num_workers",
+)
 # what several keys make together
 PAIRS = (
     "memory.activation_checkpointing=selective memory.selective_keeps=attention",
     "compile=regional memory.activation_checkpointing=selective",
+    "compile=regional fp8=tensorwise",
+    "compile=regional fp8=rowwise_with_gw_hp",
     "model.attention=flash_attention_2 batch.micro_batch_size=1",
 )
 LEVERS_ON = "1b-documents"
 NOT_MEASURED = {
-    "Liger kernels, fp8": "no recipe key asks for them",
+    "Liger kernels": "no recipe key asks for them",
     "AdamW that is not fused": "the fused kernel is the only one that samecurve takes",
 }
 

@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..engines import preflight
 from ..errors import CheckpointError, ConfigurationError
 from ..records import read_json
 
@@ -244,6 +245,7 @@ def _quiet() -> None:
     logging.getLogger("transformers.modeling_utils").addFilter(_no_load_report)
     # peft imports it where it is installed, and on a CPU it warns of a faster kernel that only a hub has
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    preflight.quiet()
 
 
 def _no_load_report(record: logging.LogRecord) -> bool:

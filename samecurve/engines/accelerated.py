@@ -147,11 +147,11 @@ class AcceleratedEngine:
             checks_optimizer.check_shards(self.recipe.optimizer.name, self.shapes, shards)
             model = build(type(self.skeleton), self.skeleton.config, torch.device("meta"), self.recipe.adapter)
             model = optim.cast_weights(model, self.recipe.optimizer)
-            compilation.prepare(model, self.recipe)
+            compilation.prepare(model, self.recipe, self.device)
             model = fsdp.shard(self.accelerator, model)
         else:
             model = optim.cast_weights(self._whole(), self.recipe.optimizer)
-            compilation.prepare(model, self.recipe)
+            compilation.prepare(model, self.recipe, self.device)
             model = self.accelerator.prepare_model(model)
         settings, named = self.recipe.optimizer, _unwrapped(model).named_parameters()
         groups = optim.parameter_groups(named, self.shapes, settings, self.matrices)

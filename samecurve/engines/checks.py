@@ -52,6 +52,7 @@ def check(source: Source, files: Files, strategy: Strategy, launch: Launch) -> N
             text = "found 4bit, but 4-bit weights stay whole on every device and this strategy would shard or cast them"
             source.document.problem(("adapter", "quantization"), f"{text}; use configs/ddp.yaml, or null")
         _compile(source, strategy)
+        _fp8(source, strategy)
         if strategy.zero_stage >= 2 and source.value("memory.gradient_sync") == "once":
             text = f"found once, but ZeRO-{strategy.zero_stage} shares gradients out as they are made; use auto"
             source.document.problem(("memory", "gradient_sync"), text)
@@ -76,6 +77,14 @@ def _compile(source: Source, strategy: Strategy) -> None:
         text = "FSDP gathers weights around every layer, which is where the model would be cut anyway; use regional"
     if text:
         source.document.problem(("compile",), f"found {kind}, but {text}")
+
+
+def _fp8(source: Source, strategy: Strategy) -> None:
+    kind = source.value("fp8") or "off"
+    if kind != "off" and strategy.zero_stage == 3:
+        text = "ZeRO-3 gathers each layer's weights for a moment, and torchao's layers keep what they were given until "
+        text += "the backward pass; use off, or configs/fsdp.yaml, which frees them itself"
+        source.document.problem(("fp8",), f"found {kind}, but {text}")
 
 
 def _walk(document: Document, table: Table, source: Source, path: KeyPath = ()) -> None:

@@ -51,7 +51,7 @@ class PipelineEngine:
         self._last_stage: Callable[..., Tensor] = self._weighted_loss
         self.shapes, self._num_parameters = trained_shapes(skeleton), skeleton.num_parameters()
         model = copy.deepcopy(skeleton)
-        compilation.prepare(model, plan.recipe, but="full")  # which the stage does itself
+        compilation.prepare(model, plan.recipe, self.device, but="full")  # which the stage does itself
         module = build_stage(plan, cut(model), self._loss, self.device)
         self._weights, self._stages = module.named_weights(), module.stages_by_name()
         _check_trained({self._stages[name] for name in self.shapes}, module.num_stages)

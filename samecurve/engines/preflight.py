@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import importlib.util
+import logging
 import os
 import re
 import shlex
@@ -46,6 +47,13 @@ def prepare_environment() -> None:
     os.environ["PATH"] = os.pathsep.join([own, *others])
 
 
+def quiet() -> None:
+    """Before transformers is imported: it imports torchao where that is installed, which warns of operators that it has
+    for other devices, and of a call of its own that torch 2.13 deprecates (seen with torchao 0.18)."""
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
 def prepare_allocator(environ: MutableMapping[str, str] = os.environ, devices: Path = Path("/dev")) -> None:
     """Segments of GPU memory that grow instead of leaving gaps, unless the user has settings of the allocator.
 
@@ -65,6 +73,7 @@ def check(plan: Plan, environ: Mapping[str, str] = os.environ) -> None:
     """Prepare the environment; raise ConfigurationError with everything that this machine lacks for the plan."""
     prepare_environment()
     prepare_allocator()
+    quiet()
     found = problems(plan.strategy, plan.recipe.precision, environ)
     found += compiler_problems(plan.recipe.compile, has_accelerator(environ), environ)
     if found:

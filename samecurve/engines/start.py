@@ -18,6 +18,7 @@ from accelerate.utils import (
     set_seed,
 )
 
+from .. import fp8
 from ..errors import TopologyError
 from . import launch, rehearsal
 from .deepspeed_config import concrete
@@ -29,7 +30,7 @@ _DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def start(plan: Plan) -> Accelerator:
-    """Raises TopologyError when Accelerate made another world than the plan's."""
+    """Raises TopologyError when Accelerate made another world than the plan's, and what fp8.check_device does."""
     strategy, recipe = plan.strategy, plan.recipe
     launch.adopt(strategy)
     if strategy.family != "single":
@@ -60,6 +61,7 @@ def start(plan: Plan) -> Accelerator:
             f"{accelerator.num_processes} ({accelerator.distributed_type}): start them with accelerate "
             "launch, torchrun or deepspeed"
         )
+    fp8.check_device(recipe.fp8, accelerator.device)
     return accelerator
 
 

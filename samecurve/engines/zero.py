@@ -26,7 +26,7 @@ class ZeroEngine(AcceleratedEngine):
     def _prepare(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         config = self.accelerator.deepspeed_plugin.deepspeed_config
         model = build(type(self.skeleton), self.skeleton.config, self._construction(config), self.recipe.adapter)
-        compilation.prepare(model, self.recipe)
+        compilation.prepare(model, self.recipe, self.device)
         # ZeRO-3 replaces every shape by an empty one, so the groups go by the skeleton's
         groups = parameter_groups(model.named_parameters(), self.shapes, self.recipe.optimizer)
         engine, optimizer = self.accelerator.prepare(model, build_optimizer(groups, self.recipe.optimizer))

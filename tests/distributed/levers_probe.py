@@ -61,11 +61,13 @@ def measured(accelerator, plan, task) -> dict:
         results = [engine.step(micro_batches, 1e-3) for micro_batches in steps]
     held_out = list(EvaluationBatches(task.held_out, recipe.batch.micro_batch_size, engine.shard))
     evaluated = [engine.evaluate(held_out).loss for _ in range(2)]
+    modules = (getattr(engine, "model", None) or engine._engine).modules()
     return {
         "engine": engine.describe()["engine"],
         "loss": [result.loss for result in results],
         "norm": [result.grad_norm for result in results],
         "eval_loss": evaluated,
+        "fp8_modules": sum(type(module).__name__ == "Float8Linear" for module in modules),  # on this rank
         "mlp_calls": len(counted),  # of layers on this rank
         "compiled": sum(entry.co_name is not None for entry in get_compilation_metrics()),
         **counter.record(STEPS),

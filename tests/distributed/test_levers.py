@@ -32,12 +32,14 @@ COMPILED = {
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs g++")
 
 
-def probe(workspace, strategy: str, cases: dict) -> dict:
+def probe(workspace, strategy: str, cases: dict, *overrides: str) -> dict:
     world, path = (1, None) if strategy == "single" else (2, workspace.strategy(strategy))
     script = str(Path(__file__).with_name("levers_probe.py"))
     command = launch_command("fork", path, world, workspace.folder, script)
-    arguments = [str(workspace.recipe), "batch.micro_batch_size=2", *(["--strategy", str(path)] if path else [])]
-    run: Run = workspace.execute(command + arguments, workspace.folder, CASES=json.dumps(cases))
+    arguments = [str(workspace.recipe), "batch.micro_batch_size=2", *overrides]
+    run: Run = workspace.execute(
+        command + arguments + (["--strategy", str(path)] if path else []), workspace.folder, CASES=json.dumps(cases)
+    )
     assert run.returncode == 0, run.output
     found = json.loads(run.output.split("FOUND ", 1)[1].splitlines()[0])
     assert found.keys() == cases.keys()
