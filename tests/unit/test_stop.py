@@ -157,11 +157,13 @@ def test_a_signal_to_a_forked_child_is_its_own():
     """A data loader ends its workers with SIGTERM; they share this process's channel."""
     ended = []
     with StopRequest(lambda *what: ended.append(what), lambda _: None):
+        ready, tell = os.pipe()
         child = os.fork()
         if child == 0:
+            os.write(tell, b"x")  # what runs at a fork is behind it, which takes a large process its time
             time.sleep(20)
             os._exit(0)
-        time.sleep(0.2)
+        os.read(ready, 1)
         os.kill(child, signal.SIGTERM)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
         time.sleep(0.2)
