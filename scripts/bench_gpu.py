@@ -34,7 +34,6 @@ print(json.dumps({"num_devices": count, "device": one and one.name, "memory_gib"
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that a run's processes end with it
     folder = (arguments.folder or ROOT / "runs" / ("bench_gpu_toy" if arguments.toy else "bench_gpu")).resolve()
     home = folder if arguments.toy else ROOT / "benchmarks" / "gpu"
     results = (arguments.results or home / "results.json").resolve()
@@ -150,4 +149,5 @@ def _told(row: dict) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that a run's processes end with it
     sys.exit(main())

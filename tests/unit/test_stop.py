@@ -156,13 +156,16 @@ def test_all_is_as_before_afterwards():
 def test_a_signal_to_a_forked_child_is_its_own():
     """A data loader ends its workers with SIGTERM; they share this process's channel."""
     ended = []
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # a handler that another test left would run in the child
     with StopRequest(lambda *what: ended.append(what), lambda _: None):
         ready, tell = os.pipe()
         child = os.fork()
         if child == 0:
-            os.write(tell, b"x")  # what runs at a fork is behind it, which takes a large process its time
-            time.sleep(20)
-            os._exit(0)
+            try:
+                os.write(tell, b"x")  # what runs at a fork is behind it
+                time.sleep(20)
+            finally:
+                os._exit(0)  # and never go on with the tests
         os.read(ready, 1)
         os.kill(child, signal.SIGTERM)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
