@@ -19,6 +19,7 @@ def main() -> None:
     found["launcher"], found["mixed_precision"] = plan.strategy.launcher, accelerator.mixed_precision
     found["distributed_type"], found["world"] = str(accelerator.distributed_type), accelerator.num_processes
     accelerator.print("FOUND " + json.dumps(found, sort_keys=True))
+    accelerator.wait_for_everyone()  # rank 0 keeps the store through which the others still make their groups
     accelerator.end_training()
 
 
