@@ -9,7 +9,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
-from .workers import serve
+from .workers import num_cores, serve
 
 if TYPE_CHECKING:
     from .corpus import Encoded, Encoder
@@ -25,7 +25,7 @@ def encoded(encoder: Encoder, batches: Iterable[list], num_bytes: int) -> Iterat
     A tokenizer's Rust part uses every core by itself. Where much of the work is Python's (Encoder.renders), and there
     are enough bytes for it, processes share the batches. Raises what `encoder.encode` does.
     """
-    num_workers = _num_cores()
+    num_workers = num_cores()
     if not encoder.renders or num_workers < 2 or num_bytes < _WORTH_BYTES:
         yield from ((documents, encoder.encode(documents)) for documents in batches)
         return
@@ -49,11 +49,6 @@ def encoded(encoder: Encoder, batches: Iterable[list], num_bytes: int) -> Iterat
             yield first()
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _num_cores() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _begin(encoder: Encoder) -> None:

@@ -76,8 +76,8 @@ PACKED = frozenset(
 )
 
 
-# Families of PACKED whose attention may be another function than those that transformers has for them; in codegen that
-# function does not reach the attention that is computed. In the others scores are capped.
+# Families of PACKED whose attention may be another function than those that transformers has for them. codegen, gpt_neo
+# and gptj compute it themselves or choose from tables of their own; gemma2 and vaultgemma cap the scores.
 VARLEN = PACKED - frozenset(("codegen", "gemma2", "gpt_neo", "gptj", "vaultgemma"))
 
 

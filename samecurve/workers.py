@@ -1,13 +1,19 @@
-"""Processes that work for the one that trains."""
+"""Processes that work for the one that trains, and how many could at once."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1  # Linux's prctl: the signal for a process whose parent is gone
+
+
+def num_cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def serve(*_: object) -> None:

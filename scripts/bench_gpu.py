@@ -20,6 +20,7 @@ from benchmarks.gpu.cases import GROUPS, Case, cases, chosen  # noqa: E402
 from benchmarks.gpu.page import page  # noqa: E402
 from samecurve.facts import versions  # noqa: E402
 from samecurve.records import now, read_json, write_json, write_text  # noqa: E402
+from samecurve.workers import num_cores  # noqa: E402
 
 SHORTEST_SECONDS = 45.0
 """A case is not begun where less than this is left of --minutes: most take longer to start."""
@@ -116,13 +117,9 @@ def machine(toy: bool) -> dict:
     """Asked in a process of its own, which gives the memory back that a CUDA context holds."""
     found = json.loads(subprocess.run([sys.executable, "-c", PROBE], capture_output=True, check=True).stdout)
     if toy and not found["num_devices"]:
-        found = {
-            "num_devices": 2,
-            "device": "toy size on a CPU",
-            "memory_gib": None,
-        }  # two processes where there are more
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {**found, "driver": _said(*DRIVER), "cores": cores, "versions": versions(), "date": now(), "toy": toy}
+        # two processes where there are more devices
+        found = {"num_devices": 2, "device": "toy size on a CPU", "memory_gib": None}
+    return {**found, "driver": _said(*DRIVER), "cores": num_cores(), "versions": versions(), "date": now(), "toy": toy}
 
 
 def _said(*command: str) -> str | None:

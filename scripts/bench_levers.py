@@ -18,9 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import markdown  # noqa: E402
+
 RECIPE = "benchmarks/speed/pretrain.yaml"
 WARM_UP = 3
-COLUMNS = "| | seconds a step | tokens/s | ratio | lowest and highest | peak GiB | less | loss differs by |"
+COLUMNS = "", "seconds a step", "tokens/s", "ratio", "lowest and highest", "peak GiB", "less", "loss differs by"
 
 
 @dataclass(frozen=True)
@@ -157,7 +161,7 @@ the lowest and the highest. Rounds: {found["rounds"]}. The loss is compared at e
 
 def shown(found: dict) -> str:
     base = found["variants"][0]["peak_memory_gib"]
-    lines = [f"## `{found['strategy']}`", "", COLUMNS, "|---|---|---|---|---|---|---|---|"]
+    rows = []
     for each in found["variants"]:
         name = each["variant"]["name"]
         cells = [
@@ -170,9 +174,9 @@ def shown(found: dict) -> str:
             f"{base - each['peak_memory_gib']:.2f}",
             f"{each['loss_difference']:.1e}",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += [f"\n`{name}` did not run: {reason}" for name, reason in found["not_measured"].items()]
-    return "\n".join(lines)
+        rows.append(cells)
+    lines = [f"`{name}` did not run: {reason}" for name, reason in found["not_measured"].items()]
+    return "\n\n".join([f"## `{found['strategy']}`", markdown.table(COLUMNS, rows), *lines])
 
 
 if __name__ == "__main__":

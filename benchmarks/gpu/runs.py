@@ -17,9 +17,9 @@ from pathlib import Path
 import psutil
 
 from samecurve.cli.bench.step import SCRIPT
-from samecurve.cli.jobs import Job, command
+from samecurve.cli.jobs import Job, command, set_aside
 from samecurve.records import now, read_json
-from samecurve.rundir import RunDirectory, read_metrics
+from samecurve.rundir import read_metrics
 
 from .cases import HERE, MEASURED, WARM_UP, Case
 from .material import TEXT_BYTES, write_text
@@ -92,7 +92,7 @@ def measure(case: Case, places: Places, limit: float) -> dict:
     """
     output, start = places.output(case), time.perf_counter()
     output.parent.mkdir(parents=True, exist_ok=True)
-    _set_aside(output)
+    set_aside(output)
     row = {"definition": case.definition, "date": now()}
     for step, log in _steps(case, places, output):
         code = execute(step, log, environment(case, places), limit - (time.perf_counter() - start))
@@ -104,13 +104,6 @@ def measure(case: Case, places: Places, limit: float) -> dict:
     if case.program == "trainer":
         return row | numbers(json.loads(output.with_name(f"{output.name}.json").read_text()))
     return row | numbers(read_metrics(output), read_json(output / "run.json"), profile(output))
-
-
-def _set_aside(output: Path) -> None:
-    """What an earlier try left must not be taken for this one's."""
-    earlier = RunDirectory(output)
-    earlier.set_aside()
-    earlier.close()
 
 
 def _steps(case: Case, places: Places, output: Path) -> list[tuple[list[str], Path]]:

@@ -53,9 +53,8 @@ class Measured:
 class Verdict:
     """ratio: tokens/s over the unchanged recipe's of the same round, the median, lowest and highest of the rounds.
 
-    step_seconds: the median of the rounds.
-
-    memory_ratio: of the highest peaks. loss_difference: the largest relative one of any step, in the last round.
+    step_seconds: the median of the rounds. memory_ratio: of the highest peaks. loss_difference: the largest
+    relative one of any step, in the last round.
     """
 
     variant: Variant

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import platform
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from torch.utils.benchmark import Timer
 
 from ..facts import versions
 from ..records import now
+from ..workers import num_cores
 
 # tf32: fp32 numbers whose products are rounded to 10 bits of mantissa, on NVIDIA's matrix units
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -64,7 +64,7 @@ def environment(device: torch.device) -> dict[str, object]:
     """Hardware, versions and date, without which a measured number says little."""
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": num_cores(),
         "threads": torch.get_num_threads(),
         "versions": versions(),
         "date": now(),

@@ -102,10 +102,7 @@ def default_processes() -> int:
 def run(job: Job, arguments: Sequence[str], directory: Path, tell: Callable[[int], None]) -> Outcome:
     """Run a `command` to its end. Its output goes to `directory`.log. tell: called with how many steps are finished."""
     log = directory.with_name(f"{directory.name}.log")
-    # an earlier comparison's curve must not be taken for this one's when the job stops before it has written its own
-    earlier = RunDirectory(directory)
-    earlier.set_aside()
-    earlier.close()
+    set_aside(directory)
     with open(log, "w", encoding="utf-8") as stream, processes(arguments, stream, job.world_size) as process:
         while process.poll() is None:
             tell(_finished_steps(directory))
@@ -114,6 +111,13 @@ def run(job: Job, arguments: Sequence[str], directory: Path, tell: Callable[[int
     reason = "" if code == 0 else _reason(directory, log, code).removeprefix(f"strategy {job.name}: ")
     refused = code == ConfigurationError.exit_code
     return Outcome(job, read_json(directory / "run.json"), read_metrics(directory), reason, refused, log)
+
+
+def set_aside(directory: Path) -> None:
+    """An earlier run's curve must not be taken for this one's when the job stops before it has written its own."""
+    earlier = RunDirectory(directory)
+    earlier.set_aside()
+    earlier.close()
 
 
 @contextmanager

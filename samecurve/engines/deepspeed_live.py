@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .base import dtype_name
+
 if TYPE_CHECKING:
     import deepspeed
 
@@ -13,6 +15,20 @@ def precision(engine: deepspeed.DeepSpeedEngine) -> str:
     if engine.bfloat16_enabled():
         return "bf16"
     return "fp16" if engine.fp16_enabled() else "fp32"
+
+
+def numbers(engine: deepspeed.DeepSpeedEngine) -> dict:
+    """The part of an engine's `describe` that DeepSpeed knows."""
+    return {
+        "optimizer": type(engine.optimizer).__name__,
+        "precision": precision(engine),
+        "micro_batch_size": engine.train_micro_batch_size_per_gpu(),
+        "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
+        "gradient_clipping": engine.gradient_clipping(),
+        "reduce_dtype": dtype_name(engine.communication_data_type),
+        "zero_stage": int(engine.zero_optimization_stage()),
+        "replicate_size": 1,
+    }
 
 
 def may_rescale(engine: deepspeed.DeepSpeedEngine) -> bool:

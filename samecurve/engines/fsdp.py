@@ -42,7 +42,7 @@ def reduces_once(plan: Plan) -> bool:
     return family == "ddp" or (family == "fsdp" and plan.recipe.memory.gradient_sync == "once")
 
 
-def whole_gradient_bytes(plan: Plan, shapes: Mapping[str, torch.Size], reduced_in: torch.dtype) -> int:
+def whole_gradient_bytes(plan: Plan, shapes: Mapping[str, torch.Size], reduced_in: torch.dtype | None) -> int:
     """Of gradients that FSDP2 has not reduced yet, on each rank: it sums them in the dtype that they are reduced in,
     whatever it computes in. shapes: of what is trained. 0 where it holds none beyond a layer's."""
     steps = plan.recipe.batch.accumulation_steps(plan.strategy.data_parallel_size)

@@ -129,27 +129,20 @@ class PipelineEngine:
         engine = self._engine
         return {
             "engine": type(engine).__name__,
-            "optimizer": type(engine.optimizer).__name__,
+            **deepspeed_live.numbers(engine),
             "world_size": dist.get_world_size(),
             "data_parallel_size": self.shard[1],
             "pipeline_stages": engine.num_stages,
             "layers_per_stage": engine.module.layers_per_stage(),
             "device": str(engine.device),
-            "precision": deepspeed_live.precision(engine),
             "num_parameters": self._num_parameters,
             "num_trained_parameters": sum(shape.numel() for shape in self.shapes.values()),
             "num_parameters_per_rank": sum(weight.numel() for weight in self._weights.values()),
-            "micro_batch_size": engine.train_micro_batch_size_per_gpu(),
-            "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
-            "gradient_clipping": engine.gradient_clipping(),
             "activation_checkpoint_interval": engine.module.activation_checkpoint_interval,
             "weight_dtype": dtype_name(next(engine.module.parameters()).dtype),
             "accumulation_dtype": dtype_name(engine.get_data_types()[1]),
-            "reduce_dtype": dtype_name(engine.communication_data_type),
             "loss_implementation": "full",
-            "zero_stage": int(engine.zero_optimization_stage()),
             "sharded": False,
-            "replicate_size": 1,
             "offload": [],
         }
 

@@ -20,6 +20,7 @@ from accelerate.utils import (
 
 from .. import fp8
 from ..errors import TopologyError
+from ..workers import num_cores
 from . import launch, rehearsal
 from .deepspeed_config import concrete
 
@@ -77,8 +78,7 @@ def _threads() -> int:
     """This process's share of the cores. torchrun leaves one thread, on which a CPU update of Adam starves."""
     if "OMP_NUM_THREADS" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
         return int(os.environ["OMP_NUM_THREADS"])
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return max(1, num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def _plugins(plan: Plan) -> dict:

@@ -102,16 +102,9 @@ class ZeroEngine(AcceleratedEngine):
 
     def _describe_numbers(self) -> dict:
         return {
-            "optimizer": type(self.model.optimizer).__name__,
-            "precision": deepspeed_live.precision(self.model),
-            "micro_batch_size": self.model.train_micro_batch_size_per_gpu(),
-            "gradient_accumulation_steps": self.model.gradient_accumulation_steps(),
-            "gradient_clipping": self.model.gradient_clipping(),
+            **deepspeed_live.numbers(self.model),
             "weight_dtype": dtype_name(self.model.get_data_types()[0]),
-            "reduce_dtype": dtype_name(self.model.communication_data_type),
-            "zero_stage": int(self.model.zero_optimization_stage()),
             "sharded": hasattr(next(self.model.parameters()), "ds_id"),
-            "replicate_size": 1,
             "offload": [*_placed("optimizer", self.model.zero_offload_optimizer()), *self._offloaded_weights()],
         }
 

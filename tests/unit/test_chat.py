@@ -286,7 +286,7 @@ def test_what_cannot_be_marked_exactly_is_an_error(make, template, row, message)
 @pytest.fixture
 def two_processes(monkeypatch):
     monkeypatch.setattr(encoding, "_WORTH_BYTES", 0)
-    monkeypatch.setattr(encoding, "_num_cores", lambda: 2)
+    monkeypatch.setattr(encoding, "num_cores", lambda: 2)
 
 
 def encoded_in_batches(tokenizer) -> tuple[list, dict[str, int]]:
@@ -302,7 +302,7 @@ def encoded_in_batches(tokenizer) -> tuple[list, dict[str, int]]:
 
 def test_processes_that_share_the_work_find_what_one_finds(make, two_processes, monkeypatch):
     shared = encoded_in_batches(make(UNMARKED))
-    monkeypatch.setattr(encoding, "_num_cores", lambda: 1)
+    monkeypatch.setattr(encoding, "num_cores", lambda: 1)
     assert shared == encoded_in_batches(make(UNMARKED))
     assert shared[1]["messages_with_special_tokens"] == 43
 
