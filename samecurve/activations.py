@@ -132,7 +132,7 @@ def _contexts(keeps: str) -> Callable:
 def _operators(keeps: str) -> frozenset:
     names = _ATTENTION if keeps == "attention" else _ATTENTION + _PRODUCTS
     found = {getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)}
-    return frozenset(found | {torch.ops.higher_order.flex_attention, varlen.OPERATOR})
+    return frozenset(found | {torch.ops.higher_order.flex_attention, *varlen.OPERATORS})
 
 
 def _policy(context, operator, *args, kept: frozenset, **kwargs) -> CheckpointPolicy:

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.attention import varlen as torch_varlen
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
@@ -20,7 +21,7 @@ def positions() -> torch.Tensor:
     return torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in LENGTHS])
 
 
-def masks(window: int | None = None, attention_mask: torch.Tensor | None = None) -> list[torch.Tensor]:
+def masks(window: int | None = None, attention_mask: torch.Tensor | None = None) -> tuple[torch.Tensor, varlen.Visible]:
     """What transformers makes for sdpa, (rows, 1, queries, keys), and for varlen."""
     build = create_causal_mask if window is None else create_sliding_window_causal_mask
     found = []
@@ -36,7 +37,7 @@ def masks(window: int | None = None, attention_mask: torch.Tensor | None = None)
                 position_ids=positions() if attention_mask is None else None,
             )
         )
-    return found
+    return tuple(found)
 
 
 def tensors(dtype: torch.dtype, key_heads: int = HEADS) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -58,61 +59,61 @@ def masked(inputs: list[torch.Tensor], gradient: torch.Tensor, mask: torch.Tenso
     return [output, query.grad, key.grad, value.grad]
 
 
-def by_documents(inputs: list[torch.Tensor], gradient: torch.Tensor, first: torch.Tensor) -> list[torch.Tensor]:
+def by_documents(inputs: list[torch.Tensor], gradient: torch.Tensor, visible: varlen.Visible) -> list[torch.Tensor]:
     query, key, value = (x.detach().clone().requires_grad_() for x in inputs)
-    output, _ = varlen.attention(torch.nn.Module(), query, key, value, first, scaling=WIDTH**-0.5)
+    output, _ = varlen.attention(torch.nn.Module(), query, key, value, visible, scaling=WIDTH**-0.5)
     output.backward(gradient)
     return [output, query.grad, key.grad, value.grad]
 
 
 def error(found: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
-    return max(float((a.detach().double() - b).abs().max()) for a, b in zip(found, exact, strict=True))
+    return max(float((a.detach().double() - b).abs().max().detach()) for a, b in zip(found, exact, strict=True))
 
 
 @pytest.mark.parametrize("window", [None, 1, 100, 690])
 @pytest.mark.parametrize("key_heads", [HEADS, 2])
 def test_equal_to_attention_with_a_mask(window, key_heads):
-    mask, first = masks(window)
+    mask, visible = masks(window)
     inputs, gradient = tensors(torch.float32, key_heads)
     exact = masked([x.double() for x in inputs], gradient.double(), mask)
-    assert error(by_documents(inputs, gradient, first), exact) < 1e-5
+    assert error(by_documents(inputs, gradient, visible), exact) < 1e-5
 
 
 def test_in_bf16_no_further_off_than_with_a_mask():
-    mask, first = masks()
+    mask, visible = masks()
     inputs, gradient = tensors(torch.bfloat16, key_heads=2)
     exact = masked([x.double() for x in inputs], gradient.double(), mask)
-    assert error(by_documents(inputs, gradient, first), exact) <= error(masked(inputs, gradient, mask), exact)
+    assert error(by_documents(inputs, gradient, visible), exact) <= error(masked(inputs, gradient, mask), exact)
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 100])
 def test_first_keys_are_those_of_the_mask(window):
-    mask, first = masks(window)
+    mask, visible = masks(window)
     queries, keys = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
-    assert torch.equal((keys >= first) & (keys <= queries), mask.expand(ROWS, 1, LENGTH, LENGTH))
+    assert torch.equal((keys >= visible.first) & (keys <= queries), mask.expand(ROWS, 1, LENGTH, LENGTH))
 
 
 def test_padding_is_not_seen_by_what_is_not_padding():
     exists = torch.ones(ROWS, LENGTH, dtype=torch.long)
     exists[0, 650:], exists[1, :30] = 0, 0
-    mask, first = masks(attention_mask=exists)
+    mask, visible = masks(attention_mask=exists)
     queries, keys = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
-    found = (keys >= first) & (keys <= queries)
+    found = (keys >= visible.first) & (keys <= queries)
     assert torch.equal(found[exists[:, None, :] > 0], mask[exists[:, None, :] > 0])
 
 
 def test_what_is_kept_does_not_grow_with_the_square_of_the_sequence():
-    _, first = masks()
+    _, visible = masks()
     (query, key, value), _ = tensors(torch.float32)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        varlen.attention(torch.nn.Module(), query, key, value, first)
-    assert sum(x.numel() for x in kept) == query.numel() + key.numel() + value.numel() + first.numel()
+        varlen.attention(torch.nn.Module(), query, key, value, visible)
+    assert sum(x.numel() for x in kept) == query.numel() + key.numel() + value.numel() + visible.first.numel()
 
 
 def test_as_an_operator_of_torch():
     """Compiled, with fake tensors, and with gradients that autograd registers."""
-    first = masks()[1][:2, :, :40]
+    first = masks()[1].first[:2, :, :40]
     inputs = [x[:2, :, :40].detach().requires_grad_() for x in tensors(torch.float32)[0]]
     torch.library.opcheck(varlen.OPERATOR, (*inputs, first, 0.25))
 
@@ -151,7 +152,90 @@ def test_both_directions_and_caches_are_refused():
     with pytest.raises(ValueError, match="no both directions"):
         varlen.attention(encoder, *tensors(torch.float32)[0], masks()[1])
     with pytest.raises(ValueError, match="without a cache of keys"):
-        varlen.first_keys(1, q_length=1, kv_length=8, q_offset=7)
+        varlen.visible_keys(1, q_length=1, kv_length=8, q_offset=7)
+
+
+def documents(query, key, value, starts, scale, window):
+    """(where, its queries, keys, values, probabilities) of each document of (tokens, heads, width)."""
+    groups = query.shape[1] // key.shape[1]
+    for begin, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+        q, k, v = (x[begin:end].transpose(0, 1) for x in (query, key, value))
+        k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
+        places = torch.arange(end - begin)
+        distance = places[:, None] - places
+        hidden = (distance < 0) | ((distance > window[0]) & (window[0] != -1))
+        yield slice(begin, end), q, k, v, torch.softmax((q @ k.mT * scale).masked_fill(hidden, float("-inf")), -1)
+
+
+def kernel(query, key, value, starts, _, longest, __, causal, scale, window, shares_heads=False, *more):
+    """What stands behind torch's varlen_attn, which only GPUs have, as it is written in books."""
+    assert starts.dtype == torch.int32 and longest == max(starts.diff().tolist())
+    assert (shares_heads or query.shape == key.shape) and causal == (window == [-1, 0])
+    output = torch.empty_like(query)
+    for at, _, _, v, probabilities in documents(query, key, value, starts, scale, window):
+        output[at] = (probabilities @ v).transpose(0, 1)
+    return output, query.new_zeros(query.shape[1], len(query)), torch.zeros(2, dtype=torch.uint64)
+
+
+def backward_kernel(gradient, query, key, value, output, _, starts, *more):
+    scale, window = more[5:]
+    found = [torch.empty_like(x) for x in (query, key, value)]
+    for at, q, k, v, probabilities in documents(query, key, value, starts, scale, window):
+        given, result = gradient[at].transpose(0, 1), output[at].transpose(0, 1)
+        of_scores = probabilities * (given @ v.mT - (given * result).sum(-1, keepdim=True)) * scale
+        for whole, part in zip(found, (of_scores @ k, of_scores.mT @ q, probabilities.mT @ given), strict=True):
+            whole[at] = part.unflatten(0, (whole.shape[1], -1)).sum(1).transpose(0, 1)
+    return tuple(found)
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    """So that all of torch's varlen_attn but its kernels runs here."""
+    torch_varlen._varlen_attn.register_kernel("cpu", kernel)
+    torch_varlen._varlen_attn_backward.register_kernel("cpu", backward_kernel)
+
+
+@pytest.fixture
+def as_on_a_gpu(kernels, monkeypatch):
+    monkeypatch.setattr(varlen, "_on_gpu", lambda first: True)
+
+
+@pytest.mark.parametrize("shares_heads", {False, varlen._SHARES_HEADS})
+@pytest.mark.parametrize("window", [None, 1, 100, 690])
+def test_what_a_gpu_is_given_is_the_same_attention(window, shares_heads, as_on_a_gpu, monkeypatch):
+    monkeypatch.setattr(varlen, "_SHARES_HEADS", shares_heads)
+    mask, visible = masks(window)
+    inputs, gradient = tensors(torch.float32, key_heads=2)
+    exact = masked([x.double() for x in inputs], gradient.double(), mask)
+    assert error(by_documents(inputs, gradient, visible), exact) < 1e-5
+
+
+def test_the_documents_of_a_gpu_by_hand(as_on_a_gpu):
+    documents = masks(window=100)[1].documents
+    ends = [700, 701, 1000, 1400, 1464, 1484, 1514, 1519, 1600, 1856, 2100, 2790, 2800]
+    assert (documents.starts.tolist(), documents.longest, documents.window) == ([0, *ends], 700, 99)
+
+
+def test_padding_is_no_document_of_its_own(as_on_a_gpu):
+    """Or its tokens would be thousands of them."""
+    exists = torch.ones(ROWS, LENGTH, dtype=torch.long)
+    exists[0, 650:], exists[1, :30] = 0, 0
+    starts = masks(attention_mask=exists)[1].documents.starts
+    assert starts.tolist() == [0, 700, 730, 1400, 2100, 2800]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("key_heads", [HEADS, 2])
+@pytest.mark.parametrize("window", [None, 100])
+def test_the_kernel_of_a_gpu(window, key_heads):
+    """No further off than three times what eager attention in bf16 is."""
+    mask, visible = masks(window)
+    inputs, gradient = tensors(torch.bfloat16, key_heads)
+    exact = masked([x.double() for x in inputs], gradient.double(), mask)
+    allowed = error(masked(inputs, gradient, mask), exact)
+    there = varlen.Visible(visible.first.cuda(), varlen._documents(visible.first[:, 0, :, 0].cuda()))
+    found = by_documents([x.detach().cuda() for x in inputs], gradient.cuda(), there)
+    assert error([x.cpu() for x in found], exact) <= 3 * allowed
 
 
 def recipe(attention: str, precision: str = "bf16") -> SimpleNamespace:
@@ -159,6 +243,7 @@ def recipe(attention: str, precision: str = "bf16") -> SimpleNamespace:
 
 
 def test_auto_is_by_documents_where_that_is_a_gain(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     llama = AutoConfig.for_model("llama")
     assert chosen_attention(recipe("auto"), llama) == "varlen"
     assert chosen_attention(recipe("auto", "fp32"), llama) == "sdpa"
@@ -171,7 +256,28 @@ def test_auto_is_by_documents_where_that_is_a_gain(monkeypatch):
         chosen_attention(recipe("varlen"), AutoConfig.for_model("gpt2"))
     with pytest.raises(ConfigurationError, match="a gemma2 computes attention in its own way; use auto"):
         chosen_attention(recipe("varlen"), AutoConfig.for_model("gemma2"))
+
+
+def test_on_a_gpu_only_where_it_was_asked_for(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    llama = AutoConfig.for_model("llama")
     assert chosen_attention(recipe("auto"), llama) == "sdpa"
-    with pytest.raises(ConfigurationError, match="that is made of a CPU's operators; use auto"):
-        chosen_attention(recipe("varlen"), llama)
+    assert chosen_attention(recipe("varlen"), llama) == "varlen"
+    assert chosen_attention(recipe("varlen", "fp16"), llama) == "varlen"
+
+    def refused(text: str, config=llama, precision: str = "bf16") -> None:
+        with pytest.raises(ConfigurationError, match=text):
+            chosen_attention(recipe("varlen", precision), config)
+
+    refused("found varlen, but a GPU computes it in bf16 and fp16 alone; use auto", precision="fp32")
+    refused(
+        "head_dim is 4, and a GPU computes it for multiples of 8 up to 256", AutoConfig.for_model("llama", head_dim=4)
+    )
+    wide = AutoConfig.for_model("gpt2", n_embd=1024, n_head=2, attn_pdrop=0.0)
+    refused("hidden_size / num_attention_heads is 512, and a GPU computes it", wide)
+    refused("head_dim is 512, and a GPU computes it", AutoConfig.for_model("gemma4_text"))  # of some of its layers
+    refused("kv_channels is 12, and a GPU computes it", AutoConfig.for_model("jetmoe", kv_channels=12))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    refused("Tesla T4 is too old for it")
