@@ -8,9 +8,11 @@ are kept for the backward pass. Tokens that are not trained are left out before 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,8 +27,10 @@ if TYPE_CHECKING:
 
 SMALLEST_CHUNK = 256
 """Tokens. Every chunk adds to the whole gradient of the head's weight, which fewer tokens would not be worth."""
-# of a chunk's logits in fp32: a CPU's should stay in its cache, a GPU's only be small beside the weights
-_CPU_BYTES, _GPU_BYTES = 2**23, 2**30
+# Of a chunk's logits in fp32: a CPU's should stay in its cache. On a GPU each chunk reads and writes the gradient of
+# the head's weight, 2 GB of fp32 for a vocabulary of 128,256 and 4,096 features: little beside its matrix products only
+# where it has thousands of tokens. The loss makes about four tensors like the logits: a sixteenth of the memory.
+_CPU_BYTES, _GPU_BYTES, _GPU_SHARE = 2**23, 2**30, 64
 
 Measure = Callable[..., Tensor]
 
@@ -43,10 +47,15 @@ class _Wanted:
 class ChunkedHead:
     """Stands in for the forward of a model's output head, with its place among the modules, weights and hooks.
 
-    head: see `chunkable`. Outside of `measuring` it gives logits as ever.
+    head: see `chunkable`. kind: chunked, or liger, by which gradients are taken where `measure` is token_loss_sum.
+    Outside of `measuring` it gives logits as ever.
     """
 
-    def __init__(self, head: nn.Linear):
+    compiles = False
+    """Whether what is measured of logits in training may be compiled."""
+
+    def __init__(self, head: nn.Linear, kind: str = "chunked"):
+        self.kind = kind
         self._head, self._wanted = head, None
         head.forward = self._forward
 
@@ -73,29 +82,40 @@ class ChunkedHead:
         hidden = hidden.flatten(0, 1)
         if wanted.positions is not None:
             hidden = hidden.index_select(0, wanted.positions)
-        kind = hidden.device.type
-        if torch.is_autocast_enabled(kind):
-            hidden = hidden.to(torch.get_autocast_dtype(kind))
-        with torch.autocast(kind, enabled=False):
+        device = hidden.device.type
+        if torch.is_autocast_enabled(device):
+            hidden = hidden.to(torch.get_autocast_dtype(device))
+        with torch.autocast(device, enabled=False):
             if torch.is_grad_enabled():
+                if self.kind == "liger" and len(hidden):
+                    return _liger(hidden, head.weight, head.bias, **wanted.targets)
+                if self.compiles and len(hidden):
+                    wanted = replace(wanted, measure=_compiled(wanted.measure))
                 return _SumWithGradients.apply(hidden, head.weight, head.bias, wanted)
             weight, bias = _as(hidden, head.weight, head.bias)
             parts = [wanted.measure(_logits(hidden[at], weight, bias), **t) for at, t in _chunks(wanted, weight)]
             return torch.stack(parts).sum(dim=0)
 
 
-def install(model: PreTrainedModel, skeleton: PreTrainedModel, required: bool) -> ChunkedHead | None:
+@lru_cache(maxsize=4)
+def _compiled(measure: Measure) -> Measure:
+    """The same in two kernels, of the loss and of its gradient: by themselves the operations of a cross-entropy read
+    and write each logit as fp32 several times, 42 bytes by count and not 10, and matrix products wait for it."""
+    return torch.compile(measure)
+
+
+def install(model: PreTrainedModel, skeleton: PreTrainedModel, wanted: str) -> ChunkedHead | None:
     """None where the head is not `chunkable`; ConfigurationError where it is required.
 
-    model: with memory, or sharded. skeleton: the same model on the meta device.
+    model: with memory, or sharded. skeleton: the same model on the meta device. wanted: auto, chunked or liger.
     """
     head = model.get_output_embeddings()
     plain = isinstance(head, nn.Linear) and head.weight.is_floating_point()  # neither adapted nor in 4 bits
     if plain and chunkable(skeleton):
-        return ChunkedHead(head)
-    if required:
+        return ChunkedHead(head, "liger" if wanted == "liger" else "chunked")
+    if wanted != "auto":
         raise ConfigurationError(
-            f"loss.implementation: found chunked, but {skeleton.config.model_type} changes what its output head gives "
+            f"loss.implementation: found {wanted}, but {skeleton.config.model_type} changes what its output head gives "
             "before it is the logits, or an adapter stands around the head; use auto or full"
         )
     return None
@@ -174,6 +194,15 @@ class _SumWithGradients(torch.autograd.Function):
         return *((None if g is None else (g * factor).to(dtype)) for g, dtype in found), None
 
 
+def _liger(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
+    """fp32 scalar, loss.token_loss_sum. hidden: (n, hidden_size), n > 0. Gradients of weight and bias are summed in
+    fp32 and, unlike `_SumWithGradients`', rounded to hidden's dtype in the end, as those of full logits are."""
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    measure = LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORE_INDEX, reduction="sum", accum_dtype=torch.float32)
+    return measure(weight.to(hidden.dtype), hidden, labels, None if bias is None else bias.to(hidden.dtype))
+
+
 def _as(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     return weight.detach().to(hidden.dtype), None if bias is None else bias.detach().to(hidden.dtype)
 
@@ -185,7 +214,17 @@ def _logits(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _chunks(wanted: _Wanted, weight: Tensor) -> Iterator[tuple[slice, dict[str, Tensor]]]:
     """At least one, which is empty where nothing is trained."""
     total = len(next(iter(wanted.targets.values())))
-    size = max(SMALLEST_CHUNK, (_CPU_BYTES if weight.device.type == "cpu" else _GPU_BYTES) // (4 * weight.shape[0]))
+    size = chunk_size(weight.shape[0], weight.device)
     for start in range(0, max(total, 1), size):
         at = slice(start, min(start + size, total))
         yield at, {name: target[at] for name, target in wanted.targets.items()}
+
+
+def chunk_size(vocabulary_size: int, device: torch.device) -> int:
+    """Tokens. On a GPU a power of two, by which micro-batches and the tiles of matrix products can be divided."""
+    if device.type == "cpu":
+        return max(SMALLEST_CHUNK, _CPU_BYTES // (4 * vocabulary_size))
+    num_bytes = _GPU_BYTES
+    if device.type == "cuda":
+        num_bytes = torch.cuda.get_device_properties(device).total_memory // _GPU_SHARE
+    return max(SMALLEST_CHUNK, 2 ** int(math.log2(num_bytes / (4 * vocabulary_size))))

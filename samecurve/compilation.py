@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from . import fp8
+from . import fp8, kernels
 from .activations import checkpoint_layers, layers
 
 if TYPE_CHECKING:
@@ -28,11 +28,12 @@ SETTLED_STEPS = 10
 
 
 def prepare(model: PreTrainedModel, recipe: Recipe, device: torch.device, but: str = "") -> None:
-    """fp8, activation checkpointing and compilation as the recipe asks, before the strategy wraps the model.
+    """Kernels, fp8, activation checkpointing and compilation as the recipe asks, before the strategy wraps the model.
 
     device: that the model will be computed on. but: the kind of activation checkpointing that the engine does itself.
-    Raises what `activations.layers` and `fp8.convert` do.
+    Raises what `activations.layers`, `kernels.replace` and `fp8.convert` do.
     """
+    kernels.replace(model, recipe.model.kernels)
     fp8.convert(model, recipe, device)
     memory = recipe.memory
     offloads = memory.activation_checkpointing == "offload"

@@ -19,13 +19,14 @@ class Model(Section):
     """`path`: a pretrained Hugging Face folder or hub name. `config`: the fields of a from-scratch config.
 
     `trust_remote_code`: run the Python files that come with `path`, the tokenizer's too. `attention`: see
-    `architecture.chosen_attention`.
+    `architecture.chosen_attention`. `kernels`: of norms, rotary positions and gated activations. See kernels.py.
     """
 
     path: Name | None = None
     trust_remote_code: bool = False
     config: dict[str, Any] | None = None
     attention: Literal["auto", "sdpa", "eager", "varlen", "flash_attention_2", "flex_attention"] = "auto"
+    kernels: Literal["torch", "liger"] = "torch"
 
 
 def _modules(value: Any) -> Any:
@@ -77,7 +78,9 @@ Beta = Annotated[float, Field(ge=0, lt=1, strict=True)]
 
 
 class Optimizer(Section):
-    """See optim.TRAITS for which optimizer reads which of `betas`, `momentum`, `epsilon` and `bf16_update`."""
+    """See optim.TRAITS for which optimizer reads which of `betas`, `momentum`, `epsilon`, `bf16_update` and
+    `implementation`, torch's word for how an update is computed.
+    """
 
     name: Literal["adamw", "lion", "sgd", "adafactor", "muon", "adamw_bf16", "adamw_8bit"] = "adamw"
     learning_rate: float = Field(gt=0)
@@ -85,6 +88,7 @@ class Optimizer(Section):
     momentum: float = Field(0.9, gt=0, lt=1)
     epsilon: float = Field(1e-8, gt=0)
     bf16_update: Literal["stochastic", "kahan"] = "stochastic"
+    implementation: Literal["fused", "foreach", "for_loop"] = "fused"
     weight_decay: float = Field(0.1, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
 
@@ -101,7 +105,7 @@ class Schedule(Section):
 class Loss(Section):
     """`implementation`: of a loss over tokens; auto is chunked where that can be. See chunked_head.py."""
 
-    implementation: Literal["auto", "chunked", "full"] = "auto"
+    implementation: Literal["auto", "chunked", "full", "liger"] = "auto"
 
 
 class Memory(Section):

@@ -27,6 +27,8 @@ VERSIONED = (
     "datasets",
     "bitsandbytes",
     "torchao",
+    "liger-kernel",
+    "triton",
     "samecurve",
 )
 

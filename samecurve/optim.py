@@ -27,7 +27,7 @@ class Traits(NamedTuple):
 
 
 TRAITS = {
-    "adamw": Traits(("exp_avg", "exp_avg_sq"), ("betas", "epsilon")),
+    "adamw": Traits(("exp_avg", "exp_avg_sq"), ("betas", "epsilon", "implementation")),
     "lion": Traits(("exp_avg",), ("betas",)),
     "sgd": Traits(("momentum_buffer",), ("momentum",)),
     "adafactor": Traits((), (), "takes the means of each row and column of a matrix"),
@@ -191,8 +191,10 @@ def build_optimizer(
         from .optimizers.adamw_8bit import AdamW8bit
 
         return AdamW8bit(groups, lr=rate, betas=betas, eps=settings.epsilon, min_8bit_size=SMALLEST_8BIT)
-    # one kernel for the whole update, on CPUs and GPUs; left to itself torch takes one per operation
-    return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=settings.epsilon, fused=True)
+    # fused: one kernel for the whole update, on CPUs and GPUs; left to itself torch takes foreach on a GPU, one kernel
+    # for each operation, and for_loop on a CPU
+    kinds = {kind: kind == settings.implementation for kind in ("fused", "foreach")}
+    return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=settings.epsilon, **kinds)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:

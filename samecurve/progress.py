@@ -131,6 +131,7 @@ def header_lines(facts: dict) -> list[tuple[str, str]]:
         ("", _counted(facts.get("counts", "tokens"))),
         ("dropout", _dropout(facts["dropout"])),
         ("attention", facts["attention"]),
+        ("kernels", _kernels(facts)),
         ("memory", _memory(facts["recipe"]["memory"])),
         ("gradients", _gradients(facts.get("whole_gradient_bytes", 0))),
         ("allocator", facts.get("allocator", "")),
@@ -144,6 +145,12 @@ def header_lines(facts: dict) -> list[tuple[str, str]]:
 def _fp8(facts: dict) -> str:
     kind = facts["recipe"].get("fp8", "off")
     return "" if kind == "off" else f"{kind}: the products of {facts['num_fp8_modules']} linear modules"
+
+
+def _kernels(facts: dict) -> str:
+    loss = ["output head and cross-entropy together"] if facts.get("loss_implementation") == "liger" else []
+    found = [*facts.get("kernels", ()), *loss]
+    return f"liger: {', '.join(found)}" if found else ""
 
 
 def _memory(memory: dict) -> str:

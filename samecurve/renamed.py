@@ -37,6 +37,7 @@ _HERE = {
     "precision": "bf16 fp16 fp32 dtype torch_dtype mixed_precision",
     "memory.activation_checkpointing": "gradient_checkpointing",
     "model.attention": "attn_implementation flash_attention flash_attn",
+    "model.kernels: liger": "use_liger_kernel liger_kernel use_liger enable_liger_kernel liger",
     "adapter.name: lora": "lora peft use_lora use_peft",
     "adapter.rank": "r lora_r lora_rank",
     "adapter.alpha": "lora_alpha",

@@ -13,7 +13,7 @@ from . import hub
 from .chatml import CHATML
 from .config import Adapter
 from .documents import describe
-from .rules_memory import fp8, memory
+from .rules_memory import fp8, kernels, memory
 from .rules_optimizer import optimizer
 from .rules_profile import profiled
 from .rules_sources import mixture, pattern, streaming
@@ -74,7 +74,7 @@ _PACKED = ("pretrain", "continue_pretrain", "sft", "distill")
 
 def apply(source: Source) -> None:
     """Add what the rules find to the source's problems."""
-    model = (_model, _adapter, _attention, _positions, memory, fp8)
+    model = (_model, _adapter, _attention, _positions, memory, fp8, kernels)
     data = (tokenizer, _data, _task, embed, distill, chunked, _columns, preferences, continued)
     for rule in (*model, *data, optimizer, _schedule, _checkpoint, _guard, _evaluate, profiled):
         with contextlib.suppress(KeyError):

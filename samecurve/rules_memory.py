@@ -1,4 +1,4 @@
-"""What more than one key of a recipe takes part in, of memory, compile and fp8."""
+"""What more than one key of a recipe takes part in, of memory, compile, fp8 and kernels."""
 
 from __future__ import annotations
 
@@ -36,3 +36,21 @@ def fp8(value: Callable[[str], Any]) -> Iterator[Finding]:
         yield "fp8", f"{text}; set that to bf16, or use off"
     if value("adapter.quantization") is not None:
         yield "fp8", f"found {kind}, but 4-bit weights have matrix products of their own; use off"
+
+
+def kernels(value: Callable[[str], Any]) -> Iterator[Finding]:
+    """A package that is missing; what Liger's rotary positions overwrite, without autograd's knowledge.
+
+    Seen with liger-kernel 0.8.5: they are written into the projections' results, so that a kept result is rotated again
+    when the layer is recomputed, and gradients come out wrong below the same loss (tests/unit/test_kernels.py).
+    """
+    for key, instead in (("model.kernels", "torch"), ("loss.implementation", "auto")):
+        if value(key) == "liger" and importlib.util.find_spec("liger_kernel") is None:
+            yield key, f"found liger, which needs the package liger-kernel: pip install liger-kernel, or use {instead}"
+    selective = value("memory.activation_checkpointing") == "selective"
+    if value("model.kernels") == "liger" and selective and value("memory.selective_keeps") == "matmul":
+        yield (
+            "model.kernels",
+            "found liger, which rotates queries and keys in place, where memory.selective_keeps: matmul keeps them to "
+            "be rotated again; set that to attention, or memory.activation_checkpointing to another kind, or use torch",
+        )

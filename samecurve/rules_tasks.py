@@ -48,11 +48,14 @@ def preferences(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 
 def chunked(value: Callable[[str], Any]) -> Iterator[Finding]:
-    if value("loss.implementation") != "chunked":
+    kind = value("loss.implementation")
+    if kind not in ("chunked", "liger"):
         return
-    text = "found chunked, but "
+    text = f"found {kind}, but "
     if value("task") not in _BY_TOKEN:
         text += f"the loss of task {value('task')} is not a sum over tokens ({', '.join(_BY_TOKEN)} have one)"
+    elif kind == "liger" and value("task") == "distill":
+        text += "it computes cross-entropy with labels, and task distill learns from a teacher's logits, too"
     elif value("precision") == "fp16":
         text += "it takes gradients before the loss is scaled, and in fp16 many of them are 0 then"
     else:

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
-from . import engines, fp8, model, tasks
+from . import engines, fp8, kernels, model, tasks
 from .card import Made, write_card
 from .checkpoint.finder import read_state
 from .checkpoint.manager import Checkpoints, Position
@@ -51,10 +51,10 @@ class Session:
         self.recipe, self.accelerator, self.run, self.watch = recipe, accelerator, run, watch
         watch.phase("build")
         self.world = World()
-        self.task = tasks.load_together(recipe, self.world)
-        task = self.task
+        self.task = task = tasks.load_together(recipe, self.world)
         self.skeleton = model.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
         check_packing(self.skeleton.config.model_type, recipe.data.packing)
+        kernels.check_family(recipe.model.kernels, self.skeleton.config.model_type)
         self.progress = Progress(recipe.steps, recipe.logging.every_steps, enabled=accelerator.is_main_process)
 
         facts = decisive(plan, self.skeleton, self.task)
@@ -89,7 +89,7 @@ class Session:
         self._logging = True
         self.recompilations = Recompilations(recipe.compile != "off", self.progress.say)
         self.guard = Guard(recipe.guard, run, self.world)
-        chunked = self.engine.describe()["loss_implementation"] == "chunked"
+        chunked = self.engine.describe()["loss_implementation"] != "full"
         self.meter = Meter.for_run(recipe, self.skeleton, accelerator, task, chunked)
         self.meter.state = self.start.meter
         self._advice = WaitAdvice(recipe.data)

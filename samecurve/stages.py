@@ -10,6 +10,8 @@ all its layers (rotary angles, attention masks) is computed by each stage from p
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -137,8 +139,9 @@ class Positions:
             }
         return self._arguments[kind]
 
-    def _mask(self, hidden: Tensor, position_ids: Tensor, kind: str) -> Tensor | None:
-        """Causal, block-diagonal over the documents of a packed row (where position_ids start again at 0)."""
+    def _mask(self, hidden: Tensor, position_ids: Tensor, kind: str) -> Any:
+        """What the attention takes for one, a tensor for most kinds of it: causal, block-diagonal over the documents
+        of a packed row (where position_ids start again at 0)."""
         build = create_sliding_window_causal_mask if kind == "sliding_attention" else create_causal_mask
         arguments = {"attention_mask": None, "past_key_values": None, "position_ids": position_ids}
         return build(config=self._config, inputs_embeds=hidden, **arguments)

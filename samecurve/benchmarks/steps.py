@@ -15,7 +15,17 @@ from ..config import Recipe
 
 # Keys that change how a step is computed. One that the schema does not have is no lever; a block stands for those of
 # its keys that are true or false, or one of several names.
-LEVERS = ("compile", "fp8", "loss", "memory", "model.attention", "optimizer.name", "data.num_workers")
+LEVERS = (
+    "compile",
+    "fp8",
+    "loss",
+    "memory",
+    "model.attention",
+    "model.kernels",
+    "optimizer.name",
+    "optimizer.implementation",
+    "data.num_workers",
+)
 _NUMBERS = {"data.num_workers": (1, 2)}
 UNCHANGED = "as it is"
 

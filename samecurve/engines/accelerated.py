@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .. import compilation, optim, quantization, rng
+from .. import compilation, kernels, optim, quantization, rng
 from ..adapter import trained_shapes
 from ..model import build, fill
 from . import checks_optimizer, fsdp, teacher, together
@@ -122,7 +122,8 @@ class AcceleratedEngine:
             "num_parameters": self.skeleton.num_parameters(),
             "num_trained_parameters": sum(shape.numel() for shape in self.shapes.values()),
             "num_parameters_per_rank": local,
-            "loss_implementation": "chunked" if self.forward.head else "full",
+            "loss_implementation": self.forward.head.kind if self.forward.head else "full",
+            "kernels": kernels.replaced(_unwrapped(self.model)),
             **self._describe_teacher(),
             **self._describe_numbers(),
         }
@@ -195,7 +196,8 @@ class AcceleratedEngine:
         applied = math.isfinite(norm)
         if applied:
             factor = min(1.0, self.recipe.optimizer.max_grad_norm / (norm + 1e-6)) / scale
-            torch._foreach_mul_(gradients, factor)
+            if factor != 1.0:
+                torch._foreach_mul_(gradients, factor)
             self.optimizer.step()
         self.optimizer.zero_grad()
         if self.loss_scale:
@@ -203,13 +205,8 @@ class AcceleratedEngine:
         return norm, applied
 
     def _global_norm(self, gradients: list[Tensor]) -> float:
-        """L2 norm over all parameters and shards, summed in fp64.
-
-        torch.nn.utils.clip_grad_norm_ sums a large tensor's squares in fp32 on a CPU: 6e-5 off where DeepSpeed, which
-        sums in fp64, was not (seen with a 2 M parameter Llama).
-        """
-        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
-        squares = torch.stack(norms).square().sum().to(self.device)
+        """L2 norm over all parameters and shards; see `_norms`."""
+        squares = _norms(gradients).square().sum().to(self.device)
         if isinstance(next(self.model.parameters()), DTensor):
             squares = self._sum(squares) / self.plan.strategy.replicate_size
         return math.sqrt(squares)
@@ -288,3 +285,15 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _norms(tensors: list[Tensor]) -> Tensor:
+    """fp64 (len(tensors),): the L2 norm of each.
+
+    torch.nn.utils.clip_grad_norm_ sums a large tensor's squares in fp32 on a CPU: 6e-5 off where DeepSpeed, which
+    sums in fp64, was not (seen with a 2 M parameter Llama). A GPU adds up partial sums, and would first make an fp64
+    copy of every tensor.
+    """
+    if tensors[0].is_cpu:
+        return torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors])
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)).double()

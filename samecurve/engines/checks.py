@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 # Those whose loss is a function of the last stage's logits alone, for models that stages.py can cut.
 _PIPELINED = ("pretrain", "continue_pretrain", "sft", "dpo")
 _QUANTIZED = ("single", "ddp")
+_NO_LOGITS = ("chunked", "liger")  # loss.implementation
 
 
 def check(source: Source, files: Files, strategy: Strategy, launch: Launch) -> None:
@@ -45,8 +46,9 @@ def check(source: Source, files: Files, strategy: Strategy, launch: Launch) -> N
             why = "has no place for a teacher" if task == "distill" else "cuts causal language models only"
             text = f"found {task}, but a pipeline {why}; use another strategy"
             source.document.problem(("task",), f"{text}, for example configs/fsdp.yaml")
-        if strategy.family == "pipeline" and source.value("loss.implementation") == "chunked":
-            text = "found chunked, but DeepSpeed's pipeline hands whole logits to the loss; use auto or full"
+        loss = source.value("loss.implementation")
+        if strategy.family == "pipeline" and loss in _NO_LOGITS:
+            text = f"found {loss}, but DeepSpeed's pipeline hands whole logits to the loss; use auto or full"
             source.document.problem(("loss", "implementation"), text)
         if strategy.family not in _QUANTIZED and source.value("adapter.quantization") is not None:
             text = "found 4bit, but 4-bit weights stay whole on every device and this strategy would shard or cast them"

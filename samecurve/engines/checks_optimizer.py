@@ -17,15 +17,18 @@ _DEEPSPEED = ("zero", "pipeline")
 
 
 def check(source: Source, strategy: Strategy) -> None:
-    """Adds a problem at optimizer.name. Raises KeyError where that is itself wrong."""
-    name = source.value("optimizer.name")
+    """Adds problems at optimizer.name and optimizer.implementation. Raises KeyError where one is itself wrong."""
+    name, implementation = source.value("optimizer.name"), source.value("optimizer.implementation")
     text = _refusal(name, strategy)
     if text:
         source.document.problem(("optimizer", "name"), f"found {name}, but {text}")
+    if strategy.family in _DEEPSPEED and _offloaded(strategy) and implementation != "fused":
+        why = "DeepSpeed updates an offloaded optimizer with its own CPU Adam"
+        source.document.problem(("optimizer", "implementation"), f"found {implementation}, but {why}; leave it out")
 
 
 def _refusal(name: str, strategy: Strategy) -> str | None:
-    offloaded = [part for part in strategy.offload if part.startswith("optimizer:")]
+    offloaded = _offloaded(strategy)
     if offloaded and strategy.family in _DEEPSPEED and name != "adamw":
         return (
             "DeepSpeed updates an offloaded optimizer with its own CPU Adam, whatever it is given; use adamw, "
@@ -47,6 +50,10 @@ def _refusal(name: str, strategy: Strategy) -> str | None:
     if whole and offloaded:
         return f"it {whole}, which ranks would have to exchange from host memory; use configs/fsdp.yaml, or adamw"
     return None
+
+
+def _offloaded(strategy: Strategy) -> bool:
+    return any(part.startswith("optimizer:") for part in strategy.offload)
 
 
 def check_shards(name: str, shapes: Mapping[str, Sequence[int]], num_shards: int) -> None:

@@ -68,4 +68,7 @@ def chunked_head(module: PreTrainedModel, skeleton: PreTrainedModel, task: Task,
     wanted = recipe.loss.implementation
     if wanted == "full" or recipe.precision == "fp16" or not task.by_token:
         return None
-    return install(module, skeleton, required=wanted == "chunked")
+    head = install(module, skeleton, wanted)
+    if head is not None:
+        head.compiles = recipe.compile != "off"
+    return head

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch import distributed as dist
 from transformers import PreTrainedModel
 
-from .. import compilation
+from .. import compilation, kernels
 from ..adapter import trained_shapes
 from ..errors import ConfigurationError
 from ..model import fill
@@ -52,6 +52,7 @@ class PipelineEngine:
         self.shapes, self._num_parameters = trained_shapes(skeleton), skeleton.num_parameters()
         model = copy.deepcopy(skeleton)
         compilation.prepare(model, plan.recipe, self.device, but="full")  # which the stage does itself
+        self._kernels = kernels.replaced(model)
         module = build_stage(plan, cut(model), self._loss, self.device)
         self._weights, self._stages = module.named_weights(), module.stages_by_name()
         _check_trained({self._stages[name] for name in self.shapes}, module.num_stages)
@@ -142,6 +143,7 @@ class PipelineEngine:
             "weight_dtype": dtype_name(next(engine.module.parameters()).dtype),
             "accumulation_dtype": dtype_name(engine.get_data_types()[1]),
             "loss_implementation": "full",
+            "kernels": self._kernels,
             "sharded": False,
             "offload": [],
         }

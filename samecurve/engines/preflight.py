@@ -26,6 +26,7 @@ from ..errors import ConfigurationError, StorageError
 from . import build_locks
 
 if TYPE_CHECKING:
+    from ..config import Recipe
     from .resolve import Plan, Strategy
 
 # fp32 weight, gradient and two Adam moments, and the bf16 weight: 18; 17.9 measured with 4.3 M parameters on two ranks
@@ -75,7 +76,7 @@ def check(plan: Plan, environ: Mapping[str, str] = os.environ) -> None:
     prepare_allocator()
     quiet()
     found = problems(plan.strategy, plan.recipe.precision, environ)
-    found += compiler_problems(plan.recipe.compile, has_accelerator(environ), environ)
+    found += compiler_problems(plan.recipe, has_accelerator(environ), environ)
     if found:
         lines = ["this machine cannot run the strategy as it is", *(f"  {problem}" for problem in found)]
         raise ConfigurationError("\n".join(lines))
@@ -113,13 +114,23 @@ def problems(strategy: Strategy, precision: str, environ: Mapping[str, str] = os
     return [f"strategy {strategy.name}: {text}" for text in found]
 
 
-def compiler_problems(kind: str, accelerator: bool, environ: Mapping[str, str] = os.environ) -> Iterator[str]:
-    """What torch.compile lacks. kind: the recipe's compile. On a GPU it brings its own compiler."""
-    compiler = shlex.split(environ.get("CXX", "")) or ["g++"]
-    if kind != "off" and not accelerator and not shutil.which(compiler[0], path=environ.get("PATH", os.defpath)):
+def compiler_problems(recipe: Recipe, accelerator: bool, environ: Mapping[str, str] = os.environ) -> Iterator[str]:
+    """What torch.compile lacks, and Triton on a GPU: there it makes the kernels, Liger's too, and has a C compiler
+    build what starts them (triton/runtime/build.py)."""
+    variable, usual, language = ("CC", ("gcc", "clang"), "C") if accelerator else ("CXX", ("g++",), "C++")
+    names = shlex.split(environ.get(variable, ""))[:1] or usual
+    if any(shutil.which(name, path=environ.get("PATH", os.defpath)) for name in names):
+        return
+    asked = [("compile", recipe.compile, "off")] if recipe.compile != "off" else []
+    ligers = (
+        ("model.kernels", recipe.model.kernels, "torch"),
+        ("loss.implementation", recipe.loss.implementation, "auto"),
+    )
+    asked += [entry for entry in ligers if accelerator and entry[1] == "liger"]  # refused elsewhere
+    for key, found, instead in asked:
         yield (
-            f"compile: {kind} needs a C++ compiler on a CPU, and {compiler[0]!r} is not on PATH: apt-get install g++, "
-            "or compile=off"
+            f"{key}: {found} needs a {language} compiler, and {names[0]!r} is not on PATH: apt-get install {usual[0]}, "
+            f"or {key}={instead}"
         )
 
 

@@ -18,7 +18,7 @@ from accelerate.utils import (
     set_seed,
 )
 
-from .. import fp8
+from .. import fp8, kernels
 from ..errors import TopologyError
 from ..workers import num_cores
 from . import launch, rehearsal
@@ -31,7 +31,7 @@ _DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def start(plan: Plan) -> Accelerator:
-    """Raises TopologyError when Accelerate made another world than the plan's, and what fp8.check_device does."""
+    """Raises TopologyError when Accelerate made another world than the plan's, and what check_device does."""
     strategy, recipe = plan.strategy, plan.recipe
     launch.adopt(strategy)
     if strategy.family != "single":
@@ -63,6 +63,7 @@ def start(plan: Plan) -> Accelerator:
             "launch, torchrun or deepspeed"
         )
     fp8.check_device(recipe.fp8, accelerator.device)
+    kernels.check_device(recipe, accelerator.device)
     return accelerator
 
 

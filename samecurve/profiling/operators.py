@@ -60,6 +60,8 @@ _KERNELS = (
     (r"(?i)gemm|cutlass|cublas|xmma|nvjet|matmul|_mm_", Work("matmul")),
     (r"(?i)memcpy|memset|copy|cast|catarray|index|gather|embedding", Work("copies")),
 )
+# What the compiler fuses has the names of its operators, and a whole graph for a caller.
+_COMPILED_LOSS = re.compile(r"^triton_.*(cross_entropy|log_softmax|nll_loss)")
 # An operator on its own line of work: anything with a namespace but autograd's nodes, which only call others.
 _COMPUTES = re.compile(r"^(?!autograd::|torch::autograd::)\w+::")
 
@@ -74,6 +76,12 @@ def listed(name: str) -> Work | None:
 def computes(name: str) -> bool:
     """Whether time in it is work at all, of the kind `elementwise` unless it is listed or inside of what is."""
     return bool(_COMPUTES.search(name))
+
+
+@lru_cache(maxsize=4096)
+def is_compiled_loss(kernel: str) -> bool:
+    """Whether a kernel of the compiler takes the loss, or its gradient; its caller does not tell."""
+    return bool(_COMPILED_LOSS.search(kernel))
 
 
 @lru_cache(maxsize=4096)

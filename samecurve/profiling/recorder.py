@@ -70,7 +70,8 @@ class _Recorder:
         profiler = self._profiler(warm_up)
         profiler.start()
         if torch.cuda.is_available():
-            torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
+            # not C++'s stacks, too: taking them would lengthen the steps that are recorded
+            torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MOST_ALLOCATIONS)
         for _ in range(warm_up, self._last + 1):
             self._around.restart_clock()
             with record_function(DATA_WAIT):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .collectives import Collective, collectives
-from .operators import KINDS, Work, computes, listed, of_kernel
+from .operators import KINDS, Work, computes, is_compiled_loss, listed, of_kernel
 
 MICROSECONDS = 1e-6
 STEP = "ProfilerStep#"
@@ -174,7 +174,8 @@ def _launched(kernels: list[dict], threads: dict[tuple, list[dict]]) -> list[Spa
     for kernel in kernels:
         caller = operators.get(kernel.get("args", {}).get("External id"))
         work = of_kernel(kernel["name"])
-        if work.kind != "communication" and caller is not None and caller["work"]:
+        known = work.kind == "communication" or is_compiled_loss(kernel["name"])
+        if not known and caller is not None and caller["work"]:
             work = caller["work"]
         name = caller["name"] if caller is not None else kernel["name"]
         spans.append(Span(_start(kernel), _end(kernel), work.kind, name))

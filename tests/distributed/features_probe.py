@@ -24,6 +24,7 @@ def main() -> None:
     accelerator = engines.start(plan)
     recipe, task = plan.recipe, tasks.load(plan.recipe)
     task.features, task.statistics, task.loss = features, statistics, loss
+    task.by_token = False  # what is asked here is of whole rows, which the chunked head does not see
     task.count = lambda labels, weight: int((labels != IGNORE_INDEX).sum())
     skeleton = model.skeleton(recipe, task.vocabulary_size, task.special_tokens)
     engine = engines.build(accelerator, plan, skeleton, task)

@@ -68,6 +68,7 @@ def measured(accelerator, plan, task) -> dict:
         "norm": [result.grad_norm for result in results],
         "eval_loss": evaluated,
         "fp8_modules": sum(type(module).__name__ == "Float8Linear" for module in modules),  # on this rank
+        **{key: engine.describe()[key] for key in ("kernels", "loss_implementation")},
         "mlp_calls": len(counted),  # of layers on this rank
         "compiled": sum(entry.co_name is not None for entry in get_compilation_metrics()),
         **counter.record(STEPS),

@@ -32,10 +32,12 @@ COMPILED = {
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs g++")
 
 
-def probe(workspace, strategy: str, cases: dict, *overrides: str) -> dict:
+PROBE = Path(__file__).with_name("levers_probe.py")
+
+
+def probe(workspace, strategy: str, cases: dict, *overrides: str, script: Path = PROBE, launcher: str = "fork") -> dict:
     world, path = (1, None) if strategy == "single" else (2, workspace.strategy(strategy))
-    script = str(Path(__file__).with_name("levers_probe.py"))
-    command = launch_command("fork", path, world, workspace.folder, script)
+    command = launch_command(launcher, path, world, workspace.folder, str(script))
     arguments = [str(workspace.recipe), "batch.micro_batch_size=2", *overrides]
     run: Run = workspace.execute(
         command + arguments + (["--strategy", str(path)] if path else []), workspace.folder, CASES=json.dumps(cases)

@@ -1,8 +1,11 @@
 """The chunked output head against the plain one: the same loss, gradients and statistics, with less memory."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
@@ -80,6 +83,20 @@ def test_loss_and_gradients_are_those_of_full_logits(trained, tied):
     assert (loss == 0) == (trained == "none")
 
 
+def test_a_compiled_loss_is_the_same(monkeypatch):
+    """A whole chunk, one of another length, and none."""
+    model = tiny()
+    plain = [both(model, *batch(trained)[::-1], torch.bfloat16)[1] for trained in ("all", "none")]
+    monkeypatch.setattr(ChunkedHead, "compiles", True)
+    before = counters["stats"]["unique_graphs"]
+    compiled = [both(model, *batch(trained)[::-1], torch.bfloat16)[1] for trained in ("all", "none")]
+    assert 1 <= counters["stats"]["unique_graphs"] - before <= 2
+    for (loss, expected), (found, gradient) in zip(plain, compiled, strict=True):
+        torch.testing.assert_close(found, loss, rtol=1e-6, atol=0)
+        assert gradient.keys() == expected.keys()
+        assert all((gradient[name] - expected[name]).norm() <= 2e-3 * expected[name].norm() for name in expected)
+
+
 def test_in_bf16_its_gradients_are_at_least_as_near_to_those_in_fp32():
     ids, labels = batch()
     model = tiny()
@@ -147,9 +164,9 @@ def test_families_whose_logits_are_the_heads_outputs(family):
 )
 def test_families_that_change_the_heads_outputs_are_left_alone(family, fields):
     model = tiny(family, **fields)
-    assert install(model, on_meta(model), required=False) is None
+    assert install(model, on_meta(model), wanted="auto") is None
     with pytest.raises(ConfigurationError, match=f"loss.implementation: found chunked, but {family} changes"):
-        install(model, on_meta(model), required=True)
+        install(model, on_meta(model), wanted="chunked")
 
 
 def test_an_adapter_around_the_head_is_left_alone():
@@ -170,3 +187,17 @@ def test_the_loss_of_one_token_by_hand():
     torch.testing.assert_close(loss, -p[1].log())
     torch.testing.assert_close(head.weight.grad[:, 0], 2 * (p - torch.tensor([0.0, 1.0, 0.0])))
     torch.testing.assert_close(states.grad[0, 0], torch.stack([p[0], p[1] - 1]))
+
+
+@pytest.mark.parametrize(
+    ("vocabulary_size", "memory_gb", "expected"),
+    [(128_256, 150, 4096), (128_256, 85, 2048), (128_256, 25, 512), (2_000_000, 25, 256), (8192, None, 256)],
+)
+def test_a_chunk_is_a_small_part_of_a_gpus_memory_and_even(vocabulary_size, memory_gb, expected, monkeypatch):
+    """By hand: 150 GB / 64 are the fp32 logits of 4,569 tokens. Without a GPU, 8 MiB are those of 256."""
+    found = SimpleNamespace(total_memory=int((memory_gb or 0) * 1e9))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    monkeypatch.setattr(chunked_head, "SMALLEST_CHUNK", 256)  # as they are outside of these tests
+    monkeypatch.setattr(chunked_head, "_CPU_BYTES", 2**23)
+    device = torch.device("cpu" if memory_gb is None else "cuda:0")
+    assert chunked_head.chunk_size(vocabulary_size, device) == expected

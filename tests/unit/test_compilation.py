@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from report_cases import TORCHRUN, Plan, expected, message, write
@@ -55,19 +57,32 @@ def test_off_is_what_yaml_makes_of_it(strategy, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kind", "accelerator", "tools", "found"),
-    [("regional", False, "", 1), ("regional", True, "", 0), ("off", False, "", 0), ("full", False, "g++", 0)],
+    ("kind", "liger", "accelerator", "tools", "found"),
+    [
+        ("regional", False, False, "", ["compile: regional needs a C++ compiler"]),
+        ("regional", False, True, "g++", ["compile: regional needs a C compiler"]),
+        ("regional", True, True, "clang", []),
+        ("off", False, False, "", []),
+        ("off", True, False, "", []),
+        ("off", True, True, "", ["model.kernels: liger needs a C", "loss.implementation: liger needs a C"]),
+        ("full", False, False, "g++", []),
+    ],
 )
-def test_a_compiler_is_needed_on_a_cpu(kind, accelerator, tools, found, tmp_path):
+def test_a_compiler_is_needed_and_on_a_gpu_it_is_tritons(kind, liger, accelerator, tools, found, tmp_path):
     for tool in tools.split():
         (tmp_path / tool).touch(mode=0o755)
-    problems = list(preflight.compiler_problems(kind, accelerator, {"PATH": str(tmp_path)}))
-    assert len(problems) == found
-    assert all("apt-get install g++" in text for text in problems)
+    kernels, loss = ("liger", "liger") if liger else ("torch", "auto")
+    recipe = SimpleNamespace(
+        compile=kind, model=SimpleNamespace(kernels=kernels), loss=SimpleNamespace(implementation=loss)
+    )
+    problems = list(preflight.compiler_problems(recipe, accelerator, {"PATH": str(tmp_path)}))
+    assert [problem.startswith(text) for problem, text in zip(problems, found, strict=True)] == [True] * len(found)
+    assert all(f"apt-get install {'gcc' if accelerator else 'g++'}," in text for text in problems)
 
 
 def test_what_torch_compiles_again_is_counted_with_its_reason():
     torch._dynamo.reset()
+    compilation._reasons()  # those of other tests
     lines: list[str] = []
     counter = Recompilations(True, lines.append)
     double = torch.compile(lambda x: 2 * x, backend="eager", dynamic=False)

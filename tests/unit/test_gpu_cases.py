@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 import time
@@ -59,6 +60,7 @@ def places(tmp_path_factory):
 @pytest.mark.parametrize("case", [case for case in CASES if case.program != "matmul"], ids=lambda case: case.name)
 def test_samecurve_accepts_every_case_also_at_the_toy_size(case, places, monkeypatch):
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)  # optional packages
     [toy] = [other for other in cases(num_devices=4, toy=True) if other.name == case.name]
     for each in (case, toy):
         world = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": str(each.num_processes)}
@@ -139,7 +141,7 @@ def test_the_page_has_every_row_and_what_is_missing():
     assert "| 1b-trainer | 2 | 1b | 0.50 | 15.0% | 20.0% | 20.0% | 3.0 |  | 7.0000 |" in text
     assert "| 8b-8bit | out of memory: CUDA out of memory / tried |" in text
     assert "| compile=regional | 6 | 1.20 | 3.0 | 1.00 |" in text
-    assert "- not run yet: 8b." in text and "2 x H" not in text
+    assert "Not run yet: 8b." in text and "2 x H" not in text
     bare = page.page({"1 x H": {"facts": facts(), "rows": {"1b-trainer": peer}}}, among)
     assert "| 1b-trainer | 2 | 1b |  |  |  |  | 3.0 |  | 7.0000 |" in bare
 
@@ -225,9 +227,37 @@ def test_a_case_that_the_minutes_cut_off_is_no_row(tmp_path, monkeypatch, capsys
         def add(self, case, row):
             added.append(case)
 
+        def longest(self, case):
+            return 40.0
+
     bench_gpu._measure([case], Kept(), None, limit=100.0, seconds=60.0)
     assert not added and "cut off by --minutes" in capsys.readouterr().out
     bench_gpu._measure([case], Kept(), None, limit=50.0, seconds=60.0)
     assert added == [case]
     bench_gpu._measure([case], Kept(), None, limit=50.0, seconds=1.0)
     assert added == [case] and "1 cases are left" in capsys.readouterr().out
+    bench_gpu._measure([case], Kept(), None, limit=30.0, seconds=35.0)  # less than others took, but that may be enough
+    assert added == [case, case]
+
+
+def test_a_case_is_not_begun_that_the_minutes_would_cut_off(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import bench_gpu
+
+    kept = bench_gpu.Kept(
+        tmp_path / "found.json", tmp_path / "gpu.md", {**facts(), "driver": None, "toy": False}, CASES
+    )
+    large, other, small = (chosen(CASES, [name])[0] for name in ("8b", "8b-compiled", "1b"))
+    kept.add(large, done(definition=large.definition, seconds=80.0))
+    assert (kept.longest(other), kept.longest(small)) == (80.0, bench_gpu.SHORTEST_SECONDS)
+    begun = []
+    monkeypatch.setattr(runs, "measure", lambda case, *_: begun.append(case.name) or done(definition=case.definition))
+    bench_gpu._measure([other, small], kept, None, limit=300.0, seconds=60.0)
+    assert begun == ["1b"]
+
+
+def test_what_says_most_comes_first():
+    """Some of it in the first half hour that somebody has a GPU: each size in every form before its peers."""
+    first = [case.name for case in cases(num_devices=1)][:10]
+    forms = "", "-compiled", "-kept"
+    assert first == ["ceilings", *(f"{size}{form}" for size in ("8b", "3b", "1b") for form in forms)]

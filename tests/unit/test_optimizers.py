@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import transformers
+from torch._dynamo.utils import counters
+from torch.optim import adam
 
 from samecurve.config import Optimizer
 from samecurve.engines.checks_optimizer import check_shards
@@ -17,7 +21,8 @@ from samecurve.optim import (
     num_bytes_per_parameter,
     set_learning_rate,
 )
-from samecurve.optimizers.adamw_bf16 import random_bits, rounded
+from samecurve.optimizers import adamw_bf16
+from samecurve.optimizers.adamw_bf16 import first_hash, random_bits, rounded, to_nearest
 from samecurve.optimizers.muon import orthogonal
 
 RATES = [0.01, 0.02, 0.005, 0.01, 0.01, 0.003]
@@ -111,6 +116,22 @@ def test_updates_are_those_of_another_implementation(name):
             assert torch.allclose(mine, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["fused", "foreach", "for_loop"])
+def test_the_three_ways_to_compute_an_adamw_update_agree(kind, monkeypatch):
+    """Which one was taken is asked of torch: all of them give nearly the same numbers."""
+    taken = []
+
+    def noting(name: str, plain):
+        return lambda *given, **more: (taken.append(name), plain(*given, **more))
+
+    for name in ("fused", "multi_tensor", "single_tensor"):
+        monkeypatch.setattr(adam, f"_{name}_adam", noting(name, getattr(adam, f"_{name}_adam")))
+    found = trained(ours("adamw", implementation=kind))
+    assert {*taken} == {{"foreach": "multi_tensor", "for_loop": "single_tensor"}.get(kind, kind)}
+    for mine, other in zip(found, trained(REFERENCES["adamw"]), strict=True):
+        assert torch.allclose(mine, other, rtol=1e-6, atol=1e-7)
+
+
 def test_lion_by_hand():
     """m = 0, g = -3: w = 2 (1 - 0.1 * 0.1) + 0.1, m = 0.05 * -3. Then g = 0.2: 0.9 m + 0.1 g is still negative."""
     weight = torch.nn.Parameter(torch.tensor([2.0]))
@@ -152,19 +173,21 @@ def test_rounding_at_random_is_right_on_average_and_lands_on_a_neighbour():
     )  # a quarter of the way from one bf16 number to the next, 2 ** -7 on
     exact = torch.cat([exact, -exact])
     low, high = 1.0, 1.0 + 2**-7
-    found = rounded(exact.clone(), random_bits(0, exact, salt=7)).float()
+    found = rounded(exact.clone(), random_bits(first_hash(0, salt=7), exact)).float()
     assert {*found.abs().tolist()} == {low, high}
     share = (found.abs() == high).float().mean().item()
     assert share == pytest.approx(0.625, abs=0.01)
     assert found[: 2**16].mean().item() == pytest.approx(exact[0].item(), abs=1e-4)
-    assert torch.equal(rounded(found.clone(), random_bits(0, exact, salt=8)).float(), found)  # what fits stays
+    assert torch.equal(
+        rounded(found.clone(), random_bits(first_hash(0, salt=8), exact)).float(), found
+    )  # what fits stays
 
 
 def test_the_random_bits_belong_to_a_place_a_step_and_a_weight():
-    whole = random_bits(0, torch.empty(5000), salt=1)
-    assert torch.equal(random_bits(1234, torch.empty(5000 - 1234), salt=1), whole[1234:])
+    whole = random_bits(first_hash(0, salt=1), torch.empty(5000))
+    assert torch.equal(random_bits(first_hash(1234, salt=1), torch.empty(5000 - 1234)), whole[1234:])
     assert whole.unique().numel() > 4500 and 0 <= int(whole.min()) and int(whole.max()) < 2**16
-    other = random_bits(0, torch.empty(5000), salt=2)
+    other = random_bits(first_hash(0, salt=2), torch.empty(5000))
     assert (whole == other).sum() < 10
     assert abs(torch.corrcoef(torch.stack([whole[1:], whole[:-1]]).double())[0, 1]) < 0.05
 
@@ -216,6 +239,57 @@ def test_updates_that_the_nearest_bf16_undoes_move_weights(update):
         weight.grad = torch.ones_like(weight)
         optimizer.step()
     assert weight.float().mean().item() == pytest.approx(0.8, abs=2e-3)
+
+
+@pytest.mark.parametrize("update", ["stochastic", "kahan"])
+def test_one_kernel_updates_as_many_do(update, monkeypatch):
+    """As on a GPU, compiled for this CPU: the same weights, moments and rest, but for what contracted operations leave
+    in the last bit of fp32. One program for all sizes, steps and rates."""
+    made = []
+    torch._dynamo.reset()  # another test may have compiled it
+    for compiled in (False, True):
+        monkeypatch.setattr(adamw_bf16, "compiles", lambda *_, compiled=compiled: compiled)
+        sizes = (72, 64), (33,), (5, 7, 11)
+        parameters = [torch.nn.Parameter(torch.linspace(-2, 2, math.prod(size)).view(size)) for size in sizes]
+        optimizer = ours("adamw_bf16", bf16_update=update)(parameters)
+        before = counters["stats"]["unique_graphs"]
+        for rate in RATES[:4]:
+            set_learning_rate(optimizer, rate)
+            for parameter in parameters:
+                parameter.grad = parameter.detach().cos()
+            optimizer.step()
+        assert counters["stats"]["unique_graphs"] - before == compiled
+        kept = [value for p in parameters for value in optimizer.state[p].values() if isinstance(value, torch.Tensor)]
+        made.append([*parameters, *kept])
+    same = sum(int((one == other).sum()) for one, other in zip(*made, strict=True))
+    assert same >= 0.999 * sum(tensor.numel() for tensor in made[0])
+
+
+@pytest.mark.parametrize("kahan", [False, True])
+def test_a_kernel_that_cannot_be_had_or_is_wrong_is_not_used(kahan, monkeypatch):
+    cpu = torch.device("cpu")
+    assert adamw_bf16.agrees(cpu, kahan) and not adamw_bf16.compiles(cpu, kahan)
+
+    def broken(*_):
+        raise RuntimeError("no C compiler\nand more")
+
+    monkeypatch.setattr(adamw_bf16, "compiled_update", lambda: broken)
+    with pytest.warns(UserWarning, match=r"no update in one kernel \(RuntimeError: no C compiler\)"):
+        assert not adamw_bf16.agrees(cpu, kahan)
+
+    def forgetful(numbers, hashed, *tensors):
+        adamw_bf16.update_part(numbers, hashed, *tensors)
+        tensors[-1].zero_()  # Kahan's compensation, as where a compiler drops the cast
+
+    for wrong in (lambda *_: None, forgetful):
+        monkeypatch.setattr(adamw_bf16, "compiled_update", lambda wrong=wrong: wrong)
+        with pytest.warns(UserWarning, match="computes something else"):
+            assert not adamw_bf16.agrees(cpu, kahan)
+
+
+def test_bits_round_as_a_cast_does():
+    values = torch.cat([torch.linspace(-3, 3, 4097), torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 2**-130, 3e38, 0.0])])
+    assert torch.equal(rounded(values.clone(), to_nearest(values)), values.bfloat16().float())
 
 
 @pytest.mark.parametrize(

@@ -97,11 +97,14 @@ def test_what_is_missing(machine, asked, lacks, precision, expected):
         assert line.startswith("strategy probed: ") and text in line
 
 
+def plain_recipe(precision: str) -> SimpleNamespace:
+    model, loss = SimpleNamespace(kernels="torch"), SimpleNamespace(implementation="auto")
+    return SimpleNamespace(precision=precision, compile="off", model=model, loss=loss)
+
+
 def test_check_raises_all_of_it(machine):
     environ = machine("")
-    plan = SimpleNamespace(
-        strategy=strategy("zero", CPU_OFFLOAD), recipe=SimpleNamespace(precision="fp16", compile="off")
-    )
+    plan = SimpleNamespace(strategy=strategy("zero", CPU_OFFLOAD), recipe=plain_recipe(precision="fp16"))
     with pytest.raises(ConfigurationError) as error:
         preflight.check(plan, environ)
     header, *lines = str(error.value).splitlines()

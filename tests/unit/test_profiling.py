@@ -99,6 +99,23 @@ def test_a_step_on_a_device_by_hand():
     assert {operator.name for operator in found.operators} >= {"aten::addmm", "aten::mul", "flash_fwd_kernel"}
 
 
+def test_what_is_compiled_is_told_apart_by_the_names_of_its_kernels():
+    """One graph calls all of them; the optimizer's is the optimizer's."""
+    names = "triton_red_fused__log_softmax_nll_loss_forward_0", "triton_poi_fused_add_mul_1", "triton_per_fused_mean_2"
+    kernels = [event(name, 10 * i, 10, 7, "kernel", **{"External id": 5}) for i, name in enumerate(names, start=1)]
+    found = breakdown(
+        [
+            annotation("ProfilerStep#1", 0, 100),
+            event("## Call CompiledFxGraph f1 ##", 5, 5, **{"External id": 5}),
+            *kernels,
+            annotation("Optimizer.step#AdamWBf16.step", 60, 10),
+            event("## Call CompiledFxGraph f2 ##", 62, 5, **{"External id": 6}),
+            event("triton_poi_fused_add_3", 70, 10, 7, "kernel", **{"External id": 6}),
+        ]
+    )
+    assert milliseconds(found) == {"loss": 10, "elementwise": 20, "optimizer": 10, "idle": 60}
+
+
 def test_bytes_of_collectives_by_hand():
     def called(name, start, dims, types):
         return event(f"c10d::{name}", start, 1, **{"Input Dims": dims, "Input type": types})

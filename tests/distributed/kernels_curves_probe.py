@@ -1,0 +1,21 @@
+"""levers_probe.py with Triton's interpreter. A case with Liger's kernels changes the process: plain ones come first."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
+import interpreted  # noqa: E402  before anything that imports Triton
+import levers_probe  # noqa: E402
+
+from samecurve import outcome  # noqa: E402
+
+
+def main() -> None:
+    interpreted.prepare()
+    levers_probe.main()
+
+
+if __name__ == "__main__":
+    outcome.end_with(main)
