@@ -23,7 +23,7 @@ from samecurve.records import now, read_json, write_json, write_text  # noqa: E4
 from samecurve.workers import num_cores  # noqa: E402
 
 SHORTEST_SECONDS = 45.0
-"""A case is not begun where less than this is left of --minutes: most take longer to start."""
+"""A case is not begun where less than this is left of --minutes, or than another case of the same model took."""
 DRIVER = "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
 PROBE = """
 import json, torch
@@ -60,19 +60,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _measure(todo: Sequence[Case], kept: Kept, places: runs.Places, limit: float, seconds: float) -> None:
     """seconds: for all of them together; what does not fit into them is left for the next start."""
-    end = time.perf_counter() + seconds
+    end, num_left = time.perf_counter() + seconds, 0
     for index, case in enumerate(todo):
         left = end - time.perf_counter()
-        if left < SHORTEST_SECONDS:
-            print(f"--minutes are over: {len(todo) - index} cases are left; the same command goes on")
-            return
+        if left < min(limit, kept.longest(case)):
+            num_left += 1
+            continue
         print(f"{case.name} ({index + 1} of {len(todo)})", flush=True)
         row = runs.measure(case, places, min(limit, left))
         if row["state"] == "time limit" and left < limit:
             print(f"{case.name}: cut off by --minutes; the same command measures it anew")
-            return
+            num_left += 1
+            continue
         kept.add(case, row)
         print(f"    {_told(row)}", flush=True)
+    if num_left:
+        print(f"--minutes are over: {num_left} cases are left; the same command goes on")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -103,6 +106,11 @@ class Kept:
         """Of the row that is there, "" without one, or where it was another run."""
         row = self._machine["rows"].get(case.name)
         return row["state"] if row is not None and row["definition"] == case.definition else ""
+
+    def longest(self, case: Case) -> float:
+        """Seconds that a case of this model took here, its start included."""
+        rows = (row for row in self._machine["rows"].values() if row["definition"]["recipe"] == case.recipe)
+        return max([SHORTEST_SECONDS, *(row["seconds"] for row in rows if row["state"] == "done")])
 
     def add(self, case: Case, row: dict) -> None:
         row |= {"driver": self._facts["driver"], "commit": _said("git", "rev-parse", "--short", "HEAD")}

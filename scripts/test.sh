@@ -29,7 +29,7 @@ if [ -n "$full" ]; then
         .venv/bin/python -m pip install --quiet --no-deps --target "$SAMECURVE_SENTENCE_TRANSFORMERS" "${packages[@]}"
 fi
 
-export HF_HUB_OFFLINE=1
+export HF_HUB_OFFLINE=1 CUDA_VISIBLE_DEVICES= # GPUs have tests of their own: scripts/test_gpu.sh
 say "ruff"
 ruff check .
 ruff format --check .

@@ -26,22 +26,22 @@ LEVERS = (
     "loss",
     "memory.activation_checkpointing",
     "model.attention",
+    "model.kernels",
     "optimizer.name",
+    "optimizer.implementation",
     "data.num_workers",
 )
 # what several keys make together
 PAIRS = (
     "memory.activation_checkpointing=selective memory.selective_keeps=attention",
     "compile=regional memory.activation_checkpointing=selective",
+    "model.kernels=liger loss.implementation=liger",
+    "compile=regional model.kernels=liger",
     "compile=regional fp8=tensorwise",
     "compile=regional fp8=rowwise_with_gw_hp",
     "model.attention=flash_attention_2 batch.micro_batch_size=1",
 )
 LEVERS_ON = "1b-documents"
-NOT_MEASURED = {
-    "Liger kernels": "no recipe key asks for them",
-    "AdamW that is not fused": "the fused kernel is the only one that samecurve takes",
-}
 
 
 @dataclass(frozen=True)
@@ -105,20 +105,27 @@ def _ceilings() -> Iterator[Case]:
 
 
 BF16, COMPILED = "optimizer.name=adamw_bf16", "compile=regional"
+KEPT = "memory.activation_checkpointing=none"
+TWO_ROWS = "batch.micro_batch_size=2"
 
 
 def _sizes() -> Iterator[Case]:
-    """Each size as it is, compiled, and as transformers.Trainer has it.
+    """Each size as it is, compiled, and compiled with nothing computed twice; then each as transformers.Trainer has it.
 
+    What is computed twice is no model FLOP: where the device's matrix products reach 80 % of the data sheet's, full
+    recomputation cannot reach 60 % MFU, so the third kind is the one that may.
     The largest does not fit into one GPU with fp32 weights and moments: 16 bytes each are 128 GB before anything is
     computed. Trainer's bf16 weights are rounded to the nearest, which loses most small updates.
     """
-    for size, overrides in (("8b", (BF16,)), ("3b", ()), ("1b", ())):
-        plain = Case(size, "shapes", f"llama_{size}.yaml", overrides)
-        yield replace(plain, profiled=True)
-        compiled = replace(plain, name=f"{size}-compiled", overrides=(*overrides, COMPILED), against=size)
-        yield replace(compiled, profiled=True)
-        trainer = replace(plain, name=f"{size}-trainer", group="peer", program="trainer", against=size)
+    # what one of 32 wider layers keeps of four rows would not fit beside 64 GB of weights, gradients and moments
+    sizes = {"8b": ((BF16,), (TWO_ROWS,)), "3b": ((), ()), "1b": ((), ())}
+    for size, (overrides, fewer) in sizes.items():
+        plain = Case(size, "shapes", f"llama_{size}.yaml", overrides, profiled=True)
+        yield plain
+        for name, more in (("compiled", (COMPILED,)), ("kept", (COMPILED, KEPT, *fewer))):
+            yield replace(plain, name=f"{size}-{name}", overrides=(*overrides, *more), against=size)
+    for size, (overrides, _) in sizes.items():
+        trainer = Case(f"{size}-trainer", "peer", f"llama_{size}.yaml", overrides, "trainer", against=size)
         yield trainer
         yield replace(trainer, name=f"{size}-trainer-compiled", arguments=("--compile",))
 
@@ -131,13 +138,15 @@ def _shapes() -> Iterator[Case]:
         return Case(f"{size}-{name}", "shapes", f"llama_{size}.yaml", overrides, **given)
 
     def long(num_rows: int) -> tuple[str, ...]:
-        rows = f"batch.global_batch_size={num_rows}", "batch.micro_batch_size=2"
+        rows = f"batch.global_batch_size={num_rows}", TWO_ROWS
         return "batch.sequence_length=8192", *rows
 
-    keeps, two = "memory.activation_checkpointing", "batch.micro_batch_size=2"
-    yield case("8b", "selective", BF16, COMPILED, f"{keeps}=selective", two, profiled=True)
-    yield case("8b", "kept", BF16, COMPILED, f"{keeps}=none", two)
-    yield case("3b", "selective", COMPILED, f"{keeps}=selective", two)
+    selective = "memory.activation_checkpointing=selective"
+    yield case("8b", "selective", BF16, COMPILED, selective, TWO_ROWS, profiled=True)
+    yield case("3b", "selective", COMPILED, selective, TWO_ROWS)
+    # autocast keeps what goes from layer to layer in fp32; FSDP's mixed precision, also with one shard, in bf16
+    for size in ("3b", "1b"):
+        yield case(size, "fsdp", COMPILED, KEPT, strategy="fsdp", against=f"{size}-kept")
     yield case("1b", "documents", data="documents", profiled=True)
     trainer = case("1b", "trainer-documents", program="trainer", data="documents", against=LEVERS_ON)
     yield replace(trainer, group="peer")
@@ -148,6 +157,7 @@ def _shapes() -> Iterator[Case]:
     yield case("3b", "8192", *long(4))
     yield case("1b", "8192", *long(8))
     yield case("8b", "sft", BF16, data="conversations", against="")
+    yield case("8b", "sft-varlen", BF16, "model.attention=varlen", data="conversations", against="8b-sft")
     yield case("8b", "lora-sft", "adapter.name=lora", data="conversations", against="8b-sft")
     yield case("1b", "sft", data="conversations", against="")
     # host memory: 60 GiB with bf16 weights and moments, 48 GiB; the 8B one with fp32 masters would want 120 GiB

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from benchmarks.markdown import table
 from samecurve.benchmarks.steps import UNCHANGED, Measured, Variant, verdicts
 
-from .cases import GROUPS, MEASURED, NOT_MEASURED, WARM_UP, Case
+from .cases import GROUPS, MEASURED, WARM_UP, Case
 
 # What others published for the 8B shape on one H200 (full recomputation, bf16 weights, 80.7 GB); see `all_parameters`.
 PUBLISHED_TOKENS_PER_SECOND, PUBLISHED_MFU = 10_471, 0.578
@@ -26,7 +26,7 @@ def page(results: Mapping, among: Sequence[Case]) -> str:
                 parts += _levers(cases, rows)
             elif group != "ceilings" and cases:
                 parts += [f"### {title}", table(_COLUMNS, [_line(case, rows) for case in cases])]
-        parts.append("\n".join(_left_out(rows, among)))
+        parts += _left_out(rows, among)
     return "\n\n".join(parts) + "\n"
 
 
@@ -40,7 +40,8 @@ ones. MFU counts 6 N + 12 L h s FLOPs per token, N without an embedding that is 
 that, as others count: by it {published} were published for the 8B shape on
 one H200. HFU adds what is computed twice. Memory is what PyTorch allocated at most. "Not in kernels" is from the
 profiler, of steps after the measured ones, and the more for what the profiler itself takes. The loss is that of the
-first step, which is equal where first weights and rows are."""
+first step, which is equal where first weights and rows are. Where a whole model is compiled (compile=full, Trainer's
+torch_compile), transformers makes a mask of a single document's positions, too: attention computes what it hides."""
 
 
 def _hardware(facts: Mapping, rows: Mapping) -> str:
@@ -146,11 +147,8 @@ def _measured(row: Mapping) -> Measured:
 
 
 def _left_out(rows: Mapping, among: Sequence[Case]) -> list[str]:
-    found = [f"{what}: {why}" for what, why in NOT_MEASURED.items()]
     missing = [case.name for case in among if case.name not in rows]
-    if missing:
-        found.append(f"not run yet: {', '.join(missing)}")
-    return ["Not measured:", "", *(f"- {text}." for text in found)]
+    return [f"Not run yet: {', '.join(missing)}."] if missing else []
 
 
 def _percent(share: float | None) -> str:

@@ -12,6 +12,8 @@ from harness import ROOT, long
 # what samecurve refuses, here or with packed rows, and torch on a CPU; each is a row that says why
 FLASH = "1b:attention=flash_attention_2"
 REFUSED = {FLASH, f"{FLASH},micro_batch_size=1", "1b:attention=flex_attention", "8b-offload"}
+LIGER = "1b:kernels=liger"
+REFUSED |= {LIGER, "1b:implementation=liger", f"{LIGER},implementation=liger", "1b:compile=regional,kernels=liger"}
 
 PEERS = {"1b": "1b-trainer", "3b": "3b-trainer", "8b": "8b-trainer", "1b-documents": "1b-trainer-documents"}
 
@@ -35,5 +37,5 @@ def test_a_row_for_each_case_and_equal_rows_for_trainer(only, workspace):
     if only:
         assert rows.keys() == set(only)
         return
-    assert len(rows) > 40 and "Ceilings: " in page and "not run yet" not in page
+    assert len(rows) > 40 and "Ceilings: " in page and "Not run yet" not in page
     assert all(f"| {lever} |" in page for lever in ("as it is", "compile=regional", "optimizer.name=muon"))

@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# The tests that need GPUs: strategies, levers and checkpoints against one process, on all GPUs of this machine, and the
+# kernels of varlen, Liger and adamw_bf16. The others run on a CPU (scripts/test.sh). PYTHON=python3 takes an environment
+# that is there, with pytest, instead of making .venv.
+#
+#   bash scripts/test_gpu.sh [pytest arguments ...]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/_environment.sh
+
+[ -n "${PYTHON:-}" ] || make_environment requirements.txt requirements-dev.txt
+export HF_HUB_OFFLINE=1
+exec "${PYTHON:-python}" -m pytest tests/gpu tests/unit/test_varlen.py \
+    tests/unit/test_kernels.py::test_loss_and_gradients_are_those_of_pytorch "$@"

@@ -1,0 +1,166 @@
+"""What a CPU cannot show: the same curves, levers and checkpoints on real GPUs. See scripts/test_gpu.sh.
+
+With $SAMECURVE_REHEARSE_GPU_TESTS set it runs where there is no GPU, to try the tests themselves.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from importlib.util import find_spec
+
+import pytest
+import torch
+from harness import LLAMA, ROOT, Run, Workspace, launch_command
+from test_equal_curves import ENGINES as ON_A_CPU
+
+from samecurve.optimizers import adamw_bf16
+
+ON_GPU = torch.cuda.is_available()
+NUM_DEVICES = torch.cuda.device_count() if ON_GPU else 1
+WORLDS = sorted({1, NUM_DEVICES})
+ENGINES = ON_A_CPU | ({"fsdp_offload": ON_A_CPU["fsdp"]} if ON_GPU else {})
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+PROBE = ROOT / "tests" / "distributed" / "levers_probe.py"
+CONFIG = {**LLAMA, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32}  # flex_attention wants 16 at least
+OVERRIDES = (
+    "batch.micro_batch_size=4",
+    "data.packing=true",
+    "optimizer.learning_rate=5e-4",  # so that rounding stays small over the steps of a whole run
+    f"model={json.dumps({'config': CONFIG, 'attention': 'sdpa'})}",
+)
+OPTIMIZER = {"learning_rate": 5e-4, "max_grad_norm": 0.8}
+FP32, BF16 = (1e-4, 1e-3), (5e-3, 5e-2)
+"""Largest relative difference in loss and in gradient norm; those of bf16 are to fp32, see test_equal_curves.py."""
+TOLERANCES = {"fp32": FP32, "bf16": BF16}
+
+EXACT = {
+    "eager": {"model": {"config": CONFIG, "attention": "eager"}},
+    "flex": {"model": {"config": CONFIG, "attention": "flex_attention"}},
+    "all logits": {"loss": {"implementation": "full"}},
+    "full": {"memory": {"activation_checkpointing": "full"}},
+    "selective": {"memory": {"activation_checkpointing": "selective"}},
+    "offload": {"memory": {"activation_checkpointing": "offload"}},
+    "compiled": {"compile": "regional"},
+    "foreach": {"optimizer": {**OPTIMIZER, "implementation": "foreach"}},
+    "liger": {
+        "model": {"config": CONFIG, "attention": "sdpa", "kernels": "liger"},
+        "loss": {"implementation": "liger"},
+    },
+}
+ROUNDED = {
+    "bf16": {},
+    "eager": {"model": {"config": CONFIG, "attention": "eager"}},
+    "varlen": {"model": {"config": CONFIG, "attention": "varlen"}},
+    "varlen compiled": {"model": {"config": CONFIG, "attention": "varlen"}, "compile": "regional"},
+    "varlen selective": {
+        "model": {"config": CONFIG, "attention": "varlen"},
+        "memory": {"activation_checkpointing": "selective", "selective_keeps": "attention"},
+    },
+    "flex": {"model": {"config": CONFIG, "attention": "flex_attention"}},
+    "adamw_bf16": {"optimizer": {**OPTIMIZER, "name": "adamw_bf16"}},
+    "kahan": {"optimizer": {**OPTIMIZER, "name": "adamw_bf16", "bf16_update": "kahan"}},
+    "fp16": {"loss": {"implementation": "full"}},
+}
+if not ON_GPU:  # flex_attention has no gradients there, and fp16 no matrix products
+    EXACT.pop("flex"), ROUNDED.pop("flex"), ROUNDED.pop("fp16")
+if not ON_GPU or find_spec("liger_kernel") is None:
+    EXACT.pop("liger")
+STRATEGIES = [name for name in ENGINES if name not in ("single", "hsdp", "pipeline", "zero3_nvme")]
+CASES = [(name, world) for name in STRATEGIES for world in WORLDS]
+CASES += [("pipeline", NUM_DEVICES)] if NUM_DEVICES > 1 else []
+
+
+@pytest.fixture(scope="session")
+def probe(workspace):
+    """(strategy, world, precision, {recipe key: value}) -> what levers_probe.py finds."""
+
+    @cache
+    def probed(strategy: str, world: int, precision: str, keys: str, **environment: str) -> dict:
+        if ENGINES[strategy] == "DeepSpeedEngine" and find_spec("deepspeed") is None:
+            pytest.skip("deepspeed is not installed")
+        path = None if strategy == "single" else workspace.strategy(strategy)
+        command = launch_command("torchrun" if path else "python", path, world, workspace.folder, str(PROBE))
+        command += [str(workspace.recipe), *OVERRIDES, f"precision={precision}"]
+        command += ["--strategy", str(path)] if path else []
+        run = workspace.execute(command, workspace.folder, CASES=f'{{"case": {keys}}}', **environment)
+        assert run.returncode == 0, run.output
+        found = json.loads(run.output.split("FOUND ", 1)[1].splitlines()[0])["case"]
+        assert found["engine"] == ENGINES[strategy]
+        return found
+
+    def of(strategy: str, world: int, precision: str, keys: dict | None = None, **environment: str) -> dict:
+        return probed(strategy, world, precision, json.dumps(keys or {}), **environment)
+
+    return of
+
+
+def assert_close(found: dict, expected: dict, tolerances: tuple[float, float]) -> None:
+    for key, tolerance in zip(("loss", "norm", "eval_loss"), (*tolerances, tolerances[0]), strict=True):
+        assert found[key] == pytest.approx(expected[key], rel=tolerance), key
+
+
+@pytest.fixture(scope="session")
+def single(probe) -> dict:
+    """One process on one device in fp32."""
+    return probe("single", 1, "fp32")
+
+
+def test_a_gpu_follows_a_cpu(probe, single):
+    assert_close(single, probe("single", 1, "fp32", **NO_GPU), FP32)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_in_fp32_a_lever_changes_nothing(name, probe, single):
+    assert_close(probe("single", 1, "fp32", EXACT[name]), single, FP32)
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_in_16_bits_a_lever_stays_near(name, probe, single):
+    precision = "fp16" if name == "fp16" else "bf16"
+    assert_close(probe("single", 1, precision, ROUNDED[name]), single, BF16)
+
+
+@pytest.mark.parametrize("kahan", [False, True])
+def test_adamw_bf16_updates_in_one_kernel(kahan):
+    """Without one it only warns."""
+    assert adamw_bf16.agrees(torch.device("cuda" if ON_GPU else "cpu"), kahan)
+
+
+@pytest.mark.parametrize("precision", TOLERANCES)
+@pytest.mark.parametrize(("strategy", "world"), CASES)
+def test_a_strategy_follows_one_process(strategy, world, precision, probe, single):
+    assert_close(probe(strategy, world, precision), single, TOLERANCES[precision])
+
+
+@pytest.fixture(scope="session")
+def whole(workspace) -> Run:
+    return run(workspace, None)
+
+
+def run(workspace: Workspace, strategy: str | None, *overrides: str) -> Run:
+    found = workspace.run(strategy, 1, *OVERRIDES, *overrides, launcher="torchrun" if strategy else "python")
+    assert found.returncode == 0, found.output
+    assert found.facts["device"].startswith("cuda") == ON_GPU
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "zero3", "zero2_offload"])
+def test_a_checkpoint_of_a_gpu_goes_on_under_another_strategy_and_on_a_cpu(strategy, workspace, whole, monkeypatch):
+    begun = run(workspace, strategy)
+    for key in ("loss", "grad_norm"):
+        assert begun.column(key) == pytest.approx(whole.column(key), rel=1e-3), key
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    ended = workspace.resume(begun, 10, None, 1, *OVERRIDES)
+    assert ended.returncode == 0 and ended.facts["device"] == "cpu", ended.output
+    assert ended.column("loss")[10:] == pytest.approx(whole.column("loss")[10:], rel=1e-3)
+
+
+def test_what_is_measured_on_a_gpu(workspace):
+    """Peak memory, utilization against the device's peak, and a profile of its kernels."""
+    found = run(workspace, None, "steps=8", "profile.steps=[5, 6]", "precision=bf16")
+    assert all(record["peak_memory_gib"] > 0 and 0 < record["mfu"] <= record["hfu"] < 1 for record in found.metrics[1:])
+    summary = json.loads((found.directory / "profile" / "summary.json").read_text())
+    assert bool(summary.get("on_device")) == ON_GPU
+    assert sum(summary["shares"].values()) == pytest.approx(1, abs=0.02)
+    assert any((found.directory / "profile").glob("*.memory.pickle")) == ON_GPU
