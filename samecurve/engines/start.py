@@ -7,6 +7,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import (
     DeepSpeedPlugin,
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
     from .resolve import Plan
 
 _DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# Kept until the process is gone. DDP's Reducer would else be the last to let go of its group: its destructor joins
+# gloo's threads while it holds the interpreter's lock, for which they may be waiting (torch 2.13: a rank that had done
+# all its work then hung for ever, in one of twenty runs on busy cores).
+_WORLDS: list[dist.ProcessGroup] = []
 
 
 def start(plan: Plan) -> Accelerator:
@@ -52,6 +57,8 @@ def start(plan: Plan) -> Accelerator:
         project_config=ProjectConfiguration(project_dir=recipe.output_dir, logging_dir=recipe.output_dir),
         **_plugins(plan),
     )
+    if dist.is_initialized():
+        _WORLDS.append(dist.group.WORLD)
     set_seed(recipe.seed, device_specific=True)  # of dropout only; weights and rows have generators of their own
     if rehearsal.needed():
         rehearsal.adjust(accelerator, recipe.precision)

@@ -6,9 +6,11 @@ themselves, single processes and everything about signals and deaths have tests 
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -34,9 +36,10 @@ def run(
     each = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **torchrun} for rank in range(world)] or [{}]
     with tempfile.TemporaryFile() as output:
         ranks = [_start(script, [str(script), *arguments], environment | more, output.fileno()) for more in each]
-        failed = _wait(ranks, timeout)
+        failed, hung = _wait(ranks, timeout)
         output.seek(0)
         text = output.read().decode(errors="replace")
+    assert not hung, f"{hung} of {len(ranks)} ranks did not end within {timeout:g} s:\n{text}"
     code = int(failed) if world else ranks[0].exitcode
     return subprocess.CompletedProcess([str(script), *arguments], code, text, "")
 
@@ -88,6 +91,7 @@ def _rank(script: Path, argv: list[str], environment: dict[str, str], output) ->
     descriptor = output.detach()
     for stream in (1, 2):
         os.dup2(descriptor, stream)
+    faulthandler.enable()  # SIGABRT tells where it was
     os.environ.clear()
     os.environ.update(environment)
     root = environment["PYTHONPATH"]
@@ -97,8 +101,8 @@ def _rank(script: Path, argv: list[str], environment: dict[str, str], output) ->
     runpy.run_path(str(script), run_name="__main__")
 
 
-def _wait(ranks: list[multiprocessing.Process], timeout: float) -> bool:
-    """Whether any failed. When one has, the others have to end soon."""
+def _wait(ranks: list[multiprocessing.Process], timeout: float) -> tuple[bool, int]:
+    """Whether any failed, and how many did not end though none had. When one has, the others have to end soon."""
     deadline, failed = time.monotonic() + timeout, False
     while any(rank.is_alive() for rank in ranks) and time.monotonic() < deadline:
         if not failed and any(rank.exitcode for rank in ranks):
@@ -108,8 +112,9 @@ def _wait(ranks: list[multiprocessing.Process], timeout: float) -> bool:
         time.sleep(0.02)
     hung = [rank for rank in ranks if rank.is_alive()]
     for rank in hung:
+        os.kill(rank.pid, signal.SIGABRT)
+        rank.join(FAILED_SECONDS)
         rank.kill()
     for rank in ranks:
         rank.join()
-    assert not hung or failed, f"{len(hung)} ranks did not end within {timeout:g} s"
-    return failed or any(rank.exitcode for rank in ranks)
+    return failed or any(rank.exitcode for rank in ranks), 0 if failed else len(hung)

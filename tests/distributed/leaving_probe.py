@@ -1,0 +1,27 @@
+"""Run under a launcher with train.py's arguments: which threads of gloo are left when main() has returned."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from samecurve import engines, model, outcome, tasks
+
+
+def main() -> None:
+    plan = engines.plan(sys.argv[1:], os.environ)
+    accelerator = engines.start(plan)
+    task = tasks.load(plan.recipe)
+    skeleton = model.skeleton(plan.recipe, task.vocabulary_size, task.special_tokens)
+    engine = engines.build(accelerator, plan, skeleton, task)
+    accelerator.print("ENGINE", engine.describe()["engine"])
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    code = outcome.exit_code(main)  # what end_with does, but for a look between its two halves
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    print("LEFT", sum("gloo_runloop" in name for name in names), flush=True)
+    outcome.leave(code)
