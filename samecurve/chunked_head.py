@@ -27,10 +27,11 @@ if TYPE_CHECKING:
 
 SMALLEST_CHUNK = 256
 """Tokens. Every chunk adds to the whole gradient of the head's weight, which fewer tokens would not be worth."""
-# Of a chunk's logits in fp32: a CPU's should stay in its cache. On a GPU each chunk reads and writes the gradient of
-# the head's weight, 2 GB of fp32 for a vocabulary of 128,256 and 4,096 features: little beside its matrix products only
-# where it has thousands of tokens. The loss makes about four tensors like the logits: a sixteenth of the memory.
-_CPU_BYTES, _GPU_BYTES, _GPU_SHARE = 2**23, 2**30, 64
+# Of a chunk's logits in fp32. Each chunk reads and writes the gradient of the head's weight, on a GPU 2 GB of fp32 for
+# a vocabulary of 128,256 and 4,096 features: little beside its matrix products only where it has thousands of tokens.
+# The loss makes about four tensors like the logits: a sixteenth of the memory. On a CPU 1,024 tokens of a vocabulary of
+# 8,192 were faster than 512 and 2,048.
+_CPU_BYTES, _GPU_BYTES, _GPU_SHARE = 2**25, 2**30, 64
 
 Measure = Callable[..., Tensor]
 
@@ -48,14 +49,12 @@ class ChunkedHead:
     """Stands in for the forward of a model's output head, with its place among the modules, weights and hooks.
 
     head: see `chunkable`. kind: chunked, or liger, by which gradients are taken where `measure` is token_loss_sum.
-    Outside of `measuring` it gives logits as ever.
+    compiles: whether what is measured of logits in training may be compiled. Outside of `measuring` it gives logits as
+    ever.
     """
 
-    compiles = False
-    """Whether what is measured of logits in training may be compiled."""
-
-    def __init__(self, head: nn.Linear, kind: str = "chunked"):
-        self.kind = kind
+    def __init__(self, head: nn.Linear, kind: str = "chunked", compiles: bool = False):
+        self.kind, self.compiles = kind, compiles
         self._head, self._wanted = head, None
         head.forward = self._forward
 
@@ -104,7 +103,9 @@ def _compiled(measure: Measure) -> Measure:
     return torch.compile(measure)
 
 
-def install(model: PreTrainedModel, skeleton: PreTrainedModel, wanted: str) -> ChunkedHead | None:
+def install(
+    model: PreTrainedModel, skeleton: PreTrainedModel, wanted: str, compiles: bool = False
+) -> ChunkedHead | None:
     """None where the head is not `chunkable`; ConfigurationError where it is required.
 
     model: with memory, or sharded. skeleton: the same model on the meta device. wanted: auto, chunked or liger.
@@ -112,7 +113,7 @@ def install(model: PreTrainedModel, skeleton: PreTrainedModel, wanted: str) -> C
     head = model.get_output_embeddings()
     plain = isinstance(head, nn.Linear) and head.weight.is_floating_point()  # neither adapted nor in 4 bits
     if plain and chunkable(skeleton):
-        return ChunkedHead(head, "liger" if wanted == "liger" else "chunked")
+        return ChunkedHead(head, "liger" if wanted == "liger" else "chunked", compiles)
     if wanted != "auto":
         raise ConfigurationError(
             f"loss.implementation: found {wanted}, but {skeleton.config.model_type} changes what its output head gives "

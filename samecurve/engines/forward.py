@@ -68,7 +68,4 @@ def chunked_head(module: PreTrainedModel, skeleton: PreTrainedModel, task: Task,
     wanted = recipe.loss.implementation
     if wanted == "full" or recipe.precision == "fp16" or not task.by_token:
         return None
-    head = install(module, skeleton, wanted)
-    if head is not None:
-        head.compiles = recipe.compile != "off"
-    return head
+    return install(module, skeleton, wanted, recipe.compile != "off")
