@@ -22,7 +22,7 @@ from accelerate.utils import (
 from .. import fp8, kernels
 from ..errors import TopologyError
 from ..workers import num_cores
-from . import launch, rehearsal
+from . import launch, malloc, rehearsal
 from .deepspeed_config import concrete
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ def start(plan: Plan) -> Accelerator:
     if strategy.family != "single":
         launch.meet_again(rehearsal.backend(strategy))
     if rehearsal.needed():
+        malloc.keep_freed_memory()
         rehearsal.prepare(strategy)
     if rehearsal.needed() or any(part.startswith("optimizer:") for part in strategy.offload):
         torch.set_num_threads(_threads())
