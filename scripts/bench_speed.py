@@ -114,7 +114,8 @@ def main() -> None:
             else:
                 parts += [table(MATCHES[name], play(MATCHES[name], arguments.rounds, Path(folder)))]
             print(parts[-1])
-    arguments.output.write_text("\n".join([heading(), *parts]), encoding="utf-8")
+    text = "\n\n".join(part.strip() for part in [heading(), *parts])
+    arguments.output.write_text(text + "\n", encoding="utf-8")
 
 
 def play(match: Match, rounds: int, folder: Path) -> dict[str, list[list[dict]]]:

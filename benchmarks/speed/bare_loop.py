@@ -2,7 +2,8 @@
 
     python bare_loop.py RECIPE OUTPUT.json [--compile] [--chunked] [key=value ...]
 
---chunked: with samecurve's chunked head, which is the step that its framework goes around.
+--chunked: with samecurve's chunked head, attention and settings of malloc, which is the step that its framework goes
+around.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import rows
 import torch
 
 from samecurve.chunked_head import ChunkedHead, trained_positions
+from samecurve.engines.malloc import keep_freed_memory
 from samecurve.loss import token_loss_sum
 from samecurve.optim import parameter_groups
 from samecurve.recipe import checked
@@ -23,6 +25,8 @@ from samecurve.recipe import checked
 def main(arguments: argparse.Namespace) -> None:
     recipe = checked(arguments.recipe, arguments.overrides)
     record, model = rows.Record(arguments.output), rows.model(recipe, ours=arguments.chunked)
+    if arguments.chunked:
+        keep_freed_memory()
     settings = recipe.optimizer
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     groups = parameter_groups(model.named_parameters(), shapes, settings)
