@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -112,7 +112,8 @@ def _wait(ranks: list[multiprocessing.Process], timeout: float) -> tuple[bool, i
         time.sleep(0.02)
     hung = [rank for rank in ranks if rank.is_alive()]
     for rank in hung:
-        os.kill(rank.pid, signal.SIGABRT)
+        with suppress(ProcessLookupError):  # it has just ended
+            os.kill(rank.pid, signal.SIGABRT)
         rank.join(FAILED_SECONDS)
         rank.kill()
     for rank in ranks:

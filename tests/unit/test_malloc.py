@@ -14,6 +14,7 @@ from samecurve.engines import malloc
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = 2**26 // 4096
 PROBE = f"""
+import ctypes
 import resource
 import sys
 
@@ -21,6 +22,7 @@ import torch
 
 from samecurve.engines.malloc import keep_freed_memory
 
+ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: pages of 4 KiB wherever this runs
 kept = keep_freed_memory() if sys.argv[1] == "keep" else False
 for round in range(25):
     if round == 5:  # aligned blocks leave holes of their size at first
