@@ -8,7 +8,10 @@ import sys
 from collections.abc import Mapping
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
-_KEPT_BYTES = 2**31 - 1  # a C int's most; larger blocks come and go as ever
+_TRIM_BYTES = 2**31 - 1  # a C int's most
+# Larger blocks come and go: what lies between some that were kept would be lost to others of their size. Before 2.35
+# glibc takes no more than 2 ** 25 (HEAP_MAX_SIZE / 2 of its malloc.c).
+_KEPT_BYTES = 2**26, 2**25
 
 
 def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
@@ -20,4 +23,6 @@ def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
     """
     own = any(name.startswith("MALLOC_") for name in environ) or "glibc.malloc" in environ.get("GLIBC_TUNABLES", "")
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" and not own else None
-    return mallopt is not None and all([mallopt(name, _KEPT_BYTES) for name in (_MMAP_THRESHOLD, _TRIM_THRESHOLD)])
+    if mallopt is None or not any(mallopt(_MMAP_THRESHOLD, most) for most in _KEPT_BYTES):
+        return False  # and the other one alone would keep glibc from learning which blocks come again
+    return bool(mallopt(_TRIM_THRESHOLD, _TRIM_BYTES))

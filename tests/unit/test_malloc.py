@@ -6,13 +6,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from samecurve.engines import malloc
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = 2**26 // 4096
+PAGES = 2**25 // 4096
 PROBE = f"""
 import ctypes
 import resource
@@ -27,7 +28,7 @@ kept = keep_freed_memory() if sys.argv[1] == "keep" else False
 for round in range(25):
     if round == 5:  # aligned blocks leave holes of their size at first
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    torch.ones({2**26}, dtype=torch.int8)
+    torch.ones({2**25}, dtype=torch.int8)
 print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
@@ -53,3 +54,25 @@ def probe(wanted: str) -> tuple[bool, int]:
 def test_settings_of_the_user_stay(name):
     assert not malloc.keep_freed_memory({name: "1"})
     assert not malloc.keep_freed_memory({"GLIBC_TUNABLES": f"glibc.malloc.{name[7:].lower().strip('_')}=1"})
+
+
+@pytest.mark.parametrize(
+    ("most", "told"),
+    [
+        (2**31, [(-3, 2**26), (-1, 2**31 - 1)]),
+        (2**25, [(-3, 2**26), (-3, 2**25), (-1, 2**31 - 1)]),  # glibc before 2.35
+        (0, [(-3, 2**26), (-3, 2**25)]),
+    ],
+)
+def test_other_c_libraries(most, told, monkeypatch):
+    seen = []
+
+    def mallopt(name: int, value: int) -> int:
+        seen.append((name, value))
+        return int(name == -1 or value <= most)
+
+    monkeypatch.setattr(malloc.sys, "platform", "linux")
+    monkeypatch.setattr(malloc.ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=mallopt))
+    assert malloc.keep_freed_memory({}) is (most > 0) and seen == told
+    monkeypatch.setattr(malloc.ctypes, "CDLL", lambda _: SimpleNamespace())  # musl
+    assert not malloc.keep_freed_memory({})

@@ -13,7 +13,7 @@ import pytest
 from vocabulary_probe import VOCABULARY
 
 ROOT = Path(__file__).resolve().parents[2]
-TOKENS = 1024
+TOKENS = 2048
 RECIPE = """
 output_dir: {folder}/run
 steps: 1
@@ -22,7 +22,7 @@ model:
   config: {{model_type: llama, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 2}}
 tokenizer: {{vocabulary_size: 300}}
 data: {{path: {folder}/texts, cache_dir: {folder}/cache, held_out_fraction: 0.5}}
-batch: {{global_batch_size: 2, micro_batch_size: 2, sequence_length: 512}}
+batch: {{global_batch_size: 4, micro_batch_size: 4, sequence_length: 512}}
 optimizer: {{learning_rate: 1e-3}}
 """
 
@@ -40,11 +40,12 @@ def test_the_peak_does_not_hold_the_logits(precision, tmp_path):
     found = json.loads(done.stdout.split("FOUND ", 1)[1].splitlines()[0])
     assert 0.9 * TOKENS < found["tokens"] <= TOKENS
     assert found["loss"] == pytest.approx(math.log(VOCABULARY), rel=0.02)  # of an untrained model
-    # in fp32, which the loss is taken in: 525 MB, and as much for each copy; full ones took three of them
-    assert found["growth"] < 0.6 * TOKENS * VOCABULARY * 4
+    # 1,051 MB in fp32, which the loss is taken in; full ones took three times that. A chunk is 256 tokens, 131 MB, and
+    # there are five tensors like it at once
+    assert found["growth"] < 0.8 * TOKENS * VOCABULARY * 4
 
 
 def environment() -> dict[str, str]:
-    """A chunk's tensors are taken from what the last chunk's left, as an accelerator's are: it saves page faults."""
-    allocator = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
-    return os.environ | allocator | {"PYTHONPATH": str(ROOT)}
+    """As a user's run has it: malloc's settings are samecurve's own."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    return own | {"PYTHONPATH": str(ROOT)}

@@ -11,16 +11,14 @@ import sys
 
 import torch
 
-from samecurve import chunked_head, engines, model, tasks
+from samecurve import engines, model, tasks
 from samecurve.data import EvaluationBatches, StepBatches
 from samecurve.meter import peak_memory_bytes
 
 VOCABULARY = 128_256
-CHUNK = 32  # tokens, so that few of them are many chunks
 
 
 def main() -> None:
-    chunked_head.SMALLEST_CHUNK, chunked_head._CPU_BYTES = CHUNK, 1
     plan = engines.plan(sys.argv[1:], os.environ)
     accelerator, recipe = engines.start(plan), plan.recipe
     task = tasks.load(recipe)
