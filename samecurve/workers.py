@@ -16,6 +16,11 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def share_of_cores(num_processes: int) -> int:
+    """Threads of each, where so many share them; at least one."""
+    return max(1, num_cores() // num_processes)
+
+
 def serve(*_: object) -> None:
     """A worker's first act. It lives as long as its parent and answers to nobody else.
 

@@ -19,6 +19,7 @@ from ..engines.placement import REFERENCE, place
 from ..errors import ConfigurationError
 from ..records import read_json
 from ..rundir import RunDirectory, read_metrics
+from ..workers import share_of_cores
 
 POLL_SECONDS = 0.5
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
@@ -126,8 +127,7 @@ def processes(arguments: Sequence[str], stream: IO | None, world_size: int) -> I
 
     stream: where its output goes; None: where this process's does.
     """
-    threads = max(1, (os.cpu_count() or 1) // world_size)
-    environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
+    environment = {"OMP_NUM_THREADS": str(share_of_cores(world_size)), **os.environ}
     before = signal.signal(signal.SIGTERM, _leave)
     process = subprocess.Popen(
         arguments, stdout=stream, stderr=subprocess.STDOUT, env=environment, start_new_session=True

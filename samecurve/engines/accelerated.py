@@ -19,7 +19,7 @@ from ..model import build, fill
 from . import checks_optimizer, fsdp, teacher, together
 from .base import EvalResult, StepResult, dtype_name, evaluation_sums, finished
 from .forward import Forward, chunked_head
-from .held import held_bytes
+from .held import Held, held_bytes
 from .loss_scale import LossScale
 from .state import LiveState, State
 
@@ -128,7 +128,7 @@ class AcceleratedEngine:
             **self._describe_numbers(),
         }
 
-    def held_bytes(self) -> dict[str, int]:
+    def held_bytes(self) -> Held:
         return held_bytes(self.model, self.optimizer, self.describe())
 
     @property

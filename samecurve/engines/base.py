@@ -13,6 +13,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from ..data import MicroBatch
     from ..tasks import Task
+    from .held import Held
     from .state import State
 
 
@@ -98,8 +99,8 @@ class Engine(Protocol):
     def parameters(self) -> Iterator[tuple[str, Tensor | None]]:
         """What is exported: weights by Hugging Face name, one at a time, full fp32 CPU tensors on rank 0, else None."""
 
-    def held_bytes(self) -> dict[str, int]:
-        """What this rank holds between two steps: `weights`, `optimizer`, `gradients` (see held.py). Not collective."""
+    def held_bytes(self) -> Held:
+        """What this rank holds between two steps. Not collective."""
 
     def describe(self) -> dict:
         """What really runs, asked of the live objects."""

@@ -3,29 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 
-def held_bytes(module: nn.Module, optimizer: object, facts: dict) -> dict[str, int]:
-    """This rank's part, wherever it lies (device or host; what lies on a disk is not counted).
+@dataclass(frozen=True)
+class Held:
+    """Bytes of this rank's part, wherever it lies (device or host; what lies on a disk is not counted).
 
     weights: with buffers. optimizer: moments, and the fp32 weights that it keeps beside those that compute. gradients:
-    of the trained ones while there are any, by formula, because there are none between steps: fp32, whole on every
-    rank unless facts (Engine.describe) say that they are sharded.
+    of the trained ones while there are any, by formula, because most strategies have none between steps: fp32, whole on
+    every rank unless Engine.describe says that they are sharded. gradients_between_steps: the part of it that stays.
     """
+
+    weights: int
+    optimizer: int
+    gradients: int
+    gradients_between_steps: int = 0
+
+
+def held_bytes(module: nn.Module, optimizer: object, facts: dict) -> Held:
+    """Between two steps. facts: Engine.describe."""
     weights = list(_storages([*module.parameters(), *module.buffers()]))
-    while hasattr(optimizer, "optimizer"):  # accelerate's and DeepSpeed's wrappers
-        optimizer = optimizer.optimizer
+    chain = [optimizer]
+    while hasattr(chain[-1], "optimizer"):  # accelerate's and DeepSpeed's wrappers
+        chain.append(chain[-1].optimizer)
     own = {storage.data_ptr() for storage in weights}
-    kept = _storages(_tensors_of(optimizer))
-    return {
-        "weights": sum(storage.nbytes() for storage in weights),
-        "optimizer": sum(storage.nbytes() for storage in kept if storage.data_ptr() not in own),
-        "gradients": _gradients(module, facts),
-    }
+    kept = _storages(_tensors_of(chain[-1]))
+    gradients = _gradients(module, facts)
+    return Held(
+        weights=sum(storage.nbytes() for storage in weights),
+        optimizer=sum(storage.nbytes() for storage in kept if storage.data_ptr() not in own),
+        gradients=gradients,
+        gradients_between_steps=min(gradients, _kept_gradients(module, chain, gradients)),
+    )
+
+
+def _kept_gradients(module: nn.Module, optimizers: list[object], gradients: int) -> int:
+    """DDP keeps its buckets, in which gradients lie (gradient_as_bucket_view), ZeRO-3 and DeepSpeed's optimizer for
+    bf16 under a pipeline keep flat buffers of their own, and offloaded optimizers the gradients that they update by."""
+    if isinstance(module, DistributedDataParallel):
+        return gradients
+    kept = [parameter.grad for parameter in module.parameters()]
+    kept += [parameter.grad for group in optimizers[-1].param_groups for parameter in group["params"]]
+    for each in optimizers:
+        kept.append(getattr(each, "grad_partitions_flat_buffer", None))
+        kept += getattr(each, "fp32_groups_gradients_flat", None) or []
+    return sum(storage.nbytes() for storage in _storages(tensor for tensor in kept if tensor is not None))
 
 
 def _gradients(module: nn.Module, facts: dict) -> int:

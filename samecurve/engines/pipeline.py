@@ -30,7 +30,7 @@ from ..stages import cut
 from . import deepspeed_live, together
 from .base import EvalResult, StepResult, dtype_name, evaluation_sums, finished
 from .deepspeed_config import concrete
-from .held import held_bytes
+from .held import Held, held_bytes
 from .pipeline_stage import build_stage
 from .state import FragmentState, LiveState, State
 
@@ -123,7 +123,7 @@ class PipelineEngine:
     def loss_scale_state(self, values: dict) -> None:
         deepspeed_live.set_loss_scale(self._engine, values)
 
-    def held_bytes(self) -> dict[str, int]:
+    def held_bytes(self) -> Held:
         return held_bytes(self._engine.module, self._engine.optimizer, self.describe())
 
     def describe(self) -> dict:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import (
     DeepSpeedPlugin,
+    DistributedDataParallelKwargs,
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
@@ -21,7 +23,7 @@ from accelerate.utils import (
 
 from .. import fp8, kernels
 from ..errors import TopologyError
-from ..workers import num_cores
+from ..workers import share_of_cores
 from . import launch, malloc, rehearsal
 from .deepspeed_config import concrete
 
@@ -53,7 +55,10 @@ def start(plan: Plan) -> Accelerator:
     accelerator = Accelerator(
         mixed_precision="no" if recipe.precision == "fp32" else recipe.precision,
         gradient_accumulation_plugin=GradientAccumulationPlugin(_accumulation(plan), sync_with_dataloader=False),
-        kwargs_handlers=[InitProcessGroupKwargs(backend=rehearsal.backend(strategy))],
+        kwargs_handlers=[
+            InitProcessGroupKwargs(backend=rehearsal.backend(strategy)),
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),  # or DDP would hold each gradient twice
+        ],
         log_with="tensorboard",
         project_config=ProjectConfiguration(project_dir=recipe.output_dir, logging_dir=recipe.output_dir),
         **_plugins(plan),
@@ -83,11 +88,14 @@ def _accumulation(plan: Plan) -> int:
     return plan.recipe.batch.accumulation_steps(plan.strategy.data_parallel_size)
 
 
-def _threads() -> int:
-    """This process's share of the cores. torchrun leaves one thread, on which a CPU update of Adam starves."""
-    if "OMP_NUM_THREADS" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
-        return int(os.environ["OMP_NUM_THREADS"])
-    return max(1, num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+def _threads(environ: Mapping[str, str] = os.environ) -> int:
+    """What the user says, or this process's share of the cores. Where the user says nothing torchrun says 1, on which a
+    CPU update of Adam starves."""
+    told = environ.get("OMP_NUM_THREADS", "").split(",")[0]  # nested regions have numbers of their own
+    of_torchrun = told == "1" and "TORCHELASTIC_RUN_ID" in environ
+    if told.isdecimal() and int(told) > 0 and not of_torchrun:
+        return int(told)
+    return share_of_cores(int(environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def _plugins(plan: Plan) -> dict:

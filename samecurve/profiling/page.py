@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from .operators import KINDS
 from .trace import Breakdown
+
+if TYPE_CHECKING:
+    from ..engines.held import Held
 
 NUM_OPERATORS = 15
 _MIB = 2**20
@@ -18,7 +22,7 @@ _MEMORY = {
 }
 
 
-def content(found: Breakdown, held: dict[str, int], rank: int) -> dict:
+def content(found: Breakdown, held: Held, rank: int) -> dict:
     """For other programs: the page's numbers. Seconds and calls are of all recorded steps together."""
     return {
         "steps": list(found.steps),
@@ -47,18 +51,23 @@ def lines(found: Breakdown) -> Iterator[str]:
         yield f"collectives per step: {calls:,.0f} with {_mib(handed)} MiB, under way for {ms:,.1f} ms"
 
 
-def page(found: Breakdown, held: dict[str, int], rank: int) -> str:
-    """held: bytes by category, Engine.held_bytes."""
+def page(found: Breakdown, held: Held, rank: int) -> str:
     return "\n".join([*_time(found, rank), "", *_memory(found, held), "", *_collectives(found), "", *_top(found), ""])
 
 
-def memory(found: Breakdown, held: dict[str, int]) -> dict[str, int]:
-    """held, and what else was allocated at once in the recorded steps.
+def memory(found: Breakdown, held: Held) -> dict[str, int]:
+    """Bytes by category: held, and what else was allocated at once in the recorded steps.
 
-    At a step's start there are no gradients and no activations, so the most that was allocated above it is these two.
+    At a step's start there are no activations, and of the gradients only what stays between steps. So the most that was
+    allocated above it are these and the other gradients.
     """
     above = found.allocated_bytes.get("device" if found.on_device else "cpu", 0)
-    return held | {"activations": max(above - held.get("gradients", 0), 0)}
+    return {
+        "weights": held.weights,
+        "optimizer": held.optimizer,
+        "gradients": held.gradients,
+        "activations": max(above - (held.gradients - held.gradients_between_steps), 0),
+    }
 
 
 def _time(found: Breakdown, rank: int) -> Iterator[str]:
@@ -79,7 +88,7 @@ def _time(found: Breakdown, rank: int) -> Iterator[str]:
         yield f"Communication was under way for {ms:,.2f} ms per step, {hidden:.0%} of it beside computation."
 
 
-def _memory(found: Breakdown, held: dict[str, int]) -> Iterator[str]:
+def _memory(found: Breakdown, held: Held) -> Iterator[str]:
     rows = [("memory of this rank", "MiB")]
     rows += [(_MEMORY[name], _mib(size)) for name, size in memory(found, held).items()]
     yield from _table(rows)

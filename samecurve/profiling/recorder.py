@@ -20,6 +20,7 @@ from .trace import breakdown, read
 if TYPE_CHECKING:
     from ..config import Profile
     from ..data import MicroBatch, StepBatches
+    from ..engines.held import Held
 
 _MOST_ALLOCATIONS = 200_000
 
@@ -29,7 +30,7 @@ class Surroundings:
     """What the recorder has to do with besides the steps.
 
     say: a line for the user. alive: writing a trace may take long. restart_clock: recording is not a step's time.
-    held: bytes that this rank holds now by category (Engine.held_bytes).
+    held: what this rank holds now (Engine.held_bytes).
     """
 
     folder: Path
@@ -37,7 +38,7 @@ class Surroundings:
     say: Callable[[str], None]
     alive: Callable[[], None]
     restart_clock: Callable[[], None]
-    held: Callable[[], dict[str, int]]
+    held: Callable[[], Held]
 
 
 def recorded(batches: StepBatches, settings: Profile, around: Surroundings) -> Iterator[list[MicroBatch]]:
@@ -104,6 +105,9 @@ class _Recorder:
             self._summarise(found)
         except StorageError as error:  # no reason to end a run
             self._around.say(f"profile.steps: {error}; the profile is not whole")
+        finally:  # or it would be recorded until the run ends
+            if torch.cuda.is_available():
+                torch.cuda.memory._record_memory_history(enabled=None)
 
     def _trace(self, profiler: profile) -> Path:
         # the suffix by which TensorBoard's profiler plugin knows its files; Perfetto and chrome://tracing take any
@@ -113,7 +117,6 @@ class _Recorder:
         self._around.alive()
         if torch.cuda.is_available():
             torch.cuda.memory._dump_snapshot(str(self._folder / f"{self._name}.memory.pickle"))
-            torch.cuda.memory._record_memory_history(enabled=None)
         return path
 
     def _summarise(self, path: Path) -> None:

@@ -1,7 +1,8 @@
 """Run under a launcher with train.py's arguments: a few steps, and what the live engine does with the strategy's keys.
 
-Prints one JSON line on rank 0: losses, norms, what the engine says of itself, its units or DeepSpeed's numbers, and
-each kind of collective of the last step by the dtype of what is sent: {"_reduce_scatter_base_ float32": 6}.
+Prints one JSON line on rank 0: losses, norms, what the engine says of itself, its units, DeepSpeed's numbers or in how
+many storages DDP's gradients lie, and each kind of collective of the last step by the dtype of what is sent:
+{"_reduce_scatter_base_ float32": 6}.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections import Counter
 
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -42,6 +44,8 @@ def main() -> None:
     task = tasks.load(recipe)
     skeleton = model.skeleton(recipe, task.vocabulary_size, task.special_tokens)
     engine = engines.build(accelerator, plan, skeleton, task)
+    if isinstance(engine.model, DistributedDataParallel):
+        note_gradients(engine)
     results = []
     for step, rows in enumerate(StepBatches(task.train, recipe.seed, recipe.batch, engine.shard, STEPS), start=1):
         with Collectives() as collectives:
@@ -55,6 +59,8 @@ def main() -> None:
 def live(engine) -> dict:
     if hasattr(engine.model, "zero_optimization_stage"):
         return deepspeed_numbers(engine.model)
+    if isinstance(engine.model, DistributedDataParallel):
+        return {"gradient_storages": engine.gradient_storages}
     names = {id(module._get_fsdp_state()): name for name, module in engine.model.named_modules() if is_unit(module)}
     ahead = {
         name: [names[id(state)] for state in module._get_fsdp_state()._states_to_forward_prefetch]
@@ -62,6 +68,18 @@ def live(engine) -> dict:
         if is_unit(module)
     }
     return {"prefetched": {name: following for name, following in ahead.items() if following}}
+
+
+def note_gradients(engine) -> None:
+    """How many storages all gradients lie in, when the weights are updated."""
+    update = engine._update
+
+    def noted():
+        gradients = [parameter.grad for parameter in engine.model.parameters()]
+        engine.gradient_storages = len({each.untyped_storage().data_ptr() for each in gradients})
+        return update()
+
+    engine._update = noted
 
 
 def is_unit(module) -> bool:

@@ -35,6 +35,8 @@ def test_ddp(workspace, reference):
     assert memory["gradients"] == gradients
     assert gradients <= memory["weights"] < gradients + 1000  # and rotary's frequencies
     assert 2 * gradients <= memory["optimizer"] < 2 * gradients + 1000  # and a step counter per weight
+    # DDP's buckets, in which gradients lie, are there before the step
+    assert memory["activations"] == content["allocated_bytes"]["cpu"] > 0
     assert "profile of steps 3 to 5: " in run.output
     assert run.output.count("summary in") == 1
 

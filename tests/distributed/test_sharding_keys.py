@@ -42,6 +42,14 @@ def assert_follows(found: dict, reference, tolerances: tuple[float, float]) -> N
         assert found[key] == pytest.approx(reference.column(key)[:STEPS], rel=tolerance, abs=0)
 
 
+def test_ddp_holds_each_gradient_once(workspace, reference):
+    """All of them lie in the bucket that is reduced."""
+    found = probe(workspace, "ddp")
+    assert found["described"]["engine"] == "DistributedDataParallel"
+    assert found["live"] == {"gradient_storages": 1}
+    assert_follows(found, reference, EXACT)
+
+
 def test_fsdp_keeps_weights_for_the_backward_pass_and_gathers_ahead(workspace, reference):
     """Gathered once and not twice: layers, and what is kept by default, of each micro-batch."""
     found = probe(workspace, "fsdp", *AHEAD)

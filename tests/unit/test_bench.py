@@ -19,6 +19,7 @@ from samecurve.benchmarks.shapes import Width
 from samecurve.benchmarks.steps import UNCHANGED, Measured, Variant
 from samecurve.cli.bench import collectives as command
 from samecurve.cli.bench import printing
+from samecurve.cli.bench import shapes as shapes_command
 from samecurve.engines.resolve import read_files
 from samecurve.errors import ConfigurationError
 
@@ -252,6 +253,15 @@ def test_matmul_and_shapes_run(recipe_file, tmp_path, capsys, monkeypatch):
     assert cli.main(["bench", "shapes", "--hidden_size", "0"]) == ConfigurationError.exit_code
 
 
+@pytest.mark.parametrize("given", ["bf16,fp16", "fp12", ""])
+def test_shapes_are_of_one_precision(given, capsys):
+    assert set(shapes_command.PRECISIONS) == timing.DTYPES.keys()
+    with pytest.raises(SystemExit) as refused:
+        cli.main(["bench", "shapes", "--hidden_size", "16", "--seconds", "0.001", "--precision", given])
+    assert refused.value.code == ConfigurationError.exit_code
+    assert f"argument --precision: invalid choice: '{given}'" in capsys.readouterr().err
+
+
 # the loader
 
 
@@ -292,6 +302,10 @@ def test_the_loader_is_measured(recipe_file, tmp_path, capsys):
     assert re.search(r"^workers +rows/s\n0 +[\d,]+\n1 +[\d,]+\ndata\.num_workers=0 is enough", told, re.MULTILINE)
     assert json.loads(file.read_text())["rows_per_second"].keys() == {"0", "1"}
     assert cli.main(["bench", "dataloader", recipe_file, "--data_parallel_size", "3"]) == ConfigurationError.exit_code
+    for size in ("0", "-1"):
+        wrong = ["bench", "dataloader", recipe_file, f"--data_parallel_size={size}"]
+        assert cli.main(wrong) == ConfigurationError.exit_code
+        assert f"--data_parallel_size: found {size}, a number above 0 is needed" in capsys.readouterr().err
     streamed = ["data.streaming=true", f"tokenizer={{path: {tmp_path}}}"]
     assert cli.main(["bench", "dataloader", recipe_file, *streamed]) == ConfigurationError.exit_code
     assert "data.streaming: found true" in capsys.readouterr().err

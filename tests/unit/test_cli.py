@@ -113,6 +113,16 @@ def test_commands():
     assert module == [*ddp[:6], "-m", "samecurve.benchmarks.training", *ddp[7:]]
 
 
+@pytest.mark.parametrize(("world_size", "threads"), [(1, "6"), (4, "1"), (8, "1")])
+def test_a_process_has_its_share_of_the_cores_that_may_be_used(world_size, threads, tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)), raising=False)
+    tell = [sys.executable, "-c", "import os; print(os.environ['OMP_NUM_THREADS'])"]
+    with open(tmp_path / "log", "w") as stream, jobs.processes(tell, stream, world_size) as process:
+        assert process.wait() == 0
+    assert (tmp_path / "log").read_text() == f"{threads}\n"
+
+
 def test_a_short_job_has_a_short_warmup(recipe_file):
     expected = ["seed=3", "precision=fp32", "schedule.warmup_steps=5", "evaluate.every_steps=0"]
     expected += ["checkpoint.every_steps=0", "steps=20"]

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from samecurve.config import Profile
-from samecurve.engines.held import held_bytes
+from samecurve.engines.held import Held, held_bytes
 from samecurve.loss import token_loss_sum
 from samecurve.profiling import recorder
 from samecurve.profiling.operators import DATA_WAIT, KINDS, listed
-from samecurve.profiling.trace import breakdown, read
+from samecurve.profiling.page import memory
+from samecurve.profiling.trace import Breakdown, breakdown, read
 
 MS = 1000.0  # in a trace's microseconds
 
@@ -226,7 +229,7 @@ class Batches:
 
 
 def surroundings(folder, said, rank=0):
-    held = {"weights": 1, "optimizer": 2, "gradients": 3}
+    held = Held(weights=1, optimizer=2, gradients=3)
     return recorder.Surroundings(folder, rank, said.append, lambda: None, lambda: said.append("clock"), lambda: held)
 
 
@@ -313,13 +316,53 @@ def test_a_disk_that_takes_no_trace_does_not_end_the_run(tmp_path):
     assert any("the profile is not whole" in line for line in said)
 
 
+def test_memory_is_not_recorded_on_where_the_trace_cannot_be_written(tmp_path, monkeypatch):
+    def full(_path):
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    histories, said = [], []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda enabled: histories.append(enabled))
+    one = recorder._Recorder(1, 1, Profile(steps=(1, 1)), surroundings(tmp_path, said))
+    one._write(SimpleNamespace(export_chrome_trace=full))
+    assert histories == [None]
+    assert "the profile is not whole" in said[-1]
+
+
 def test_held_bytes_by_hand():
     """2 x (3 x 5 weights and 5 biases), of which one layer is frozen; AdamW keeps two moments and a counter each."""
     model = torch.nn.ModuleList([torch.nn.Linear(3, 5), torch.nn.Linear(3, 5).requires_grad_(False)])
     optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
     model[0](torch.ones(3)).sum().backward()
     optimizer.step()
+    optimizer.zero_grad()
     facts = {"zero_stage": 0, "num_trained_parameters": 20, "data_parallel_size": 3}
-    expected = {"weights": 4 * 40, "optimizer": 2 * 4 * 20 + 2 * 4, "gradients": 4 * 20}
+    expected = Held(weights=4 * 40, optimizer=2 * 4 * 20 + 2 * 4, gradients=4 * 20)
     assert held_bytes(model, optimizer, facts) == expected
-    assert held_bytes(model, optimizer, facts | {"zero_stage": 2})["gradients"] == 4 * 7
+    assert held_bytes(model, optimizer, facts | {"zero_stage": 2}).gradients == 4 * 7
+
+
+def zero3s(optimizer):
+    """As DeepSpeed's around it: a part of every gradient in one buffer."""
+    return SimpleNamespace(optimizer=optimizer, grad_partitions_flat_buffer=torch.zeros(7))
+
+
+@pytest.mark.parametrize(
+    ("wrap", "zero_stage", "expected"), [(lambda optimizer: optimizer, 0, 20), (zero3s, 3, 7)], ids=["grad", "buffer"]
+)
+def test_gradients_that_stay_between_steps_by_hand(wrap, zero_stage, expected):
+    model = torch.nn.Linear(3, 5)
+    optimizer = torch.optim.SGD(model.parameters())
+    facts = {"zero_stage": zero_stage, "num_trained_parameters": 20, "data_parallel_size": 3}
+    if zero_stage == 0:
+        model(torch.ones(3)).sum().backward()
+    held = held_bytes(model, wrap(optimizer), facts)
+    assert held.gradients == held.gradients_between_steps == 4 * expected
+
+
+@pytest.mark.parametrize(("staying", "activations"), [(0, 60), (30, 90), (40, 100)])
+def test_what_stays_between_steps_is_not_in_what_a_step_adds(staying, activations):
+    """100 bytes above the step's start, 40 of gradients."""
+    found = Breakdown((1,), False, 1.0, {}, 0.0, [], [], allocated_bytes={"cpu": 100})
+    told = memory(found, Held(1, 2, 40, staying))
+    assert told == {"weights": 1, "optimizer": 2, "gradients": 40, "activations": activations}

@@ -27,7 +27,10 @@ def run(arguments: argparse.Namespace) -> int:
     if recipe.data.streaming:
         text = "found true, but the rows of a stream are made by a thread of their own, whatever the number of workers"
         raise ConfigurationError(f"data.streaming: {text}; set it to false")
-    recipe.batch.accumulation_steps(arguments.data_parallel_size)  # raises where the batch does not divide
+    size = arguments.data_parallel_size
+    if size < 1:
+        raise ConfigurationError(f"--data_parallel_size: found {size}, a number above 0 is needed")
+    recipe.batch.accumulation_steps(size)  # raises where the batch does not divide
 
     from ... import tasks
     from ...benchmarks import loader, timing
@@ -37,8 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     needed = loader.needed_by(arguments.run) if arguments.run else arguments.needed
     rows = tasks.load(recipe).train
     printing.say(timing.told(facts))
-    size, seconds = arguments.data_parallel_size, arguments.seconds
-    rates = {count: loader.rows_per_second(rows, recipe, count, size, seconds) for count in counts}
+    rates = {count: loader.rows_per_second(rows, recipe, count, size, arguments.seconds) for count in counts}
     shown = [[str(count), f"{rate:,.0f}"] for count, rate in rates.items()]
     printing.show(["workers", "rows/s"], shown, "of one rank that does nothing but read")
     best = loader.enough(rates, needed)

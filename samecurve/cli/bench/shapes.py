@@ -8,6 +8,8 @@ from dataclasses import asdict
 from ...errors import ConfigurationError
 from . import printing
 
+PRECISIONS = "fp32", "tf32", "bf16", "fp16"  # timing.DTYPES, which torch is needed for
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hidden_size", type=int, required=True)
@@ -15,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     wanted.add_argument("--width", type=int, help="of the inner layer; default: 8/3 of the hidden size, as in SwiGLU")
     wanted.add_argument("--vocabulary_size", type=int, help="instead: a vocabulary, which can only be padded")
     parser.add_argument("--tokens", type=int, default=4096, help="of a micro-batch (default: %(default)s)")
-    parser.add_argument("--precision", help="fp32, tf32, bf16 or fp16 (default: bf16)", default="bf16")
+    parser.add_argument("--precision", choices=PRECISIONS, default="bf16", help="default: %(default)s")
     parser.add_argument("--multiples", metavar="a,b", help="default: 64,128,256")
     parser.add_argument("--seconds", type=float, default=2.0, help="for each width (default: %(default)s)")
     printing.add_json(parser)
@@ -30,7 +32,6 @@ def run(arguments: argparse.Namespace) -> int:
 
     from ...benchmarks import shapes, timing
 
-    printing.chosen("--precision", arguments.precision, timing.DTYPES, ())
     hidden_size, padded = arguments.hidden_size, arguments.vocabulary_size is not None
     wanted = arguments.vocabulary_size or arguments.width or shapes.swiglu_width(hidden_size)
     widths = shapes.candidates(wanted, [each for each in multiples if each] or shapes.MULTIPLES, padded)
