@@ -140,7 +140,7 @@ def model_config(
 def chosen_attention(recipe: Recipe, config: PreTrainedConfig, head: Head = CAUSAL) -> str:
     """The name by which transformers knows what `model.attention` asks for.
 
-    auto is varlen where that was measured to be faster, in bf16 on a CPU (benchmarks/speed.md), and sdpa elsewhere.
+    auto is varlen where that was measured to be faster, in bf16 on a CPU (benchmarks/kernels.md), and sdpa elsewhere.
     Raises ConfigurationError for varlen where it cannot be computed.
     """
     asked = recipe.model.attention

@@ -1,0 +1,151 @@
+"""Causal attention in blocks of queries on a CPU, as an operator of torch.
+
+Each block meets only the keys that some of its queries may see. As in FlashAttention (Dao et al., 2022,
+arXiv:2205.14135) probabilities are computed again for the backward pass, so what is kept grows with the length of a row
+and not with its square. (To keep those of a row of 512 tokens made a step of benchmarks/speed/pretrain.yaml 1 % faster:
+memory is not faster than computing them.) Scores are rounded to the inputs' dtype, as in eager attention.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
+
+BLOCK, SMALLEST = 256, 64
+"""Queries. Fewer would compute less that is hidden, in matrices too small to be fast."""
+
+
+@torch.library.custom_op("samecurve::varlen_attention", mutates_args=())
+def attend(query: Tensor, key: Tensor, value: Tensor, first: Tensor, scale: float) -> Tensor:
+    """query: (batch, heads, sequence, width); key, value: with as many heads or a divisor of them. first: int64 (batch,
+    1, sequence, 1), the first key that each query sees; the last one is its own. Returns (batch, sequence, heads,
+    width)."""
+    output = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
+    for row, parts in enumerate(zip(query, key, value, first[:, 0, :, 0], strict=True)):
+        for block in _blocks(*parts):
+            found = torch.bmm(block.probabilities(scale), block.value)
+            output[row, block.at] = _separate(found, query.shape[1]).transpose(0, 1)
+    return output
+
+
+@torch.library.custom_op("samecurve::varlen_attention_backward", mutates_args=())
+def _backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, first: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """gradient: (batch, sequence, heads, width). Returns those of query, key and value; sums over blocks in fp32."""
+    of_query, of_key, of_value = (torch.empty_like(x) for x in (query, key, value))
+    per_key, per_value = (torch.zeros(x.shape[1:], device=x.device) for x in (key, value))
+    for row, parts in enumerate(zip(query, key, value, first[:, 0, :, 0], strict=True)):
+        for block in _blocks(*parts):
+            given = _together(gradient[row].transpose(0, 1)[:, block.at], key.shape[1])
+            probabilities = block.probabilities(scale)
+            per_value[:, block.seen].add_(torch.bmm(probabilities.transpose(1, 2), given))
+            of_probabilities = torch.bmm(given, block.value.transpose(1, 2))
+            of_scores = torch._softmax_backward_data(of_probabilities, probabilities, -1, probabilities.dtype)
+            of_query[row, :, block.at] = _separate(torch.bmm(of_scores, block.key).mul_(scale), query.shape[1])
+            per_key[:, block.seen].add_(torch.bmm(of_scores.transpose(1, 2), block.query))
+        of_key[row], of_value[row] = per_key.mul_(scale), per_value
+        per_key.zero_(), per_value.zero_()
+    return of_query, of_key, of_value
+
+
+@attend.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, first: Tensor, scale: float) -> Tensor:
+    return torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
+
+
+@_backward.register_fake
+def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, first: Tensor, scale: float):
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _keep(ctx, inputs: tuple, output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:4])
+    ctx.scale = inputs[4]
+
+
+def _differentiate(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    return *torch.ops.samecurve.varlen_attention_backward(gradient, *ctx.saved_tensors, ctx.scale), None, None
+
+
+attend.register_autograd(_differentiate, setup_context=_keep)
+OPERATOR = torch.ops.samecurve.varlen_attention.default
+
+
+@register_flop_formula(torch.ops.samecurve.varlen_attention)
+def _forward_flops(query: torch.Size, *_, **__) -> int:
+    """Of the whole square, which is how torch counts its own attention."""
+    batch, heads, length, width = query
+    return 4 * batch * heads * length**2 * width
+
+
+@register_flop_formula(torch.ops.samecurve.varlen_attention_backward)
+def _backward_flops(_gradient: torch.Size, query: torch.Size, *_, **__) -> int:
+    return 5 * _forward_flops(query) // 2
+
+
+class _Block(NamedTuple):
+    """Some queries of a row and the keys that one of them sees.
+
+    at, seen: where these are. query: (key heads, queries of all heads that share one, width). key, value: (key heads,
+    keys, width). bias: (queries of all heads that share one, keys), what is added to their scores.
+    """
+
+    at: slice
+    seen: slice
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor
+
+    def probabilities(self, scale: float) -> Tensor:
+        scores = torch.baddbmm(self.bias, self.query, self.key.transpose(1, 2), alpha=scale)
+        return torch.softmax(scores, dim=-1)
+
+
+def _together(part: Tensor, key_heads: int) -> Tensor:
+    """(heads, tokens, width) as (key heads, tokens of all heads that share one, width): one product for them, with no
+    copies of keys. Contiguous, or each product would make a copy of its own."""
+    return part.reshape(key_heads, -1, part.shape[-1]).contiguous()
+
+
+def _separate(part: Tensor, heads: int) -> Tensor:
+    return part.view(heads, -1, part.shape[-1])
+
+
+def _blocks(query: Tensor, key: Tensor, value: Tensor, first: Tensor) -> Iterator[_Block]:
+    """Of one row. query, key, value: (heads, sequence, width). first: (sequence,)."""
+    starts = first.tolist()
+    for at in _cuts(starts):
+        seen = slice(starts[at.start], at.stop)
+        queries, keys = _together(query[:, at], len(key)), key[:, seen].contiguous()
+        bias = _causal(at.stop - at.start, query.dtype, query.device)
+        bias = nn.functional.pad(bias, (keys.shape[1] - len(bias), 0))
+        if starts[at.stop - 1] > seen.start:
+            hidden = torch.arange(seen.start, seen.stop, device=first.device) < first[at, None]
+            bias = bias.masked_fill(hidden, float("-inf"))
+        if len(query) > len(key):
+            bias = bias.repeat(len(query) // len(key), 1)
+        yield _Block(at, seen, queries, keys, value[:, seen].contiguous(), bias)
+
+
+def _cuts(starts: list[int]) -> Iterator[slice]:
+    """Blocks of queries, the next one beginning where a document does if the block is no longer too small for that."""
+    begins, start = [i for i, first in enumerate(starts) if i == first], 0
+    while start < len(starts):
+        place = bisect_left(begins, start + SMALLEST)
+        stop = min(start + BLOCK, begins[place] if place < len(begins) else len(starts))
+        yield slice(start, stop)
+        start = stop
+
+
+@lru_cache(maxsize=BLOCK)
+def _causal(num_queries: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Of the last keys: one of its own for each query, which those after it are hidden from."""
+    return torch.full((num_queries, num_queries), float("-inf"), dtype=dtype, device=device).triu(1)
