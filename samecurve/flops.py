@@ -5,8 +5,9 @@ matrix multiplications, L layers, h = heads x head size, s the sequence length. 
 N leaves out what is only looked up (input and position embeddings; a tied embedding is also the output head and
 counts once). As in PaLM, attention is not halved for the causal mask, and packed or windowed rows count as full ones;
 with the causal half it is 6 N + 6 L h s, which run.json states beside it. PyTorch's FLOP counter finds 2 N' + 4 L h s
-forward and exactly twice that backward (tests/unit/test_flops_counted.py: the families of families.py; diffllama does
-attention twice), N' being N without its vectors: norms and biases, which the convention counts, multiply no matrix.
+forward and exactly twice that backward (tests/unit/test_flops_counted.py: the families of families.py, and encoders;
+diffllama does attention twice), N' being N without its vectors: norms and biases, which the convention counts, multiply
+no matrix. Weights that several layers share (ALBERT's) count once for each of them.
 Frozen parameters get no gradient of their own, which is a third of the 6: with an adapter they count 4.
 Hardware FLOPs add the part of the forward that activation checkpointing repeats: of the decoder layers' one, not of the
 output head's; and that of a task which looks at all rows of a step first. PyTorch leaves the last multiplication of
@@ -17,8 +18,11 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from .families import UNCOUNTED
 
 if TYPE_CHECKING:
     import torch
@@ -99,14 +103,14 @@ def token_flops(
     rehearsed: bool = False,
     recompute_attention: float | None = None,
 ) -> TokenFlops | None:
-    """None for a mixture of experts, where N would have to be the parameters that one token meets.
+    """None where the formula does not know: see `_is_known`.
 
     recompute: the share of the layers' forward that activation checkpointing repeats, 1 for full; recompute_attention:
     that of attention's products, None: the same. rehearsed: a pass without gradients goes before (Task.context). The
     model may be on the meta device.
     """
     config = model.config.get_text_config()
-    if any((getattr(config, name, None) or 0) > 1 for name in EXPERT_COUNTS):
+    if model.config.model_type in UNCOUNTED or model.config.is_encoder_decoder or not _is_known(config):
         return None
     attention = 12 * sum(map(_attention_width, _layers(config))) * sequence_length
     parameters, frozen, head = _multiplied_parameters(model)
@@ -133,9 +137,20 @@ def stated(flops: TokenFlops | None, peak: Peak | None) -> dict:
     }
 
 
+def _is_known(config: PreTrainedConfig) -> bool:
+    """Not a mixture of experts, where N would have to be the parameters that one token meets; nor attention that also
+    multiplies positions (DeBERTa's), or that the config does not give the size of."""
+    if any((getattr(config, name, None) or 0) > 1 for name in EXPERT_COUNTS):
+        return False
+    if getattr(config, "relative_attention", False):
+        return False
+    layers = _layers(config) if hasattr(config, "num_hidden_layers") else []
+    return bool(layers) and all(hasattr(layers[0], name) for name in ("num_attention_heads", "hidden_size"))
+
+
 def _layers(config: PreTrainedConfig) -> list[PreTrainedConfig]:
     """One for each layer. Where they differ (gemma4), transformers 5.23 refuses to read the common one's fields."""
-    count = config.num_hidden_layers
+    count = config.num_hidden_layers * getattr(config, "inner_group_num", 1)
     if getattr(config, "is_heterogeneous", False):
         return [config.per_layer_config[index] for index in range(count)]
     return [config] * count
@@ -159,9 +174,23 @@ def _multiplied_parameters(model: PreTrainedModel) -> tuple[int, int, int]:
         if isinstance(module, nn.Embedding) and module.weight is not head
     }
     multiplied = [parameter for parameter in model.parameters() if id(parameter) not in looked_up]
-    frozen = sum(parameter.numel() for parameter in multiplied if not parameter.requires_grad)
-    total = sum(parameter.numel() for parameter in multiplied)
+    uses = _uses(model)
+    frozen = sum(uses[id(parameter)] * parameter.numel() for parameter in multiplied if not parameter.requires_grad)
+    total = sum(uses[id(parameter)] * parameter.numel() for parameter in multiplied)
     return total, frozen, head.numel() if head is not None else 0
+
+
+def _uses(model: PreTrainedModel) -> dict[int, int]:
+    """How often a token is multiplied with each parameter, by its id. Of ALBERT's num_hidden_layers several are one
+    group's (modeling_albert.py: AlbertTransformer)."""
+    uses = dict.fromkeys(map(id, model.parameters()), 1)
+    config = model.config
+    if config.model_type == "albert":
+        num_layers, num_groups = config.num_hidden_layers, config.num_hidden_groups
+        of_group = Counter(int(index / (num_layers / num_groups)) for index in range(num_layers))
+        (groups,) = (each for name, each in model.named_modules() if name.endswith("albert_layer_groups"))
+        uses |= {id(p): of_group[nth] for nth, group in enumerate(groups) for p in group.parameters()}
+    return uses
 
 
 def table_peak(device_name: str, precision: str) -> Peak | None:

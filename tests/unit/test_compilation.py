@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from report_cases import TORCHRUN, Plan, expected, message, write
+from tiny_families import tiny_config
+from transformers import AutoModelForCausalLM
 
 from samecurve import compilation
 from samecurve.compilation import SETTLED_STEPS, Recompilations
@@ -78,6 +81,27 @@ def test_a_compiler_is_needed_and_on_a_gpu_it_is_tritons(kind, liger, accelerato
     problems = list(preflight.compiler_problems(recipe, accelerator, {"PATH": str(tmp_path)}))
     assert [problem.startswith(text) for problem, text in zip(problems, found, strict=True)] == [True] * len(found)
     assert all(f"apt-get install {'gcc' if accelerator else 'g++'}," in text for text in problems)
+
+
+def graphs(num_layers: int, kind: str) -> int:
+    """How many of a model's training step torch compiles."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = AutoModelForCausalLM.from_config(tiny_config("llama", num_hidden_layers=num_layers)).train()
+    recipe = SimpleNamespace(
+        compile=kind,
+        fp8="off",
+        model=SimpleNamespace(kernels="torch"),
+        memory=SimpleNamespace(activation_checkpointing="none"),
+    )
+    compilation.prepare(model, recipe, torch.device("cpu"))
+    model(input_ids=torch.zeros(2, 16, dtype=torch.long), use_cache=False).logits.sum().backward()
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def test_regional_compiles_as_much_for_many_layers_as_for_few(monkeypatch):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    assert graphs(6, "regional") == graphs(2, "regional") == 1
 
 
 def test_what_torch_compiles_again_is_counted_with_its_reason():
