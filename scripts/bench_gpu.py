@@ -123,7 +123,10 @@ class Kept:
 
 def machine(toy: bool) -> dict:
     """Asked in a process of its own, which gives the memory back that a CUDA context holds."""
-    found = json.loads(subprocess.run([sys.executable, "-c", PROBE], capture_output=True, check=True).stdout)
+    probe = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True)
+    if probe.returncode:
+        sys.exit(f"error: PyTorch does not tell which GPUs there are:\n{probe.stderr.strip()}")
+    found = json.loads(probe.stdout)
     if toy and not found["num_devices"]:
         # two processes where there are more devices
         found = {"num_devices": 2, "device": "toy size on a CPU", "memory_gib": None}

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from samecurve.config import Recipe
 
 HERE = Path(__file__).resolve().parent
 WARM_UP, MEASURED, PROFILED = 4, 5, 1
@@ -75,7 +79,7 @@ class Case:
         """What a measured row has to agree with to count as this case's."""
         return {
             "recipe": self.recipe,
-            "files": _digest(self.recipe),
+            "resolved": _digest(self.recipe),
             "overrides": list(self.overrides),
             "program": " ".join([self.program, *self.arguments]),
             "data": self.data,
@@ -86,9 +90,15 @@ class Case:
 
 @cache
 def _digest(recipe: str) -> str:
-    """Of the recipe and what it shares with the others."""
-    content = b"".join((HERE / name).read_bytes() for name in (recipe, "shared.yaml"))
-    return hashlib.sha256(content).hexdigest()[:12]
+    """Of the recipe with all that it is based on and the schema's defaults: any of them can make it another run."""
+    content = json.dumps(_resolved(recipe).model_dump(mode="json"), sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:12]
+
+
+def _resolved(name: str) -> Recipe:
+    from samecurve import recipe
+
+    return recipe.checked(str(HERE / name), ["steps=10"])
 
 
 def cases(num_devices: int, toy: bool = False) -> list[Case]:
@@ -174,11 +184,9 @@ def _devices(num_devices: int) -> Iterator[Case]:
 
 
 def _levers() -> Iterator[Case]:
-    from samecurve import recipe
     from samecurve.benchmarks.steps import variants
 
-    base = recipe.checked(str(HERE / "llama_1b.yaml"), ["steps=10"])
-    found = [variant.overrides for variant in variants(base, LEVERS)[1:]]
+    found = [variant.overrides for variant in variants(_resolved("llama_1b.yaml"), LEVERS)[1:]]
     for overrides in [*found, *(tuple(pair.split()) for pair in PAIRS)]:
         lever = " ".join(overrides)
         name = "1b:" + ",".join(text.rpartition(".")[2] for text in overrides)

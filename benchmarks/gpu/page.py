@@ -11,7 +11,9 @@ from .cases import GROUPS, MEASURED, WARM_UP, Case
 
 # What others published for the 8B shape on one H200 (full recomputation, bf16 weights, 80.7 GB); see `all_parameters`.
 PUBLISHED_TOKENS_PER_SECOND, PUBLISHED_MFU = 10_471, 0.578
-_COLUMNS = "case", "tokens/s", "to", "ratio", "MFU", "MFU, all N", "HFU", "peak GiB", "not in kernels", "loss"
+# This project's own, as MFU of all N.
+GOALS = {"8B": 0.60, "3B": 0.60, "1.2B": 0.55}
+_COLUMNS = "case", "tokens/s", "to", "ratio", "MFU", "MFU, all N", "HFU", "peak GiB", "not in kernels", "loss", "commit"
 
 
 def page(results: Mapping, among: Sequence[Case]) -> str:
@@ -32,15 +34,17 @@ def page(results: Mapping, among: Sequence[Case]) -> str:
 
 def _heading() -> str:
     published = f"{PUBLISHED_TOKENS_PER_SECOND:,} tokens/s and {PUBLISHED_MFU:.1%}"
+    goals = ", ".join(f"{share:.0%} for {size}" for size, share in GOALS.items())
     return f"""# Speed on GPUs
 
 Measured by `bash scripts/bench_gpu.sh`, which says what it does; the numbers are in results.json. Each case is one run
 of train.py, from configs alone: {WARM_UP} steps that are not counted, then {MEASURED} that are. Tokens are trained
 ones. MFU counts 6 N + 12 L h s FLOPs per token, N without an embedding that is only looked up; "all N" has it with
 that, as others count: by it {published} were published for the 8B shape on
-one H200. HFU adds what is computed twice. Memory is what PyTorch allocated at most. "Not in kernels" is from the
-profiler, of steps after the measured ones, and the more for what the profiler itself takes. The loss is that of the
-first step, which is equal where first weights and rows are. Where a whole model is compiled (compile=full, Trainer's
+one H200. The goals here are {goals}, by the same. HFU adds what is computed twice.
+Memory is what PyTorch allocated at most. "Not in kernels" is from the profiler, of steps after the measured ones, and
+the more for what the profiler itself takes. The loss is that of the first step, which is equal where first weights and
+rows are. The commit is the one that a row was measured at. Where a whole model is compiled (compile=full, Trainer's
 torch_compile), transformers makes a mask of a single document's positions, too: attention computes what it hides."""
 
 
@@ -94,7 +98,8 @@ def completed(case: Case, rows: Mapping) -> dict:
 def _line(case: Case, rows: Mapping) -> list[str]:
     row = completed(case, rows)
     if row["state"] != "done":
-        return [case.name, f"{row['state']}: {_cell(row['reason'])}", *[""] * (len(_COLUMNS) - 2)]
+        told = f"{row['state']}: {_cell(row['reason'])}"
+        return [case.name, told, *[""] * (len(_COLUMNS) - 3), _commit(row)]
     other = rows.get(case.against, {}).get("tokens_per_second")
     by_all = all_parameters(row) if case.data != "conversations" else None  # not of what is read and not trained
     return [
@@ -106,6 +111,7 @@ def _line(case: Case, rows: Mapping) -> list[str]:
         f"{row['peak_memory_gib']:.1f}",
         _percent(row["not_in_kernels"]),
         f"{row['losses'][0]:.4f}",
+        _commit(row),
     ]
 
 
@@ -116,8 +122,8 @@ def _levers(cases: Sequence[Case], rows: Mapping) -> list[str]:
     base = rows.get(cases[0].against, {})
     done = [case for case in cases if rows[case.name]["state"] == "done" and base.get("state") == "done"]
     among = [Variant(UNCHANGED), *(Variant(case.lever) for case in done)]
-    rounds = {case.lever: [_measured(rows[case.name])] for case in done}
-    found = verdicts({UNCHANGED: [_measured(base)], **rounds}, among) if done else []
+    known = {UNCHANGED: base} | {case.lever: rows[case.name] for case in done}
+    found = verdicts({name: [_measured(row)] for name, row in known.items()}, among) if done else []
     lines = [
         [
             each.variant.name,
@@ -126,12 +132,13 @@ def _levers(cases: Sequence[Case], rows: Mapping) -> list[str]:
             f"{each.peak_memory_gib:.1f}",
             f"{each.memory_ratio:.2f}",
             f"{each.loss_difference:.1e}",
+            _commit(known[each.variant.name]),
         ]
         for each in found
     ]
     others = [case for case in cases if case not in done]
-    lines += [[case.lever, _why(rows[case.name]), "", "", "", ""] for case in others]
-    columns = "lever", "tokens/s", f"to {cases[0].against}", "peak GiB", "ratio", "largest loss difference"
+    lines += [[case.lever, _why(rows[case.name]), "", "", "", "", _commit(rows[case.name])] for case in others]
+    columns = "lever", "tokens/s", f"to {cases[0].against}", "peak GiB", "ratio", "largest loss difference", "commit"
     return [f"### {GROUPS['levers']}", table(columns, lines)]
 
 
@@ -149,6 +156,10 @@ def _measured(row: Mapping) -> Measured:
 def _left_out(rows: Mapping, among: Sequence[Case]) -> list[str]:
     missing = [case.name for case in among if case.name not in rows]
     return [f"Not run yet: {', '.join(missing)}."] if missing else []
+
+
+def _commit(row: Mapping) -> str:
+    return row.get("commit") or ""
 
 
 def _percent(share: float | None) -> str:

@@ -21,6 +21,7 @@ from samecurve.cli.jobs import Job, command, set_aside
 from samecurve.engines.preflight import prepare_allocator
 from samecurve.records import now, read_json
 from samecurve.rundir import read_metrics
+from samecurve.workers import share_of_cores
 
 from .cases import HERE, MEASURED, WARM_UP, Case
 from .material import TEXT_BYTES, write_text
@@ -79,7 +80,7 @@ def arguments(case: Case, places: Places, output: Path) -> list[str]:
 def environment(case: Case, places: Places) -> dict[str, str]:
     """One device where one process runs: Trainer would spread over all that it sees. And the same allocator for all."""
     found = {"SAMECURVE_CACHE": str(places.folder / "cache"), "HF_HUB_OFFLINE": "1", **os.environ}
-    found.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // case.num_processes)))
+    found.setdefault("OMP_NUM_THREADS", str(share_of_cores(case.num_processes)))
     found["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     if case.num_processes == 1 and not places.toy:
         found["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]

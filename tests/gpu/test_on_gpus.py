@@ -1,30 +1,33 @@
 """What a CPU cannot show: the same curves, levers and checkpoints on real GPUs. See scripts/test_gpu.sh.
 
-With $SAMECURVE_REHEARSE_GPU_TESTS set it runs where there is no GPU, to try the tests themselves.
+With $SAMECURVE_REHEARSE_GPU_TESTS set it runs where there is no GPU, to try the tests themselves; the number there is
+that of the devices that processes stand for.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from functools import cache
 from importlib.util import find_spec
 
 import pytest
 import torch
-from harness import LLAMA, ROOT, Run, Workspace, launch_command
+from harness import LLAMA, RECIPE, ROOT, Run, Workspace, launch_command
 from test_equal_curves import ENGINES as ON_A_CPU
 
 from samecurve.optimizers import adamw_bf16
 
 ON_GPU = torch.cuda.is_available()
-NUM_DEVICES = torch.cuda.device_count() if ON_GPU else 1
+ROWS = RECIPE["batch"]["global_batch_size"]
+_FOUND = torch.cuda.device_count() if ON_GPU else int(os.environ.get("SAMECURVE_REHEARSE_GPU_TESTS", 1))
+NUM_DEVICES = max(size for size in (1, 2, 4, 8) if size <= min(_FOUND, ROWS))  # each has as many of a step's rows
 WORLDS = sorted({1, NUM_DEVICES})
 ENGINES = ON_A_CPU | ({"fsdp_offload": ON_A_CPU["fsdp"]} if ON_GPU else {})
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 PROBE = ROOT / "tests" / "distributed" / "levers_probe.py"
 CONFIG = {**LLAMA, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32}  # flex_attention wants 16 at least
 OVERRIDES = (
-    "batch.micro_batch_size=4",
     "data.packing=true",
     "optimizer.learning_rate=5e-4",  # so that rounding stays small over the steps of a whole run
     f"model={json.dumps({'config': CONFIG, 'attention': 'sdpa'})}",
@@ -71,17 +74,27 @@ CASES = [(name, world) for name in STRATEGIES for world in WORLDS]
 CASES += [("pipeline", NUM_DEVICES)] if NUM_DEVICES > 1 else []
 
 
+def rows_at_once(strategy: str, world: int) -> str:
+    """The override: four, or what a step has for each of more ranks."""
+    stages = 2 if strategy == "pipeline" else 1
+    return f"batch.micro_batch_size={min(4, ROWS * stages // world)}"
+
+
+def needs(strategy: str) -> None:
+    if ENGINES[strategy] in ("DeepSpeedEngine", "PipelineEngine") and find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+
+
 @pytest.fixture(scope="session")
 def probe(workspace):
     """(strategy, world, precision, {recipe key: value}) -> what levers_probe.py finds."""
 
     @cache
     def probed(strategy: str, world: int, precision: str, keys: str, **environment: str) -> dict:
-        if ENGINES[strategy] == "DeepSpeedEngine" and find_spec("deepspeed") is None:
-            pytest.skip("deepspeed is not installed")
+        needs(strategy)
         path = None if strategy == "single" else workspace.strategy(strategy)
         command = launch_command("torchrun" if path else "python", path, world, workspace.folder, str(PROBE))
-        command += [str(workspace.recipe), *OVERRIDES, f"precision={precision}"]
+        command += [str(workspace.recipe), *OVERRIDES, rows_at_once(strategy, world), f"precision={precision}"]
         command += ["--strategy", str(path)] if path else []
         run = workspace.execute(command, workspace.folder, CASES=f'{{"case": {keys}}}', **environment)
         assert run.returncode == 0, run.output
@@ -135,13 +148,16 @@ def test_a_strategy_follows_one_process(strategy, world, precision, probe, singl
 
 @pytest.fixture(scope="session")
 def whole(workspace) -> Run:
-    return run(workspace, None)
+    return run(workspace, "single")
 
 
-def run(workspace: Workspace, strategy: str | None, *overrides: str) -> Run:
-    found = workspace.run(strategy, 1, *OVERRIDES, *overrides, launcher="torchrun" if strategy else "python")
+def run(workspace: Workspace, strategy: str, *overrides: str) -> Run:
+    """On one device."""
+    needs(strategy)
+    path, launcher = (None, "python") if strategy == "single" else (strategy, "torchrun")
+    found = workspace.run(path, 1, *OVERRIDES, rows_at_once(strategy, 1), *overrides, launcher=launcher)
     assert found.returncode == 0, found.output
-    assert found.facts["device"].startswith("cuda") == ON_GPU
+    assert found.facts["device"] == (torch.cuda.get_device_name() if ON_GPU else "cpu")
     return found
 
 
@@ -151,16 +167,17 @@ def test_a_checkpoint_of_a_gpu_goes_on_under_another_strategy_and_on_a_cpu(strat
     for key in ("loss", "grad_norm"):
         assert begun.column(key) == pytest.approx(whole.column(key), rel=1e-3), key
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    ended = workspace.resume(begun, 10, None, 1, *OVERRIDES)
+    # not forked: a library that has looked for GPUs before has found those that this process must not see
+    ended = workspace.resume(begun, 10, None, 1, *OVERRIDES, rows_at_once("single", 1), launcher="python")
     assert ended.returncode == 0 and ended.facts["device"] == "cpu", ended.output
     assert ended.column("loss")[10:] == pytest.approx(whole.column("loss")[10:], rel=1e-3)
 
 
 def test_what_is_measured_on_a_gpu(workspace):
     """Peak memory, utilization against the device's peak, and a profile of its kernels."""
-    found = run(workspace, None, "steps=8", "profile.steps=[5, 6]", "precision=bf16")
+    found = run(workspace, "single", "steps=8", "profile.steps=[5, 6]", "precision=bf16")
     assert all(record["peak_memory_gib"] > 0 and 0 < record["mfu"] <= record["hfu"] < 1 for record in found.metrics[1:])
     summary = json.loads((found.directory / "profile" / "summary.json").read_text())
     assert bool(summary.get("on_device")) == ON_GPU
     assert sum(summary["shares"].values()) == pytest.approx(1, abs=0.02)
-    assert any((found.directory / "profile").glob("*.memory.pickle")) == ON_GPU
+    assert any((found.directory / "profile").rglob("*.memory.pickle")) == ON_GPU

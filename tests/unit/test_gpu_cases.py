@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import sys
 import time
 from dataclasses import replace
@@ -14,7 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.gpu import page, runs
-from benchmarks.gpu.cases import GROUPS, HERE, LEVERS_ON, MEASURED, WARM_UP, Case, cases, chosen
+from benchmarks.gpu.cases import GROUPS, HERE, LEVERS_ON, MEASURED, WARM_UP, Case, _digest, cases, chosen
 from samecurve import recipe
 from samecurve.engines.resolve import resolve
 from samecurve.errors import ConfigurationError
@@ -137,13 +138,28 @@ def test_the_page_has_every_row_and_what_is_missing():
     assert "1 x H, 140 GiB each, driver none, 16 cores; torch 2.11.0; commit not known; " in text
     assert "; 2026-11-21 to 2026-11-22.\n" in text
     # 5 tokens/s of 60 FLOPs over 1e3 FLOP/s; 6 N + 20 for attention would be 80
-    assert "| 1b | 5 |  |  | 50.0% | 40.0% | 60.0% | 3.0 | 25.0% | 7.0000 |" in text
-    assert "| 1b-trainer | 2 | 1b | 0.50 | 15.0% | 20.0% | 20.0% | 3.0 |  | 7.0000 |" in text
+    assert "| 1b | 5 |  |  | 50.0% | 40.0% | 60.0% | 3.0 | 25.0% | 7.0000 |  |" in text
+    assert "| 1b-trainer | 2 | 1b | 0.50 | 15.0% | 20.0% | 20.0% | 3.0 |  | 7.0000 |  |" in text
     assert "| 8b-8bit | out of memory: CUDA out of memory / tried |" in text
     assert "| compile=regional | 6 | 1.20 | 3.0 | 1.00 |" in text
+    assert "one H200. The goals here are 60% for 8B, 60% for 3B, 55% for 1.2B, by the same. HFU" in text
     assert "Not run yet: 8b." in text and "2 x H" not in text
     bare = page.page({"1 x H": {"facts": facts(), "rows": {"1b-trainer": peer}}}, among)
     assert "| 1b-trainer | 2 | 1b |  |  |  |  | 3.0 |  | 7.0000 |" in bare
+
+
+def test_each_row_says_at_which_commit_it_was_measured():
+    names = "1b", "8b", LEVERS_ON, "1b:compile=regional", "1b:compile=full"
+    rows = {name: done(commit=f"c{index}") for index, name in enumerate(names)}
+    for name in ("8b", "1b:compile=full"):
+        rows[name] = {"state": "failed", "reason": "no", "date": "2026-11-22", "commit": rows[name]["commit"]}
+    text = page.page({"m": {"facts": facts(), "rows": rows}}, [case for case in CASES if case.name in names])
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if "|" in line]
+    found = [(line[0], line[-1]) for line in cells]
+    levers = [("as it is", "c2"), ("compile=regional", "c3"), ("compile=full", "c4")]
+    assert {("1b", "c0"), ("8b", "c1"), (LEVERS_ON, "c2"), *levers} <= set(found), text
+    assert len({len(line) for line in cells}) == 2  # of the two tables
+    assert "commit c0, c1, c2, c3, c4; " in text
 
 
 def test_a_lever_without_its_base_is_still_told():
@@ -204,7 +220,7 @@ def test_what_is_measured_is_kept_until_the_case_is_another(tmp_path, monkeypatc
         monkeypatch.chdir(tmp_path)
     assert measured == ["3b", "1b"] and "2 cases, of which 2 are there already" in capsys.readouterr().out
     rows = json.loads((tmp_path / "found.json").read_text())["1 x H, torch 2.11.0, transformers None, toy size"]["rows"]
-    assert rows["1b"]["driver"] == "580" and rows["1b"]["definition"]["files"]
+    assert rows["1b"]["driver"] == "580" and rows["1b"]["definition"]["resolved"]
     assert "| 1b | 5 |" in (tmp_path / "runs" / "gpu.md").read_text()
 
     rows["1b"]["definition"]["data"] = "another"
@@ -212,6 +228,44 @@ def test_what_is_measured_is_kept_until_the_case_is_another(tmp_path, monkeypatc
     (tmp_path / "found.json").write_text(json.dumps({name: {"facts": facts(), "rows": rows}}))
     assert bench_gpu.main(options) == 0
     assert measured == ["3b", "1b", "1b"]
+
+
+def test_another_default_of_a_recipe_is_another_case(tmp_path, monkeypatch):
+    """A recipe of the benchmark is based on recipes/base.yaml; a comment there changes nothing."""
+    copied = tmp_path / "benchmarks" / "gpu"
+    shutil.copytree(HERE, copied, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
+    monkeypatch.setattr("benchmarks.gpu.cases.HERE", copied)
+    [case] = chosen(CASES, ["1b"])
+    base = tmp_path / "recipes" / "base.yaml"
+    text = base.read_text()
+
+    def definition(changed: str) -> dict:
+        base.write_text(changed)
+        _digest.cache_clear()
+        return case.definition
+
+    found = definition(text)
+    assert definition(f"# another comment\n{text}") == found
+    assert text.count("\nseed: 0 ") == 1 and definition(text.replace("\nseed: 0 ", "\nseed: 1 ")) != found
+    _digest.cache_clear()
+
+
+def test_why_the_gpus_are_not_known_is_told(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import bench_gpu
+
+    monkeypatch.setattr(bench_gpu, "PROBE", "raise OSError('libcudart.so.13: no such file')")
+    with pytest.raises(SystemExit, match="(?s)error: PyTorch does not tell .*libcudart.so.13: no such file"):
+        bench_gpu.machine(toy=False)
+
+
+def test_threads_are_for_the_cores_that_a_run_may_use(places, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(6)), raising=False)
+    [case] = chosen(CASES, ["8b-fsdp"])
+    found = [runs.environment(replace(case, num_processes=count), places)["OMP_NUM_THREADS"] for count in (1, 4, 8)]
+    assert found == ["6", "1", "1"]
 
 
 def test_a_case_that_the_minutes_cut_off_is_no_row(tmp_path, monkeypatch, capsys):
