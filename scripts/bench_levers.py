@@ -1,6 +1,7 @@
-"""What a lever costs and saves, as pages: keys of the strategy's files, and kinds of activation checkpointing.
+"""What a lever costs and saves, as pages: keys of the strategy's files, kinds of activation checkpointing, and how
+attention, the loss and the layers are computed.
 
-    python scripts/bench_levers.py sharding|activations [--rounds 3] [--steps 12] [--output benchmarks/sharding.md]
+    python scripts/bench_levers.py sharding|activations|kernels [--rounds 3] [--steps 12] [--output FILE]
 
 Each table is one `python -m samecurve bench step`: the recipe as it is and each variant take turns, in processes of
 their own, and a ratio is to the recipe as it is in the same round.
@@ -21,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import markdown  # noqa: E402
+from samecurve.workers import share_of_cores  # noqa: E402
 
 RECIPE = "benchmarks/speed/pretrain.yaml"
 WARM_UP = 3
@@ -107,6 +109,26 @@ device's, so `offload` is as `full` here.""",
             ),
         ),
     ),
+    "kernels": Page(
+        "What the ways to compute a step cost and save",
+        """The Llama of benchmarks/speed/ (13.8 million parameters, vocabulary 8,192), bf16, 8 rows of 512 tokens in one
+micro-batch, one process. Memory is the peak of the process, with the libraries, the weights and Adam's moments.""",
+        (
+            Table(
+                "single",
+                1,
+                (),
+                (
+                    "compile=regional",
+                    "compile=full",
+                    "loss.implementation=full",
+                    "model.attention=sdpa",
+                    "model.attention=eager",
+                    "loss.implementation=full model.attention=sdpa",
+                ),
+            ),
+        ),
+    ),
 }
 
 
@@ -122,9 +144,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         found = [measured(table, arguments, Path(folder) / table.strategy) for table in page.tables]
     output = arguments.output or ROOT / "benchmarks" / f"{arguments.page}.md"
-    output.write_text(
-        "\n\n".join([heading(arguments.page, found[0], load), *map(shown, found)]) + "\n", encoding="utf-8"
-    )
+    output.write_text("\n\n".join([heading(arguments, found[0], load), *map(shown, found)]) + "\n", encoding="utf-8")
     print(f"{output}")
 
 
@@ -134,29 +154,28 @@ def measured(table: Table, arguments: argparse.Namespace, folder: Path) -> dict:
     options += ["--rounds", str(arguments.rounds), "--steps", str(arguments.steps), "--warm_up", str(WARM_UP)]
     options += [word for variant in table.variants for word in ("--variant", variant)]
     command = [sys.executable, "-m", "samecurve", "bench", "step", RECIPE, *table.overrides, *options]
-    threads = max(1, (os.cpu_count() or 1) // table.processes)
-    # one heap for all threads: what lies idle in several would count in the peak
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MALLOC_ARENA_MAX": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(share_of_cores(table.processes))}
     folder.mkdir()
     command += ["--output", str(folder / "runs"), "--json", str(folder / "found.json")]
     subprocess.run(command, cwd=ROOT, env=environment, check=True)
     return json.loads((folder / "found.json").read_text())
 
 
-def heading(name: str, found: dict, load: float) -> str:
+def heading(arguments: argparse.Namespace, found: dict, load: float) -> str:
     """load: the machine's load average before anything was started."""
     versions = ", ".join(f"{package} {version}" for package, version in found["versions"].items() if version)
     hardware = f"{found['device']}, {found['cores']} cores"
-    return f"""# {PAGES[name].title}
+    page, command = PAGES[arguments.page], f"{arguments.page} --rounds {arguments.rounds} --steps {arguments.steps}"
+    return f"""# {page.title}
 
-Measured on {found["date"][:10]} by `python scripts/bench_levers.py {name}`: {hardware};
+Measured on {found["date"][:10]} by `python scripts/bench_levers.py {command}`: {hardware};
 {versions}.
 Load average before it began: {load:.1f}; a machine that does something else besides gives no speeds to rely on.
 
-{PAGES[name].text}
+{page.text}
 
 The first {WARM_UP} steps are not counted. A ratio is of tokens/s to the recipe as it is in the same round: the median,
-the lowest and the highest. Rounds: {found["rounds"]}. The loss is compared at every step."""
+the lowest and the highest. The loss is compared at every step."""
 
 
 def shown(found: dict) -> str:

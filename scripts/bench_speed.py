@@ -2,9 +2,9 @@
 
     python scripts/bench_speed.py [--rounds 3] [--only pretrain sft own ranks start] [--output benchmarks/speed.md]
 
-Contestants take turns, each in processes of its own, on this machine's CPU (two threads in all). A ratio is that of
-tokens per second in the same round; the table has its median. TRL takes part where SAMECURVE_TRL names a folder that
-it is installed in (scripts/test.sh --full makes .venv/trl).
+Contestants take turns, each in processes of its own, on two cores of this machine's CPU. A ratio is that of tokens per
+second in the same round; the table has its median. TRL takes part where SAMECURVE_TRL names a folder that it is
+installed in (scripts/test.sh --full makes .venv/trl).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import re
 import subprocess
 import sys
@@ -29,6 +28,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import markdown  # noqa: E402
 
 FOLDER = ROOT / "benchmarks" / "speed"
+CORES = 2
 WARM_UP = 6
 """Steps that are not counted: compilation, and what is allocated once."""
 
@@ -45,11 +45,12 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Match:
-    """The ratios are to the first contestant's tokens/s."""
+    """The ratios are to the first contestant's tokens/s. goal: a sentence."""
 
     title: str
     recipe: str
     contestants: tuple[Contestant, ...]
+    goal: str
 
 
 # What is asked, how it ends, of train.py with which arguments.
@@ -71,6 +72,7 @@ MATCHES = {
             Contestant("bare loop", "bare_loop.py"),
             Contestant("bare loop, compiled", "bare_loop.py", ("--compile",)),
         ),
+        "The goal: 1.5 times the compiled Trainer, which would have 0.67 of it, at an `mfu` of 55 %.",
     ),
     "sft": Match(
         "Fine-tuning on samples of different lengths against TRL",
@@ -80,11 +82,13 @@ MATCHES = {
             Contestant("TRL, padded", "trl_loop.py"),
             Contestant("TRL, packed", "trl_loop.py", ("--packing",)),
         ),
+        "The goal: 4 times TRL, which would have 0.25 of it.",
     ),
     "own": Match(
         "What the framework itself costs",
         "pretrain.yaml",
         (Contestant("samecurve"), Contestant("the same step in a bare loop", "bare_loop.py", ("--chunked",))),
+        "The goal: the bare loop has at most 1.02 of it.",
     ),
     "ranks": Match(
         "Two processes of one thread against one process of two",
@@ -96,6 +100,7 @@ MATCHES = {
                 for name in ("ddp", "fsdp", "zero1", "zero2", "zero3")
             ),
         ),
+        "The goal: DDP has 0.95 of one process.",
     ),
 }
 
@@ -106,6 +111,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=(*MATCHES, "start"), default=[*MATCHES, "start"])
     parser.add_argument("--output", type=Path, default=FOLDER.with_suffix(".md"))
     arguments = parser.parse_args()
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
     parts = []
     with tempfile.TemporaryDirectory() as folder:
         for name in arguments.only:
@@ -170,7 +177,7 @@ def table(match: Match, found: dict[str, list[list[dict]]]) -> str:
         rows.append([name, f"{rate:,.0f}", f"{median(ratios):.2f}", spread, f"{loss:.4f}"])
     columns = "", "trained tokens/s", "against the first", "lowest and highest", "loss"
     peak = median(step["mfu"] for steps in first for step in steps[WARM_UP:])
-    text = f"The first one computes at {peak:.0%} of the speed of matrix multiplication alone (its `mfu`)."
+    text = f"{len(first)} rounds on {date.today()}. The first one's `mfu` is {peak:.0%}. {match.goal}"
     return f"\n## {match.title}\n\n{markdown.table(columns, rows)}\n\n{text}\n"
 
 
@@ -197,21 +204,23 @@ def starts(rounds: int, folder: Path) -> str:
 def heading() -> str:
     import torch
 
-    from samecurve import facts
+    from samecurve.benchmarks.timing import environment
     from samecurve.flops import probe
 
-    peak = probe(torch.device("cpu"), torch.bfloat16, seconds=3.0)
-    versions = ", ".join(f"{name} {version}" for name, version in facts.versions().items() if version)
+    facts, peak = environment(torch.device("cpu")), probe(torch.device("cpu"), torch.bfloat16, seconds=3.0)
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items() if version)
     return f"""# Speed on a CPU, side by side
 
-Measured on {date.today()} by `python scripts/bench_speed.py`: {os.cpu_count()} cores ({platform.machine()}), no GPU;
+Measured on {date.today()} by `python scripts/bench_speed.py`: {CORES} cores ({facts["device"]}), no GPU;
 {versions}.
 
 A Llama of 13.8 million parameters, bf16, 8 rows of 512 tokens per step (benchmarks/speed/). The contestants take turns;
-the first {WARM_UP} steps of each are not counted. Matrix multiplication alone reaches {peak:.2f} TFLOP/s in bf16 here.
+the first {WARM_UP} steps of each are not counted. `mfu` is by the convention 6 N + 12 L h s (attention over the full
+square); every run measures the peak, matrix multiplication alone, for itself ({peak:.2f} TFLOP/s now).
 samecurve, and the bare loop that shows its own cost, take the attention that samecurve chooses (varlen), the others
 that of transformers (sdpa). The loss is that of the last step: equal rows in equal order, except TRL's, which packs and
-orders samples itself. Trainer's learning rate lags a step behind, from 0 on, so its loss does too.
+orders samples itself. Trainer's learning rate lags a step behind, from 0 on, so its loss does too. TRL has its defaults
+for packing; padded, its steps have as many samples as samecurve's rows.
 """
 
 

@@ -2,7 +2,8 @@
 
     python trl_loop.py RECIPE OUTPUT.json [--packing] [--compile] [key=value ...]
 
-It reads samples in the data's order, a global batch of them per step: padded, or packed into rows as TRL does it.
+It reads samples in the data's order: as many per step as there are in samecurve's packed rows, a global batch of them
+at a time and padded; or a global batch of rows, packed as TRL does it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from samecurve import conversations, tasks
+from samecurve.config import Recipe
 from samecurve.loss import IGNORE_INDEX
 from samecurve.recipe import checked
 
@@ -31,8 +33,8 @@ class InOrder(SFTTrainer):
 
 
 class Timed(TrainerCallback):
-    def __init__(self, record: rows.Record, tokens: list[int]):
-        self.record, self.tokens = record, tokens
+    def __init__(self, record: rows.Record, tokens: list[int], accumulation: int):
+        self.record, self.tokens, self.accumulation = record, tokens, accumulation
 
     def on_step_begin(self, args, state, control, **_) -> None:
         if state.global_step == 0:
@@ -40,7 +42,8 @@ class Timed(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **_) -> None:
         if "loss" in (logs or {}):
-            self.record.step(logs["loss"], self.tokens[state.global_step - 1])
+            last = state.global_step * self.accumulation
+            self.record.step(logs["loss"], sum(self.tokens[last - self.accumulation : last]))
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -50,6 +53,7 @@ def main(arguments: argparse.Namespace) -> None:
     chats = [list(found.messages) for found in islice(source.documents(), SAMPLES)]
     data = Dataset.from_list([{"prompt": chat[:-1], "completion": chat[-1:]} for chat in chats])
     record, settings, tokens = rows.Record(arguments.output), recipe.optimizer, []
+    accumulation = 1 if arguments.packing else batches_of_samples(recipe)
     with tempfile.TemporaryDirectory() as folder:
         options = SFTConfig(
             output_dir=folder,
@@ -57,6 +61,7 @@ def main(arguments: argparse.Namespace) -> None:
             max_length=recipe.batch.sequence_length,
             packing=arguments.packing,
             per_device_train_batch_size=recipe.batch.global_batch_size,
+            gradient_accumulation_steps=accumulation,
             gradient_checkpointing=False,
             learning_rate=settings.learning_rate,
             warmup_steps=recipe.schedule.warmup_steps,
@@ -72,7 +77,7 @@ def main(arguments: argparse.Namespace) -> None:
             report_to="none",
         )
         tokenizer = tasks.load(recipe).tokenizer
-        timed = Timed(record, tokens)
+        timed = Timed(record, tokens, accumulation)
         trainer = InOrder(
             rows.model(recipe), args=options, train_dataset=data, processing_class=tokenizer, callbacks=[timed]
         )
@@ -86,6 +91,13 @@ def main(arguments: argparse.Namespace) -> None:
         trainer.data_collator = counted
         trainer.train()
     record.write()
+
+
+def batches_of_samples(recipe: Recipe) -> int:
+    """Of a global batch each, that a step of packed rows has on average."""
+    places = [batch.inputs["position_ids"] for step in rows.batches(recipe) for batch in step]
+    samples = sum(int((each == 0).sum()) for each in places) / recipe.steps
+    return max(1, round(samples / recipe.batch.global_batch_size))
 
 
 if __name__ == "__main__":

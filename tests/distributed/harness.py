@@ -133,13 +133,15 @@ class Workspace:
             self._runs[key] = self.execute(command, directory)
         return self._runs[key]
 
-    def resume(self, source: Run, step: int, strategy: str | Path | None, world: int, *overrides: str) -> Run:
+    def resume(
+        self, source: Run, step: int, strategy: str | Path | None, world: int, *overrides: str, launcher: str = "fork"
+    ) -> Run:
         """Go on from a copy of another run as it was after `step`, under any strategy."""
         directory = self.folder / f"resumed_{len(list(self.folder.iterdir()))}"
         shutil.copytree(source.directory, directory, ignore=shutil.ignore_patterns("model", "tensorboard", "step_*"))
         shutil.copytree(source.checkpoint(step), directory / "checkpoints" / source.checkpoint(step).name)
         path = strategy if isinstance(strategy, Path) or strategy is None else self.strategy(strategy)
-        command = launch_command("fork", path, world, self.folder)
+        command = launch_command(launcher, path, world, self.folder)
         command += [str(self.recipe), f"output_dir={directory}", *overrides]
         return self.execute(command + (["--strategy", str(path)] if path else []), directory)
 
