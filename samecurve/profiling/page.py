@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from .deepspeed_log import Logged
 from .operators import KINDS
 from .trace import Breakdown
 
@@ -22,7 +23,7 @@ _MEMORY = {
 }
 
 
-def content(found: Breakdown, held: Held, rank: int) -> dict:
+def content(found: Breakdown, held: Held, rank: int, logged: Sequence[Logged] = ()) -> dict:
     """For other programs: the page's numbers. Seconds and calls are of all recorded steps together."""
     return {
         "steps": list(found.steps),
@@ -35,6 +36,7 @@ def content(found: Breakdown, held: Held, rank: int) -> dict:
         "memory_bytes": memory(found, held),
         "allocated_bytes": found.allocated_bytes,
         "collectives": [asdict(each) for each in found.collectives],
+        "logged_by_deepspeed": [asdict(each) for each in logged],
         "operators": [asdict(each) for each in found.operators[:NUM_OPERATORS]],
     }
 
@@ -51,8 +53,10 @@ def lines(found: Breakdown) -> Iterator[str]:
         yield f"collectives per step: {calls:,.0f} with {_mib(handed)} MiB, under way for {ms:,.1f} ms"
 
 
-def page(found: Breakdown, held: Held, rank: int) -> str:
-    return "\n".join([*_time(found, rank), "", *_memory(found, held), "", *_collectives(found), "", *_top(found), ""])
+def page(found: Breakdown, held: Held, rank: int, logged: Sequence[Logged] = ()) -> str:
+    parts = [_time(found, rank), _memory(found, held), _collectives(found)]
+    parts += [_logged(logged, len(found.steps))] if logged else []
+    return "\n".join(line for part in [*parts, _top(found)] for line in [*part, ""])
 
 
 def memory(found: Breakdown, held: Held) -> dict[str, int]:
@@ -103,6 +107,15 @@ def _collectives(found: Breakdown) -> Iterator[str]:
     rows += [
         (each.name, f"{each.calls / num:,.1f}", _mib(each.num_bytes / num), f"{1000 * each.seconds / num:,.2f}")
         for each in found.collectives
+    ]
+    yield from _table(rows)
+
+
+def _logged(logged: Sequence[Logged], num_steps: int) -> Iterator[str]:
+    rows = [("DeepSpeed's own log, per step", "calls", "MiB each", "ms")]
+    rows += [
+        (each.name, f"{each.calls / num_steps:,.1f}", _mib(each.num_bytes), f"{1000 * each.seconds / num_steps:,.2f}")
+        for each in logged
     ]
     yield from _table(rows)
 

@@ -13,6 +13,7 @@ from torch.profiler import ProfilerAction, profile, record_function
 
 from ..errors import StorageError
 from ..records import write_json, write_text, writing
+from . import deepspeed_log
 from .operators import DATA_WAIT
 from .page import content, lines, page
 from .trace import breakdown, read
@@ -73,7 +74,9 @@ class _Recorder:
         if torch.cuda.is_available():
             # not C++'s stacks, too: taking them would lengthen the steps that are recorded
             torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MOST_ALLOCATIONS)
-        for _ in range(warm_up, self._last + 1):
+        for step in range(warm_up, self._last + 1):
+            if step == self._first:
+                deepspeed_log.begin()
             self._around.restart_clock()
             with record_function(DATA_WAIT):
                 micro_batches = next(upcoming)
@@ -122,11 +125,12 @@ class _Recorder:
     def _summarise(self, path: Path) -> None:
         if not self._speaks:
             return
+        logged = deepspeed_log.logged()
         found, held = breakdown(read(path)), self._around.held()
         self._around.alive()
         summary = self._around.folder / "summary.txt"
-        write_json(summary.with_suffix(".json"), content(found, held, self._around.rank))
-        write_text(summary, page(found, held, self._around.rank))
+        write_json(summary.with_suffix(".json"), content(found, held, self._around.rank, logged))
+        write_text(summary, page(found, held, self._around.rank, logged))
         for line in lines(found):
             self._around.say(line)
         self._around.say(f"traces in {self._folder} (for ui.perfetto.dev or TensorBoard), summary in {summary}")

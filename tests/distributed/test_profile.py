@@ -41,6 +41,18 @@ def test_ddp(workspace, reference):
     assert run.output.count("summary in") == 1
 
 
+def test_deepspeeds_own_log(workspace):
+    """Its calls and times are those that PyTorch's profiler saw, but for what does not go through DeepSpeed."""
+    _, folder, content = profiled(workspace, workspace.strategy("zero3", comms_logger={"enabled": True}))
+    seen = {each["name"]: each for each in content["collectives"]}
+    for name, logged in (("all_gather", "all_gather_into_tensor"), ("reduce_scatter", "reduce_scatter_tensor")):
+        found = [each for each in content["logged_by_deepspeed"] if each["name"].startswith(logged)]
+        assert 0 < sum(each["calls"] for each in found) <= seen[name]["calls"]
+        assert 0 < sum(each["seconds"] for each in found) < content["seconds"]
+        assert all(each["calls"] % len(content["steps"]) == 0 for each in found)
+    assert "DeepSpeed's own log, per step" in (folder / "summary.txt").read_text()
+
+
 # bytes per weight that a rank holds whole, and per weight that two ranks share
 BYTES = {"fsdp": (12, 0), "zero1": (4, 12), "zero2": (4, 12), "zero3": (4, 12), "pipeline": (4 + 12, 0)}
 
