@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO
+
+from .heartbeat import exists
 
 COLLECT_SECONDS = 2.0
 
@@ -22,10 +25,12 @@ class Stacks:
         self._stream: IO[str] | None = None
 
     def on_demand(self) -> None:
-        """SIGUSR2, which would end the process, writes the stacks: also of a thread that never comes back to Python."""
+        """SIGUSR2 writes the stacks: also of a thread that never comes back to Python. SIGVTALRM writes them and then
+        ends the process, as both would otherwise."""
         if hasattr(faulthandler, "register"):  # not on Windows
             descriptor = 2 if self._stream is None else self._stream.fileno()
             faulthandler.register(signal.SIGUSR2, file=descriptor, all_threads=True)
+            faulthandler.register(signal.SIGVTALRM, file=descriptor, all_threads=True, chain=True)
 
     def open(self) -> None:
         if self._stream is None:
@@ -44,22 +49,24 @@ class Stacks:
     def collect(self, processes: Mapping[int, int], frozen: set[int]) -> None:
         """From other ranks' processes of this machine, what they did not write themselves. The frozen ones end here.
 
-        processes: their ids by rank. frozen: ranks; a stopped process goes on for the moment that it takes to write.
+        processes: their ids by rank. frozen: ranks. A stopped process has to wake up to write, and may not go on with
+        its work then: it and those that wait for it would still commit checkpoints.
         """
-        silent = [rank for rank in processes if not self._is_written(rank)]
-        for rank in silent:
-            _send(processes[rank], signal.SIGUSR2)
-            if rank in frozen:
-                _send(processes[rank], signal.SIGCONT)
-        deadline = time.monotonic() + COLLECT_SECONDS
-        while time.monotonic() < deadline and not all(map(self._is_written, silent)):
-            time.sleep(0.05)
-        for rank in frozen & processes.keys():
+        silent = {rank: pid for rank, pid in processes.items() if not self._is_written(rank)}
+        for rank in silent.keys() - frozen:
+            _send(silent[rank], signal.SIGUSR2)
+        _wait_until(lambda: all(map(self._is_written, silent.keys() - frozen)))
+        for rank in silent.keys() & frozen:
+            _send_to_main_thread(silent[rank], signal.SIGVTALRM)
+            _send(silent[rank], signal.SIGCONT)
+        _wait_until(lambda: not any(exists(silent[rank]) for rank in silent.keys() & frozen))
+        for rank in processes.keys() & frozen:
             _send(processes[rank], signal.SIGKILL)
 
     def close(self) -> None:
         if hasattr(faulthandler, "unregister"):
             faulthandler.unregister(signal.SIGUSR2)
+            faulthandler.unregister(signal.SIGVTALRM)
         if self._stream is None:
             return
         self._stream.close()
@@ -77,6 +84,20 @@ class Stacks:
         return False
 
 
+def _wait_until(met: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + COLLECT_SECONDS
+    while not met() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
 def _send(pid: int, number: int) -> None:
     with contextlib.suppress(OSError):
         os.kill(pid, number)
+
+
+def _send_to_main_thread(pid: int, number: int) -> None:
+    """A stopped process's own signals are taken by whichever thread wakes up first, while the others go on."""
+    try:
+        ctypes.CDLL(None).tgkill(pid, pid, number)
+    except (AttributeError, OSError):  # not Linux, or glibc before 2.30
+        _send(pid, number)

@@ -86,8 +86,12 @@ class Watchdog:
         return where(self._phase, self.step)
 
     def cause(self, after_seconds: float = 0.0) -> PeerError | None:
-        """The failure or death of another rank that was seen at least so long ago; of several, what explains most."""
+        """The failure or death of another rank that was seen at least so long ago; of several, what explains most.
+
+        Not the death of one that this rank's watchdog gave up and ends: the watchdog is about to say why.
+        """
         ended = [peer for peer in self._peers() if peer.ended and time.monotonic() - peer.ended >= after_seconds]
+        ended = [peer for peer in ended if peer.beat.rank not in self._given_up]
         if not ended:
             return None
         # a rank that failed says what another's death did to it, or something of its own

@@ -106,7 +106,7 @@ def test_a_stopped_rank_is_named_and_does_not_stay(frozen, tmp_path):
         victim, other = pair[frozen], pair[1 - frozen]
         victim.process.send_signal(signal.SIGSTOP)
         assert other.ends() == 124
-        assert victim.ends(5) == -signal.SIGKILL
+        assert victim.ends(5) == -signal.SIGVTALRM
         pid = victim.process.pid
     found = status(other.folder)
     assert f": rank {frozen} (pid {pid}) shows no sign of life" in found["reason"] and found["exit_code"] == 124
@@ -121,7 +121,7 @@ def test_a_rank_that_stops_while_the_model_is_built(tmp_path):
             rank.wait_until("ready")
         second.process.send_signal(signal.SIGSTOP)
         assert first.ends(10) == 124
-        assert second.ends(5) == -signal.SIGKILL
+        assert second.ends(5) == -signal.SIGVTALRM
     reason = status(first.folder)["reason"]
     assert "shows no sign of life" in reason and "last seen in phase build;" in reason
     assert set(stacks(first.folder)) == {"rank_00000.txt", "rank_00001.txt"}
@@ -169,6 +169,15 @@ def test_stacks_on_demand(tmp_path):
         rank.go_on()
         assert rank.ends() == 0
     assert file.exists()
+
+
+def test_a_stopped_rank_writes_its_stacks_and_does_nothing_else(tmp_path):
+    stops = "meet(watch)\nwatch.phase('step', 12)\nos.kill(os.getpid(), signal.SIGSTOP)\nopen(sys.argv[1] + '_on', 'w')"
+    with ranks(tmp_path / "run", STEP, stops, step_seconds=LIMIT) as (first, second):
+        assert first.ends() == 124
+        assert second.ends(5) == -signal.SIGVTALRM
+    assert "in main\n" in stacks(first.folder)["rank_00001.txt"]
+    assert not (tmp_path / "run_on").exists()
 
 
 def beat(**changes) -> Beat:
@@ -263,6 +272,9 @@ def test_who_speaks(watchdog):
 def test_of_several_ends_the_one_with_words_is_told_first(watchdog):
     give(watchdog, beat(rank=2), ended=1)
     assert "rank 2 (pid" in str(watchdog.cause()) and watchdog.cause(after_seconds=2) is None
+    watchdog._given_up = {2}  # its end is the watchdog's own doing
+    assert watchdog.cause() is None
+    watchdog._given_up = set()
     give(watchdog, beat(rank=3, state="failed", reason="rank 3: no rows", exit_code=3), ended=1)
     assert (str(watchdog.cause()), watchdog.cause().exit_code) == ("rank 3: no rows", 3)
 
