@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import platform
+import re
 from collections.abc import Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .checkpoint.changes import identity
 from .records import now
+from .workers import num_cores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,6 +56,7 @@ def run_facts(plan: Plan, arguments: Sequence[str], described: dict, data: dict,
         "launcher": strategy.launcher,
         **described,
         "device": device,
+        "hardware": _hardware(),
         "precision": recipe.precision,
         "data": data,
         "recipe": recipe.model_dump(),
@@ -106,6 +111,28 @@ def _typed(arguments: Sequence[str]) -> dict:
     parser.add_argument("--local_rank")
     typed = parser.parse_intermixed_args(arguments)
     return {"recipe_path": typed.recipe_path, "overrides": typed.overrides}
+
+
+def _hardware() -> dict[str, object]:
+    """Of rank 0's process. cuda: the version that PyTorch was built with, None without."""
+    import torch
+
+    threads, cuda = torch.get_num_threads(), torch.version.cuda
+    return {"processor": processor(), "cores": num_cores(), "threads": threads, "cuda": cuda}
+
+
+def processor() -> str:
+    """Linux's name for this machine's, or Python's, which is often empty. Family and model tell apart what some clouds
+    call by one name."""
+    with contextlib.suppress(OSError):
+        about = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        found = {
+            key: re.search(rf"^{key}\s*: (.*)$", about, re.MULTILINE) for key in ("model name", "cpu family", "model")
+        }
+        if all(found.values()):
+            name, family, model = (match[1] for match in found.values())
+            return f"{name} (family {family}, model {model})"
+    return platform.processor() or platform.machine()
 
 
 def versions() -> dict[str, str | None]:

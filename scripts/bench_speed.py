@@ -1,10 +1,12 @@
 """How fast a step is, beside others' steps on the same rows: transformers.Trainer, TRL and loops without a framework.
 
     python scripts/bench_speed.py [--rounds 3] [--only pretrain sft own ranks start] [--output benchmarks/speed.md]
+        [-- KEY=VALUE ...]
 
-Contestants take turns, each in processes of its own, on two cores of this machine's CPU. A ratio is that of tokens per
-second in the same round; the table has its median. TRL takes part where SAMECURVE_TRL names a folder that it is
-installed in (scripts/test.sh --full makes .venv/trl).
+Contestants take turns, each in processes of its own, on two cores of this machine's CPU. Each table is kept in
+results.json (beside the page, in a folder of the page's name), so --only leaves the others as they are. TRL takes part
+where SAMECURVE_TRL names a folder that it is installed in (scripts/test.sh --full makes .venv/trl). What stands behind
+-- overrides every contestant's recipe.
 """
 
 from __future__ import annotations
@@ -17,20 +19,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import date
+from importlib import metadata
 from pathlib import Path
 from statistics import median
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import markdown  # noqa: E402
+from benchmarks.speed.page import WARM_UP, Measurement, page  # noqa: E402
+from samecurve.facts import processor, versions  # noqa: E402
+from samecurve.records import read_json, write_json, write_text  # noqa: E402
 
 FOLDER = ROOT / "benchmarks" / "speed"
 CORES = 2
-WARM_UP = 6
-"""Steps that are not counted: compilation, and what is allocated once."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Match:
-    """The ratios are to the first contestant's tokens/s. goal: a sentence."""
+    """The ratios are to the first contestant's tokens/s. goal: a sentence of the page."""
 
     title: str
     recipe: str
@@ -53,20 +57,24 @@ class Match:
     goal: str
 
 
-# What is asked, how it ends, of train.py with which arguments.
+FIRST_STEP = "recipes/quickstart.yaml", "steps=1", "schedule.warmup_steps=0"
+# What is asked, how it ends, of train.py with which arguments. In each round nothing is cached before the first one.
 STARTS = {
     "`train.py --help`": (0, ("--help",)),
     "a mistake in a recipe is told": (2, ("recipes/quickstart.yaml", "steps=none")),
-    "the quickstart's first step is done": (0, ("recipes/quickstart.yaml", "steps=1", "schedule.warmup_steps=0")),
+    "the quickstart's first step is done, with a tokenizer to train and texts to tokenise": (0, FIRST_STEP),
+    "the same again": (0, FIRST_STEP),
 }
+START_TITLE = "Starting"
+START_GOAL = "The goals: 0.5 s, 2 s and 10 s."
 REGIONAL = ("compile=regional",)
 MATCHES = {
     "pretrain": Match(
         "Packed pretraining against transformers.Trainer",
         "pretrain.yaml",
         (
-            Contestant("samecurve", "", REGIONAL),
-            Contestant("samecurve, not compiled"),
+            Contestant("samecurve, compile=regional", "", REGIONAL),
+            Contestant("samecurve"),
             Contestant("Trainer", "trainer_loop.py"),
             Contestant("Trainer, torch_compile", "trainer_loop.py", ("--compile",)),
             Contestant("bare loop", "bare_loop.py"),
@@ -78,9 +86,11 @@ MATCHES = {
         "Fine-tuning on samples of different lengths against TRL",
         "sft.yaml",
         (
-            Contestant("samecurve", "", REGIONAL),
+            Contestant("samecurve, compile=regional", "", REGIONAL),
+            Contestant("samecurve"),
             Contestant("TRL, padded", "trl_loop.py"),
             Contestant("TRL, packed", "trl_loop.py", ("--packing",)),
+            Contestant("TRL, packed, torch_compile", "trl_loop.py", ("--packing", "--compile")),
         ),
         "The goal: 4 times TRL, which would have 0.25 of it.",
     ),
@@ -105,123 +115,137 @@ MATCHES = {
 }
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = _parser().parse_args(argv)
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
+    results = arguments.output.with_suffix("") / "results.json"
+    found = {name: Measurement(**kept) for name, kept in read_json(results).items()}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in arguments.only:
+            if name == "start":
+                measured = starts(arguments.rounds, Path(folder))
+            else:
+                measured = compared(play(MATCHES[name], arguments.rounds, Path(folder), arguments.overrides))
+            found[name] = Measurement(**measured, **circumstances(), rounds=arguments.rounds)
+            results.parent.mkdir(parents=True, exist_ok=True)
+            write_json(results, {each: asdict(kept) for each, kept in found.items()})
+            write_text(arguments.output, shown(found))
+    print(shown({name: found[name] for name in arguments.only}))
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=(*MATCHES, "start"), default=[*MATCHES, "start"])
     parser.add_argument("--output", type=Path, default=FOLDER.with_suffix(".md"))
-    arguments = parser.parse_args()
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
-    parts = []
-    with tempfile.TemporaryDirectory() as folder:
-        for name in arguments.only:
-            if name == "start":
-                parts += [starts(arguments.rounds, Path(folder))]
-            else:
-                parts += [table(MATCHES[name], play(MATCHES[name], arguments.rounds, Path(folder)))]
-            print(parts[-1])
-    text = "\n\n".join(part.strip() for part in [heading(), *parts])
-    arguments.output.write_text(text + "\n", encoding="utf-8")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of every contestant's recipe")
+    return parser
 
 
-def play(match: Match, rounds: int, folder: Path) -> dict[str, list[list[dict]]]:
-    """The steps of each round, by the contestant's name."""
-    found: dict[str, list[list[dict]]] = {}
+def shown(found: Mapping[str, Measurement]) -> str:
+    titles = {name: match.title for name, match in MATCHES.items()} | {"start": START_TITLE}
+    goals = {name: match.goal for name, match in MATCHES.items()} | {"start": START_GOAL}
+    return page(found, titles, goals)
+
+
+def play(match: Match, rounds: int, folder: Path, overrides: Sequence[str] = ()) -> dict[str, list[Run]]:
+    """The run of each round, by the contestant's name."""
+    found: dict[str, list[Run]] = {}
     for number in range(1, rounds + 1):
         for contestant in match.contestants:
             if contestant.program == "trl_loop.py" and not os.environ.get("SAMECURVE_TRL"):
                 continue
             print(f"{match.title}: round {number} of {rounds}, {contestant.name}", flush=True)
-            found.setdefault(contestant.name, []).append(run(contestant, FOLDER / match.recipe, folder))
+            found.setdefault(contestant.name, []).append(run(contestant, FOLDER / match.recipe, folder, overrides))
     return found
 
 
-def run(contestant: Contestant, recipe: Path, folder: Path) -> list[dict]:
-    """One contestant's steps: {loss, tokens, step_seconds}. Raises CalledProcessError, after printing what it said."""
+@dataclass(frozen=True)
+class Run:
+    """steps: loss, tokens and step_seconds of each, and samecurve's mfu. peak_tflops: what that is against."""
+
+    steps: list[dict]
+    peak_tflops: float | None = None
+
+    @property
+    def speed(self) -> float:
+        """Trained tokens per second of the steady steps."""
+        return sum(step["tokens"] for step in self.steady) / sum(step["step_seconds"] for step in self.steady)
+
+    @property
+    def steady(self) -> list[dict]:
+        return self.steps[WARM_UP:]
+
+
+def run(contestant: Contestant, recipe: Path, folder: Path, overrides: Sequence[str]) -> Run:
+    """Raises CalledProcessError, after printing what the contestant said."""
     output = Path(tempfile.mkdtemp(dir=folder))
     environment = {**os.environ, "OMP_NUM_THREADS": "1" if contestant.strategy else "2", "HF_HUB_OFFLINE": "1"}
     environment["CUDA_VISIBLE_DEVICES"] = ""  # a GPU's page is scripts/bench_gpu.sh's
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("SAMECURVE_TRL", "")])
     if contestant.program:
         program = [sys.executable, str(FOLDER / contestant.program), str(recipe), str(output / "steps.json")]
-        command = [*program, *contestant.arguments]
+        command = [*program, *contestant.arguments, *overrides]
     else:
         launcher = [sys.executable]
         if contestant.strategy:
             launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
         strategy = ["--strategy", f"configs/{contestant.strategy}.yaml"] if contestant.strategy else []
-        command = [*launcher, "train.py", str(recipe), *strategy, *contestant.arguments, f"output_dir={output}/run"]
+        keys = [*contestant.arguments, *overrides, f"output_dir={output}/run"]
+        command = [*launcher, "train.py", str(recipe), *strategy, *keys]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode:
         print(done.stdout[-3000:], done.stderr[-3000:], sep="\n")
     done.check_returncode()
     if contestant.program:
-        return json.loads((output / "steps.json").read_text())
-    return [json.loads(line) for line in (output / "run" / "metrics.jsonl").read_text().splitlines()]
+        return Run(json.loads((output / "steps.json").read_text()))
+    steps = [json.loads(line) for line in (output / "run" / "metrics.jsonl").read_text().splitlines()]
+    return Run(steps, read_json(output / "run" / "run.json")["flops"]["peak_tflops"])
 
 
-def speed(steps: list[dict]) -> float:
-    """Trained tokens per second of the steady steps."""
-    steady = steps[WARM_UP:]
-    return sum(step["tokens"] for step in steady) / sum(step["step_seconds"] for step in steady)
-
-
-def table(match: Match, found: dict[str, list[list[dict]]]) -> str:
-    first = found[match.contestants[0].name]
+def compared(found: dict[str, list[Run]]) -> dict:
+    """Fields of a Measurement. The first contestant is what the others are compared with."""
+    first = next(iter(found.values()))
     rows = []
-    for name, rounds in found.items():
-        ratios = [speed(steps) / speed(reference) for steps, reference in zip(rounds, first, strict=True)]
-        rate, loss = median(map(speed, rounds)), rounds[-1][-1]["loss"]
-        spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
-        rows.append([name, f"{rate:,.0f}", f"{median(ratios):.2f}", spread, f"{loss:.4f}"])
-    columns = "", "trained tokens/s", "against the first", "lowest and highest", "loss"
-    peak = median(step["mfu"] for steps in first for step in steps[WARM_UP:])
-    text = f"{len(first)} rounds on {date.today()}. The first one's `mfu` is {peak:.0%}. {match.goal}"
-    return f"\n## {match.title}\n\n{markdown.table(columns, rows)}\n\n{text}\n"
+    for name, runs in found.items():
+        ratios = [each.speed / reference.speed for each, reference in zip(runs, first, strict=True)]
+        rate, loss = median(each.speed for each in runs), runs[-1].steps[-1]["loss"]
+        rows.append([name, rate, median(ratios), min(ratios), max(ratios), loss])
+    mfu = median(step["mfu"] for each in first for step in each.steady)
+    return {"rows": rows, "mfu": mfu, "peak_tflops": median(each.peak_tflops for each in first)}
 
 
-def starts(rounds: int, folder: Path) -> str:
-    """Seconds until a command has answered, and until a small model has made its first step."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    rows = []
-    for name, (code, arguments) in STARTS.items():
-        seconds = []
-        for number in range(rounds):
-            print(f"Starting: round {number + 1} of {rounds}, {name}", flush=True)
-            command = [sys.executable, "train.py", *arguments, f"output_dir={folder}/start_{len(rows)}_{number}"]
+def starts(rounds: int, folder: Path) -> dict:
+    """Fields of a Measurement: seconds until a command has answered, or a small model has made its first step."""
+    seconds: dict[str, list[float]] = {name: [] for name in STARTS}
+    for number in range(rounds):
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+        environment["SAMECURVE_CACHE"] = str(folder / f"cache_{number}")
+        for index, (name, (code, arguments)) in enumerate(STARTS.items()):
+            print(f"{START_TITLE}: round {number + 1} of {rounds}, {name}", flush=True)
+            command = [sys.executable, "train.py", *arguments, f"output_dir={folder}/start_{index}_{number}"]
             began = time.perf_counter()
             done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
             whole = time.perf_counter() - began
             if done.returncode != code:
                 raise SystemExit(f"{' '.join(command)} ended with {done.returncode}\n{done.stdout}{done.stderr}")
             step = re.search(r"first step done ([\d.]+) s after", done.stdout)
-            seconds.append(float(step[1]) if step else whole)
-        rows.append([name, f"{median(seconds):.2f}", f"{min(seconds):.2f} to {max(seconds):.2f}"])
-    return f"\n## Starting\n\n{markdown.table(('', 'seconds', 'lowest and highest'), rows)}\n"
+            seconds[name].append(float(step[1]) if step else whole)
+    return {"rows": [[name, median(each), None, min(each), max(each), None] for name, each in seconds.items()]}
 
 
-def heading() -> str:
-    import torch
-
-    from samecurve.benchmarks.timing import environment
-    from samecurve.flops import probe
-
-    facts, peak = environment(torch.device("cpu")), probe(torch.device("cpu"), torch.bfloat16, seconds=3.0)
-    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items() if version)
-    return f"""# Speed on a CPU, side by side
-
-Measured on {date.today()} by `python scripts/bench_speed.py`: {CORES} cores ({facts["device"]}), no GPU;
-{versions}.
-
-A Llama of 13.8 million parameters, bf16, 8 rows of 512 tokens per step (benchmarks/speed/). The contestants take turns;
-the first {WARM_UP} steps of each are not counted. `mfu` is by the convention 6 N + 12 L h s (attention over the full
-square); every run measures the peak, matrix multiplication alone, for itself ({peak:.2f} TFLOP/s now).
-samecurve, and the bare loop that shows its own cost, take the attention that samecurve chooses (varlen), the others
-that of transformers (sdpa). The loss is that of the last step: equal rows in equal order, except TRL's, which packs and
-orders samples itself. Trainer's learning rate lags a step behind, from 0 on, so its loss does too. TRL has its defaults
-for packing; padded, its steps have as many samples as samecurve's rows.
-"""
+def circumstances() -> dict:
+    """Fields of a Measurement: when, at which commit, on what and with what it was measured."""
+    trl = metadata.distributions(name="trl", path=[os.environ.get("SAMECURVE_TRL", "")])
+    said = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return {
+        "date": str(date.today()),
+        "commit": said.stdout.strip() or None,
+        "device": processor(),
+        "cores": CORES,
+        "versions": {**versions(), "trl": next((each.version for each in trl), None)},
+    }
 
 
 if __name__ == "__main__":

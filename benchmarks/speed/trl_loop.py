@@ -2,16 +2,16 @@
 
     python trl_loop.py RECIPE OUTPUT.json [--packing] [--compile] [key=value ...]
 
-It reads samples in the data's order: as many per step as there are in samecurve's packed rows, a global batch of them
-at a time and padded; or a global batch of rows, packed as TRL does it.
+It reads a random choice of the samples: as many per step as there are in samecurve's packed rows, a global batch of
+them at a time and padded; or a global batch of rows, packed as TRL does it.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
-from itertools import islice
 from pathlib import Path
+from random import Random
 
 import rows
 from datasets import Dataset
@@ -50,7 +50,8 @@ def main(arguments: argparse.Namespace) -> None:
     recipe = checked(arguments.recipe, arguments.overrides)
     schema = conversations.Schema.of(recipe.data)
     source = conversations.find(recipe.data.path, recipe.data.pattern, schema)
-    chats = [list(found.messages) for found in islice(source.documents(), SAMPLES)]
+    chats = [list(found.messages) for found in source.documents()]
+    chats = Random(recipe.seed).sample(chats, min(SAMPLES, len(chats)))
     data = Dataset.from_list([{"prompt": chat[:-1], "completion": chat[-1:]} for chat in chats])
     record, settings, tokens = rows.Record(arguments.output), recipe.optimizer, []
     accumulation = 1 if arguments.packing else batches_of_samples(recipe)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import platform
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from statistics import median
 
 import torch
 from torch.utils.benchmark import Timer
 
-from ..facts import versions
+from ..facts import processor, versions
 from ..records import now
 from ..workers import num_cores
 
@@ -63,21 +60,12 @@ def operand(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
 def environment(device: torch.device) -> dict[str, object]:
     """Hardware, versions and date, without which a measured number says little."""
     return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
         "cores": num_cores(),
         "threads": torch.get_num_threads(),
         "versions": versions(),
         "date": now(),
     }
-
-
-def _processor() -> str:
-    """Linux's name for it, or Python's, which is often empty."""
-    with contextlib.suppress(OSError):
-        found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        if found:
-            return found[1]
-    return platform.processor() or platform.machine()
 
 
 def told(facts: Mapping[str, object], names: Sequence[str] = ("torch",)) -> str:

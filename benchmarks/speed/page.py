@@ -1,0 +1,76 @@
+"""The results of scripts/bench_speed.py as a page: each table with its machine, versions, commit and date."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from benchmarks.markdown import table
+
+WARM_UP = 6
+"""Steps that are not counted: compilation, and what is allocated once."""
+HEADING = f"""# Speed on a CPU, side by side
+
+Measured by `python scripts/bench_speed.py`, whose numbers are in [speed/results.json](speed/results.json). A Llama of
+13.8 million parameters, bf16, 8 rows of 512 tokens per step ([speed/](speed/)). The contestants take turns, each in
+processes of its own; the first {WARM_UP} steps of each are not counted. A ratio is to the first contestant in the same
+round: the median, the lowest and the highest. The machines are rented and their neighbours noisy: a few hundredths say
+nothing.
+
+`mfu` is by the convention 6 N + 12 L h s (attention over the full square), against the speed of matrix multiplication
+alone, which every run measures for itself. samecurve has its defaults where nothing else is said: varlen attention, the
+chunked head, memory that malloc keeps. The others have transformers' attention (sdpa) and malloc's defaults; the bare
+loop of "What the framework itself costs" has what samecurve has.
+
+The loss is that of the last step: of equal rows in equal order, except TRL's, which packs and orders a random choice of
+the same samples itself, by its defaults; padded, its steps have as many samples as samecurve's rows. Trainer's learning
+rate lags a step behind, from 0 on, so its loss does too. Shards are gathered in bf16, so their losses differ in the
+fourth digit."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One table, as results.json keeps it.
+
+    rows: name, tokens/s or seconds, ratio (None for seconds), the lowest and the highest, the loss (None for seconds).
+    mfu: of the first contestant. peak_tflops: of matrix multiplication, the median over its rounds; None where that
+    was not kept.
+    """
+
+    rows: list[list]
+    rounds: int
+    date: str
+    commit: str | None
+    device: str
+    cores: int
+    versions: dict[str, str | None]
+    mfu: float | None = None
+    peak_tflops: float | None = None
+
+
+def page(found: Mapping[str, Measurement], titles: Mapping[str, str], goals: Mapping[str, str]) -> str:
+    """found, titles, goals: by the table's name, in the page's order."""
+    parts = [HEADING]
+    for name in titles:
+        if name in found:
+            parts += [f"## {titles[name]}", _table(found[name]), goals[name], _circumstances(found[name])]
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(found: Measurement) -> str:
+    if found.mfu is None:
+        rows = [[name, f"{median:.2f}", f"{low:.2f} to {high:.2f}"] for name, median, _, low, high, _ in found.rows]
+        return table(("", "seconds", "lowest and highest"), rows)
+    rows = [
+        [name, f"{rate:,.0f}", f"{ratio:.2f}", f"{low:.2f} to {high:.2f}", f"{loss:.4f}"]
+        for name, rate, ratio, low, high, loss in found.rows
+    ]
+    return table(("", "trained tokens/s", "ratio", "lowest and highest", "loss"), rows)
+
+
+def _circumstances(found: Measurement) -> str:
+    peak = f" of {found.peak_tflops:.2f} TFLOP/s" if found.peak_tflops else ""
+    mfu = f"The first one's `mfu` is {found.mfu:.0%}{peak}. " if found.mfu else ""
+    commit = f", commit {found.commit}" if found.commit else ""
+    versions = ", ".join(f"{name} {version}" for name, version in found.versions.items() if version)
+    return f"{mfu}{found.rounds} rounds on {found.date}{commit}; {found.device}, {found.cores} cores; {versions}."
