@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     facts = machine(arguments.toy)
     among = cases(facts["num_devices"], arguments.toy)
     wanted = chosen(among, arguments.only)
-    kept = Kept(results, output, facts, among)
+    kept = Kept(results, output, facts)
     if arguments.list:
         for case in wanted:
             print(f"{case.group:9} {case.name:70} {kept.state(case)}".rstrip())
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not facts["num_devices"]:
         sys.exit("error: there is no GPU here; --toy rehearses the same cases at a toy size on a CPU")
     folder.mkdir(parents=True, exist_ok=True)
-    todo = [case for case in wanted if arguments.again or kept.state(case) == ""]
+    todo = [case for case in wanted if arguments.again or not kept.is_there(case)]
     print(f"{len(wanted)} cases, of which {len(wanted) - len(todo)} are there already ({results})", flush=True)
     _measure(todo, kept, runs.Places(folder, arguments.toy), arguments.limit, 60 * arguments.minutes)
     print(f"{results}, {output}")
@@ -97,15 +97,21 @@ def _parser() -> argparse.ArgumentParser:
 class Kept:
     """results.json, and the page that is made of it: what other machines measured stays."""
 
-    def __init__(self, results: Path, output: Path, facts: dict, among: Sequence[Case]):
-        self._results, self._output, self._facts, self._among = results, output, facts, among
+    def __init__(self, results: Path, output: Path, facts: dict):
+        self._results, self._output, self._facts = results, output, facts
         self._content = read_json(results)
         self._machine = self._content.setdefault(_name(facts), {"facts": facts, "rows": {}})
 
     def state(self, case: Case) -> str:
         """Of the row that is there, "" without one, or where it was another run."""
-        row = self._machine["rows"].get(case.name)
-        return row["state"] if row is not None and row["definition"] == case.definition else ""
+        row = self._row(case)
+        return row["state"] if row and row["definition"] == case.definition else ""
+
+    def is_there(self, case: Case) -> bool:
+        """What failed may have wanted a package that was installed since."""
+        state = self.state(case)
+        failed_otherwise = state == "failed" and self._row(case).get("versions") != self._facts["versions"]
+        return state != "" and not failed_otherwise
 
     def longest(self, case: Case) -> float:
         """Seconds that a case of this model took here, its start included."""
@@ -113,12 +119,16 @@ class Kept:
         return max([SHORTEST_SECONDS, *(row["seconds"] for row in rows if row["state"] == "done")])
 
     def add(self, case: Case, row: dict) -> None:
-        row |= {"driver": self._facts["driver"], "commit": _said("git", "rev-parse", "--short", "HEAD")}
+        row |= {key: self._facts[key] for key in ("driver", "versions")}
+        row["commit"] = _said("git", "rev-parse", "--short", "HEAD")
         self._machine["rows"][case.name] = row
         for path in (self._results, self._output):
             path.parent.mkdir(parents=True, exist_ok=True)
         write_json(self._results, self._content)
-        write_text(self._output, page(self._content, self._among))
+        write_text(self._output, page(self._content))
+
+    def _row(self, case: Case) -> dict:
+        return self._machine["rows"].get(case.name, {})
 
 
 def machine(toy: bool) -> dict:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from samecurve.config import Recipe
 
 HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 WARM_UP, MEASURED, PROFILED = 4, 5, 1
 """Steps of a run: not counted (compilation, first allocations), counted, and recorded by the profiler after them."""
 
@@ -84,6 +85,7 @@ class Case:
             "program": " ".join([self.program, *self.arguments]),
             "data": self.data,
             "strategy": self.strategy,
+            "files": _digest_of_files(self.strategy),
             "num_processes": self.num_processes,
         }
 
@@ -93,6 +95,14 @@ def _digest(recipe: str) -> str:
     """Of the recipe with all that it is based on and the schema's defaults: any of them can make it another run."""
     content = json.dumps(_resolved(recipe).model_dump(mode="json"), sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:12]
+
+
+@cache
+def _digest_of_files(strategy: str) -> str:
+    """ "" where it has none: single."""
+    paths = (ROOT / "configs" / f"{strategy}.yaml", ROOT / "ds_configs" / f"{strategy}.json")
+    content = b"".join(path.read_bytes() for path in paths if path.exists())
+    return hashlib.sha256(content).hexdigest()[:12] if content else ""
 
 
 def _resolved(name: str) -> Recipe:

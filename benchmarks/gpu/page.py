@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks.markdown import table
 from samecurve.benchmarks.steps import UNCHANGED, Measured, Variant, verdicts
 
-from .cases import GROUPS, MEASURED, WARM_UP, Case
+from .cases import GROUPS, MEASURED, WARM_UP, Case, cases
 
 # What others published for the 8B shape on one H200 (full recomputation, bf16 weights, 80.7 GB); see `all_parameters`.
 PUBLISHED_TOKENS_PER_SECOND, PUBLISHED_MFU = 10_471, 0.578
-# This project's own, as MFU of all N.
+# This project's own, as MFU of all N: of the best row of each size that trains all weights on one long text.
 GOALS = {"8B": 0.60, "3B": 0.60, "1.2B": 0.55}
 _COLUMNS = "case", "tokens/s", "to", "ratio", "MFU", "MFU, all N", "HFU", "peak GiB", "not in kernels", "loss", "commit"
 
 
-def page(results: Mapping, among: Sequence[Case]) -> str:
-    """results: {machine: {"facts": ..., "rows": {case: row}}}. among: the cases that there are."""
+def cases_of(facts: Mapping) -> list[Case]:
+    return cases(facts["num_devices"], facts["toy"])
+
+
+def page(results: Mapping, among: Callable[[Mapping], Sequence[Case]] = cases_of) -> str:
+    """results: {machine: {"facts": ..., "rows": {case: row}}}. among: facts of a machine -> the cases that it has."""
     parts = [_heading()]
     for name, machine in ((name, machine) for name, machine in results.items() if machine["rows"]):
         facts, rows = machine["facts"], machine["rows"]
         parts += [f"## {name}", _hardware(facts, rows), *_ceilings(rows.get("ceilings", {}))]
         for group, title in GROUPS.items():
-            cases = [case for case in among if case.group == group and case.name in rows]
+            there = [case for case in among(facts) if case.group == group and case.name in rows]
             if group == "levers":
-                parts += _levers(cases, rows)
-            elif group != "ceilings" and cases:
-                parts += [f"### {title}", table(_COLUMNS, [_line(case, rows) for case in cases])]
-        parts += _left_out(rows, among)
+                parts += _levers(there, rows)
+            elif group != "ceilings" and there:
+                parts += [f"### {title}", table(_COLUMNS, [_line(case, rows) for case in there])]
+        parts += _left_out(rows, among(facts))
     return "\n\n".join(parts) + "\n"
 
 
@@ -41,11 +45,12 @@ Measured by `bash scripts/bench_gpu.sh`, which says what it does; the numbers ar
 of train.py, from configs alone: {WARM_UP} steps that are not counted, then {MEASURED} that are. Tokens are trained
 ones. MFU counts 6 N + 12 L h s FLOPs per token, N without an embedding that is only looked up; "all N" has it with
 that, as others count: by it {published} were published for the 8B shape on
-one H200. The goals here are {goals}, by the same. HFU adds what is computed twice.
-Memory is what PyTorch allocated at most. "Not in kernels" is from the profiler, of steps after the measured ones, and
-the more for what the profiler itself takes. The loss is that of the first step, which is equal where first weights and
-rows are. The commit is the one that a row was measured at. Where a whole model is compiled (compile=full, Trainer's
-torch_compile), transformers makes a mask of a single document's positions, too: attention computes what it hides."""
+one H200. The goals here are {goals}, by the same, for the best row of a size that trains
+all weights on one long text. HFU adds what is computed twice. Memory is what PyTorch allocated at most. "Not in
+kernels" is from the profiler, of steps after the measured ones, and the more for what the profiler itself takes. The
+loss is that of the first step, which is equal where first weights and rows are. The commit is the one that a row was
+measured at. Where a whole model is compiled (compile=full, Trainer's torch_compile), transformers makes a mask of a
+single document's positions, too: attention computes what it hides."""
 
 
 def _hardware(facts: Mapping, rows: Mapping) -> str:
@@ -129,6 +134,7 @@ def _levers(cases: Sequence[Case], rows: Mapping) -> list[str]:
             each.variant.name,
             f"{each.tokens_per_second:,.0f}",
             f"{each.ratio:.2f}",
+            *(_percent(known[each.variant.name][share]) for share in ("mfu", "hfu")),
             f"{each.peak_memory_gib:.1f}",
             f"{each.memory_ratio:.2f}",
             f"{each.loss_difference:.1e}",
@@ -137,8 +143,9 @@ def _levers(cases: Sequence[Case], rows: Mapping) -> list[str]:
         for each in found
     ]
     others = [case for case in cases if case not in done]
-    lines += [[case.lever, _why(rows[case.name]), "", "", "", "", _commit(rows[case.name])] for case in others]
-    columns = "lever", "tokens/s", f"to {cases[0].against}", "peak GiB", "ratio", "largest loss difference", "commit"
+    lines += [[case.lever, _why(rows[case.name]), *[""] * 6, _commit(rows[case.name])] for case in others]
+    to = f"to {cases[0].against}"
+    columns = "lever", "tokens/s", to, "MFU", "HFU", "peak GiB", "ratio", "largest loss difference", "commit"
     return [f"### {GROUPS['levers']}", table(columns, lines)]
 
 

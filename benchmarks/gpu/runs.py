@@ -23,10 +23,9 @@ from samecurve.records import now, read_json
 from samecurve.rundir import read_metrics
 from samecurve.workers import share_of_cores
 
-from .cases import HERE, MEASURED, WARM_UP, Case
+from .cases import HERE, MEASURED, ROOT, WARM_UP, Case
 from .material import TEXT_BYTES, write_text
 
-ROOT = HERE.parents[1]
 TRAINER = ROOT / "benchmarks" / "speed" / "trainer_loop.py"
 TOY_TEXT_BYTES = 200_000
 TAIL_CHARACTERS = 2000  # of a failed run's log, for whoever has the results alone

@@ -15,7 +15,18 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.gpu import page, runs
-from benchmarks.gpu.cases import GROUPS, HERE, LEVERS_ON, MEASURED, WARM_UP, Case, _digest, cases, chosen
+from benchmarks.gpu.cases import (
+    GROUPS,
+    HERE,
+    LEVERS_ON,
+    MEASURED,
+    WARM_UP,
+    Case,
+    _digest,
+    _digest_of_files,
+    cases,
+    chosen,
+)
 from samecurve import recipe
 from samecurve.engines.resolve import resolve
 from samecurve.errors import ConfigurationError
@@ -123,7 +134,7 @@ def test_only_the_measured_steps_count():
 
 def facts() -> dict:
     versions = {"torch": "2.11.0", "datasets": None}
-    return {"num_devices": 1, "device": "H", "memory_gib": 139.7, "cores": 16, "versions": versions}
+    return {"num_devices": 1, "device": "H", "memory_gib": 139.7, "cores": 16, "versions": versions, "toy": False}
 
 
 def test_the_page_has_every_row_and_what_is_missing():
@@ -134,17 +145,19 @@ def test_the_page_has_every_row_and_what_is_missing():
     oom = {"state": "out of memory", "date": "2026-11-22", "reason": "CUDA out of memory | tried"}
     rows = {"1b": done(), "1b-trainer": peer, "8b-8bit": oom, LEVERS_ON: done()}
     rows["1b:compile=regional"] = done(tokens_per_second=6.0, losses=[7.0, 6.06] * 5)
-    text = page.page({"1 x H": {"facts": facts(), "rows": rows}, "2 x H": {"facts": facts(), "rows": {}}}, among)
+    text = page.page(
+        {"1 x H": {"facts": facts(), "rows": rows}, "2 x H": {"facts": facts(), "rows": {}}}, lambda _: among
+    )
     assert "1 x H, 140 GiB each, driver none, 16 cores; torch 2.11.0; commit not known; " in text
     assert "; 2026-11-21 to 2026-11-22.\n" in text
     # 5 tokens/s of 60 FLOPs over 1e3 FLOP/s; 6 N + 20 for attention would be 80
     assert "| 1b | 5 |  |  | 50.0% | 40.0% | 60.0% | 3.0 | 25.0% | 7.0000 |  |" in text
     assert "| 1b-trainer | 2 | 1b | 0.50 | 15.0% | 20.0% | 20.0% | 3.0 |  | 7.0000 |  |" in text
     assert "| 8b-8bit | out of memory: CUDA out of memory / tried |" in text
-    assert "| compile=regional | 6 | 1.20 | 3.0 | 1.00 |" in text
-    assert "one H200. The goals here are 60% for 8B, 60% for 3B, 55% for 1.2B, by the same. HFU" in text
+    assert "| compile=regional | 6 | 1.20 | 50.0% | 60.0% | 3.0 | 1.00 |" in text
+    assert "one H200. The goals here are 60% for 8B, 60% for 3B, 55% for 1.2B, by the same, for" in text
     assert "Not run yet: 8b." in text and "2 x H" not in text
-    bare = page.page({"1 x H": {"facts": facts(), "rows": {"1b-trainer": peer}}}, among)
+    bare = page.page({"1 x H": {"facts": facts(), "rows": {"1b-trainer": peer}}}, lambda _: among)
     assert "| 1b-trainer | 2 | 1b |  |  |  |  | 3.0 |  | 7.0000 |" in bare
 
 
@@ -153,7 +166,8 @@ def test_each_row_says_at_which_commit_it_was_measured():
     rows = {name: done(commit=f"c{index}") for index, name in enumerate(names)}
     for name in ("8b", "1b:compile=full"):
         rows[name] = {"state": "failed", "reason": "no", "date": "2026-11-22", "commit": rows[name]["commit"]}
-    text = page.page({"m": {"facts": facts(), "rows": rows}}, [case for case in CASES if case.name in names])
+    among = [case for case in CASES if case.name in names]
+    text = page.page({"m": {"facts": facts(), "rows": rows}}, lambda _: among)
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if "|" in line]
     found = [(line[0], line[-1]) for line in cells]
     levers = [("as it is", "c2"), ("compile=regional", "c3"), ("compile=full", "c4")]
@@ -162,9 +176,32 @@ def test_each_row_says_at_which_commit_it_was_measured():
     assert "commit c0, c1, c2, c3, c4; " in text
 
 
+def test_each_machine_has_its_own_cases():
+    """What several GPUs measured stays when one of them goes on alone."""
+    rows = {"8b-zero3": done(), "8b": done()}
+    several = {"facts": {**facts(), "num_devices": 8}, "rows": rows}
+    text = page.page({"8 x H": several, "1 x H": {"facts": facts(), "rows": {"8b": done()}}})
+    assert text.count("| 8b-zero3 | 5 |") == 1 and text.count("| 8b | 5 |") == 2
+
+
+def test_what_failed_is_measured_again_with_other_packages(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import bench_gpu
+
+    case = chosen(CASES, ["8b-8bit"])[0]
+    before = {**facts(), "driver": None}
+    kept = bench_gpu.Kept(tmp_path / "found.json", tmp_path / "gpu.md", before)
+    row = {"definition": case.definition, "date": "2026-11-22", "reason": "no"}
+    for state, found, again in (("failed", True, False), ("out of memory", True, True)):
+        kept.add(case, {**row, "state": state})
+        after = {**before, "versions": {**before["versions"], "bitsandbytes": "0.50"}}
+        later = bench_gpu.Kept(tmp_path / "found.json", tmp_path / "gpu.md", after)
+        assert (kept.is_there(case), later.is_there(case)) == (found, again)
+
+
 def test_a_lever_without_its_base_is_still_told():
     among = [case for case in CASES if case.name == "1b:compile=regional"]
-    text = page.page({"m": {"facts": facts(), "rows": {among[0].name: done()}}}, among)
+    text = page.page({"m": {"facts": facts(), "rows": {among[0].name: done()}}}, lambda _: among)
     assert "| compile=regional | 5 |" in text
 
 
@@ -251,6 +288,20 @@ def test_another_default_of_a_recipe_is_another_case(tmp_path, monkeypatch):
     _digest.cache_clear()
 
 
+def test_another_strategy_file_is_another_case(tmp_path, monkeypatch):
+    several = {case.name: case for case in cases(num_devices=2)}
+    before = {name: several[name].definition for name in ("8b", "8b-zero3", "8b-fsdp")}
+    for folder in ("configs", "ds_configs"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    with open(tmp_path / "ds_configs" / "zero3.json", "a") as stream:
+        stream.write("\n")
+    monkeypatch.setattr("benchmarks.gpu.cases.ROOT", tmp_path)
+    _digest_of_files.cache_clear()
+    changed = {name for name, definition in before.items() if several[name].definition != definition}
+    _digest_of_files.cache_clear()
+    assert changed == {"8b-zero3"}
+
+
 def test_why_the_gpus_are_not_known_is_told(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     import bench_gpu
@@ -298,9 +349,7 @@ def test_a_case_is_not_begun_that_the_minutes_would_cut_off(tmp_path, monkeypatc
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     import bench_gpu
 
-    kept = bench_gpu.Kept(
-        tmp_path / "found.json", tmp_path / "gpu.md", {**facts(), "driver": None, "toy": False}, CASES
-    )
+    kept = bench_gpu.Kept(tmp_path / "found.json", tmp_path / "gpu.md", {**facts(), "driver": None})
     large, other, small = (chosen(CASES, [name])[0] for name in ("8b", "8b-compiled", "1b"))
     kept.add(large, done(definition=large.definition, seconds=80.0))
     assert (kept.longest(other), kept.longest(small)) == (80.0, bench_gpu.SHORTEST_SECONDS)
