@@ -32,7 +32,7 @@ CONVENTION = (
     "model_per_token: 6 N + 12 L h s for forward and backward, attention over the full square (PaLM, "
     "arXiv:2204.02311); metrics.jsonl's mfu is by it. causal_per_token: 6 N + 6 L h s, the half that a causal mask "
     "leaves; mfu by it is mfu x causal_per_token / model_per_token. hardware_per_token: model_per_token and what is "
-    "computed twice; hfu is by it."
+    "computed twice; hfu is by it. peak_tflops is the precision's, also where fp8 multiplies some matrices faster."
 )
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 PROBE_SECONDS = 0.2
@@ -81,7 +81,8 @@ class _Row:
 PEAKS = (
     _Row(r"\bB200\b", 2250, 1125, 75, "NVIDIA HGX B200 data sheet, per GPU"),
     _Row(r"\bH200 NVL\b", 836, 418, 60, "NVIDIA H200 data sheet, NVL"),
-    _Row(r"\bG?H200\b", 989, 494, 67, "NVIDIA H200 data sheet, SXM"),
+    _Row(r"\bGH200\b", 989, 494, 67, "NVIDIA GH200 data sheet"),
+    _Row(r"\bH200\b", 989, 494, 67, "NVIDIA H200 data sheet, SXM"),
     _Row(r"\bH100 PCIe\b", 756, 378, 51, "NVIDIA H100 data sheet, PCIe"),
     _Row(r"\bH100 NVL\b", 835, 418, 60, "NVIDIA H100 data sheet, NVL"),
     _Row(r"\bH100\b", 989, 494, 67, "NVIDIA H100 data sheet, SXM"),

@@ -27,6 +27,8 @@ LEVERS = (
     "data.num_workers",
 )
 _NUMBERS = {"data.num_workers": (1, 2)}
+# Without the one the other is refused.
+_NEEDED = {"memory.selective_keeps": "memory.activation_checkpointing=selective"}
 UNCHANGED = "as it is"
 
 
@@ -84,8 +86,9 @@ def variants(recipe: Recipe, keys: Sequence[str] = LEVERS) -> list[Variant]:
     for key in keys:
         for dotted, values in _levers(key):
             now = _value(recipe, dotted)
-            shown = [(value, _shown(value)) for value in values if value != now]
-            found += [Variant(f"{dotted}={text}", (f"{dotted}={text}",)) for _, text in shown]
+            for value in (value for value in values if value != now):
+                overrides = *filter(None, [_NEEDED.get(dotted)]), f"{dotted}={_shown(value)}"
+                found.append(Variant(" ".join(overrides), overrides))
     return found
 
 

@@ -8,6 +8,8 @@ from functools import lru_cache
 
 DATA_WAIT = "samecurve: data wait"
 """The range that the recorder puts around asking for a step's rows."""
+LOSS = "samecurve: loss"
+"""The range that the chunked head puts around a loss and its gradient: compiled, no operator tells what they are."""
 
 KINDS = {
     "matmul": "matrix multiplications",
@@ -34,6 +36,7 @@ class Work:
 # eager attention is made of plain operators, so there only the softmax can be told from the rest of the model.
 _OPERATORS = (
     (rf"^{DATA_WAIT}$", Work("data_wait", claims=True)),
+    (rf"^{LOSS}$", Work("loss", claims=True)),
     (r"^Optimizer\.step#", Work("optimizer", claims=True)),
     (r"^c10d::", Work("communication", claims=True)),
     (

@@ -92,7 +92,7 @@ def test_the_same_curve_and_state_under_every_strategy(strategy, world, single, 
         assert_same_state(line["folder"], single[name]["folder"])
 
 
-@pytest.mark.parametrize(("strategy", "world"), long(("ddp", 2), ("fsdp", 2)))
+@pytest.mark.parametrize(("strategy", "world"), long(("ddp", 2), ("fsdp", 2), ("fsdp_offload", 2), ("hsdp", 4)))
 def test_bf16_weights_train_the_curve_of_fp32_ones(strategy, world, single, bf16, workspace):
     """Within what computing in bf16 makes of it, see test_equal_curves.py; what is loaded is loaded exactly."""
     expected = single["adamw"]["results"]
@@ -106,7 +106,7 @@ def test_bf16_weights_train_the_curve_of_fp32_ones(strategy, world, single, bf16
         assert all(torch.equal(ours[key], theirs[key]) for key in theirs) and ours.keys() == theirs.keys()
         assert sum(not torch.equal(theirs[key], before[key]) for key in theirs) > 70
         assert sum(key.startswith("compensation/") for key in theirs) == (len(theirs) // 4 if "kahan" in name else 0)
-        assert line["dtypes"] == ["bfloat16", {"ddp": "bfloat16", "fsdp": "float32"}[strategy]]
+        assert line["dtypes"] == ["bfloat16", "bfloat16" if strategy == "ddp" else "float32"]
         for found in (one["results"], line["results"]):
             assert_close(found, expected, name, 5e-3, 5e-2)
         assert line["unequal"] == []

@@ -275,3 +275,20 @@ def test_a_row_of_several_sequences_stays_whole():
     shards = [m for rank in range(2) for m in StepBatches(rows, 0, batch(2, 1), (rank, 2), 1).at(0)]
     assert [m.labels.shape for m in shards] == [(2, 6)] * 2
     assert torch.equal(torch.cat([m.labels for m in shards]), whole.labels)
+
+
+def test_a_gpu_gets_what_it_can_copy_by_itself(monkeypatch):
+    """Pinned before it is handed out, by a thread here or by PyTorch's loader, and copied while the device computes."""
+    pinned, copied, loaders = [], [], []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
+    monkeypatch.setattr("samecurve.data.DataLoader", lambda *_, **options: loaders.append(options) or [])
+    rows = DocumentRows(random_stream(16, longest=12), 6, PAD)
+    ((whole,),) = StepBatches(rows, 1, batch(8, 8), (0, 1), num_steps=1)
+    tensors = [*whole.inputs.values(), *whole.targets.values()]
+    assert {tensor.data_ptr() for tensor in tensors} == {tensor.data_ptr() for tensor in pinned}
+    assert list(StepBatches(rows, 1, batch(), (0, 1), num_steps=1, num_workers=1)) == []
+    assert [options["pin_memory"] for options in loaders] == [True]
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device, **how: copied.append((device, how)) or tensor)
+    whole.to("cuda")
+    assert copied == [("cuda", {"non_blocking": True})] * len(tensors)

@@ -12,12 +12,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from samecurve.chunked_head import ChunkedHead
 from samecurve.config import Profile
 from samecurve.engines.held import Held, held_bytes
 from samecurve.loss import token_loss_sum
 from samecurve.profiling import recorder
 from samecurve.profiling.deepspeed_log import _by_size, begin, logged
-from samecurve.profiling.operators import DATA_WAIT, KINDS, listed
+from samecurve.profiling.operators import DATA_WAIT, KINDS, LOSS, listed
 from samecurve.profiling.page import memory
 from samecurve.profiling.trace import Breakdown, breakdown, read
 
@@ -368,6 +369,35 @@ def test_what_stays_between_steps_is_not_in_what_a_step_adds(staying, activation
     found = Breakdown((1,), False, 1.0, {}, 0.0, [], [], allocated_bytes={"cpu": 100})
     told = memory(found, Held(1, 2, 40, staying))
     assert told == {"weights": 1, "optimizer": 2, "gradients": 40, "activations": activations}
+
+
+def test_a_compiled_loss_is_loss():
+    """Nothing but the range around it tells; the head's own matrix products lie before and after it."""
+    events = [
+        *(annotation(f"ProfilerStep#{1}", 0, 100), annotation(LOSS, 10, 30)),
+        *(
+            event("aten::mm", 0, 10),
+            event("Torch-Compiled Region: 0/0", 12, 10),
+            event("CompiledFunctionBackward", 25, 9),
+        ),
+        event("aten::mm", 40, 10),
+    ]
+    assert milliseconds(breakdown(events)) == {"matmul": 20, "loss": 30, "idle": 50}
+
+
+def test_the_chunked_head_says_what_is_loss():
+    head = torch.nn.Linear(4, 8, bias=False)
+    hidden, labels = torch.randn(1, 6, 4, requires_grad=True), torch.zeros(1, 6, dtype=torch.long)
+    chunked = ChunkedHead(head)
+    with torch.profiler.profile() as profiler, chunked.measuring(token_loss_sum, {"labels": labels}, None):
+        head(hidden)
+    inside = [found.name for found in profiler.events() if within(found, LOSS)]
+    assert any("log_softmax" in name for name in inside) and not any("mm" in name for name in inside)
+
+
+def within(found, name: str) -> bool:
+    parent = found.cpu_parent
+    return parent is not None and (parent.name == name or within(parent, name))
 
 
 def test_deepspeeds_log_has_each_calls_own_time():
