@@ -13,9 +13,10 @@ HEADING = f"""# Speed on a CPU, side by side
 
 Measured by `python scripts/bench_speed.py`, whose numbers are in [speed/results.json](speed/results.json). A Llama of
 13.8 million parameters, bf16, 8 rows of 512 tokens per step ([speed/](speed/)). The contestants take turns, each in
-processes of its own; the first {WARM_UP} steps of each are not counted. A ratio is to the first contestant in the same
-round: the median, the lowest and the highest. The machines are rented and their neighbours noisy: a few hundredths say
-nothing.
+processes of its own; the first {WARM_UP} steps of each are not counted. Tokens/s are those of the median step (in
+tables without a commit: of all steps together), and the median of the rounds. A ratio is to the first contestant in the
+same round: the median, the lowest and the highest. The machines are rented and their neighbours noisy: a few hundredths
+say nothing.
 
 `mfu` is by the convention 6 N + 12 L h s (attention over the full square), against the speed of matrix multiplication
 alone, which every run measures for itself. samecurve has its defaults where nothing else is said: varlen attention, the
