@@ -112,7 +112,9 @@ device's, so `offload` is as `full` here.""",
     "kernels": Page(
         "What the ways to compute a step cost and save",
         """The Llama of benchmarks/speed/ (13.8 million parameters, vocabulary 8,192), bf16, 8 rows of 512 tokens in one
-micro-batch, one process. Memory is the peak of the process, with the libraries, the weights and Adam's moments.""",
+micro-batch, one process. Memory is the peak of the process, with the libraries, the weights and Adam's moments. malloc
+keeps what a step frees, in pieces that the next size may not fit into, so these peaks say little of what logits or
+masks need at once: tests/unit/test_vocabulary_memory.py measures large ones.""",
         (
             Table(
                 "single",

@@ -127,6 +127,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 measured = starts(arguments.rounds, Path(folder))
             else:
                 measured = compared(play(MATCHES[name], arguments.rounds, Path(folder), arguments.overrides))
+                measured["overrides"] = arguments.overrides
             found[name] = Measurement(**measured, **circumstances(), rounds=arguments.rounds)
             results.parent.mkdir(parents=True, exist_ok=True)
             write_json(results, {each: asdict(kept) for each, kept in found.items()})

@@ -154,7 +154,7 @@ def _shapes() -> Iterator[Case]:
     """Other rows, lengths, optimizers and ways to save memory."""
 
     def case(size: str, name: str, *overrides: str, **fields) -> Case:
-        given = {"against": size, **fields}
+        given = {"against": size, "profiled": True, **fields}
         return Case(f"{size}-{name}", "shapes", f"llama_{size}.yaml", overrides, **given)
 
     def long(num_rows: int) -> tuple[str, ...]:
@@ -162,13 +162,13 @@ def _shapes() -> Iterator[Case]:
         return "batch.sequence_length=8192", *rows
 
     selective = "memory.activation_checkpointing=selective"
-    yield case("8b", "selective", BF16, COMPILED, selective, TWO_ROWS, profiled=True)
+    yield case("8b", "selective", BF16, COMPILED, selective, TWO_ROWS)
     yield case("3b", "selective", COMPILED, selective, TWO_ROWS)
     # autocast keeps what goes from layer to layer in fp32; FSDP's mixed precision, also with one shard, in bf16
     for size in ("3b", "1b"):
         yield case(size, "fsdp", COMPILED, KEPT, strategy="fsdp", against=f"{size}-kept")
-    yield case("1b", "documents", data="documents", profiled=True)
-    trainer = case("1b", "trainer-documents", program="trainer", data="documents", against=LEVERS_ON)
+    yield case("1b", "documents", data="documents")
+    trainer = case("1b", "trainer-documents", program="trainer", profiled=False, data="documents", against=LEVERS_ON)
     yield replace(trainer, group="peer")
     yield case("8b", "documents", BF16, data="documents")
     yield case("8b", "lora", "adapter.name=lora")
@@ -181,8 +181,8 @@ def _shapes() -> Iterator[Case]:
     yield case("8b", "lora-sft", "adapter.name=lora", data="conversations", against="8b-sft")
     yield case("1b", "sft", data="conversations", against="")
     # host memory: 60 GiB with bf16 weights and moments, 48 GiB; the 8B one with fp32 masters would want 120 GiB
-    yield case("8b", "offload", BF16, strategy="fsdp_offload")
-    yield case("3b", "offload", strategy="zero2_offload")
+    yield case("8b", "offload", BF16, strategy="fsdp_offload", profiled=False)
+    yield case("3b", "offload", strategy="zero2_offload", profiled=False)
 
 
 def _devices(num_devices: int) -> Iterator[Case]:

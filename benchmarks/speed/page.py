@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from benchmarks.markdown import table
 
@@ -34,8 +34,8 @@ class Measurement:
     """One table, as results.json keeps it.
 
     rows: name, tokens/s or seconds, ratio (None for seconds), the lowest and the highest, the loss (None for seconds).
-    mfu: of the first contestant. peak_tflops: of matrix multiplication, the median over its rounds; None where that
-    was not kept.
+    overrides: of every recipe. mfu: of the first contestant. peak_tflops: of matrix multiplication, the median over its
+    rounds; None where that was not kept.
     """
 
     rows: list[list]
@@ -45,6 +45,7 @@ class Measurement:
     device: str
     cores: int
     versions: dict[str, str | None]
+    overrides: list[str] = field(default_factory=list)
     mfu: float | None = None
     peak_tflops: float | None = None
 
@@ -74,4 +75,7 @@ def _circumstances(found: Measurement) -> str:
     mfu = f"The first one's `mfu` is {found.mfu:.0%}{peak}. " if found.mfu else ""
     commit = f", commit {found.commit}" if found.commit else ""
     versions = ", ".join(f"{name} {version}" for name, version in found.versions.items() if version)
-    return f"{mfu}{found.rounds} rounds on {found.date}{commit}; {found.device}, {found.cores} cores; {versions}."
+    changed = f" with {' '.join(found.overrides)}" if found.overrides else ""
+    return (
+        f"{mfu}{found.rounds} rounds{changed} on {found.date}{commit}; {found.device}, {found.cores} cores; {versions}."
+    )

@@ -120,6 +120,14 @@ def test_what_is_kept_does_not_grow_with_the_square_of_the_sequence():
     assert sum(x.numel() for x in kept) == query.numel() + key.numel() + value.numel() + visible.first.numel()
 
 
+def test_what_is_kept_of_masks_does_not_depend_on_the_keys():
+    """Of 600 tokens blocks of 256, 256 and 88 queries see 256, 512 and 600 keys: squares of two sizes."""
+    block_attention._causal.cache_clear()
+    query, first = torch.randn(1, 2, 600, 8), torch.zeros(1, 1, 600, 1, dtype=torch.long)
+    block_attention.attend(query, query, query, first, 1.0)
+    assert block_attention._causal.cache_info().currsize == 2
+
+
 def test_as_an_operator_of_torch():
     """Compiled, with fake tensors, and with gradients that autograd registers."""
     first = masks()[1].first[:2, :, :40]
