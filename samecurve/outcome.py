@@ -162,6 +162,7 @@ class Surroundings:
         return error
 
     def _explained(self, error: Exception) -> Exception:
+        self.watchdog.let_it_speak()
         heartbeats = self.watchdog.heartbeats
         heartbeats.look()
         deadline = time.monotonic() + DEATH_SECONDS
@@ -192,6 +193,7 @@ class Surroundings:
 
     def _end_stopped(self, reason: str, code: int) -> None:
         """A signal, or a launcher that is gone: it may have ended this process because another one failed."""
+        self.watchdog.let_it_speak()
         self.watchdog.heartbeats.look()
         cause = self.watchdog.cause()
         if cause is not None and cause.exit_code < SIGNAL_CODES:

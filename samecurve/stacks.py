@@ -49,8 +49,8 @@ class Stacks:
     def collect(self, processes: Mapping[int, int], frozen: set[int]) -> None:
         """From other ranks' processes of this machine, what they did not write themselves. The frozen ones end here.
 
-        processes: their ids by rank. frozen: ranks. A stopped process has to wake up to write, and may not go on with
-        its work then: it and those that wait for it would still commit checkpoints.
+        processes: their ids by rank. frozen: ranks. A stopped process has to wake up to write, and its main thread may
+        not go on then (on Linux): it and those that wait for it would still train and commit checkpoints.
         """
         silent = {rank: pid for rank, pid in processes.items() if not self._is_written(rank)}
         for rank in silent.keys() - frozen:

@@ -19,7 +19,7 @@ from types import TracebackType
 from .errors import HangError, PeerError, SamecurveError
 from .faults import reach
 from .heartbeat import Beat, Heartbeats, Peer, machine, where
-from .stacks import Stacks
+from .stacks import COLLECT_SECONDS, Stacks
 
 # How long these take depends on the model and the data, not on the step.
 UNLIMITED = ("start", "build")
@@ -88,7 +88,7 @@ class Watchdog:
     def cause(self, after_seconds: float = 0.0) -> PeerError | None:
         """The failure or death of another rank that was seen at least so long ago; of several, what explains most.
 
-        Not the death of one that this rank's watchdog gave up and ends: the watchdog is about to say why.
+        Not of one that this rank's watchdog gave up and ends: see `let_it_speak`.
         """
         ended = [peer for peer in self._peers() if peer.ended and time.monotonic() - peer.ended >= after_seconds]
         ended = [peer for peer in ended if peer.beat.rank not in self._given_up]
@@ -102,6 +102,12 @@ class Watchdog:
             f"{first.name} died, while rank {self.rank} was in {self.where}; it left no message, so look for its own "
             "output and for the system's (dmesg: out of memory?)"
         )
+
+    def let_it_speak(self) -> None:
+        """Returns at once, unless this rank gave others up: then the watchdog ends the process, and says why."""
+        end = time.monotonic() + 3 * COLLECT_SECONDS
+        while self._given_up and time.monotonic() < end:
+            time.sleep(0.05)
 
     def speaks(self) -> bool:
         """Whether this is the lowest rank that can still tell why the run ends."""

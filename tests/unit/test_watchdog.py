@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 
@@ -171,6 +172,7 @@ def test_stacks_on_demand(tmp_path):
     assert file.exists()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="a signal to one thread of another process")
 def test_a_stopped_rank_writes_its_stacks_and_does_nothing_else(tmp_path):
     stops = "meet(watch)\nwatch.phase('step', 12)\nos.kill(os.getpid(), signal.SIGSTOP)\nopen(sys.argv[1] + '_on', 'w')"
     with ranks(tmp_path / "run", STEP, stops, step_seconds=LIMIT) as (first, second):
@@ -277,6 +279,21 @@ def test_of_several_ends_the_one_with_words_is_told_first(watchdog):
     watchdog._given_up = set()
     give(watchdog, beat(rank=3, state="failed", reason="rank 3: no rows", exit_code=3), ended=1)
     assert (str(watchdog.cause()), watchdog.cause().exit_code) == ("rank 3: no rows", 3)
+
+
+def test_whoever_gave_a_rank_up_says_why(watchdog):
+    """Its end makes launchers and collectives speak, which know less."""
+    start = time.monotonic()
+    watchdog.let_it_speak()
+    assert time.monotonic() - start < 1
+    watchdog._given_up = {2}
+    waiting = threading.Thread(target=watchdog.let_it_speak, daemon=True)
+    waiting.start()
+    waiting.join(0.3)
+    assert waiting.is_alive()
+    watchdog._given_up = set()
+    waiting.join(5)
+    assert not waiting.is_alive()
 
 
 @pytest.mark.parametrize("state", ["finished", "running"])
