@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.gpu import runs  # noqa: E402
 from benchmarks.gpu.cases import GROUPS, Case, cases, chosen  # noqa: E402
 from benchmarks.gpu.page import page  # noqa: E402
+from benchmarks.machine import commit, said  # noqa: E402
 from samecurve.facts import versions  # noqa: E402
 from samecurve.records import now, read_json, write_json, write_text  # noqa: E402
 from samecurve.workers import num_cores  # noqa: E402
@@ -120,7 +121,7 @@ class Kept:
 
     def add(self, case: Case, row: dict) -> None:
         row |= {key: self._facts[key] for key in ("driver", "versions")}
-        row["commit"] = _said("git", "rev-parse", "--short", "HEAD")
+        row["commit"] = commit()
         self._machine["rows"][case.name] = row
         for path in (self._results, self._output):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -140,15 +141,7 @@ def machine(toy: bool) -> dict:
     if toy and not found["num_devices"]:
         # two processes where there are more devices
         found = {"num_devices": 2, "device": "toy size on a CPU", "memory_gib": None}
-    return {**found, "driver": _said(*DRIVER), "cores": num_cores(), "versions": versions(), "date": now(), "toy": toy}
-
-
-def _said(*command: str) -> str | None:
-    """The first line of what a program prints; None where there is no such program or it fails."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
-    except (OSError, subprocess.CalledProcessError, IndexError):
-        return None
+    return {**found, "driver": said(*DRIVER), "cores": num_cores(), "versions": versions(), "date": now(), "toy": toy}
 
 
 def _name(facts: dict) -> str:

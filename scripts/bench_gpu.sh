@@ -9,8 +9,8 @@
 #
 # --toy rehearses all of it at a toy size, on a CPU where there is no GPU. PYTHON=python3 takes an environment that is
 # there instead of making .venv. Model folders of the three shapes take 25 GB of disk below runs/bench_gpu, the cases
-# with offload up to 60 GiB of host memory (8 bytes for each of 8 billion parameters). Cases that failed are measured again
-# once other packages are installed: adamw_8bit needs bitsandbytes, fp8 torchao, liger liger-kernel.
+# with offload up to 60 GiB of host memory (8 bytes for each of 8 billion parameters). With PYTHON, adamw_8bit needs
+# bitsandbytes, fp8 torchao, liger liger-kernel; what failed is measured again once other packages are there.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/_environment.sh

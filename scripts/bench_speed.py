@@ -29,12 +29,15 @@ from statistics import median
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.machine import commit  # noqa: E402
 from benchmarks.speed.page import WARM_UP, Measurement, page  # noqa: E402
 from samecurve.facts import processor, versions  # noqa: E402
 from samecurve.records import read_json, write_json, write_text  # noqa: E402
+from samecurve.workers import num_cores  # noqa: E402
 
 FOLDER = ROOT / "benchmarks" / "speed"
 CORES = 2
+TRL = os.environ.get("SAMECURVE_TRL", "")
 
 
 @dataclass(frozen=True)
@@ -117,22 +120,31 @@ MATCHES = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = _parser().parse_args(argv)
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
+    pin()
     results = arguments.output.with_suffix("") / "results.json"
     found = {name: Measurement(**kept) for name, kept in read_json(results).items()}
     with tempfile.TemporaryDirectory() as folder:
         for name in arguments.only:
+            if name == "sft" and not TRL:
+                print(f"{MATCHES[name].title}: SAMECURVE_TRL names no folder with TRL; the table stays as it is")
+                continue
+            around = circumstances(name)
             if name == "start":
                 measured = starts(arguments.rounds, Path(folder))
             else:
                 measured = compared(play(MATCHES[name], arguments.rounds, Path(folder), arguments.overrides))
                 measured["overrides"] = arguments.overrides
-            found[name] = Measurement(**measured, **circumstances(), rounds=arguments.rounds)
+            found[name] = Measurement(**measured, **around, rounds=arguments.rounds)
             results.parent.mkdir(parents=True, exist_ok=True)
             write_json(results, {each: asdict(kept) for each, kept in found.items()})
             write_text(arguments.output, shown(found))
-    print(shown({name: found[name] for name in arguments.only}))
+    print(shown({name: found[name] for name in arguments.only if name in found}))
+
+
+def pin() -> None:
+    """This process and those that it starts."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -155,8 +167,6 @@ def play(match: Match, rounds: int, folder: Path, overrides: Sequence[str] = ())
     found: dict[str, list[Run]] = {}
     for number in range(1, rounds + 1):
         for contestant in match.contestants:
-            if contestant.program == "trl_loop.py" and not os.environ.get("SAMECURVE_TRL"):
-                continue
             print(f"{match.title}: round {number} of {rounds}, {contestant.name}", flush=True)
             found.setdefault(contestant.name, []).append(run(contestant, FOLDER / match.recipe, folder, overrides))
     return found
@@ -184,7 +194,7 @@ def run(contestant: Contestant, recipe: Path, folder: Path, overrides: Sequence[
     output = Path(tempfile.mkdtemp(dir=folder))
     environment = {**os.environ, "OMP_NUM_THREADS": "1" if contestant.strategy else "2", "HF_HUB_OFFLINE": "1"}
     environment["CUDA_VISIBLE_DEVICES"] = ""  # a GPU's page is scripts/bench_gpu.sh's
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("SAMECURVE_TRL", "")])
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), TRL])
     if contestant.program:
         program = [sys.executable, str(FOLDER / contestant.program), str(recipe), str(output / "steps.json")]
         command = [*program, *contestant.arguments, *overrides]
@@ -236,16 +246,15 @@ def starts(rounds: int, folder: Path) -> dict:
     return {"rows": [[name, median(each), None, min(each), max(each), None] for name, each in seconds.items()]}
 
 
-def circumstances() -> dict:
-    """Fields of a Measurement: when, at which commit, on what and with what it was measured."""
-    trl = metadata.distributions(name="trl", path=[os.environ.get("SAMECURVE_TRL", "")])
-    said = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+def circumstances(name: str) -> dict:
+    """Fields of a Measurement: when, at which commit, on what and with what this table is measured."""
+    trl = {each.metadata["Name"]: each.version for each in metadata.distributions(name="trl", path=[TRL])}
     return {
         "date": str(date.today()),
-        "commit": said.stdout.strip() or None,
+        "commit": commit(),
         "device": processor(),
-        "cores": CORES,
-        "versions": {**versions(), "trl": next((each.version for each in trl), None)},
+        "cores": min(CORES, num_cores()),
+        "versions": versions() | (trl if name == "sft" else {}),
     }
 
 

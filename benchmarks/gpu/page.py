@@ -26,13 +26,14 @@ def page(results: Mapping, among: Callable[[Mapping], Sequence[Case]] = cases_of
     for name, machine in ((name, machine) for name, machine in results.items() if machine["rows"]):
         facts, rows = machine["facts"], machine["rows"]
         parts += [f"## {name}", _hardware(facts, rows), *_ceilings(rows.get("ceilings", {}))]
+        known = among(facts)
         for group, title in GROUPS.items():
-            there = [case for case in among(facts) if case.group == group and case.name in rows]
+            there = [case for case in known if case.group == group and case.name in rows]
             if group == "levers":
                 parts += _levers(there, rows)
             elif group != "ceilings" and there:
                 parts += [f"### {title}", table(_COLUMNS, [_line(case, rows) for case in there])]
-        parts += _left_out(rows, among(facts))
+        parts += _left_out(rows, known)
     return "\n\n".join(parts) + "\n"
 
 
@@ -54,7 +55,9 @@ single document's positions, too: attention computes what it hides."""
 
 
 def _hardware(facts: Mapping, rows: Mapping) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items() if version)
+    found = [row.get("versions") or facts["versions"] for row in rows.values()]
+    used = {name: sorted({each[name] for each in found if each.get(name)}) for name in facts["versions"]}
+    versions = ", ".join(f"{name} {' and '.join(versions)}" for name, versions in used.items() if versions)
     memory = f"{facts['memory_gib']:.0f} GiB each, " if facts.get("memory_gib") else ""
     drivers = ", ".join(_all(rows, "driver")) or "none"
     days = sorted({row["date"][:10] for row in rows.values()})

@@ -13,10 +13,9 @@ HEADING = f"""# Speed on a CPU, side by side
 
 Measured by `python scripts/bench_speed.py`, whose numbers are in [speed/results.json](speed/results.json). A Llama of
 13.8 million parameters, bf16, 8 rows of 512 tokens per step ([speed/](speed/)). The contestants take turns, each in
-processes of its own; the first {WARM_UP} steps of each are not counted. Tokens/s are those of the median step (in
-tables without a commit: of all steps together), and the median of the rounds. A ratio is to the first contestant in the
-same round: the median, the lowest and the highest. The machines are rented and their neighbours noisy: a few hundredths
-say nothing.
+processes of its own; the first {WARM_UP} steps of each are not counted. Tokens/s are those of the median step, and the
+median of the rounds. A ratio is to the first contestant in the same round: the median, the lowest and the highest. The
+machines are rented and their neighbours noisy: a few hundredths say nothing.
 
 `mfu` is by the convention 6 N + 12 L h s (attention over the full square), against the speed of matrix multiplication
 alone, which every run measures for itself. samecurve has its defaults where nothing else is said: varlen attention, the
@@ -34,8 +33,8 @@ class Measurement:
     """One table, as results.json keeps it.
 
     rows: name, tokens/s or seconds, ratio (None for seconds), the lowest and the highest, the loss (None for seconds).
-    overrides: of every recipe. mfu: of the first contestant. peak_tflops: of matrix multiplication, the median over its
-    rounds; None where that was not kept.
+    overrides: of every recipe. note: what a reader has to know besides. mfu: of the first contestant. peak_tflops: of
+    matrix multiplication, the median over its rounds; None where that was not kept.
     """
 
     rows: list[list]
@@ -46,6 +45,7 @@ class Measurement:
     cores: int
     versions: dict[str, str | None]
     overrides: list[str] = field(default_factory=list)
+    note: str = ""
     mfu: float | None = None
     peak_tflops: float | None = None
 
@@ -76,6 +76,6 @@ def _circumstances(found: Measurement) -> str:
     commit = f", commit {found.commit}" if found.commit else ""
     versions = ", ".join(f"{name} {version}" for name, version in found.versions.items() if version)
     changed = f" with {' '.join(found.overrides)}" if found.overrides else ""
-    return (
-        f"{mfu}{found.rounds} rounds{changed} on {found.date}{commit}; {found.device}, {found.cores} cores; {versions}."
-    )
+    note = f"{found.note} " if found.note else ""
+    measured = f"{found.rounds} rounds{changed} on {found.date}{commit}"
+    return f"{note}{mfu}{measured}; {found.device}, {found.cores} cores; {versions}."

@@ -184,6 +184,11 @@ def test_each_machine_has_its_own_cases():
     assert text.count("| 8b-zero3 | 5 |") == 1 and text.count("| 8b | 5 |") == 2
 
 
+def test_versions_are_those_that_the_rows_were_measured_with():
+    rows = {"8b": done(), "1b": done(versions={"torch": "2.11.0", "datasets": "5.2"})}
+    assert "; torch 2.11.0, datasets 5.2; " in page.page({"1 x H": {"facts": facts(), "rows": rows}})
+
+
 def test_what_failed_is_measured_again_with_other_packages(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     import bench_gpu
