@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import platform
-import re
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -121,17 +120,15 @@ def _hardware() -> dict[str, object]:
     return {"processor": processor(), "cores": num_cores(), "threads": threads, "cuda": cuda}
 
 
-def processor() -> str:
+def processor(about: Path = Path("/proc/cpuinfo")) -> str:
     """Linux's name for this machine's, or Python's, which is often empty. Family and model tell apart what some clouds
     call by one name."""
     with contextlib.suppress(OSError):
-        about = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-        found = {
-            key: re.search(rf"^{key}\s*: (.*)$", about, re.MULTILINE) for key in ("model name", "cpu family", "model")
-        }
-        if all(found.values()):
-            name, family, model = (match[1] for match in found.values())
-            return f"{name} (family {family}, model {model})"
+        lines = (line.partition(":") for line in about.read_text(encoding="utf-8").splitlines())
+        found = {key.strip(): value.strip() for key, _, value in lines}
+        told = ", ".join(f"{key.removeprefix('cpu ')} {found[key]}" for key in ("cpu family", "model") if key in found)
+        if "model name" in found:
+            return f"{found['model name']} ({told})" if told else found["model name"]
     return platform.processor() or platform.machine()
 
 

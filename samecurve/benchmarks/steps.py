@@ -81,7 +81,7 @@ class Verdict:
 
 
 def variants(recipe: Recipe, keys: Sequence[str] = LEVERS) -> list[Variant]:
-    """The recipe as it is, and with each other value of each lever, one at a time."""
+    """The recipe as it is, and with each other value of each lever, one at a time, with what it cannot be without."""
     found = [Variant(UNCHANGED)]
     for key in keys:
         for dotted, values in _levers(key):

@@ -1,7 +1,7 @@
 """DeepSpeed's own log of collectives, which a strategy's JSON turns on (`comms_logger`).
 
-It waits for the device at each one, so its times are those of collectives that nothing is computed beside; what else is
-recorded meanwhile is slower for it.
+On a GPU it waits for the device at each one, so its times are those of collectives that nothing is computed beside, and
+what else is recorded meanwhile is slower for it. On a CPU a collective that nobody waits for yet is only handed over.
 """
 
 from __future__ import annotations
@@ -38,19 +38,20 @@ def logged() -> list[Logged]:
         return []
     from deepspeed.comm import comm
 
-    return [each for name, found in sorted(comm.comms_logger.get_raw_data().items()) for each in _by_size(name, found)]
+    everything = sorted(comm.comms_logger.get_raw_data().items())
+    return [each for name, found in everything for each in _by_size(name, found, bool(comm.timers(name).event_timers))]
 
 
-def _by_size(name: str, found: dict[int, list]) -> Iterator[Logged]:
+def _by_size(name: str, found: dict[int, list], adds_up: bool) -> Iterator[Logged]:
     """found: for each size what DeepSpeed noted, calls and their milliseconds first.
 
-    DeepSpeed 0.19.8 notes what all calls of that name took until then, not what the one took (`timed_op` never resets
-    the name's timer), so in order they are apart by what each took.
+    adds_up: whether that is what all calls of that name took until then, not what the one took. So it is in DeepSpeed
+    0.19.8, whose `timed_op` never resets the name's timer; in order they are apart by what each took.
     """
     seconds: dict[int, float] = defaultdict(float)
     before = 0.0
-    for until, size in sorted((ms, size) for size, (_, until_then, *_) in found.items() for ms in until_then):
-        seconds[size] += (until - before) / 1000
-        before = until
+    for ms, size in sorted((ms, size) for size, (_, noted, *_) in found.items() for ms in noted):
+        seconds[size] += (ms - before) / 1000
+        before = ms if adds_up else 0.0
     for size in sorted(found):
         yield Logged(name, size, found[size][0], seconds[size])

@@ -9,7 +9,8 @@ from functools import lru_cache
 DATA_WAIT = "samecurve: data wait"
 """The range that the recorder puts around asking for a step's rows."""
 LOSS = "samecurve: loss"
-"""The range that the chunked head puts around a loss and its gradient: compiled, no operator tells what they are."""
+"""The range that the chunked head puts around a loss and its gradient: compiled, no operator tells what they are. On a
+GPU autograd takes gradients in a thread of its own, outside of it, where only the kernels' names tell."""
 
 KINDS = {
     "matmul": "matrix multiplications",
