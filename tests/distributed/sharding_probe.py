@@ -1,8 +1,8 @@
 """Run under a launcher with train.py's arguments: a few steps, and what the live engine does with the strategy's keys.
 
 Prints one JSON line on rank 0: losses, norms, what the engine says of itself, its units, DeepSpeed's numbers or in how
-many storages DDP's gradients lie, whether DeepSpeed was imported, and each kind of collective of the last step by the
-dtype of what is sent: {"_reduce_scatter_base_ float32": 6}.
+many storages DDP's gradients lie, and each kind of collective of the last step by the dtype of what is sent:
+{"_reduce_scatter_base_ float32": 6}.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ def main() -> None:
             results.append(engine.step(rows, learning_rate(recipe, step)))
     found = {"loss": [each.loss for each in results], "grad_norm": [each.grad_norm for each in results]}
     found |= {"described": engine.describe(), "collectives": dict(collectives.seen), "live": live(engine)}
-    found["imports_deepspeed"] = "deepspeed" in sys.modules
     accelerator.print("FOUND " + json.dumps(found))
     accelerator.end_training()
 
