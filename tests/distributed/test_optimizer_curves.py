@@ -92,7 +92,7 @@ def test_the_same_curve_and_state_under_every_strategy(strategy, world, single, 
         assert_same_state(line["folder"], single[name]["folder"])
 
 
-@pytest.mark.parametrize(("strategy", "world"), long(("ddp", 2), ("fsdp", 2), ("fsdp_offload", 2), ("hsdp", 4)))
+@pytest.mark.parametrize(("strategy", "world"), long(("ddp", 2), ("fsdp", 2), ("hsdp", 4)))
 def test_bf16_weights_train_the_curve_of_fp32_ones(strategy, world, single, bf16, workspace):
     """Within what computing in bf16 makes of it, see test_equal_curves.py; what is loaded is loaded exactly."""
     expected = single["adamw"]["results"]
