@@ -90,8 +90,8 @@ class Watchdog:
 
         Not of one that this rank's watchdog gave up and ends: see `let_it_speak`.
         """
-        ended = [peer for peer in self._peers() if peer.ended and time.monotonic() - peer.ended >= after_seconds]
-        ended = [peer for peer in ended if peer.beat.rank not in self._given_up]
+        found = [peer for peer in self._peers() if peer.ended and peer.beat.rank not in self._given_up]
+        ended = [peer for peer in found if time.monotonic() - peer.ended >= after_seconds]
         if not ended:
             return None
         # a rank that failed says what another's death did to it, or something of its own

@@ -99,7 +99,7 @@ def _digest(recipe: str) -> str:
 
 @cache
 def _digest_of_files(strategy: str) -> str:
-    """ "" where it has none: single."""
+    """Of its YAML and JSON; empty for single, which has none."""
     paths = (ROOT / "configs" / f"{strategy}.yaml", ROOT / "ds_configs" / f"{strategy}.json")
     content = b"".join(path.read_bytes() for path in paths if path.exists())
     return hashlib.sha256(content).hexdigest()[:12] if content else ""

@@ -74,8 +74,8 @@ class _Recorder:
         if torch.cuda.is_available():
             # not C++'s stacks, too: taking them would lengthen the steps that are recorded
             torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MOST_ALLOCATIONS)
-        for step in range(warm_up, self._last + 1):
-            if step == self._first:
+        for number in range(warm_up, self._last + 1):
+            if number == self._first:
                 deepspeed_log.begin()
             self._around.restart_clock()
             with record_function(DATA_WAIT):
