@@ -128,8 +128,8 @@ class Surroundings:
     def __init__(self, run: RunDirectory, launcher: str, step_seconds: float, interval: float):
         self._run = run
         self._ending = threading.Lock()  # taken once: of several reasons to end, the first one is told
-        self.stop = StopRequest(self._end_stopped, self._tell_request, launcher)
         self.watchdog = Watchdog(run.path, step_seconds, self._end, interval)
+        self.stop = StopRequest(self._end_stopped, self._tell_request, self.watchdog.stacks.show, launcher)
         self.deferred = self.stop.deferred
         self.phase, self.alive, self.busy = self.watchdog.phase, self.watchdog.alive, self.watchdog.busy
 

@@ -18,33 +18,37 @@ COLLECT_SECONDS = 2.0
 
 
 class Stacks:
-    """This rank's file. Until `open` there is none, and SIGUSR2 writes to stderr; an empty one does not stay."""
+    """This rank's file. Until `open` there is none, and `show` writes to stderr; an empty one does not stay."""
 
     def __init__(self, folder: Path, rank: int):
         self.folder, self._rank = folder, rank
         self._stream: IO[str] | None = None
 
-    def on_demand(self) -> None:
-        """SIGUSR2 writes the stacks: also of a thread that never comes back to Python. SIGVTALRM writes them and then
-        ends the process, as both would otherwise."""
+    def register(self) -> None:
+        """From here on SIGVTALRM ends the process, as it always would, but the main thread's stack is written first:
+        also when it stands in C and holds the interpreter's lock. Not the other threads': they run on meanwhile, and
+        who reads their frames without the lock crashes at times (one of 500 to 1,500 times with Python 3.11)."""
         if hasattr(faulthandler, "register"):  # not on Windows
-            descriptor = 2 if self._stream is None else self._stream.fileno()
-            faulthandler.register(signal.SIGUSR2, file=descriptor, all_threads=True)
-            faulthandler.register(signal.SIGVTALRM, file=descriptor, all_threads=True, chain=True)
+            faulthandler.register(signal.SIGVTALRM, file=self._descriptor, all_threads=False, chain=True)
 
     def open(self) -> None:
         if self._stream is None:
             with contextlib.suppress(OSError):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._stream = open(self._path(self._rank), "w", encoding="utf-8")
-                self.on_demand()
+                self.register()
+
+    def show(self) -> None:
+        """Write the stacks of all threads, of a run that goes on: with the interpreter's lock, so they stand still."""
+        with contextlib.suppress(OSError):
+            faulthandler.dump_traceback(self._descriptor, all_threads=True)
 
     def dump(self, header: str) -> None:
         if self._stream is not None:
             with contextlib.suppress(OSError):
                 self._stream.write(f"{header}\n")
                 self._stream.flush()
-                faulthandler.dump_traceback(self._stream, all_threads=True)
+            self.show()
 
     def collect(self, processes: Mapping[int, int], frozen: set[int]) -> None:
         """From other ranks' processes of this machine, what they did not write themselves. The frozen ones end here.
@@ -65,15 +69,19 @@ class Stacks:
 
     def close(self) -> None:
         if hasattr(faulthandler, "unregister"):
-            faulthandler.unregister(signal.SIGUSR2)
             faulthandler.unregister(signal.SIGVTALRM)
         if self._stream is None:
             return
-        self._stream.close()
+        stream, self._stream = self._stream, None
+        stream.close()
         with contextlib.suppress(OSError):
             if not self._is_written(self._rank):
                 self._path(self._rank).unlink()
             self.folder.rmdir()  # by the last rank, and only when it is empty
+
+    @property
+    def _descriptor(self) -> int:
+        return 2 if self._stream is None else self._stream.fileno()
 
     def _path(self, rank: int) -> Path:
         return self.folder / f"rank_{rank:05d}.txt"

@@ -19,6 +19,7 @@ import psutil
 
 # SIGUSR1 is what schedulers send some time before the end (sbatch --signal), SIGHUP a terminal that closes.
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP") if hasattr(signal, name))
+SHOW = getattr(signal, "SIGUSR2", None)
 LAUNCHER_ENDED = "the launcher ended"
 POLL_SECONDS = 1.0
 _LAUNCHERS = ("python", "torchrun", "accelerate", "deepspeed")
@@ -31,14 +32,21 @@ class StopRequest:
     """As a context manager, from the main thread: signals no longer raise or kill, they are requests to stop.
 
     end: called in a thread of this class with a reason and an exit code, when the process has to end at once. It
-    returns only when the process already ends otherwise. tell: called with a line for the user.
+    returns only when the process already ends otherwise. tell: called with a line for the user. show: called in that
+    thread too when SIGUSR2 asks where the process is; it goes on.
     launcher: see `engines.launchers.Launch`. Started by plain python, a parent that ends is only a closed shell.
     requested: "" until a stop is requested inside `deferred`, then what asked for it, for example "SIGTERM".
     """
 
-    def __init__(self, end: Callable[[str, int], None], tell: Callable[[str], None], launcher: str = "python"):
+    def __init__(
+        self,
+        end: Callable[[str, int], None],
+        tell: Callable[[str], None],
+        show: Callable[[], None],
+        launcher: str = "python",
+    ):
         self.requested = ""
-        self._end, self._tell = end, tell
+        self._end, self._tell, self._show = end, tell, show
         self._above = None if launcher == "python" else () if _adopted() else _above(launcher)
         self._launcher = launcher
         self._deferred = False
@@ -50,9 +58,11 @@ class StopRequest:
         reader.settimeout(POLL_SECONDS)
         self._writer.setblocking(False)
         threading.Thread(target=self._listen, args=(reader,), name="stop", daemon=True).start()
-        for number in SIGNALS:
+        for number in (*SIGNALS, SHOW) if SHOW else SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell's background job: so be it
                 self._handlers[number] = signal.signal(number, lambda *_: None)
+        if SHOW:
+            signal.siginterrupt(SHOW, False)  # nor does a system call of the run end early
         self._wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._restore)  # or a signal to the child would be one to this process
@@ -90,7 +100,9 @@ class StopRequest:
                 if not received:  # the run is over
                     return
                 for number in received:
-                    if number in SIGNALS:
+                    if number == SHOW:
+                        self._show()
+                    elif number in SIGNALS:
                         self._receive(signal.Signals(number))
 
     def _receive(self, number: signal.Signals) -> None:

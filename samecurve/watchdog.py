@@ -2,8 +2,7 @@
 
 Every process has a thread that looks at its own progress and at the heartbeats of the others (heartbeat.py). A live
 main thread may tell its own error first; after that the process ends without it, because it may wait in a collective
-that nobody joins. SIGUSR2 writes the stacks of a process's threads: to stderr until all ranks are there, then to
-stacks/rank_00000.txt.
+that nobody joins. The stacks of its threads go to stderr until all ranks are there, then to stacks/rank_00000.txt.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Watchdog:
         self._limit, self._end = limit, end
         self._interval = min(interval, limit / 8) if limit else interval
         self._marked = self._polled = time.monotonic()
-        self._stacks = Stacks(folder / "stacks", self.rank)
+        self.stacks = Stacks(folder / "stacks", self.rank)
         self._given_up: set[int] = set()
         every = min(5.0, limit / 4) if limit else 5.0
         self.heartbeats = Heartbeats(folder / "heartbeats", self._beat, every, self._interval)
@@ -50,7 +49,7 @@ class Watchdog:
         self._closed = threading.Event()
 
     def __enter__(self) -> Watchdog:
-        self._stacks.on_demand()
+        self.stacks.register()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
         return self
@@ -59,7 +58,7 @@ class Watchdog:
         self._closed.set()
         self.heartbeats.close()
         self._thread.join(timeout=GRACE_SECONDS)
-        self._stacks.close()
+        self.stacks.close()
 
     def phase(self, name: str, step: int = 0) -> None:
         """The main thread goes on to `name`. Every rank calls it alike, for the first time when all ranks are there."""
@@ -69,7 +68,7 @@ class Watchdog:
         self._num_marks = 0
         self._marked = time.monotonic()
         if self._num_phases == 1:
-            self._stacks.open()
+            self.stacks.open()
             self.heartbeats.start()
 
     def alive(self) -> None:
@@ -161,7 +160,7 @@ class Watchdog:
         if not self._limit or not (self._stuck() or self._another_hangs()):
             return None
         timer = last_resort(HangError.exit_code)
-        self._stacks.dump(f"rank {self.rank} (pid {os.getpid()}) on {self._host}: {self.where}")
+        self.stacks.dump(f"rank {self.rank} (pid {os.getpid()}) on {self._host}: {self.where}")
         self.heartbeats.write("hanging")
         if self._closed.wait(GRACE_SECONDS):  # the others see it too, write their stacks and show where they are
             timer.cancel()
@@ -171,7 +170,7 @@ class Watchdog:
         text = self._judge(frozen)
         self._collect({peer.beat.rank for peer in frozen})
         limit = f"no progress for {self._limit:g} s (timeout.step_seconds)"
-        return HangError(f"{limit}: {text}; the stacks of all ranks are in {self._stacks.folder}")
+        return HangError(f"{limit}: {text}; the stacks of all ranks are in {self.stacks.folder}")
 
     def _stuck(self) -> bool:
         """Where the work itself has no limit, a stopped rank is seen all the same: its heart no longer beats."""
@@ -199,7 +198,7 @@ class Watchdog:
         """Whose fault it is, as far as can be seen from here."""
         if not self._can_judge():
             return (
-                f"rank {self.rank} is in {self.where}, and the storage of {self._stacks.folder.parent} does not answer"
+                f"rank {self.rank} is in {self.where}, and the storage of {self.stacks.folder.parent} does not answer"
             )
         if frozen:
             return ", ".join(
@@ -221,7 +220,7 @@ class Watchdog:
         self._given_up = frozen  # woken for its stacks, a stopped process beats once more
         local = [peer for peer in self._running() if self.heartbeats.is_local(peer.beat)]
         if not any(peer.beat.rank < self.rank and peer.beat.rank not in frozen for peer in local):
-            self._stacks.collect({peer.beat.rank: peer.beat.pid for peer in local}, frozen)
+            self.stacks.collect({peer.beat.rank: peer.beat.pid for peer in local}, frozen)
 
 
 def last_resort(code: int) -> threading.Timer:

@@ -137,7 +137,7 @@ def test_what_the_parent_ignores_stays_ignored(tmp_path):
     """nohup ignores SIGHUP, a script's background job SIGINT."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with StopRequest(lambda *_: None, lambda _: None):
+        with StopRequest(lambda *_: None, lambda _: None, lambda: None):
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
             assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
@@ -147,7 +147,7 @@ def test_what_the_parent_ignores_stays_ignored(tmp_path):
 
 def test_all_is_as_before_afterwards():
     before = [signal.getsignal(number) for number in stop.SIGNALS]
-    with StopRequest(lambda *_: None, lambda _: None):
+    with StopRequest(lambda *_: None, lambda _: None, lambda: None):
         assert signal.getsignal(signal.SIGTERM) != before[0]
     assert [signal.getsignal(number) for number in stop.SIGNALS] == before
     wait_until(lambda: "stop" not in [thread.name for thread in threading.enumerate()])
@@ -157,7 +157,7 @@ def test_a_signal_to_a_forked_child_is_its_own():
     """A data loader ends its workers with SIGTERM; they share this process's channel."""
     ended = []
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # a handler that another test left would run in the child
-    with StopRequest(lambda *what: ended.append(what), lambda _: None):
+    with StopRequest(lambda *what: ended.append(what), lambda _: None, lambda: None):
         ready, tell = os.pipe()
         child = os.fork()
         if child == 0:
