@@ -58,7 +58,8 @@ def train(session) -> None:
             progress.step(record, meter.smoothed_loss)
 
             guard.check(step, result, batches)
-            guard.compare_replicas(step, engine)
+            if guard.compare_replicas(step, engine):
+                meter.start()
             if guard.spiked(step, result, usual_loss, batches):
                 updates = session.roll_back(updates)
             if session.held_out and due(step, recipe.evaluate.every_steps, recipe.steps):

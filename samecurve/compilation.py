@@ -66,12 +66,13 @@ def _configure(checkpointing: str, kind: str) -> None:
 class Recompilations:
     """Counts on this process how often something that was compiled before was compiled again, for another input.
 
-    say: prints a line. The first one after SETTLED_STEPS steps is told with its reason.
+    say: prints a line. The first one after SETTLED_STEPS steps is told with its reason. earlier: those of the sessions
+    that this one goes on from.
     """
 
-    def __init__(self, enabled: bool, say: Callable[[str], None]):
+    def __init__(self, enabled: bool, say: Callable[[str], None], earlier: int = 0):
         self._enabled, self._say = enabled, say
-        self._count = self._steps = 0
+        self._count, self._steps = earlier, 0
         self._told = self._evaluated = False
 
     def record(self, step: int) -> dict[str, int]:

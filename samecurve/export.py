@@ -38,6 +38,7 @@ def export(
     dtype: torch.dtype = torch.float32,
     card: Callable[[Path], None] = lambda directory: None,
     write_beside: Callable[[Path, PreTrainedConfig], None] = lambda directory, config: None,
+    busy: Callable[[], None] = lambda: None,
 ) -> None:
     """Write safetensors, config and tokenizer to `directory`: all of it, or nothing. Of an adapted model, what peft
     loads beside the base model, which is not written again.
@@ -45,8 +46,8 @@ def export(
     parameters: the engine's; every rank iterates it to the end, because gathering a parameter is collective. So a
     problem found on the way is told after the last one. skeleton: the architecture on the meta device, whose
     parameter names and shapes are what is expected, each once. Rank 0 holds at most one shard. dtype: of the weights in
-    the files. card, write_beside: write more files into the folder,
-    on rank 0: the model's card, and the task's own.
+    the files. card, write_beside: write more files into the folder, on rank 0: the model's card, and the task's own.
+    busy: called now and then while files reach the disk.
     Raises, on rank 0: NumericError for values that are not finite, CheckpointError for a missing, unknown, empty or
     misshapen tensor, StorageError when the folder cannot be written or is there already.
     """
@@ -66,7 +67,7 @@ def export(
             tokenizer.save_pretrained(partial)
             card(partial)
             write_beside(partial, skeleton.config)
-            put_in_place(partial, directory)
+            put_in_place(partial, directory, busy)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -217,11 +218,12 @@ def _write_config(skeleton: PreTrainedModel, directory: Path, dtype: torch.dtype
         generation.save_pretrained(directory)
 
 
-def put_in_place(partial: Path, directory: Path) -> None:
+def put_in_place(partial: Path, directory: Path, busy: Callable[[], None] = lambda: None) -> None:
     """Every file is on the disk before the folder has its name. Raises StorageError where that is taken."""
     if directory.exists():
         raise StorageError(f"{directory} is there already; the model was not exported over it")
     for file in (path for path in partial.rglob("*") if path.is_file()):
         with open(file, "rb") as stream:
             os.fsync(stream.fileno())
+        busy()
     os.rename(partial, directory)

@@ -56,11 +56,14 @@ class Guard:
             raise NumericError(f"step {step}: {reason}, after {MOST_ROLLBACKS} roll-backs in a row")
         return True
 
-    def compare_replicas(self, step: int, engine: Engine) -> None:
-        """Every guard.compare_replicas_every_steps. Raises NumericError that names the rank whose weights differ."""
+    def compare_replicas(self, step: int, engine: Engine) -> bool:
+        """Every guard.compare_replicas_every_steps: whether it was this step.
+
+        Raises NumericError that names the rank whose weights differ.
+        """
         every = self._settings.compare_replicas_every_steps
         if not every or step % every:
-            return
+            return False
         own = {label: _digest(tensor) for label, tensor in engine.state.replicas()}
         found = _differing(self._world.exchange(own))
         if found:
@@ -69,6 +72,7 @@ class Guard:
                 f"step {step}: weights that ranks hold alike are not equal, so one of them computed or kept something "
                 f"wrong (memory, device, network); go on from the last checkpoint without that machine\n{listed}"
             )
+        return True
 
     def _write(self, step: int, result: StepResult, reason: str, batches: StepBatches) -> None:
         record = {"step": step, "reason": reason, "loss": str(result.loss), "grad_norm": str(result.grad_norm)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
 from pathlib import Path
 
 from .errors import StorageError
@@ -12,24 +13,27 @@ from .records import plain, write_text, writing
 
 
 class Lines:
-    """metrics.jsonl and its like, for the one process that writes them."""
+    """metrics.jsonl and its like, for the one process that writes them: its loop appends, and who saves syncs."""
 
     def __init__(self, path: Path):
         self.path = path
         self._unwritten = ""
+        self._lock = threading.Lock()
 
     def append(self, record: dict) -> None:
         """What is not finite is written as null: NaN is not JSON.
 
         A line that the disk does not take is no reason to end the run: it is kept, and goes with the next one.
         """
-        self._unwritten += json.dumps(plain(record), allow_nan=False) + "\n"
-        with contextlib.suppress(StorageError):
+        line = json.dumps(plain(record), allow_nan=False) + "\n"
+        with self._lock, contextlib.suppress(StorageError):
+            self._unwritten += line
             self._write()
 
     def sync(self) -> None:
         """What was appended survives a power cut from here on. Raises StorageError."""
-        self._write()
+        with self._lock:
+            self._write()
         if self.path.exists():
             with writing(self.path), open(self.path, "a") as stream:
                 os.fsync(stream.fileno())

@@ -131,7 +131,7 @@ class Meter:
         trained = result.tokens > 0
         if trained:
             self._smooth(result.loss)
-        num_inputs = num_inputs or result.tokens
+        num_inputs = (num_inputs or result.tokens) if trained else 0  # nothing was computed
         rate = (result.tokens if self._counts == "tokens" else num_inputs) / seconds
         return {
             "step": step,

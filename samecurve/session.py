@@ -58,9 +58,7 @@ class Session:
         self.progress = Progress(recipe.steps, recipe.logging.every_steps, enabled=accelerator.is_main_process)
 
         facts = decisive(plan, self.skeleton, self.task)
-        background = recipe.checkpoint.background
-        if background is None:
-            background = "optimizer:nvme" not in plan.strategy.offload
+        background = _saves_in_background(plan)
         self.checkpoints = Checkpoints(run, facts, self.world, self.progress.say, watch.busy, background)
         found = self.checkpoints.find(plan.resume)
         self._end_if_done(found)
@@ -87,7 +85,8 @@ class Session:
         if self.task.held_out is not None:
             self.held_out = Evaluation(self.task.held_out, batch.micro_batch_size, shard, watch.alive)
         self._logging = True
-        self.recompilations = Recompilations(recipe.compile != "off", self.progress.say)
+        earlier = self.start.record.get("recompilations", 0)
+        self.recompilations = Recompilations(recipe.compile != "off", self.progress.say, earlier)
         self.guard = Guard(recipe.guard, run, self.world)
         chunked = self.engine.describe()["loss_implementation"] != "full"
         self.meter = Meter.for_run(recipe, self.skeleton, accelerator, task, chunked)
@@ -139,6 +138,7 @@ class Session:
         if position is None:
             return updates
         self.meter.state = position.meter
+        self.meter.start()
         return position.updates
 
     def stop_if_asked(self, here: Position) -> None:
@@ -155,7 +155,16 @@ class Session:
         where, is_main = self.run.model, self.accelerator.is_main_process
         card = partial(write_card, self.run.path, Made())
         beside = self.task.write_beside
-        export(self._parameters(), self.skeleton, self.task.tokenizer, where, is_main, card=card, write_beside=beside)
+        export(
+            self._parameters(),
+            self.skeleton,
+            self.task.tokenizer,
+            where,
+            is_main,
+            card=card,
+            write_beside=beside,
+            busy=self.watch.busy,
+        )
         self.run.sync_metrics()
         self.progress.say(f"the trained model is in {self.run.model}")
 
@@ -189,3 +198,9 @@ class Session:
         self.progress.say(self.run.notice)
         self.progress.header(facts)
         self.progress.say(engines.core_advice(self.accelerator, plan.strategy, self.world))
+
+
+def _saves_in_background(plan: Plan) -> bool:
+    """By default, unless what is to be saved lies on NVMe: the copy would not fit into host memory."""
+    chosen = plan.recipe.checkpoint.background
+    return "optimizer:nvme" not in plan.strategy.offload if chosen is None else chosen

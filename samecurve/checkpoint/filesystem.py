@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -53,7 +53,13 @@ class FileSystem(Protocol):
 
 
 class LocalFileSystem:
-    """`FileSystem` over `os`: a local disk or a mounted one (NFS, Lustre, ...)."""
+    """`FileSystem` over `os`: a local disk or a mounted one (NFS, Lustre, ...).
+
+    busy: called between pieces, files and syncs, which says that long work gets on.
+    """
+
+    def __init__(self, busy: Callable[[], None] = lambda: None):
+        self._busy = busy
 
     def folders(self, folder: Path) -> list[str]:
         try:
@@ -77,6 +83,7 @@ class LocalFileSystem:
     def read(self, path: Path) -> Iterator[bytes]:
         with open(path, "rb", buffering=0) as file:
             while piece := file.read(PIECE_BYTES):
+                self._busy()
                 yield piece
 
     def create(self, path: Path) -> AbstractContextManager[WritableFile]:
@@ -85,6 +92,7 @@ class LocalFileSystem:
     def sync(self, file: Any) -> None:
         file.flush()
         os.fsync(file.fileno())
+        self._busy()
 
     def sync_folder(self, folder: Path) -> None:
         if os.name == "nt":  # no handle of a folder can be flushed there
@@ -107,6 +115,10 @@ class LocalFileSystem:
         os.rename(old, new)
 
     def remove_folder(self, path: Path) -> None:
+        for file in path.rglob("*"):
+            if not file.is_dir():
+                file.unlink()
+                self._busy()
         shutil.rmtree(path)
 
     def free_bytes(self, folder: Path) -> int:

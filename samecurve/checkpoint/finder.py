@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from ..errors import CheckpointError
 from ..faults import reach
 from .changes import changes, refusals
-from .filesystem import LocalFileSystem
 from .verify import candidates, check, manifest_digest
 
 if TYPE_CHECKING:
     from ..world import World
+    from .filesystem import FileSystem
 
 FORMAT = 1
 STATE = "state.json"
@@ -23,9 +23,9 @@ STATE = "state.json"
 class Finder:
     """directory: output_dir/checkpoints. facts, say: see Checkpoints."""
 
-    def __init__(self, directory: Path, facts: dict, world: World, say: Callable[[str], None]):
+    def __init__(self, directory: Path, facts: dict, world: World, say: Callable[[str], None], files: FileSystem):
         self._directory, self._facts, self._world, self._say = directory, facts, world, say
-        self._files = LocalFileSystem()
+        self._files = files
 
     def find(self, resume: str) -> Path | None:
         """The checkpoint to go on from, every byte of it checked; None for a fresh start.

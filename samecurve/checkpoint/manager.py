@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -76,8 +77,8 @@ class Checkpoints:
     ):
         self._run, self._facts, self._world, self._say, self._busy = run, plain(facts), world, say, busy
         self._settings, self._background = facts["recipe"]["checkpoint"], background
-        self._finder = Finder(run.checkpoints, self._facts, world, say)
-        self._files = LocalFileSystem()
+        self._files = LocalFileSystem(busy)
+        self._finder = Finder(run.checkpoints, self._facts, world, say, self._files)
         self._exchange = world.another().exchange  # the writing thread's
         self._snapshot: Snapshot | None = None
         self._in_flight: _Save | None = None
@@ -136,8 +137,8 @@ class Checkpoints:
         no later save, so this one is tried until it is committed or three have failed.
         """
         began = time.perf_counter()
-        self.wait()
-        while True:
+        committed = self.wait()
+        while not committed or wait or not self._is_second_look(position.step):
             self._start(engine, position, began)
             if not wait and self._background:
                 break
@@ -174,13 +175,15 @@ class Checkpoints:
         return False
 
     def due(self, step: int, last_step: int) -> bool:
-        """Every checkpoint.every_steps, after the last step, and once more soon after a save that failed."""
+        """Every checkpoint.every_steps, after the last step, and soon after a save, to see whether that failed."""
         every = self._settings["every_steps"]
         if not every:
             return False
-        if step % every == 0 or step == last_step:
-            return True
-        return step - self._tried_step == max(1, every // 4) and not self.wait()
+        return step % every == 0 or step == last_step or self._is_second_look(step)
+
+    def _is_second_look(self, step: int) -> bool:
+        every = self._settings["every_steps"]
+        return bool(step % every) and step - self._tried_step == max(1, every // 4)
 
     def finished(self) -> dict:
         """`save_seconds` of a save that was committed since the last call."""
@@ -201,13 +204,14 @@ class Checkpoints:
         save.thread = threading.Thread(target=work, name="checkpoint", daemon=True)
         save.thread.start()
 
-    def _commit(self, save: _Save, entries: list[Entry], values: Iterator[Tensor], state: bytes) -> None:
+    def _commit(self, save: _Save, entries: list[Entry], values: Generator[Tensor, None, None], state: bytes) -> None:
         """An error is the save's, and is raised in `wait`."""
         snapshot, rank = self._snapshot, self._world.rank
 
         def write(folder: Path) -> tuple[list, list]:
-            chunks = self._seen(files.chunks(entries, values))
-            return [commit.write_file(self._files, folder / file_name(rank), chunks)], snapshot.ranges
+            with closing(values):
+                chunks = self._seen(files.chunks(entries, values))
+                return [commit.write_file(self._files, folder / file_name(rank), chunks)], snapshot.ranges
 
         def small_files(ranges: list) -> dict[str, bytes]:
             self._run.sync_metrics()  # the lines up to this step are as durable as the checkpoint

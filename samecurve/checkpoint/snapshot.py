@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,18 +28,18 @@ class Snapshot:
         held = [each for each in engine.state.held() if each.save_stop > each.save_start]
         self.ranges = [(each.name, each.save_start, each.save_stop) for each in held]
 
-    def take(self, copy: bool) -> tuple[list[Entry], Iterator[Tensor]]:
+    def take(self, copy: bool) -> tuple[list[Entry], Generator[Tensor, None, None]]:
         """A file's entries and their values, which come one at a time.
 
         copy: the values are those of now, whatever happens to the model; host memory grows by this rank's part once.
-        Otherwise they are read when they are asked for, one tensor in memory at a time.
+        Otherwise they are read when they are asked for, one tensor in memory at a time, and the engine has them ready:
+        close the generator when it is not exhausted.
         """
         self._generators = rng.capture(self._engine.device)
         entries = list(self._entries())
         entries += [Entry(f"rng/{name}", state.numel(), torch.uint8) for name, state in self._generators.items()]
         if not copy:
-            values = (v.to("cpu", e.dtype) for e, v in zip(entries, self._values(), strict=True))
-            return entries, _checked(entries, values)
+            return entries, _checked(entries, self._live(entries))
         for entry, value in zip(entries, self._values(), strict=True):
             self._keep(entry, value)
         if self._engine.device.type == "cuda":
@@ -52,11 +53,16 @@ class Snapshot:
                 dtype = torch.uint8 if (name, kind) in state.codes else torch.float32
                 yield Entry(f"{kind}/{name}", stop - start, dtype)
 
-    def _values(self) -> Iterator[Tensor]:
-        for held, _, tensor in self._engine.state.visit():
-            if held.save_stop > held.save_start:
-                part = tensor[held.save_start - held.start : held.save_stop - held.start]
-                yield part
+    def _live(self, entries: list[Entry]) -> Generator[Tensor, None, None]:
+        with closing(self._values()) as values:
+            for entry, value in zip(entries, values, strict=True):
+                yield value.to("cpu", entry.dtype)
+
+    def _values(self) -> Generator[Tensor, None, None]:
+        with closing(self._engine.state.visit()) as visited:
+            for held, _, tensor in visited:
+                if held.save_stop > held.save_start:
+                    yield tensor[held.save_start - held.start : held.save_stop - held.start]
         yield from self._generators.values()
 
     def _keep(self, entry: Entry, value: Tensor) -> None:
@@ -66,9 +72,10 @@ class Snapshot:
         self._buffers[entry.key].copy_(value, non_blocking=True)
 
 
-def _checked(entries: list[Entry], values: Iterator[Tensor]) -> Iterator[Tensor]:
+def _checked(entries: list[Entry], values: Generator[Tensor, None, None]) -> Generator[Tensor]:
     """A checkpoint that holds NaN would be taken for a good one for ever. Raises NumericError while it is written."""
-    for entry, value in zip(entries, values, strict=True):
-        if value.is_floating_point() and not torch.isfinite(value).all():
-            raise NumericError(f"{entry.key} holds values that are not finite")
-        yield value
+    with closing(values):
+        for entry, value in zip(entries, values, strict=True):
+            if value.is_floating_point() and not torch.isfinite(value).all():
+                raise NumericError(f"{entry.key} holds values that are not finite")
+            yield value

@@ -7,7 +7,7 @@ one layout that all of them read and write. Nothing here is collective and nothi
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
@@ -35,6 +35,9 @@ class Held(NamedTuple):
     save_stop: int
 
 
+Visit = Generator[tuple[Held, str, Tensor], None, None]
+
+
 class State(Protocol):
     kinds: Kinds
     """By name of every parameter: what there is of it, WEIGHT and then the optimizer's states of its shape. By
@@ -47,7 +50,7 @@ class State(Protocol):
     def held(self) -> list[Held]:
         """This rank's ranges, none of them empty, in the order in which `visit` comes to them."""
 
-    def visit(self, writing: bool = False) -> Iterator[tuple[Held, str, Tensor]]:
+    def visit(self, writing: bool = False) -> Visit:
         """Every range under each of its kinds in turn: a live tensor (stop - start,), until the next one comes.
 
         writing: what the caller writes into the tensors is kept.
@@ -102,7 +105,7 @@ class LiveState:
     def held(self) -> list[Held]:
         return [held for name in self._parameters for held, _ in self._held(name)]
 
-    def visit(self, writing: bool = False) -> Iterator[tuple[Held, str, Tensor]]:
+    def visit(self, writing: bool = False) -> Visit:
         for name, parameter in self._parameters.items():
             places = self._held(name)
             keys = [*self.kinds[name][1:], *(key for _, key in places if key)]
@@ -158,7 +161,7 @@ class FragmentState:
                 found.append(Held(name, start, stop, start, stop if name in self._saved else start))
         return found
 
-    def visit(self, writing: bool = False) -> Iterator[tuple[Held, str, Tensor]]:
+    def visit(self, writing: bool = False) -> Visit:
         """Through the flat groups: DeepSpeed 0.19's own fragments of the optimizer's state are linked after the first
         group's first step, when the other groups have none yet, and stay empty."""
         base = self._optimizer.optimizer
@@ -197,7 +200,7 @@ class PartitionState:
     def held(self) -> list[Held]:
         return [held for group in self._optimizer.fp16_groups for p in group if (held := self._held(p)) is not None]
 
-    def visit(self, writing: bool = False) -> Iterator[tuple[Held, str, Tensor]]:
+    def visit(self, writing: bool = False) -> Visit:
         for index, group in enumerate(self._optimizer.fp16_groups):
             with self._swapped_in(index, writing) as flat:
                 kinds = self.kinds[self._names[id(group[0])]]  # the same for all that share flat tensors
@@ -238,16 +241,18 @@ class PartitionState:
         swapped = zero._swappable_optimizer_subgroup(index)
         if swapped:
             zero._optimizer_states_and_gradient_swap_in(index)
-        yield zero.fp32_partitioned_groups_flat[index]
-        if swapped and writing:
-            zero._optimizer_states_and_gradient_swap_out(index)
-        elif swapped:
-            zero._release_swap_buffers(index)
+        try:
+            yield zero.fp32_partitioned_groups_flat[index]
+        finally:  # also after a save that failed: the next step needs the buffers
+            if swapped and writing:
+                zero._optimizer_states_and_gradient_swap_out(index)
+            elif swapped:
+                zero._release_swap_buffers(index)
 
     def replicas(self) -> Iterator[tuple[str, Tensor]]:
         return iter(())
 
-    def _visit_one(self, parameter: nn.Parameter, flat: Tensor, state: dict) -> Iterator[tuple[Held, str, Tensor]]:
+    def _visit_one(self, parameter: nn.Parameter, flat: Tensor, state: dict) -> Visit:
         held = self._held(parameter)
         if held is None:
             return

@@ -71,7 +71,7 @@ def directory(saved, tmp_path) -> Path:
 
 def finder(directory: Path, told: list[str]) -> Finder:
     facts = read_state(directory.parent / directory.name / "step_00000005")
-    return Finder(directory, facts, World(), told.append)
+    return Finder(directory, facts, World(), told.append, LocalFileSystem())
 
 
 def damage(directory: Path, step: int, name: str, how: str) -> Path:

@@ -132,3 +132,8 @@ def test_the_first_evaluation_is_counted_but_not_told(monkeypatch):
 
 def test_nothing_is_recorded_where_nothing_is_compiled():
     assert Recompilations(False, print).record(1) == {}
+
+
+def test_those_of_earlier_sessions_count(monkeypatch):
+    monkeypatch.setattr(compilation, "_reasons", lambda: ["0/1: size mismatch"])
+    assert Recompilations(True, print, earlier=40).record(21) == {"recompilations": 41}

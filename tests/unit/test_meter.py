@@ -161,8 +161,9 @@ def test_a_step_without_trained_tokens_has_no_loss():
     clock = Clock()
     measured = meter(clock)
     clock.now += 1.0
-    record = measured.step(1, result(loss=0.0, tokens=0), 1e-3, 16, 0.0)
+    record = measured.step(1, result(loss=0.0, tokens=0), 1e-3, 16, 0.0, num_inputs=800)
     assert (record["loss"], record["grad_norm"], record["tokens_per_second"]) == (None, None, 0.0)
+    assert (record["tflops_per_device"], record["mfu"], record["hfu"]) == (0.0, 0.0, 0.0)  # of what was computed
     assert measured.smoothed_loss is None
 
 

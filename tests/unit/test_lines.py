@@ -1,0 +1,25 @@
+"""The loop appends lines while another thread, which saves, makes them durable."""
+
+from __future__ import annotations
+
+import threading
+
+from samecurve.lines import Lines, read_lines
+
+NUM_LINES = 2000
+
+
+def test_each_line_is_there_once_whoever_writes_it(tmp_path):
+    lines, done = Lines(tmp_path / "metrics.jsonl"), threading.Event()
+
+    def syncs():
+        while not done.is_set():
+            lines.sync()
+
+    saving = threading.Thread(target=syncs)
+    saving.start()
+    for step in range(NUM_LINES):
+        lines.append({"step": step})
+    done.set()
+    saving.join()
+    assert [record["step"] for record in read_lines(lines.path)] == list(range(NUM_LINES))

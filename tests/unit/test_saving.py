@@ -1,0 +1,133 @@
+"""Saving as the loop sees it, with one process and the disk of a test."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from samecurve.checkpoint import commit
+from samecurve.checkpoint.filesystem import PIECE_BYTES, LocalFileSystem
+from samecurve.checkpoint.manager import Checkpoints, Position
+from samecurve.config import Optimizer
+from samecurve.engines.state import LiveState, PartitionState
+from samecurve.errors import NumericError, StorageError
+from samecurve.optim import build_optimizer, parameter_groups, state_names
+from samecurve.rundir import RunDirectory
+from samecurve.world import World
+
+EVERY, LOOK = 8, 2  # a quarter of the steps after a save it is seen whether that failed
+
+
+@pytest.fixture
+def engine():
+    parameters = {name: nn.Parameter(torch.ones(4, 4)) for name in "ab"}
+    settings = Optimizer(name="sgd", learning_rate=0.1)
+    shapes = {name: parameter.shape for name, parameter in parameters.items()}
+    optimizer = build_optimizer(parameter_groups(parameters.items(), shapes, settings, set()), settings)
+    state = LiveState(parameters, optimizer, state_names(settings, shapes, set()), (0, 1), None, {})
+    return SimpleNamespace(shapes=shapes, state=state, device=torch.device("cpu"), shard=(0, 1), loss_scale_state={})
+
+
+@pytest.fixture
+def make(tmp_path):
+    def made(background: bool = True) -> Checkpoints:
+        settings = {"every_steps": EVERY, "keep": 9, "best": None}
+        facts = {"recipe": {"seed": 0, "checkpoint": settings}}
+        return Checkpoints(RunDirectory(tmp_path), facts, World(), print, background=background)
+
+    return made
+
+
+def saved(folder) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").glob("step_*"))
+
+
+def test_the_wait_for_a_slow_save_is_told_as_a_stall(engine, make, tmp_path, monkeypatch):
+    """It is in the loop, and would be some step's time."""
+    checkpoints, go_on = make(), threading.Event()
+    written = commit.write_file
+    monkeypatch.setattr(commit, "write_file", lambda *what: go_on.wait(10) and written(*what))
+    checkpoints.save(engine, Position(EVERY))
+    assert [step for step in range(EVERY + 1, 2 * EVERY) if checkpoints.due(step, 99)] == [EVERY + LOOK]
+    threading.Timer(0.3, go_on.set).start()
+    assert checkpoints.save(engine, Position(EVERY + LOOK))["save_stall_seconds"] > 0.2
+    assert saved(tmp_path) == ["step_00000008"]
+
+
+def test_a_save_that_failed_is_made_up_for_soon(engine, make, tmp_path, monkeypatch):
+    def full(*_):
+        raise StorageError("no space left on device")
+
+    checkpoints = make()
+    with monkeypatch.context() as disk:
+        disk.setattr(commit, "write_file", full)
+        checkpoints.save(engine, Position(EVERY))
+        checkpoints._in_flight.thread.join()
+    assert checkpoints.due(EVERY + LOOK, 99)
+    checkpoints.save(engine, Position(EVERY + LOOK))
+    assert checkpoints.wait() and saved(tmp_path) == ["step_00000010"]
+
+
+def test_who_asks_for_this_very_step_gets_it(engine, make, tmp_path):
+    checkpoints = make()
+    checkpoints.save(engine, Position(EVERY))
+    checkpoints.secure(engine, Position(EVERY + LOOK))
+    assert saved(tmp_path) == ["step_00000008", "step_00000010"]
+
+
+@pytest.mark.parametrize("harm", ["disk", "weights"])
+def test_after_a_save_that_failed_the_engine_has_nothing_open(harm, engine, make, tmp_path, monkeypatch):
+    """ZeRO-3's optimizer lies on NVMe in between: what was swapped in for the save has to make room for the step."""
+    visit, closed = engine.state.visit, []
+
+    def visited():
+        try:
+            yield from visit()
+        finally:
+            closed.append(True)
+
+    def sync(_self, _file):
+        raise OSError(5, "input/output error")
+
+    monkeypatch.setattr(engine.state, "visit", visited)
+    if harm == "disk":
+        monkeypatch.setattr(LocalFileSystem, "sync", sync)
+    else:
+        next(iter(visit()))[2][0] = torch.nan
+    with pytest.raises(NumericError) if harm == "weights" else nullcontext():
+        make(background=False).save(engine, Position(EVERY))
+    assert closed == [True] and saved(tmp_path) == []
+
+
+def test_a_group_on_nvme_is_given_back_whatever_happens():
+    calls = []
+    zero = SimpleNamespace(
+        fp32_partitioned_groups_flat=[torch.zeros(1)],
+        _swappable_optimizer_subgroup=lambda index: True,
+        _optimizer_states_and_gradient_swap_in=lambda index: calls.append("in"),
+        _release_swap_buffers=lambda index: calls.append("release"),
+    )
+    state = PartitionState({}, zero, {}, 0)
+    with pytest.raises(OSError, match="full"), state._swapped_in(0, writing=False):
+        raise OSError("full")
+    assert calls == ["in", "release"]
+
+
+def test_a_disk_that_takes_its_time_is_not_taken_for_a_hang(tmp_path):
+    """timeout.step_seconds is without progress; reading, syncing and removing what is large has some."""
+    calls = []
+    disk, folder = LocalFileSystem(lambda: calls.append(True)), tmp_path / "step_00000008"
+    folder.mkdir()
+    for name in ("a", "b"):
+        with disk.create(folder / name) as file:
+            file.write(b"0" * (2 * PIECE_BYTES))
+            disk.sync(file)
+    assert len(calls) == 2
+    assert sum(map(len, disk.read(folder / "a"))) == 2 * PIECE_BYTES and len(calls) == 4
+    disk.remove_folder(folder)
+    assert len(calls) == 6 and not folder.exists()
