@@ -2,8 +2,8 @@
 
     output_dir/heartbeats/rank_00001.json
 
-Other files than those of this session are told by their time: ranks beat only after all have started (see `start`).
-Clocks of different hosts are not compared beyond that: a beat is fresh while it changes. Ranks of one machine also see
+An earlier session's files are removed before this one's are there: ranks beat only after all have started (see
+`start`). Clocks of different hosts are not compared: a beat is fresh while it changes. Ranks of one machine also see
 whether the process still exists. Without a directory that hosts share, only the ranks of the own host are seen.
 """
 
@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Literal
 
 import psutil
+
+LAST_WORD_SECONDS = 20.0
 
 State = Literal["running", "hanging", "finished", "failed"]
 
@@ -65,15 +67,21 @@ class Peer:
     ended: float | None = None
 
     @property
+    def runs(self) -> bool:
+        """As far as it says itself."""
+        return self.beat.state in ("running", "hanging")
+
+    @property
     def died(self) -> bool:
         """Its process is gone, and it did not say why."""
-        return self.ended is not None and self.beat.state in ("running", "hanging")
+        return self.ended is not None and self.runs
 
 
 class Heartbeats:
     """This rank's file and what the others' say. describe: makes the beat to write; its time and state are set here.
 
-    every: seconds between two beats. peers: by rank, without this one. looked: when they were last read.
+    every: seconds between two beats. peers: by rank, without this one. looked: when they were last read. wide: whether
+    all files are read each time, see `look`.
     Nothing is written before `start`: until all ranks are there, the directory may be another run's.
     """
 
@@ -81,12 +89,17 @@ class Heartbeats:
         self.folder, self.every = folder, every
         self.peers: dict[int, Peer] = {}
         self.looked = time.monotonic()
-        self.started = False
+        self.started = self.wide = False
         self._describe, self._interval = describe, interval
-        self._since = time.time()
         self._own = describe()
         self._lock = threading.Lock()
         self._stop = threading.Event()
+
+    def clear(self) -> None:
+        """By rank 0, to whom the directory belongs by then, before it meets the others."""
+        with contextlib.suppress(OSError):
+            for path in self.folder.glob("*rank_*"):
+                path.unlink(missing_ok=True)
 
     def start(self) -> None:
         """Once all ranks are there."""
@@ -97,15 +110,19 @@ class Heartbeats:
         self._stop.set()
 
     def write(self, state: State | None = None, reason: str = "", exit_code: int = 0) -> None:
-        """A disk that takes nothing is not this file's business: the beat is left out."""
-        if not self.started or not self._lock.acquire(timeout=self.every):
+        """A disk that takes nothing is not this file's business: the beat is left out, and the next one says the same.
+
+        state: from now on. A write that is under way may have to end first, on slow storage.
+        """
+        if state is not None:
+            self._own = replace(self._own, state=state, reason=reason, exit_code=exit_code)
+        patience = self.every if state is None else LAST_WORD_SECONDS
+        if not self.started or not self._lock.acquire(timeout=patience):
             return
         try:
-            if state is not None:
-                self._own = replace(self._own, state=state, reason=reason, exit_code=exit_code)
             final = {name: getattr(self._own, name) for name in ("state", "reason", "exit_code")}
             beat = replace(self._describe(), time=time.time(), **final)
-            path = self.folder / file_name(beat.rank)
+            path = self._path(beat.rank)
             partial = path.with_name(f".{path.name}.partial")
             with contextlib.suppress(OSError):
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -121,8 +138,11 @@ class Heartbeats:
         every few seconds, a shared file system would be busy with that; rank 0 does, and its own file says what it saw.
         """
         with contextlib.suppress(OSError):
-            for path in list(self.folder.glob("rank_*.json")) if at_all else self._near():
+            near = self._near()
+            for path in list(self.folder.glob("rank_*.json")) if at_all else map(self._path, near):
                 self._take(_read(path))
+            if not at_all:  # what is not read any more would look frozen
+                self.peers = {rank: peer for rank, peer in self.peers.items() if rank in near or not peer.runs}
             self.looked = time.monotonic()
         self._look_for_processes()
 
@@ -141,20 +161,22 @@ class Heartbeats:
             if time.monotonic() >= due:
                 due = time.monotonic() + self.every
                 self.write()
-                self.look(at_all=self._own.rank == 0)
+                self.look(at_all=self.wide)
             else:
                 self._look_for_processes()
             self._stop.wait(self._interval)
 
-    def _near(self) -> list[Path]:
+    def _path(self, rank: int) -> Path:
+        return self.folder / file_name(rank)
+
+    def _near(self) -> set[int]:
         names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "WORLD_SIZE")  # torchrun's and deepspeed's
         num_local = int(next((os.environ[name] for name in names if name in os.environ), "1"))
         first = self._own.rank - int(os.environ.get("LOCAL_RANK", "0"))
-        ranks = {0, *range(first, first + num_local)}
-        return [self.folder / file_name(rank) for rank in sorted(ranks)]
+        return {0, *range(first, first + num_local)}
 
     def _take(self, beat: Beat | None) -> None:
-        if beat is None or beat.rank == self._own.rank or beat.time < self._since:
+        if beat is None or beat.rank == self._own.rank:
             return
         if beat.rank not in self.peers or self.peers[beat.rank].beat != beat:
             now = time.monotonic()
@@ -162,8 +184,7 @@ class Heartbeats:
 
     def _look_for_processes(self) -> None:
         for peer in list(self.peers.values()):
-            running = peer.beat.state in ("running", "hanging")
-            if running and peer.ended is None and self.is_local(peer.beat) and not exists(peer.beat.pid):
+            if peer.runs and peer.ended is None and self.is_local(peer.beat) and not exists(peer.beat.pid):
                 peer.ended = time.monotonic()
 
 

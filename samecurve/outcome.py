@@ -156,9 +156,11 @@ class Surroundings:
         self._take_the_end()
         reason = str(error) or type(error).__name__
         code = 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 1)
+        timer = last_resort(code)  # the storage may not answer
         self._write("failed", reason, code)
         own = "" if isinstance(error, PeerError) else f"rank {self.watchdog.rank}: "
         self.watchdog.heartbeats.write("failed", own + reason, code)
+        timer.cancel()
         return error
 
     def _explained(self, error: Exception) -> Exception:
@@ -193,6 +195,7 @@ class Surroundings:
 
     def _end_stopped(self, reason: str, code: int) -> None:
         """A signal, or a launcher that is gone: it may have ended this process because another one failed."""
+        last_resort(code)
         self.watchdog.let_it_speak()
         self.watchdog.heartbeats.look()
         cause = self.watchdog.cause()

@@ -15,6 +15,14 @@ from rich.table import Table
 LABEL_WIDTH = 12
 
 
+class Listener(Console):
+    """A console whose reader may go away, a terminal or a launcher: nothing more is printed, and the run goes on."""
+
+    def on_broken_pipe(self) -> None:
+        """rich would end the process."""
+        self.quiet = True
+
+
 class Progress:
     """A context manager. Every method does nothing where `enabled` is False (all ranks but 0).
 
@@ -31,7 +39,7 @@ class Progress:
         started: float | None = None,
     ):
         self._total, self._every, self._enabled = total_steps, every_steps, enabled
-        self._console = console or Console(highlight=False)
+        self._console = console or Listener(highlight=False)
         self._started = started
         self._seconds_of_steps: list[float] = []
         self._done = 0
@@ -43,12 +51,13 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         """The bar stays on the screen as the last step left it."""
         if self._live is not None:
-            self._live.stop()
+            with contextlib.suppress(OSError):
+                self._live.stop()
             self._live = None
 
     def say(self, line: str) -> None:
         if self._enabled and line:
-            with contextlib.suppress(OSError):  # the terminal or the launcher that read it is gone; the run still saves
+            with contextlib.suppress(OSError):  # see Listener
                 self._console.print(line, markup=False, soft_wrap=True)
 
     def header(self, facts: dict) -> None:
@@ -98,10 +107,11 @@ class Progress:
     def _draw(self, step: int, numbers: Iterable[str]) -> None:
         row = Table.grid(padding=(0, 1))
         row.add_row(f"step {step}/{self._total}", ProgressBar(self._total, step, width=32), self._rest())
-        if self._live is None:
-            self._live = Live(console=self._console, auto_refresh=False)
-            self._live.start()
-        self._live.update(Group(row, Columns(numbers, padding=(0, 2))), refresh=True)
+        with contextlib.suppress(OSError):
+            if self._live is None:
+                self._live = Live(console=self._console, auto_refresh=False)
+                self._live.start()
+            self._live.update(Group(row, Columns(numbers, padding=(0, 2))), refresh=True)
 
 
 def header_lines(facts: dict) -> list[tuple[str, str]]:

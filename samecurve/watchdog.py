@@ -50,6 +50,8 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         self.stacks.register()
+        if self.rank == 0:
+            self.heartbeats.clear()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
         return self
@@ -127,7 +129,7 @@ class Watchdog:
         return [peer for peer in fresh if peer.beat.rank not in self._given_up]
 
     def _running(self) -> list[Peer]:
-        return [peer for peer in self._peers() if peer.ended is None and peer.beat.state in ("running", "hanging")]
+        return [peer for peer in self._peers() if peer.ended is None and peer.runs]
 
     def _beat(self) -> Beat:
         return Beat(
@@ -149,6 +151,7 @@ class Watchdog:
                 self._marked = now
                 self.heartbeats.restart()
             self._polled = now
+            self.heartbeats.wide = self.rank == 0 or self._may_be_stuck_soon(now)
             if self.cause(GRACE_SECONDS):
                 self.heartbeats.look()  # it may have said in the meantime that it is through
             error = self.cause(GRACE_SECONDS) or self._hang()
@@ -160,6 +163,7 @@ class Watchdog:
         if not self._limit or not (self._stuck() or self._another_hangs()):
             return None
         timer = last_resort(HangError.exit_code)
+        self.heartbeats.wide = True
         self.stacks.dump(f"rank {self.rank} (pid {os.getpid()}) on {self._host}: {self.where}")
         self.heartbeats.write("hanging")
         if self._closed.wait(GRACE_SECONDS):  # the others see it too, write their stacks and show where they are
@@ -178,6 +182,11 @@ class Watchdog:
         if self._phase in UNLIMITED:
             return self._can_judge() and any(now - peer.changed > self._limit for peer in self._running())
         return now - self._marked > self._limit and not self._another_gets_on()
+
+    def _may_be_stuck_soon(self, now: float) -> bool:
+        """Then it matters whether a rank of another host gets on."""
+        soon = self._limit - 3 * self.heartbeats.every
+        return bool(self._limit) and self._phase not in UNLIMITED and now - self._marked > soon
 
     def _another_gets_on(self) -> bool:
         """This rank may wait for one that is slow: at a large file, for example. In a collective all stand still."""

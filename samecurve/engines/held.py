@@ -16,8 +16,9 @@ class Held:
     """Bytes of this rank's part, wherever it lies (device or host; what lies on a disk is not counted).
 
     weights: with buffers. optimizer: moments, and the fp32 weights that it keeps beside those that compute. gradients:
-    of the trained ones while there are any, by formula, because most strategies have none between steps: fp32, whole on
-    every rank unless Engine.describe says that they are sharded. gradients_between_steps: the part of it that stays.
+    of the trained ones while there are any, by formula, because most strategies have none between steps: of the
+    weights' type, fp32 under DeepSpeed; whole on every rank unless Engine.describe says that they are sharded.
+    gradients_between_steps: the part of it that stays.
     """
 
     weights: int
@@ -57,12 +58,14 @@ def _kept_gradients(module: nn.Module, optimizers: list[object], gradients: int)
 
 
 def _gradients(module: nn.Module, facts: dict) -> int:
-    size = torch.float32.itemsize
+    fp32 = torch.float32.itemsize
     if facts.get("whole_gradient_bytes"):
         return facts["whole_gradient_bytes"]
     if facts["zero_stage"] >= 2:
-        return -(-facts["num_trained_parameters"] // facts["data_parallel_size"]) * size
-    return sum(_local(each).numel() for each in module.parameters() if each.requires_grad) * size
+        return -(-facts["num_trained_parameters"] // facts["data_parallel_size"]) * fp32
+    by_deepspeed = facts["zero_stage"] or facts["pipeline_stages"] > 1
+    trained = [_local(each) for each in module.parameters() if each.requires_grad]
+    return sum(each.numel() * (fp32 if by_deepspeed else each.element_size()) for each in trained)
 
 
 def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

@@ -106,8 +106,9 @@ class _Recorder:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 found = self._trace(profiler)
             self._summarise(found)
-        except StorageError as error:  # no reason to end a run
-            self._around.say(f"profile.steps: {error}; the profile is not whole")
+        except Exception as error:  # no reason to end a run, whatever the profiler wrote
+            text = error if isinstance(error, StorageError) else f"{type(error).__name__}: {error}"
+            self._around.say(f"profile.steps: {text}; the profile is not whole")
         finally:  # or it would be recorded until the run ends
             if torch.cuda.is_available():
                 torch.cuda.memory._record_memory_history(enabled=None)

@@ -162,3 +162,22 @@ def test_sigterm_is_left_alone_after_the_run(tmp_path):
     with outcome.recorded(RunDirectory(tmp_path)):
         assert signal.getsignal(signal.SIGTERM) != before
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+SILENT = """
+from samecurve import watchdog
+watchdog.LAST_RESORT_SECONDS = 1
+run.status = lambda *_, **__: time.sleep(60)
+meet(watch)
+ready()
+"""
+
+
+@pytest.mark.parametrize(("ending", "code"), [("raise DataError('no rows')", 3), ("time.sleep(60)", 143)])
+def test_a_process_ends_though_the_storage_does_not_answer(ending, code, tmp_path):
+    """An orphan on a host whose storage is gone would keep its GPUs."""
+    with ranks(tmp_path / "run", f"{SILENT}{ending}") as [rank]:
+        rank.wait_until("ready")
+        if code == 143:
+            rank.process.send_signal(signal.SIGTERM)
+        assert rank.ends() == code

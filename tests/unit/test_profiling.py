@@ -319,6 +319,18 @@ def test_a_disk_that_takes_no_trace_does_not_end_the_run(tmp_path):
     assert any("the profile is not whole" in line for line in said)
 
 
+def test_a_trace_that_cannot_be_read_does_not_end_the_run(tmp_path, monkeypatch):
+    """Where the folder for temporary files is full, torch leaves half of one."""
+
+    def half(_path):
+        raise ValueError("Expecting ',' delimiter: line 9")
+
+    said = []
+    monkeypatch.setattr(recorder, "read", half)
+    assert trained(Batches(num_steps=2), Profile(steps=(1, 1)), surroundings(tmp_path, said)) == [1, 2]
+    assert "profile.steps: ValueError: Expecting ',' delimiter: line 9; the profile is not whole" in said
+
+
 def test_memory_is_not_recorded_on_where_the_trace_cannot_be_written(tmp_path, monkeypatch):
     def full(_path):
         raise OSError(errno.ENOSPC, "no space left on device")
@@ -339,10 +351,14 @@ def test_held_bytes_by_hand():
     model[0](torch.ones(3)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    facts = {"zero_stage": 0, "num_trained_parameters": 20, "data_parallel_size": 3}
+    facts = {"zero_stage": 0, "num_trained_parameters": 20, "data_parallel_size": 3, "pipeline_stages": 1}
     expected = Held(weights=4 * 40, optimizer=2 * 4 * 20 + 2 * 4, gradients=4 * 20)
     assert held_bytes(model, optimizer, facts) == expected
     assert held_bytes(model, optimizer, facts | {"zero_stage": 2}).gradients == 4 * 7
+    half = model.bfloat16()  # as adamw_bf16 has it; DeepSpeed sums what its bf16 weights give in fp32
+    assert held_bytes(half, optimizer, facts).gradients == 2 * 20
+    assert held_bytes(half, optimizer, facts | {"zero_stage": 1}).gradients == 4 * 20
+    assert held_bytes(half, optimizer, facts | {"pipeline_stages": 2}).gradients == 4 * 20
 
 
 def zero3s(optimizer):
@@ -356,7 +372,7 @@ def zero3s(optimizer):
 def test_gradients_that_stay_between_steps_by_hand(wrap, zero_stage, expected):
     model = torch.nn.Linear(3, 5)
     optimizer = torch.optim.SGD(model.parameters())
-    facts = {"zero_stage": zero_stage, "num_trained_parameters": 20, "data_parallel_size": 3}
+    facts = {"zero_stage": zero_stage, "num_trained_parameters": 20, "data_parallel_size": 3, "pipeline_stages": 1}
     if zero_stage == 0:
         model(torch.ones(3)).sum().backward()
     held = held_bytes(model, wrap(optimizer), facts)

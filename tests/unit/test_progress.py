@@ -1,9 +1,12 @@
+import contextlib
 import io
+import os
+import sys
 
 import pytest
 from rich.console import Console
 
-from samecurve.progress import Progress, duration, header_lines
+from samecurve.progress import Listener, Progress, duration, header_lines
 
 FACTS = {
     "recipe_path": "recipes/quickstart.yaml",
@@ -132,3 +135,29 @@ def test_brackets_are_not_markup():
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (59, "59 s"), (200, "3:20 min"), (7500, "2:05 h")])
 def test_duration(seconds, text):
     assert duration(seconds) == text
+
+
+def test_the_run_goes_on_when_the_pipe_is_broken():
+    """As of `train.py | tee log` when Ctrl-C ends tee too: rich would end the process, without a checkpoint."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    stream = os.fdopen(writer, "w", buffering=1)
+    with Progress(9, 1, console=Listener(file=stream)) as progress:
+        for step in (1, 2):
+            progress.step(record(step), 3.0)
+        progress.evaluation(2, {"eval_loss": 1.0})
+    with contextlib.suppress(OSError):
+        stream.close()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no pseudo terminals")
+def test_the_run_goes_on_when_the_terminal_is_gone():
+    import pty
+
+    master, slave = pty.openpty()
+    stream = os.fdopen(slave, "w", buffering=1)
+    with Progress(9, console=Listener(file=stream, force_terminal=True)) as progress:
+        progress.step(record(1), 3.0)
+        os.close(master)
+        progress.step(record(2), 3.0)
+        progress.say("a line")

@@ -22,6 +22,7 @@ from samecurve.watchdog import Watchdog
 
 STEP = "meet(watch)\nwatch.phase('step', 12)\nready()\nwait()\ntime.sleep(60)"
 LIMIT = 2.0
+ONE = "heartbeats/rank_00001.json"
 
 
 def stacks(folder) -> dict[str, str]:
@@ -224,14 +225,46 @@ def heartbeats(tmp_path) -> Heartbeats:
 
 
 def test_files_of_an_earlier_session_and_broken_ones_are_not_seen(heartbeats):
-    write(heartbeats.folder, beat(time=time.time() - 60))
+    """Whatever the clock of the host says that wrote them."""
+    write(heartbeats.folder, beat(state="failed", time=time.time() + 90))
+    heartbeats.clear()
     (heartbeats.folder / "rank_00002.json").write_text('{"rank": 2')
     (heartbeats.folder / "rank_00003.json").write_text('{"rank": 3}')
     heartbeats.look()
     assert heartbeats.peers == {}
-    write(heartbeats.folder, beat())
+    write(heartbeats.folder, beat(time=time.time() - 600))
     heartbeats.look()
     assert list(heartbeats.peers) == [1]
+
+
+def test_rank_0_clears_what_an_earlier_session_left(tmp_path, monkeypatch):
+    for rank in (1, 0):
+        write(tmp_path / "heartbeats", beat())
+        monkeypatch.setenv("RANK", str(rank))
+        with Watchdog(tmp_path, 60, lambda _: None):
+            assert list((tmp_path / "heartbeats").iterdir()) == ([] if rank == 0 else [tmp_path / ONE])
+
+
+def test_a_last_word_is_not_lost_while_a_beat_is_written_slowly(heartbeats):
+    heartbeats.started = True
+    with heartbeats._lock:  # storage that takes its time
+        threading.Thread(target=heartbeats.write, args=("failed", "rank 0: no rows", 3), daemon=True).start()
+        wait_until(lambda: heartbeats._own.state == "failed")
+    heartbeats.write()
+    found = json.loads((heartbeats.folder / heartbeat.file_name(0)).read_text())
+    assert (found["state"], found["reason"], found["exit_code"]) == ("failed", "rank 0: no rows", 3)
+
+
+def test_what_is_not_read_any_more_is_not_known(heartbeats, monkeypatch):
+    """Its beat would never change again; a failure counts for ever."""
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    for rank, state in ((1, "running"), (2, "running"), (3, "failed")):
+        write(heartbeats.folder, beat(rank=rank, machine="another", state=state))
+    heartbeats.look()
+    assert set(heartbeats.peers) == {1, 2, 3}
+    heartbeats.look(at_all=False)
+    assert set(heartbeats.peers) == {1, 3}
 
 
 def ended_process() -> int:
@@ -276,6 +309,31 @@ def watchdog(tmp_path, monkeypatch) -> Watchdog:
     made = Watchdog(tmp_path, 60, lambda _: None)
     made._num_phases = 1
     return made
+
+
+def test_before_a_rank_takes_it_for_a_hang_it_looks_at_all_hosts(watchdog, monkeypatch):
+    """Otherwise it reads its own machine's files and rank 0's only."""
+    clock = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: clock)
+    watchdog._marked, watchdog._limit, watchdog._phase = clock - 599, 600, "save"
+    assert watchdog._may_be_stuck_soon(clock)
+    watchdog._phase = "build"
+    assert not watchdog._may_be_stuck_soon(clock)
+    watchdog._phase, watchdog._marked = "save", clock - 500
+    assert not watchdog._may_be_stuck_soon(clock)
+
+
+@pytest.mark.parametrize("idle", [0.1, 60.0])
+def test_a_rank_of_another_host_that_gets_on(idle, tmp_path, monkeypatch):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    errors, busy = [], beat(rank=2, machine="another", idle_seconds=idle)
+    with Watchdog(tmp_path, 2, errors.append, interval=0.05) as watchdog:
+        watchdog.phase("save", 12)
+        for marks in range(30):
+            write(watchdog.heartbeats.folder, replace(busy, num_marks=marks))
+            time.sleep(0.1)
+        assert bool(errors) == (idle > 1) or watchdog._stuck() == (idle > 1)
 
 
 def give(watchdog: Watchdog, *beats: Beat, age: float = 0.0, ended: float | None = None) -> None:
@@ -326,9 +384,10 @@ def test_whoever_gave_a_rank_up_says_why(watchdog):
 def test_the_last_word_is_read_before_a_death_is_told(state, tmp_path):
     errors = []
     watchdog = Watchdog(tmp_path, 0, errors.append, interval=0.05)
-    give(watchdog, beat(pid=ended_process()), ended=10)
-    write(watchdog.heartbeats.folder, replace(watchdog.heartbeats.peers[1].beat, state=state))
+    other = beat(pid=ended_process())
     with watchdog:
+        write(watchdog.heartbeats.folder, replace(other, state=state))
+        give(watchdog, other, ended=10)
         time.sleep(0.5)
     assert [type(error) for error in errors] == ([] if state == "finished" else [PeerError])
 
