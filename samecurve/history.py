@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .records import read_json
+from .rundir import previous_folders, read_status
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,12 @@ def unknown_origin(began: Began) -> str | None:
 
 
 def _backwards(run: Path) -> Iterator[Began]:
-    folders = sorted((run / "previous").glob("[0-9]*"), key=lambda folder: int(folder.name), reverse=True)
-    for folder in (run, *folders):
+    for folder in (run, *reversed(previous_folders(run))):
         facts = read_json(folder / "run.json")
         if not facts:  # it ended before it had anything to say
             continue
-        yield Began(facts, _ended(read_json(folder / "status.json")))
+        status = read_status(folder / "status.json")
+        yield Began(facts, _ended(status.get("earlier", status)))
         if not _is_own(facts):
             return
 

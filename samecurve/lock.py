@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import time
 from pathlib import Path
 from typing import IO
 
@@ -14,18 +15,23 @@ except ImportError:  # Windows: no lock, everything else works
     fcntl = None
 
 NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
+POLL_SECONDS = 1.0
+# On NFSv4 a dead host's lock lives until the server ends its lease: 90 s on Linux (nfsd4_lease, fs/nfsd/nfs4state.c).
+DEAD_HOST_SECONDS = 120.0
 
 
-def lock(path: Path) -> IO:
+def lock(path: Path, patience_seconds: float = 0.0) -> IO:
     """An open file with an exclusive lock, which the kernel releases when the process ends, however it ends.
 
-    Raises ConfigurationError where another process holds it.
+    Raises ConfigurationError where another process holds it, and still does after `patience_seconds`.
     """
     stream = open(path / ".lock", "a")
     if fcntl is None:
         return stream
+    deadline = time.monotonic() + patience_seconds
     try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        while not _taken(stream, deadline):
+            time.sleep(POLL_SECONDS)
     except BlockingIOError as error:
         stream.close()
         raise ConfigurationError(
@@ -35,3 +41,14 @@ def lock(path: Path) -> IO:
         if error.errno not in NO_LOCKS_HERE:
             raise
     return stream
+
+
+def _taken(stream: IO, deadline: float) -> bool:
+    """Raises BlockingIOError where another process holds the lock and the deadline is over."""
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if time.monotonic() >= deadline:
+            raise
+        return False
+    return True

@@ -13,6 +13,7 @@ Rank 0 writes; on the others the same calls do nothing, so the loop need not ask
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal
@@ -21,16 +22,17 @@ from .checkpoint.filesystem import LocalFileSystem
 from .checkpoint.verify import candidates, step_of
 from .errors import CheckpointError, ConfigurationError, RepeatedFailureError
 from .lines import Lines, read_lines
-from .lock import lock
+from .lock import DEAD_HOST_SECONDS, lock
 from .records import now, read_json, write_json, writing
 
 State = Literal["running", "done", "failed", "preempted"]
 RECORDS = ("run.json", "status.json", "metrics.jsonl", "skipped.jsonl")
 FOLDERS = ("model", "tensorboard", "checkpoints", "stacks", "profile")
-OF_ONE_SESSION = ("model", "stacks", "profile", "run.json")  # and status.json, see _set_aside
+OF_ONE_SESSION = ("model", "stacks", "profile", "run.json")  # and status.json, see _move
 REPORT, REPORTS = "report.html", "report*.html"  # of `samecurve report`; of two runs it is report_OTHER.html
 STARTING_OVER = ".starting_over"
 MOST_FAILURES = 3
+COUNTED = ("failing_step", "failures")  # of status.json
 RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 
@@ -45,9 +47,9 @@ class RunDirectory:
     continues: there are checkpoints here to go on from. is_done: an earlier run ended well here and its model is still
     there; as this rank sees it. notice: one line about what was moved, "" when nothing was. step: the last one with a
     record.
-    Raises, on rank 0: ConfigurationError when a live run writes there or it holds somebody else's files,
-    CheckpointError when it has checkpoints that `resume` would leave behind, RepeatedFailureError after the third
-    automatic restart at one step, StorageError when it cannot be written.
+    Raises, on rank 0: ConfigurationError when a live run writes there (a restart waits for a dead host's lock) or it
+    holds somebody else's files, CheckpointError when it has checkpoints that `resume` would leave behind,
+    RepeatedFailureError after the third automatic restart at one step, StorageError when it cannot be written.
     """
 
     def __init__(
@@ -62,22 +64,23 @@ class RunDirectory:
         self.is_main = is_main
         self.notice = ""
         self.step = 0
-        self.continues = False
+        self.continues = self._begun = False
         self._failures: dict = {}
         self._present: list[Path] = []
         self._aside: Path | None = None
-        self._before = read_json(self.path / "status.json") if self.path.is_dir() else {}
-        self._before = self._before.get("earlier", self._before)
-        self._keeps_status = self._before.get("state") == "done"
-        self._begun = False
         self._metrics, self._skipped = Lines(self.metrics), Lines(self.path / "skipped.jsonl")
+        if is_main:
+            with writing(self.path):
+                _make_durable(self.path)
+                self._lock = lock(self.path, DEAD_HOST_SECONDS if is_restart(os.environ) else 0)
+        before = read_status(self.path / "status.json")
+        self._before = before.get("earlier", before)
+        self._keeps_status = self._before.get("state") == "done"
         if not is_main:
             return
         with writing(self.path):
-            _make_durable(self.path)
-            self._lock = lock(self.path)
             self._failures = self._count_failures()
-            self.continues = self._has_checkpoints() and not start_over
+            self.continues = bool(candidates(LocalFileSystem(), self.checkpoints)) and not start_over
             self._present = self._find_present()
             if self.continues:
                 self._check_resume(resume)
@@ -155,7 +158,7 @@ class RunDirectory:
         for folder in candidates(LocalFileSystem(), self.checkpoints):
             if step_of(folder) > step:
                 (target / "checkpoints").mkdir(exist_ok=True)
-                os.rename(folder, target / "checkpoints" / folder.name)
+                shutil.move(folder, target / "checkpoints")  # checkpoints/ may be a link to another disk
         num_later = self._metrics.cut(step, target, record)
         self._skipped.cut(step, target)
         self.notice = f"going on after step {step} in {self.path}; the earlier session's files are in {target}"
@@ -166,7 +169,8 @@ class RunDirectory:
         if self._before:  # the file itself is this session's already, except where it was kept
             write_json(target / "status.json", self._before)
             (self.path / "status.json").unlink(missing_ok=True)
-        for path in (*self._reports(), *self._present):
+        reports = sorted(self.path.glob(REPORTS))  # of what was here before; they would be taken for the new run's
+        for path in (*reports, *self._present):
             if path.exists():
                 os.rename(path, target / path.name)
 
@@ -174,9 +178,6 @@ class RunDirectory:
         """Give the directory back before the process ends; an earlier run's files stay moved aside."""
         if self.is_main:
             self._lock.close()
-
-    def _has_checkpoints(self) -> bool:
-        return bool(candidates(LocalFileSystem(), self.checkpoints))
 
     def _check_resume(self, resume: str) -> None:
         inside = resume not in ("auto", "none") and Path(resume).resolve().parent == self.checkpoints.resolve()
@@ -196,6 +197,8 @@ class RunDirectory:
             return {}
         if before.get("state") not in ("running", "failed"):
             return {}
+        if (before.get("exit_code") or 0) > 128:  # 128 + a signal: somebody ended it, the step did not fail
+            return {key: before[key] for key in COUNTED if key in before}
         step = records[-1]["step"] + 1 if records else 1
         times = before.get("failures", 0) + 1 if before.get("failing_step") == step else 1
         if is_restart(os.environ) and times >= MOST_FAILURES:
@@ -210,8 +213,8 @@ class RunDirectory:
 
     def _last_status(self) -> dict:
         """The earlier session's, also when this one was killed after it had set that aside."""
-        aside = sorted(self.path.glob("previous/*/status.json"), key=lambda path: int(path.parent.name))
-        return read_json(self.path / "status.json") or (read_json(aside[-1]) if aside else {})
+        folders = (self.path, *reversed(previous_folders(self.path)))
+        return next(filter(None, (read_status(folder / "status.json") for folder in folders)), {})
 
     def _move_stacks(self) -> None:
         """At once: this session opens files of the same names before it begins. They are of one that stopped moving."""
@@ -243,13 +246,9 @@ class RunDirectory:
                     "one's files aside; choose another output_dir"
                 )
 
-    def _reports(self) -> list[Path]:
-        """They are about what was here before, and would be taken for the new run's."""
-        return sorted(self.path.glob(REPORTS))
-
     def _next_previous(self) -> Path:
-        numbers = [int(path.name) for path in self.path.glob("previous/*") if path.name.isdigit()]
-        target = self.path / "previous" / str(max(numbers, default=0) + 1)
+        numbers = [0, *(int(folder.name) for folder in previous_folders(self.path))]
+        target = self.path / "previous" / str(numbers[-1] + 1)
         target.mkdir(parents=True)
         return target
 
@@ -276,7 +275,23 @@ def _make_durable(path: Path) -> None:
 
 def _counted(path: Path) -> dict:
     """What status.json says of what was before, for a rank that replaces rank 0."""
-    return {key: value for key, value in read_json(path).items() if key in ("failing_step", "failures", "earlier")}
+    return {key: value for key, value in read_status(path).items() if key in (*COUNTED, "earlier")}
+
+
+def read_status(path: Path) -> dict:
+    """A status.json; {} where there is none. A damaged one says nothing, but its text is kept, as "damaged"."""
+    try:
+        status = read_json(path)
+        if isinstance(status, dict) and isinstance(status.get("earlier", {}), dict):
+            return status
+    except (ValueError, RecursionError):
+        pass
+    return {"damaged": path.read_text(encoding="utf-8", errors="backslashreplace")}
+
+
+def previous_folders(run: Path) -> list[Path]:
+    """Where earlier sessions' files are, from the first to the last."""
+    return sorted((path for path in run.glob("previous/*") if path.name.isdecimal()), key=lambda path: int(path.name))
 
 
 def read_metrics(path: Path) -> list[dict]:

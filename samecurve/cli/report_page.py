@@ -183,11 +183,14 @@ def _sessions(run: Run) -> str:
     if first.start_step:
         source = f"from {origin}" if origin else "from a session"
         note = f"<p>The first one here went on {escape(source)}, whose own history is not in this directory.</p>\n"
+    latest_is_listed = (run.directory / "run.json").is_file() and "earlier" not in run.status
+    if not latest_is_listed:
+        note += f"<p>A later start, which has no run.json of its own: {escape(run.state)}</p>\n"
     rows = []
     for index, session in enumerate(run.known, 1):
         what = [session.facts.get(key, NOT_KNOWN) for key in ("strategy", "engine", "world_size", "device")]
         began = session.facts.get("started", NOT_KNOWN).replace("T", " ").replace("+00:00", " UTC")
-        ended = session.ended if index < len(run.known) else run.state
+        ended = run.state if latest_is_listed and index == len(run.known) else session.ended
         rows.append((index, session.start_step + 1, *what, began, ended))
     header = ("", "from step", "strategy", "engine", "world size", "device", "began", "ended")
     return f"{note}{table(rows, header)}"

@@ -172,6 +172,24 @@ def test_sessions_end_where_a_run_began_afresh(run):
     assert [each.facts["strategy"] for each in sessions(run)] == ["zero3"]
 
 
+@pytest.mark.parametrize("name", ["1_old", "²"])
+def test_sessions_are_found_beside_folders_of_other_names(run, name):
+    written(run / "previous" / name, facts(strategy="fsdp"))
+    assert [each.facts["strategy"] for each in sessions(run)] == ["ddp", "zero3"]
+
+
+@pytest.mark.parametrize("content", ["", "half {", "[1]", '{"state": "done", "earlier": 7}'])
+def test_how_a_session_with_a_damaged_status_ended_is_not_known(run, content):
+    """The card is written when the training is through: then it is too late to stop for that."""
+    (run / "previous" / "1" / "status.json").write_text(content)
+    assert [each.ended for each in sessions(run)] == ["not known", "not known"]
+
+
+def test_a_start_that_was_refused_is_not_taken_for_how_the_session_before_it_ended(run):
+    (run / "status.json").write_text(json.dumps({"state": "failed", "earlier": {"state": "done"}}))
+    assert sessions(run)[-1].ended == "done"
+
+
 def test_a_run_that_went_on_from_another_directory(run):
     written(run, facts(start_step=2, resumed_from="runs/other/checkpoints/step_00000002"))
     found = sessions(run)

@@ -132,6 +132,33 @@ def test_sessions_that_are_gone_are_told(run, capsys):
     assert "The first one here went on from a session, whose own history is not in this directory." in made(capsys, run)
 
 
+def ended_outside_the_loop(run: Path, begins: bool) -> None:
+    (run / "checkpoints" / "step_00000002").mkdir(parents=True)
+    (run / "status.json").write_text('{"state": "preempted", "reason": "SIGINT"}')
+    directory = RunDirectory(run, resume="auto")
+    directory.status("running")
+    if begins:
+        directory.begin(2)
+    directory.status("failed", "no memory", exit_code=1)
+    directory.close()
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_start_without_a_run_json_is_not_taken_for_the_session_before_it(run, begins, capsys):
+    ended_outside_the_loop(run, begins)
+    assert (run / "run.json").exists() is not begins
+    page = made(capsys, run)
+    assert row(page, "1")[-1] == "preempted: &lt;SIGTERM&gt;" and row(page, "2")[-1] == "preempted: SIGINT"
+    assert "<p>A later start, which has no run.json of its own: failed: no memory</p>" in page
+
+
+def test_the_last_session_is_in_the_runs_own_state(run, capsys):
+    for state in ("running", "done"):
+        written(run, "status.json", {"state": state})
+        page = made(capsys, run)
+        assert row(page, "2")[-1] == state and "A later start" not in page
+
+
 def test_two_runs_and_what_differs(run, tmp_path, capsys):
     other = tmp_path / "b"
     recipe = {"output_dir": "runs/y", "steps": 4, "optimizer": {"learning_rate": 2e-3, "betas": [0.9, 0.95]}}

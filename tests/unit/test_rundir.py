@@ -1,6 +1,7 @@
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -243,6 +244,71 @@ def test_a_run_that_was_told_to_stop_did_not_fail(tmp_path, monkeypatch):
         run.close()
 
 
+@pytest.mark.parametrize("exit_code", [130, 143])
+def test_what_a_signal_ended_is_not_counted_as_a_failure(exit_code, tmp_path, monkeypatch):
+    """Outside the loop there is nothing to save: a run that is told to stop there has failed, but not its step."""
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    interrupted_run(tmp_path, num_steps=7)  # the first failure at step 8
+
+    def start_and_end(code):
+        run = RunDirectory(tmp_path, resume="auto")
+        run.status("running")
+        run.status("failed", reason="ended", exit_code=code)
+        run.close()
+        return json.loads((tmp_path / "status.json").read_text())["failures"]
+
+    assert [start_and_end(exit_code) for _ in range(4)] == [1] * 4
+    assert [start_and_end(1), start_and_end(exit_code), start_and_end(exit_code)] == [1, 2, 2]
+    start_and_end(124)
+    with pytest.raises(RepeatedFailureError, match="step 8 failed 3 times in a row"):
+        RunDirectory(tmp_path, resume="auto")
+
+
+DAMAGED = [b"", b"half {", b"[1]", b'{"state": "\xff"}', b'{"state": "done", "earlier": 7}']
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+@pytest.mark.parametrize("start_over", [False, True])
+def test_a_damaged_status_stops_no_start_and_is_kept(content, start_over, tmp_path):
+    interrupted_run(tmp_path)
+    (tmp_path / "status.json").write_bytes(content)
+    for _ in range(2):  # also by a start that is refused
+        refused = RunDirectory(tmp_path, resume="auto", start_over=start_over)
+        assert not refused.is_done
+        refused.status("running")
+        refused.status("failed", "other data", exit_code=3)
+        refused.close()
+    RunDirectory(tmp_path, resume="auto", start_over=start_over).begin(0 if start_over else 6)
+    kept = json.loads((tmp_path / "previous" / "1" / "status.json").read_text())
+    assert kept == {"damaged": content.decode(errors="backslashreplace")}
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == "running"
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_a_rank_that_replaces_rank_0_writes_over_a_damaged_status(content, tmp_path):
+    run = RunDirectory(tmp_path, is_main=False)
+    (tmp_path / "status.json").write_bytes(content)
+    run.status("failed", "rank 0 died", exit_code=1, force=True)
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert status["reason"] == "rank 0 died" and "earlier" not in status
+
+
+def test_failures_are_counted_on_beside_folders_of_other_names(tmp_path, monkeypatch):
+    """Killed after it had set the earlier status aside: the count is in previous/, where a person has a folder too."""
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    interrupted_run(tmp_path)
+    (tmp_path / "status.json").unlink()
+    for name, failures in (("1", 0), ("2", 2), ("1_old", 0), ("old", 0), ("²", 0)):
+        folder = tmp_path / "previous" / name
+        folder.mkdir(parents=True)
+        (folder / "status.json").write_text(json.dumps({"state": "failed", "failing_step": 8, "failures": failures}))
+    with pytest.raises(RepeatedFailureError, match="step 8 failed 3 times in a row"):
+        RunDirectory(tmp_path, resume="auto")
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
+    RunDirectory(tmp_path, resume="auto").begin(6)
+    assert (tmp_path / "previous" / "3" / "run.json").exists()
+
+
 def everything(path):
     return {file.relative_to(path): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
@@ -310,3 +376,56 @@ def test_stacks_of_an_earlier_session_are_not_mixed_with_this_ones(tmp_path):
         run.close()
     assert (tmp_path / "previous" / "2" / "stacks" / "rank_00000.txt").read_text() == "of the first"
     assert (tmp_path / "previous" / "2" / "status.json").exists()
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """A run whose checkpoints/ is a link to another disk."""
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    interrupted_run(run)
+    for folder in (run / "checkpoints").iterdir():
+        (folder / "a").write_text(folder.name)
+        (folder / "b").write_text(folder.name)
+    shutil.move(run / "checkpoints", disk)
+    (run / "checkpoints").symlink_to(disk)
+    rename = os.rename
+
+    def within_a_disk(old, new):
+        if Path(old).parent.resolve() == disk.resolve():
+            raise OSError(errno.EXDEV, "Invalid cross-device link", str(old), None, str(new))
+        rename(old, new)
+
+    monkeypatch.setattr(os, "rename", within_a_disk)
+    return run
+
+
+def test_checkpoints_on_another_disk_are_moved_too(elsewhere):
+    RunDirectory(elsewhere, resume="auto").begin(4)
+    assert sorted(path.name for path in elsewhere.glob("checkpoints/*")) == ["step_00000002", "step_00000004"]
+    [moved] = elsewhere.glob("previous/1/checkpoints/*")
+    assert moved.name == "step_00000006" and len(everything(moved)) == 2
+
+
+@pytest.mark.parametrize("killed_in", ["copytree", "rmtree"])
+def test_a_kill_on_the_way_to_another_disk_loses_no_checkpoint(killed_in, elsewhere, monkeypatch):
+    def killed(folder, *target, **_):
+        """After one of two files."""
+        if target:
+            Path(target[0]).mkdir()
+            shutil.copy(folder / "a", target[0])
+        else:
+            (folder / "a").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, killed_in, killed)
+        run = RunDirectory(elsewhere, resume="auto")
+        with pytest.raises(KeyboardInterrupt):
+            run.begin(4)
+        run.close()
+    again = RunDirectory(elsewhere, resume="auto")
+    assert again.continues
+    again.begin(4)
+    assert sorted(path.name for path in elsewhere.glob("checkpoints/*")) == ["step_00000002", "step_00000004"]
+    of_both = [len(everything(elsewhere / f"previous/{number}/checkpoints/step_00000006")) for number in (1, 2)]
+    assert of_both == ([1, 2] if killed_in == "copytree" else [2, 1])
