@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -12,6 +15,7 @@ from ..data import StepBatches
 from ..errors import ConfigurationError
 from ..records import read_json
 from ..rundir import read_metrics
+from ..workers import num_cores, share_of_cores
 
 if TYPE_CHECKING:
     from ..config import Recipe
@@ -21,6 +25,43 @@ WARM_UP_STEPS = 5
 MARGIN = 1.2  # a loader that only just keeps up makes each step that is longer than usual one that waits
 GAIN = 1.1
 _MANY_STEPS = 10**9
+CORES = Path("/sys/devices/system/cpu")
+
+
+def share(num_processes: int) -> list[int]:
+    """The cores of one of the processes that share this host, of which there are so many.
+
+    Raises ConfigurationError where there is no core for each, or where the system keeps no process to some of them.
+    """
+    found = f"--processes_per_host: found {num_processes}, but"
+    if num_processes > num_cores():
+        raise ConfigurationError(f"{found} there are {num_cores()} cores; at least one for each is needed")
+    if hasattr(os, "sched_setaffinity"):
+        return sorted(os.sched_getaffinity(0), key=_physical)[: share_of_cores(num_processes)]
+    if num_processes > 1:
+        raise ConfigurationError(f"{found} this system keeps no process to a part of its cores; use 1")
+    return list(range(num_cores()))
+
+
+@contextlib.contextmanager
+def kept_to(cores: Sequence[int]) -> Iterator[None]:
+    """Inside, this thread and all that it starts run on these of its cores, where the system has such bounds."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _physical(core: int) -> tuple[int, int]:
+    """By this, threads of one physical core are neighbours: on one that nobody else uses each would be too fast."""
+    siblings = CORES / f"cpu{core}" / "topology" / "thread_siblings_list"  # "0,32" or "0-1"
+    first = re.match(r"\d+", siblings.read_text(encoding="ascii")) if siblings.exists() else None
+    return int(first[0]) if first else core, core
 
 
 def rows_per_second(rows: Rows, recipe: Recipe, num_workers: int, data_parallel_size: int, seconds: float) -> float:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .. import adapter
 from .timing import interleaved, operand, precision_of, seconds_of
 
 if TYPE_CHECKING:
@@ -18,27 +19,34 @@ ROUNDS = 3
 
 @dataclass(frozen=True)
 class Layer:
-    """Weight matrices of one shape. names: their modules', count: how many there are in the model."""
+    """Weight matrices of one shape, all trained or all frozen.
+
+    names: their modules', count: how many there are in the model.
+    """
 
     names: tuple[str, ...]
     count: int
     num_inputs: int
     num_outputs: int
+    trained: bool = True
 
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Seconds of one matrix multiplication for each of the three that train a layer, and their rate."""
+    """Seconds of each of the three matrix multiplications that train a layer, and their rate.
+
+    weight_gradient: None where the layer is frozen.
+    """
 
     layer: Layer
     forward: float
     input_gradient: float
-    weight_gradient: float
     tflops: float
+    weight_gradient: float | None = None
 
     @property
     def seconds(self) -> float:
-        return self.forward + self.input_gradient + self.weight_gradient
+        return self.forward + self.input_gradient + (self.weight_gradient or 0.0)
 
 
 def square(size: int, precision: str, device: torch.device, at_least: float) -> float:
@@ -65,8 +73,10 @@ def linear(
 def layer_time(layer: Layer, num_tokens: int, precision: str, device: torch.device, at_least: float) -> LayerTime:
     with precision_of(precision) as dtype:
         runs = linear(num_tokens, layer.num_inputs, layer.num_outputs, dtype, device)
+        if not layer.trained:
+            del runs["weight_gradient"]
         seconds = interleaved(runs, ROUNDS, at_least / ROUNDS)
-    flops = 6 * num_tokens * layer.num_inputs * layer.num_outputs
+    flops = 2 * len(runs) * num_tokens * layer.num_inputs * layer.num_outputs
     return LayerTime(layer, **seconds, tflops=flops / sum(seconds.values()) / 1e12)
 
 
@@ -76,21 +86,27 @@ def tokens_per_second(times: list[LayerTime], num_tokens: int) -> float:
 
 
 def layers(model: PreTrainedModel) -> list[Layer]:
-    """Of every linear layer, the head among them, by shape. The model may be on the meta device."""
-    found: dict[tuple[int, int], list[str]] = {}
-    for name, shape in _linear_shapes(model):
-        found.setdefault(shape, []).append(name.rpartition(".")[2])
-    return [Layer(tuple(dict.fromkeys(names)), len(names), *shape) for shape, names in found.items()]
+    """Of every linear layer, the head among them, by shape, trained and frozen apart. The model may be on meta."""
+    found: dict[tuple[int, int, bool], list[str]] = {}
+    for name, module, shape in _linear_modules(model):
+        found.setdefault((*shape, module.weight.requires_grad), []).append(_own_name(name))
+    return [Layer(tuple(dict.fromkeys(names)), len(names), *kind) for kind, names in found.items()]
 
 
-def _linear_shapes(model: PreTrainedModel) -> Iterator[tuple[str, tuple[int, int]]]:
+def _own_name(name: str) -> str:
+    """The last part of a module's name that is not one which peft puts behind it: q_proj.base_layer, lora_A.default."""
+    return [part for part in name.split(".") if part not in ("base_layer", adapter.NAME)][-1]
+
+
+def _linear_modules(model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.Module, tuple[int, int]]]:
+    """(name, module, (inputs, outputs))."""
     from transformers.pytorch_utils import Conv1D
 
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):
-            yield name, (module.in_features, module.out_features)
+            yield name, module, (module.in_features, module.out_features)
         elif isinstance(module, Conv1D):  # GPT-2's linear layer, whose weight is the other way round
-            yield name, tuple(module.weight.shape)
+            yield name, module, tuple(module.weight.shape)
 
 
 def copies(num_bytes: int, device: torch.device, at_least: float) -> dict[str, float]:

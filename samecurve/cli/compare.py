@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.status import Status
 
+from .. import recipe as recipes
 from ..chart import Curve, chart, relative_differences
 from ..records import writing
 from . import jobs, repository_root
@@ -19,6 +20,8 @@ from .jobs import Job, Outcome
 COLUMNS = "strategy", "engine", "world", "loss", "max loss difference", "max norm difference", "tokens/s", "memory GiB"
 # the norm is the square root of a sum over all gradients, each with its own rounding
 NORM_TOLERANCE_FACTOR = 10
+# Of the loss. Strategies round to 16 bits at different places, see tests/distributed/test_equal_curves.py.
+TOLERANCES = {"fp32": 1e-5, "bf16": 5e-3, "fp16": 5e-3}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,22 +30,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strategies", default="", metavar="a,b,c", help="of configs/; the first one is the reference")
     parser.add_argument("--num_processes", type=int, help="default: the number of GPUs, 2 without one")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--tolerance", type=float, default=1e-5, help="of the loss, relative, at every step")
+    usual = f"default: {TOLERANCES['fp32']:g}, in 16 bits {TOLERANCES['bf16']:g}"
+    parser.add_argument("--tolerance", type=float, help=f"of the loss, relative, at every step ({usual})")
     parser.add_argument("--output", type=Path, help="default: runs/compare/RECIPE")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """0 when every strategy that can run here agrees with the reference, else 1."""
     repository_root()
-    # fp32, where strategies agree to rounding, unless the user says otherwise
-    settings = jobs.shortened(arguments.recipe, arguments.overrides, arguments.steps, precision="fp32")
+    preferred = _preferred(arguments.recipe, arguments.overrides)
+    settings = jobs.shortened(arguments.recipe, arguments.overrides, arguments.steps, **preferred)
+    precision = recipes.checked(arguments.recipe, settings).precision
+    tolerance = TOLERANCES[precision] if arguments.tolerance is None else arguments.tolerance
     names = [name for name in arguments.strategies.split(",") if name]
     chosen = jobs.jobs(names, arguments.num_processes or jobs.default_processes())
     output = arguments.output or Path("runs/compare") / Path(arguments.recipe).stem
     with writing(output):
         output.mkdir(parents=True, exist_ok=True)
     outcomes = _run_all(chosen, arguments.recipe, settings, output)
-    text, agree = verdict(outcomes, arguments.tolerance)
+    text, agree = verdict(outcomes, tolerance, precision)
     # a strategy that was asked for by name has to run; of all that there are, some may not be for this machine
     agree = agree and not (names and any(outcome.refused for outcome in outcomes))
     title = Path(arguments.recipe).stem
@@ -50,9 +56,15 @@ def run(arguments: argparse.Namespace) -> int:
     with writing(output):
         (output / "table.md").write_text(text, encoding="utf-8")
         if curves:
-            (output / "chart.svg").write_text(chart(curves, title, arguments.tolerance), encoding="utf-8")
+            (output / "chart.svg").write_text(chart(curves, title, tolerance), encoding="utf-8")
     print(f"\n{text}\n{output / 'table.md'}  {output / 'chart.svg' if curves else ''}")
     return 0 if agree else 1
+
+
+def _preferred(recipe: str, overrides: Sequence[str]) -> dict[str, str]:
+    """fp32, where strategies agree to rounding; nothing where the recipe cannot be computed in it (adamw_bf16, fp8)."""
+    problems = recipes.load(recipe, [*overrides, "precision=fp32"]).document.problems
+    return {} if problems else {"precision": "fp32"}
 
 
 def _run_all(chosen: Sequence[Job], recipe: str, settings: Sequence[str], output: Path) -> list[Outcome]:
@@ -77,7 +89,7 @@ def losses(outcome: Outcome) -> list[float | None]:
     return [record["loss"] for record in outcome.metrics]
 
 
-def verdict(outcomes: Sequence[Outcome], tolerance: float) -> tuple[str, bool]:
+def verdict(outcomes: Sequence[Outcome], tolerance: float, precision: str = "fp32") -> tuple[str, bool]:
     """(the table as markdown, whether all that ran agree and were more than the reference).
 
     The first strategy that ran is the reference.
@@ -92,8 +104,9 @@ def verdict(outcomes: Sequence[Outcome], tolerance: float) -> tuple[str, bool]:
         shown = ["reference"] * 2 if outcome is ran[0] and same else [f"{loss:.1e}", f"{norm:.1e}"]
         rows.append([*_facts(outcome), *shown, *_costs(outcome), "PASS" if same else "FAIL"])
     limits = f"PASS: loss within {tolerance:g} and gradient norm within {NORM_TOLERANCE_FACTOR * tolerance:g} of "
+    computed = "" if precision == "fp32" else f", in {precision}"
     parts = (
-        [_markdown([[*COLUMNS, ""], *rows]), f"\n{limits}{ran[0].job.name}'s, relative, at every step.\n"]
+        [_markdown([[*COLUMNS, ""], *rows]), f"\n{limits}{ran[0].job.name}'s, relative, at every step{computed}.\n"]
         if ran
         else []
     )

@@ -82,12 +82,14 @@ def shortened(recipe: str, given: Sequence[str], steps: int, **defaults: object)
     short = {
         **defaults,
         "schedule.warmup_steps": min(schedule.warmup_steps, steps // 4),
-        "schedule.decay_steps": min(schedule.decay_steps, steps // 4) if schedule.decay_steps else None,
+        "schedule.decay_steps": schedule.decay_steps and min(schedule.decay_steps, steps // 4),
         "evaluate.every_steps": 0,
         "checkpoint.every_steps": 0,
+        "guard.rollback_ratio": None,  # it needs checkpoints
+        "profile.steps": None,  # they may come after the last one
     }
     keys = {argument.partition("=")[0] for argument in given}
-    added = [f"{key}={value}" for key, value in short.items() if key not in keys and value is not None]
+    added = [f"{key}={'null' if value is None else value}" for key, value in short.items() if key not in keys]
     settings = [*given, *added, f"steps={steps}"]
     recipes.checked(recipe, settings)
     return settings

@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from .. import compilation, kernels, optim, quantization, rng
 from ..adapter import trained_shapes
@@ -165,10 +166,8 @@ class AcceleratedEngine:
 
     def _state(self, parameters: dict[str, nn.Parameter]) -> State:
         settings = self.recipe.optimizer
-        states, factors = (
-            optim.state_names(settings, self.shapes, self.matrices),
-            optim.factor_shapes(settings, self.shapes),
-        )
+        states = optim.state_names(settings, self.shapes, self.matrices)
+        factors = optim.factor_shapes(settings, self.shapes)
         return LiveState(parameters, self.optimizer, states, replica=self.shard, factors=factors)
 
     def _accumulating(self, last: bool) -> AbstractContextManager:
@@ -199,7 +198,9 @@ class AcceleratedEngine:
             if factor != 1.0:
                 torch._foreach_mul_(gradients, factor)
             self.optimizer.step()
-        self.optimizer.zero_grad()
+        # kept, they stay views of DDP's buckets; new ones would lie beside these until the last micro-batch
+        in_buckets = isinstance(self.model, DistributedDataParallel) and self.accumulation_steps > 1
+        self.optimizer.zero_grad(set_to_none=not in_buckets)
         if self.loss_scale:
             self.loss_scale.update(applied)
         return norm, applied

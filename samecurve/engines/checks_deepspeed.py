@@ -60,9 +60,6 @@ def _zero(document: Document, strategy: Strategy) -> None:
             readers = " and ".join(map(str, stages))
             text = f"only stage {readers} reads it, and zero_optimization.stage is {stage}; remove it"
             document.problem(("zero_optimization", key), text)
-    if document.get("activation_checkpointing"):
-        text = "only a pipeline reads it; recomputation is the recipe's memory.activation_checkpointing; remove it"
-        document.problem(("activation_checkpointing",), text)
 
 
 def _switched_off(value: Any) -> bool:

@@ -36,6 +36,10 @@ _QUANTISED = Refused("quantised communication (ZeRO++) changes the training; rem
 _MONITOR = Refused("the run directory has metrics and TensorBoard under every strategy; remove it")
 _OLD_OFFLOAD = Refused("this name is deprecated; use offload_optimizer or offload_param", ())
 _EXPERTS = Refused("expert parallelism is not supported; remove it")
+_RECOMPUTATION = Refused(
+    "nothing reads it; recomputation is the recipe's memory.activation_checkpointing; remove it", (None, False)
+)
+_PARTITIONED = Refused("only tensor-parallel ranks have parts, and there are none; remove it", (None, False))
 
 
 def _partition(value: Any) -> bool:
@@ -157,18 +161,21 @@ DEEPSPEED: Table = {
         "stages": COUNT,
         "partition": _PARTITION,
         "activation_checkpoint_interval": NATURAL,
-        "use_reentrant": BOOLEAN,
-        "pipe_partitioned": BOOLEAN,
-        "grad_partitioned": BOOLEAN,
+        "use_reentrant": Refused(
+            "recomputation, which is the recipe's memory.activation_checkpointing, is never reentrant; remove it",
+            (None, False),
+        ),
+        "pipe_partitioned": _PARTITIONED,
+        "grad_partitioned": _PARTITIONED,
         "seed_layers": Refused("weights are seeded by name, the same under every strategy; remove it", (None, False)),
     },
     "activation_checkpointing": {
-        "partition_activations": BOOLEAN,
-        "number_checkpoints": optional(COUNT),
-        "contiguous_memory_optimization": BOOLEAN,
-        "synchronize_checkpoint_boundary": BOOLEAN,
-        "profile": BOOLEAN,
-        "cpu_checkpointing": BOOLEAN,
+        "partition_activations": _RECOMPUTATION,
+        "number_checkpoints": _RECOMPUTATION,
+        "contiguous_memory_optimization": _RECOMPUTATION,
+        "synchronize_checkpoint_boundary": _RECOMPUTATION,
+        "profile": _RECOMPUTATION,
+        "cpu_checkpointing": _RECOMPUTATION,
     },
     "aio": {
         "block_size": COUNT,

@@ -71,15 +71,16 @@ def live(engine) -> dict:
 
 
 def note_gradients(engine) -> None:
-    """How many storages all gradients lie in, when the weights are updated."""
-    update = engine._update
+    """How many storages all gradients lie in, after each micro-batch; of the last step."""
+    backward, engine.gradient_storages = engine._backward, []
 
-    def noted():
+    def noted(loss, last):
+        backward(loss, last)
         gradients = [parameter.grad for parameter in engine.model.parameters()]
-        engine.gradient_storages = len({each.untyped_storage().data_ptr() for each in gradients})
-        return update()
+        engine.gradient_storages.append(len({each.untyped_storage().data_ptr() for each in gradients}))
+        del engine.gradient_storages[: -engine.accumulation_steps]
 
-    engine._update = noted
+    engine._backward = noted
 
 
 def is_unit(module) -> bool:

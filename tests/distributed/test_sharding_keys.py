@@ -43,10 +43,10 @@ def assert_follows(found: dict, reference, tolerances: tuple[float, float]) -> N
 
 
 def test_ddp_holds_each_gradient_once(workspace, reference):
-    """All of them lie in the bucket that is reduced."""
+    """All of them lie in the bucket that is reduced, also while they are summed before that."""
     found = probe(workspace, "ddp")
     assert found["described"]["engine"] == "DistributedDataParallel"
-    assert found["live"] == {"gradient_storages": 1}
+    assert found["live"] == {"gradient_storages": [1] * MICRO_BATCHES}
     assert_follows(found, reference, EXACT)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,13 +14,14 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from samecurve import cli, recipe
+from samecurve import adapter, cli, data, recipe
 from samecurve.benchmarks import collectives, loader, matmul, shapes, steps, strategies, timing
 from samecurve.benchmarks.shapes import Width
 from samecurve.benchmarks.steps import UNCHANGED, Measured, Variant
 from samecurve.cli.bench import collectives as command
 from samecurve.cli.bench import printing
 from samecurve.cli.bench import shapes as shapes_command
+from samecurve.config import Adapter
 from samecurve.engines.resolve import read_files
 from samecurve.errors import ConfigurationError
 
@@ -195,6 +197,54 @@ def test_layers_of_a_model():
     assert found == {(8, 24): 2, (8, 8): 2, (8, 32): 2, (32, 8): 2, (8, 50): 1}
 
 
+@pytest.fixture
+def adapted() -> LlamaForCausalLM:
+    """Matrices of rank 8 between 8 and 24: A of the projections has the shape of their frozen weights."""
+    sizes = {"num_hidden_layers": 3, "vocab_size": 50, "hidden_size": 8, "intermediate_size": 24}
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
+        adapter.inject(model, Adapter(name="lora", rank=8))
+    return model
+
+
+def test_layers_of_an_adapted_model(adapted):
+    found = {(layer.num_inputs, layer.num_outputs, layer.trained): layer for layer in matmul.layers(adapted)}
+    assert {key: (layer.names, layer.count) for key, layer in found.items()} == {
+        (8, 8, False): (("q_proj", "k_proj", "v_proj", "o_proj"), 12),
+        (8, 24, False): (("gate_proj", "up_proj"), 6),
+        (24, 8, False): (("down_proj",), 3),
+        (8, 50, False): (("lm_head",), 1),
+        (8, 8, True): (("lora_A", "lora_B"), 3 * (6 + 5)),
+        (24, 8, True): (("lora_A",), 3),
+        (8, 24, True): (("lora_B",), 6),
+    }
+
+
+def test_a_frozen_layer_has_no_gradient_of_its_own(monkeypatch):
+    """A second for each multiplication of 1,000 tokens by (20, 30): 2 x 1.2e6 FLOPs in 2 seconds."""
+    monkeypatch.setattr(matmul, "interleaved", lambda runs, rounds, at_least: dict.fromkeys(runs, 1.0))
+    frozen, trained = (matmul.Layer(("q_proj",), 5, 20, 30, trained) for trained in (False, True))
+    times = [matmul.layer_time(layer, 1000, "fp32", CPU, 1.0) for layer in (frozen, trained)]
+    assert [time.seconds for time in times] == [2, 3]
+    assert [time.weight_gradient for time in times] == [None, 1]
+    assert [time.tflops for time in times] == pytest.approx([1.2e-6, 1.2e-6])
+    assert matmul.tokens_per_second(times, 1000) == pytest.approx(1000 / 25)
+
+
+def test_the_table_says_what_is_frozen(recipe_file, adapted, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("samecurve.cli.bench.matmul.COPY_MIB", {"cpu": 1})
+    monkeypatch.setattr(timing, "default_device", lambda: CPU)
+    monkeypatch.setattr("samecurve.model.skeleton", lambda *_: adapted)
+    file = tmp_path / "matmul.json"
+    options = ["--precisions", "fp32", "--sizes", "8", "--seconds", "0.001", "--json", str(file)]
+    assert cli.main(["bench", "matmul", recipe_file, *options]) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"^lm_head +1 +8 -> 50 +\S+ +\S+ +frozen +\S+$", told, re.MULTILINE)
+    assert re.search(r"^lora_A, lora_B +33 +8 -> 8( +[\d.e+-]+){4}$", told, re.MULTILINE)
+    found = json.loads(file.read_text())["layers"]
+    assert [each["weight_gradient"] is None for each in found] == [not each["layer"]["trained"] for each in found]
+
+
 def test_rates_by_hand(monkeypatch):
     """A second for each multiplication of 1,000 tokens by (20, 30): 3 x 1.2e6 FLOPs in 3 seconds."""
     monkeypatch.setattr(matmul, "interleaved", lambda runs, rounds, at_least: dict.fromkeys(runs, 1.0))
@@ -299,7 +349,11 @@ def test_the_loader_is_measured(recipe_file, tmp_path, capsys):
     ]
     assert cli.main(["bench", "dataloader", recipe_file, *options]) == 0
     told = capsys.readouterr().out
-    assert re.search(r"^workers +rows/s\n0 +[\d,]+\n1 +[\d,]+\ndata\.num_workers=0 is enough", told, re.MULTILINE)
+    assert re.search(
+        r"^workers +rows/s\n0 +[\d,]+\n1 +[\d,]+\ndata\.num_workers=0 is enough with 1 process on this host: ",
+        told,
+        re.MULTILINE,
+    )
     assert json.loads(file.read_text())["rows_per_second"].keys() == {"0", "1"}
     assert cli.main(["bench", "dataloader", recipe_file, "--data_parallel_size", "3"]) == ConfigurationError.exit_code
     for size in ("0", "-1"):
@@ -309,6 +363,68 @@ def test_the_loader_is_measured(recipe_file, tmp_path, capsys):
     streamed = ["data.streaming=true", f"tokenizer={{path: {tmp_path}}}"]
     assert cli.main(["bench", "dataloader", recipe_file, *streamed]) == ConfigurationError.exit_code
     assert "data.streaming: found true" in capsys.readouterr().err
+
+
+@pytest.fixture
+def host(monkeypatch, tmp_path) -> list[set[int]]:
+    """Four physical cores of two threads each, 0 and 4 the first one's. What the process was kept to, one by one."""
+    kept = [set(range(8))]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: kept[-1], raising=False)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: kept.append(set(cores)), raising=False)
+    monkeypatch.setattr(loader, "CORES", tmp_path)
+    for core in range(8):
+        (tmp_path / f"cpu{core}" / "topology").mkdir(parents=True)
+        (tmp_path / f"cpu{core}" / "topology" / "thread_siblings_list").write_text(f"{core % 4},{core % 4 + 4}\n")
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("processes", "share"), [(1, set(range(8))), (2, {0, 4, 1, 5}), (3, {0, 4}), (4, {0, 4}), (8, {0})]
+)
+def test_one_process_has_its_share_of_the_cores(host, processes, share):
+    with loader.kept_to(loader.share(processes)):
+        assert host[-1] == share
+    assert host[-1] == set(range(8))
+
+
+def test_a_share_that_cannot_be_given_is_refused(host, recipe_file, capsys, monkeypatch):
+    """Before the data are tokenised."""
+    monkeypatch.setattr("samecurve.tasks.load", None)
+    command = ["bench", "dataloader", recipe_file, "--processes_per_host"]
+    assert cli.main([*command, "9"]) == ConfigurationError.exit_code
+    assert "--processes_per_host: found 9, but there are 8 cores; at least one for each" in capsys.readouterr().err
+    assert cli.main([*command, "0"]) == ConfigurationError.exit_code
+    assert "--processes_per_host: found 0, a number above 0 is needed" in capsys.readouterr().err
+    monkeypatch.delattr(os, "sched_setaffinity")
+    assert cli.main([*command, "2"]) == ConfigurationError.exit_code
+    assert "this system keeps no process to a part of its cores" in capsys.readouterr().err
+    with loader.kept_to(loader.share(1)):
+        assert len(host) == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system keeps no process to a part of its cores")
+def test_workers_have_the_share(recipe_file, monkeypatch, tmp_path, capsys):
+    """Of real processes: what a worker may use is what it writes down when it begins."""
+    before = os.sched_getaffinity(0)
+    if len(before) < 2:
+        pytest.skip("there is one core")
+    counted = tmp_path / "cores"
+
+    def serve(*_):
+        with open(counted, "a") as file:
+            file.write(f"{len(os.sched_getaffinity(0))}\n")
+
+    monkeypatch.setattr(data, "serve", serve)
+    file = tmp_path / "found.json"
+    options = ["--seconds", "0.01", "--processes_per_host", str(len(before)), "--json", str(file)]
+    assert cli.main(["bench", "dataloader", recipe_file, *options]) == 0
+    assert counted.read_text() == "1\n"
+    assert os.sched_getaffinity(0) == before
+    told = capsys.readouterr().out
+    assert f"of one rank that does nothing but read, on 1 of {len(before)} cores" in told
+    assert re.search(rf"^data\.num_workers=\d, with {len(before)} processes on this host: more of them", told, re.M)
+    found = json.loads(file.read_text())
+    assert found["processes_per_host"] == len(before) and found["rows_per_second"].keys() == {"0", "1"}
 
 
 # the step

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from samecurve import cli, recipe
+from samecurve import cli, recipe, rules_memory
 from samecurve.cli import compare, jobs, models, summary
 from samecurve.cli.bench.step import SCRIPT
 from samecurve.cli.jobs import Job, Outcome
@@ -124,17 +125,61 @@ def test_a_process_has_its_share_of_the_cores_that_may_be_used(world_size, threa
 
 
 def test_a_short_job_has_a_short_warmup(recipe_file):
-    expected = ["seed=3", "precision=fp32", "schedule.warmup_steps=5", "evaluate.every_steps=0"]
-    expected += ["checkpoint.every_steps=0", "steps=20"]
+    expected = ["seed=3", "precision=fp32", "schedule.warmup_steps=5", "schedule.decay_steps=null"]
+    expected += ["evaluate.every_steps=0", "checkpoint.every_steps=0", "guard.rollback_ratio=null"]
+    expected += ["profile.steps=null", "steps=20"]
     assert jobs.shortened(recipe_file, ["seed=3"], 20, precision="fp32") == expected
     found = jobs.shortened(recipe_file, ["precision=bf16"], 20, precision="fp32")
     assert found[0] == "precision=bf16" and "precision=fp32" not in found
+
+
+def test_what_a_short_job_has_no_room_for_is_off(tmp_path):
+    """A recipe that is right for its own steps; nobody has said anything wrong."""
+    file = tmp_path / "long.yaml"
+    more = "guard: {rollback_ratio: 3}\nprofile: {steps: [40, 42]}\n"
+    file.write_text(RECIPE.replace("{warmup_steps: 40}", "{name: wsd, warmup_steps: 40, decay_steps: 40}") + more)
+    assert recipe.checked(str(file)).profile.steps == (40, 42)
+    short = recipe.checked(str(file), jobs.shortened(str(file), [], 20))
+    assert (short.guard.rollback_ratio, short.profile.steps, short.schedule.decay_steps) == (None, None, 5)
+    asked = recipe.checked(str(file), jobs.shortened(str(file), ["profile.steps=[3, 4]"], 20))
+    assert asked.profile.steps == (3, 4)
 
 
 @pytest.mark.parametrize(("given", "steps"), [(["sede=3"], 20), ([], 0)])
 def test_a_wrong_recipe_starts_no_process(recipe_file, given, steps):
     with pytest.raises(ConfigurationError, match="1 problem in the configuration"):
         jobs.shortened(recipe_file, given, steps)
+
+
+@pytest.mark.parametrize(
+    ("more", "given", "precision", "tolerance"),
+    [
+        ("precision: fp16", [], "fp32", 1e-5),
+        ("", ["precision=bf16"], "bf16", 5e-3),
+        ("", ["optimizer.name=adamw_bf16"], "bf16", 5e-3),
+        ("fp8: tensorwise", [], "bf16", 5e-3),
+        ("precision: fp16", ["model.attention=flash_attention_2"], "fp16", 5e-3),
+    ],
+)
+def test_what_is_compared_in_which_precision(more, given, precision, tolerance, tmp_path, monkeypatch, capsys):
+    """fp32, but where the recipe cannot be computed in it; its rounding is what strategies may differ by."""
+    monkeypatch.setattr(compare, "repository_root", lambda: None)
+    monkeypatch.setattr(jobs, "jobs", lambda *_: [SINGLE.job])
+    installed = SimpleNamespace(util=SimpleNamespace(find_spec=lambda _: True))  # torchao is optional
+    monkeypatch.setattr(rules_memory, "importlib", installed)
+    found = []
+    monkeypatch.setattr(
+        compare, "_run_all", lambda chosen, recipe, settings, output: found.append(settings) or [SINGLE]
+    )
+    file = tmp_path / "tiny.yaml"
+    file.write_text(f"{RECIPE}{more}\n")
+    assert cli.main(["compare", str(file), *given, "--output", str(tmp_path)]) == 0
+    assert recipe.checked(str(file), found[0]).precision == precision
+    told = (tmp_path / "table.md").read_text()
+    assert f"loss within {tolerance:g} and" in told
+    assert ("at every step, in " in told) == (precision != "fp32")
+    assert cli.main(["compare", str(file), *given, "--output", str(tmp_path), "--tolerance", "1e-7"]) == 0
+    assert "loss within 1e-07 and" in capsys.readouterr().out.split("PASS")[-1]
 
 
 # compare: what a job leaves

@@ -86,13 +86,35 @@ def test_position_embeddings_are_looked_up():
         ("NVIDIA A100-SXM4-80GB", "fp32", 19.5),
         ("NVIDIA L40S", "bf16", 362),
         ("NVIDIA L4", "bf16", 121),
+        ("NVIDIA GeForce RTX 4090", "bf16", 165.2),
+        ("NVIDIA GeForce RTX 3090", "bf16", 71),
+        ("AMD Instinct MI300X VF", "bf16", 1307.4),
     ],
 )
 def test_table(name, precision, tflops):
     assert table_peak(name, precision).tflops == tflops
 
 
-@pytest.mark.parametrize("name", ["NVIDIA H200 MIG 1g.18gb", "NVIDIA A1000", "NVIDIA L40", "Quadro P400"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA H200 MIG 1g.18gb",
+        "GRID A100-1-5C",
+        "NVIDIA A1000",
+        "NVIDIA A100X",
+        "NVIDIA A10G",
+        "NVIDIA L40",
+        "NVIDIA GB200",
+        "Quadro P400",
+        "NVIDIA A100-SXM-64GB",
+        "NVIDIA H100 CNX",
+        "NVIDIA H100 80GB HBM2e",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA GeForce RTX 3090 Ti",
+        "AMD Instinct MI300X HF",
+    ],
+)
 def test_not_in_the_table(name):
     assert table_peak(name, "bf16") is None
 

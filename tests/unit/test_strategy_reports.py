@@ -193,7 +193,15 @@ CASES = [
     ("ratio", *use("ds_configs/mine.json", files={"ds_configs/mine.json": '{"zero_optimization": {"stage": 2,\n"offload_optimizer": {"device": "cpu", "ratio": 0.5}}}'}),
      ["ds_configs/mine.json:2: zero_optimization.offload_optimizer.ratio: found 0.5, but only stage 3 offloads a part, and zero_optimization.stage is 2"]),
     ("act", *top('"activation_checkpointing": {"partition_activations": true}'),
-     ["ds_configs/zero2.json:2: activation_checkpointing: only a pipeline reads it; recomputation is the recipe's memory.activation_checkpointing; remove it"]),
+     ["ds_configs/zero2.json:2: activation_checkpointing.partition_activations: found true: nothing reads it; recomputation is the recipe's memory.activation_checkpointing; remove it"]),
+    ("pipeline: act", *top('"activation_checkpointing": {"cpu_checkpointing": true, "number_checkpoints": 2}', "pipeline"),
+     ["ds_configs/pipeline.json:2: activation_checkpointing.cpu_checkpointing: found true: nothing reads it; recomputation is the recipe's memory.activation_checkpointing; remove it",
+      "ds_configs/pipeline.json:2: activation_checkpointing.number_checkpoints: found 2: nothing reads it; recomputation is the recipe's memory.activation_checkpointing; remove it"]),
+    ("pipeline: reentrant", *ds('"stages": 2,', '"stages": 2, "use_reentrant": true,', "pipeline"),
+     ["ds_configs/pipeline.json:4: pipeline.use_reentrant: found true: recomputation, which is the recipe's memory.activation_checkpointing, is never reentrant; remove it"]),
+    ("pipeline: partitioned", *ds('"stages": 2,', '"stages": 2, "pipe_partitioned": true, "grad_partitioned": true,', "pipeline"),
+     ["ds_configs/pipeline.json:4: pipeline.grad_partitioned: found true: only tensor-parallel ranks have parts, and there are none; remove it",
+      "ds_configs/pipeline.json:4: pipeline.pipe_partitioned: found true: only tensor-parallel ranks have parts, and there are none; remove it"]),
     ("pipeline: zero2", *ds('"stage": 1', '"stage": 2', "pipeline"),
      ["ds_configs/pipeline.json:2: zero_optimization.stage: found 2, but a pipeline works with stage 0 or 1 only; set it to 1"]),
     ("pipeline: many", *ds('"stages": 2', '"stages": 6', "pipeline", {**T, "WORLD_SIZE": "6"})[:2], {**T, "WORLD_SIZE": "6"},
@@ -300,6 +308,20 @@ use_cpu: false
 """
     write(tmp_path, {"configs/mine.yaml": lines})
     assert isinstance(message(tmp_path, ["r.yaml", "--strategy", "configs/mine.yaml"], T), Plan)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"stages": 2,', '"stages": 2, "use_reentrant": false, "pipe_partitioned": false, "grad_partitioned": false,'),
+        ('{"stage": 1}', '{"stage": 1}, "activation_checkpointing": {"profile": false, "number_checkpoints": null}'),
+    ],
+)
+def test_what_a_pipeline_switches_off_is_accepted(old, new, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    files, argv, environ = ds(old, new, "pipeline")
+    write(tmp_path, files)
+    assert isinstance(message(tmp_path, argv, environ), Plan)
 
 
 @pytest.mark.parametrize("partition", ["uniform", "type:decoder", "type:^Dec.*r$"])

@@ -16,6 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", metavar="a,b", help="default: 0, 1, 2, 4 and so on, up to the number of cores")
     parser.add_argument("--seconds", type=float, default=3.0, help="for each number of workers (default: %(default)s)")
     parser.add_argument("--data_parallel_size", type=int, default=1, help="of the run; one rank's share is read")
+    processes = "of the run, which share the host's cores; the loader gets the share of one (default: %(default)s)"
+    parser.add_argument("--processes_per_host", type=int, default=1, metavar="N", help=processes)
     need = parser.add_mutually_exclusive_group()
     need.add_argument("--run", metavar="RUN", type=Path, help="a run of the recipe: enough is what it needs")
     need.add_argument("--needed", metavar="ROWS_PER_SECOND", type=float, help="enough is that, for each rank")
@@ -27,25 +29,29 @@ def run(arguments: argparse.Namespace) -> int:
     if recipe.data.streaming:
         text = "found true, but the rows of a stream are made by a thread of their own, whatever the number of workers"
         raise ConfigurationError(f"data.streaming: {text}; set it to false")
-    size = arguments.data_parallel_size
-    if size < 1:
-        raise ConfigurationError(f"--data_parallel_size: found {size}, a number above 0 is needed")
+    size, processes = arguments.data_parallel_size, arguments.processes_per_host
+    for option, found in (("data_parallel_size", size), ("processes_per_host", processes)):
+        if found < 1:
+            raise ConfigurationError(f"--{option}: found {found}, a number above 0 is needed")
     recipe.batch.accumulation_steps(size)  # raises where the batch does not divide
 
     from ... import tasks
     from ...benchmarks import loader, timing
 
+    cores = loader.share(processes)
     facts = timing.environment(timing.default_device())
-    counts = printing.integers("--workers", arguments.workers) or _counts(facts["cores"])
+    counts = printing.integers("--workers", arguments.workers) or _counts(len(cores))
     needed = loader.needed_by(arguments.run) if arguments.run else arguments.needed
     rows = tasks.load(recipe).train
     printing.say(timing.told(facts))
-    rates = {count: loader.rows_per_second(rows, recipe, count, size, arguments.seconds) for count in counts}
+    with loader.kept_to(cores):
+        rates = {count: loader.rows_per_second(rows, recipe, count, size, arguments.seconds) for count in counts}
     shown = [[str(count), f"{rate:,.0f}"] for count, rate in rates.items()]
-    printing.show(["workers", "rows/s"], shown, "of one rank that does nothing but read")
+    title = f"of one rank that does nothing but read, on {len(cores)} of {facts['cores']} cores"
+    printing.show(["workers", "rows/s"], shown, title)
     best = loader.enough(rates, needed)
-    printing.say(_verdict(best, needed, loader.MARGIN))
-    numbers = {"rows_per_second": rates, "needed": needed, "enough": best}
+    printing.say(_verdict(best, needed, loader.MARGIN, processes))
+    numbers = {"processes_per_host": processes, "rows_per_second": rates, "needed": needed, "enough": best}
     printing.write(arguments.json, "dataloader", facts, recipe=arguments.recipe, **numbers)
     return 0
 
@@ -54,9 +60,10 @@ def _counts(cores: int) -> list[int]:
     return [0, *(1 << power for power in range(6) if 1 << power <= cores)]
 
 
-def _verdict(best: int | None, needed: float | None, margin: float) -> str:
+def _verdict(best: int | None, needed: float | None, margin: float, processes: int) -> str:
+    where = f"with {processes} process{'es' * (processes > 1)} on this host"
     if needed is None:
-        return f"data.num_workers={best}: more of them give hardly more (--run RUN says what training needs)"
+        return f"data.num_workers={best}, {where}: more of them give hardly more (--run RUN says what training needs)"
     if best is None:
-        return f"none is enough: training needs {needed:,.0f} rows/s, and {margin:g} times that to be safe"
-    return f"data.num_workers={best} is enough: training needs {needed:,.0f} rows/s"
+        return f"none is enough {where}: training needs {needed:,.0f} rows/s, and {margin:g} times that to be safe"
+    return f"data.num_workers={best} is enough {where}: training needs {needed:,.0f} rows/s"

@@ -58,7 +58,8 @@ def _layers(recipe: Recipe, device, seconds: float) -> dict[str, object]:
             ", ".join(time.layer.names),
             str(time.layer.count),
             f"{time.layer.num_inputs} -> {time.layer.num_outputs}",
-            *(f"{1e3 * each:.3g}" for each in (time.forward, time.input_gradient, time.weight_gradient)),
+            *(f"{1e3 * each:.3g}" for each in (time.forward, time.input_gradient)),
+            "frozen" if time.weight_gradient is None else f"{1e3 * time.weight_gradient:.3g}",
             f"{time.tflops:.3g}",
         ]
         for time in times
