@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import markdown  # noqa: E402
+from benchmarks.machine import commit  # noqa: E402
 from samecurve.workers import share_of_cores  # noqa: E402
 
 RECIPE = "benchmarks/speed/pretrain.yaml"
@@ -134,6 +135,14 @@ masks need at once: tests/unit/test_vocabulary_memory.py measures large ones."""
 }
 
 
+@dataclass(frozen=True)
+class Began:
+    """Before anything was started. load: the machine's load average."""
+
+    load: float
+    commit: str | None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("page", choices=PAGES)
@@ -142,11 +151,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     page = PAGES[arguments.page]
-    load = os.getloadavg()[0]
+    began = Began(os.getloadavg()[0], commit())
     with tempfile.TemporaryDirectory() as folder:
         found = [measured(table, arguments, Path(folder) / table.strategy) for table in page.tables]
     output = arguments.output or ROOT / "benchmarks" / f"{arguments.page}.md"
-    output.write_text("\n\n".join([heading(arguments, found[0], load), *map(shown, found)]) + "\n", encoding="utf-8")
+    output.write_text("\n\n".join([heading(arguments, found[0], began), *map(shown, found)]) + "\n", encoding="utf-8")
     print(f"{output}")
 
 
@@ -163,16 +172,15 @@ def measured(table: Table, arguments: argparse.Namespace, folder: Path) -> dict:
     return json.loads((folder / "found.json").read_text())
 
 
-def heading(arguments: argparse.Namespace, found: dict, load: float) -> str:
-    """load: the machine's load average before anything was started."""
+def heading(arguments: argparse.Namespace, found: dict, began: Began) -> str:
     versions = ", ".join(f"{package} {version}" for package, version in found["versions"].items() if version)
-    hardware = f"{found['device']}, {found['cores']} cores"
+    hardware = f"{found['device']}, {found['cores']} cores, commit {began.commit}"
     page, command = PAGES[arguments.page], f"{arguments.page} --rounds {arguments.rounds} --steps {arguments.steps}"
     return f"""# {page.title}
 
 Measured on {found["date"][:10]} by `python scripts/bench_levers.py {command}`: {hardware};
 {versions}.
-Load average before it began: {load:.1f}; a machine that does something else besides gives no speeds to rely on.
+Load average before it began: {began.load:.1f}; a machine that does something else besides gives no speeds to rely on.
 
 {page.text}
 
