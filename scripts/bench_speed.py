@@ -3,10 +3,10 @@
     python scripts/bench_speed.py [--rounds 3] [--only pretrain sft own ranks start] [--output benchmarks/speed.md]
         [-- KEY=VALUE ...]
 
-Contestants take turns, each in processes of its own, on two cores of this machine's CPU. Each table is kept in
-results.json (beside the page, in a folder of the page's name), so --only leaves the others as they are. TRL takes part
-where SAMECURVE_TRL names a folder that it is installed in (scripts/test.sh --full makes .venv/trl). What stands behind
--- overrides every contestant's recipe.
+Contestants take turns, each in processes of its own, on two cores of this machine's CPU. Each machine's tables are kept
+in results.json (beside the page, in a folder of the page's name), so --only leaves the others as they are. TRL takes
+part where SAMECURVE_TRL names a folder that it is installed in (scripts/test.sh --full makes .venv/trl). What stands
+behind -- overrides every contestant's recipe.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from importlib import metadata
@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.machine import commit  # noqa: E402
-from benchmarks.speed.page import WARM_UP, Measurement, page  # noqa: E402
+from benchmarks.speed.page import WARM_UP, Found, Measurement, page  # noqa: E402
 from samecurve.facts import processor, versions  # noqa: E402
 from samecurve.records import read_json, write_json, write_text  # noqa: E402
 from samecurve.workers import num_cores  # noqa: E402
@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = _parser().parse_args(argv)
     pin()
     results = arguments.output.with_suffix("") / "results.json"
-    found = {name: Measurement(**kept) for name, kept in read_json(results).items()}
+    found, device = kept(results), processor()
     with tempfile.TemporaryDirectory() as folder:
         for name in arguments.only:
             if name == "sft" and not TRL:
@@ -134,11 +134,20 @@ def main(argv: Sequence[str] | None = None) -> None:
             else:
                 measured = compared(play(MATCHES[name], arguments.rounds, Path(folder), arguments.overrides))
                 measured["overrides"] = arguments.overrides
-            found[name] = Measurement(**measured, **around, rounds=arguments.rounds)
+            found.setdefault(name, {})[device] = Measurement(**measured, **around, rounds=arguments.rounds)
             results.parent.mkdir(parents=True, exist_ok=True)
-            write_json(results, {each: asdict(kept) for each, kept in found.items()})
+            write_json(results, {each: by_device(asdict, of) for each, of in found.items()})
             write_text(arguments.output, shown(found))
-    print(shown({name: found[name] for name in arguments.only if name in found}))
+    own = {name: {device: of[device]} for name, of in found.items() if name in arguments.only and device in of}
+    print(shown(own))
+
+
+def kept(results: Path) -> Found:
+    return {name: by_device(lambda each: Measurement(**each), of) for name, of in read_json(results).items()}
+
+
+def by_device(change: Callable, measured: Mapping) -> dict:
+    return {device: change(each) for device, each in measured.items()}
 
 
 def pin() -> None:
@@ -156,7 +165,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def shown(found: Mapping[str, Measurement]) -> str:
+def shown(found: Found) -> str:
     titles = {name: match.title for name, match in MATCHES.items()} | {"start": START_TITLE}
     goals = {name: match.goal for name, match in MATCHES.items()} | {"start": START_GOAL}
     return page(found, titles, goals)
@@ -252,7 +261,6 @@ def circumstances(name: str) -> dict:
     return {
         "date": str(date.today()),
         "commit": commit(),
-        "device": processor(),
         "cores": min(CORES, num_cores()),
         "versions": versions() | (trl if name == "sft" else {}),
     }

@@ -1,4 +1,4 @@
-"""The results of scripts/bench_speed.py as a page: each table with its machine, versions, commit and date."""
+"""The results of scripts/bench_speed.py as a page: each machine's tables, with versions, commit and date."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ fourth digit."""
 
 @dataclass(frozen=True)
 class Measurement:
-    """One table, as results.json keeps it.
+    """One table of one machine, as results.json keeps it.
 
     rows: name, tokens/s or seconds, ratio (None for seconds), the lowest and the highest, the loss (None for seconds).
     overrides: of every recipe. note: what a reader has to know besides. mfu: of the first contestant. peak_tflops: of
@@ -41,7 +41,6 @@ class Measurement:
     rounds: int
     date: str
     commit: str | None
-    device: str
     cores: int
     versions: dict[str, str | None]
     overrides: list[str] = field(default_factory=list)
@@ -50,12 +49,18 @@ class Measurement:
     peak_tflops: float | None = None
 
 
-def page(found: Mapping[str, Measurement], titles: Mapping[str, str], goals: Mapping[str, str]) -> str:
-    """found, titles, goals: by the table's name, in the page's order."""
+Found = dict[str, dict[str, Measurement]]
+"""By the table's name and the machine's processor."""
+
+
+def page(found: Found, titles: Mapping[str, str], goals: Mapping[str, str]) -> str:
+    """titles, goals: by the table's name, in the page's order."""
     parts = [HEADING]
     for name in titles:
         if name in found:
-            parts += [f"## {titles[name]}", _table(found[name]), goals[name], _circumstances(found[name])]
+            parts += [f"## {titles[name]}", goals[name]]
+            for device, each in found[name].items():
+                parts += [f"### {device}, {each.cores} cores", _table(each), _circumstances(each)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -78,4 +83,4 @@ def _circumstances(found: Measurement) -> str:
     changed = f" with {' '.join(found.overrides)}" if found.overrides else ""
     note = f"{found.note} " if found.note else ""
     measured = f"{found.rounds} rounds{changed} on {found.date}{commit}"
-    return f"{note}{mfu}{measured}; {found.device}, {found.cores} cores; {versions}."
+    return f"{note}{mfu}{measured}; {versions}."

@@ -62,6 +62,20 @@ def test_a_table_is_measured_without_losing_the_others(bench, tmp_path, monkeypa
     assert given[0][-1] == ["steps=8"] and "## Starting" not in capsys.readouterr().out
 
 
+def test_each_machine_has_its_own_tables(bench, tmp_path, monkeypatch):
+    """Ratios differ between them."""
+    page, results = tmp_path / "speed.md", tmp_path / "speed" / "results.json"
+    for device, seconds in (("one", 1.0), ("another", 2.0), ("one", 4.0)):
+        monkeypatch.setattr(bench, "processor", lambda device=device: device)
+        monkeypatch.setattr(bench, "play", lambda *_, seconds=seconds: {"first": [run(bench, seconds)]})
+        bench.main(["--rounds", "1", "--output", str(page), "--only", "own"])
+    found = bench.kept(results)["own"]
+    assert {device: each.rows[0][1] for device, each in found.items()} == {"one": 30.0, "another": 60.0}
+    text = page.read_text()
+    assert text.count("## What the framework itself costs") == 1
+    assert [text.count(f"### {device}, ") for device in found] == [1, 1]
+
+
 def test_without_trl_its_table_stays(bench, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench, "TRL", "")
     bench.main(["--output", str(tmp_path / "speed.md"), "--only", "sft"])
@@ -70,9 +84,8 @@ def test_without_trl_its_table_stays(bench, tmp_path, monkeypatch, capsys):
 
 def test_the_page_is_made_of_the_numbers_that_are_kept(bench):
     folder = ROOT / "benchmarks"
-    kept = json.loads((folder / "speed" / "results.json").read_text())
-    assert set(kept) == {*bench.MATCHES, "start"}
-    found = {name: bench.Measurement(**measured) for name, measured in kept.items()}
+    found = bench.kept(folder / "speed" / "results.json")
+    assert set(found) == {*bench.MATCHES, "start"}
     assert (folder / "speed.md").read_text() == bench.shown(found)
 
 
