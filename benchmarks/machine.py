@@ -17,6 +17,8 @@ def said(*command: str) -> str | None:
         return None
 
 
-def commit() -> str | None:
-    """Of this checkout; "-dirty" behind it where files differ from it."""
-    return said("git", "describe", "--always", "--dirty", "--exclude=*")
+def commit(*but: str) -> str | None:
+    """Of this checkout; "-dirty" behind it where files differ from it. but: those that results are written to."""
+    found = said("git", "describe", "--always", "--exclude=*")
+    differs = said("git", "diff", "--stat", "HEAD", "--", ".", *(f":(exclude){path}" for path in but))
+    return f"{found}-dirty" if found and differs else found

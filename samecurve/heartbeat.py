@@ -3,8 +3,9 @@
     output_dir/heartbeats/rank_00001.json
 
 An earlier session's files are removed before this one's are there: ranks beat only after all have started (see
-`start`). Clocks of different hosts are not compared: a beat is fresh while it changes. Ranks of one machine also see
-whether the process still exists. Without a directory that hosts share, only the ranks of the own host are seen.
+`start`). Those of the own machine are also told by their time, where hosts do not share the directory; then only the
+ranks of the own host are seen. Clocks of different hosts are not compared: a beat is fresh while it changes. Ranks of
+one machine also see whether the process still exists.
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ class Heartbeats:
         self.looked = time.monotonic()
         self.started = self.wide = False
         self._describe, self._interval = describe, interval
+        self._since = time.time()
         self._own = describe()
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -116,7 +118,7 @@ class Heartbeats:
         """
         if state is not None:
             self._own = replace(self._own, state=state, reason=reason, exit_code=exit_code)
-        patience = self.every if state is None else LAST_WORD_SECONDS
+        patience = LAST_WORD_SECONDS if state in ("finished", "failed") else self.every
         if not self.started or not self._lock.acquire(timeout=patience):
             return
         try:
@@ -141,8 +143,9 @@ class Heartbeats:
             near = self._near()
             for path in list(self.folder.glob("rank_*.json")) if at_all else map(self._path, near):
                 self._take(_read(path))
-            if not at_all:  # what is not read any more would look frozen
-                self.peers = {rank: peer for rank, peer in self.peers.items() if rank in near or not peer.runs}
+            for rank, peer in [] if at_all else list(self.peers.items()):
+                if rank not in near and peer.runs:  # not read any more, it would look frozen
+                    self.peers.pop(rank, None)
             self.looked = time.monotonic()
         self._look_for_processes()
 
@@ -176,7 +179,7 @@ class Heartbeats:
         return {0, *range(first, first + num_local)}
 
     def _take(self, beat: Beat | None) -> None:
-        if beat is None or beat.rank == self._own.rank:
+        if beat is None or beat.rank == self._own.rank or (self.is_local(beat) and beat.time < self._since):
             return
         if beat.rank not in self.peers or self.peers[beat.rank].beat != beat:
             now = time.monotonic()

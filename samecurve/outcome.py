@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NoReturn
 
-from .errors import HangError, NothingToDo, PeerError, Preempted, SamecurveError
+from .errors import HangError, NothingToDo, PeerError, Preempted, SamecurveError, StorageError
 from .stop import StopRequest
 from .watchdog import LAST_RESORT_SECONDS, Watchdog, last_resort
 
@@ -82,8 +82,12 @@ def tell(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def _told(error: SamecurveError) -> str:
-    return f"\n{type(error).__name__} (exit code {error.exit_code})\n{error}"
+def _code(error: BaseException) -> int:
+    return 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 1)
+
+
+def _told(error: BaseException) -> str:
+    return f"\n{type(error).__name__} (exit code {_code(error)})\n{error}"
 
 
 def _let_the_first_process_speak() -> None:
@@ -140,11 +144,16 @@ class Surroundings:
 
     def done(self) -> None:
         self._take_the_end()
-        self._run.status("done", step=self._run.step, exit_code=0)
-        self.watchdog.heartbeats.write("finished")
+        with _in_time(StorageError(f"{self._run.path} does not answer, after the last step")):
+            self._run.status("done", step=self._run.step, exit_code=0)
+            self.watchdog.heartbeats.write("finished")
 
     def failed(self, error: BaseException) -> BaseException:
         """Write the main thread's error down. Returns the one to raise: another rank's, where that explains it."""
+        with _in_time(error):
+            return self._failed(error)
+
+    def _failed(self, error: BaseException) -> BaseException:
         if isinstance(error, (Preempted, NothingToDo)):
             self._take_the_end()
             if isinstance(error, Preempted):
@@ -155,17 +164,17 @@ class Surroundings:
             error = self._explained(error)
         self._take_the_end()
         reason = str(error) or type(error).__name__
-        code = 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 1)
-        timer = last_resort(code)  # the storage may not answer
+        code = _code(error)
         self._write("failed", reason, code)
         own = "" if isinstance(error, PeerError) else f"rank {self.watchdog.rank}: "
         self.watchdog.heartbeats.write("failed", own + reason, code)
-        timer.cancel()
         return error
 
     def _explained(self, error: Exception) -> Exception:
         self.watchdog.let_it_speak()
         heartbeats = self.watchdog.heartbeats
+        if not heartbeats.started:  # files of this session there are none, as far as is known here
+            return error
         heartbeats.look()
         deadline = time.monotonic() + DEATH_SECONDS
         while heartbeats.peers and not self.watchdog.cause() and time.monotonic() < deadline:
@@ -195,19 +204,20 @@ class Surroundings:
 
     def _end_stopped(self, reason: str, code: int) -> None:
         """A signal, or a launcher that is gone: it may have ended this process because another one failed."""
-        last_resort(code)
-        self.watchdog.let_it_speak()
-        self.watchdog.heartbeats.look()
-        cause = self.watchdog.cause()
-        if cause is not None and cause.exit_code < SIGNAL_CODES:
-            self._end(cause)
-        elif self._ending.acquire(blocking=False):
-            reason = f"{reason} in {self.watchdog.where}"
-            self._write("failed", reason, code)
-            self.watchdog.heartbeats.write("failed", f"rank {self.watchdog.rank}: {reason}", code)
-            if self.watchdog.speaks():
-                _tell_from_thread(f"\n{reason} (exit code {code})")
-            os._exit(code)
+        reason = f"{reason} in {self.watchdog.where}"
+        with _in_time(PeerError(reason, code)):
+            self.watchdog.let_it_speak()
+            if self.watchdog.heartbeats.started:
+                self.watchdog.heartbeats.look()
+            cause = self.watchdog.cause()
+            if cause is not None and cause.exit_code < SIGNAL_CODES:
+                self._end(cause)
+            elif self._ending.acquire(blocking=False):
+                if self.watchdog.speaks():
+                    _tell_from_thread(f"\n{reason} (exit code {code})")
+                self._write("failed", reason, code)
+                self.watchdog.heartbeats.write("failed", f"rank {self.watchdog.rank}: {reason}", code)
+                os._exit(code)
 
     def _end(self, error: SamecurveError) -> None:
         """Called in a thread, when the main thread may never answer again."""
@@ -215,12 +225,12 @@ class Surroundings:
             return
         last_resort(error.exit_code)
         speaks = self.watchdog.speaks()
+        if speaks:
+            _tell_from_thread(_told(error))
         self._write("failed", str(error), error.exit_code)
         if speaks or not isinstance(error, HangError):  # the one that speaks still asks where a hanging rank is
             self.watchdog.heartbeats.write("failed", str(error), error.exit_code)
-        if speaks:
-            _tell_from_thread(_told(error))
-        else:
+        if not speaks:
             self._wait_for_the_speaker()
         os._exit(error.exit_code)
 
@@ -229,6 +239,16 @@ class Surroundings:
         deadline = time.monotonic() + WAIT_SECONDS
         while time.monotonic() < deadline and not self.requested:
             time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def _in_time(error: BaseException) -> Iterator[None]:
+    """Where the storage does not answer the process ends all the same, and tells what it was about to write."""
+    timer = last_resort(_code(error), lambda: _tell_from_thread(_told(error)))
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _tell_from_thread(text: str) -> None:

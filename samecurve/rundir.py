@@ -13,8 +13,7 @@ Rank 0 writes; on the others the same calls do nothing, so the loop need not ask
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -128,17 +127,18 @@ class RunDirectory:
         if self.is_main:
             self._skipped.append(record)
 
-    def begin(self, step: int = 0, record: dict | None = None) -> None:
+    def begin(self, step: int = 0, record: dict | None = None, busy: Callable[[], None] = lambda: None) -> None:
         """Recipe, data and checkpoint are accepted: from here on the directory is this session's.
 
         step: the one that it goes on after; what came later moves to `previous/N/`, where the earlier session's files
         go. record: the line of metrics.jsonl of that step, which the checkpoint keeps; it is added where it is missing.
+        busy: called now and then.
         """
         self.step = step
         if self.is_main:
             with writing(self.path):
                 if self.continues:
-                    self._go_on(step, record)
+                    self._go_on(step, record, busy)
                 else:
                     self.set_aside()
         self._begun, self._keeps_status = True, False
@@ -152,13 +152,13 @@ class RunDirectory:
             self.notice = f"an earlier run was in {self.path}: moved to {target}"
         (self.path / STARTING_OVER).unlink(missing_ok=True)
 
-    def _go_on(self, step: int, record: dict | None) -> None:
+    def _go_on(self, step: int, record: dict | None, busy: Callable[[], None]) -> None:
         target = self._aside or self._next_previous()
         self._move(target)
         for folder in candidates(LocalFileSystem(), self.checkpoints):
             if step_of(folder) > step:
                 (target / "checkpoints").mkdir(exist_ok=True)
-                shutil.move(folder, target / "checkpoints")  # checkpoints/ may be a link to another disk
+                LocalFileSystem(busy).move_folder(folder, target / "checkpoints")  # which may be a link elsewhere
         num_later = self._metrics.cut(step, target, record)
         self._skipped.cut(step, target)
         self.notice = f"going on after step {step} in {self.path}; the earlier session's files are in {target}"

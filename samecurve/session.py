@@ -49,8 +49,8 @@ class Session:
     ):
         recipe = plan.recipe
         self.recipe, self.accelerator, self.run, self.watch = recipe, accelerator, run, watch
+        self.world = World()  # all ranks are there
         watch.phase("build")
-        self.world = World()
         self.task = task = tasks.load_together(recipe, self.world)
         self.skeleton = model.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
         check_packing(self.skeleton.config.model_type, recipe.data.packing)
@@ -67,7 +67,7 @@ class Session:
         task.prepare(self.engine, recipe, self.skeleton, self.world, watch.alive)
         watch.phase("load")
         self.start = self.checkpoints.load(found, self.engine) if found else Position()
-        run.begin(self.start.step, self.start.record)
+        run.begin(self.start.step, self.start.record, watch.busy)
 
         shard, batch = self.engine.shard, recipe.batch
         self.batches = StepBatches(

@@ -40,7 +40,7 @@ class Stacks:
 
     def show(self) -> None:
         """Write the stacks of all threads, of a run that goes on: with the interpreter's lock, so they stand still."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # it may be closed meanwhile
             faulthandler.dump_traceback(self._descriptor, all_threads=True)
 
     def dump(self, header: str) -> None:
@@ -81,7 +81,8 @@ class Stacks:
 
     @property
     def _descriptor(self) -> int:
-        return 2 if self._stream is None else self._stream.fileno()
+        stream = self._stream
+        return 2 if stream is None else stream.fileno()
 
     def _path(self, rank: int) -> Path:
         return self.folder / f"rank_{rank:05d}.txt"

@@ -121,7 +121,7 @@ class Kept:
 
     def add(self, case: Case, row: dict) -> None:
         row |= {key: self._facts[key] for key in ("driver", "versions")}
-        row["commit"] = commit()
+        row["commit"] = commit("benchmarks/gpu.md", "benchmarks/gpu/results.json")
         self._machine["rows"][case.name] = row
         for path in (self._results, self._output):
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -260,7 +260,7 @@ def circumstances(name: str) -> dict:
     trl = {each.metadata["Name"]: each.version for each in metadata.distributions(name="trl", path=[TRL])}
     return {
         "date": str(date.today()),
-        "commit": commit(),
+        "commit": commit("benchmarks/speed.md", "benchmarks/speed/results.json"),
         "cores": min(CORES, num_cores()),
         "versions": versions() | (trl if name == "sft" else {}),
     }

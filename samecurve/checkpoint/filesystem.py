@@ -121,6 +121,15 @@ class LocalFileSystem:
                 self._busy()
         shutil.rmtree(path)
 
+    def move_folder(self, old: Path, into: Path) -> None:
+        """Into a folder that may be on another disk, where it is copied; a kill leaves it whole in one of both."""
+
+        def copy(source: str, target: str) -> None:
+            shutil.copy2(source, target)
+            self._busy()
+
+        shutil.move(old, into, copy)
+
     def free_bytes(self, folder: Path) -> int:
         usage = shutil.disk_usage(folder)
         return usage.free if usage.total else sys.maxsize  # some FUSE mounts report 0 of 0 bytes: unknown

@@ -137,8 +137,9 @@ class Checkpoints:
         no later save, so this one is tried until it is committed or three have failed.
         """
         began = time.perf_counter()
+        only_looks = not wait and self._is_second_look(position.step)
         committed = self.wait()
-        while not committed or wait or not self._is_second_look(position.step):
+        while not (committed and only_looks):
             self._start(engine, position, began)
             if not wait and self._background:
                 break
@@ -183,7 +184,8 @@ class Checkpoints:
 
     def _is_second_look(self, step: int) -> bool:
         every = self._settings["every_steps"]
-        return bool(step % every) and step - self._tried_step == max(1, every // 4)
+        soon = bool(step % every) and step - self._tried_step == max(1, every // 4)
+        return soon and (self._in_flight is not None or self._failures > 0)
 
     def finished(self) -> dict:
         """`save_seconds` of a save that was committed since the last call."""

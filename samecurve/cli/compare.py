@@ -20,8 +20,9 @@ from .jobs import Job, Outcome
 COLUMNS = "strategy", "engine", "world", "loss", "max loss difference", "max norm difference", "tokens/s", "memory GiB"
 # the norm is the square root of a sum over all gradients, each with its own rounding
 NORM_TOLERANCE_FACTOR = 10
-# Of the loss. Strategies round to 16 bits at different places, see tests/distributed/test_equal_curves.py.
-TOLERANCES = {"fp32": 1e-5, "bf16": 5e-3, "fp16": 5e-3}
+# Of the loss. Strategies round to 16 bits at different places; each stays within 5e-3 of the fp32 curve in
+# tests/distributed/test_equal_curves.py, so two of them within twice that.
+TOLERANCES = {"fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -173,11 +173,21 @@ ready()
 """
 
 
-@pytest.mark.parametrize(("ending", "code"), [("raise DataError('no rows')", 3), ("time.sleep(60)", 143)])
-def test_a_process_ends_though_the_storage_does_not_answer(ending, code, tmp_path):
+@pytest.mark.parametrize(
+    ("ending", "code", "told"),
+    [
+        ("raise DataError('no rows')", 3, "DataError (exit code 3)\nno rows"),
+        ("watch.watchdog.heartbeats.look = run.status\nraise RuntimeError('x')", 1, "RuntimeError (exit code 1)\nx"),
+        ("raise Preempted('saved')", 75, "Preempted (exit code 75)\nsaved"),
+        ("pass", 7, "StorageError (exit code 7)\n"),
+        ("time.sleep(60)", 143, "ended by SIGTERM in phase build (exit code 143)"),
+    ],
+)
+def test_a_process_ends_though_the_storage_does_not_answer(ending, code, told, tmp_path):
     """An orphan on a host whose storage is gone would keep its GPUs."""
     with ranks(tmp_path / "run", f"{SILENT}{ending}") as [rank]:
         rank.wait_until("ready")
         if code == 143:
             rank.process.send_signal(signal.SIGTERM)
         assert rank.ends() == code
+        assert rank.said.count(told) == 1

@@ -54,7 +54,7 @@ def test_the_wait_for_a_slow_save_is_told_as_a_stall(engine, make, tmp_path, mon
     monkeypatch.setattr(commit, "write_file", lambda *what: go_on.wait(10) and written(*what))
     checkpoints.save(engine, Position(EVERY))
     assert [step for step in range(EVERY + 1, 2 * EVERY) if checkpoints.due(step, 99)] == [EVERY + LOOK]
-    threading.Timer(0.3, go_on.set).start()
+    threading.Timer(1.0, go_on.set).start()
     assert checkpoints.save(engine, Position(EVERY + LOOK))["save_stall_seconds"] > 0.2
     assert saved(tmp_path) == ["step_00000008"]
 
