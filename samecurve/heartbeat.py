@@ -179,7 +179,9 @@ class Heartbeats:
         return {0, *range(first, first + num_local)}
 
     def _take(self, beat: Beat | None) -> None:
-        if beat is None or beat.rank == self._own.rank or (self.is_local(beat) and beat.time < self._since):
+        if beat is None or beat.rank == self._own.rank:
+            return
+        if beat.rank not in self.peers and self.is_local(beat) and beat.time < self._since:  # of an earlier session
             return
         if beat.rank not in self.peers or self.peers[beat.rank].beat != beat:
             now = time.monotonic()

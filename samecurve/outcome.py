@@ -144,13 +144,17 @@ class Surroundings:
 
     def done(self) -> None:
         self._take_the_end()
-        with _in_time(StorageError(f"{self._run.path} does not answer, after the last step")):
+        silent = StorageError(f"{self._run.path} does not answer, after the last step")
+        with self._in_time(silent.exit_code, _told(silent), once=True):
             self._run.status("done", step=self._run.step, exit_code=0)
+        with self._in_time(0):
             self.watchdog.heartbeats.write("finished")
 
     def failed(self, error: BaseException) -> BaseException:
         """Write the main thread's error down. Returns the one to raise: another rank's, where that explains it."""
-        with _in_time(error):
+        known = isinstance(error, SamecurveError)
+        text = _told(error) if known else "".join(traceback.format_exception(error))
+        with self._in_time(_code(error), text, once=isinstance(error, (Preempted, NothingToDo))):
             return self._failed(error)
 
     def _failed(self, error: BaseException) -> BaseException:
@@ -198,6 +202,23 @@ class Surroundings:
             force = self.watchdog.replaces_rank_0()
             self._run.status(state, reason=reason, step=self._run.step, exit_code=code, force=force)
 
+    @contextlib.contextmanager
+    def _in_time(self, code: int, text: str = "", once: bool = False) -> Iterator[None]:
+        """Where the storage does not answer the process ends all the same, and tells what it was about to write.
+
+        once: all ranks have the same to tell.
+        """
+
+        def say() -> None:
+            if text and (not once or self.watchdog.speaks()):
+                _tell_from_thread(text)
+
+        timer = last_resort(code, say)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
     def _tell_request(self, text: str) -> None:
         if self.watchdog.rank == 0:
             _tell_from_thread(text)
@@ -205,19 +226,21 @@ class Surroundings:
     def _end_stopped(self, reason: str, code: int) -> None:
         """A signal, or a launcher that is gone: it may have ended this process because another one failed."""
         reason = f"{reason} in {self.watchdog.where}"
-        with _in_time(PeerError(reason, code)):
+        text = f"\n{reason} (exit code {code})"
+        with self._in_time(code, text, once=True):
             self.watchdog.let_it_speak()
             if self.watchdog.heartbeats.started:
                 self.watchdog.heartbeats.look()
             cause = self.watchdog.cause()
-            if cause is not None and cause.exit_code < SIGNAL_CODES:
-                self._end(cause)
-            elif self._ending.acquire(blocking=False):
-                if self.watchdog.speaks():
-                    _tell_from_thread(f"\n{reason} (exit code {code})")
-                self._write("failed", reason, code)
-                self.watchdog.heartbeats.write("failed", f"rank {self.watchdog.rank}: {reason}", code)
-                os._exit(code)
+        if cause is not None and cause.exit_code < SIGNAL_CODES:
+            self._end(cause)
+        elif self._ending.acquire(blocking=False):
+            last_resort(code)
+            if self.watchdog.speaks():
+                _tell_from_thread(text)
+            self._write("failed", reason, code)
+            self.watchdog.heartbeats.write("failed", f"rank {self.watchdog.rank}: {reason}", code)
+            os._exit(code)
 
     def _end(self, error: SamecurveError) -> None:
         """Called in a thread, when the main thread may never answer again."""
@@ -239,16 +262,6 @@ class Surroundings:
         deadline = time.monotonic() + WAIT_SECONDS
         while time.monotonic() < deadline and not self.requested:
             time.sleep(0.1)
-
-
-@contextlib.contextmanager
-def _in_time(error: BaseException) -> Iterator[None]:
-    """Where the storage does not answer the process ends all the same, and tells what it was about to write."""
-    timer = last_resort(_code(error), lambda: _tell_from_thread(_told(error)))
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def _tell_from_thread(text: str) -> None:

@@ -25,9 +25,9 @@ sys.path.insert(0, str(ROOT))
 MIB = 2**20
 FILE_MIB, PAIRS = 512, 9
 # 45 million parameters: 541 MB of weights and moments
-EVERY = 3
 MODEL = "{model_type: llama, hidden_size: 512, intermediate_size: 2048, num_hidden_layers: 12, num_attention_heads: 8}"
 STRATEGIES = ("ddp", "fsdp", "zero1", "zero3")
+EVERY = 3
 
 
 def main() -> None:
@@ -75,7 +75,7 @@ def saving(strategy: str, folder: Path) -> dict:
     found = {"strategy": strategy}
     for name, background in (("beside", True), ("waiting", False)):
         metrics = train(strategy, background, folder / f"{strategy}_{name}")
-        # between them it may wait for the one before; the last one always waits
+        # not of the steps between, which may wait for the write; the last one always does
         saves = [record for record in metrics if record["step"] % EVERY == 0][:-1]
         found[name] = statistics.median(record["save_stall_seconds"] for record in saves)
         found["total"] = statistics.median(record["save_seconds"] for record in metrics if "save_seconds" in record)
@@ -115,7 +115,8 @@ A rank's file of {FILE_MIB} MiB with its sha256 is written at {hashed[0]:,.0f} M
 that it takes without (median of {PAIRS} pairs in turn).
 
 Two processes, a 45 M Llama, 541 MB per checkpoint; seconds, medians. *Beside training* waits for the copy to host
-memory, and for the save before it where that is not through; `checkpoint.background: false` waits for the commit.
+memory; what the step after it waits for the write itself, where that takes longer than a step, is not in it.
+`checkpoint.background: false` waits for the commit.
 
 | strategy | a step | training waits, beside | training waits, `background: false` | ratio |
 |---|---|---|---|---|

@@ -151,7 +151,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     page = PAGES[arguments.page]
-    began = Began(os.getloadavg()[0], commit())
+    began = Began(os.getloadavg()[0], commit(*(f"benchmarks/{name}.md" for name in PAGES)))
     with tempfile.TemporaryDirectory() as folder:
         found = [measured(table, arguments, Path(folder) / table.strategy) for table in page.tables]
     output = arguments.output or ROOT / "benchmarks" / f"{arguments.page}.md"

@@ -256,7 +256,7 @@ def starts(rounds: int, folder: Path) -> dict:
 
 
 def circumstances(name: str) -> dict:
-    """Fields of a Measurement: when, at which commit, on what and with what this table is measured."""
+    """Fields of a Measurement: when, at which commit and with what this table is measured."""
     trl = {each.metadata["Name"]: each.version for each in metadata.distributions(name="trl", path=[TRL])}
     return {
         "date": str(date.today()),

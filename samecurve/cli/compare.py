@@ -20,9 +20,9 @@ from .jobs import Job, Outcome
 COLUMNS = "strategy", "engine", "world", "loss", "max loss difference", "max norm difference", "tokens/s", "memory GiB"
 # the norm is the square root of a sum over all gradients, each with its own rounding
 NORM_TOLERANCE_FACTOR = 10
-# Of the loss. Strategies round to 16 bits at different places; each stays within 5e-3 of the fp32 curve in
-# tests/distributed/test_equal_curves.py, so two of them within twice that.
-TOLERANCES = {"fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2}
+# Of the loss. Strategies round to 16 bits at different places; each stays within 5e-3 (bf16), 1e-3 (fp16) of the curve
+# in fp32 (test_equal_curves.py and test_fp16.py of tests/distributed), so two of them within twice that.
+TOLERANCES = {"fp32": 1e-5, "bf16": 1e-2, "fp16": 2e-3}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strategies", default="", metavar="a,b,c", help="of configs/; the first one is the reference")
     parser.add_argument("--num_processes", type=int, help="default: the number of GPUs, 2 without one")
     parser.add_argument("--steps", type=int, default=20)
-    usual = f"default: {TOLERANCES['fp32']:g}, in 16 bits {TOLERANCES['bf16']:g}"
+    usual = "default: " + ", ".join(f"{value:g} in {precision}" for precision, value in TOLERANCES.items())
     parser.add_argument("--tolerance", type=float, help=f"of the loss, relative, at every step ({usual})")
     parser.add_argument("--output", type=Path, help="default: runs/compare/RECIPE")
 

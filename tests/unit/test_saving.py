@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -57,6 +59,13 @@ def test_the_wait_for_a_slow_save_is_told_as_a_stall(engine, make, tmp_path, mon
     threading.Timer(1.0, go_on.set).start()
     assert checkpoints.save(engine, Position(EVERY + LOOK))["save_stall_seconds"] > 0.2
     assert saved(tmp_path) == ["step_00000008"]
+
+
+def test_where_nothing_is_being_written_there_is_nothing_to_see(engine, make):
+    checkpoints = make(background=False)
+    assert not checkpoints.due(LOOK, 99)
+    checkpoints.save(engine, Position(EVERY))
+    assert not checkpoints.due(EVERY + LOOK, 99)
 
 
 def test_a_save_that_failed_is_made_up_for_soon(engine, make, tmp_path, monkeypatch):
@@ -118,8 +127,12 @@ def test_a_group_on_nvme_is_given_back_whatever_happens():
     assert calls == ["in", "release"]
 
 
-def test_a_disk_that_takes_its_time_is_not_taken_for_a_hang(tmp_path):
-    """timeout.step_seconds is without progress; reading, syncing and removing what is large has some."""
+def other_disk(old, new):
+    raise OSError(errno.EXDEV, "cross-device link")
+
+
+def test_a_disk_that_takes_its_time_is_not_taken_for_a_hang(tmp_path, monkeypatch):
+    """timeout.step_seconds is without progress; reading, syncing, moving and removing what is large has some."""
     calls = []
     disk, folder = LocalFileSystem(lambda: calls.append(True)), tmp_path / "step_00000008"
     folder.mkdir()
@@ -129,5 +142,10 @@ def test_a_disk_that_takes_its_time_is_not_taken_for_a_hang(tmp_path):
             disk.sync(file)
     assert len(calls) == 2
     assert sum(map(len, disk.read(folder / "a"))) == 2 * PIECE_BYTES and len(calls) == 4
+    (tmp_path / "another").mkdir()
+    monkeypatch.setattr(os, "rename", other_disk)
+    disk.move_folder(folder, tmp_path / "another")
+    folder = tmp_path / "another" / folder.name
+    assert len(calls) == 8 and (folder / "b").read_bytes() == b"0" * (2 * PIECE_BYTES)
     disk.remove_folder(folder)
-    assert len(calls) == 6 and not folder.exists()
+    assert len(calls) == 10 and not folder.exists()
