@@ -140,12 +140,14 @@ class Heartbeats:
         every few seconds, a shared file system would be busy with that; rank 0 does, and its own file says what it saw.
         """
         with contextlib.suppress(OSError):
-            near = self._near()
-            for path in list(self.folder.glob("rank_*.json")) if at_all else map(self._path, near):
+            if at_all:
+                paths = list(self.folder.glob("rank_*.json"))
+            else:
+                near = self._near()
+                paths = [self._path(rank) for rank in near]
+                self._forget_all_but(near)
+            for path in paths:
                 self._take(_read(path))
-            for rank, peer in [] if at_all else list(self.peers.items()):
-                if rank not in near and peer.runs:  # not read any more, it would look frozen
-                    self.peers.pop(rank, None)
             self.looked = time.monotonic()
         self._look_for_processes()
 
@@ -177,6 +179,12 @@ class Heartbeats:
         num_local = int(next((os.environ[name] for name in names if name in os.environ), "1"))
         first = self._own.rank - int(os.environ.get("LOCAL_RANK", "0"))
         return {0, *range(first, first + num_local)}
+
+    def _forget_all_but(self, near: set[int]) -> None:
+        """What is not read any more would look frozen."""
+        for rank, peer in list(self.peers.items()):
+            if rank not in near and peer.runs:
+                self.peers.pop(rank, None)
 
     def _take(self, beat: Beat | None) -> None:
         if beat is None or beat.rank == self._own.rank:

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from ..tasks import Task
     from .resolve import Plan
 
-
 _PRECISION = {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 

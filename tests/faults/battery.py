@@ -18,7 +18,8 @@ from started import LIMIT_SECONDS, Started
 
 from samecurve.checkpoint.filesystem import LocalFileSystem
 from samecurve.checkpoint.verify import candidates, check
-from samecurve.rundir import read_json, read_metrics
+from samecurve.records import read_json
+from samecurve.rundir import read_metrics
 
 COLUMNS = ("step", "loss", "grad_norm", "learning_rate", "tokens", "samples")
 OUR_TRACEBACK = re.compile(rf'File "{re.escape(str(ROOT))}/(samecurve/|train\.py)')  # launchers have some of their own

@@ -231,18 +231,28 @@ def test_a_frozen_layer_has_no_gradient_of_its_own(monkeypatch):
     assert matmul.tokens_per_second(times, 1000) == pytest.approx(1000 / 25)
 
 
-def test_the_table_says_what_is_frozen(recipe_file, adapted, tmp_path, capsys, monkeypatch):
+@pytest.fixture
+def bench_matmul(recipe_file, tmp_path, capsys, monkeypatch):
+    """Runs it in some precisions and sizes. Returns what it prints and what it keeps."""
     monkeypatch.setattr("samecurve.cli.bench.matmul.COPY_MIB", {"cpu": 1})
     monkeypatch.setattr(timing, "default_device", lambda: CPU)
+
+    def run(precisions: str, sizes: str) -> tuple[str, dict]:
+        file = tmp_path / "matmul.json"
+        options = ["--precisions", precisions, "--sizes", sizes, "--seconds", "0.001", "--json", str(file)]
+        assert cli.main(["bench", "matmul", recipe_file, *options]) == 0
+        return capsys.readouterr().out, json.loads(file.read_text())
+
+    return run
+
+
+def test_the_table_says_what_is_frozen(bench_matmul, adapted, monkeypatch):
     monkeypatch.setattr("samecurve.model.skeleton", lambda *_: adapted)
-    file = tmp_path / "matmul.json"
-    options = ["--precisions", "fp32", "--sizes", "8", "--seconds", "0.001", "--json", str(file)]
-    assert cli.main(["bench", "matmul", recipe_file, *options]) == 0
-    told = capsys.readouterr().out
+    told, found = bench_matmul("fp32", "8")
     assert re.search(r"^lm_head +1 +8 -> 50 +\S+ +\S+ +frozen +\S+$", told, re.MULTILINE)
     assert re.search(r"^lora_A, lora_B +33 +8 -> 8( +[\d.e+-]+){4}$", told, re.MULTILINE)
-    found = json.loads(file.read_text())["layers"]
-    assert [each["weight_gradient"] is None for each in found] == [not each["layer"]["trained"] for each in found]
+    layers = found["layers"]
+    assert [each["weight_gradient"] is None for each in layers] == [not each["layer"]["trained"] for each in layers]
 
 
 def test_rates_by_hand(monkeypatch):
@@ -280,17 +290,11 @@ def test_candidates_and_what_is_recommended():
     assert shapes.recommended([Width(10, 1.1, 5.0), Width(12, 1.0, 6.0)], 10, only_larger=True).width == 12
 
 
-def test_matmul_and_shapes_run(recipe_file, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("samecurve.cli.bench.matmul.COPY_MIB", {"cpu": 1})
-    monkeypatch.setattr(timing, "default_device", lambda: CPU)
-    file = tmp_path / "matmul.json"
-    options = ["--precisions", "fp32,bf16", "--sizes", "8,16", "--seconds", "0.001", "--json", str(file)]
-    assert cli.main(["bench", "matmul", recipe_file, *options]) == 0
-    told = capsys.readouterr().out
+def test_matmul_and_shapes_run(bench_matmul, capsys):
+    told, found = bench_matmul("fp32,bf16", "8,16")
     assert re.search(r"^square +fp32 +bf16\n8 x 8 ", told, re.MULTILINE)
     assert re.search(r"^q_proj, k_proj, v_proj, o_proj +8 +32 -> 32 ", told, re.MULTILINE)
     assert "layers in fp32, 32 tokens at a time" in told
-    found = json.loads(file.read_text())
     assert found["tflops"].keys() == {"fp32", "bf16"} and len(found["layers"]) == 4 and found["versions"]["torch"]
 
     assert cli.main(["bench", "shapes", "--hidden_size", "16", "--tokens", "8", "--seconds", "0.001"]) == 0
