@@ -12,26 +12,28 @@ goes on when it is started again, also under another strategy or with another nu
 import os
 import sys
 
-from samecurve import engines, outcome
+from samecurve.engines import factory
+from samecurve.run import lifecycle, status
 
 
 def main() -> None:
     # every mistake in the recipe, the strategy and the command line is told here, before torch is loaded
-    plan = engines.plan(sys.argv[1:], os.environ)
+    with status.refusals():
+        plan = factory.plan(sys.argv[1:], os.environ)
 
-    from samecurve.rundir import RunDirectory
+    from samecurve.run.run_directory import RunDirectory
 
     recipe = plan.recipe
     sources = (source.path for source in recipe.data.sources())
     reads = (recipe.model.path, recipe.distill.teacher, recipe.tokenizer.path, recipe.evaluate.path, *sources)
     is_main = os.environ.get("RANK", "0") == "0"
     run = RunDirectory(recipe.output_dir, is_main, reads, plan.resume, plan.start_over)
-    with outcome.recorded(run, plan.strategy.launcher, recipe.timeout.step_seconds) as watch:
-        accelerator = engines.start(plan)
+    with lifecycle.recorded(run, plan.strategy.launcher, recipe.timeout.step_seconds) as watch:
+        accelerator = factory.start(plan)
 
-        from samecurve.session import Session
+        from samecurve.training.session import Session
 
-        session = Session(plan, accelerator, run, watch, sys.argv[1:])
+        session = Session(plan, accelerator, run, watch)
         train(session)
         session.export()
         accelerator.end_training()
@@ -39,7 +41,7 @@ def main() -> None:
 
 def train(session) -> None:
     from samecurve.checkpoint.manager import Position
-    from samecurve.optim import learning_rate
+    from samecurve.optim.factory import learning_rate
 
     recipe, engine, batches = session.recipe, session.engine, session.batches
     meter, guard, checkpoints = session.meter, session.guard, session.checkpoints
@@ -58,6 +60,8 @@ def train(session) -> None:
             progress.step(record, meter.smoothed_loss)
 
             guard.check(step, result, batches)
+            if step == recipe.steps:
+                guard.check_last(step, updates)
             if guard.compare_replicas(step, engine):
                 meter.start()
             if guard.spiked(step, result, usual_loss, batches):
@@ -70,7 +74,7 @@ def train(session) -> None:
                 meter.start()
 
             here = Position(step, updates, batches.samples, meter.state, record, batches.anchor)
-            if checkpoints.due(step, recipe.steps):
+            if checkpoints.due(step, recipe.steps) and not guard.is_pending:
                 session.watch.phase("save", step)
                 record |= checkpoints.save(engine, here, wait=step == recipe.steps)
                 meter.start()
@@ -85,4 +89,4 @@ def due(step: int, every_steps: int, last_step: int) -> bool:
 
 
 if __name__ == "__main__":
-    outcome.end_with(main)
+    lifecycle.end_with(main)

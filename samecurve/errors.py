@@ -5,9 +5,13 @@ Launchers turn a worker's exit code into 1; `status.json` in the run directory k
 
 
 class SamecurveError(Exception):
-    """An error with a known cause; its message says what to do and is printed without a traceback."""
+    """An error with a known cause; its message says what to do and is printed without a traceback.
+
+    output_dir: of the run that cannot start, where that is known before its RunDirectory is made.
+    """
 
     exit_code = 1
+    output_dir: str | None = None
 
 
 class ConfigurationError(SamecurveError):

@@ -44,7 +44,7 @@ def main() -> None:
 def hashing(folder: Path) -> tuple[float, float]:
     """(median MiB/s of a checkpoint's file with its sha256, median of the ratio to the same without it)."""
     from samecurve.checkpoint import commit
-    from samecurve.checkpoint.filesystem import LocalFileSystem
+    from samecurve.storage.filesystem import LocalFileSystem
 
     class NoHash:
         def update(self, _):
@@ -97,7 +97,7 @@ def train(strategy: str, background: bool, directory: Path) -> list[dict]:
 
 
 def report(hashed: tuple[float, float], saves: list[dict]) -> str:
-    from samecurve.facts import versions
+    from samecurve.specs.environment import versions
 
     rows = "\n".join(
         f"| {each['strategy']} | {each['step']:.2f} | {each['beside']:.3f} | {each['waiting']:.3f} | "

@@ -19,9 +19,9 @@ from benchmarks.gpu import runs  # noqa: E402
 from benchmarks.gpu.cases import GROUPS, Case, cases, chosen  # noqa: E402
 from benchmarks.gpu.page import page  # noqa: E402
 from benchmarks.machine import commit, said  # noqa: E402
-from samecurve.facts import versions  # noqa: E402
-from samecurve.records import now, read_json, write_json, write_text  # noqa: E402
-from samecurve.workers import num_cores  # noqa: E402
+from samecurve.distributed.cpu_workers import num_cores  # noqa: E402
+from samecurve.specs.environment import versions  # noqa: E402
+from samecurve.storage.atomic import now, read_json, write_json, write_text  # noqa: E402
 
 SHORTEST_SECONDS = 45.0
 """A case is not begun where less than this is left of --minutes, or than another case of the same model took."""

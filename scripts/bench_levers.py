@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import markdown  # noqa: E402
 from benchmarks.machine import commit  # noqa: E402
-from samecurve.workers import share_of_cores  # noqa: E402
+from samecurve.distributed.cpu_workers import share_of_cores  # noqa: E402
 
 RECIPE = "benchmarks/speed/pretrain.yaml"
 WARM_UP = 3

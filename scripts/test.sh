@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Lint, then unit, file and distributed tests, on this machine's CPU. Makes .venv first.
 #
-#   bash scripts/test.sh [--full] [pytest arguments ...]
+#   bash scripts/test.sh [--full] [--shard 2/4] [pytest arguments ...]
 #
-# --full adds the long batteries (marker "full"), among them two hosts in network namespaces, which need root on Linux.
+# --shard 2/4 runs the second of four parts, whole files each. --full adds the long batteries (marker "full"), among
+# them two hosts in network namespaces, which need root on Linux.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/_environment.sh
@@ -27,6 +28,9 @@ if [ -n "$full" ]; then
     packages=(sentence-transformers==6.2.0 scikit-learn scipy joblib threadpoolctl narwhals cloudpickle)
     [ -d "$SAMECURVE_SENTENCE_TRANSFORMERS/sentence_transformers" ] ||
         .venv/bin/python -m pip install --quiet --no-deps --target "$SAMECURVE_SENTENCE_TRANSFORMERS" "${packages[@]}"
+    export SAMECURVE_MKDOCS=$PWD/.venv/mkdocs # builds the documentation
+    [ -d "$SAMECURVE_MKDOCS/mkdocs" ] ||
+        .venv/bin/python -m pip install --quiet --target "$SAMECURVE_MKDOCS" -r requirements-docs.txt
 fi
 
 export HF_HUB_OFFLINE=1 CUDA_VISIBLE_DEVICES= # GPUs have tests of their own: scripts/test_gpu.sh

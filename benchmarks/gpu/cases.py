@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from samecurve.config import Recipe
+    from samecurve.config.schema import Recipe
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -106,9 +106,9 @@ def _digest_of_files(strategy: str) -> str:
 
 
 def _resolved(name: str) -> Recipe:
-    from samecurve import recipe
+    from samecurve.config import loader
 
-    return recipe.checked(str(HERE / name), ["steps=10"])
+    return loader.checked(str(HERE / name), ["steps=10"])
 
 
 def cases(num_devices: int, toy: bool = False) -> list[Case]:
@@ -194,7 +194,7 @@ def _devices(num_devices: int) -> Iterator[Case]:
 
 
 def _levers() -> Iterator[Case]:
-    from samecurve.benchmarks.steps import variants
+    from samecurve.bench.step import variants
 
     found = [variant.overrides for variant in variants(_resolved("llama_1b.yaml"), LEVERS)[1:]]
     for overrides in [*found, *(tuple(pair.split()) for pair in PAIRS)]:

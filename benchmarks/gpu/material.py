@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from samecurve.sources import builtin_files
+from samecurve.data.sources import builtin_files
 
 STANDARD_DEVIATION = 0.02  # transformers' initializer_range of a Llama
 TEXT_BYTES = 8_000_000
@@ -40,13 +40,16 @@ def write_weights(recipe_path: str, folder: Path, overrides: list[str]) -> None:
     """A model folder with the recipe's config, random weights and a tokenizer that has a chat template."""
     import torch
 
-    from samecurve import model, recipe, tasks
-    from samecurve.export import export
+    from samecurve.config import loader
+    from samecurve.config.overrides import latest
+    from samecurve.export.hf_export import export
+    from samecurve.models import weights
+    from samecurve.tasks import registry
 
     conversations = ["task=sft", "data.path=builtin:python-functions"]  # whose tokenizer has a chat template
-    checked = recipe.checked(recipe_path, [*overrides, *conversations])
-    task = tasks.load(checked)
-    skeleton = model.skeleton(checked, task.vocabulary_size, task.special_tokens, task.head)
+    checked = loader.checked(recipe_path, latest([*overrides, *conversations]))
+    task = registry.load(checked)
+    skeleton = weights.skeleton(checked, task.vocabulary_size, task.special_tokens, task.head)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator(device).manual_seed(checked.seed)
 

@@ -16,12 +16,13 @@ from pathlib import Path
 
 import psutil
 
+from samecurve.bench.jobs import Job, command, set_aside
 from samecurve.cli.bench.step import SCRIPT
-from samecurve.cli.jobs import Job, command, set_aside
-from samecurve.engines.preflight import prepare_allocator
-from samecurve.records import now, read_json
-from samecurve.rundir import read_metrics
-from samecurve.workers import share_of_cores
+from samecurve.config.overrides import latest
+from samecurve.distributed.cpu_workers import share_of_cores
+from samecurve.run.run_directory import read_metrics
+from samecurve.storage.atomic import now, read_json
+from samecurve.strategy.preflight import prepare_allocator
 
 from .cases import HERE, MEASURED, ROOT, WARM_UP, Case
 from .material import TEXT_BYTES, write_text
@@ -59,7 +60,7 @@ def settings(case: Case, places: Places) -> list[str]:
     found.append(f"model.path={places.weights(case)}")
     if case.profiled:
         found.append(f"profile.steps=[{WARM_UP + MEASURED + 2}, {case.num_steps}]")
-    return found
+    return latest(found)
 
 
 def arguments(case: Case, places: Places, output: Path) -> list[str]:

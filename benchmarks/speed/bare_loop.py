@@ -15,11 +15,11 @@ from pathlib import Path
 import rows
 import torch
 
-from samecurve.chunked_head import ChunkedHead, trained_positions
-from samecurve.engines.malloc import keep_freed_memory
-from samecurve.loss import token_loss_sum
-from samecurve.optim import parameter_groups
-from samecurve.recipe import checked
+from samecurve.config.loader import checked
+from samecurve.distributed.allocator import keep_freed_memory
+from samecurve.losses.chunked_cross_entropy import ChunkedHead, trained_positions
+from samecurve.losses.cross_entropy import token_loss_sum
+from samecurve.optim.factory import parameter_groups
 
 
 def main(arguments: argparse.Namespace) -> None:

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 
-from samecurve import tasks
-from samecurve.config import Recipe
-from samecurve.data import MicroBatch, StepBatches
-from samecurve.loss import IGNORE_INDEX
-from samecurve.meter import GIB, peak_memory_bytes
-from samecurve.model import build, fill, skeleton
-from samecurve.optim import cast_weights
+from samecurve.config.schema import Recipe
+from samecurve.data.batches import MicroBatch, StepBatches
+from samecurve.losses.cross_entropy import IGNORE_INDEX
+from samecurve.metrics.meter import GIB, peak_memory_bytes
+from samecurve.models.weights import build, fill, skeleton
+from samecurve.optim.factory import cast_weights
+from samecurve.tasks import registry
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -41,7 +41,7 @@ class Record:
 
 def batches(recipe: Recipe) -> list[list[MicroBatch]]:
     """Of all steps, in samecurve's order."""
-    return list(StepBatches(tasks.load(recipe).train, recipe.seed, recipe.batch, (0, 1), recipe.steps))
+    return list(StepBatches(registry.load(recipe).train, recipe.seed, recipe.batch, (0, 1), recipe.steps))
 
 
 def model(recipe: Recipe, device: torch.device | None = None, ours: bool = False):
@@ -49,7 +49,7 @@ def model(recipe: Recipe, device: torch.device | None = None, ours: bool = False
 
     device: None is the CPU. ours: with the attention that samecurve chooses, and not with transformers' own choice.
     """
-    task = tasks.load(recipe)
+    task = registry.load(recipe)
     if recipe.model.attention == "auto" and not ours:
         recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"attention": "sdpa"})})
     architecture = skeleton(recipe, task.vocabulary_size, task.special_tokens)

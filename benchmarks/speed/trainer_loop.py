@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from samecurve.recipe import checked
+from samecurve.config.loader import checked
 
 OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw_bf16": "adamw_torch_fused", "adamw_8bit": "adamw_8bit"}
 

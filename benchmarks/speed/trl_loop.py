@@ -19,10 +19,12 @@ from torch.utils.data import SequentialSampler
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from samecurve import conversations, tasks
-from samecurve.config import Recipe
-from samecurve.loss import IGNORE_INDEX
-from samecurve.recipe import checked
+from samecurve.config.loader import checked
+from samecurve.config.schema import Recipe
+from samecurve.data.find import find_conversations
+from samecurve.data.schemas import conversation
+from samecurve.losses.cross_entropy import IGNORE_INDEX
+from samecurve.tasks import registry
 
 SAMPLES = 2000
 
@@ -48,8 +50,8 @@ class Timed(TrainerCallback):
 
 def main(arguments: argparse.Namespace) -> None:
     recipe = checked(arguments.recipe, arguments.overrides)
-    schema = conversations.Schema.of(recipe.data)
-    source = conversations.find(recipe.data.path, recipe.data.pattern, schema)
+    schema = conversation.Schema.of(recipe.data)
+    source = find_conversations(recipe.data.path, recipe.data.pattern, schema)
     chats = [list(found.messages) for found in source.documents()]
     chats = Random(recipe.seed).sample(chats, min(SAMPLES, len(chats)))
     data = Dataset.from_list([{"prompt": chat[:-1], "completion": chat[-1:]} for chat in chats])
@@ -77,7 +79,7 @@ def main(arguments: argparse.Namespace) -> None:
             disable_tqdm=True,
             report_to="none",
         )
-        tokenizer = tasks.load(recipe).tokenizer
+        tokenizer = registry.load(recipe).tokenizer
         timed = Timed(record, tokens, accumulation)
         trainer = InOrder(
             rows.model(recipe), args=options, train_dataset=data, processing_class=tokenizer, callbacks=[timed]

@@ -65,7 +65,7 @@ class Bench:
         directory = self._folder(fault)
         if fault != FULL_DISK:
             return self._live(fault, directory)
-        with _small_disk(directory) as mounted:
+        with SmallDisk(directory) as mounted:
             return self._live(fault, mounted) if mounted else {"outcome": "skipped", "note": "mounting needs root"}
 
     def _live(self, fault: str, directory: Path) -> dict:
@@ -145,7 +145,7 @@ class Bench:
         return folder
 
 
-class _small_disk:
+class SmallDisk:
     """A file system of its own, as a context manager; None where it cannot be mounted."""
 
     def __init__(self, folder: Path):

@@ -1,9 +1,6 @@
-"""Portable, verified checkpoints: any strategy and any number of processes goes on from any other's.
+"""Portable, verified checkpoints, which any strategy and any number of processes can load.
 
-manager.py     what the training loop uses          commit.py   all of a checkpoint or nothing of it, whatever happens
-snapshot.py    what this rank saves                 verify.py   whether a checkpoint on the disk is still good
-finder.py      which one a run goes on from         files.py    the tensors' files and their index
-changes.py     what may differ from the saved run   filesystem.py  what all this asks of a disk
+May import interfaces and what is below it, not tasks or engines.
 
 Why not torch.distributed.checkpoint: its tensors are blocks of rows and columns, and ZeRO's partitions are ranges of
 the flattened parameter that begin and end within a row; its metadata file is a pickle, which loading must not run; and

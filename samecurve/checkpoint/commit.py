@@ -18,16 +18,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..errors import NumericError, StorageError
-from ..faults import reach
-from ..records import writing
-from .filesystem import PIECE_BYTES, FileSystem
-from .verify import MANIFEST, MARKER, FileRecord, candidates, check, folder_name, manifest_digest
+from samecurve.checkpoint.manifest import MANIFEST, MARKER, FileRecord, candidates, check, folder_name, manifest_digest
+from samecurve.errors import NumericError, StorageError
+from samecurve.storage.atomic import writing
+from samecurve.storage.fault_injection import reach
+from samecurve.storage.filesystem import PIECE_BYTES, FileSystem
 
 __all__ = ["FileRecord", "candidates", "check", "commit", "manifest_digest", "rotate", "write_file"]
 
@@ -111,6 +112,8 @@ def _together(exchange: Exchange, work: Callable[[], T]) -> list[T]:
         error = caught
         told = isinstance(error, (StorageError, NumericError))
         failure = str(error) if told else f"{type(error).__name__}: {error}"
+        if not told and not isinstance(error, OSError):
+            traceback.print_exception(error)  # of what is raised below only the message is
     outcomes = exchange((result, failure, isinstance(error, NumericError)))
     failures = [f"rank {rank}: {failure}" for rank, (_, failure, _) in enumerate(outcomes) if failure]
     if failures:

@@ -10,26 +10,25 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from .. import rng
-from ..errors import NumericError, StorageError
-from ..faults import reach
-from ..records import now, plain, write_json
-from . import commit, files
-from .files import Entry
-from .filesystem import LocalFileSystem
-from .finder import FORMAT, STATE, Finder, read_state
-from .snapshot import Snapshot
-from .verify import candidates, check, file_name
+from samecurve.checkpoint import commit, format
+from samecurve.checkpoint.format import Entry
+from samecurve.checkpoint.manifest import candidates, check, file_name
+from samecurve.checkpoint.resume import FORMAT, STATE, Finder, read_state
+from samecurve.checkpoint.snapshot import Snapshot
+from samecurve.distributed import rng_state
+from samecurve.errors import NumericError, StorageError
+from samecurve.storage.atomic import now, plain, write_json
+from samecurve.storage.fault_injection import reach
+from samecurve.storage.filesystem import LocalFileSystem
 
 if TYPE_CHECKING:
-    from ..engines.base import Engine
-    from ..rundir import RunDirectory
-    from ..world import World
+    from samecurve.distributed.control_group import World
+    from samecurve.interfaces.engine import Engine
 
 MOST_FAILURES = 3
 
@@ -59,6 +58,15 @@ class _Save:
     error: Exception | None = None
 
 
+class RunFolder(Protocol):
+    """What checkpoints need of a run's directory."""
+
+    checkpoints: Path
+
+    def sync_metrics(self) -> None:
+        """Make the lines of metrics.jsonl durable."""
+
+
 class Checkpoints:
     """facts: what decides whether a run may go on: `recipe`, `model`, `data`, `strategy`, `world_size`, `versions`.
 
@@ -68,7 +76,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        run: RunDirectory,
+        run: RunFolder,
         facts: dict,
         world: World,
         say: Callable[[str], None],
@@ -98,7 +106,7 @@ class Checkpoints:
         """Fill the engine from a checked checkpoint. generators: go on with dropout's random numbers too."""
         reach("load.read")
         saved = read_state(folder)
-        reader = files.Reader(folder)
+        reader = format.Reader(folder)
         reader.check_names(engine.shapes | engine.state.factors)
         with torch.no_grad():
             for held, kind, tensor in engine.state.visit(writing=True):
@@ -107,10 +115,10 @@ class Checkpoints:
             engine.state.finish(saved["updates"])
         engine.loss_scale_state = saved["loss_scale"]
         if generators and saved["generators"] == self._generators(engine):
-            names = rng.capture(engine.device)
-            rng.restore({name: reader.tensor(self._world.rank, f"rng/{name}") for name in names}, engine.device)
+            names = rng_state.capture(engine.device)
+            rng_state.restore({name: reader.tensor(self._world.rank, f"rng/{name}") for name in names}, engine.device)
         elif generators:
-            rng.reseed(self._facts["recipe"]["seed"], saved["step"], self._world.rank)
+            rng_state.reseed(self._facts["recipe"]["seed"], saved["step"], self._world.rank)
         reach("load.done")
         return Position(**{key: saved[key] for key in Position.__dataclass_fields__ if key in saved})
 
@@ -212,12 +220,12 @@ class Checkpoints:
 
         def write(folder: Path) -> tuple[list, list]:
             with closing(values):
-                chunks = self._seen(files.chunks(entries, values))
+                chunks = self._seen(format.chunks(entries, values))
                 return [commit.write_file(self._files, folder / file_name(rank), chunks)], snapshot.ranges
 
         def small_files(ranges: list) -> dict[str, bytes]:
             self._run.sync_metrics()  # the lines up to this step are as durable as the checkpoint
-            return {STATE: state, files.INDEX: files.index(snapshot.shapes, ranges)}
+            return {STATE: state, format.INDEX: format.index(snapshot.shapes, ranges)}
 
         planned = sum(entry.nbytes for entry in entries)
         folder = self._run.checkpoints

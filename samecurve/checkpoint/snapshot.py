@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .. import rng
-from ..errors import NumericError
-from .files import Entry
+from samecurve.checkpoint.format import Entry
+from samecurve.distributed import rng_state
+from samecurve.errors import NumericError
 
 if TYPE_CHECKING:
-    from ..engines.base import Engine
+    from samecurve.interfaces.engine import Engine
 
 
 class Snapshot:
@@ -35,7 +35,7 @@ class Snapshot:
         Otherwise they are read when they are asked for, one tensor in memory at a time, and the engine has them ready:
         close the generator when it is not exhausted.
         """
-        self._generators = rng.capture(self._engine.device)
+        self._generators = rng_state.capture(self._engine.device)
         entries = list(self._entries())
         entries += [Entry(f"rng/{name}", state.numel(), torch.uint8) for name, state in self._generators.items()]
         if not copy:

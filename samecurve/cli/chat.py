@@ -11,8 +11,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from ..errors import ConfigurationError
-from .writer import Message, Writer, Writing, load
+from samecurve.errors import ConfigurationError
+from samecurve.inference.generator import Message, Writer, Writing, load
 
 COMMANDS = {"/system": "TEXT, or nothing to remove it", "/reset": "begin a new conversation", "/quit": "or Ctrl-D"}
 

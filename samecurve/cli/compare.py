@@ -11,11 +11,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.status import Status
 
-from .. import recipe as recipes
-from ..chart import Curve, chart, relative_differences
-from ..records import writing
-from . import jobs, repository_root
-from .jobs import Job, Outcome
+from samecurve.bench import jobs
+from samecurve.bench.jobs import Job, Outcome
+from samecurve.cli.commands import repository_root
+from samecurve.config import loader as recipes
+from samecurve.reports.chart import Curve, chart, relative_differences
+from samecurve.storage.atomic import writing
 
 COLUMNS = "strategy", "engine", "world", "loss", "max loss difference", "max norm difference", "tokens/s", "memory GiB"
 # the norm is the square root of a sum over all gradients, each with its own rounding

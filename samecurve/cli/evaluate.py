@@ -1,42 +1,44 @@
 """Measure a run's model: loss, perplexity, bits per byte, and what else its task measures.
 
-DATA is read as the recipe of the run reads its data, but for columns that are named behind it. Without DATA it is what
-the run held out, and the numbers are those that the run itself wrote.
+DATA is read as the recipe of the run reads its data, but for what is named behind it: columns, and of a data set of the
+hub its split. Without DATA it is what the run held out, and the numbers are those that the run itself wrote.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import hub
-from .. import recipe as recipes
-from ..chatml import CHATML
-from ..documents import Document, override, report
-from ..errors import ConfigurationError
-from ..progress import number, spaced
-from ..records import write_json
-from ..rules import columns_of
-from ..rundir import read_metrics
-from . import models
+from samecurve.config import loader as recipes
+from samecurve.config.documents import Document, report
+from samecurve.config.overrides import override
+from samecurve.config.rules import columns_of
+from samecurve.errors import ConfigurationError
+from samecurve.inference import loading
+from samecurve.metrics.console import number, spaced
+from samecurve.run.run_directory import read_metrics
+from samecurve.specs.data_names import CHATML, is_hub_name
+from samecurve.storage.atomic import write_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ..config import Recipe
-    from ..tasks import Task
+    from samecurve.config.schema import Recipe
+    from samecurve.interfaces.task import Task
 
 LABEL_WIDTH, NUMBER_WIDTH = 20, 14
+HUB_KEYS = ("data.split", "data.config", "data.revision")
 PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", type=Path, help="a run directory, for example runs/sft")
-    parser.add_argument("data", metavar="DATA", nargs="?", help="a file or folder like data.path; default: held out")
-    parser.add_argument("columns", metavar="data.*_column=NAME", nargs="*", help="where DATA has other columns")
+    parser.add_argument("data", metavar="DATA", nargs="?", help="read like data.path; default: what was held out")
+    parser.add_argument("columns", metavar="data.*=NAME", nargs="*", help="columns, split, config and revision of DATA")
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="another export of it, for example RUN/merged")
     parser.add_argument("--precision", choices=PRECISIONS, help="to compute in; default: the recipe's")
     parser.add_argument("--micro_batch_size", type=int, help="rows per forward pass; default: the recipe's")
@@ -44,18 +46,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    directory = models.run_directory(arguments.run) or arguments.run
-    trained = with_columns(models.recipe(directory), arguments.data, arguments.columns)
-    folder = models.model_folder(arguments.model or directory)
+    directory = loading.run_directory(arguments.run) or arguments.run
+    of_the_run = loading.recipe(directory)
+    trained = with_columns(of_the_run, arguments.data, arguments.columns)
+    folder = loading.model_folder(arguments.model or directory)
     recipe = reading(trained, folder, arguments.data, arguments.micro_batch_size)
-    base = models.base_path(folder)
+    base = loading.base_path(folder)
     if base is not None:
-        models.check_base(directory, base)
+        loading.check_base(directory, base)
     recipe = recipe.model_copy(update={"precision": arguments.precision or recipe.precision})
     facts, metrics = measured(recipe, folder)
     before = _last_evaluation(directory) if arguments.data is None else {}
-    source = arguments.data or recipe.evaluate.path or f"{recipe.data.name}, held out"
-    if arguments.data in [source.path for source in trained.data.sources()]:
+    source = arguments.data or (recipe.evaluation.path if recipe.evaluation else f"{recipe.data.name}, held out")
+    if any((arguments.data, trained.data.split) == (part.path, part.split) for part in of_the_run.data.sources()):
         print(f"the run trained on {arguments.data}; without DATA only what it held out is measured")
     if base is not None and recipe.adapter.quantization:
         print(f"the run kept {base} in {recipe.adapter.quantization}; here it is whole, so losses differ a little")
@@ -69,13 +72,22 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def with_columns(recipe: Recipe, data: str | None, columns: Sequence[str]) -> Recipe:
-    """The recipe with other names of columns. Raises ConfigurationError for what names none that the task reads."""
+    """The recipe with other names of columns, and of a data set of the hub with the part of it that is measured.
+
+    Raises ConfigurationError for what names none that the task reads, and where a split is missing.
+    """
     if data is not None and data.startswith("data.") and "=" in data:
         raise ConfigurationError(f"{data}: columns are those of DATA; name that first: evaluate RUN DATA {data}")
+    of_the_hub = data is not None and is_hub_name(data)
+    if of_the_hub and not any(column.startswith("data.split=") for column in columns):
+        raise ConfigurationError(
+            f"{data}: a data set of the hub has splits; name the one to measure on: evaluate RUN {data} data.split=test"
+        )
     if not columns:
         return recipe
-    known = columns_of(recipe.task)
+    known = [*columns_of(recipe.task), *(HUB_KEYS if of_the_hub else ())]
     document = Document("the run's recipe", recipe.model_dump(mode="json"))
+    document.content["data"] |= {"config": None, "revision": None}  # those of the data that were trained on
     for argument in columns:
         override(document, argument)
         key = argument.partition("=")[0]
@@ -101,15 +113,19 @@ def reading(recipe: Recipe, folder: Path, data: str | None, micro_batch_size: in
     batch = {"micro_batch_size": micro_batch_size or recipe.batch.micro_batch_size}
     changed: dict[str, Any] = {"tokenizer": tokenizer}
     if data is not None:
-        if not data.startswith("builtin:") and not hub.is_name(data) and not Path(data).expanduser().exists():
+        if not data.startswith("builtin:") and not is_hub_name(data) and not os.path.exists(os.path.expanduser(data)):
             raise ConfigurationError(f"DATA: no such file or folder: {Path(data).absolute()}")
         # Nothing is trained, but a task reads both parts; of the same path they are read once.
         whole = {"path": data, "mixture": None, "streaming": False, "labels": _classes(recipe, folder)}
-        changed["data"] = recipe.data.model_copy(update=whole)
-        changed["evaluate"] = recipe.evaluate.model_copy(update={"path": data})
+        if is_hub_name(data):
+            whole["pattern"] = None
+        changed["data"] = read = recipe.data.model_copy(update=whole)
+        split = read.split if is_hub_name(data) else None
+        part = {"path": data, "split": split, "config": read.config, "revision": read.revision}
+        changed["evaluate"] = recipe.evaluate.model_copy(update=part)
         if recipe.task != "embed":  # its loss depends on how many rows are told apart
             batch["global_batch_size"] = 1
-    elif recipe.evaluate.path is None and not recipe.data.held_out_fraction:
+    elif recipe.evaluation is None and not recipe.data.held_out_fraction:
         raise ConfigurationError(
             "the run held nothing out (data.held_out_fraction, evaluate.path); name what to measure on: "
             "evaluate RUN DATA"
@@ -121,21 +137,23 @@ def _classes(recipe: Recipe, folder: Path) -> tuple[str, ...] | None:
     """A classifier's own, in their order: data may lack some of them. None where there are no classes."""
     if recipe.task != "classify":
         return None
-    names = models.stored_config(folder).id2label
+    names = loading.stored_config(folder).id2label
     return tuple(names[index] for index in sorted(names))
 
 
 def measured(recipe: Recipe, folder: Path) -> tuple[dict[str, Any], dict[str, float]]:
     """(what was measured and how, the task's `eval_*` numbers): the model in `folder` on the recipe's held-out rows."""
-    from .. import engines, tasks
-    from ..architecture import chosen_attention
-    from ..engines.loaded import LoadedEngine
-    from ..evaluation import Evaluation
-    from ..facts import versions
+    from samecurve.engines import factory
+    from samecurve.engines.evaluation_engine import LoadedEngine
+    from samecurve.models.attention.choice import chosen_attention
+    from samecurve.specs.environment import versions
+    from samecurve.tasks import registry
+    from samecurve.training.evaluator import Evaluation
 
-    task: Task = tasks.load(recipe)
-    attention = chosen_attention(recipe, models.stored_config(folder), task.head)
-    model, _ = models.load(folder, task.head, attention)
+    task: Task = registry.load(recipe)
+    config = loading.stored_config(folder)
+    attention = chosen_attention(recipe, config, task.head.model_class(config), task.head.kind)
+    model, _ = loading.load(folder, task.head, attention)
     engine = LoadedEngine(model, task, recipe)
     with _shown() as (start, advance):
         if task.has_reference:
@@ -144,15 +162,15 @@ def measured(recipe: Recipe, folder: Path) -> tuple[dict[str, Any], dict[str, fl
         start(held_out.num_micro_batches)
         metrics = held_out.metrics(engine, task)
     facts = {"rows": len(task.held_out), "data_fingerprint": task.held_out.fingerprint, "precision": recipe.precision}
-    return facts | {"device": engines.device_name(engine.accelerator), "versions": versions()}, metrics
+    return facts | {"device": factory.device_name(engine.accelerator), "versions": versions()}, metrics
 
 
 def _prepare(task: Task, recipe: Recipe, alive: Callable[[], None]) -> None:
     """For a task that compares with the model that the run began with: it is made again as training made it."""
-    from ..config import Adapter
-    from ..engines.loaded import Beginning
-    from ..model import skeleton
-    from ..world import World
+    from samecurve.config.schema import Adapter
+    from samecurve.distributed.control_group import World
+    from samecurve.engines.evaluation_engine import Beginning
+    from samecurve.models.weights import skeleton
 
     plain = recipe.model_copy(update={"adapter": Adapter()})  # a new adapter adds nothing
     shape = skeleton(plain, task.vocabulary_size, task.special_tokens, task.head)

@@ -14,14 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import CheckpointError, ConfigurationError, DataError, NumericError, StorageError
-from ..records import plain, write_json, writing
-from . import models
+from samecurve.errors import CheckpointError, ConfigurationError, DataError, NumericError, StorageError
+from samecurve.inference import loading
+from samecurve.storage.atomic import plain, write_json, writing
 
 if TYPE_CHECKING:
     import torch
 
-    from ..card import Made
+    from samecurve.export.model_card import Made
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    directory = models.run_directory(arguments.run)
+    directory = loading.run_directory(arguments.run)
     if directory is None:
         raise ConfigurationError(f"{arguments.run} holds no run (run.json), so nothing is known to write a card of")
     chosen = _chosen(arguments.run, directory, arguments.checkpoint)
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         made = _made(arguments, _step(checkpoint))
         from_checkpoint(directory, checkpoint, output, dtype, made)
     else:
-        source = chosen or models.model_folder(directory)
+        source = chosen or loading.model_folder(directory)
         merged = _is_adapter(directory / "model") and not _is_adapter(source)
         from_export(directory, source, output, dtype, replace(_made(arguments), merged=merged))
     size = sum(file.stat().st_size for file in output.rglob("*") if file.is_file())
@@ -66,15 +66,15 @@ def _chosen(given: Path, directory: Path, checkpoint: str | None) -> Path | None
         return None
     if checkpoint is not None:
         raise ConfigurationError(f"--checkpoint: is of a run, and {given} is a folder of it; give {directory} instead")
-    return models.model_folder(given)
+    return loading.model_folder(given)
 
 
 def _is_adapter(folder: Path) -> bool:
-    return (folder / models.ADAPTER_CONFIG).is_file()
+    return (folder / loading.ADAPTER_CONFIG).is_file()
 
 
 def _made(arguments: argparse.Namespace, step: int | None = None) -> Made:
-    from ..card import Made
+    from samecurve.export.model_card import Made
 
     return Made(DTYPES[arguments.dtype], arguments.license, step)
 
@@ -86,8 +86,8 @@ def _checkpoint(directory: Path, given: str | None) -> Path | None:
     """
     if given is None and (directory / "model").is_dir():
         return None
-    from ..checkpoint.filesystem import LocalFileSystem
-    from ..checkpoint.verify import candidates, check
+    from samecurve.checkpoint.manifest import candidates, check
+    from samecurve.storage.filesystem import LocalFileSystem
 
     files = LocalFileSystem()
     newest = given in (None, "latest")
@@ -107,15 +107,15 @@ def _checkpoint(directory: Path, given: str | None) -> Path | None:
 
 
 def _step(checkpoint: Path) -> int:
-    from ..checkpoint.finder import read_state
+    from samecurve.checkpoint.resume import read_state
 
     return read_state(checkpoint)["step"]
 
 
 def from_export(directory: Path, source: Path, output: Path, dtype: torch.dtype, made: Made) -> None:
     """A copy of an export, its weights in another dtype. Raises NumericError for values that do not fit into it."""
-    from ..card import write_card
-    from ..export import put_in_place
+    from samecurve.export.hf_export import put_in_place
+    from samecurve.export.model_card import write_card
 
     partial_output = output.with_name(f"{output.name}.partial")
     try:
@@ -160,7 +160,7 @@ def _itemsize(dtype: str) -> int:
 def _cast(source: Path, target: Path, dtype: torch.dtype) -> None:
     from safetensors.torch import load_file, save_file
 
-    from ..export import out_of_range
+    from samecurve.export.hf_export import out_of_range
 
     tensors = load_file(source)
     problems = [str(found) for name, tensor in tensors.items() if (found := out_of_range(name, tensor, dtype))]
@@ -175,18 +175,19 @@ def from_checkpoint(directory: Path, folder: Path, output: Path, dtype: torch.dt
     Tokenizer and names of classes come from the data that the recipe names. Raises CheckpointError when those or the
     model are not what they were.
     """
-    from .. import model, tasks
-    from ..adapter import trained_shapes
-    from ..card import write_card
-    from ..checkpoint.changes import identity
-    from ..checkpoint.files import Reader
-    from ..checkpoint.finder import read_state
-    from ..export import export
+    from samecurve.checkpoint.format import Reader
+    from samecurve.checkpoint.resume import read_state
+    from samecurve.export.hf_export import export
+    from samecurve.export.model_card import write_card
+    from samecurve.interfaces.fingerprint import identity
+    from samecurve.models import weights as model
+    from samecurve.models.lora import trained_shapes
+    from samecurve.tasks import registry
 
     saved = read_state(folder)
-    recipe = models.recipe_of(saved, folder / "state.json")
+    recipe = loading.recipe_of(saved, folder / "state.json")
     try:
-        task = tasks.load(recipe)
+        task = registry.load(recipe)
     except DataError as error:
         raise DataError(f"the tokenizer of a checkpoint comes from its recipe and data: {error}") from error
     skeleton = model.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
@@ -203,7 +204,7 @@ def from_checkpoint(directory: Path, folder: Path, output: Path, dtype: torch.dt
 
 
 def _check_unchanged(folder: Path, saved: dict, now: dict) -> None:
-    from ..checkpoint.changes import refusals
+    from samecurve.checkpoint.compatibility import refusals
 
     found = refusals(saved, {**saved, **now})
     if found:

@@ -12,14 +12,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from .. import sources
-from ..errors import ConfigurationError
-from .writer import Writer, Writing, load
+from samecurve.errors import ConfigurationError
+from samecurve.inference.generator import Writer, Writing, load
+from samecurve.specs.data_names import BUILTIN, FUNCTIONS
 
 LONGEST = 120
 FUNCTION = 'def mean(values):\n    """Return the arithmetic mean of a list of numbers."""'
 # What fits what a model was trained on, where that is known.
-PROMPTS = {sources.BUILTIN: "import os\n\n\ndef ", sources.FUNCTIONS: FUNCTION}
+PROMPTS = {BUILTIN: "import os\n\n\ndef ", FUNCTIONS: FUNCTION}
 GREETING = "Hello! What can you do?"
 
 
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.share_that_parses is not None:
-        from .parse_share import run as measure
+        from samecurve.bench.parse_rate import run as measure
 
         return measure(arguments)
     how = Writing(_or(arguments.max_new_tokens, LONGEST), _or(arguments.temperature, 0.5))

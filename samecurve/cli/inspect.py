@@ -9,10 +9,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from .. import recipe as recipes
-from ..errors import ConfigurationError
-from ..inspection import Part, Sample, inspect
-from ..records import write_text
+from samecurve.config import loader as recipes
+from samecurve.errors import ConfigurationError
+from samecurve.reports.data_inspection import Part, Sample, inspect, summary
+from samecurve.reports.inspect_report import page
+from samecurve.storage.atomic import write_text
 
 TRAINED = "black on green"
 BAR_WIDTH = 64
@@ -33,9 +34,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigurationError(
             "data.streaming: found true, but inspect counts all documents; set it to false and data.path to one file"
         )
-    from .. import tasks
+    from samecurve.tasks import registry
 
-    findings = inspect(f"{arguments.recipe}: {recipe.data.name}", tasks.load(recipe), arguments.samples)
+    findings = inspect(f"{arguments.recipe}: {recipe.data.name}", registry.load(recipe), arguments.samples)
     console = Console(highlight=False, soft_wrap=True, emoji=False)
     for index, sample in enumerate(findings.samples):
         console.print(f"\nsample {index + 1}: {summary(sample)}", markup=False)
@@ -46,21 +47,9 @@ def run(arguments: argparse.Namespace) -> int:
     for part in findings.parts:
         console.print("\n".join(["", *lines(part, findings.sequence_length)]), markup=False)
     if arguments.html:
-        from .inspect_page import page
-
         write_text(arguments.html, page(findings))
         console.print(f"\n{arguments.html}", markup=False)
     return 0
-
-
-def summary(sample: Sample) -> str:
-    trained = sum(count for _, mark, count in sample.runs if mark)
-    total = sum(count for _, _, count in sample.runs)
-    lost = f", {sample.lost} more cut off" if sample.lost else ""
-    role = f"{sample.role}: " if sample.role else ""
-    if sample.label:
-        return f"{role}{total} tokens, label {sample.label}{lost}"
-    return f"{role}{total} tokens{f', {trained} trained' if trained or not role else ''}{lost}"
 
 
 def marked(sample: Sample, colours: bool) -> Text:

@@ -15,9 +15,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..errors import ConfigurationError
-from . import models
-from .writer import is_chat
+from samecurve.errors import ConfigurationError
+from samecurve.inference import loading
+from samecurve.inference.generator import is_chat
 
 INSTALL = "pip install -c constraints.txt -r requirements-eval.txt"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -50,20 +50,20 @@ def run(arguments: argparse.Namespace) -> int:
 
 def command(arguments: argparse.Namespace) -> list[str]:
     """What is run. Raises ConfigurationError where there is no causal language model."""
-    folder, directory = models.model_folder(arguments.run), models.run_directory(arguments.run)
-    recipe = models.recipe(directory) if directory else None
-    base = models.base_path(folder)
-    trusted = models.trusts_remote_code(folder)
-    models.check_causal(folder)
+    folder, directory = loading.model_folder(arguments.run), loading.run_directory(arguments.run)
+    recipe = loading.recipe(directory) if directory else None
+    base = loading.base_path(folder)
+    trusted = loading.trusts_remote_code(folder)
+    loading.check_causal(folder)
     loaded = {"pretrained": base or str(folder), "tokenizer": str(folder)} | ({"peft": str(folder)} if base else {})
     loaded |= {"trust_remote_code": True} if trusted else {}
     loaded["dtype"] = DTYPES[arguments.dtype or (recipe.precision if recipe else "fp32")]
     found = [sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--model_args", json.dumps(loaded)]
-    found += ["--tasks", arguments.tasks, "--batch_size", arguments.batch_size, "--device", str(models.device())]
+    found += ["--tasks", arguments.tasks, "--batch_size", arguments.batch_size, "--device", str(loading.device())]
     found += ["--output_path", str(arguments.output or (directory or folder) / "lm_eval")]
     if arguments.limit is not None:
         found += ["--limit", arguments.limit]
-    if not arguments.raw and is_chat(recipe, models.load_tokenizer(folder)):
+    if not arguments.raw and is_chat(recipe, loading.load_tokenizer(folder)):
         found.append("--apply_chat_template")
     return [*found, *_options(arguments.options)]
 

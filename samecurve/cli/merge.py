@@ -7,10 +7,10 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import ConfigurationError, NumericError, StorageError
-from ..records import writing
-from . import models
-from .export import DTYPES, copy_as
+from samecurve.cli.export import DTYPES, copy_as
+from samecurve.errors import ConfigurationError, NumericError, StorageError
+from samecurve.inference import loading
+from samecurve.storage.atomic import writing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,15 +29,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    folder = models.model_folder(arguments.run)
-    base = models.base_path(folder)
+    folder = loading.model_folder(arguments.run)
+    base = loading.base_path(folder)
     if base is None:
         raise ConfigurationError(f"{folder} holds a whole model and no adapter: there is nothing to merge")
     suffix = "" if arguments.dtype == "fp32" else f"-{arguments.dtype}"
     output = arguments.output or arguments.run / f"merged{suffix}"
     if output.exists():
         raise StorageError(f"{output} is there already; name another folder with --output")
-    models.check_base(arguments.run, base)
+    loading.check_base(arguments.run, base)
     partial, cast = (output.with_name(f"{output.name}.{name}") for name in ("partial", "cast"))
     try:
         print(_merge(folder, base, partial))
@@ -66,17 +66,17 @@ def _cast(partial: Path, cast: Path, dtype: str) -> None:
 
 def _write_card(run: Path, output: Path, dtype: str) -> None:
     """Where the run is known; a folder with an adapter alone says nothing of it."""
-    directory = models.run_directory(run)
+    directory = loading.run_directory(run)
     if directory is not None:
-        from ..card import Made, write_card
+        from samecurve.export.model_card import Made, write_card
 
         write_card(directory, Made(DTYPES[dtype], merged=True), output)
 
 
 def _merge(folder: Path, base: str, output: Path) -> str:
     """What was proved, in a sentence. Raises NumericError when the model that is read back has other logits."""
-    head = models.stored_head(folder)
-    adapted, _ = models.load(folder, head)
+    head = loading.stored_head(folder)
+    adapted, _ = loading.load(folder, head)
     rows = _rows(adapted)
     alone, expected = _without_matrices(adapted, rows), _logits(adapted, rows)
     # safe_merge: refuses weights that are not finite
@@ -85,8 +85,8 @@ def _merge(folder: Path, base: str, output: Path) -> str:
         merged.save_pretrained(output)
         _copy_the_rest(folder, output)
     del adapted, merged
-    trusted = models.trusts_remote_code(folder)
-    found = _logits(models.load_model(str(output), head, trust_remote_code=trusted), rows)
+    trusted = loading.trusts_remote_code(folder)
+    found = _logits(loading.load_model(str(output), head, trust_remote_code=trusted), rows)
     difference, effect = ((other - expected).abs().max().item() for other in (found, alone))
     limit = TOLERANCE * expected.abs().max().item()
     what = "states" if head.kind == "embedding" else "logits"
@@ -131,7 +131,7 @@ def _without_matrices(model: PreTrainedModel, rows: Tensor) -> Tensor:
 
 def _copy_the_rest(folder: Path, output: Path) -> None:
     """The tokenizer, and what the task wrote beside the adapter."""
-    from ..card import ADAPTED_CONFIG, CARD, PICTURE
+    from samecurve.export.model_card import ADAPTED_CONFIG, CARD, PICTURE
 
     for path in folder.iterdir():
         skipped = path.name.startswith("adapter_") or path.name in (CARD, PICTURE, ADAPTED_CONFIG)

@@ -19,11 +19,12 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigurationError, DataError
-from ..tables import read_text, rows, table_kind
+from samecurve.data.formats import read_text, rows
+from samecurve.errors import ConfigurationError, DataError
+from samecurve.specs.file_kinds import table_kind
 
 if TYPE_CHECKING:
-    from .predictor import Predictor
+    from samecurve.inference.predictor import Predictor
 
 TOP, BATCH = 5, 32
 SHOWN = 60  # characters of a text
@@ -54,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     first = next(asked, None)
     if first is None:
         raise DataError(f"{arguments.file or 'the input'}: holds no text")
-    from .predictor import load
+    from samecurve.inference.predictor import load
 
     predictor = load(arguments.run, arguments.prompt, arguments.top)
     answers = _answers(predictor, chain([first], asked), arguments.batch_size)

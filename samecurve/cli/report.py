@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ..errors import ConfigurationError
-from ..records import write_text
-from ..rundir import RECORDS, REPORT
-from .report_page import page
-from .run_numbers import Run
+from samecurve.errors import ConfigurationError
+from samecurve.reports.run_report import page
+from samecurve.reports.run_summary import Run
+from samecurve.run.run_directory import RECORDS, REPORT
+from samecurve.storage.atomic import write_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

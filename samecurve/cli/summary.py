@@ -7,11 +7,13 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ..engines.placement import REFERENCE, another, num_processes_again
-from ..errors import ConfigurationError
-from ..progress import duration, number, spaced
-from ..records import read_json
-from ..rundir import read_metrics
+from samecurve.config.overrides import latest
+from samecurve.errors import ConfigurationError
+from samecurve.metrics.console import duration, number, spaced
+from samecurve.run.run_directory import read_metrics
+from samecurve.run.status import STATUS, read_status, refused_text
+from samecurve.storage.atomic import read_json
+from samecurve.strategy.placement import REFERENCE, another, num_processes_again
 
 LABEL_WIDTH = 14
 LENGTH = ("output_dir", "steps", "schedule", "evaluate.every_steps")  # a comparison has its own
@@ -33,7 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
     facts, metrics = read_json(directory / "run.json"), read_metrics(directory)
     if not facts or not metrics:
         raise ConfigurationError(f"{directory} holds no run with a finished step (run.json, metrics.jsonl)")
-    for label, text in [*_results(facts, metrics, read_json(directory / "status.json")), ("run directory", directory)]:
+    status = read_status(directory / STATUS)
+    for label, text in [*_results(facts, metrics, status), ("run directory", directory)]:
         print(f"{label:<{LABEL_WIDTH}}{text}")
     for purpose, line in commands(directory, facts):
         print(f"\n{purpose}:\n  {line}")
@@ -43,6 +46,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _results(facts: dict, metrics: list[dict], status: dict) -> Iterator[tuple[str, str]]:
     state, reason = status.get("state", "unknown"), status.get("reason")
     yield "state", f"{state}: {reason}" if reason else state
+    refused = refused_text(status)
+    if refused:
+        yield "refused start", refused.replace("\n", f"\n{'':<{LABEL_WIDTH}}")
     yield "ran", f"{facts['strategy']} ({facts['engine']}), {facts['world_size']} processes, {facts['precision']}"
     trained = [record for record in metrics if record["loss"] is not None]
     if trained:
@@ -72,10 +78,11 @@ def commands(directory: Path, facts: dict) -> list[tuple[str, str]]:
     recipe, overrides, world_size = facts["recipe_path"], latest(facts["overrides"]), facts["world_size"]
     found = [("look at it", f"tensorboard --logdir {quoted(directory / 'tensorboard')}")]
     found.append(("or as one page", f"python -m samecurve report {quoted(directory)}"))
-    if any((directory / "checkpoints").glob("step_*")) and read_json(directory / "status.json").get("state") != "done":
+    if any((directory / "checkpoints").glob("step_*")) and read_status(directory / STATUS).get("state") != "done":
         found.append(("go on where it stopped", launch(facts["strategy_path"], world_size, [recipe, *overrides])))
     if (directory / "model").is_dir():
-        start = launch(facts["strategy_path"], world_size, [recipe, *continued(overrides, directory)])
+        has_new_head = bool(facts.get("recipe", {}).get("model", {}).get("new_head"))
+        start = launch(facts["strategy_path"], world_size, [recipe, *continued(overrides, directory, has_new_head)])
         found.append(_asking(facts.get("recipe", {}).get("task"), directory))
         found.append(("share it", f"python -m samecurve export {quoted(directory)} --dtype bf16"))
         found.append(("go on from its weights", start))
@@ -109,18 +116,12 @@ def launch(strategy: str | None, world_size: int | None, arguments: Sequence[str
     return f"accelerate launch --config_file {quoted(strategy)} {processes}train.py {typed}"
 
 
-def continued(overrides: Sequence[str], directory: Path) -> list[str]:
+def continued(overrides: Sequence[str], directory: Path, has_new_head: bool = False) -> list[str]:
     """Overrides that start from an export: its weights and its tokenizer, into a new directory."""
-    kept = _without(overrides, ("output_dir", "model.path", "model.config", "tokenizer"))
-    return [*kept, f"model.path={directory / 'model'}", "tokenizer.path=null", f"output_dir={directory}-continued"]
-
-
-def latest(overrides: Sequence[str]) -> list[str]:
-    """Those that have an effect: a later one of the same key, or of a block around it, wins."""
-    found: list[str] = []
-    for override in overrides:
-        found = [*_without(found, (override.partition("=")[0],)), override]
-    return found
+    kept = _without(overrides, ("output_dir", "model.path", "model.config", "model.new_head", "tokenizer"))
+    head = ["model.new_head=false"] if has_new_head else []  # the export has it
+    new = [f"model.path={directory / 'model'}", *head, "tokenizer.path=null", f"output_dir={directory}-continued"]
+    return [*kept, *new]
 
 
 def _without(overrides: Sequence[str], keys: tuple[str, ...]) -> list[str]:

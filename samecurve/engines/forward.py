@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ..chunked_head import ChunkedHead, Measure, install, trained_positions
+from samecurve.losses.chunked_cross_entropy import ChunkedHead, Measure, install, trained_positions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ..config import Recipe
-    from ..data import MicroBatch
-    from ..tasks import Task
+    from samecurve.config.schema import Recipe
+    from samecurve.data.batches import MicroBatch
+    from samecurve.interfaces.task import Task
 
 
 @dataclass
@@ -69,3 +69,9 @@ def chunked_head(module: PreTrainedModel, skeleton: PreTrainedModel, task: Task,
     if wanted == "full" or recipe.precision == "fp16" or not task.by_token:
         return None
     return install(module, skeleton, wanted, recipe.compile != "off")
+
+
+def evaluation_sums(task: Task, logits: Tensor, **targets: Tensor) -> Tensor:
+    """fp64 (1 + n,): the task's loss and statistics of some rows or tokens."""
+    loss = task.loss(logits, **targets).double().reshape(1)
+    return torch.cat([loss, task.statistics(logits, **targets).double()])

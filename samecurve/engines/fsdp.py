@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import PreTrainedModel
 
-    from .resolve import Plan
+    from samecurve.strategy.plan import Plan
 
 
 def shard(accelerator: Accelerator, model: PreTrainedModel) -> nn.Module:
     """Shard on the meta device, then allocate: no rank ever holds a full model. Nothing is set yet."""
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
-    with _embeddings_left(model), _dtypes_left(accelerator):
+    with _embeddings_left(model), _dtypes_left(accelerator), _policy_left(accelerator):
         model = fsdp2_prepare_model(accelerator, model)
     offloaded = accelerator.state.fsdp_plugin.cpu_offload
     model.to_empty(device="cpu" if getattr(offloaded, "pin_memory", False) else accelerator.device)
@@ -72,11 +72,20 @@ def write(tensor: Tensor, full: Tensor) -> None:
 def _dtypes_left(accelerator: Accelerator) -> Iterator[None]:
     """Where it computes in bf16, accelerate 1.15 makes fp32 weights of bf16 ones, which one optimizer is made for.
 
-    What is computed in says the policy that start.py passes, so nothing else in there asks for it.
+    What is computed in says the policy that accelerator.py passes, so nothing else in there asks for it.
     """
     precision, accelerator.state._mixed_precision = accelerator.state._mixed_precision, "no"
     yield
     accelerator.state._mixed_precision = precision
+
+
+@contextmanager
+def _policy_left(accelerator: Accelerator) -> Iterator[None]:
+    """accelerate 1.15 looks for the first model's layers in every later one, where a teacher is of another family."""
+    plugin = accelerator.state.fsdp_plugin
+    names, policy = plugin.transformer_cls_names_to_wrap, plugin.auto_wrap_policy
+    yield
+    plugin.transformer_cls_names_to_wrap, plugin.auto_wrap_policy = names, policy
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ..optim import empty_state
+from samecurve.optim.factory import empty_state
 
 
 def set_updates(optimizer: torch.optim.Optimizer, updates: int) -> None:

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: DeepSpeed's PipelineModule behind the verbs of base.py.
+"""Pipeline parallelism: DeepSpeed's PipelineModule behind the verbs of interfaces/engine.py.
 
 DeepSpeed offers one verb, train_batch. What the other engines do around an optimizer step (the token mean over the
 whole step, refusing a loss or gradient that is not finite, true fp32 masters) is done here around and inside it.
@@ -21,25 +21,28 @@ from torch import Tensor
 from torch import distributed as dist
 from transformers import PreTrainedModel
 
-from .. import compilation, kernels
-from ..adapter import trained_shapes
-from ..errors import ConfigurationError
-from ..model import fill
-from ..optim import build_optimizer, parameter_groups, set_learning_rate, state_names
-from ..stages import cut
-from . import deepspeed_live, together
-from .base import EvalResult, StepResult, dtype_name, evaluation_sums, finished
-from .deepspeed_config import concrete
-from .held import Held, held_bytes
-from .pipeline_stage import build_stage
-from .state import FragmentState, LiveState, State
+from samecurve.engines import deepspeed_introspection, grad_cache
+from samecurve.engines.forward import evaluation_sums
+from samecurve.engines.memory_usage import held_bytes
+from samecurve.engines.pipeline_stage import build_stage
+from samecurve.engines.sharded_state import FragmentState, LiveState
+from samecurve.errors import ConfigurationError
+from samecurve.interfaces.engine import EvalResult, StepResult, dtype_name, finished
+from samecurve.interfaces.memory import Held
+from samecurve.interfaces.sharded_state import State
+from samecurve.models import compilation, liger
+from samecurve.models.lora import trained_shapes
+from samecurve.models.pipeline_split import cut
+from samecurve.models.weights import fill
+from samecurve.optim.factory import build_optimizer, parameter_groups, set_learning_rate, state_names
+from samecurve.strategy.deepspeed_config import concrete
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from ..data import MicroBatch
-    from ..tasks import Task
-    from .resolve import Plan
+    from samecurve.data.batches import MicroBatch
+    from samecurve.interfaces.task import Task
+    from samecurve.strategy.plan import Plan
 
 
 class PipelineEngine:
@@ -52,7 +55,7 @@ class PipelineEngine:
         self.shapes, self._num_parameters = trained_shapes(skeleton), skeleton.num_parameters()
         model = copy.deepcopy(skeleton)
         compilation.prepare(model, plan.recipe, self.device, but="full")  # which the stage does itself
-        self._kernels = kernels.replaced(model)
+        self._kernels = liger.replaced(model)
         module = build_stage(plan, cut(model), self._loss, self.device)
         self._weights, self._stages = module.named_weights(), module.stages_by_name()
         _check_trained({self._stages[name] for name in self.shapes}, module.num_stages)
@@ -117,11 +120,11 @@ class PipelineEngine:
 
     @property
     def loss_scale_state(self) -> dict:
-        return deepspeed_live.loss_scale_state(self._engine)
+        return deepspeed_introspection.loss_scale_state(self._engine)
 
     @loss_scale_state.setter
     def loss_scale_state(self, values: dict) -> None:
-        deepspeed_live.set_loss_scale(self._engine, values)
+        deepspeed_introspection.set_loss_scale(self._engine, values)
 
     def held_bytes(self) -> Held:
         return held_bytes(self._engine.module, self._engine.optimizer, self.describe())
@@ -130,7 +133,7 @@ class PipelineEngine:
         engine = self._engine
         return {
             "engine": type(engine).__name__,
-            **deepspeed_live.numbers(engine),
+            **deepspeed_introspection.numbers(engine),
             "world_size": dist.get_world_size(),
             "data_parallel_size": self.shard[1],
             "pipeline_stages": engine.num_stages,
@@ -189,7 +192,7 @@ class PipelineEngine:
         """Without dropout, other than in AcceleratedEngine: DeepSpeed's pass without gradients is an evaluation."""
         if self._task.context is None:
             return [{}] * len(micro_batches)
-        return together.cut(self._task.context(self.features(micro_batches)), self.shard, len(micro_batches))
+        return grad_cache.cut(self._task.context(self.features(micro_batches)), self.shard, len(micro_batches))
 
     def _rows(
         self, micro_batches: Sequence[MicroBatch], contexts: Sequence[dict[str, Tensor]]
@@ -236,7 +239,7 @@ class _Guard:
     def _step(self, lr_kwargs: dict | None) -> None:
         self._measure()
         self.refused = not math.isfinite(self.loss) or not (
-            math.isfinite(self.grad_norm) or deepspeed_live.may_rescale(self._engine)
+            math.isfinite(self.grad_norm) or deepspeed_introspection.may_rescale(self._engine)
         )
         if self.refused:
             self._discard()

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from ..errors import ConfigurationError
-from ..stages import Decoder, Layer, TiedHead, TokenEmbedding, project
+from samecurve.errors import ConfigurationError
+from samecurve.models.pipeline_split import Decoder, Layer, TiedHead, TokenEmbedding, project
 
 if TYPE_CHECKING:
-    from .resolve import Plan
+    from samecurve.strategy.plan import Plan
 
 _TIED = "embedding"
 

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from .. import model as models
-from ..families import check_packing
-from . import fsdp
+from samecurve.engines import fsdp
+from samecurve.models import weights as models
+from samecurve.specs.model_families import check_packing
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import PreTrainedModel
 
-    from ..config import Recipe
-    from .resolve import Plan
+    from samecurve.config.schema import Recipe
+    from samecurve.strategy.plan import Plan
 
 _DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

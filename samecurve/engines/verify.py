@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..errors import TopologyError
+from samecurve.errors import TopologyError
 
 if TYPE_CHECKING:
-    from .resolve import Plan
+    from samecurve.strategy.plan import Plan
 
 _WRAPPERS = {"ddp": "DistributedDataParallel", "zero": "DeepSpeedEngine", "pipeline": "PipelineEngine"}
 

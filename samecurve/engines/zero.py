@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import AbstractContextManager, nullcontext
 
 import deepspeed
@@ -11,13 +10,14 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param, 
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .. import compilation
-from ..model import build
-from ..optim import build_optimizer, parameter_groups, state_names
-from . import deepspeed_live
-from .accelerated import AcceleratedEngine
-from .base import dtype_name
-from .state import FragmentState, PartitionState, State
+from samecurve.engines import deepspeed_introspection
+from samecurve.engines.accelerate_engine import AcceleratedEngine
+from samecurve.engines.sharded_state import FragmentState, PartitionState
+from samecurve.interfaces.engine import dtype_name
+from samecurve.interfaces.sharded_state import State
+from samecurve.models import compilation
+from samecurve.models.weights import build
+from samecurve.optim.factory import build_optimizer, parameter_groups, state_names
 
 
 class ZeroEngine(AcceleratedEngine):
@@ -30,6 +30,7 @@ class ZeroEngine(AcceleratedEngine):
         # ZeRO-3 replaces every shape by an empty one, so the groups go by the skeleton's
         groups = parameter_groups(model.named_parameters(), self.shapes, self.recipe.optimizer)
         engine, optimizer = self.accelerator.prepare(model, build_optimizer(groups, self.recipe.optimizer))
+        deepspeed_introspection.skip_at_smallest_scale(engine)
         return engine, optimizer
 
     def _construction(self, config: dict) -> AbstractContextManager:
@@ -45,25 +46,19 @@ class ZeroEngine(AcceleratedEngine):
         self.model.backward(loss, scale_wrt_gas=False)
 
     def _update(self) -> tuple[float, bool]:
-        exhausted = self.model.fp16_enabled() and not self._may_rescale()
-        try:
-            self.model.step()
-        except Exception:
-            if not exhausted:
-                raise
-            return math.inf, False  # DeepSpeed's way to say that no loss scale is small enough
+        self.model.step()
         return float(self.model.get_global_grad_norm()), self.model.was_step_applied()
 
     def _may_rescale(self) -> bool:
-        return deepspeed_live.may_rescale(self.model)
+        return deepspeed_introspection.may_rescale(self.model)
 
     @property
     def loss_scale_state(self) -> dict:
-        return deepspeed_live.loss_scale_state(self.model)
+        return deepspeed_introspection.loss_scale_state(self.model)
 
     @loss_scale_state.setter
     def loss_scale_state(self, values: dict) -> None:
-        deepspeed_live.set_loss_scale(self.model, values)
+        deepspeed_introspection.set_loss_scale(self.model, values)
 
     def _state(self, parameters: dict[str, nn.Parameter]) -> State:
         optimizer, states = self.model.optimizer, state_names(self.recipe.optimizer, self.shapes)
@@ -102,7 +97,7 @@ class ZeroEngine(AcceleratedEngine):
 
     def _describe_numbers(self) -> dict:
         return {
-            **deepspeed_live.numbers(self.model),
+            **deepspeed_introspection.numbers(self.model),
             "weight_dtype": dtype_name(self.model.get_data_types()[0]),
             "sharded": hasattr(next(self.model.parameters()), "ds_id"),
             "offload": [*_placed("optimizer", self.model.zero_offload_optimizer()), *self._offloaded_weights()],

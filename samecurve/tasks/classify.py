@@ -9,21 +9,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import corpus, examples, sources, tokenizer
-from ..architecture import Head
-from ..cache import location
-from ..errors import DataError
-from ..loss import IGNORE_INDEX
-from ..text_rows import GroupedLabelledRows, LabelledRows
-from . import parts
+from samecurve.data import sources, token_store, tokenizer
+from samecurve.data.datasets.text import GroupedLabelledRows, LabelledRows
+from samecurve.data.find import find_examples
+from samecurve.data.schemas import classification
+from samecurve.errors import DataError
+from samecurve.losses.cross_entropy import IGNORE_INDEX
+from samecurve.models.hf_config import Head
+from samecurve.storage.cache import location
+from samecurve.tasks import splits
 
 if TYPE_CHECKING:
-    from ..config import Recipe
-    from ..engines.base import EvalResult
+    from samecurve.config.schema import Data, Recipe
+    from samecurve.interfaces.engine import EvalResult
 
 
 @dataclass
-class ClassifyTask(parts.TextTask):
+class ClassifyTask(splits.TextTask):
     """names: of the classes; a class is its place there."""
 
     names: tuple[str, ...]
@@ -73,17 +75,17 @@ class ClassifyTask(parts.TextTask):
 def load(recipe: Recipe) -> ClassifyTask:
     """Errors: see parts.load and examples.class_names; DataError for a tokenizer without a token that pads."""
     data, cache = recipe.data, location(recipe.data.cache_dir)
-    unnamed = examples.find(data.path, data, data.labels)
-    names = unnamed.names or examples.class_names(unnamed, cache)
+    unnamed = find_examples(data, data.labels, sources.Selection.of(recipe, data))
+    names = unnamed.names or classification.class_names(unnamed, cache)
 
-    def find(path: str) -> sources.Source:
-        return examples.find(path, data, names)
+    def find(chosen: Data) -> sources.Source:
+        return find_examples(chosen, names, sources.Selection.of(recipe, chosen))
 
     text_tokenizer = tokenizer.padding(tokenizer.load(recipe, find))
     length, pairs = recipe.batch.sequence_length, data.text_pair_column is not None
-    encoder = examples.ExampleEncoder(text_tokenizer, length, names, pairs)
+    encoder = classification.ExampleEncoder(text_tokenizer, length, names, pairs)
 
-    def make_rows(stream: corpus.TokenStream) -> LabelledRows:
-        return parts.padded(recipe, (LabelledRows, GroupedLabelledRows), stream, text_tokenizer.pad_token_id)
+    def make_rows(stream: token_store.TokenStream) -> LabelledRows:
+        return splits.padded(recipe, (LabelledRows, GroupedLabelledRows), stream, text_tokenizer.pad_token_id)
 
-    return ClassifyTask(text_tokenizer, parts.load(recipe, encoder, find, make_rows), names)
+    return ClassifyTask(text_tokenizer, splits.load(recipe, encoder, find, make_rows), names)

@@ -9,28 +9,29 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .. import tokenizer
-from ..config import Adapter
-from ..errors import ConfigurationError
-from ..loss import IGNORE_INDEX, token_loss_sum
-from . import causal, sft
+from samecurve.config.schema import Adapter
+from samecurve.data import tokenizer
+from samecurve.errors import ConfigurationError
+from samecurve.losses.cross_entropy import IGNORE_INDEX, token_loss_sum
+from samecurve.tasks import causal_lm, sft
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from ..config import Recipe
-    from ..engines.base import EvalResult
+    from samecurve.config.schema import Recipe
+    from samecurve.interfaces.engine import EvalResult
 
 
 @dataclass
-class DistillTask(causal.CausalTask):
+class DistillTask(causal_lm.CausalTask):
     """recipe: the run's. Among the targets is `teacher`: its logits, (sequences, sequence_length, vocabulary)."""
 
     recipe: Recipe | None = None
 
     @property
     def teacher(self) -> Recipe:
-        model = self.recipe.model.model_copy(update={"path": self.recipe.distill.teacher, "config": None})
+        theirs = {"path": self.recipe.distill.teacher, "config": None, "new_head": False}
+        model = self.recipe.model.model_copy(update=theirs)
         # its embedding gets no rows that it was not trained with
         tokenizer = self.recipe.tokenizer.model_copy(update={"chat_template": None})
         return self.recipe.model_copy(update={"model": model, "tokenizer": tokenizer, "adapter": Adapter()})

@@ -9,27 +9,32 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .. import reference as references
-from ..architecture import Head
-from ..engines.base import EvalResult
-from ..loss import IGNORE_INDEX
-from ..pair_rows import AnswerRows, GroupedAnswerRows
-from ..preference_loss import kto_drift, pair_losses, rewards, sequence_log_probabilities
-from . import pairs, parts
+from samecurve.data.datasets.preference import AnswerRows, GroupedAnswerRows
+from samecurve.interfaces.engine import EvalResult
+from samecurve.losses.cross_entropy import IGNORE_INDEX
+from samecurve.losses.preference import kto_drift, pair_losses, rewards, sequence_log_probabilities
+from samecurve.models.hf_config import Head
+from samecurve.tasks import pairwise, splits
+from samecurve.tasks import reference_logprobs as references
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-    from ..config import Dpo, Recipe
-    from ..corpus import TokenStream
-    from ..engines.base import Engine
-    from ..world import World
+    from samecurve.config.schema import Dpo, Recipe
+    from samecurve.data.token_store import TokenStream
+    from samecurve.distributed.control_group import World
+    from samecurve.interfaces.engine import Engine
 
 
 @dataclass
-class DpoTask(pairs.PairTask):
+class DpoTask(pairwise.PairTask):
     """reference: (pairs, 2), log-probabilities of both answers under the model that the run began with; among the
-    rows' targets once `reference.provide` has found them, where the loss asks for them."""
+    rows' targets once `reference.provide` has found them, where the loss asks for them.
+
+    The tokens are those of TRL's DPOTrainer by data.train_on=completion, with two differences: pairs that are equal
+    after the cut are left out (TRL counts them, with a gradient of 0), and no end-of-text token is added to what the
+    template wrote (TRL's ORPO and CPO add one where there is none).
+    """
 
     settings: Dpo
     head = Head()
@@ -67,7 +72,7 @@ class DpoTask(pairs.PairTask):
         counted = self.counted(labels)
         losses = pair_losses(self.settings, found, lengths, reference, drift)
         given = rewards(self.settings, found.detach(), lengths, reference)
-        return losses.masked_fill(~counted, 0.0).sum(), pairs.summed(given[counted])
+        return losses.masked_fill(~counted, 0.0).sum(), pairwise.summed(given[counted])
 
     def rewards(
         self, logits: Tensor, labels: Tensor, reference: Tensor | None = None, drift: Tensor | None = None
@@ -92,18 +97,18 @@ class KtoTask(DpoTask):
     def metrics(self, result: EvalResult) -> dict[str, float]:
         ratios = result.features[: len(self.held_out)]
         losses = pair_losses(self.settings, ratios, torch.ones(()), torch.zeros(()), kto_drift(ratios))
-        statistics = tuple(pairs.summed(self.settings.beta * ratios).tolist())
+        statistics = tuple(pairwise.summed(self.settings.beta * ratios).tolist())
         return super().metrics(EvalResult(losses.mean().item(), result.tokens, statistics))
 
 
 def load(recipe: Recipe) -> DpoTask:
     """Errors: see pairs.load."""
     make = KtoTask if recipe.dpo.loss == "kto" else DpoTask
-    return make(*pairs.load(recipe, _rows), recipe.dpo)
+    return make(*pairwise.load(recipe, _rows), recipe.dpo)
 
 
 def _rows(recipe: Recipe, stream: TokenStream, tokenizer: PreTrainedTokenizerFast) -> AnswerRows:
-    return parts.padded(recipe, (AnswerRows, GroupedAnswerRows), stream, tokenizer.eos_token_id)
+    return splits.padded(recipe, (AnswerRows, GroupedAnswerRows), stream, tokenizer.eos_token_id)
 
 
 def _measured(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

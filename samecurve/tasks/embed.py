@@ -10,26 +10,29 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.nn import functional
 
-from .. import contrast, corpus, retrieval, sources, tokenizer
-from ..architecture import Head
-from ..errors import DataError
-from ..loss import count_trained
-from ..records import write_json
-from ..retrieval_rows import GroupedRetrievalRows, RetrievalRows
-from . import parts
+from samecurve.data import sources, token_store, tokenizer
+from samecurve.data.datasets.retrieval import GroupedRetrievalRows, RetrievalRows
+from samecurve.data.find import find_matches
+from samecurve.data.schemas import retrieval
+from samecurve.errors import DataError
+from samecurve.losses import contrastive
+from samecurve.losses.cross_entropy import count_trained
+from samecurve.models.hf_config import Head
+from samecurve.storage.atomic import write_json
+from samecurve.tasks import splits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
     from transformers.utils import ModelOutput
 
-    from ..config import Recipe
-    from ..engines.base import EvalResult
+    from samecurve.config.schema import Data, Recipe
+    from samecurve.interfaces.engine import EvalResult
 
 _DEPTH = 10  # of the mean reciprocal rank, as in the BEIR and MS MARCO benchmarks
 
 
 @dataclass
-class EmbedTask(parts.TextTask):
+class EmbedTask(splits.TextTask):
     """Rows are read by their anchor, their positive and their negatives; those of all rows are every row's negatives.
 
     So a row's loss needs the embeddings of the whole global batch, which `context` gives it.
@@ -47,11 +50,11 @@ class EmbedTask(parts.TextTask):
 
     def features(self, states: Tensor, labels: Tensor, attention_mask: Tensor) -> Tensor:
         """(rows, sequences per row * n): embeddings of length 1."""
-        pooled = contrast.pool(states, attention_mask, self.recipe.embed.pooling)
+        pooled = contrastive.pool(states, attention_mask, self.recipe.embed.pooling)
         return functional.normalize(pooled, dim=-1).reshape(len(labels), -1)
 
     def context(self, features: Tensor) -> dict[str, Tensor]:
-        found = contrast.info_nce_context(self._embeddings(features, self.train), self.recipe.embed.temperature)
+        found = contrastive.info_nce_context(self._embeddings(features, self.train), self.recipe.embed.temperature)
         return {"row_loss": found["row_loss"], "gradient": found["gradient"].flatten(1)}
 
     def loss(
@@ -73,8 +76,8 @@ class EmbedTask(parts.TextTask):
             raise DataError(f"{result.tokens} held-out rows were evaluated, but the data hold {len(self.held_out)}")
         embeddings = self._embeddings(result.features[: result.tokens], self.held_out)
         batch, temperature = self.recipe.batch.global_batch_size, self.recipe.embed.temperature
-        loss = sum(contrast.info_nce(rows, temperature).double().sum().item() for rows in embeddings.split(batch))
-        ranks = contrast.ranks(embeddings, self.held_out.candidates()).double()
+        loss = sum(contrastive.info_nce(rows, temperature).double().sum().item() for rows in embeddings.split(batch))
+        ranks = contrastive.ranks(embeddings, self.held_out.candidates()).double()
         return {
             "eval_loss": loss / result.tokens,
             "eval_accuracy_at_1": (ranks <= 1).double().mean().item(),
@@ -113,14 +116,14 @@ class EmbedTask(parts.TextTask):
 def load(recipe: Recipe) -> EmbedTask:
     """Errors: see parts.load; DataError for a tokenizer without a token that pads."""
 
-    def find(path: str) -> sources.Source:
-        return retrieval.find(path, recipe.data)
+    def find(data: Data) -> sources.Source:
+        return find_matches(data.path, data, sources.Selection.of(recipe, data))
 
     text_tokenizer = tokenizer.padding(tokenizer.load(recipe, find))
     length = recipe.batch.sequence_length
 
-    def make_rows(stream: corpus.TokenStream) -> RetrievalRows:
-        return parts.padded(recipe, (RetrievalRows, GroupedRetrievalRows), stream, text_tokenizer.pad_token_id)
+    def make_rows(stream: token_store.TokenStream) -> RetrievalRows:
+        return splits.padded(recipe, (RetrievalRows, GroupedRetrievalRows), stream, text_tokenizer.pad_token_id)
 
     encoder = retrieval.MatchEncoder(text_tokenizer, length)
-    return EmbedTask(text_tokenizer, parts.load(recipe, encoder, find, make_rows), recipe)
+    return EmbedTask(text_tokenizer, splits.load(recipe, encoder, find, make_rows), recipe)

@@ -8,20 +8,22 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from .. import corpus, examples, sources, tokenizer
-from ..architecture import Head
-from ..errors import DataError
-from ..loss import IGNORE_INDEX
-from ..text_rows import GroupedMaskedRows, MaskedRows, Masking
-from . import parts
+from samecurve.data import sources, token_store, tokenizer
+from samecurve.data.datasets.text import GroupedMaskedRows, MaskedRows, Masking
+from samecurve.data.encoder import vocabulary_size
+from samecurve.data.schemas import classification
+from samecurve.errors import DataError
+from samecurve.losses.cross_entropy import IGNORE_INDEX
+from samecurve.models.hf_config import Head
+from samecurve.tasks import splits
 
 if TYPE_CHECKING:
-    from ..config import Recipe
-    from ..engines.base import EvalResult
+    from samecurve.config.schema import Data, Recipe
+    from samecurve.interfaces.engine import EvalResult
 
 
 @dataclass
-class MaskedTask(parts.TextTask):
+class MaskedTask(splits.TextTask):
     by_token = True
 
     @property
@@ -47,14 +49,14 @@ class MaskedTask(parts.TextTask):
 
     def describe(self) -> dict[str, object]:
         counted = {"vocabulary_size": self.vocabulary_size, "empty_documents": self.parts.empty_documents}
-        return {**self.parts.describe(), **counted}
+        return {**self.parts.describe(), **counted, **self.parts.counts}
 
 
 def load(recipe: Recipe) -> MaskedTask:
     """Errors: see parts.load; DataError for a tokenizer without a mask token or without a token that pads."""
 
-    def find(path: str) -> sources.Source:
-        return sources.find(path, recipe.data.pattern, recipe.data.text_column)
+    def find(data: Data) -> sources.Source:
+        return sources.find(data.path, data.pattern, data.text_column, sources.Selection.of(recipe, data))
 
     text_tokenizer = tokenizer.padding(tokenizer.load(recipe, find))
     if text_tokenizer.mask_token_id is None:
@@ -63,10 +65,12 @@ def load(recipe: Recipe) -> MaskedTask:
             "tokenizer_config.json"
         )
     special = tuple(text_tokenizer.all_special_ids)
-    masking = Masking(text_tokenizer.mask_token_id, corpus.vocabulary_size(text_tokenizer), special)
+    masking = Masking(text_tokenizer.mask_token_id, vocabulary_size(text_tokenizer), special)
 
-    def make_rows(stream: corpus.TokenStream) -> MaskedRows:
+    def make_rows(stream: token_store.TokenStream) -> MaskedRows:
         kinds = MaskedRows, GroupedMaskedRows
-        return parts.padded(recipe, kinds, stream, text_tokenizer.pad_token_id, masking)
+        return splits.padded(recipe, kinds, stream, text_tokenizer.pad_token_id, masking)
 
-    return MaskedTask(text_tokenizer, parts.load(recipe, examples.WholeTextEncoder(text_tokenizer), find, make_rows))
+    return MaskedTask(
+        text_tokenizer, splits.load(recipe, classification.WholeTextEncoder(text_tokenizer), find, make_rows)
+    )

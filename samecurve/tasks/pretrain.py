@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .. import corpus, sources
-from ..rows import DocumentRows, PackedRows
-from . import causal
+from samecurve.data import sources, token_store
+from samecurve.data.datasets.base import DocumentRows, PackedRows
+from samecurve.tasks import causal_lm
 
 if TYPE_CHECKING:
-    from ..config import Data, Recipe
+    from samecurve.config.schema import Data, Recipe
 
 
-def load(recipe: Recipe) -> causal.CausalTask:
+def load(recipe: Recipe) -> causal_lm.CausalTask:
     """Errors: see causal.load."""
 
     def find(data: Data) -> sources.Source:
-        return sources.find(data.path, data.pattern, data.text_column)
+        return sources.find(data.path, data.pattern, data.text_column, sources.Selection.of(recipe, data))
 
-    text_tokenizer = causal.load_tokenizer(recipe, find)
+    text_tokenizer = causal_lm.load_tokenizer(recipe, find)
 
-    def make_rows(stream: corpus.TokenStream) -> PackedRows | DocumentRows:
+    def make_rows(stream: token_store.TokenStream) -> PackedRows | DocumentRows:
         if not recipe.data.packing:
-            return causal.document_rows(recipe, stream, text_tokenizer.eos_token_id)
+            return causal_lm.document_rows(recipe, stream, text_tokenizer.eos_token_id)
         return PackedRows(stream, recipe.batch.sequence_length, text_tokenizer.eos_token_id)
 
-    return causal.load(recipe, text_tokenizer, corpus.DocumentEncoder(text_tokenizer), find, make_rows)
+    return causal_lm.load(recipe, text_tokenizer, token_store.DocumentEncoder(text_tokenizer), find, make_rows)

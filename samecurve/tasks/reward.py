@@ -8,26 +8,30 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..architecture import Head
-from ..loss import IGNORE_INDEX
-from ..pair_rows import GroupedScoredRows, ScoredRows
-from . import pairs, parts
+from samecurve.data.datasets.preference import GroupedScoredRows, ScoredRows
+from samecurve.losses.cross_entropy import IGNORE_INDEX
+from samecurve.models.hf_config import Head
+from samecurve.tasks import pairwise, splits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from ..config import Recipe, Reward
-    from ..corpus import TokenStream
+    from samecurve.config.schema import Recipe, Reward
+    from samecurve.data.token_store import TokenStream
 
 
 @dataclass
-class RewardTask(pairs.PairTask):
+class RewardTask(pairwise.PairTask):
     settings: Reward
 
     @property
     def head(self) -> Head:
         """A decoder's score is that of its last token that is not padding, which it finds by pad_token_id."""
         return Head("sequence_classification", {"num_labels": 1, "pad_token_id": self.tokenizer.pad_token_id})
+
+    def describe(self) -> dict[str, object]:
+        early = sum(rows.num_ended_by_padding for rows in (self.train, self.held_out) if rows is not None)
+        return {**super().describe(), "scores_read_before_the_last_token": early}
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """-log sigmoid of the difference (arXiv:2203.02155, equation 1, for two answers), summed over pairs.
@@ -53,8 +57,8 @@ class RewardTask(pairs.PairTask):
 
 def load(recipe: Recipe) -> RewardTask:
     """Errors: see pairs.load."""
-    return RewardTask(*pairs.load(recipe, _rows, pads=True), recipe.reward)
+    return RewardTask(*pairwise.load(recipe, _rows, pads=True), recipe.reward)
 
 
 def _rows(recipe: Recipe, stream: TokenStream, tokenizer: PreTrainedTokenizerFast) -> ScoredRows:
-    return parts.padded(recipe, (ScoredRows, GroupedScoredRows), stream, tokenizer.pad_token_id)
+    return splits.padded(recipe, (ScoredRows, GroupedScoredRows), stream, tokenizer.pad_token_id)

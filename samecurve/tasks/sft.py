@@ -4,28 +4,31 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .. import chat, conversations, corpus, sources
-from ..rows import PackedSampleRows, SampleRows
-from . import causal
+from samecurve.data import chat_encoder, sources, token_store
+from samecurve.data.datasets.base import PackedSampleRows, SampleRows
+from samecurve.data.find import find_conversations
+from samecurve.data.schemas import conversation
+from samecurve.tasks import causal_lm
 
 if TYPE_CHECKING:
-    from ..config import Data, Recipe
+    from samecurve.config.schema import Data, Recipe
 
 
-def load(recipe: Recipe) -> causal.CausalTask:
+def load(recipe: Recipe) -> causal_lm.CausalTask:
     """Errors: see causal.load; DataError also for a tokenizer without a chat template."""
-    schema = conversations.Schema.of(recipe.data)
+    schema = conversation.Schema.of(recipe.data)
 
     def find(data: Data) -> sources.Source:
-        return conversations.find(data.path, data.pattern, conversations.Schema.of(data))
+        own_schema = conversation.Schema.of(data)
+        return find_conversations(data.path, data.pattern, own_schema, sources.Selection.of(recipe, data))
 
-    chat_tokenizer = causal.load_tokenizer(recipe, find)
+    chat_tokenizer = causal_lm.load_tokenizer(recipe, find)
 
-    def make_rows(stream: corpus.TokenStream) -> SampleRows:
+    def make_rows(stream: token_store.TokenStream) -> SampleRows:
         if not recipe.data.packing:
-            return causal.document_rows(recipe, stream, chat_tokenizer.eos_token_id)
+            return causal_lm.document_rows(recipe, stream, chat_tokenizer.eos_token_id)
         return PackedSampleRows(stream, recipe.batch.sequence_length, chat_tokenizer.eos_token_id)
 
-    task = causal.load(recipe, chat_tokenizer, chat.encoder(chat_tokenizer, schema), find, make_rows)
+    task = causal_lm.load(recipe, chat_tokenizer, chat_encoder.encoder(chat_tokenizer, schema), find, make_rows)
     task.details = {"train_on": recipe.data.train_on, **task.details}
     return task

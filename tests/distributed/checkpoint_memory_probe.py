@@ -14,23 +14,26 @@ from pathlib import Path
 
 import torch
 
-from samecurve import engines, model, outcome, tasks
 from samecurve.checkpoint.manager import Checkpoints, Position
-from samecurve.data import StepBatches
-from samecurve.facts import decisive
-from samecurve.rundir import RunDirectory
-from samecurve.world import World
+from samecurve.data.batches import StepBatches
+from samecurve.distributed.control_group import World
+from samecurve.engines import factory
+from samecurve.models import weights
+from samecurve.run import lifecycle
+from samecurve.run.metadata import decisive
+from samecurve.run.run_directory import RunDirectory
+from samecurve.tasks import registry
 
 OWN = Path("/proc/self")
 
 
 def main() -> None:
-    plan = engines.plan(sys.argv[1:], os.environ)
+    plan = factory.plan(sys.argv[1:], os.environ)
     run = RunDirectory(plan.recipe.output_dir, is_main=os.environ.get("RANK", "0") == "0")
-    accelerator = engines.start(plan)
-    task = tasks.load(plan.recipe)
-    skeleton = model.skeleton(plan.recipe, task.vocabulary_size, task.special_tokens)
-    engine = engines.build(accelerator, plan, skeleton, task)
+    accelerator = factory.start(plan)
+    task = registry.load(plan.recipe)
+    skeleton = weights.skeleton(plan.recipe, task.vocabulary_size, task.special_tokens)
+    engine = factory.build(accelerator, plan, skeleton, task)
     for step, micro_batches in enumerate(StepBatches(task.train, 0, plan.recipe.batch, engine.shard, 2)):
         engine.step(micro_batches, 1e-3 * step)
     facts, sizes = decisive(plan, skeleton, task), [parameter.numel() for parameter in skeleton.parameters()]
@@ -72,4 +75,4 @@ def resident(name: str) -> int:
 
 
 if __name__ == "__main__":
-    outcome.end_with(main)
+    lifecycle.end_with(main)

@@ -8,22 +8,25 @@ from __future__ import annotations
 import os
 import sys
 
-from samecurve import engines, model, outcome, tasks
 from samecurve.checkpoint.manager import Checkpoints
-from samecurve.facts import decisive
-from samecurve.rundir import RunDirectory
-from samecurve.world import World
+from samecurve.distributed.control_group import World
+from samecurve.engines import factory
+from samecurve.models import weights
+from samecurve.run import lifecycle
+from samecurve.run.metadata import decisive
+from samecurve.run.run_directory import RunDirectory
+from samecurve.tasks import registry
 
 
 def main() -> None:
     folder, *arguments = sys.argv[1:]
-    plan = engines.plan(arguments, os.environ)
+    plan = factory.plan(arguments, os.environ)
     run = RunDirectory(plan.recipe.output_dir, is_main=os.environ.get("RANK", "0") == "0")
-    accelerator = engines.start(plan)
-    task = tasks.load(plan.recipe)
-    skeleton = model.skeleton(plan.recipe, task.vocabulary_size, task.special_tokens)
+    accelerator = factory.start(plan)
+    task = registry.load(plan.recipe)
+    skeleton = weights.skeleton(plan.recipe, task.vocabulary_size, task.special_tokens)
     checkpoints = Checkpoints(run, decisive(plan, skeleton, task), World(), accelerator.print)
-    engine = engines.build(accelerator, plan, skeleton, task)
+    engine = factory.build(accelerator, plan, skeleton, task)
     position = checkpoints.load(checkpoints.find(folder), engine)
     checkpoints.save(engine, position, wait=True)
     accelerator.print("ENGINE", engine.describe()["engine"])
@@ -31,4 +34,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    outcome.end_with(main)
+    lifecycle.end_with(main)

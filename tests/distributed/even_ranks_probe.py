@@ -16,9 +16,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import train
-from samecurve import engines, model, outcome, tasks
-from samecurve.config import Recipe
-from samecurve.data import StepBatches
+from samecurve.config.schema import Recipe
+from samecurve.data.batches import StepBatches
+from samecurve.engines import factory
+from samecurve.models import weights
+from samecurve.run import lifecycle
+from samecurve.tasks import registry
 
 STEPS = 3
 
@@ -33,8 +36,8 @@ def live_bytes() -> int:
 
 def measured(accelerator, plan, task) -> dict:
     recipe = plan.recipe
-    skeleton = model.skeleton(recipe, task.vocabulary_size, task.special_tokens)
-    engine = engines.build(accelerator, plan, skeleton, task)
+    skeleton = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens)
+    engine = factory.build(accelerator, plan, skeleton, task)
     steps = list(StepBatches(task.train, recipe.seed, recipe.batch, engine.shard, STEPS))
     backward, live, results = engine._backward, [], []
 
@@ -60,15 +63,15 @@ def measured(accelerator, plan, task) -> dict:
 def main() -> None:
     cases = json.loads(os.environ["CASES"])
     if cases:
-        plan = engines.plan(sys.argv[1:], os.environ)
-        accelerator = engines.start(plan)
-        task = tasks.load(plan.recipe)
+        plan = factory.plan(sys.argv[1:], os.environ)
+        accelerator = factory.start(plan)
+        task = registry.load(plan.recipe)
         found = {}
         for name, keys in cases.items():
             recipe = Recipe.model_validate({**plan.recipe.model_dump(), **keys})
             found[name] = measured(accelerator, replace(plan, recipe=recipe), task)
         accelerator.print("CASES " + json.dumps(found))
-        train.engines.start = lambda plan: accelerator
+        train.factory.start = lambda plan: accelerator
     train.train = watched(train.train)
     train.main()
 
@@ -99,4 +102,4 @@ def watched(train_loop):
 
 
 if __name__ == "__main__":
-    outcome.end_with(main)
+    lifecycle.end_with(main)

@@ -12,20 +12,23 @@ from pathlib import Path
 
 import torch
 
-from samecurve import engines, model, outcome, tasks
-from samecurve.data import EvaluationBatches, StepBatches
-from samecurve.export import export
+from samecurve.data.batches import EvaluationBatches, StepBatches
+from samecurve.engines import factory
+from samecurve.export.hf_export import export
+from samecurve.models import weights
+from samecurve.run import lifecycle
+from samecurve.tasks import registry
 
 
 def main() -> None:
-    plan = engines.plan(sys.argv[1:], os.environ)
+    plan = factory.plan(sys.argv[1:], os.environ)
     recipe, folder = plan.recipe, Path(plan.recipe.output_dir)
-    accelerator = engines.start(plan)
-    task = tasks.load(recipe)
-    skeleton = model.skeleton(recipe, task.vocabulary_size, task.special_tokens)
+    accelerator = factory.start(plan)
+    task = registry.load(recipe)
+    skeleton = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens)
     kept, loss = [], task.loss
     task.loss = lambda logits, labels: kept.append((logits.detach().clone(), labels)) or loss(logits, labels)
-    engine = engines.build(accelerator, plan, skeleton, task)
+    engine = factory.build(accelerator, plan, skeleton, task)
     for micro_batches in StepBatches(task.train, recipe.seed, recipe.batch, engine.shard, num_steps=2):
         engine.step(micro_batches, 1e-3)
     kept.clear()
@@ -45,4 +48,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    outcome.end_with(main)
+    lifecycle.end_with(main)

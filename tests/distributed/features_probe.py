@@ -14,20 +14,23 @@ from dataclasses import replace
 import torch
 from torch.nn import functional
 
-from samecurve import engines, model, outcome, tasks
-from samecurve.data import EvaluationBatches, StepBatches
-from samecurve.loss import IGNORE_INDEX
+from samecurve.data.batches import EvaluationBatches, StepBatches
+from samecurve.engines import factory
+from samecurve.losses.cross_entropy import IGNORE_INDEX
+from samecurve.models import weights
+from samecurve.run import lifecycle
+from samecurve.tasks import registry
 
 
 def main() -> None:
-    plan = engines.plan(sys.argv[1:], os.environ)
-    accelerator = engines.start(plan)
-    recipe, task = plan.recipe, tasks.load(plan.recipe)
+    plan = factory.plan(sys.argv[1:], os.environ)
+    accelerator = factory.start(plan)
+    recipe, task = plan.recipe, registry.load(plan.recipe)
     task.features, task.statistics, task.loss = features, statistics, loss
     task.by_token = False  # what is asked here is of whole rows, which the chunked head does not see
     task.count = lambda labels, weight: int((labels != IGNORE_INDEX).sum())
-    skeleton = model.skeleton(recipe, task.vocabulary_size, task.special_tokens)
-    engine = engines.build(accelerator, plan, skeleton, task)
+    skeleton = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens)
+    engine = factory.build(accelerator, plan, skeleton, task)
     held_out = weighted(EvaluationBatches(task.held_out, recipe.batch.micro_batch_size, engine.shard))
     found, evaluated = engine.features(held_out), engine.evaluate(held_out)
     step = StepBatches(task.train, recipe.seed, recipe.batch, engine.shard, 1)
@@ -72,10 +75,10 @@ def loss(logits, labels, weight):
 
 
 def expected(skeleton, recipe, batches) -> dict:
-    whole = model.build(type(skeleton), skeleton.config, torch.device("cpu")).eval()
+    whole = weights.build(type(skeleton), skeleton.config, torch.device("cpu")).eval()
     tensors = dict(whole.named_parameters()) | dict(whole.named_buffers())
     with torch.no_grad():
-        model.fill(skeleton, recipe, lambda name, tensor: tensors[name].copy_(tensor))
+        weights.fill(skeleton, recipe, lambda name, tensor: tensors[name].copy_(tensor))
         outputs = [(whole(**batch.inputs).logits, batch.targets) for batch in batches]
         found = {"features": torch.cat([features(logits, **targets) for logits, targets in outputs])}
         found["statistics"] = sum(statistics(logits, **targets) for logits, targets in outputs).tolist()
@@ -92,4 +95,4 @@ def _everywhere(found) -> list[list[float]]:
 
 
 if __name__ == "__main__":
-    outcome.end_with(main)
+    lifecycle.end_with(main)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import socket
 import subprocess
@@ -16,7 +17,8 @@ from pathlib import Path
 import forked
 import pytest
 
-from samecurve.records import now
+from samecurve.config.overrides import latest
+from samecurve.storage.atomic import now
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = "SAMECURVE_FAULT_RESULTS"
@@ -71,7 +73,11 @@ class Run:
 
     @cached_property
     def metrics(self) -> list[dict]:
-        return [json.loads(line) for line in (self.directory / "metrics.jsonl").read_text().splitlines()]
+        """Nothing computes faster than the peak, so every run that a test reads is a test of that number, too."""
+        records = [json.loads(line) for line in (self.directory / "metrics.jsonl").read_text().splitlines()]
+        impossible = [each for each in records if (each.get("mfu") or 0) > 1 or (each.get("hfu") or 0) > 1]
+        assert not impossible, (self.directory, impossible)
+        return records
 
     def column(self, key: str) -> list[float]:
         return [record[key] for record in self.metrics]
@@ -147,7 +153,7 @@ class Workspace:
 
     def execute(self, command: list[str], directory: Path, **environment: str) -> Run:
         """command: as launch_command makes it, with the script's arguments."""
-        env = self.environment(**environment)
+        env, command = self.environment(**environment), once(command)
         if command[0] == "fork":
             world, port, script, *arguments = command[1:]
             done = forked.run(ROOT / script, arguments, int(world), int(port), env, LIMIT_SECONDS)
@@ -185,6 +191,17 @@ def launch_command(
     hostfile.write_text(f"127.0.0.1 slots={world}\n")
     options = ["--hostfile", str(hostfile), "--no_ssh", "--node_rank", "0", "--master_addr", "127.0.0.1"]
     return [str(BIN / "deepspeed"), *options, "--master_port", port, script]
+
+
+def once(command: list[str]) -> list[str]:
+    """Of overrides for one key the last, so that a test can add to settings that it shares with others."""
+    is_override = re.compile(r"[a-z_]\w*(\.\w+)*=").match
+    after = ["", *command]
+    given = [word for before, word in zip(after, command, strict=False) if is_override(word) and before != "--variant"]
+    others = [
+        word for before, word in zip(after, command, strict=False) if not is_override(word) or before == "--variant"
+    ]
+    return [*others, *latest(given)]
 
 
 def long(*values) -> list:

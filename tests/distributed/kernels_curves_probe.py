@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
 import interpreted  # noqa: E402  before anything that imports Triton
 import levers_probe  # noqa: E402
 
-from samecurve import outcome  # noqa: E402
+from samecurve.run import lifecycle  # noqa: E402
 
 
 def main() -> None:
@@ -18,4 +18,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    outcome.end_with(main)
+    lifecycle.end_with(main)

@@ -6,22 +6,25 @@ import os
 import sys
 from pathlib import Path
 
-from samecurve import engines, model, outcome, tasks
+from samecurve.engines import factory
+from samecurve.models import weights
+from samecurve.run import lifecycle
+from samecurve.tasks import registry
 
 
 def main() -> None:
-    plan = engines.plan(sys.argv[1:], os.environ)
-    accelerator = engines.start(plan)
-    task = tasks.load(plan.recipe)
-    skeleton = model.skeleton(plan.recipe, task.vocabulary_size, task.special_tokens)
-    engine = engines.build(accelerator, plan, skeleton, task)
+    plan = factory.plan(sys.argv[1:], os.environ)
+    accelerator = factory.start(plan)
+    task = registry.load(plan.recipe)
+    skeleton = weights.skeleton(plan.recipe, task.vocabulary_size, task.special_tokens)
+    engine = factory.build(accelerator, plan, skeleton, task)
     accelerator.print("ENGINE", engine.describe()["engine"])
     accelerator.wait_for_everyone()
     accelerator.end_training()
 
 
 if __name__ == "__main__":
-    code = outcome.exit_code(main)  # what end_with does, but for a look between its two halves
+    code = lifecycle.exit_code(main)  # what end_with does, but for a look between its two halves
     names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
     print(f"LEFT {sum('gloo_runloop' in name for name in names)}\n", end="", flush=True)  # at once: there are two
-    outcome.leave(code)
+    lifecycle.leave(code)

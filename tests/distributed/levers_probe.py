@@ -17,18 +17,21 @@ import torch
 from torch._dynamo.utils import get_compilation_metrics
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from samecurve import engines, model, outcome, tasks
-from samecurve.compilation import Recompilations
-from samecurve.config import Recipe
-from samecurve.data import EvaluationBatches, StepBatches
+from samecurve.config.schema import Recipe
+from samecurve.data.batches import EvaluationBatches, StepBatches
+from samecurve.engines import factory
+from samecurve.models import weights
+from samecurve.models.compilation import Recompilations
+from samecurve.run import lifecycle
+from samecurve.tasks import registry
 
 STEPS = 3
 
 
 def main() -> None:
-    plan = engines.plan(sys.argv[1:], os.environ)
-    accelerator = engines.start(plan)
-    task = tasks.load(plan.recipe)
+    plan = factory.plan(sys.argv[1:], os.environ)
+    accelerator = factory.start(plan)
+    task = registry.load(plan.recipe)
     found = {}
     for name, keys in json.loads(os.environ["CASES"]).items():
         recipe = Recipe.model_validate({**plan.recipe.model_dump(), **keys})
@@ -54,8 +57,8 @@ def calls(module_class) -> Iterator[list]:
 def measured(accelerator, plan, task) -> dict:
     torch._dynamo.reset()  # what an earlier case compiled may fit this one, too
     recipe, counter = plan.recipe, Recompilations(plan.recipe.compile != "off", print)
-    skeleton = model.skeleton(recipe, task.vocabulary_size, task.special_tokens)
-    engine = engines.build(accelerator, plan, skeleton, task)
+    skeleton = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens)
+    engine = factory.build(accelerator, plan, skeleton, task)
     steps = StepBatches(task.train, recipe.seed, recipe.batch, engine.shard, STEPS)
     with nullcontext([]) if recipe.compile != "off" else calls(LlamaMLP) as counted:
         results = [engine.step(micro_batches, 1e-3) for micro_batches in steps]
@@ -71,10 +74,10 @@ def measured(accelerator, plan, task) -> dict:
         **{key: engine.describe()[key] for key in ("kernels", "loss_implementation")},
         "mlp_calls": len(counted),  # of layers on this rank
         # a compiled loss does not show that layers are
-        "compiled": sum(entry.co_filename not in (None, tasks.__file__) for entry in get_compilation_metrics()),
+        "compiled": sum(entry.co_filename not in (None, registry.__file__) for entry in get_compilation_metrics()),
         **counter.record(STEPS),
     }
 
 
 if __name__ == "__main__":
-    outcome.end_with(main)
+    lifecycle.end_with(main)

@@ -11,18 +11,21 @@ import sys
 
 import torch
 
-from samecurve import engines, model, outcome, tasks
-from samecurve.meter import peak_memory_bytes
+from samecurve.engines import factory
+from samecurve.metrics.meter import peak_memory_bytes
+from samecurve.models import weights as model
+from samecurve.run import lifecycle
+from samecurve.tasks import registry
 
 
 def main() -> None:
-    plan = engines.plan(sys.argv[1:], os.environ)
-    accelerator = engines.start(plan)
-    task = tasks.load(plan.recipe)
+    plan = factory.plan(sys.argv[1:], os.environ)
+    accelerator = factory.start(plan)
+    task = registry.load(plan.recipe)
     skeleton = model.skeleton(plan.recipe, task.vocabulary_size, task.special_tokens)
     weights = 4 * sum(parameter.numel() for parameter in skeleton.parameters())
     before = peak_memory_bytes(accelerator.device)
-    engine = engines.build(accelerator, plan, skeleton, task)
+    engine = factory.build(accelerator, plan, skeleton, task)
     growth = torch.tensor([(peak_memory_bytes(accelerator.device) - before) / weights])
     largest = accelerator.gather(growth).max().item()
     facts = {"engine": engine.describe()["engine"], "weights_mib": weights / 2**20, "growth": largest}
@@ -31,4 +34,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    outcome.end_with(main)
+    lifecycle.end_with(main)

@@ -12,8 +12,11 @@ import sys
 
 import torch
 
-from samecurve import engines, model, outcome, tasks
-from samecurve.data import StepBatches
+from samecurve.data.batches import StepBatches
+from samecurve.engines import factory
+from samecurve.models import weights
+from samecurve.run import lifecycle
+from samecurve.tasks import registry
 
 
 class BrokenGradient(torch.autograd.Function):
@@ -27,9 +30,9 @@ class BrokenGradient(torch.autograd.Function):
 
 
 def main() -> None:
-    plan = engines.plan(sys.argv[1:], os.environ)
-    accelerator = engines.start(plan)
-    task = tasks.load(plan.recipe)
+    plan = factory.plan(sys.argv[1:], os.environ)
+    accelerator = factory.start(plan)
+    task = registry.load(plan.recipe)
     intact, broken = task.loss, {"by": None}
 
     def loss(logits, labels):
@@ -40,8 +43,8 @@ def main() -> None:
         return BrokenGradient.apply(value) if broken["by"] == "gradient" else value
 
     task.loss = loss
-    skeleton = model.skeleton(plan.recipe, task.vocabulary_size, task.special_tokens)
-    engine = engines.build(accelerator, plan, skeleton, task)
+    skeleton = weights.skeleton(plan.recipe, task.vocabulary_size, task.special_tokens)
+    engine = factory.build(accelerator, plan, skeleton, task)
     batches = iter(StepBatches(task.train, plan.recipe.seed, plan.recipe.batch, engine.shard, 7))
     engine.step(next(batches), 1e-3)
     found = {"engine": engine.describe()["engine"], "after": []}
@@ -68,4 +71,4 @@ def kept(engine) -> dict:
 
 
 if __name__ == "__main__":
-    outcome.end_with(main)
+    lifecycle.end_with(main)

@@ -14,16 +14,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from harness import once
 from pairs_probe import differs
 from test_resume import whole
 
-from samecurve import engines, model, outcome, tasks
 from samecurve.checkpoint.manager import Checkpoints, Position
-from samecurve.data import StepBatches
-from samecurve.facts import decisive
-from samecurve.optim import learning_rate
-from samecurve.rundir import RunDirectory
-from samecurve.world import World
+from samecurve.data.batches import StepBatches
+from samecurve.distributed.control_group import World
+from samecurve.engines import factory
+from samecurve.models import weights
+from samecurve.optim.factory import learning_rate
+from samecurve.run import lifecycle
+from samecurve.run.metadata import decisive
+from samecurve.run.run_directory import RunDirectory
+from samecurve.tasks import registry
 
 STEPS, SAVED = 8, 4
 
@@ -32,11 +36,11 @@ def main() -> None:
     wanted = json.loads(Path(sys.argv[1]).read_text())
     accelerator = task = skeleton = None
     for name, overrides in wanted["optimizers"].items():
-        plan = engines.plan([*sys.argv[2:], *overrides, f"output_dir={wanted['folder']}/{name}"], os.environ)
+        plan = factory.plan(once([*sys.argv[2:], *overrides, f"output_dir={wanted['folder']}/{name}"]), os.environ)
         if accelerator is None:
-            accelerator = engines.start(plan)
-            task = tasks.load(plan.recipe)
-            skeleton = model.skeleton(plan.recipe, task.vocabulary_size, task.special_tokens)
+            accelerator = factory.start(plan)
+            task = registry.load(plan.recipe)
+            skeleton = weights.skeleton(plan.recipe, task.vocabulary_size, task.special_tokens)
         found = one(plan, accelerator, task, skeleton, wanted["origin"] and Path(wanted["origin"]) / name)
         if accelerator.is_main_process:
             with open(wanted["results"], "a", encoding="utf-8") as stream:
@@ -48,7 +52,7 @@ def one(plan, accelerator, task, skeleton, origin: Path | None) -> dict:
     recipe, world = plan.recipe, World()
     run = RunDirectory(recipe.output_dir, is_main=world.is_main)
     checkpoints = Checkpoints(run, decisive(plan, skeleton, task), world, accelerator.print, background=False)
-    engine = engines.build(accelerator, plan, skeleton, task)
+    engine = factory.build(accelerator, plan, skeleton, task)
 
     def train(start: int, save_after: int = 0) -> list[tuple[float, float]]:
         batches = StepBatches(task.train, recipe.seed, recipe.batch, engine.shard, STEPS, start)
@@ -83,4 +87,4 @@ def one(plan, accelerator, task, skeleton, origin: Path | None) -> dict:
 
 
 if __name__ == "__main__":
-    outcome.end_with(main)
+    lifecycle.end_with(main)

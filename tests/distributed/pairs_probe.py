@@ -14,26 +14,29 @@ from pathlib import Path
 import torch
 from test_resume import whole
 
-from samecurve import engines, model, outcome, tasks
 from samecurve.checkpoint.manager import Checkpoints
-from samecurve.data import StepBatches
-from samecurve.facts import decisive
-from samecurve.optim import learning_rate
-from samecurve.rundir import RunDirectory
-from samecurve.world import World
+from samecurve.data.batches import StepBatches
+from samecurve.distributed.control_group import World
+from samecurve.engines import factory
+from samecurve.models import weights
+from samecurve.optim.factory import learning_rate
+from samecurve.run import lifecycle
+from samecurve.run.metadata import decisive
+from samecurve.run.run_directory import RunDirectory
+from samecurve.tasks import registry
 
 
 def main() -> None:
     wanted = json.loads(Path(sys.argv[1]).read_text())
-    plan = engines.plan(sys.argv[2:], os.environ)
+    plan = factory.plan(sys.argv[2:], os.environ)
     recipe = plan.recipe
     run = RunDirectory(recipe.output_dir, is_main=os.environ.get("RANK", "0") == "0")
-    accelerator = engines.start(plan)
-    task = tasks.load(recipe)
-    skeleton = model.skeleton(recipe, task.vocabulary_size, task.special_tokens)
+    accelerator = factory.start(plan)
+    task = registry.load(recipe)
+    skeleton = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens)
     world = World()
     checkpoints = Checkpoints(run, decisive(plan, skeleton, task), world, accelerator.print)
-    engine = engines.build(accelerator, plan, skeleton, task)
+    engine = factory.build(accelerator, plan, skeleton, task)
     for name, folder in wanted["sources"].items():
         position = checkpoints.load(Path(folder), engine)
         stored = whole(Path(folder))
@@ -59,4 +62,4 @@ def differs(stored: dict, held, kind: str, tensor: torch.Tensor) -> bool:
 
 
 if __name__ == "__main__":
-    outcome.end_with(main)
+    lifecycle.end_with(main)

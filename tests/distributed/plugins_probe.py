@@ -7,12 +7,13 @@ import os
 import re
 import sys
 
-from samecurve import engines, outcome
+from samecurve.engines import factory
+from samecurve.run import lifecycle
 
 
 def main() -> None:
-    plan = engines.plan(sys.argv[1:], os.environ)
-    accelerator = engines.start(plan)
+    plan = factory.plan(sys.argv[1:], os.environ)
+    accelerator = factory.start(plan)
     state = accelerator.state
     plugins = [getattr(state, name, None) for name in ("deepspeed_plugin", "fsdp_plugin", "parallelism_config")]
     found = {type(plugin).__name__: _plain(plugin) for plugin in plugins if plugin is not None}
@@ -33,4 +34,4 @@ def _plain(plugin) -> dict:
 
 
 if __name__ == "__main__":
-    outcome.end_with(main)
+    lifecycle.end_with(main)

@@ -18,10 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from samecurve import engines, model, outcome, tasks
-from samecurve.data import StepBatches
-from samecurve.engines.base import dtype_name
-from samecurve.optim import learning_rate
+from samecurve.data.batches import StepBatches
+from samecurve.engines import factory
+from samecurve.interfaces.engine import dtype_name
+from samecurve.models import weights
+from samecurve.optim.factory import learning_rate
+from samecurve.run import lifecycle
+from samecurve.tasks import registry
 
 STEPS = 8
 
@@ -39,11 +42,11 @@ class Collectives(TorchDispatchMode):
 
 
 def main() -> None:
-    plan = engines.plan(sys.argv[1:], os.environ)
-    accelerator, recipe = engines.start(plan), plan.recipe
-    task = tasks.load(recipe)
-    skeleton = model.skeleton(recipe, task.vocabulary_size, task.special_tokens)
-    engine = engines.build(accelerator, plan, skeleton, task)
+    plan = factory.plan(sys.argv[1:], os.environ)
+    accelerator, recipe = factory.start(plan), plan.recipe
+    task = registry.load(recipe)
+    skeleton = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens)
+    engine = factory.build(accelerator, plan, skeleton, task)
     if isinstance(engine.model, DistributedDataParallel):
         note_gradients(engine)
     results = []
@@ -104,4 +107,4 @@ def deepspeed_numbers(engine) -> dict:
 
 
 if __name__ == "__main__":
-    outcome.end_with(main)
+    lifecycle.end_with(main)

@@ -27,8 +27,10 @@ from transformers import (
     get_cosine_with_min_lr_schedule_with_warmup,
 )
 
-from samecurve import cli, recipe, tasks
-from samecurve.model import fill, skeleton
+from samecurve.cli import commands
+from samecurve.config import loader
+from samecurve.models.weights import fill, skeleton
+from samecurve.tasks import registry
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 SAVED, SEQUENCE_LENGTH = 5, 48
@@ -80,7 +82,7 @@ def overrides(workspace, rows, task: str) -> tuple[str, ...]:
     common += [f"evaluate={{path: {rows['held_out']}, every_steps: {STEPS}}}", "schedule.warmup_steps=2"]
     common += [f"batch.sequence_length={SEQUENCE_LENGTH}", "batch.micro_batch_size=2"]
     common += ["data.chat=false"] if task == "reward" else []
-    tokenizer = tasks.load(recipe.load(str(workspace.recipe), common).recipe).tokenizer
+    tokenizer = registry.load(loader.load(str(workspace.recipe), common).recipe).tokenizer
     family = FAMILIES[task]
     fields = dict(BERT if family == "bert" else LLAMA)
     config = AutoConfig.for_model(
@@ -134,7 +136,7 @@ def assert_the_checkpoint_holds_what_is_trained(run: Run) -> None:
 
 def test_a_single_process_follows_a_loop_of_peft(workspace, rows, settings):
     """peft wraps what is in modules_to_save, and stores it; here it is trained in place."""
-    made = recipe.load(str(workspace.recipe), settings["classify"]).recipe
+    made = loader.load(str(workspace.recipe), settings["classify"]).recipe
     model = AutoModelForSequenceClassification.from_pretrained(made.model.path, num_labels=3)
     whole = LoraConfig(
         r=4, lora_alpha=8, target_modules="all-linear", modules_to_save=["pooler"], task_type=TaskType.SEQ_CLS
@@ -145,7 +147,7 @@ def test_a_single_process_follows_a_loop_of_peft(workspace, rows, settings):
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     }
-    task = tasks.load(made)
+    task = registry.load(made)
     shape = skeleton(made, task.vocabulary_size, task.special_tokens, task.head)
     with torch.no_grad():  # the same draw
         fill(shape, made, lambda name, tensor: trained[name].copy_(tensor), trained.keys())
@@ -187,13 +189,13 @@ def test_what_is_done_with_it_afterwards(task, strategy, workspace, settings, tm
     """Measured again, merged and measured, exported from a checkpoint: the numbers of the run."""
     monkeypatch.setenv("SAMECURVE_CACHE", str(workspace.folder / "cache"))
     run, merged, again = start(workspace, settings, task, strategy), tmp_path / "merged", tmp_path / "again"
-    assert cli.main(["merge", str(run.directory), "--output", str(merged)]) == 0
+    assert commands.main(["merge", str(run.directory), "--output", str(merged)]) == 0
     for more in ([], ["--model", str(merged)]):
         command = ["evaluate", str(run.directory), "--json", str(tmp_path / "found.json"), *more]
-        assert cli.main(command) == 0
+        assert commands.main(command) == 0
         found = json.loads((tmp_path / "found.json").read_text())["metrics"]
         assert found == {name: pytest.approx(run.metrics[-1][name], rel=1e-5) for name in found} != {}
-    assert cli.main(["export", str(run.directory), "--checkpoint", "latest", "--output", str(again)]) == 0
+    assert commands.main(["export", str(run.directory), "--checkpoint", "latest", "--output", str(again)]) == 0
     weights = load_file(again / "adapter_model.safetensors")
     assert all(torch.equal(weights[name], tensor) for name, tensor in exported(run).items())
     assert {path.name for path in again.iterdir()} == {path.name for path in (run.directory / "model").iterdir()}
@@ -209,7 +211,7 @@ def test_predict_says_what_the_run_measured(task, strategy, workspace, rows, set
         file = tmp_path / "asked.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in made))
         capsys.readouterr()
-        assert cli.main(["predict", str(run.directory), "--file", str(file), "--batch_size", "4"]) == 0
+        assert commands.main(["predict", str(run.directory), "--file", str(file), "--batch_size", "4"]) == 0
         found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
         assert len(found) == len(made)
         return found

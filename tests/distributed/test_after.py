@@ -15,7 +15,8 @@ from test_equal_curves import Case, run_case
 from test_lora import run_lora
 from transformers import AutoModelForCausalLM
 
-from samecurve import cli, sources
+from samecurve.cli import commands
+from samecurve.data import sources
 
 TASKS = ["pretrain", "adapter", "sft", "classify"]
 STEPS = 6
@@ -66,7 +67,7 @@ def cache(workspace, monkeypatch):
 @pytest.mark.parametrize("task", TASKS)
 def test_evaluate_finds_what_the_run_wrote(task, runs, tmp_path, capsys):
     run = runs[task]
-    assert cli.main(["evaluate", str(run.directory), "--json", str(tmp_path / "found.json")]) == 0
+    assert commands.main(["evaluate", str(run.directory), "--json", str(tmp_path / "found.json")]) == 0
     found = json.loads((tmp_path / "found.json").read_text())
     wrote = {key: value for key, value in run.metrics[-1].items() if key.startswith("eval_")}
     assert found["metrics"].keys() == wrote.keys() and found["precision"] == "fp32"
@@ -83,7 +84,7 @@ def test_evaluate_reads_a_file_as_the_recipe_reads_data(workspace, runs, tmp_pat
     for kept in (held_out, held_out[::2]):
         (tmp_path / "data.jsonl").write_text("\n".join(kept))
         arguments = [str(runs["pretrain"].directory), str(tmp_path / "data.jsonl"), "--micro_batch_size", "3"]
-        assert cli.main(["evaluate", *arguments, "--json", str(tmp_path / "found.json")]) == 0
+        assert commands.main(["evaluate", *arguments, "--json", str(tmp_path / "found.json")]) == 0
         measured.append(json.loads((tmp_path / "found.json").read_text())["metrics"])
     wrote = runs["pretrain"].metrics[-1]
     assert measured[0]["eval_bits_per_byte"] == pytest.approx(wrote["eval_bits_per_byte"], rel=1e-6)
@@ -92,12 +93,14 @@ def test_evaluate_reads_a_file_as_the_recipe_reads_data(workspace, runs, tmp_pat
 
 def test_a_checkpoint_of_several_ranks_is_the_export_without_the_strategy(workspace, reference, tmp_path, capsys):
     run = run_case(workspace, Case("zero3", 2, 2))
-    assert cli.main(["export", str(run.directory), "--checkpoint", "latest", "--output", str(tmp_path / "fp32")]) == 0
+    assert (
+        commands.main(["export", str(run.directory), "--checkpoint", "latest", "--output", str(tmp_path / "fp32")]) == 0
+    )
     found = load_file(tmp_path / "fp32" / "model.safetensors")
     assert found.keys() == run.weights.keys()
     assert all(torch.equal(found[name], run.weights[name]) for name in found)
     early = ["--checkpoint", str(run.checkpoint(5)), "--dtype", "bf16", "--output", str(tmp_path / "early")]
-    assert cli.main(["export", str(run.directory), *early]) == 0
+    assert commands.main(["export", str(run.directory), *early]) == 0
     before = load_file(tmp_path / "early" / "model.safetensors")
     assert {tensor.dtype for tensor in before.values()} == {torch.bfloat16}
     assert not any(torch.equal(before[name], found[name].bfloat16()) for name in found)
@@ -108,7 +111,7 @@ def test_a_checkpoint_of_several_ranks_is_the_export_without_the_strategy(worksp
 def test_an_export_in_another_dtype(task, runs, tmp_path, capsys):
     run = runs[task]
     arguments = ["--dtype", "bf16", "--license", "apache-2.0", "--output", str(tmp_path / "model")]
-    assert cli.main(["export", str(run.directory), *arguments]) == 0
+    assert commands.main(["export", str(run.directory), *arguments]) == 0
     name = "adapter_model.safetensors" if task == "adapter" else "model.safetensors"
     found, source = (load_file(folder / name) for folder in (tmp_path / "model", run.directory / "model"))
     assert found.keys() == source.keys()
@@ -118,13 +121,16 @@ def test_an_export_in_another_dtype(task, runs, tmp_path, capsys):
     }
     if task == "pretrain":
         assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").dtype == torch.bfloat16
-    assert cli.main(["evaluate", str(run.directory), "--model", str(tmp_path / "model")]) == 0
-    assert cli.main(["export", str(run.directory), *arguments]) == 7  # never over a folder that is there
+    assert commands.main(["evaluate", str(run.directory), "--model", str(tmp_path / "model")]) == 0
+    assert commands.main(["export", str(run.directory), *arguments]) == 7  # never over a folder that is there
 
 
 def test_an_adapters_checkpoint_is_its_export(runs, tmp_path):
     run = runs["adapter"]
-    assert cli.main(["export", str(run.directory), "--checkpoint", "latest", "--output", str(tmp_path / "model")]) == 0
+    assert (
+        commands.main(["export", str(run.directory), "--checkpoint", "latest", "--output", str(tmp_path / "model")])
+        == 0
+    )
     name = "adapter_model.safetensors"
     found, source = (load_file(folder / name) for folder in (tmp_path / "model", run.directory / "model"))
     assert found.keys() == source.keys() and all(torch.equal(found[key], source[key]) for key in source)
@@ -140,7 +146,7 @@ def test_a_damaged_checkpoint_is_named(runs, tmp_path, capsys):
     damaged[-1] ^= 1
     (copy / "rank_00000.safetensors").write_bytes(damaged)
     arguments = ["--checkpoint", str(copy), "--output", str(tmp_path / "model")]
-    assert cli.main(["export", str(runs["sft"].directory), *arguments]) == 4
+    assert commands.main(["export", str(runs["sft"].directory), *arguments]) == 4
     assert "rank_00000.safetensors: expected sha256" in capsys.readouterr().err
     assert not (tmp_path / "model").exists()
 
@@ -152,7 +158,7 @@ def test_a_checkpoint_whose_data_changed_is_refused(runs, rows, tmp_path, capsys
     path.write_text(before + json.dumps({"prompt": "new", "completion": "words"}) + "\n")
     try:
         arguments = ["--checkpoint", "latest", "--output", str(tmp_path / "model")]
-        assert cli.main(["export", str(runs["sft"].directory), *arguments]) == 4
+        assert commands.main(["export", str(runs["sft"].directory), *arguments]) == 4
     finally:
         path.write_text(before)
     assert "its model or data are not what they were" in capsys.readouterr().err

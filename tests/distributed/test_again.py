@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from harness import ROOT, launch_command
@@ -23,6 +24,15 @@ def everything(directory: Path) -> dict[str, bytes]:
     return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
 
 
+def check_refused(directory: Path, code: int, before: dict[str, bytes]) -> None:
+    """Nothing changed but that status.json says, beside the state of the run, that a start was refused."""
+    after = everything(directory)
+    told = json.loads(after.pop("status.json"))
+    assert told.pop("refused_start")["exit_code"] == code
+    assert told == json.loads(before["status.json"])
+    assert after == {name: content for name, content in before.items() if name != "status.json"}
+
+
 def test_a_finished_run_is_done_and_a_refused_start_leaves_it_alone(workspace, tmp_path):
     directory = tmp_path / "run"
     done = start(workspace, directory, None, 1)
@@ -34,12 +44,23 @@ def test_a_finished_run_is_done_and_a_refused_start_leaves_it_alone(workspace, t
     assert everything(directory) == before
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"text": "a"}\n{"tex')
-    for code, override in ((3, f"data.path={broken}"), (4, "seed=9"), (2, f"tokenizer.path={directory / 'model'}")):
+    for code, override in (
+        (3, f"data.path={broken}"),
+        (4, "seed=9"),
+        (2, f"tokenizer.path={directory / 'model'}"),
+        (2, "steps=x"),
+    ):
         refused = start(workspace, directory, None, 1, override)
         assert refused.returncode == code, refused.output
-        assert everything(directory) == before, override
+        check_refused(directory, code, before)
+    launched = start(workspace, directory, "ddp", 2, "seed=9")
+    assert launched.returncode == 1 and launched.output.count("CheckpointError (exit code 4)") == 1, launched.output
+    check_refused(directory, 4, before)
+    again = start(workspace, directory, None, 1)
+    assert again.returncode == 0 and everything(directory) == before, again.output
     longer = start(workspace, directory, None, 1, f"steps={STEPS + 1}")
     assert longer.returncode == 0, longer.output
     assert longer.column("step") == list(range(1, STEPS + 2))
     old = directory / "previous" / "1"
-    assert (old / "model" / "config.json").is_file() and (old / "status.json").is_file()
+    assert (old / "model" / "config.json").is_file() and (old / "status.json").read_bytes() == before["status.json"]
+    assert "refused_start" not in longer.status

@@ -8,7 +8,7 @@ import sys
 import pytest
 from harness import long
 
-from samecurve import cli
+from samecurve.cli import commands
 
 
 @pytest.mark.parametrize(("strategy", "processes"), [("single", 1), *long(("zero2", 2))])
@@ -43,9 +43,9 @@ def test_a_recipe_that_does_not_run_is_told_before_any_process(workspace, capsys
     from harness import ROOT
 
     monkeypatch.chdir(ROOT)
-    assert cli.main(["bench", "step", str(workspace.recipe), "steps=0"]) == 2
+    assert commands.main(["bench", "step", str(workspace.recipe), "steps=0"]) == 2
     assert "steps: found 0" in capsys.readouterr().err
-    assert cli.main(["bench", "step", str(workspace.recipe), "--steps", "3"]) == 2
+    assert commands.main(["bench", "step", str(workspace.recipe), "--steps", "3"]) == 2
     assert "--warm_up below --steps" in capsys.readouterr().err
-    assert cli.main(["bench", "step", str(workspace.recipe), "--levers", "model.attenton"]) == 2
+    assert commands.main(["bench", "step", str(workspace.recipe), "--levers", "model.attenton"]) == 2
     assert "--levers: found model.attenton, which is no" in capsys.readouterr().err

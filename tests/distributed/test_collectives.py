@@ -11,7 +11,7 @@ import pytest
 import two_hosts
 from harness import BIN, ROOT, free_port
 
-from samecurve.benchmarks.collectives import COLLECTIVES
+from samecurve.bench.collectives import COLLECTIVES
 
 QUICK = ["--backend", "gloo", "--largest", "4KiB", "--seconds", "0.001"]
 

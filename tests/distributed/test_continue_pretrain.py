@@ -11,8 +11,10 @@ import torch
 from harness import Run, largest_relative_difference, long, relative_l2
 from transformers import AutoModelForCausalLM
 
-from samecurve import cli, recipe, tasks
-from samecurve.loss import IGNORE_INDEX, token_loss_sum
+from samecurve.cli import commands
+from samecurve.config import loader
+from samecurve.losses.cross_entropy import IGNORE_INDEX, token_loss_sum
+from samecurve.tasks import registry
 
 STEPS, SAVED = 10, 5
 WEIGHTS = {"a": 0.55, "b": 0.3, "c": 0.15}
@@ -89,7 +91,7 @@ def test_what_the_run_says_of_its_sources(workspace, overrides, single):
     data = single.facts["data"]
     assert [data[f"source {index}"]["weight"] for index in range(3)] == list(WEIGHTS.values())
     more = f"data.cache_dir={workspace.folder / 'cache'}"
-    task = tasks.load(recipe.checked(str(workspace.recipe), [*overrides, more]))
+    task = registry.load(loader.checked(str(workspace.recipe), [*overrides, more]))
     read = task.train.at_positions(np.arange(8 * STEPS), seed=3)
     counts = np.histogram(read, bins=np.cumsum([0, *map(len, task.train.parts)]))[0]
     assert np.abs(counts - 8 * STEPS * np.array(list(WEIGHTS.values()))).max() <= 1
@@ -150,7 +152,7 @@ def test_a_broken_line_far_into_a_stream_ends_all_ranks(workspace, streaming):
 def test_evaluate_finds_what_the_run_wrote(name, workspace, request, tmp_path, monkeypatch):
     monkeypatch.setenv("SAMECURVE_CACHE", str(workspace.folder / "cache"))
     run = request.getfixturevalue(name)
-    assert cli.main(["evaluate", str(run.directory), "--json", str(tmp_path / "found.json")]) == 0
+    assert commands.main(["evaluate", str(run.directory), "--json", str(tmp_path / "found.json")]) == 0
     found = json.loads((tmp_path / "found.json").read_text())["metrics"]
     wrote = {key: value for key, value in run.metrics[-1].items() if key.startswith("eval_")}
     assert found == pytest.approx(wrote, rel=1e-6) and len(wrote) == (7 if name == "single" else 4)

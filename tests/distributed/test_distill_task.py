@@ -17,8 +17,9 @@ from test_encoder_tasks import STEPS, Setting, start
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, get_cosine_with_min_lr_schedule_with_warmup
 
-from samecurve import recipe, tasks
-from samecurve.data import EvaluationBatches, StepBatches
+from samecurve.config import loader
+from samecurve.data.batches import EvaluationBatches, StepBatches
+from samecurve.tasks import registry
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 TEMPERATURE, LABEL_WEIGHT = 2.0, 0.25
@@ -44,7 +45,7 @@ def setting(workspace, data) -> Setting:
     common = [f"steps={STEPS}", "checkpoint.every_steps=5", f"data.path={data}", "batch.sequence_length=64"]
     common += [f"data.cache_dir={workspace.folder / 'cache'}", f"evaluate.every_steps={STEPS}"]
     common += ["batch.micro_batch_size=2"]
-    tokenizer = tasks.load(recipe.load(str(workspace.recipe), ["task=sft", *common]).recipe).tokenizer
+    tokenizer = registry.load(loader.load(str(workspace.recipe), ["task=sft", *common]).recipe).tokenizer
     for name, seed, fields in (("student", 1, dict(LLAMA)), ("teacher", 2, dict(TEACHER))):
         more = 8 if name == "teacher" else 0  # an embedding may be padded
         config = AutoConfig.for_model(fields.pop("model_type"), vocab_size=len(tokenizer) + more, **fields)
@@ -61,7 +62,7 @@ def setting(workspace, data) -> Setting:
 
 
 def plain_loop(workspace, overrides):
-    found = recipe.load(str(workspace.recipe), overrides).recipe
+    found = loader.load(str(workspace.recipe), overrides).recipe
     student = AutoModelForCausalLM.from_pretrained(found.model.path, dtype=torch.float32).train()
     teacher = AutoModelForCausalLM.from_pretrained(found.distill.teacher, dtype=torch.float32).eval()
     matrices, vectors = ([p for p in student.parameters() if (p.dim() >= 2) == wanted] for wanted in (True, False))
@@ -70,7 +71,7 @@ def plain_loop(workspace, overrides):
     schedule = get_cosine_with_min_lr_schedule_with_warmup(optimizer, 5, STEPS, min_lr_rate=0.1)
     whole = found.batch.model_copy(update={"micro_batch_size": 8})
     losses, norms, counts = [], [], []
-    for (batch,) in StepBatches(tasks.load(found).train, found.seed, whole, (0, 1), STEPS):
+    for (batch,) in StepBatches(registry.load(found).train, found.seed, whole, (0, 1), STEPS):
         schedule.step()  # transformers counts updates from 0, and the update number 0 has the rate 0
         divergence, label_loss, tokens = measured(student, teacher, batch)
         loss = ((1 - LABEL_WEIGHT) * divergence + LABEL_WEIGHT * label_loss) / tokens
@@ -112,7 +113,7 @@ def test_follows_the_plain_loop(strategy, workspace, setting):
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "zero2", "zero3"])
 def test_bf16_stays_near(strategy, workspace, setting):
-    """The student and its teacher compute in bf16; as far off as README.md says of a single model."""
+    """The student and its teacher compute in bf16; as far off as docs/numerics.md says of a single model."""
     world = 1 if strategy == "single" else 2
     run = workspace.run(None if world == 1 else strategy, world, *setting.overrides, "precision=bf16")
     assert run.returncode == 0, run.output
@@ -122,11 +123,13 @@ def test_bf16_stays_near(strategy, workspace, setting):
 @pytest.mark.parametrize("strategy", ["zero3"])
 def test_the_held_out_numbers_are_the_exports(strategy, workspace, setting):
     run = start(workspace, setting, strategy)
-    found = recipe.load(str(workspace.recipe), setting.overrides).recipe
+    found = loader.load(str(workspace.recipe), setting.overrides).recipe
     student = AutoModelForCausalLM.from_pretrained(run.directory / "model").eval()
     teacher = AutoModelForCausalLM.from_pretrained(found.distill.teacher).eval()
     with torch.no_grad():
-        sums = [measured(student, teacher, batch) for batch in EvaluationBatches(tasks.load(found).held_out, 1, (0, 1))]
+        sums = [
+            measured(student, teacher, batch) for batch in EvaluationBatches(registry.load(found).held_out, 1, (0, 1))
+        ]
     divergence, label_loss, tokens = (float(sum(values)) for values in zip(*sums, strict=True))
     last = run.metrics[-1]
     assert last["eval_tokens"] == tokens

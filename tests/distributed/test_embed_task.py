@@ -18,8 +18,9 @@ from test_encoder_tasks import BERT, STEPS, Setting, start
 from torch.nn import functional
 from transformers import AutoConfig, AutoModel, AutoTokenizer, get_cosine_with_min_lr_schedule_with_warmup
 
-from samecurve import recipe, tasks
-from samecurve.data import StepBatches
+from samecurve.config import loader
+from samecurve.data.batches import StepBatches
+from samecurve.tasks import registry
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 SEQUENCE_LENGTH, HELD_OUT, TEMPERATURE = 48, 21, 0.1
@@ -68,7 +69,7 @@ def _setting(workspace, files, family: str) -> Setting:
     common += [f"evaluate={{path: {files['held_out']}, every_steps: {STEPS}}}"]
     common += [f"embed={{temperature: {TEMPERATURE}, pooling: {POOLING[family]}}}"]
     common += [f"batch.sequence_length={SEQUENCE_LENGTH}", "batch.micro_batch_size=2"]
-    tokenizer = tasks.load(recipe.load(str(workspace.recipe), common).recipe).tokenizer
+    tokenizer = registry.load(loader.load(str(workspace.recipe), common).recipe).tokenizer
     fields = dict(BERT if family == "bert" else LLAMA)
     config = AutoConfig.for_model(
         fields.pop("model_type"), vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **fields
@@ -88,7 +89,7 @@ def bare(folder: Path, family: str):
 
 
 def plain_loop(workspace, files, family, overrides):
-    found = recipe.load(str(workspace.recipe), overrides).recipe
+    found = loader.load(str(workspace.recipe), overrides).recipe
     model = bare(found.model.path, family).train()
     tokenizer = AutoTokenizer.from_pretrained(found.model.path)
     matrices, vectors = ([p for p in model.parameters() if (p.dim() >= 2) == wanted] for wanted in (True, False))
@@ -96,7 +97,7 @@ def plain_loop(workspace, files, family, overrides):
     optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
     schedule = get_cosine_with_min_lr_schedule_with_warmup(optimizer, 5, STEPS, min_lr_rate=0.1)
     rows = [json.loads(line) for line in files["train"].read_text().splitlines()]
-    steps = StepBatches(tasks.load(found).train, found.seed, found.batch, (0, 1), STEPS)
+    steps = StepBatches(registry.load(found).train, found.seed, found.batch, (0, 1), STEPS)
     losses, norms, counts = [], [], []
     for step in range(STEPS):
         schedule.step()  # transformers counts updates from 0, and the update number 0 has the rate 0

@@ -22,8 +22,9 @@ from transformers import (
     get_cosine_with_min_lr_schedule_with_warmup,
 )
 
-from samecurve import recipe, tasks
-from samecurve.data import StepBatches
+from samecurve.config import loader
+from samecurve.data.batches import StepBatches
+from samecurve.tasks import registry
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 STEPS, SAVED, SEQUENCE_LENGTH = 10, 5, 48
@@ -86,7 +87,7 @@ def setting(workspace, files, task: str, family: str) -> Setting:
     common += [f"data.cache_dir={workspace.folder / 'cache'}", "data.packing=false", "data.held_out_fraction=0"]
     common += [f"evaluate={{path: {files['held_out']}, every_steps: {STEPS}}}"]
     common += [f"batch.sequence_length={SEQUENCE_LENGTH}", "batch.micro_batch_size=2"]
-    tokenizer = tasks.load(recipe.load(str(workspace.recipe), common).recipe).tokenizer
+    tokenizer = registry.load(loader.load(str(workspace.recipe), common).recipe).tokenizer
     fields = dict(BERT if family == "bert" else LLAMA)
     config = AutoConfig.for_model(
         fields.pop("model_type"), vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **fields
@@ -102,7 +103,7 @@ def setting(workspace, files, task: str, family: str) -> Setting:
 
 
 def plain_loop(workspace, files, task, overrides):
-    found = recipe.load(str(workspace.recipe), overrides).recipe
+    found = loader.load(str(workspace.recipe), overrides).recipe
     model = AUTO[task].from_pretrained(found.model.path, dtype=torch.float32).train()
     matrices, vectors = ([p for p in model.parameters() if (p.dim() >= 2) == wanted] for wanted in (True, False))
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -123,7 +124,7 @@ def plain_loop(workspace, files, task, overrides):
 
 def labelled(found, path):
     """Each step's texts. Which ones those are is all that is asked of samecurve."""
-    steps = StepBatches(tasks.load(found).train, found.seed, found.batch, (0, 1), STEPS)
+    steps = StepBatches(registry.load(found).train, found.seed, found.batch, (0, 1), STEPS)
     texts = [json.loads(line) for line in path.read_text().splitlines()]
     for step in range(STEPS):
         yield encoded(found.model.path, [texts[index] for index in steps.rows_of(step)])
@@ -139,7 +140,7 @@ def encoded(folder, rows):
 
 def hidden(found, path):
     for batches in StepBatches(
-        tasks.load(found).train, found.seed, found.batch.model_copy(update={"micro_batch_size": 8}), (0, 1), STEPS
+        registry.load(found).train, found.seed, found.batch.model_copy(update={"micro_batch_size": 8}), (0, 1), STEPS
     ):
         yield batches[0].inputs, batches[0].labels
 

@@ -52,10 +52,11 @@ def test_the_export_of_a_whole_run(strategy, workspace, reference):
 
 
 def held_out_loss(workspace, model) -> tuple[float, int]:
-    from samecurve import recipe, tasks
-    from samecurve.data import EvaluationBatches
+    from samecurve.config import loader
+    from samecurve.data.batches import EvaluationBatches
+    from samecurve.tasks import registry
 
-    task = tasks.load(recipe.load(str(workspace.recipe)).recipe)
+    task = registry.load(loader.load(str(workspace.recipe)).recipe)
     total, tokens = 0.0, 0
     for batch in EvaluationBatches(task.held_out, 8, (0, 1)):
         with torch.no_grad():

@@ -22,8 +22,8 @@ from test_exported_model import held_out_loss
 from test_plain_loop import batches, train
 from transformers import AutoModelForCausalLM
 
-from samecurve import cli
-from samecurve.adapter import initial
+from samecurve.cli import commands
+from samecurve.models.lora import initial
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 STEPS, STOP = 10, 5
@@ -216,11 +216,11 @@ def test_the_export_is_pefts_and_merges(name, workspace, base, capsys, tmp_path)
     loss, tokens = held_out_loss(workspace, model)
     assert (tokens, loss) == (run.metrics[-1]["eval_tokens"], pytest.approx(run.metrics[-1]["eval_loss"], rel=1e-6))
 
-    assert cli.main(["merge", str(run.directory), "--output", str(tmp_path / "merged")]) == 0
+    assert commands.main(["merge", str(run.directory), "--output", str(tmp_path / "merged")]) == 0
     assert "differ" in capsys.readouterr().out
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert held_out_loss(workspace, merged)[0] == pytest.approx(loss, rel=1e-6)
-    assert cli.main(["generate", str(folder), "--prompt", "abc", "--max_new_tokens", "4"]) == 0
+    assert commands.main(["generate", str(folder), "--prompt", "abc", "--max_new_tokens", "4"]) == 0
 
 
 def test_another_base_under_the_same_name_is_refused(workspace, base, tmp_path):

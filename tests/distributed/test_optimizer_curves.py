@@ -16,7 +16,7 @@ from optimizer_probe import SAVED, STEPS
 from test_equal_curves import ENGINES
 from test_resume import whole
 
-from samecurve.optim import TRAITS
+from samecurve.specs.optimizers import TRAITS
 
 RATES = {
     "adamw": 3e-3,

@@ -18,8 +18,8 @@ from transformers import (
     get_cosine_with_min_lr_schedule_with_warmup,
 )
 
-from samecurve.config import Batch
-from samecurve.data import StepBatches
+from samecurve.config.schema import Batch
+from samecurve.data.batches import StepBatches
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 MICRO = "batch.micro_batch_size=4"
@@ -67,10 +67,11 @@ def train(model, batches, steps: int, rate: float = 3e-3, warmup: int = 5) -> tu
 
 def batches(workspace, pretrained):
     """The same rows as unshifted ids, a padding mask and labels, as transformers wants them."""
-    from samecurve import recipe, tasks
+    from samecurve.config import loader
+    from samecurve.tasks import registry
 
     overrides = [f"model={{path: {pretrained}}}", f"tokenizer={{path: {pretrained}}}"]
-    task = tasks.load(recipe.load(str(workspace.recipe), overrides).recipe)
+    task = registry.load(loader.load(str(workspace.recipe), overrides).recipe)
     whole = Batch(global_batch_size=8, micro_batch_size=8, sequence_length=32)
     for (batch,) in StepBatches(task.train, 3, whole, (0, 1), STEPS):
         last = torch.where(batch.labels != -100, batch.labels, 0)[:, -1:]

@@ -24,8 +24,10 @@ from transformers import (
     get_cosine_with_min_lr_schedule_with_warmup,
 )
 
-from samecurve import cli, recipe, tasks
-from samecurve.data import StepBatches
+from samecurve.cli import commands
+from samecurve.config import loader
+from samecurve.data.batches import StepBatches
+from samecurve.tasks import registry
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 STEPS, SAVED, LENGTH, BETA = 10, 5, 64, 0.2
@@ -75,7 +77,7 @@ def setting(workspace, files, task: str) -> Setting:
     common += [f"evaluate={{path: {files['held_out']}, every_steps: {STEPS}}}"]
     common += [f"batch.sequence_length={LENGTH}", "batch.micro_batch_size=2"]
     common += [f"dpo.beta={BETA}"] if task == "dpo" else []
-    loaded = tasks.load(recipe.load(str(workspace.recipe), common).recipe)
+    loaded = registry.load(loader.load(str(workspace.recipe), common).recipe)
     assert loaded.train.num_dropped == 0 < loaded.train.num_truncated
     tokenizer, fields = loaded.tokenizer, dict(LLAMA)
     config = AutoConfig.for_model(fields.pop("model_type"), vocab_size=len(tokenizer), **fields)
@@ -90,13 +92,13 @@ def setting(workspace, files, task: str) -> Setting:
 
 
 def plain_loop(workspace, files, task, folder, overrides):
-    found = recipe.load(str(workspace.recipe), overrides).recipe
+    found = loader.load(str(workspace.recipe), overrides).recipe
     model, reference = (AUTO[task].from_pretrained(folder, dtype=torch.float32) for _ in range(2))
     matrices, vectors = ([p for p in model.parameters() if (p.dim() >= 2) == wanted] for wanted in (True, False))
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
     schedule = get_cosine_with_min_lr_schedule_with_warmup(optimizer, 5, STEPS, min_lr_rate=0.1)
-    steps = StepBatches(tasks.load(found).train, found.seed, found.batch, (0, 1), STEPS)
+    steps = StepBatches(registry.load(found).train, found.seed, found.batch, (0, 1), STEPS)
     texts = [json.loads(line) for line in files["train"].read_text().splitlines()]
     losses, margins, norms = [], [], []
     for step in range(STEPS):
@@ -219,7 +221,7 @@ def test_the_exported_model_is_measured_against_the_model_that_the_run_began_wit
     copy = workspace.folder / f"copy_{len(list(workspace.folder.iterdir()))}"
     shutil.copytree(run.directory, copy)
     (copy / "run.json").write_text(json.dumps(recorded))
-    assert cli.main(["evaluate", str(copy), "--json", str(copy / "measured.json")]) == 0, capsys.readouterr()
+    assert commands.main(["evaluate", str(copy), "--json", str(copy / "measured.json")]) == 0, capsys.readouterr()
     found = json.loads((copy / "measured.json").read_text())
     assert found["metrics"].keys() == {key for key in run.metrics[-1] if key.startswith("eval_")}
     for key, value in found["metrics"].items():

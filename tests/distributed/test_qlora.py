@@ -11,7 +11,7 @@ from test_lora import RATE, STEPS, STOP, WARMUP, arguments, base, world  # noqa:
 from test_plain_loop import batches, train
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from samecurve.adapter import initial
+from samecurve.models.lora import initial
 
 pytest.importorskip("bitsandbytes")
 FOUR_BITS = "adapter={name: lora, rank: 4, alpha: 16, quantization: 4bit}"

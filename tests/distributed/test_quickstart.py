@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from harness import ROOT, Run
 
-from samecurve.engines.resolve import resolve
+from samecurve.strategy.resolve import resolve
 
 SHORT = {"steps": 12, "schedule.warmup_steps": 2, "model.config.num_hidden_layers": 1, "evaluate.every_steps": 6}
 ENVIRONMENT = ROOT / ".venv"

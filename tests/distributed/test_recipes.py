@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from harness import ROOT, Run, largest_relative_difference, launch_command, long
 
-from samecurve.recipe import load
+from samecurve.config.loader import load
 
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml") if path.stem not in ("base", "tiny"))
 STRATEGIES = ["ddp", "fsdp", "zero2", "zero3"]
@@ -78,6 +78,7 @@ def started(workspace, file: Path, recipe: str, strategy: str | None) -> Run:
     assert run.facts["strategy"] == (strategy or "single")
     assert run.facts["recipe"]["data"]["path"] == str(file)
     assert run.column("step") == list(range(1, STEPS + 1))
+    assert all(0 < mfu <= hfu <= 1 for mfu, hfu in zip(run.column("mfu"), run.column("hfu"), strict=True))
     return run
 
 

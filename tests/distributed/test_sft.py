@@ -18,9 +18,10 @@ from test_plain_loop import train
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from samecurve import recipe, tasks
-from samecurve.data import StepBatches
-from samecurve.rows import GroupedDocumentRows
+from samecurve.config import loader
+from samecurve.data.batches import StepBatches
+from samecurve.data.datasets.base import GroupedDocumentRows
+from samecurve.tasks import registry
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 STEPS, SEQUENCE_LENGTH = 8, 160
@@ -46,7 +47,7 @@ def overrides(workspace, chats) -> tuple[str, ...]:
     common = ["task=sft", f"steps={STEPS}", f"data.path={chats}", f"data.cache_dir={workspace.folder / 'cache'}"]
     common += ["data.held_out_fraction=0", "evaluate.every_steps=0", "checkpoint.every_steps=0"]
     common += [f"batch.sequence_length={SEQUENCE_LENGTH}", "batch.micro_batch_size=2"]
-    tokenizer = tasks.load(recipe.load(str(workspace.recipe), common).recipe).tokenizer
+    tokenizer = registry.load(loader.load(str(workspace.recipe), common).recipe).tokenizer
     folder = workspace.folder / "chat_model"
     torch.manual_seed(1)
     fields = {key: value for key, value in LLAMA.items() if key != "model_type"}
@@ -66,7 +67,7 @@ def plain(workspace, chats, overrides):
 
 
 def plain_loop(workspace, chats, overrides):
-    found = recipe.load(str(workspace.recipe), overrides).recipe
+    found = loader.load(str(workspace.recipe), overrides).recipe
     model = AutoModelForCausalLM.from_pretrained(found.model.path, dtype=torch.float32).train()
     steps = list(batches(found, chats))
     losses, norms = train(model, steps, STEPS)
@@ -76,7 +77,7 @@ def plain_loop(workspace, chats, overrides):
 
 def batches(found, chats):
     """Each step's conversations, one a row. Which ones those are is all that is asked of samecurve."""
-    task = tasks.load(found)
+    task = registry.load(found)
     conversations = [json.loads(line)["messages"] for line in chats.read_text().splitlines()]
     assert task.train.num_dropped == 0 and 0 < task.train.num_truncated < 100
     steps = StepBatches(task.train, found.seed, found.batch, (0, 1), STEPS)

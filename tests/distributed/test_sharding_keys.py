@@ -10,7 +10,7 @@ import pytest
 from harness import largest_relative_difference, launch_command, long, relative_l2
 from sharding_probe import STEPS
 
-from samecurve.benchmarks.strategies import changed
+from samecurve.bench.strategy_variants import changed
 
 EXACT = 1e-5, 1e-4  # loss and gradient norm, as of every strategy that sums in fp32
 BF16 = 1e-3, 1e-2  # a gradient's sum is off by up to 2 ** -9; a loss or a norm averages that over many

@@ -8,8 +8,9 @@ from functools import partial
 import torch
 
 import train
-from samecurve import outcome, waiting
-from samecurve.data import StepBatches
+from samecurve.data.batches import StepBatches
+from samecurve.metrics import data_wait
+from samecurve.run import lifecycle
 
 whole = StepBatches._whole
 
@@ -22,6 +23,6 @@ def slowly(batches, step):
 
 if __name__ == "__main__":
     torch.compile = partial(torch.compile, backend="eager")
-    waiting.FEWEST_STEPS = 3
+    data_wait.FEWEST_STEPS = 3
     StepBatches._whole = slowly
-    outcome.end_with(train.main)
+    lifecycle.end_with(train.main)

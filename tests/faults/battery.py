@@ -13,13 +13,13 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from harness import ROOT, SAVE_EVERY, STEPS, Run, Workspace, append_result, launch_command, rank_hashes
+from harness import ROOT, SAVE_EVERY, STEPS, Run, Workspace, append_result, launch_command, once, rank_hashes
 from started import LIMIT_SECONDS, Started
 
-from samecurve.checkpoint.filesystem import LocalFileSystem
-from samecurve.checkpoint.verify import candidates, check
-from samecurve.records import read_json
-from samecurve.rundir import read_metrics
+from samecurve.checkpoint.manifest import candidates, check
+from samecurve.run.run_directory import read_metrics
+from samecurve.storage.atomic import read_json
+from samecurve.storage.filesystem import LocalFileSystem
 
 COLUMNS = ("step", "loss", "grad_norm", "learning_rate", "tokens", "samples")
 OUR_TRACEBACK = re.compile(rf'File "{re.escape(str(ROOT))}/(samecurve/|train\.py)')  # launchers have some of their own
@@ -130,7 +130,7 @@ class Victim:
 
     def _look(self, record: Record) -> None:
         """What the run directory says now."""
-        record.exit_code = read_json(self.directory / "status.json").get("exit_code")
+        _, record.exit_code = self._ended()
         metrics = read_metrics(self.directory)
         last, newest = (metrics[-1]["step"] if metrics else 0), self.newest()
         record.lost_steps = max(last - newest, 0)
@@ -138,12 +138,18 @@ class Victim:
         record.steps_while_saving = max(last - begun, 0) if begun > newest else 0
         record.checkpoint_lost = bool(self.damaged())
 
+    def _ended(self) -> tuple[str | None, int | None]:
+        """How the last start did: (state, exit code), of one that was refused beside an earlier run, too."""
+        status = read_json(self.directory / "status.json")
+        refused = status.get("refused_start")
+        return ("failed", refused["exit_code"]) if refused else (status.get("state"), status.get("exit_code"))
+
     def _check(self, record: Record, expected: Expected, started: Started) -> None:
-        output, status = started.output, read_json(self.directory / "status.json")
+        output, (state, code) = started.output, self._ended()
         with self.telling(record):
             assert not record.hung, f"it did not end within {LIMIT_SECONDS:g} s:\n{output}"
             assert not record.left_behind, f"{record.left_behind} processes were left behind:\n{output}"
-            assert (status.get("state"), record.exit_code) == (expected.state, expected.code), f"{status}\n{output}"
+            assert (state, code) == (expected.state, expected.code), output
             found = re.findall(expected.says, output)
             assert len(found) == 1 or not expected.says, f"{expected.says!r} is there {len(found)} times:\n{output}"
             assert not expected.says or not OUR_TRACEBACK.search(output), output
@@ -238,7 +244,8 @@ class Battery:
             start, more = [*start[:-1], more[0], start[-1]], more[1:]
         named = launcher != "accelerate" and path is not None
         options = ["--strategy", str(path)] if named else []
-        return [*start, str(self.workspace.recipe), f"output_dir={directory}", *self.overrides(case), *more, *options]
+        overrides = [f"output_dir={directory}", *self.overrides(case)]
+        return once([*start, str(self.workspace.recipe), *overrides, *more, *options])
 
     def overrides(self, case: Case) -> tuple[str, ...]:
         micro_batch = f"batch.micro_batch_size={2 if case.world > 2 else 4}"

@@ -70,7 +70,7 @@ class OpenFile:
 
 
 class FakeFileSystem:
-    """samecurve.checkpoint.filesystem.FileSystem.
+    """samecurve.storage.filesystem.FileSystem.
 
     before(operation, path): called before each operation and may raise in its place.
     ignores(operation, path): whether a sync does nothing while it says that all is well.

@@ -14,7 +14,8 @@ import re
 import torch
 
 import train
-from samecurve import engines, outcome
+from samecurve.engines import factory
+from samecurve.run import lifecycle
 
 
 class BrokenGradient(torch.autograd.Function):
@@ -85,5 +86,5 @@ def build(*arguments):
 
 
 if __name__ == "__main__":
-    intact_build, engines.build = engines.build, build
-    outcome.end_with(train.main)
+    intact_build, factory.build = factory.build, build
+    lifecycle.end_with(train.main)

@@ -18,11 +18,11 @@ from battery import SINGLE
 from harness import ROOT
 from safetensors.torch import load_file, save_file
 
-from samecurve.checkpoint.files import Reader
-from samecurve.checkpoint.filesystem import LocalFileSystem
-from samecurve.checkpoint.finder import read_state
-from samecurve.checkpoint.verify import check
+from samecurve.checkpoint.format import Reader
+from samecurve.checkpoint.manifest import check
+from samecurve.checkpoint.resume import read_state
 from samecurve.errors import CheckpointError
+from samecurve.storage.filesystem import LocalFileSystem
 
 RANK, STATE, INDEX = "rank_00000.safetensors", "state.json", "index.json"
 DEEP = b"[" * 100_000 + b"]" * 100_000

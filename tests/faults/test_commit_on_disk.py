@@ -15,9 +15,9 @@ from threading import Barrier
 import pytest
 
 from samecurve.checkpoint import commit as protocol
-from samecurve.checkpoint.filesystem import PIECE_BYTES, LocalFileSystem
-from samecurve.checkpoint.verify import MANIFEST, MARKER, candidates, check, file_name, manifest_digest
+from samecurve.checkpoint.manifest import MANIFEST, MARKER, candidates, check, file_name, manifest_digest
 from samecurve.errors import StorageError
+from samecurve.storage.filesystem import PIECE_BYTES, LocalFileSystem
 
 ROOT = Path(__file__).parents[2]
 DISK = LocalFileSystem()
@@ -207,7 +207,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from samecurve.checkpoint import commit
-from samecurve.checkpoint.filesystem import LocalFileSystem
+from samecurve.storage.filesystem import LocalFileSystem
 fs, directory = LocalFileSystem(), Path(sys.argv[1])
 for step in map(int, sys.argv[2:]):
     write = lambda folder: ([commit.write_file(fs, folder / "rank_00000.safetensors", [b"head", b"%d" % step])], None)

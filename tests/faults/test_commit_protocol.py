@@ -17,7 +17,7 @@ from fake_filesystem import FakeFileSystem
 from two_ranks import DIRECTORY, ERRORS, KILL_ONE, STOP, Fault, Team, contents
 
 from samecurve.checkpoint import commit as protocol
-from samecurve.checkpoint.verify import MANIFEST, MARKER, candidates, check, file_name
+from samecurve.checkpoint.manifest import MANIFEST, MARKER, candidates, check, file_name
 from samecurve.errors import StorageError
 
 STEPS = (20, 40, 60, 80)

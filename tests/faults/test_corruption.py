@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from battery import SINGLE, Case, Expected, Record, write_result
 
-from samecurve.checkpoint.filesystem import LocalFileSystem
-from samecurve.checkpoint.finder import Finder, read_state
-from samecurve.checkpoint.verify import check
+from samecurve.checkpoint.manifest import check
+from samecurve.checkpoint.resume import Finder, read_state
+from samecurve.distributed.control_group import World
 from samecurve.errors import CheckpointError
-from samecurve.world import World
+from samecurve.storage.filesystem import LocalFileSystem
 
 FILES = ("rank_00000.safetensors", "rank_00001.safetensors", "state.json", "index.json", "manifest.json", "COMMITTED")
 # these two are compared with each other, so either may be the one that is named

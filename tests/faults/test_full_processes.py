@@ -13,7 +13,7 @@ from battery import Case, Expected, Victim
 from harness import SAVE_EVERY, STEPS
 from started import Started, send
 
-from samecurve.records import read_json
+from samecurve.storage.atomic import read_json
 
 pytestmark = pytest.mark.full
 

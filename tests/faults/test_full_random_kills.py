@@ -12,7 +12,7 @@ from battery import Case, Record, Victim
 from harness import Run, rank_hashes
 from started import Started
 
-from samecurve.rundir import read_metrics
+from samecurve.run.run_directory import read_metrics
 
 pytestmark = pytest.mark.full
 

@@ -14,7 +14,7 @@ from unittest import mock
 from fake_filesystem import FakeFileSystem
 
 from samecurve.checkpoint import commit as protocol
-from samecurve.checkpoint.verify import FileRecord, file_name
+from samecurve.checkpoint.manifest import FileRecord, file_name
 
 DIRECTORY = Path("/run/checkpoints")
 WORLD_SIZE = 2

@@ -51,6 +51,20 @@ def test_failures(text, arguments, environment, code, message, tmp_path):
         assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("saved_every", [0, 1])
+def test_a_short_run_that_diverges_ends_with_code_5_and_without_a_model(saved_every, tmp_path):
+    """The first update makes weights of 1e30, and the two steps after it are skipped."""
+    settings = ["steps=3", "optimizer.learning_rate=1e30", f"checkpoint.every_steps={saved_every}"]
+    done = train(tmp_path, "words of many kinds, " * 200, *settings)
+    assert done.returncode == 5, done.stderr
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert (status["state"], status["exit_code"], status["step"]) == ("failed", 5, 2)
+    assert "without an update after step 1" in status["reason"] and done.stderr.count("NumericError") == 1
+    assert len((tmp_path / "run" / "skipped.jsonl").read_text().splitlines()) == 2
+    assert not (tmp_path / "run" / "model").exists()
+    assert not (tmp_path / "run" / "checkpoints" / "step_00000003").exists()
+
+
 def test_done(tmp_path):
     done = train(tmp_path, "words of many kinds, " * 200)
     assert done.returncode == 0, done.stderr

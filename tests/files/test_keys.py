@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 
-from samecurve.engines.keys import ACCELERATE, OURS, Owned, Refused
-from samecurve.engines.keys_deepspeed import DEEPSPEED, STAGES, ZERO
+from samecurve.strategy import validate
+from samecurve.strategy.accelerate_keys import ACCELERATE, OURS, Kind, Owned, Refused
+from samecurve.strategy.deepspeed_keys import DEEPSPEED, STAGES, ZERO
 
 FAMILIES = {"single": "single", "ddp": "ddp", "fsdp": "fsdp", "hsdp": "fsdp", "zero": "zero", "pipeline": "pipeline"}
 RECIPE = """\
@@ -151,7 +153,7 @@ def test_shipped_files_are_found():
 
 @pytest.mark.parametrize("path", SHIPPED, ids=str)
 def test_shipped_strategy_resolves(path, tmp_path, monkeypatch):
-    from samecurve.engines.resolve import resolve
+    from samecurve.strategy.resolve import resolve
 
     monkeypatch.chdir(ROOT)
     recipe = tmp_path / "recipe.yaml"
@@ -175,6 +177,23 @@ def test_stages_are_about_known_keys():
     assert STAGES.keys() <= ZERO.keys()
 
 
+def numbers(table, path=()):
+    """The keys that hold numbers."""
+    for key, rule in table.items():
+        if isinstance(rule, dict):
+            yield from numbers(rule, (*path, key))
+        elif isinstance(rule, Kind) and any(rule.accepts(value) for value in (0.5, 5, 0)):
+            yield ".".join((*path, key)), rule
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 10**30, 1e30, -1], ids=str)
+def test_numbers_mean_something(value):
+    found = [*numbers(ACCELERATE), *numbers(DEEPSPEED)]
+    assert len(found) > 40
+    accepted = {key for key, rule in found if validate._complaint(rule, value, None) is None}
+    assert accepted == ({"flops_profiler.module_depth"} if value == -1 else set())  # the last level, whichever it is
+
+
 def owners(table):
     for rule in table.values():
         if isinstance(rule, dict):
@@ -184,7 +203,7 @@ def owners(table):
 
 
 def test_owned_keys_exist_in_the_recipe():
-    from samecurve.config import Recipe
+    from samecurve.config.schema import Recipe
 
     named = {*owners(ACCELERATE), *owners(DEEPSPEED)}
     assert "precision" in named

@@ -1,4 +1,4 @@
-"""What a reader of this repository may rely on: one short loop, strategy words in one place, small modules."""
+"""What a reader of this repository may rely on: rooms with one direction of imports, one short loop, small modules."""
 
 from __future__ import annotations
 
@@ -6,11 +6,185 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = sorted([ROOT / "train.py", *(ROOT / "samecurve").rglob("*.py")])
 STRATEGY_WORDS = re.compile(r"\b(ddp|fsdp2?|hsdp|zero[123]?|deepspeed|pipeline)\b", re.IGNORECASE)
+
+# From the bottom up. A package imports packages of lower rows only; packages of one row do not import each other.
+LAYERS = (
+    {"specs", "storage"},
+    {"config"},
+    {"strategy", "distributed"},
+    {"losses"},
+    {"data", "models", "optim"},
+    {"interfaces"},
+    {"tasks", "engines"},
+    {"checkpoint"},
+    {"run"},
+    {"metrics"},
+    {"reports"},
+    {"export"},
+    {"inference"},
+    {"training"},
+    {"bench"},
+    {"cli"},
+)
+RANKS = {package: rank for rank, packages in enumerate(LAYERS) for package in packages}
+# Above tasks and engines, and yet not to import the latter: they read files and numbers, under no strategy.
+WITHOUT_ENGINES = {"tasks", "checkpoint", "run", "metrics", "reports", "export"}
+MAX_HIDDEN_IMPORTS = 84
+
+
+class Import(NamedTuple):
+    """`module` imports `target`, both with dots; hidden: inside of a function."""
+
+    module: str
+    line: int
+    target: str
+    hidden: bool
+
+    def __str__(self) -> str:
+        return f"{self.module.replace('.', '/')}.py:{self.line} imports {self.target}"
+
+
+def imports_of(module: str, text: str, modules: set[str]) -> Iterator[Import]:
+    """Every import of the package's own modules, inside of functions and under TYPE_CHECKING, too."""
+    tree = ast.parse(text)
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    inside = {id(node) for function in functions for node in ast.walk(function)}
+    for node in ast.walk(tree):
+        hidden = id(node) in inside
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            parts = module.split(".")[: -node.level] if node.level else []
+            source = ".".join([*parts, *([node.module] if node.module else [])])
+            wanted = [f"{source}.{alias.name}" for alias in node.names]
+            names = [name if name in modules else source for name in wanted]
+        else:
+            continue
+        for name in dict.fromkeys(names):
+            if name.split(".")[0] == "samecurve":
+                yield Import(module, node.lineno, name, hidden)
+
+
+def package_of(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else ""
+
+
+def violations(found: list[Import]) -> list[str]:
+    """Imports that go up or sideways."""
+    wrong = []
+    for each in found:
+        here, there = package_of(each.module), package_of(each.target)
+        if here in ("", "__main__") or there == here or there in ("", "errors"):
+            continue
+        upwards = here == "errors" or RANKS[there] >= RANKS[here]
+        if upwards or (there == "engines" and here in WITHOUT_ENGINES):
+            wrong.append(str(each))
+    return wrong
+
+
+def circles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of more than one node that can all be reached from each other: Tarjan's strongly connected components."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for other in sorted(edges.get(node, ())):
+            if other not in index:
+                visit(other)
+                low[node] = min(low[node], low[other])
+            elif other in stack:
+                low[node] = min(low[node], index[other])
+        if low[node] == index[node]:
+            group = [stack.pop()]
+            while group[-1] != node:
+                group.append(stack.pop())
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for node in edges:
+        if node not in index:
+            visit(node)
+    return found
+
+
+@pytest.fixture(scope="module")
+def own_imports() -> list[Import]:
+    names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in MODULES}
+    found = [each for path, name in names.items() for each in imports_of(name, path.read_text(), set(names.values()))]
+    assert len(found) > 500
+    return found
+
+
+def test_packages_import_lower_layers_only(own_imports):
+    packages = {path.name for path in (ROOT / "samecurve").iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert packages == RANKS.keys()
+    assert violations(own_imports) == []
+
+
+def test_no_circles(own_imports):
+    modules: dict[str, set[str]] = {}
+    packages: dict[str, set[str]] = {}
+    for each in own_imports:
+        modules.setdefault(each.module, set()).add(each.target)
+        if package_of(each.module) != package_of(each.target):
+            packages.setdefault(package_of(each.module), set()).add(package_of(each.target))
+    assert circles(modules) == []
+    packages.pop("", None)
+    assert circles(packages) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "wrong"),
+    [
+        ("samecurve.tasks.sft", "from samecurve.engines import zero", True),
+        ("samecurve.engines.zero", "if TYPE_CHECKING:\n    from samecurve.tasks.sft import load", True),
+        ("samecurve.losses.cross_entropy", "def f():\n    from samecurve.data.batches import MicroBatch", True),
+        ("samecurve.data.batches", "from ..config.schema import Recipe", False),
+        ("samecurve.config.rules", "import samecurve.data.sources", True),
+        ("samecurve.errors", "from samecurve.storage import cache", True),
+        ("samecurve.reports.svg", "from samecurve.engines import zero", True),
+        ("samecurve.training.session", "from samecurve.engines import zero", False),
+    ],
+)
+def test_an_import_that_goes_up_is_seen(module, line, wrong):
+    modules = {"samecurve.engines.zero", "samecurve.storage.cache", "samecurve.data.sources"}
+    assert bool(violations([*imports_of(module, line, modules)])) == wrong
+
+
+def test_a_circle_is_seen():
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+
+
+def test_imports_inside_functions_stay_few(own_imports):
+    hidden = [str(each) for each in own_imports if each.hidden]
+    assert len(hidden) <= MAX_HIDDEN_IMPORTS, "\n".join(hidden)
+
+
+def test_packages_export_nothing():
+    """An `__init__.py` says what lives in its folder. What it exported would have two import paths."""
+    initial = [path for path in MODULES if path.name == "__init__.py" and path.parent.name != "samecurve"]
+    assert len(initial) > 20
+    for path in initial:
+        (docstring,) = ast.parse(path.read_text()).body
+        assert isinstance(docstring, ast.Expr) and isinstance(docstring.value, ast.Constant), path
+
+
+def test_the_hall_holds_packages():
+    assert {path.name for path in (ROOT / "samecurve").glob("*.py")} == {"__init__.py", "__main__.py", "errors.py"}
 
 
 def test_the_loop_fits_on_a_page_and_names_no_strategy():
@@ -35,20 +209,10 @@ def test_test_files_have_names_of_their_own():
     assert len(names) > 80 and len(names) == len(set(names))
 
 
-def test_layers_import_only_downwards():
-    """Tasks and engines are above the modules that they use; only the session, which is made of both, imports them."""
-    below = [path for path in (ROOT / "samecurve").glob("*.py") if path.name not in ("__main__.py", "session.py")]
-    assert len(below) > 15
-    for path in below:
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ImportFrom):
-                name = f"{'.' * node.level}{node.module or ''}"
-                assert not name.startswith((".engines", ".cli", ".tasks")), f"{path}:{node.lineno} imports {name}"
-
-
 def test_importing_the_configuration_loads_nothing_heavy():
     code = (
-        "import sys, samecurve, samecurve.config, samecurve.errors, samecurve.outcome, samecurve.engines.resolve\n"
+        "import sys, samecurve, samecurve.config.schema, samecurve.errors\n"
+        "import samecurve.run.lifecycle, samecurve.strategy.resolve\n"
         "heavy = {'torch', 'transformers', 'accelerate', 'deepspeed', 'datasets', 'numpy'} & sys.modules.keys()\n"
         "sys.exit(f'loaded {heavy}' if heavy else 0)"
     )

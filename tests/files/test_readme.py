@@ -1,88 +1,147 @@
-"""The README says what is there: files, strategies, recipes, commands and the names of the metrics."""
+"""README.md and docs/ name what is there: strategies, recipes, optimizers, exit codes, metrics, commands."""
 
 from __future__ import annotations
 
 import ast
 import re
 import shlex
+import subprocess
+import sys
 from argparse import ArgumentParser
 from importlib import import_module
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from pages import PAGES, ROOT, blocks, names, section, tables, text
 
-from samecurve import cli, recipe
-from samecurve.cli import bench
-from samecurve.compilation import Recompilations
-from samecurve.engines.base import EvalResult, StepResult
-from samecurve.engines.keys import ACCELERATE, Refused
-from samecurve.engines.keys_deepspeed import DEEPSPEED, ZERO
-from samecurve.engines.resolve import command_line
-from samecurve.meter import Machine, Meter
-from samecurve.tasks.causal import CausalTask
+from samecurve import errors
+from samecurve.cli import commands
+from samecurve.cli.bench import commands as bench
+from samecurve.config import loader
+from samecurve.config.schema import Optimizer
+from samecurve.interfaces.engine import EvalResult, StepResult
+from samecurve.metrics.meter import Machine, Meter
+from samecurve.models.compilation import Recompilations
+from samecurve.optim.factory import num_bytes_per_parameter
+from samecurve.specs.model_families import FAMILIES, LIGER
+from samecurve.specs.optimizers import TRAITS
+from samecurve.strategy.accelerate_keys import ACCELERATE, Refused
+from samecurve.strategy.deepspeed_keys import DEEPSPEED, ZERO
+from samecurve.strategy.resolve import command_line
+from samecurve.tasks.causal_lm import CausalTask
 
-ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"^```\w*\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 LAUNCHERS = ("accelerate launch", "torchrun", "deepspeed", "python", "bash")
-LINES = [line.removeprefix("$ ") for block in BLOCKS for line in block.replace("\\\n", " ").splitlines()]
-COMMANDS = [line for line in LINES if line.startswith(LAUNCHERS)]
 
 
-def section(title: str) -> str:
-    return re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", README, re.MULTILINE | re.DOTALL)[1]
+def commands_of(page: str) -> list[str]:
+    lines = [line for block in blocks(page) for line in block.replace("\\\n", " ").splitlines()]
+    return [line for line in lines if line.startswith(LAUNCHERS)]
 
 
-def first_column(text: str) -> set[str]:
-    """The names in backticks that table rows begin with, without the header."""
-    return set(re.findall(r"^\| \[?`([\w.]+)`\]?(?:\([^)]*\))? \|", text, re.MULTILINE)) - {"configs"}
+def first_column(markdown: str) -> list[str]:
+    """The first name in backticks of each row of a text's first table; "" where there is none."""
+    return [next(iter(names(row[0])), "") for row in tables(markdown)[0]]
+
+
+def test_the_readme_fits_on_a_page():
+    assert len(text("README.md").splitlines()) <= 200
 
 
 def test_nothing_is_left_to_fill_in():
-    assert re.findall(r"\b(?:[A-Z]+_)+(?:EXAMPLE|TABLE)\b|\b(?:TODO|TBD|FIXME|XXX)\b", README) == []
+    assert len(PAGES) >= 15
+    for name in PAGES:
+        assert re.findall(r"\b(?:[A-Z]+_)+(?:EXAMPLE|TABLE)\b|\b(?:TODO|TBD|FIXME|XXX)\b", text(name)) == [], name
 
 
-def test_linked_files_exist():
-    targets = re.findall(r"\]\(([^)#]+)", README)
-    assert len(targets) > 5
-    assert [target for target in targets if "://" not in target and not (ROOT / target).exists()] == []
+@pytest.mark.parametrize(
+    "markdown", [section("README.md", "Strategies"), text("docs/strategies.md")], ids=["README", "docs"]
+)
+def test_every_strategy_is_in_the_table(markdown):
+    strategies = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
+    assert len(strategies) >= 12
+    assert sorted(first_column(markdown)) == strategies
 
 
-def test_every_strategy_and_every_recipe_is_in_its_table():
-    strategies = {path.stem for path in (ROOT / "configs").glob("*.yaml")}
+@pytest.mark.parametrize("page", ["README.md", "docs/finetuning.md"])
+def test_every_recipe_is_in_the_table(page):
     recipes = {path.stem for path in (ROOT / "recipes").glob("*.yaml")} - {"base", "tiny"}
-    assert len(strategies) >= 12 and len(recipes) >= 2
-    assert first_column(section("Strategies")) == strategies
-    assert first_column(section("Recipes")) == recipes
+    assert len(recipes) >= 12
+    assert sorted(first_column(section(page, "Recipes"))) == sorted(recipes)
 
 
 def test_keys_of_strategy_files_are_keys():
-    table = section("Strategies").partition("| file | key |")[2].partition("\n\n")[0]
-    keys = set(re.findall(r"^\|[^`|]*\| `(\w+)", table, re.MULTILINE))
-    assert len(keys) == 9 and keys <= ACCELERATE["fsdp_config"].keys() | DEEPSPEED.keys() | ZERO.keys()
+    (table,) = tables(section("docs/strategies.md", "Sharding keys"))
+    keys = {re.match(r"\w+", names(row[1])[0])[0] for row in table}
+    assert len(keys) == len(table) >= 9
+    assert keys <= ACCELERATE["fsdp_config"].keys() | DEEPSPEED.keys() | ZERO.keys()
     assert not any(isinstance({**ACCELERATE["fsdp_config"], **DEEPSPEED, **ZERO}[key], Refused) for key in keys)
 
 
 def test_the_table_says_which_recipes_take_an_adapter():
-    rows = re.findall(r"^\| \[`(\w+)`\].*\|([^|]*)\|$", section("Recipes"), re.MULTILINE)
-    told = {name for name, adapter in rows if "LoRA" in adapter}
+    rows = {names(row[0])[0]: row[-1] for row in tables(section("docs/finetuning.md", "Recipes"))[0]}
+    claimed = {name for name, adapter in rows.items() if "LoRA" in adapter}
     pretrained = ["model={path: owner/name}", "tokenizer.vocabulary_size=null", "adapter.name=lora"]
     taken = set()
-    for name, _ in rows:
-        source = recipe.load(str(ROOT / "recipes" / f"{name}.yaml"), pretrained)
+    for name in rows:
+        source = loader.load(str(ROOT / "recipes" / f"{name}.yaml"), pretrained)
         taken |= set() if [problem for problem in source.document.problems if problem.key == "adapter.name"] else {name}
     # the quickstart is there to need no pretrained model
-    assert told == taken - {"quickstart"} and len(told) >= 11
+    assert claimed == taken - {"quickstart"} and len(claimed) >= 11
+
+
+def test_the_table_of_optimizers_has_their_bytes():
+    (table,) = tables(text("docs/optimizers.md"))
+    found = {}
+    for cell, _, size, _ in table:
+        name, *more = names(cell)
+        settings = Optimizer(name=name, learning_rate=1e-3, **dict(pair.split(": ") for pair in more))
+        assert float(size.split()[0]) == round(num_bytes_per_parameter(settings), 2), cell
+        found[name] = size
+    assert found.keys() == TRAITS.keys() and len(table) == len(found) + 1
+
+
+def test_the_table_of_exit_codes_is_that_of_the_errors():
+    table = tables(section("docs/failures.md", "Exit codes"))[0]
+    classes = [each for each in vars(errors).values() if isinstance(each, type) and "exit_code" in vars(each)]
+    codes = {each.exit_code for each in classes if each is not errors.SamecurveError}
+    assert {int(row[0]) for row in table} == codes and len(table) >= 9
+
+
+def test_families_are_those_that_are_supported():
+    for page in ("README.md", "docs/strategies.md"):
+        sentence = re.search(r"pipeline supports the (.*?)\s+families", text(page), re.DOTALL)[1]
+        listed = re.split(r",\s+|\s+and\s+", sentence)
+        assert {name.lower().replace("-", "") for name in listed} == FAMILIES.keys()
+    assert f"for the {len(LIGER)} families" in text("docs/memory_and_speed.md")
+
+
+def test_the_error_report_is_that_of_the_program(tmp_path):
+    """The example is made again: its mistakes stand in the lines that it names."""
+    recipe = ["task: pretrain", "output_dir: runs/bad", "steps: 20", "precision: fp32", "model:"]
+    recipe += ["  config: {model_type: llama}", "tokenizer: {vocabulary_size: 300}", "data:"]
+    recipe += ["  path: builtin:python-stdlib"]
+    recipe += ["batch: {micro_batch_sise: 4, global_batch_size: 8, sequence_length: 64}"]
+    recipe += ["optimizer: {learning_rate: 1.0e-3}", "schedule:", "  warmup_steps: 50"]
+    (tmp_path / "bad.yaml").write_text("\n".join(recipe))
+    strategy = ["{", '"train_micro_batch_size_per_gpu": "auto",', '"zero_optimization": {"stage": 2},']
+    (tmp_path / "zero2.json").write_text("\n".join([*strategy, '"gradient_cliping": 1.0}']))
+    command = [sys.executable, ROOT / "train.py", "bad.yaml", "--strategy", "zero2.json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    for page in ("README.md", "docs/failures.md"):
+        assert done.stderr.strip() in [block.strip() for block in blocks(page)], page
 
 
 def test_the_ways_to_start_are_all_there():
-    assert {start for start in LAUNCHERS for line in COMMANDS if line.startswith(start)} == set(LAUNCHERS)
+    started = {start for start in LAUNCHERS for line in commands_of("README.md") if line.startswith(start)}
+    assert started == set(LAUNCHERS)
 
 
-@pytest.mark.parametrize("line", sorted(set(COMMANDS)))
+@pytest.mark.parametrize("line", sorted({line for page in PAGES for line in commands_of(page)}))
 def test_a_command_can_be_typed_here(line):
     words = shlex.split(line, comments=True)
+    if words[:3] == ["python3", "-m", "venv"]:
+        return
     folders = ("configs/", "ds_configs/", "recipes/", "scripts/", "train.py")
     assert [word for word in words if word.startswith(folders) and not (ROOT / word).exists()] == []
     if "train.py" in words:
@@ -91,20 +150,30 @@ def test_a_command_can_be_typed_here(line):
         assert all("=" in override for override in parsed.overrides)
     elif "samecurve" in words:
         command, *arguments = words[words.index("samecurve") + 1 :]
-        assert words[words.index("samecurve") - 1] == "-m" and command in cli.COMMANDS
+        assert words[words.index("samecurve") - 1] == "-m" and command in commands.COMMANDS
+        module = f"samecurve.cli.{command}"
         if command == "bench":
-            assert arguments[0] in bench.COMMANDS
-            parser = ArgumentParser()
-            import_module(f"samecurve.cli.bench.{arguments[0]}").add_arguments(parser)
-            parser.parse_intermixed_args(arguments[1:])
+            subcommand, *arguments = arguments
+            assert subcommand in bench.COMMANDS
+            module += f".{subcommand}"
+        parser = ArgumentParser()
+        import_module(module).add_arguments(parser)
+        parser.parse_intermixed_args([word.strip("[]") for word in arguments])
     else:
         assert words[0] == "bash" and words[1].startswith("scripts/")
 
 
+def test_every_command_is_in_the_pages():
+    lines = [shlex.split(line, comments=True) for page in PAGES for line in commands_of(page)]
+    used = {words[words.index("samecurve") + 1] for words in lines if "samecurve" in words}
+    assert used == set(commands.COMMANDS)
+    assert {words[words.index("bench") + 1] for words in lines if "bench" in words} == set(bench.COMMANDS)
+
+
 def test_every_metric_is_named_and_no_other():
-    paragraph = re.search(r"^`metrics\.jsonl`: (.*?)\n\n", README, re.MULTILINE | re.DOTALL)[1]
-    names = re.findall(r"`(\w+)`", paragraph)
-    assert sorted(names) == sorted(recorded())
+    rows = [row for table in tables(section("docs/run_directory.md", "metrics.jsonl")) for row in table]
+    fields = [name for row in rows for name in names(row[0])]
+    assert sorted(fields) == sorted(recorded())
 
 
 def recorded() -> list[str]:

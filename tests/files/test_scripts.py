@@ -11,7 +11,7 @@ import pytest
 import yaml
 from torch.distributed import run as torchrun
 
-from samecurve.engines.resolve import resolve
+from samecurve.strategy.resolve import resolve
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(path.name for path in (ROOT / "scripts").iterdir())
@@ -84,7 +84,8 @@ def test_kubernetes_pods_find_each_other_and_train(tmp_path, monkeypatch):
     assert int(asked.nproc_per_node) == container["resources"]["limits"]["nvidia.com/gpu"]
     monkeypatch.chdir(ROOT)
     world = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "16"}
-    plan = resolve([*asked.training_script_args, f"data.path={tmp_path}"], world)
+    arguments = [word for word in asked.training_script_args if not word.startswith("data.path=")]
+    plan = resolve([*arguments, f"data.path={tmp_path}"], world)
     assert (asked.training_script, plan.strategy.name) == ("train.py", "fsdp")
 
 

@@ -16,7 +16,7 @@ import torch
 from harness import LLAMA, RECIPE, ROOT, Run, Workspace, launch_command
 from test_equal_curves import ENGINES as ON_A_CPU
 
-from samecurve.optimizers import adamw_bf16
+from samecurve.optim import adamw_bf16
 
 ON_GPU = torch.cuda.is_available()
 ROWS = RECIPE["batch"]["global_batch_size"]

@@ -17,12 +17,12 @@ from tiny_families import tiny_config
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from samecurve import adapter, kernels
-from samecurve.activations import checkpoint_layers
-from samecurve.chunked_head import ChunkedHead, trained_positions
-from samecurve.config import Adapter, Memory
+from samecurve.config.schema import Adapter, Memory
 from samecurve.errors import ConfigurationError
-from samecurve.loss import IGNORE_INDEX, token_loss_sum
+from samecurve.losses.chunked_cross_entropy import ChunkedHead, trained_positions
+from samecurve.losses.cross_entropy import IGNORE_INDEX, token_loss_sum
+from samecurve.models import liger, lora
+from samecurve.models.activation_checkpointing import checkpoint_layers
 
 SIZES = {
     "vocab_size": 50,
@@ -52,13 +52,13 @@ def main() -> None:
     # all are made before Liger changes the classes, too
     plain = {family: tiny(family) for family in ("llama", "qwen3", "gemma")}
     plain["llama adapted"] = tiny("llama")
-    adapter.inject(plain["llama adapted"], Adapter(name="lora", rank=4))
+    lora.inject(plain["llama adapted"], Adapter(name="lora", rank=4))
     others = {"gelu": tiny("llama", hidden_act="gelu"), "silu": tiny("nemotron", hidden_act="silu")}
     expected = {name: gradients(model) for name, model in plain.items()}
     found = {}
     for name, model in plain.items():
-        kernels.replace(model, "liger")
-        found[name] = compared(gradients(model), expected[name]) | {"replaced": kernels.replaced(model)}
+        liger.replace(model, "liger")
+        found[name] = compared(gradients(model), expected[name]) | {"replaced": liger.replaced(model)}
     for kind, memory in MEMORIES.items():
         model = copy.deepcopy(plain["llama"])
         checkpoint_layers(model, memory)
@@ -67,7 +67,7 @@ def main() -> None:
         found[f"loss, {trained}"] = compared(*(head_gradients(kind, trained) for kind in ("liger", "full")))
     for name, model in others.items():
         with pytest.raises(ConfigurationError) as error:
-            kernels.replace(model, "liger")
+            liger.replace(model, "liger")
         found[name] = str(error.value)
     print("FOUND " + json.dumps(found))
 
@@ -75,8 +75,8 @@ def main() -> None:
 def in_family(family: str) -> dict:
     model = prepared(AutoModelForCausalLM.from_config(tiny_config(family)))
     expected = gradients(model)
-    kernels.replace(model, "liger")
-    return compared(gradients(model), expected) | {"replaced": kernels.replaced(model)}
+    liger.replace(model, "liger")
+    return compared(gradients(model), expected) | {"replaced": liger.replaced(model)}
 
 
 def tiny(family: str, **fields) -> nn.Module:

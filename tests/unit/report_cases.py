@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from samecurve.engines.launchers import Ancestor
-from samecurve.engines.resolve import Plan, resolve
 from samecurve.errors import SamecurveError
+from samecurve.strategy.launchers import Ancestor
+from samecurve.strategy.plan import Plan
+from samecurve.strategy.resolve import resolve
 
 GOOD = {
     "r.yaml": """\
@@ -116,3 +118,12 @@ def message(folder: Path, argv: Sequence[str], environ: Mapping[str, str], ances
 def expected(lines: Sequence[str]) -> str:
     header = "1 problem in the configuration" if len(lines) == 1 else f"{len(lines)} problems in the configuration"
     return "\n".join([header, *(f"  {line}" for line in lines)])
+
+
+def findings(rules: Iterable[Callable], values: dict[str, object]) -> list[tuple[str, str]]:
+    """What these rules find in a recipe of these values. A rule that asks for another key is left out."""
+    found = []
+    for rule in rules:
+        with contextlib.suppress(KeyError):
+            found += rule(values.__getitem__)
+    return found

@@ -16,9 +16,10 @@ START = """
 import os, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
-from samecurve import faults, outcome
 from samecurve.errors import DataError, Preempted
-from samecurve.rundir import RunDirectory
+from samecurve.run import lifecycle as outcome
+from samecurve.run.run_directory import RunDirectory
+from samecurve.storage import fault_injection as faults
 
 outcome.WAIT_SECONDS = 6
 RANK = int(os.environ["RANK"])

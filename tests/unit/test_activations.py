@@ -10,11 +10,11 @@ from torch.nn import functional
 from torch.profiler import profile
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-from samecurve import adapter
-from samecurve.activations import checkpoint_layers, layers, repeated_share
-from samecurve.config import Adapter, Memory
+from samecurve.config.schema import Adapter, Memory
 from samecurve.errors import ConfigurationError
-from samecurve.flops import token_flops
+from samecurve.models import lora
+from samecurve.models.activation_checkpointing import checkpoint_layers, layers, repeated_share
+from samecurve.models.flops import token_flops
 
 LAYERS, TOKENS, HIDDEN, WIDTH, KEYS, HEADS = 4, 2 * 16, 32, 64, 16, 4
 LLAMA = {
@@ -50,7 +50,7 @@ def build(family: str = "llama") -> nn.Module:
     torch.manual_seed(0)
     model = (AutoModelForMaskedLM if family == "bert" else AutoModelForCausalLM).from_config(config)
     if family == "llama adapted":
-        adapter.inject(model, Adapter(name="lora", rank=4, dropout=0.1))
+        lora.inject(model, Adapter(name="lora", rank=4, dropout=0.1))
     model.config.use_cache = False
     return model.train()
 

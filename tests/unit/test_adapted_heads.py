@@ -21,13 +21,13 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
-from samecurve import cli
-from samecurve.adapter import is_adapters, trained_shapes
-from samecurve.architecture import Head
-from samecurve.cli import models
+from samecurve.cli import commands
 from samecurve.errors import ConfigurationError
-from samecurve.export import export
-from samecurve.model import build, fill, skeleton
+from samecurve.export.hf_export import export
+from samecurve.inference import loading
+from samecurve.models.hf_config import Head
+from samecurve.models.lora import is_adapters, trained_shapes
+from samecurve.models.weights import build, fill, skeleton
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 ENCODER = {**SIZES, "max_position_embeddings": 80}
@@ -133,11 +133,11 @@ def test_peft_reads_the_export_and_merge_proves_itself(case, base, tmp_path, cap
     assert not (folder / "config.json").exists()  # transformers would take it for a whole model
     loaded = PeftModel.from_pretrained(case.load.from_pretrained(base, **case.options), folder).eval()
     torch.testing.assert_close(said(loaded), expected, rtol=1e-5, atol=1e-6)
-    again, _ = models.load(folder, models.stored_head(folder))
+    again, _ = loading.load(folder, loading.stored_head(folder))
     torch.testing.assert_close(said(again), expected, rtol=1e-5, atol=1e-6)
     assert again.config.id2label == model.config.id2label
 
-    assert cli.main(["merge", str(tmp_path / "run")]) == 0
+    assert commands.main(["merge", str(tmp_path / "run")]) == 0
     told = capsys.readouterr().out
     assert "states differ" in told if case.head.kind == "embedding" else "logits differ" in told
     merged = tmp_path / "run" / "merged"
@@ -152,7 +152,7 @@ def test_other_commands_do_not_take_it_for_a_language_model(case, base, tmp_path
     parameters = ((name, p.detach()) for name, p in model.named_parameters() if p.requires_grad)
     export(parameters, model, tokenizer(), tmp_path / "model", True)
     for command in (["generate"], ["lm_eval", "arc_easy"]):
-        assert cli.main([command[0], str(tmp_path), *command[1:]]) == 2
+        assert commands.main([command[0], str(tmp_path), *command[1:]]) == 2
         assert "which is no causal language model" in capsys.readouterr().err
 
 
@@ -165,7 +165,7 @@ def test_a_head_is_not_drawn_where_the_adapter_lacks_it(case, base, tmp_path):
     file = tmp_path / "model" / "adapter_model.safetensors"
     save_file({name: t for name, t in load_file(file).items() if "classifier" not in name}, file, {"format": "pt"})
     with pytest.raises(ConfigurationError, match=r"holds no sequence classifier \(classifier"):
-        models.load(tmp_path / "model", models.stored_head(tmp_path / "model"))
+        loading.load(tmp_path / "model", loading.stored_head(tmp_path / "model"))
     config = json.loads((tmp_path / "model" / "adapter_config.json").read_text())
     assert config["task_type"] == "SEQ_CLS" and config["modules_to_save"] == ["classifier", "bert.pooler"]
 

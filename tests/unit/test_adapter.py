@@ -11,15 +11,17 @@ from test_model import FAMILIES, LLAMA
 from test_model import recipe as model_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from samecurve import cli, recipe
-from samecurve.adapter import fingerprint, is_adapted, is_adapters, trained_shapes
-from samecurve.checkpoint import changes
-from samecurve.config import Adapter
+from samecurve.checkpoint import compatibility
+from samecurve.cli import commands
+from samecurve.config import loader
+from samecurve.config.schema import Adapter
 from samecurve.errors import ConfigurationError
-from samecurve.export import export
-from samecurve.flops import token_flops
-from samecurve.model import build, fill, skeleton, weight_files
-from samecurve.stages import cut, sequential
+from samecurve.export.hf_export import export
+from samecurve.models.flops import token_flops
+from samecurve.models.lora import fingerprint, is_adapted, is_adapters, trained_shapes
+from samecurve.models.pipeline_split import cut, sequential
+from samecurve.models.weight_files import header, weight_files
+from samecurve.models.weights import build, fill, skeleton
 
 IDS = torch.arange(32).view(2, 16)
 
@@ -119,11 +121,11 @@ def test_peft_reads_the_export_and_merge_proves_itself(folders, family, fields, 
     stored = loaded.peft_config["default"]
     assert (stored.r, stored.lora_alpha) == (4, 8) and stored.base_model_name_or_path == str(folders[family].resolve())
     assert (stored.use_rslora, stored.use_dora) == ("rslora" in fields, "dora" in fields)
-    assert cli.main(["merge", str(tmp_path)]) == 0
+    assert commands.main(["merge", str(tmp_path)]) == 0
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     torch.testing.assert_close(merged(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-5)
     assert not is_adapted(merged) and sorted(path.name for path in tmp_path.iterdir()) == ["merged", "model"]
-    assert cli.main(["merge", str(tmp_path)]) == 7  # never over a folder that is there
+    assert commands.main(["merge", str(tmp_path)]) == 7  # never over a folder that is there
     assert "is there already" in capsys.readouterr().err
 
 
@@ -135,13 +137,13 @@ def write(model, folder) -> None:
 def test_a_wrong_merge_is_not_kept(folders, tmp_path, monkeypatch, capsys):
     write(moved(filled(adapted_recipe(folders["llama"]))), tmp_path / "model")
     monkeypatch.setattr(PeftModel, "merge_and_unload", lambda self, **_: self.unload(), raising=False)
-    assert cli.main(["merge", str(tmp_path)]) == 5
+    assert commands.main(["merge", str(tmp_path)]) == 5
     assert "it was not kept" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_what_cannot_be_merged(folders, tmp_path, capsys):
-    assert cli.main(["merge", str(folders["llama"])]) == 2
+    assert commands.main(["merge", str(folders["llama"])]) == 2
     assert "there is nothing to merge" in capsys.readouterr().err
 
 
@@ -171,15 +173,15 @@ def test_targets_by_name_and_by_pattern(folders):
 
 def test_the_fingerprint_is_of_the_weights_and_not_of_their_files(folders, tmp_path):
     files = weight_files(str(folders["llama"]))
-    weights = load_file(next(iter(files.values())))
-    names = sorted(weights)
+    weights = load_file(folders["llama"] / "model.safetensors")
+    names, cut_up = sorted(weights), {}
     for index, part in enumerate((names[::2], names[1::2])):
         save_file({name: weights[name] for name in part}, tmp_path / f"{index}.safetensors")
-    cut_up = {name: tmp_path / f"{int(name not in names[::2])}.safetensors" for name in names}
+        cut_up |= header(tmp_path / f"{index}.safetensors")
     assert fingerprint(cut_up) == fingerprint(files)
     weights[names[-1]] = weights[names[-1]] * 1.001
     save_file(weights, tmp_path / "changed.safetensors")
-    assert fingerprint(dict.fromkeys(names, tmp_path / "changed.safetensors")) != fingerprint(files)
+    assert fingerprint(header(tmp_path / "changed.safetensors")) != fingerprint(files)
 
 
 def test_flops_leave_out_the_gradients_of_frozen_weights(folders):
@@ -224,8 +226,8 @@ optimizer: {learning_rate: 1e-3}
 def test_recipes_that_cannot_be(folders, tmp_path, override, text):
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE % (folders["llama"], tmp_path))
-    assert recipe.load(str(path)).recipe.adapter.rank == 16
-    source = recipe.load(str(path), override.replace(": ", ":~").replace(" ", "|").replace(":~", ": ").split("|"))
+    assert loader.load(str(path)).recipe.adapter.rank == 16
+    source = loader.load(str(path), override.replace(": ", ":~").replace(" ", "|").replace(":~", ": ").split("|"))
     told = [f"{problem.key}: {problem.text}" for problem in source.document.problems]
     assert any(line.startswith(text) for line in told), told
 
@@ -233,8 +235,8 @@ def test_recipes_that_cannot_be(folders, tmp_path, override, text):
 def test_a_checkpoint_is_of_one_adapter_and_one_base():
     facts = {"recipe": {"steps": 9}, "model": {}, "data": {}, "step": 1}
     saved = facts | {"adapter": {"rank": 4, "base_model": "a"}}
-    assert changes.refusals(saved, saved) == []
+    assert compatibility.refusals(saved, saved) == []
     now = facts | {"adapter": {"rank": 8, "base_model": "b"}}
-    assert changes.refusals(saved, now) == ["adapter.base_model: a -> b", "adapter.rank: 4 -> 8"]
-    assert changes.refusals(facts, facts | {"adapter": None}) == []
-    assert changes.refusals(facts, saved) != []
+    assert compatibility.refusals(saved, now) == ["adapter.base_model: a -> b", "adapter.rank: 4 -> 8"]
+    assert compatibility.refusals(facts, facts | {"adapter": None}) == []
+    assert compatibility.refusals(facts, saved) != []

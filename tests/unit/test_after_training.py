@@ -11,9 +11,11 @@ from safetensors.torch import load_file
 from test_adapter import adapted_recipe, filled, folders, moved, write
 from test_card import facts
 
-from samecurve import cli
-from samecurve.cli import summary, writer
-from samecurve.config import Recipe
+from samecurve.cli import commands as cli
+from samecurve.cli import summary
+from samecurve.config.overrides import latest
+from samecurve.config.schema import Recipe
+from samecurve.inference import generator
 
 __all__ = ["folders"]
 
@@ -70,7 +72,7 @@ def test_what_writes_nothing_is_measured(command, task, tmp_path, capsys, monkey
 def test_causal_models_write(tmp_path):
     for name in ("LlamaForCausalLM", "GPT2LMHeadModel", "ToyModelForCausalLM"):
         (tmp_path / "config.json").write_text(json.dumps({"architectures": [name]}))
-        writer.check_writes(tmp_path, tmp_path, None)
+        generator.check_writes(tmp_path, tmp_path, None)
 
 
 def test_the_summary_recommends_what_works(tmp_path):
@@ -80,5 +82,5 @@ def test_the_summary_recommends_what_works(tmp_path):
     commands = dict(summary.commands(tmp_path, {**found, "recipe": recipe}))
     assert commands["ask it"] == f"python -m samecurve predict {tmp_path} --prompt 'a question' 'an answer'"
     assert "let it write" not in commands
-    assert summary.latest(found["overrides"]) == ["seed=2", "model={path: b}"]
+    assert latest(found["overrides"]) == ["seed=2", "model={path: b}"]
     assert "seed=1" not in commands["try another strategy"]

@@ -14,16 +14,18 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from samecurve import adapter, cli, data, recipe
-from samecurve.benchmarks import collectives, loader, matmul, shapes, steps, strategies, timing
-from samecurve.benchmarks.shapes import Width
-from samecurve.benchmarks.steps import UNCHANGED, Measured, Variant
+from samecurve.bench import collectives, dataloader, gemm_shapes, matmul, printing, step, strategy_variants, timing
+from samecurve.bench.gemm_shapes import Width
+from samecurve.bench.step import UNCHANGED, Measured, Variant
+from samecurve.cli import commands
 from samecurve.cli.bench import collectives as command
-from samecurve.cli.bench import printing
 from samecurve.cli.bench import shapes as shapes_command
-from samecurve.config import Adapter
-from samecurve.engines.resolve import read_files
+from samecurve.config import loader as recipe
+from samecurve.config.schema import Adapter
+from samecurve.data import batches
 from samecurve.errors import ConfigurationError
+from samecurve.models import lora
+from samecurve.strategy.resolve import read_files
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -54,13 +56,13 @@ optimizer: {{learning_rate: 1e-3}}
 
 def test_commands_of_a_command_are_listed():
     code = (
-        "import sys\nfrom samecurve import cli\n"
+        "import sys\nfrom samecurve.cli import commands as cli\n"
         "assert cli.main(['bench', 'step', 'no.yaml']) == 2\n"
         "assert not {'torch', 'transformers', 'accelerate'} & sys.modules.keys()\n"
         "cli.main(['bench', '--help'])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    from samecurve.cli.bench import COMMANDS
+    from samecurve.cli.bench.commands import COMMANDS
 
     assert set(COMMANDS) == {"matmul", "collectives", "dataloader", "shapes", "step"}
     assert all(f"\n  {name} " in done.stdout for name in COMMANDS)
@@ -116,8 +118,8 @@ def test_sizes():
         with pytest.raises(ConfigurationError, match="--largest: found"):
             command.bytes_of("--largest", text)
     if not torch.cuda.is_available():
-        assert cli.main(["bench", "collectives", "--backend", "nccl"]) == ConfigurationError.exit_code
-    assert cli.main(["bench", "collectives", "--processes", "1"]) == ConfigurationError.exit_code
+        assert commands.main(["bench", "collectives", "--backend", "nccl"]) == ConfigurationError.exit_code
+    assert commands.main(["bench", "collectives", "--processes", "1"]) == ConfigurationError.exit_code
     with pytest.raises(ConfigurationError, match="no sizes"):
         command.steps(1024, 512, 4)
 
@@ -203,7 +205,7 @@ def adapted() -> LlamaForCausalLM:
     sizes = {"num_hidden_layers": 3, "vocab_size": 50, "hidden_size": 8, "intermediate_size": 24}
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
-        adapter.inject(model, Adapter(name="lora", rank=8))
+        lora.inject(model, Adapter(name="lora", rank=8))
     return model
 
 
@@ -240,14 +242,19 @@ def bench_matmul(recipe_file, tmp_path, capsys, monkeypatch):
     def run(precisions: str, sizes: str) -> tuple[str, dict]:
         file = tmp_path / "matmul.json"
         options = ["--precisions", precisions, "--sizes", sizes, "--seconds", "0.001", "--json", str(file)]
-        assert cli.main(["bench", "matmul", recipe_file, *options]) == 0
+        assert commands.main(["bench", "matmul", recipe_file, *options]) == 0
         return capsys.readouterr().out, json.loads(file.read_text())
 
     return run
 
 
+def test_precisions_are_measured_side_by_side():
+    assert timing.default_precisions(CPU) == ["fp32", "bf16", "fp16"]
+    assert timing.default_precisions(torch.device("cuda")) == ["fp32", "tf32", "bf16", "fp16"]
+
+
 def test_the_table_says_what_is_frozen(bench_matmul, adapted, monkeypatch):
-    monkeypatch.setattr("samecurve.model.skeleton", lambda *_: adapted)
+    monkeypatch.setattr("samecurve.models.weights.skeleton", lambda *_: adapted)
     told, found = bench_matmul("fp32", "8")
     assert re.search(r"^lm_head +1 +8 -> 50 +\S+ +\S+ +frozen +\S+$", told, re.MULTILINE)
     assert re.search(r"^lora_A, lora_B +33 +8 -> 8( +[\d.e+-]+){4}$", told, re.MULTILINE)
@@ -278,40 +285,42 @@ def test_the_three_multiplications_are_those_of_autograd():
 
 
 def test_candidates_and_what_is_recommended():
-    assert shapes.candidates(10923) == [10752, 10880, 10923, 10944, 11008]
-    assert shapes.candidates(50257, only_larger=True) == [50257, 50304, 50432]
-    assert shapes.candidates(100, (256,)) == [100, 256]
-    assert shapes.swiglu_width(4096) == 10923
+    assert gemm_shapes.candidates(10923) == [10752, 10880, 10923, 10944, 11008]
+    assert gemm_shapes.candidates(50257, only_larger=True) == [50257, 50304, 50432]
+    assert gemm_shapes.candidates(100, (256,)) == [100, 256]
+    assert gemm_shapes.swiglu_width(4096) == 10923
     measured = [Width(1000, 2.0, 50.0), Width(1024, 1.5, 68.5), Width(1280, 1.8, 69.0), Width(1536, 9.0, 30.0)]
     # the rates of 1,024 and 1,280 are the same to within 2 %
-    assert shapes.recommended(measured, 1000).width == 1024
-    assert shapes.recommended(measured, 1400).width == 1280
-    assert shapes.recommended([Width(10, 1.01, 5.0), Width(12, 1.0, 6.0)], 10, only_larger=True).width == 10
-    assert shapes.recommended([Width(10, 1.1, 5.0), Width(12, 1.0, 6.0)], 10, only_larger=True).width == 12
+    assert gemm_shapes.recommended(measured, 1000).width == 1024
+    assert gemm_shapes.recommended(measured, 1400).width == 1280
+    assert gemm_shapes.recommended([Width(10, 1.01, 5.0), Width(12, 1.0, 6.0)], 10, only_larger=True).width == 10
+    assert gemm_shapes.recommended([Width(10, 1.1, 5.0), Width(12, 1.0, 6.0)], 10, only_larger=True).width == 12
 
 
 def test_matmul_and_shapes_run(bench_matmul, capsys):
     told, found = bench_matmul("fp32,bf16", "8,16")
     assert re.search(r"^square +fp32 +bf16\n8 x 8 ", told, re.MULTILINE)
+    assert re.search(r"^input gradient( +[\d.e+-]+){2}$", told, re.MULTILINE)
+    assert found["training_tflops"]["bf16"].keys() == {"forward", "input_gradient", "weight_gradient"}
     assert re.search(r"^q_proj, k_proj, v_proj, o_proj +8 +32 -> 32 ", told, re.MULTILINE)
     assert "layers in fp32, 32 tokens at a time" in told
     assert found["tflops"].keys() == {"fp32", "bf16"} and len(found["layers"]) == 4 and found["versions"]["torch"]
 
-    assert cli.main(["bench", "shapes", "--hidden_size", "16", "--tokens", "8", "--seconds", "0.001"]) == 0
+    assert commands.main(["bench", "shapes", "--hidden_size", "16", "--tokens", "8", "--seconds", "0.001"]) == 0
     told = capsys.readouterr().out
     assert re.search(r"^43 \(wanted\) ", told, re.MULTILINE) and re.search(r"^recommended: \d+", told, re.MULTILINE)
     options = ["--hidden_size", "16", "--vocabulary_size", "100", "--tokens", "8", "--seconds", "0.001"]
-    assert cli.main(["bench", "shapes", *options]) == 0
+    assert commands.main(["bench", "shapes", *options]) == 0
     widths = re.findall(r"^(\d+) (?:=|\()", capsys.readouterr().out, re.MULTILINE)
     assert widths == ["100", "128", "256"]
-    assert cli.main(["bench", "shapes", "--hidden_size", "0"]) == ConfigurationError.exit_code
+    assert commands.main(["bench", "shapes", "--hidden_size", "0"]) == ConfigurationError.exit_code
 
 
 @pytest.mark.parametrize("given", ["bf16,fp16", "fp12", ""])
 def test_shapes_are_of_one_precision(given, capsys):
     assert set(shapes_command.PRECISIONS) == timing.DTYPES.keys()
     with pytest.raises(SystemExit) as refused:
-        cli.main(["bench", "shapes", "--hidden_size", "16", "--seconds", "0.001", "--precision", given])
+        commands.main(["bench", "shapes", "--hidden_size", "16", "--seconds", "0.001", "--precision", given])
     assert refused.value.code == ConfigurationError.exit_code
     assert f"argument --precision: invalid choice: '{given}'" in capsys.readouterr().err
 
@@ -321,8 +330,8 @@ def test_shapes_are_of_one_precision(given, capsys):
 
 def test_how_many_workers_are_enough():
     rates = {0: 100.0, 1: 90.0, 2: 190.0, 4: 200.0}
-    assert loader.enough(rates, None) == 2  # 4 gives 5 % more
-    assert [loader.enough(rates, needed) for needed in (80, 100, 160, 170)] == [0, 2, 4, None]
+    assert dataloader.enough(rates, None) == 2  # 4 gives 5 % more
+    assert [dataloader.enough(rates, needed) for needed in (80, 100, 160, 170)] == [0, 2, 4, None]
 
 
 def test_what_a_run_needs(tmp_path):
@@ -332,9 +341,9 @@ def test_what_a_run_needs(tmp_path):
     steps = [(100.0, 0.0), (2.0, 0.5), (1.5, 0.0), (4.0, 0.75)]  # the first one starts up; then 1, 1.5 and 1 seconds
     lines = [json.dumps({"step": 1, "step_seconds": took, "data_wait_fraction": part}) for took, part in steps]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
-    assert loader.needed_by(tmp_path) == 8
+    assert dataloader.needed_by(tmp_path) == 8
     with pytest.raises(ConfigurationError, match="--run .*: no run"):
-        loader.needed_by(tmp_path / "none")
+        dataloader.needed_by(tmp_path / "none")
 
 
 def test_the_loader_is_measured(recipe_file, tmp_path, capsys):
@@ -351,7 +360,7 @@ def test_the_loader_is_measured(recipe_file, tmp_path, capsys):
         "--json",
         str(file),
     ]
-    assert cli.main(["bench", "dataloader", recipe_file, *options]) == 0
+    assert commands.main(["bench", "dataloader", recipe_file, *options]) == 0
     told = capsys.readouterr().out
     assert re.search(
         r"^workers +rows/s\n0 +[\d,]+\n1 +[\d,]+\ndata\.num_workers=0 is enough with 1 process on this host: ",
@@ -359,13 +368,15 @@ def test_the_loader_is_measured(recipe_file, tmp_path, capsys):
         re.MULTILINE,
     )
     assert json.loads(file.read_text())["rows_per_second"].keys() == {"0", "1"}
-    assert cli.main(["bench", "dataloader", recipe_file, "--data_parallel_size", "3"]) == ConfigurationError.exit_code
+    assert (
+        commands.main(["bench", "dataloader", recipe_file, "--data_parallel_size", "3"]) == ConfigurationError.exit_code
+    )
     for size in ("0", "-1"):
         wrong = ["bench", "dataloader", recipe_file, f"--data_parallel_size={size}"]
-        assert cli.main(wrong) == ConfigurationError.exit_code
+        assert commands.main(wrong) == ConfigurationError.exit_code
         assert f"--data_parallel_size: found {size}, a number above 0 is needed" in capsys.readouterr().err
     streamed = ["data.streaming=true", f"tokenizer={{path: {tmp_path}}}"]
-    assert cli.main(["bench", "dataloader", recipe_file, *streamed]) == ConfigurationError.exit_code
+    assert commands.main(["bench", "dataloader", recipe_file, *streamed]) == ConfigurationError.exit_code
     assert "data.streaming: found true" in capsys.readouterr().err
 
 
@@ -375,7 +386,7 @@ def host(monkeypatch, tmp_path) -> list[set[int]]:
     kept = [set(range(8))]
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: kept[-1], raising=False)
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: kept.append(set(cores)), raising=False)
-    monkeypatch.setattr(loader, "CORES", tmp_path)
+    monkeypatch.setattr(dataloader, "CORES", tmp_path)
     for core in range(8):
         (tmp_path / f"cpu{core}" / "topology").mkdir(parents=True)
         (tmp_path / f"cpu{core}" / "topology" / "thread_siblings_list").write_text(f"{core % 4},{core % 4 + 4}\n")
@@ -386,23 +397,23 @@ def host(monkeypatch, tmp_path) -> list[set[int]]:
     ("processes", "share"), [(1, set(range(8))), (2, {0, 4, 1, 5}), (3, {0, 4}), (4, {0, 4}), (8, {0})]
 )
 def test_one_process_has_its_share_of_the_cores(host, processes, share):
-    with loader.kept_to(loader.share(processes)):
+    with dataloader.kept_to(dataloader.share(processes)):
         assert host[-1] == share
     assert host[-1] == set(range(8))
 
 
 def test_a_share_that_cannot_be_given_is_refused(host, recipe_file, capsys, monkeypatch):
     """Before the data are tokenised."""
-    monkeypatch.setattr("samecurve.tasks.load", None)
+    monkeypatch.setattr("samecurve.tasks.registry.load", None)
     command = ["bench", "dataloader", recipe_file, "--processes_per_host"]
-    assert cli.main([*command, "9"]) == ConfigurationError.exit_code
+    assert commands.main([*command, "9"]) == ConfigurationError.exit_code
     assert "--processes_per_host: found 9, but there are 8 cores; at least one for each" in capsys.readouterr().err
-    assert cli.main([*command, "0"]) == ConfigurationError.exit_code
+    assert commands.main([*command, "0"]) == ConfigurationError.exit_code
     assert "--processes_per_host: found 0, a number above 0 is needed" in capsys.readouterr().err
     monkeypatch.delattr(os, "sched_setaffinity")
-    assert cli.main([*command, "2"]) == ConfigurationError.exit_code
+    assert commands.main([*command, "2"]) == ConfigurationError.exit_code
     assert "this system keeps no process to a part of its cores" in capsys.readouterr().err
-    with loader.kept_to(loader.share(1)):
+    with dataloader.kept_to(dataloader.share(1)):
         assert len(host) == 1
 
 
@@ -418,10 +429,10 @@ def test_workers_have_the_share(recipe_file, monkeypatch, tmp_path, capsys):
         with open(counted, "a") as file:
             file.write(f"{len(os.sched_getaffinity(0))}\n")
 
-    monkeypatch.setattr(data, "serve", serve)
+    monkeypatch.setattr(batches, "serve", serve)
     file = tmp_path / "found.json"
     options = ["--seconds", "0.01", "--processes_per_host", str(len(before)), "--json", str(file)]
-    assert cli.main(["bench", "dataloader", recipe_file, *options]) == 0
+    assert commands.main(["bench", "dataloader", recipe_file, *options]) == 0
     assert counted.read_text() == "1\n"
     assert os.sched_getaffinity(0) == before
     told = capsys.readouterr().out
@@ -435,7 +446,7 @@ def test_workers_have_the_share(recipe_file, monkeypatch, tmp_path, capsys):
 
 
 def test_levers_come_from_the_schema(recipe_file):
-    found = steps.variants(recipe.checked(recipe_file))
+    found = step.variants(recipe.checked(recipe_file))
     names = [variant.name for variant in found]
     assert names[0] == UNCHANGED and found[0].overrides == ()
     assert {"memory.activation_checkpointing=full", "model.attention=eager", "data.num_workers=1"} <= set(names)
@@ -450,16 +461,16 @@ def test_kinds_of_levers(monkeypatch, recipe_file):
 
     from pydantic import create_model
 
-    from samecurve.config import Recipe
-    from samecurve.section import Section
+    from samecurve.config.schema import Recipe
+    from samecurve.config.section import Section
 
     compiled = create_model(
         "Compile", __base__=Section, mode=(Literal["off", "full"], "off"), cache=(bool, True), limit=(int, 8)
     )
     fields = {"compile": (compiled, compiled()), "loss": (Literal["plain", "chunked"] | None, None)}
-    monkeypatch.setattr(steps, "Recipe", create_model("Recipe", __base__=Recipe, **fields))
+    monkeypatch.setattr(step, "Recipe", create_model("Recipe", __base__=Recipe, **fields))
     now = SimpleNamespace(compile=compiled(), loss=None)
-    found = steps.variants(now, ("compile", "loss", "absent.key", "steps"))
+    found = step.variants(now, ("compile", "loss", "absent.key", "steps"))
     assert [variant.name for variant in found[1:]] == [
         "compile.mode=full",
         "compile.cache=false",
@@ -473,7 +484,7 @@ def test_verdicts_by_hand():
     base = [Measured(100.0, 2.0, (4.0, 2.0)), Measured(50.0, 2.5, (4.0, 2.0))]  # the machine was busy in round 2
     other = [Measured(150.0, 1.0, (9.0, 9.0)), Measured(60.0, 1.25, (4.0, 2.5))]
     among = [Variant(UNCHANGED), Variant("x")]
-    same, found = steps.verdicts({UNCHANGED: base, "x": other}, among)
+    same, found = step.verdicts({UNCHANGED: base, "x": other}, among)
     assert (same.ratio, same.memory_ratio, same.loss_difference) == (1, 1, 0)
     assert (found.tokens_per_second, found.lowest, found.highest) == (105, 1.2, 1.5)
     assert found.ratio == pytest.approx(1.35) and (found.peak_memory_gib, found.memory_ratio) == (1.25, 0.5)
@@ -486,10 +497,10 @@ def test_verdicts_by_hand():
 def test_a_strategys_files_with_other_keys(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     keys = ["zero_optimization.stage3_prefetch_bucket_size=1e4", "communication_data_type=bf16", "num_processes=4"]
-    assert all(map(strategies.is_key, keys))
+    assert all(map(strategy_variants.is_key, keys))
     recipes_own = ("compile=off", "optimizer.name=sgd", "checkpoint.keep=3", "steps=2", "no_such_key=1")
-    assert not any(map(strategies.is_key, recipes_own))
-    path = strategies.changed(Path("configs/zero3.yaml"), keys, tmp_path / "new")
+    assert not any(map(strategy_variants.is_key, recipes_own))
+    path = strategy_variants.changed(Path("configs/zero3.yaml"), keys, tmp_path / "new")
     found, before = read_files(str(path)), read_files("configs/zero3.yaml")
     assert Path(found.deepspeed.name) == tmp_path / "new" / "zero3.json" and path.name == "zero3.yaml"
     zero = before.deepspeed.content["zero_optimization"] | {"stage3_prefetch_bucket_size": 10_000}
@@ -499,6 +510,6 @@ def test_a_strategys_files_with_other_keys(tmp_path, monkeypatch):
     block = before.accelerate.content["deepspeed_config"] | names
     assert found.accelerate.content == before.accelerate.content | {"num_processes": 4, "deepspeed_config": block}
     with pytest.raises(ConfigurationError, match="belongs into a DeepSpeed JSON, and configs/fsdp.yaml has none"):
-        strategies.changed(Path("configs/fsdp.yaml"), keys[:1], tmp_path)
+        strategy_variants.changed(Path("configs/fsdp.yaml"), keys[:1], tmp_path)
     bench = ["bench", "step", "recipes/quickstart.yaml", "--levers", "none", "--variant", keys[0]]
-    assert cli.main([*bench, "--output", str(tmp_path / "runs")]) == ConfigurationError.exit_code
+    assert commands.main([*bench, "--output", str(tmp_path / "runs")]) == ConfigurationError.exit_code

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from samecurve.engines import build_locks
+from samecurve.strategy import op_build_locks
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def lock(tmp_path):
 
 def clear(lock) -> list[str]:
     said: list[str] = []
-    build_locks.clear({"cpu_adam", "async_io"}, said.append, {"TORCH_EXTENSIONS_DIR": str(lock.parents[1])})
+    op_build_locks.clear({"cpu_adam", "async_io"}, said.append, {"TORCH_EXTENSIONS_DIR": str(lock.parents[1])})
     return said
 
 
@@ -42,7 +42,7 @@ def test_of_a_builder_on_this_machine_it_is_kept(lock):
 
 def test_on_a_shared_disk_it_is_waited_for(lock, monkeypatch):
     """The other host goes on writing for two looks, then is done."""
-    monkeypatch.setattr(build_locks, "_is_shared", lambda path: True)
+    monkeypatch.setattr(op_build_locks, "_is_shared", lambda path: True)
     looks = []
 
     def sleep(seconds: float) -> None:
@@ -50,14 +50,14 @@ def test_on_a_shared_disk_it_is_waited_for(lock, monkeypatch):
         if len(looks) == 2:
             lock.unlink()
 
-    monkeypatch.setattr(build_locks.time, "sleep", sleep)
+    monkeypatch.setattr(op_build_locks.time, "sleep", sleep)
     (said,) = clear(lock)
     assert "another host may be compiling cpu_adam" in said and str(lock) in said and len(looks) == 2
 
 
 def test_on_a_shared_disk_a_quiet_folder_is_a_dead_builder(lock, monkeypatch):
-    monkeypatch.setattr(build_locks, "_is_shared", lambda path: True)
-    long_ago = time.time() - build_locks.UNSEEN_BUILDER_SECONDS - 1
+    monkeypatch.setattr(op_build_locks, "_is_shared", lambda path: True)
+    long_ago = time.time() - op_build_locks.UNSEEN_BUILDER_SECONDS - 1
     for path in (lock, lock.parent):
         os.utime(path, (long_ago, long_ago))
     assert len(clear(lock)) == 1 and not lock.exists()
@@ -69,4 +69,4 @@ def test_where_torch_builds(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
     folder = cpp_extension._get_build_directory("cpu_adam", verbose=False)
-    assert [str(path.parent) for path in build_locks._locks({"cpu_adam"}, os.environ)] == [folder]
+    assert [str(path.parent) for path in op_build_locks._locks({"cpu_adam"}, os.environ)] == [folder]

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from samecurve.cache import cached, digest, location, prints
 from samecurve.errors import StorageError
+from samecurve.storage.cache import cached, digest, location, prints
 
 
 def write(directory: Path) -> None:

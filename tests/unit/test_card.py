@@ -12,11 +12,11 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from samecurve import cli
-from samecurve.card import Made, model_card, write_card
-from samecurve.cli import evaluate, models
-from samecurve.config import Recipe
-from samecurve.history import sessions, unknown_origin
+from samecurve.cli import commands, evaluate
+from samecurve.config.schema import Recipe
+from samecurve.export.model_card import Made, model_card, write_card
+from samecurve.inference import loading
+from samecurve.run.sessions import sessions, unknown_origin
 
 RECIPE = {
     "output_dir": "runs/x",
@@ -230,7 +230,7 @@ def test_a_run_without_evaluation_says_so(run):
 def test_mistakes_are_told_first(run, arguments, text, capsys):
     (run / "model").mkdir()
     (run / "model" / "config.json").write_text("{}")
-    assert cli.main([word.replace("RUN", str(run)) for word in arguments]) == 2
+    assert commands.main([word.replace("RUN", str(run)) for word in arguments]) == 2
     assert text.replace("RUN", str(run)) in capsys.readouterr().err
 
 
@@ -238,20 +238,20 @@ def test_a_recipe_of_another_version_is_named(run, capsys):
     content = facts()
     content["recipe"]["optimizer"]["inertia"] = 0.9
     written(run, content | {"versions": {"samecurve": "9.9"}})
-    assert cli.main(["evaluate", str(run)]) == 2
+    assert commands.main(["evaluate", str(run)]) == 2
     told = capsys.readouterr().err
     assert "run.json: not a recipe of this version (optimizer.inertia); version 9.9 wrote it" in told
 
 
 def test_a_run_that_has_not_ended_is_sent_to_export(run, capsys):
     (run / "checkpoints" / "step_00000002").mkdir(parents=True)
-    assert cli.main(["generate", str(run)]) == 2
+    assert commands.main(["generate", str(run)]) == 2
     assert f"checkpoint: python -m samecurve export {run}" in capsys.readouterr().err
 
 
 def test_columns_of_the_data_to_measure(run):
     written(run, facts(recipe={"task": "sft", "data": {"path": "my.jsonl", "messages_column": "turns"}}))
-    trained = models.recipe(run)
+    trained = loading.recipe(run)
     given = ["data.messages_column=null", "data.prompt_column=1", "data.completion_column=answer"]
     found = evaluate.with_columns(trained, "other.jsonl", given)
     columns = {"messages_column": None, "prompt_column": "1", "completion_column": "answer"}
@@ -263,7 +263,7 @@ def test_a_file_takes_the_place_of_a_mixture(run):
     sources = [{"path": "a.jsonl", "weight": 0.75}, {"path": "b.jsonl", "weight": 0.25}]
     written(run, facts(recipe={"data": {"mixture": sources, "held_out_fraction": 0.1}}))
     assert "| data | a.jsonl (weight 0.75), b.jsonl (weight 0.25) |" in model_card(run, Made())
-    trained = models.recipe(run)
+    trained = loading.recipe(run)
     other = evaluate.reading(trained, run, str(run / "metrics.jsonl"))
     assert (other.data.path, other.evaluate.path, other.data.mixture) == (*[str(run / "metrics.jsonl")] * 2, None)
     assert evaluate.reading(trained, run, None).data == trained.data

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import copy
 
-from samecurve.checkpoint.changes import changes, refusals
+from samecurve.checkpoint.compatibility import changes, refusals
 
 SAVED = {
     "step": 40,

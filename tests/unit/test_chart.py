@@ -3,7 +3,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from samecurve.chart import COLOURS, Curve, chart, linear_ticks, relative_differences, step_ticks
+from samecurve.reports.chart import COLOURS, Curve, chart, linear_ticks, relative_differences, step_ticks
 
 SVG = "{http://www.w3.org/2000/svg}"
 CURVES = [

@@ -6,11 +6,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from samecurve import encoding
-from samecurve.chat import ChatEncoder, TextEncoder
-from samecurve.conversations import Schema, conversation
+from samecurve.data import parallel_encoding
+from samecurve.data.chat_encoder import ChatEncoder, TextEncoder
+from samecurve.data.schemas.conversation import Schema, conversation
+from samecurve.data.tokenizer import CHAT_TEMPLATE
 from samecurve.errors import DataError
-from samecurve.tokenizer import CHAT_TEMPLATE
 
 SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>", "<|im_start|>", "<|im_end|>"]
 UNMARKED = (
@@ -285,8 +285,8 @@ def test_what_cannot_be_marked_exactly_is_an_error(make, template, row, message)
 
 @pytest.fixture
 def two_processes(monkeypatch):
-    monkeypatch.setattr(encoding, "_WORTH_BYTES", 0)
-    monkeypatch.setattr(encoding, "num_cores", lambda: 2)
+    monkeypatch.setattr(parallel_encoding, "_WORTH_BYTES", 0)
+    monkeypatch.setattr(parallel_encoding, "num_cores", lambda: 2)
 
 
 def encoded_in_batches(tokenizer) -> tuple[list, dict[str, int]]:
@@ -295,14 +295,14 @@ def encoded_in_batches(tokenizer) -> tuple[list, dict[str, int]]:
     rows = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in turns]
     documents = [conversation(f"row {number}", row, Schema()) for number, row in enumerate(rows)]
     encoder = ChatEncoder(tokenizer, Schema())
-    found = list(encoding.encoded(encoder, [documents[at : at + 5] for at in range(0, 43, 5)], 1 << 30))
+    found = list(parallel_encoding.encoded(encoder, [documents[at : at + 5] for at in range(0, 43, 5)], 1 << 30))
     assert [document for part, _ in found for document in part] == documents
     return [([*one.tokens], [*one.trained]) for _, part in found for one in part], encoder.counts
 
 
 def test_processes_that_share_the_work_find_what_one_finds(make, two_processes, monkeypatch):
     shared = encoded_in_batches(make(UNMARKED))
-    monkeypatch.setattr(encoding, "num_cores", lambda: 1)
+    monkeypatch.setattr(parallel_encoding, "num_cores", lambda: 1)
     assert shared == encoded_in_batches(make(UNMARKED))
     assert shared[1]["messages_with_special_tokens"] == 43
 

@@ -12,10 +12,11 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from samecurve import tasks
-from samecurve.config import Recipe
+from samecurve.config.schema import Recipe
 from samecurve.errors import DataError
-from samecurve.model import fill, skeleton
+from samecurve.interfaces.task import Task
+from samecurve.models.weights import fill, skeleton
+from samecurve.tasks import registry
 
 LLAMA = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 
@@ -56,8 +57,8 @@ def made(tmp_path: Path, **more) -> Recipe:
 CHATML = {"tokenizer": {"chat_template": "chatml"}}
 
 
-def filled(recipe: Recipe) -> tuple[tasks.Task, torch.nn.Module, dict[str, torch.Tensor]]:
-    task = tasks.load(recipe)
+def filled(recipe: Recipe) -> tuple[Task, torch.nn.Module, dict[str, torch.Tensor]]:
+    task = registry.load(recipe)
     model = skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
     found = {}
     fill(model, recipe, lambda name, tensor: found.__setitem__(name, tensor.clone()))
@@ -67,7 +68,7 @@ def filled(recipe: Recipe) -> tuple[tasks.Task, torch.nn.Module, dict[str, torch
 def test_a_base_model_has_no_template_and_is_told_of_one(tmp_path):
     base_model(tmp_path / "base", 257, tied=True)
     with pytest.raises(DataError, match="has no chat template; .*tokenizer.chat_template=chatml"):
-        tasks.load(made(tmp_path))
+        registry.load(made(tmp_path))
 
 
 @pytest.mark.parametrize("num_rows", [264, 257])
@@ -92,7 +93,7 @@ def test_its_tokens_are_added_and_the_end_of_a_turn_is_trained(num_rows, tied, t
 
 def test_what_is_exported_is_read_without_the_recipe(tmp_path):
     base_model(tmp_path / "base", 257, tied=True)
-    task = tasks.load(made(tmp_path, **CHATML))
+    task = registry.load(made(tmp_path, **CHATML))
     task.tokenizer.save_pretrained(tmp_path / "again")
     again = PreTrainedTokenizerFast.from_pretrained(tmp_path / "again")
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from samecurve.checkpoint.files import INDEX, Entry, Reader, chunks, index
-from samecurve.checkpoint.verify import file_name
-from samecurve.engines.state import split
+from samecurve.checkpoint.format import INDEX, Entry, Reader, chunks, index
+from samecurve.checkpoint.manifest import file_name
+from samecurve.engines.sharded_state import split
 from samecurve.errors import CheckpointError
 
 SHAPES = {"embed": (7, 5), "norm": (5,)}

@@ -9,10 +9,10 @@ from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-from samecurve import chunked_head
-from samecurve.chunked_head import ChunkedHead, chunkable, install, trained_positions
 from samecurve.errors import ConfigurationError
-from samecurve.loss import IGNORE_INDEX, token_loss_sum
+from samecurve.losses import chunked_cross_entropy
+from samecurve.losses.chunked_cross_entropy import ChunkedHead, chunkable, install, trained_positions
+from samecurve.losses.cross_entropy import IGNORE_INDEX, token_loss_sum
 
 SIZES = {
     "vocab_size": 512,
@@ -26,8 +26,8 @@ SIZES |= {"max_position_embeddings": 64, "n_embd": 32, "n_layer": 2, "n_head": 2
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(chunked_head, "SMALLEST_CHUNK", 7)
-    monkeypatch.setattr(chunked_head, "_CPU_BYTES", 1)
+    monkeypatch.setattr(chunked_cross_entropy, "SMALLEST_CHUNK", 7)
+    monkeypatch.setattr(chunked_cross_entropy, "_CPU_BYTES", 1)
 
 
 def tiny(model_type="llama", auto=AutoModelForCausalLM, **fields):
@@ -196,7 +196,7 @@ def test_a_chunk_is_a_small_part_of_a_gpus_memory_and_even(vocabulary_size, memo
     """By hand: 150 GB / 64 are the fp32 logits of 4,569 tokens. Without a GPU, 32 MiB are those of 1,024."""
     found = SimpleNamespace(total_memory=int((memory_gb or 0) * 1e9))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
-    monkeypatch.setattr(chunked_head, "SMALLEST_CHUNK", 256)  # as they are outside of these tests
-    monkeypatch.setattr(chunked_head, "_CPU_BYTES", 2**25)
+    monkeypatch.setattr(chunked_cross_entropy, "SMALLEST_CHUNK", 256)  # as they are outside of these tests
+    monkeypatch.setattr(chunked_cross_entropy, "_CPU_BYTES", 2**25)
     device = torch.device("cpu" if memory_gb is None else "cuda:0")
-    assert chunked_head.chunk_size(vocabulary_size, device) == expected
+    assert chunked_cross_entropy.chunk_size(vocabulary_size, device) == expected

@@ -13,13 +13,15 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from samecurve import cli, recipe, rules_memory
-from samecurve.cli import compare, jobs, models, summary
+from samecurve.bench import jobs
+from samecurve.bench.jobs import Job, Outcome
+from samecurve.cli import commands, compare, summary
 from samecurve.cli.bench.step import SCRIPT
-from samecurve.cli.jobs import Job, Outcome
+from samecurve.config import loader, rules_memory
 from samecurve.errors import ConfigurationError
-from samecurve.export import export
-from samecurve.rundir import RunDirectory
+from samecurve.export.hf_export import export
+from samecurve.inference import loading
+from samecurve.run.run_directory import RunDirectory
 
 RECIPE = """
 output_dir: runs/x
@@ -62,21 +64,21 @@ def strategies(tmp_path, monkeypatch):
 
 def test_help_and_errors_need_no_torch(tmp_path):
     code = (
-        "import sys\nfrom samecurve import cli\n"
+        "import sys\nfrom samecurve.cli import commands as cli\n"
         f"assert cli.main(['summary', {str(tmp_path)!r}]) == 2\n"
         "import samecurve.cli.compare, samecurve.cli.generate\n"
         "assert not {'torch', 'transformers', 'accelerate'} & sys.modules.keys()\n"
         "cli.main(['--help'])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert all(command in done.stdout for command in cli.COMMANDS)
+    assert all(command in done.stdout for command in commands.COMMANDS)
     assert done.stderr == f"{tmp_path} holds no run with a finished step (run.json, metrics.jsonl)\n"
 
 
 def test_another_working_directory_is_refused(tmp_path, monkeypatch, recipe_file, capsys):
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["compare", recipe_file]) == ConfigurationError.exit_code
-    root = Path(cli.__file__).parents[2]
+    assert commands.main(["compare", recipe_file]) == ConfigurationError.exit_code
+    root = Path(commands.__file__).parents[2]
     told = capsys.readouterr().err
     assert told.startswith((f"the strategy files are read relative to the repository: first cd {root}", str(root)))
 
@@ -111,7 +113,7 @@ def test_commands():
         *("train.py", "r.yaml", "--strategy", "configs/ddp.yaml", "output_dir=out"),
     ]
     module = jobs.command(Job("ddp", Path("configs/ddp.yaml"), 2), "r.yaml", [], Path("out"), SCRIPT)
-    assert module == [*ddp[:6], "-m", "samecurve.benchmarks.training", *ddp[7:]]
+    assert module == [*ddp[:6], "-m", "samecurve.bench.training", *ddp[7:]]
 
 
 @pytest.mark.parametrize(("world_size", "threads"), [(1, "6"), (4, "1"), (8, "1")])
@@ -138,10 +140,10 @@ def test_what_a_short_job_has_no_room_for_is_off(tmp_path):
     file = tmp_path / "long.yaml"
     more = "guard: {rollback_ratio: 3}\nprofile: {steps: [40, 42]}\n"
     file.write_text(RECIPE.replace("{warmup_steps: 40}", "{name: wsd, warmup_steps: 40, decay_steps: 40}") + more)
-    assert recipe.checked(str(file)).profile.steps == (40, 42)
-    short = recipe.checked(str(file), jobs.shortened(str(file), [], 20))
+    assert loader.checked(str(file)).profile.steps == (40, 42)
+    short = loader.checked(str(file), jobs.shortened(str(file), [], 20))
     assert (short.guard.rollback_ratio, short.profile.steps, short.schedule.decay_steps) == (None, None, 5)
-    asked = recipe.checked(str(file), jobs.shortened(str(file), ["profile.steps=[3, 4]"], 20))
+    asked = loader.checked(str(file), jobs.shortened(str(file), ["profile.steps=[3, 4]"], 20))
     assert asked.profile.steps == (3, 4)
 
 
@@ -173,12 +175,12 @@ def test_what_is_compared_in_which_precision(more, given, precision, tolerance, 
     )
     file = tmp_path / "tiny.yaml"
     file.write_text(f"{RECIPE}{more}\n")
-    assert cli.main(["compare", str(file), *given, "--output", str(tmp_path)]) == 0
-    assert recipe.checked(str(file), found[0]).precision == precision
+    assert commands.main(["compare", str(file), *given, "--output", str(tmp_path)]) == 0
+    assert loader.checked(str(file), found[0]).precision == precision
     told = (tmp_path / "table.md").read_text()
     assert f"loss within {tolerance:g} and" in told
     assert ("at every step, in " in told) == (precision != "fp32")
-    assert cli.main(["compare", str(file), *given, "--output", str(tmp_path), "--tolerance", "1e-7"]) == 0
+    assert commands.main(["compare", str(file), *given, "--output", str(tmp_path), "--tolerance", "1e-7"]) == 0
     assert "loss within 1e-07 and" in capsys.readouterr().out.split("PASS")[-1]
 
 
@@ -191,7 +193,7 @@ def run_job(directory, code):
 
 def test_a_job_that_works(tmp_path):
     code = (
-        "from samecurve.rundir import RunDirectory\n"
+        "from samecurve.run.run_directory import RunDirectory\n"
         f"run = RunDirectory({str(tmp_path / 'ddp')!r})\n"
         "run.write_run({'engine': 'DDP'}); run.append_metrics({'step': 1}); run.status('done', exit_code=0)\n"
         "print('hello')"
@@ -220,7 +222,7 @@ FAILURES = {
         "no GPU",
     ),
     "status.json knows better": (
-        "import sys; from samecurve.rundir import RunDirectory; run = RunDirectory(DIRECTORY);"
+        "import sys; from samecurve.run.run_directory import RunDirectory; run = RunDirectory(DIRECTORY);"
         "run.status('failed', 'the loss is nan\\nmore', 3, 5); print('exitcode : 2'); sys.exit(1)",
         False,
         "the loss is nan",
@@ -244,12 +246,14 @@ def test_a_job_that_fails_and_an_older_curve(case, tmp_path):
     assert (directory / "previous" / "1" / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGINT, cli.INTERRUPTED)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGINT, commands.INTERRUPTED)]
+)
 def test_no_job_outlives_the_comparison(number, code, tmp_path):
     training = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     comparison = (
         "import signal, sys; from pathlib import Path\n"
-        "from samecurve import cli; from samecurve.cli import jobs, summary\n"
+        "from samecurve.cli import commands as cli, summary; from samecurve.bench import jobs\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background job ignores it
         f"job = jobs.Job('ddp', None, 1), [sys.executable, '-c', {training!r}], Path({str(tmp_path / 'ddp')!r})\n"
         "summary.run = lambda _: jobs.run(*job, tell=print)\n"
@@ -360,7 +364,7 @@ def finished(directory, recipe_file, strategy_path="configs/ddp.yaml"):
 def test_summary(tmp_path, recipe_file, capsys):
     directory = tmp_path / "a run"
     finished(directory, recipe_file)
-    assert cli.main(["summary", str(directory)]) == 0
+    assert commands.main(["summary", str(directory)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[:6] == [
         "state         done",
@@ -395,10 +399,16 @@ def test_the_way_to_go_on_is_legal(tmp_path, recipe_file):
     overrides = summary.continued(typed, directory)
     keys = ["seed", "model.path", "tokenizer.path", "output_dir"]
     assert [override.partition("=")[0] for override in overrides] == keys
-    source = recipe.load(recipe_file, overrides)
+    source = loader.load(recipe_file, overrides)
     assert source.document.problems == []
     assert (source.recipe.model.path, source.recipe.model.config) == (str(directory / "model"), None)
     assert source.recipe.output_dir == f"{directory}-continued" and source.recipe.seed == 3
+    facts = json.loads((directory / "run.json").read_text()) | {"overrides": ["model.new_head=true"]}
+    (directory / "model").mkdir(exist_ok=True)
+    line = dict(summary.commands(directory, facts | {"recipe": {"model": {"new_head": True}}}))[
+        "go on from its weights"
+    ]
+    assert line.count("new_head") == 1 and "model.new_head=false" in line  # the export has it
 
 
 @pytest.mark.parametrize(
@@ -433,7 +443,7 @@ def trained(tmp_path_factory):
 
 
 def written(capsys, *arguments):
-    assert cli.main(["generate", *map(str, arguments)]) == 0
+    assert commands.main(["generate", *map(str, arguments)]) == 0
     return capsys.readouterr().out
 
 
@@ -454,4 +464,4 @@ def test_generate_without_temperature_ignores_the_seed(trained, capsys):
 
 def test_generate_needs_a_model(tmp_path):
     with pytest.raises(ConfigurationError, match="holds an exported model"):
-        models.model_folder(tmp_path)
+        loading.model_folder(tmp_path)

@@ -11,9 +11,9 @@ from report_cases import TORCHRUN, Plan, expected, message, write
 from tiny_families import tiny_config
 from transformers import AutoModelForCausalLM
 
-from samecurve import compilation
-from samecurve.compilation import SETTLED_STEPS, Recompilations
-from samecurve.engines import preflight
+from samecurve.models import compilation
+from samecurve.models.compilation import SETTLED_STEPS, Recompilations
+from samecurve.strategy import preflight
 
 ZERO3 = {"ds_configs/zero3.json": '{"zero_optimization": {"stage": 3}}'}
 REFUSED = [

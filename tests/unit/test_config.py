@@ -4,14 +4,19 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 import pytest
 from report_cases import GOOD, Plan, changed, expected, message, write
 
-from samecurve.config import Batch
-from samecurve.engines.resolve import resolve
+from samecurve.config.documents import Document
+from samecurve.config.overrides import latest, override
+from samecurve.config.schema import Batch
 from samecurve.errors import ConfigurationError
+from samecurve.strategy.resolve import resolve
 
 R = ["r.yaml"]
+TRANSFORMERS = version("transformers")
 NO_SIZE = [*R, "tokenizer.vocabulary_size=null"]
 
 
@@ -146,6 +151,13 @@ CASES = [
      ["configs: cannot be read: Is a directory (configs)"]),
     ("base missing", add("base: base.yaml\n"), R, {},
      ["r.yaml:15: base: no such file: base.yaml; the name is relative to r.yaml"]),
+    ("base missing, nothing else", {"r.yaml": "base: bace.yaml\nsteps: two\nschedule: {decay_steps: 3}\ndata: {path: gone}\n"}, R, {},
+     ["r.yaml:1: base: no such file: bace.yaml; the name is relative to r.yaml",
+      'r.yaml:2: steps: found "two" (text), a whole number is needed',
+      "r.yaml:4: data.path: no such file or folder: gone"]),
+    ("base broken", {"base.yaml": "steps: [1\n", "r.yaml": "base: base.yaml\nseed: one\n"}, R, {},
+     ["base.yaml:2: this is not YAML: expected ',' or ']', but got '<stream end>'",
+      'r.yaml:2: seed: found "one" (text), a whole number is needed']),
     ("base circle", {"r.yaml": "base: b.yaml\n", "b.yaml": "base: r.yaml\n"}, R, {},
      ['b.yaml:1: base: found "r.yaml", which is based on this file; break the circle']),
     ("base number", add("base: 3\n"), R, {},
@@ -159,6 +171,13 @@ CASES = [
      ['command line: steps: found "two" (text), a whole number is needed']),
     ("override syntax", {}, ["r.yaml", "steps"], {},
      ['command line: found "steps" (text); an override is written key.path=value']),
+    ("override twice", {}, ["r.yaml", "seed=3", "steps=20", "seed=4", "model.attention=sdpa", "model={attention: eager}"], {},
+     ["command line: model: given together with model.attention=sdpa, which it would replace; keep one",
+      "command line: seed: given twice, first as seed=3; keep one"]),
+    ("override twice, in a block", {}, ["r.yaml", "batch={global_batch_size: 8, sequence_length: 8}", "batch.micro_batch_size=2", "batch.global_batch_size=4"], {},
+     ["command line: batch.global_batch_size: given twice, first in batch={global_batch_size: 8, sequence_length: 8}; keep one"]),
+    ("override of null", {}, ["r.yaml", "model={path: m, config: null}", "model.config.model_type=gpt2"], {},
+     ["command line: model.config.model_type: given twice, first in model={path: m, config: null}; keep one"]),
     ("override yaml", {}, ["r.yaml", "optimizer.betas=[0.9"], {},
      ["command line: optimizer.betas: this is not YAML: expected ',' or ']', but got '<stream end>'"]),
     ("override text", {}, ["r.yaml", "steps=*a: b"], {},
@@ -171,6 +190,28 @@ CASES = [
      ["r.yaml:4: model: neither path (pretrained) nor config (from scratch) is given; add one"]),
     ("no model type", r("model_type: llama, ", ""), R, {},
      ["r.yaml:5: model.config: model_type is missing; add it, for example model_type: llama"]),
+    ("no such family", r("model_type: llama", "model_type: lama"), R, {},
+     [f"r.yaml:5: model.config.model_type: transformers {TRANSFORMERS} has no model_type lama; did you mean llama?"]),
+    ("config keys", r("num_hidden_layers: 4}", "num_hiden_layers: 4}\n  kernels: torsh"), [*R, "model.config.dtype=bfloat16"], {},
+     ["r.yaml:5: model.config.num_hiden_layers: a llama has no such key; did you mean num_hidden_layers?",
+      "r.yaml:6: model.kernels: found \"torsh\" (text), one of 'torch' or 'liger' is needed",
+      "command line: model.config.dtype: the recipe's precision says it; remove it"]),
+    ("config types", r("num_hidden_layers: 4", 'num_hidden_layers: "4", hidden_size: 8.0, rms_norm_eps: 1, attention_bias: 1'), R, {},
+     ["r.yaml:5: model.config.attention_bias: found 1, true or false is needed",
+      "r.yaml:5: model.config.hidden_size: found 8.0, a whole number is needed; write 8",
+      'r.yaml:5: model.config.num_hidden_layers: found "4" (text), a whole number is needed',
+      "r.yaml:5: model.config.rms_norm_eps: found 1, a number with a decimal point is needed; write 1.0"]),
+    ("config sizes", r("llama, num_hidden_layers: 4", "gpt2, n_layer: 0, num_attention_heads: -1, vocab_size: 0"), R, {},
+     ["r.yaml:5: model.config.n_layer: found 0, a number of at least 1 is needed",
+      "r.yaml:5: model.config.num_attention_heads: found -1, a number of at least 1 is needed",
+      "r.yaml:5: model.config.vocab_size: found 0, a number of at least 1 is needed"]),
+    ("config numbers", r("num_hidden_layers: 4", "num_hidden_layers: 100000000000000000000, initializer_range: .nan, rope_parameters: {rope_theta: .nan}"), R, {},
+     ["r.yaml:5: model.config.initializer_range: found NaN, a finite number is needed",
+      "r.yaml:5: model.config.num_hidden_layers: found 100000000000000000000, a number of at most 9223372036854775807 is needed",
+      "r.yaml:5: model.config.rope_parameters.rope_theta: found NaN, a finite number is needed"]),
+    ("many steps", {}, [*R, f"steps={'9' * 30}", f"seed=0x{'f' * 4000}"], {},
+     ["command line: seed: found a whole number of 16000 bits, a number of at most 2147483647 is needed",
+      "command line: steps: found 999999999999999999999999999999, a number of at most 99999999 is needed"]),
     ("model type", r("model_type: llama", "model_type: 3"), R, {},
      ["r.yaml:5: model.config.model_type: found 3, text is needed, for example llama"]),
     ("positions", r("num_hidden_layers: 4", "num_hidden_layers: 4, max_position_embeddings: 63"), R, {},
@@ -201,12 +242,47 @@ CASES = [
      ["r.yaml:8: data.path: no such file or folder: texts.txt"]),
     ("eval path", add("evaluate: {path: nope, every_steps: 5}\n"), R, {},
      ["r.yaml:15: evaluate.path: no such file or folder: nope"]),
+    ("the hub's keys of a file", {}, [*R, "data.split=test", "data.config=a", "data.revision=v1", "evaluate.split=test"], {},
+     ['command line: data.config: found "a" (text), but text.txt is no data set of the hub, so nothing reads it; leave it out',
+      'command line: data.revision: found "v1" (text), but text.txt is no data set of the hub, so nothing reads it; leave it out',
+      'command line: data.split: found "test" (text), but text.txt is no data set of the hub, so nothing reads it; leave it out',
+      'command line: evaluate.split: found "test" (text), but text.txt is no data set of the hub; name the data to measure on: evaluate.path']),
+    ("the hub's keys of what is built in", {}, [*R, "data.path=builtin:python-stdlib", "data.split=test"], {},
+     ['command line: data.split: found "test" (text), but builtin:python-stdlib is no data set of the hub, so nothing reads it; leave it out']),
+    ("a split and a pattern", {}, [*R, "data.path=org/name", "data.pattern=*.txt", "data.split=test"], {},
+     ['command line: data.split: found "test" (text), but data.pattern names the files to read, of whatever split; keep one of them']),
+    ("a revision of a URL", {}, [*NO_SIZE, "tokenizer.path=t", "data.path=hf://datasets/org/name@v1", "data.streaming=true", "data.revision=v2"], {},
+     ['command line: data.revision: found "v2" (text), but hf://datasets/org/name@v1 is a URL; write hf://datasets/OWNER/NAME@REVISION']),
+    ("the split that is trained on", {}, [*R, "data.path=org/name", "evaluate.split=train"], {},
+     ['command line: evaluate.split: found "train" (text), which is what is trained on; name another split']),
+    ("the split that is trained on, by its path", {}, [*R, "data.path=org/name", "evaluate.path=org/name", "evaluate.split=train"], {},
+     ['command line: evaluate.split: found "train" (text), which is what is trained on; name another split']),
+    ("a split beside files", {}, [*R, "data.path=org/name", "data.pattern=a*", "evaluate.split=test"], {},
+     ['command line: evaluate.split: found "test" (text), but data.pattern names the files that are read, of whatever split; name the data to measure on: evaluate.path']),
+    ("a split beside a file", {}, [*NO_SIZE, "tokenizer.path=t", "data.path=hf://datasets/org/name/a.jsonl", "data.streaming=true", "evaluate.split=test"], {},
+     ['command line: evaluate.split: found "test" (text), but data.path names the files that are read, of whatever split; name the data to measure on: evaluate.path']),
+    ("another revision to measure on", {}, [*R, "data.path=org/name", "evaluate.split=test", "evaluate.revision=v1"], {},
+     ['command line: evaluate.revision: found "v1" (text), but data.revision is null, and a split of another revision may hold rows that are trained on: leave it out']),
+    ("no split to measure on", {}, [*R, "evaluate.path=org/name"], {},
+     ["r.yaml: evaluate.split: missing; name the split of org/name to measure on, for example validation or test"]),
+    ("a config that nothing reads", {}, [*R, "data.path=org/name", "evaluate.config=a"], {},
+     ['command line: evaluate.config: found "a" (text), but only evaluate.split reads it']),
+    ("a split of a mixture", {}, [*R, "data.path=null", "data.mixture=[{path: org/name, weight: 1}, {path: text.txt, weight: 1, split: test}]", "data.split=a"], {},
+     ['command line: data.mixture.1.split: found "test" (text), but text.txt is no data set of the hub, so nothing reads it; leave it out',
+      'command line: data.split: found "a" (text), but data.mixture is given; write it beside the path it is for']),
+    ("data in output_dir", {"runs/x/mine.txt": "words"}, [*R, "data.path=runs/x/mine.txt", "evaluate.path=runs/x"], {},
+     ["command line: data.path: found runs/x/mine.txt, which is in output_dir (runs/x), among the run's own files; move one of them",
+      "command line: evaluate.path: found runs/x, which is in output_dir (runs/x), among the run's own files; move one of them"]),
     ("pattern out", {}, [*R, "data.pattern=../*.txt"], {},
      ['command line: data.pattern: found "../*.txt" (text), which leaves the folder; set data.path to the other one']),
     ("grouped packed", {}, [*R, "data.group_by_length=true"], {},
      ["command line: data.group_by_length: found true, but packed rows are full already; set data.packing to false"]),
     ("another task's key", {}, [*R, "data.train_on=all"], {},
-     ['command line: data.train_on: found "all" (text), but only the tasks sft, distill read it and task is pretrain']),
+     ['command line: data.train_on: found "all" (text), but only the tasks sft, distill, dpo read it and task is pretrain']),
+    ("all of a pair", {}, [*R, "task=dpo", "data.train_on=all", "data.packing=false"], {},
+     ["command line: data.train_on: found all, but answers are compared by their own tokens and share the prompt; use assistant or completion"]),
+    ("completion of messages", {}, [*R, "task=sft", "data.train_on=completion", "data.messages_column=m"], {},
+     ["command line: data.train_on: found completion, but data.messages_column names whole conversations, in which no prompt is set apart; use assistant, or name prompt_column and completion_column instead"]),
     ("pretrain's key", {}, [*R, "task=sft", "data.text_column=t"], {},
      ['command line: data.text_column: found "t" (text), but only the tasks pretrain, continue_pretrain, classify, mlm read it and task is sft']),
     ("another task's data", {}, [*R, "task=sft", "data.path=builtin:python-stdlib"], {},
@@ -217,6 +293,17 @@ CASES = [
      ["command line: data.chat: found false, but messages need a template; set it to true, or name prompt_column instead"]),
     ("another task's label", {}, [*R, "data.label_column=l"], {},
      ['command line: data.label_column: found "l" (text), but only task classify reads it and task is pretrain']),
+    ("one class", {}, [*R, "task=classify", "data.packing=false", "data.labels=[even]"], {},
+     ["command line: data.labels: found a list, at least 2 values are needed, not 1"]),
+    ("no rank, no source", {}, [*R, "profile.ranks=[]", "data.mixture=[]"], {},
+     ["command line: data.mixture: found a list, at least 1 value is needed, not 0",
+      "command line: profile.ranks: found a list, at least 1 value is needed, not 0"]),
+    ("modules", {}, [*R, "adapter.target_modules=[1]"], {},
+     ["command line: adapter.target_modules: found a list, a pattern, a list of names or all-linear is needed"]),
+    ("numbers in words", {}, [*R, "optimizer.learning_rate=nan", "optimizer.epsilon=1e999", "steps=infinity"], {},
+     ['command line: optimizer.epsilon: found Infinity, a finite number is needed',
+      'command line: optimizer.learning_rate: found "nan" (text), a number is needed',
+      'command line: steps: found "infinity" (text), a whole number is needed']),
     ("class twice", {}, [*R, "task=classify", "data.packing=false", "data.labels=[a, b, a]"], {},
      ["command line: data.labels: a is there twice; each name is one class"]),
     ("packed texts", {}, [*R, "task=mlm"], {},
@@ -273,6 +360,8 @@ CASES = [
      ["r.yaml:15: evaluate.every_steps: found 100, but nothing is held out; set data.held_out_fraction above 0 or evaluate.path"]),
     ("batch", r("global_batch_size: 8", "global_batch_size: 9"), [*R, "batch.micro_batch_size=2"], {},
      ["r.yaml:10: batch.global_batch_size: found 9, which is no multiple of micro_batch_size 2 x 1 data-parallel ranks; nearest global_batch_size: 8 or 10; micro_batch_size that fits: 1 or 3"]),
+    ("huge micro-batch", {}, [*R, "batch.micro_batch_size=1000000000000"], {},
+     ["r.yaml:10: batch.global_batch_size: found 8, which is no multiple of micro_batch_size 1000000000000 x 1 data-parallel ranks; nearest global_batch_size: 1000000000000; micro_batch_size that fits: 4 or 8"]),
     ("several", {"r.yaml": GOOD["r.yaml"].replace("steps: 10", "steps: two").replace("bf16", "int8").replace("text.txt", "gone")}, [*R, "seed=x"], {},
      ['r.yaml:2: steps: found "two" (text), a whole number is needed',
       "r.yaml:3: precision: found \"int8\" (text), one of 'fp32', 'bf16' or 'fp16' is needed",
@@ -280,6 +369,22 @@ CASES = [
       'command line: seed: found "x" (text), a whole number is needed']),
 ]
 # fmt: on
+
+
+def test_splits_of_the_hub_that_may_be_asked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, {})
+    mixture = "[{path: org/name, weight: 1}, {path: org/name, weight: 1, split: extra, config: b}]"
+    for overrides in (
+        ["data.path=org/name", "data.split=test", "data.config=a", "data.revision=v1"],
+        ["data.path=org/name", "evaluate.split=validation", "evaluate.every_steps=5"],
+        ["data.path=org/name", "data.config=en", "evaluate.split=train", "evaluate.config=de"],
+        ["evaluate.path=org/name", "evaluate.split=test", "evaluate.revision=v1"],
+        ["data.path=null", f"data.mixture={mixture}"],
+        ["data.path=.", "data.split=train"],
+    ):
+        plan = message(tmp_path, ["r.yaml", *overrides], {})
+        assert isinstance(plan, Plan), plan
 
 
 @pytest.mark.parametrize(("files", "argv", "environ", "lines"), [case[1:] for case in CASES], ids=[c[0] for c in CASES])
@@ -310,7 +415,7 @@ def test_numbers_of_yaml_1_2(text, number, tmp_path, monkeypatch):
 
 
 def test_overrides_are_typed_by_the_schema(tmp_path, monkeypatch):
-    overrides = ["output_dir=2024-01-01", "seed=3", "seed=4", "optimizer.betas=[0.8, 0.9]", "data.cache_dir=7"]
+    overrides = ["output_dir=2024-01-01", "seed=4", "optimizer.betas=[0.8, 0.9]", "data.cache_dir=7"]
     overrides += ["model.config.hidden_size=8", "tokenizer.path=null", "data.text_column="]
     recipe = load(tmp_path, monkeypatch, None, *overrides)
     assert (recipe.output_dir, recipe.seed, recipe.data.cache_dir) == ("2024-01-01", 4, "7")
@@ -346,6 +451,29 @@ def test_bytes_that_are_no_text(tmp_path, monkeypatch):
     (tmp_path / "r.yaml").write_bytes(b"steps: \xff")
     lines = ["r.yaml: cannot be read: not UTF-8 text (r.yaml)"]
     assert message(tmp_path, R, {}) == (expected(lines), 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        (["seed=1", "model.path=a", "seed=2", "model={path: b}"], ["seed=2", "model={path: b}"]),
+        (
+            ["schedule={name: wsd, decay_steps: 5}", "schedule.decay_steps=2"],
+            ['schedule={"name": "wsd"}', "schedule.decay_steps=2"],
+        ),
+        (
+            ["optimizer={learning_rate: 1e-5}", "optimizer.name=lion"],
+            ["optimizer={learning_rate: 1e-5}", "optimizer.name=lion"],
+        ),
+        (["data.pattern=**/*.md", "data.pattern=*.py"], ["data.pattern=*.py"]),
+    ],
+)
+def test_commands_replace_what_they_add_to(given, kept):
+    assert latest(given) == kept
+    document = Document("r.yaml")
+    for argument in kept:
+        override(document, argument)
+    assert document.problems == []
 
 
 def test_unknown_option_comes_with_the_usage():

@@ -9,10 +9,14 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from samecurve import conversations, functions, sources, tasks
-from samecurve.config import Recipe
-from samecurve.conversations import Schema
+from samecurve.config.schema import Recipe
+from samecurve.data import builtin
+from samecurve.data.find import find_conversations
+from samecurve.data.schemas import conversation
+from samecurve.data.schemas.conversation import Schema
 from samecurve.errors import DataError
+from samecurve.specs.data_names import FUNCTIONS
+from samecurve.tasks import registry
 
 GOOD = {"messages": [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]}
 
@@ -38,8 +42,8 @@ def jsonl(path: Path, *rows: dict) -> Path:
     return path
 
 
-def read(path: Path | str, **schema) -> list[conversations.Conversation]:
-    source = conversations.find(str(path), None, Schema(**schema))
+def read(path: Path | str, **schema) -> list[conversation.Conversation]:
+    source = find_conversations(str(path), None, Schema(**schema))
     source.check()
     return list(source.documents())
 
@@ -75,7 +79,7 @@ def test_sharegpt_is_read(tmp_path):
     roles = {"system": "system", "user": "human", "assistant": "gpt"}
     turns = [{"role": "system", "content": "s"}, *GOOD["messages"]]
     row = {"conversations": [{"from": roles[turn["role"]], "value": turn["content"]} for turn in turns]}
-    expected = str(conversations.conversation("here", {"messages": turns}, Schema()))
+    expected = str(conversation.conversation("here", {"messages": turns}, Schema()))
     assert [str(found) for found in read(jsonl(tmp_path / "a.jsonl", row))] == [expected]
     assert [str(found) for found in read(jsonl(tmp_path / "b.jsonl", {"conversations": turns}))] == [expected]
     assert [str(found) for found in read(tmp_path / "a.jsonl", messages="conversations")] == [expected]
@@ -93,19 +97,19 @@ def test_arguments_of_tool_calls_are_objects(tmp_path):
 
 
 def test_functions_of_the_library():
-    found = {c.messages[0]["content"]: c for c in read(sources.FUNCTIONS)}
+    found = {c.messages[0]["content"]: c for c in read(FUNCTIONS)}
     assert 3000 < len(found) < 12000
     prompt = next(text for text in found if text.startswith("def getcallargs("))
     body = found[prompt].messages[1]["content"]
     assert prompt.endswith('"""') and body.startswith("spec = getfullargspec(func)")
     namespace: dict = {"getfullargspec": None}
-    exec(functions.function(prompt, body), namespace)
+    exec(builtin.function(prompt, body), namespace)
     assert namespace["getcallargs"].__doc__.startswith("Get the mapping of arguments")
 
 
 def test_a_trained_tokenizer_has_a_template_and_its_markers(tmp_path, capsys):
     recipe = make_recipe(tmp_path, jsonl(tmp_path / "a.jsonl", *[GOOD] * 3))
-    task = tasks.load(recipe)
+    task = registry.load(recipe)
     trained, tokenised = capsys.readouterr().out.splitlines()
     assert ": 6 texts, " in trained and ": 3 documents, " in tokenised  # each row has two turns
     assert task.tokenizer.eos_token == "<|im_end|>"
@@ -124,17 +128,17 @@ def test_a_template_of_the_users_own(tmp_path):
     (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m['content'] + eos_token }}{% endfor %}")
     path = jsonl(tmp_path / "a.jsonl", GOOD)
     recipe = make_recipe(tmp_path, path, tokenizer={"chat_template": str(tmp_path / "t.jinja")})
-    loaded = tasks.load(recipe).tokenizer
+    loaded = registry.load(recipe).tokenizer
     assert loaded.apply_chat_template(GOOD["messages"], tokenize=False) == "a b<|im_end|>c<|im_end|>"
 
 
 def test_the_cache_is_found_again_and_not_with_other_marks(tmp_path, monkeypatch):
     path = jsonl(tmp_path / "a.jsonl", *[GOOD] * 3)
     recipes = [make_recipe(tmp_path, path, data={"train_on": choice}) for choice in ("assistant", "all")]
-    first, other = (tasks.load(recipe).train.fingerprint for recipe in recipes)
+    first, other = (registry.load(recipe).train.fingerprint for recipe in recipes)
     assert first != other
-    monkeypatch.setattr(conversations.ConversationSource, "_rows", lambda self: pytest.fail("read again"))
-    assert tasks.load(recipes[0]).train.fingerprint == first
+    monkeypatch.setattr(conversation.ConversationSource, "_rows", lambda self: pytest.fail("read again"))
+    assert registry.load(recipes[0]).train.fingerprint == first
 
 
 def text(*lines: str | bytes, name: str = "a.jsonl"):
@@ -367,7 +371,7 @@ def test_what_cannot_be_used_is_told_with_its_place_and_its_fix(tmp_path, name):
     batch = {"global_batch_size": options.get("batch", 1), "sequence_length": options.get("length", 64)}
     recipe = make_recipe(tmp_path, write(tmp_path), data=data, batch=batch)
     with pytest.raises(DataError) as caught:
-        tasks.load(recipe)
+        registry.load(recipe)
     assert str(caught.value).replace(str(tmp_path), "T").startswith(message)
     assert not list((tmp_path / "cache").glob("tokens/*")) or name in ("few rows", "nothing left", "nothing held out")
 
@@ -402,7 +406,7 @@ def test_a_tokenizer_without_a_template_or_an_end(tmp_path):
     for special, message in (({"eos_token": "</s>"}, "has no chat template; use a"), ({}, "no eos_token; name one in")):
         chosen = {"path": save_tokenizer(tmp_path, **special), "vocabulary_size": None}
         with pytest.raises(DataError, match=message) as caught:
-            tasks.load(make_recipe(tmp_path, path, tokenizer=chosen))
+            registry.load(make_recipe(tmp_path, path, tokenizer=chosen))
         assert str(caught.value).startswith(chosen["path"])
 
 
@@ -415,7 +419,7 @@ def test_all_rows_are_looked_at_before_the_first_is_tokenised(tmp_path):
         tokenizer={**chosen, "chat_template": str(tmp_path / "t.jinja")},
     )
     with pytest.raises(DataError, match="2 rows cannot be used"):
-        tasks.load(recipe)
+        registry.load(recipe)
 
 
 class Ranks:
@@ -432,15 +436,15 @@ class Ranks:
 def test_what_rank_0_cannot_use_is_every_ranks_error(tmp_path, monkeypatch):
     recipe = make_recipe(tmp_path, text("no")(tmp_path))
     with pytest.raises(DataError, match="not JSON"):
-        tasks.load_together(recipe, Ranks(0, [None]))
-    monkeypatch.setattr(tasks, "load", lambda recipe: pytest.fail("read before rank 0 had"))
+        registry.load_together(recipe, Ranks(0, [None]))
+    monkeypatch.setattr(registry, "load", lambda recipe: pytest.fail("read before rank 0 had"))
     with pytest.raises(DataError, match="told by rank 0"):
-        tasks.load_together(recipe, Ranks(1, [DataError("told by rank 0")]))
+        registry.load_together(recipe, Ranks(1, [DataError("told by rank 0")]))
 
 
 def test_ranks_that_read_other_data_are_told(tmp_path):
     recipe = make_recipe(tmp_path, jsonl(tmp_path / "a.jsonl", GOOD))
-    fingerprint = tasks.load(recipe).train.fingerprint
-    assert tasks.load_together(recipe, Ranks(0, [None, [fingerprint, None]])).train.fingerprint == fingerprint
+    fingerprint = registry.load(recipe).train.fingerprint
+    assert registry.load_together(recipe, Ranks(0, [None, [fingerprint, None]])).train.fingerprint == fingerprint
     with pytest.raises(DataError, match="the data or the tokenizer of rank 1 are not those of rank 0"):
-        tasks.load_together(recipe, Ranks(0, [None, ["other", None]]))
+        registry.load_together(recipe, Ranks(0, [None, ["other", None]]))

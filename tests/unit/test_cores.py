@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from samecurve.engines import cores, rehearsal
-from samecurve.engines.cores import Seat, advice, seat
+from samecurve.distributed import affinity
+from samecurve.distributed.affinity import Seat, advice, seat
+from samecurve.engines import cpu_bridge
 
 TWO_NODES = {"node0": "0-3,8-11\n", "node1": "4-7,12-15\n", "node2": "\n"}  # the last one is memory alone
 LEFT, RIGHT = frozenset([0, 1, 2, 3, 8, 9, 10, 11]), frozenset([4, 5, 6, 7, 12, 13, 14, 15])
@@ -94,7 +95,7 @@ def test_hosts_are_looked_at_one_by_one():
 
 def test_real_nodes_can_be_read():
     found = seat(1)
-    assert found is None or found.cores and (not cores.NODES.is_dir() or found.num_nodes >= 1)
+    assert found is None or found.cores and (not affinity.NODES.is_dir() or found.num_nodes >= 1)
 
 
 def test_a_strategy_that_binds_can_be_rehearsed(monkeypatch):
@@ -102,5 +103,5 @@ def test_a_strategy_that_binds_can_be_rehearsed(monkeypatch):
     monkeypatch.setenv("ACCELERATE_CPU_AFFINITY", "1")
     for name in ("ACCELERATE_TORCH_DEVICE", "DS_ACCELERATOR"):
         monkeypatch.setenv(name, "cpu")
-    rehearsal.prepare(SimpleNamespace(family="single", deepspeed=None))
+    cpu_bridge.prepare(SimpleNamespace(family="single", deepspeed=None))
     assert "ACCELERATE_CPU_AFFINITY" not in os.environ

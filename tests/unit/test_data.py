@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from samecurve.config import Batch
-from samecurve.corpus import TokenStream
-from samecurve.data import EvaluationBatches, StepBatches
-from samecurve.loss import IGNORE_INDEX
-from samecurve.rows import DocumentRows, PackedRows, Rows, causal_arrays
+from samecurve.config.schema import Batch
+from samecurve.data.batches import EvaluationBatches, StepBatches
+from samecurve.data.datasets.base import DocumentRows, PackedRows, Rows, causal_arrays
+from samecurve.data.token_store import TokenStream
+from samecurve.losses.cross_entropy import IGNORE_INDEX
 
 X = IGNORE_INDEX
 PAD = 99
@@ -282,7 +282,7 @@ def test_a_gpu_gets_what_it_can_copy_by_itself(monkeypatch):
     pinned, copied, loaders = [], [], []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
-    monkeypatch.setattr("samecurve.data.DataLoader", lambda *_, **options: loaders.append(options) or [])
+    monkeypatch.setattr("samecurve.data.batches.DataLoader", lambda *_, **options: loaders.append(options) or [])
     rows = DocumentRows(random_stream(16, longest=12), 6, PAD)
     ((whole,),) = StepBatches(rows, 1, batch(8, 8), (0, 1), num_steps=1)
     tensors = [*whole.inputs.values(), *whole.targets.values()]

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from samecurve import tasks
-from samecurve.config import Distill, Recipe
-from samecurve.engines.base import EvalResult
+from samecurve.config.schema import Distill, Recipe
 from samecurve.errors import ConfigurationError
+from samecurve.interfaces.engine import EvalResult
+from samecurve.tasks import registry
 from samecurve.tasks.distill import DistillTask
 
 ROWS = [{"prompt": f"say {word}", "completion": f"{word} it is"} for word in ("ab", "ba", "abba", "baab")]
@@ -90,8 +90,8 @@ def teacher(folder, tokenizer, size):
 
 
 def test_metrics_tell_the_two_losses_apart(tmp_path):
-    tokenizer = tasks.load(made(tmp_path).model_copy(update={"task": "sft"})).tokenizer
-    found = tasks.load(made(tmp_path, teacher(tmp_path / "t", tokenizer, 320), label_weight=0.5))
+    tokenizer = registry.load(made(tmp_path).model_copy(update={"task": "sft"})).tokenizer
+    found = registry.load(made(tmp_path, teacher(tmp_path / "t", tokenizer, 320), label_weight=0.5))
     assert found.teacher.model.path == str(tmp_path / "t") and found.teacher.model.config is None
     found.held_out = found.train
     tokens = found.train.num_targets
@@ -103,7 +103,7 @@ def test_metrics_tell_the_two_losses_apart(tmp_path):
 
 
 def test_a_teacher_with_another_vocabulary_is_refused(tmp_path):
-    tokenizer = tasks.load(made(tmp_path).model_copy(update={"task": "sft"})).tokenizer
+    tokenizer = registry.load(made(tmp_path).model_copy(update={"task": "sft"})).tokenizer
     tokenizer.add_tokens(["more"])
     with pytest.raises(ConfigurationError, match="numbers 1 tokens otherwise, for example 'more': .* there, None here"):
-        tasks.load(made(tmp_path, teacher(tmp_path / "t", tokenizer, 400)))
+        registry.load(made(tmp_path, teacher(tmp_path / "t", tokenizer, 400)))

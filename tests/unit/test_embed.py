@@ -15,12 +15,15 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 from transformers import AutoConfig, AutoModel, BertForMaskedLM
 
-from samecurve import contrast, model, retrieval, tasks
-from samecurve.config import Embed, Recipe
-from samecurve.corpus import TokenStream
-from samecurve.engines.base import EvalResult
+from samecurve.config.schema import Embed, Recipe
+from samecurve.data.datasets.retrieval import GroupedRetrievalRows, RetrievalRows
+from samecurve.data.find import find_matches
+from samecurve.data.token_store import TokenStream
 from samecurve.errors import ConfigurationError, DataError
-from samecurve.retrieval_rows import GroupedRetrievalRows, RetrievalRows
+from samecurve.interfaces.engine import EvalResult
+from samecurve.losses import contrastive
+from samecurve.models import weights
+from samecurve.tasks import registry
 
 BERT = {"model_type": "bert", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
 BERT |= {"num_attention_heads": 2, "max_position_embeddings": 64}
@@ -44,7 +47,7 @@ def made(tmp_path, rows=ROWS, **changes) -> Recipe:
 
 
 def test_a_row_is_what_the_tokenizer_makes_of_each_of_its_texts(tmp_path):
-    task = tasks.load(made(tmp_path))
+    task = registry.load(made(tmp_path))
     arrays = task.train[np.array([2, 0])]
     assert arrays.inputs["input_ids"].shape == (2, 3, 8) and arrays.labels.tolist() == [0, 0]
     assert (arrays.inputs["attention_mask"] == arrays.targets["attention_mask"]).all()
@@ -72,13 +75,13 @@ def arrays_of(task) -> dict:
     ],
 )
 def test_which_columns_are_negatives(tmp_path, columns, expected):
-    task = tasks.load(made(tmp_path, [{"anchor": f"a{n}", "positive": f"p{n}", **columns} for n in range(2)]))
+    task = registry.load(made(tmp_path, [{"anchor": f"a{n}", "positive": f"p{n}", **columns} for n in range(2)]))
     assert task.train.num_sequences == 2 + len(expected)
     for nth, column in enumerate(expected, start=2):
         ids = task.tokenizer(columns[column])["input_ids"]
         assert arrays_of(task)["input_ids"][0, nth][: len(ids)].tolist() == ids
     named = {"negative_columns": [], "anchor_column": "positive", "positive_column": "anchor"}
-    swapped = tasks.load(made(tmp_path, ROWS, data=named))
+    swapped = registry.load(made(tmp_path, ROWS, data=named))
     assert swapped.train.num_sequences == 2 and swapped.train.fingerprint != task.train.fingerprint
 
 
@@ -108,11 +111,11 @@ UNIT = torch.tensor([[[1.0, 0.0], [1.0, 0.0]], [[0.0, 1.0], [0.0, 1.0]]])
 
 def test_the_loss_by_hand():
     """Cosines [[1, 0], [0, 1]] over 0.5 are [[2, 0], [0, 2]]: -log(e^2 / (e^2 + 1)) = log(1 + e^-2) each."""
-    found = contrast.info_nce(UNIT, temperature=0.5)
+    found = contrastive.info_nce(UNIT, temperature=0.5)
     assert found.tolist() == pytest.approx([math.log(1 + math.exp(-2))] * 2)
     # a hard negative of one row is a candidate of the other, too: cosines 1, 0, -1, 0 and 0, 1, 0, -1
     negatives = torch.tensor([[[-1.0, 0.0]], [[0.0, -1.0]]])
-    found = contrast.info_nce(torch.cat([UNIT, negatives], dim=1), temperature=1.0)
+    found = contrastive.info_nce(torch.cat([UNIT, negatives], dim=1), temperature=1.0)
     e = math.e
     assert found.tolist() == pytest.approx([-math.log(e / (e + 1 + 1 / e + 1))] * 2)
 
@@ -120,25 +123,25 @@ def test_the_loss_by_hand():
 def test_the_context_has_the_loss_and_its_gradient_in_any_number_of_parts(monkeypatch):
     torch.manual_seed(0)
     leaf = functional.normalize(torch.randn(7, 4, 5), dim=-1).requires_grad_()
-    losses = contrast.info_nce(leaf, 0.1)
+    losses = contrastive.info_nce(leaf, 0.1)
     losses.sum().backward()
     for anchors in (1024, 3):
-        monkeypatch.setattr(contrast, "_ANCHORS", anchors)
+        monkeypatch.setattr(contrastive, "_ANCHORS", anchors)
         with torch.no_grad():
-            found = contrast.info_nce_context(leaf, 0.1)
+            found = contrastive.info_nce_context(leaf, 0.1)
         torch.testing.assert_close(found["row_loss"], losses.detach())
         torch.testing.assert_close(found["gradient"], leaf.grad)
 
 
 def test_the_tasks_loss_is_that_of_all_rows_with_its_gradient(tmp_path):
     """Also where the rows come in two parts, and with the tokens' states as what is trained."""
-    task = tasks.load(made(tmp_path))
+    task = registry.load(made(tmp_path))
     torch.manual_seed(0)
     states = torch.randn(12, 8, 6, requires_grad=True)
     mask = torch.from_numpy(arrays_of(task)["attention_mask"]).flatten(0, 1)
     labels = torch.zeros(4, dtype=torch.long)
     pooled = (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
-    whole = contrast.info_nce(functional.normalize(pooled, dim=-1).reshape(4, 3, 6), 0.05).sum()
+    whole = contrastive.info_nce(functional.normalize(pooled, dim=-1).reshape(4, 3, 6), 0.05).sum()
     (expected,) = torch.autograd.grad(whole, states)
     context = task.context(task.features(states, labels, mask).detach())
     total = 0.0
@@ -157,19 +160,19 @@ def test_the_tasks_loss_is_that_of_all_rows_with_its_gradient(tmp_path):
 def test_pooling_by_hand(pooling, expected):
     states = torch.tensor([[1.0, 2.0, 3.0, 99.0], [3.0, 99.0, 99.0, 99.0]], dtype=torch.bfloat16)[..., None]
     mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])
-    assert contrast.pool(states, mask, pooling).tolist() == [[value] for value in expected]
+    assert contrastive.pool(states, mask, pooling).tolist() == [[value] for value in expected]
 
 
 def test_metrics_by_hand(tmp_path):
     """Four rows on a circle. The third row's positive is behind one nearer text; the fourth's text is the first's."""
-    task = tasks.load(made(tmp_path, [{"anchor": f"a{n}", "positive": f"p{n % 3}"} for n in range(4)]))
+    task = registry.load(made(tmp_path, [{"anchor": f"a{n}", "positive": f"p{n % 3}"} for n in range(4)]))
     task.parts = task.parts.__class__(task.train, task.train, 0, {})
     degrees = torch.tensor([[0, 10], [50, 60], [62, 80], [0, 10.0]])
     angles = torch.deg2rad(degrees)
     embeddings = torch.stack([angles.cos(), angles.sin()], dim=-1)
     filled = torch.cat([embeddings, embeddings[:1]]).flatten(1)
     metrics = task.metrics(EvalResult(math.nan, 4, features=filled))
-    pairs = [contrast.info_nce(part, 0.05).mean().item() for part in embeddings.split(2)]
+    pairs = [contrastive.info_nce(part, 0.05).mean().item() for part in embeddings.split(2)]
     assert metrics == {
         "eval_loss": pytest.approx(sum(pairs) / 2),
         "eval_accuracy_at_1": 0.75,
@@ -198,18 +201,18 @@ BAD = [
 @pytest.mark.parametrize(("rows", "data", "message"), BAD)
 def test_what_cannot_be_used_is_told_with_its_place(tmp_path, rows, data, message):
     with pytest.raises(DataError) as caught:
-        tasks.load(made(tmp_path, rows, data=data))
+        registry.load(made(tmp_path, rows, data=data))
     assert message in str(caught.value)
 
 
 def test_an_anchor_is_on_one_side_only(tmp_path):
     rows = [{"anchor": f"question {n // 5}", "positive": f"answer {n}"} for n in range(100)]
-    task = tasks.load(made(tmp_path, rows, data={"held_out_fraction": 0.3}))
+    task = registry.load(made(tmp_path, rows, data={"held_out_fraction": 0.3}))
     assert len(task.train) % 5 == len(task.held_out) % 5 == 0 and len(task.held_out) > 0
 
 
 def test_the_standard_library_is_something_to_search_in(tmp_path):
-    found = list(retrieval.find("builtin:python-docstrings", made(tmp_path).data).documents())
+    found = list(find_matches("builtin:python-docstrings", made(tmp_path).data).documents())
     texts = [text for match in found for text in match.texts]
     assert len(found) > 3000 and len(set(texts)) == len(texts)
     for match in found[::100]:
@@ -218,18 +221,18 @@ def test_the_standard_library_is_something_to_search_in(tmp_path):
 
 
 def skeleton(recipe, task):
-    return model.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
+    return weights.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
 
 
 def test_a_pretrained_base_is_found_under_any_prefix_and_has_no_pooler(tmp_path):
-    task = tasks.load(made(tmp_path))
+    task = registry.load(made(tmp_path))
     config = AutoConfig.for_model(**BERT, vocab_size=task.vocabulary_size)
     for name, stored in (("with_head", BertForMaskedLM(config)), ("bare", AutoModel.from_config(config))):
         folder = tmp_path / name
         stored.save_pretrained(folder)
         recipe = made(tmp_path, model={"path": str(folder)})
         shape, found = skeleton(recipe, task), {}
-        model.fill(shape, recipe, lambda name, tensor, found=found: found.update({name: tensor.clone()}))
+        weights.fill(shape, recipe, lambda name, tensor, found=found: found.update({name: tensor.clone()}))
         expected = dict(AutoModel.from_pretrained(folder, add_pooling_layer=False).named_parameters())
         assert type(shape).__name__ == "BertModel" and found.keys() >= expected.keys()
         assert not any("pooler" in name for name in found)
@@ -237,7 +240,7 @@ def test_a_pretrained_base_is_found_under_any_prefix_and_has_no_pooler(tmp_path)
 
 
 def test_the_names_of_the_first_berts_are_known(tmp_path):
-    task = tasks.load(made(tmp_path))
+    task = registry.load(made(tmp_path))
     folder = tmp_path / "old"
     stored = BertForMaskedLM(AutoConfig.for_model(**BERT, vocab_size=task.vocabulary_size))
     stored.save_pretrained(folder)
@@ -250,7 +253,7 @@ def test_the_names_of_the_first_berts_are_known(tmp_path):
         tensors = {name.replace(new, known): tensor for name, tensor in tensors.items()}
     save_file(tensors, file, metadata={"format": "pt"})
     recipe, found = made(tmp_path, model={"path": str(folder)}), {}
-    model.fill(skeleton(recipe, task), recipe, lambda name, tensor: found.update({name: tensor.clone()}))
+    weights.fill(skeleton(recipe, task), recipe, lambda name, tensor: found.update({name: tensor.clone()}))
     expected = dict(AutoModel.from_pretrained(folder, add_pooling_layer=False).named_parameters())
     assert (found["embeddings.LayerNorm.weight"] == 2).all()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
@@ -260,11 +263,11 @@ def test_models_that_do_not_fit(tmp_path):
     fields = {"model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
     recipe = made(tmp_path, model={"config": fields})
     with pytest.raises(ConfigurationError, match="t5 is not a model that gives each token of a text a state"):
-        skeleton(recipe, tasks.load(recipe))
+        skeleton(recipe, registry.load(recipe))
 
 
 def test_what_sentence_transformers_is_told(tmp_path):
-    task = tasks.load(made(tmp_path, embed=Embed(pooling="last").model_dump()))
+    task = registry.load(made(tmp_path, embed=Embed(pooling="last").model_dump()))
     task.write_beside(tmp_path, AutoConfig.for_model(**BERT))
     listed = json.loads((tmp_path / "modules.json").read_text())
     assert [module["path"] for module in listed] == ["", "1_Pooling", "2_Normalize"]

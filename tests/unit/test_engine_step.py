@@ -9,12 +9,12 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from samecurve import tasks
-from samecurve.data import MicroBatch
-from samecurve.engines.accelerated import AcceleratedEngine
+from samecurve.data.batches import MicroBatch
+from samecurve.engines.accelerate_engine import AcceleratedEngine
 from samecurve.engines.forward import Forward
-from samecurve.engines.loss_scale import LossScale
-from samecurve.loss import IGNORE_INDEX, count_trained
+from samecurve.engines.loss_scaler import LossScale
+from samecurve.interfaces.task import Task
+from samecurve.losses.cross_entropy import IGNORE_INDEX, count_trained
 
 
 class Dot(nn.Module):
@@ -28,7 +28,7 @@ class Dot(nn.Module):
         return SimpleNamespace(logits=self.weight)
 
 
-class Task(tasks.Task):
+class Task(Task):
     """labels: (rows,), trained where not IGNORE_INDEX; gradients: each row's, (rows, 2)."""
 
     def loss(self, logits: Tensor, labels: Tensor, gradients: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from samecurve.errors import CheckpointError, NumericError, StorageError
-from samecurve.export import export
+from samecurve.export.hf_export import export
 
 LLAMA = {
     "hidden_size": 16,
@@ -170,7 +170,7 @@ def test_an_unwritable_place(tmp_path):
 
 
 def test_a_disk_that_fills_up(tmp_path, monkeypatch):
-    from samecurve import export as module
+    from samecurve.export import hf_export as module
 
     def full(*_, **__):
         raise module.SafetensorError("I/O error: No space left on device (os error 28)")

@@ -6,19 +6,20 @@ import platform
 
 import torch
 
-from samecurve import facts
+from samecurve.run import metadata
+from samecurve.specs.environment import processor
 
 
 def test_a_processor_has_a_name(tmp_path):
     about = tmp_path / "cpuinfo"
-    assert facts.processor(about) == (platform.processor() or platform.machine())
+    assert processor(about) == (platform.processor() or platform.machine())
     about.write_text("processor\t: 0\ncpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\n\nprocessor\t: 1\n")
-    assert facts.processor(about) == "AMD EPYC (family 25, model 17)"
+    assert processor(about) == "AMD EPYC (family 25, model 17)"
     about.write_text("processor\t: 0\nmodel name\t: ARMv7 Processor rev 4 (v7l)\n")
-    assert facts.processor(about) == "ARMv7 Processor rev 4 (v7l)"
+    assert processor(about) == "ARMv7 Processor rev 4 (v7l)"
 
 
 def test_hardware():
-    found = facts._hardware()
+    found = metadata._hardware()
     assert found["threads"] == torch.get_num_threads() and found["cores"] >= 1
-    assert (found["processor"], found["cuda"]) == (facts.processor(), torch.version.cuda)
+    assert (found["processor"], found["cuda"]) == (processor(), torch.version.cuda)

@@ -2,8 +2,8 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from samecurve import flops
-from samecurve.flops import Peak, TokenFlops, device_peak, probe, table_peak, token_flops
+from samecurve.models import flops
+from samecurve.models.flops import Peak, TokenFlops, device_peak, table_peak, token_flops
 
 # Llama by hand: a layer has q 256 + k 128 + v 128 + o 256 + MLP 3 x 16 x 24 = 1152 + norms 32 = 1952 parameters.
 # N = 2 x 1952 + final norm 16 + head 20 x 16 = 4240, tied or not. Attention: 12 x 2 layers x 16 x 8 tokens = 3072.
@@ -123,13 +123,22 @@ def test_not_in_the_table(name):
 def test_a_cpu_is_measured(precision):
     peak = device_peak(torch.device("cpu"), precision)
     assert 0 < peak.tflops < 1000
-    assert peak.source == f"measured with {precision} matrix multiplications"
+    assert peak.source.startswith("measured with ") and peak.source.endswith(", the fastest here")
 
 
-def test_probe_arithmetic(monkeypatch):
-    """A machine that multiplies 256 x 256 in a millisecond does 2 x 256^3 FLOPs in it."""
-    monkeypatch.setattr(flops, "_timed_matmul", lambda square: 0.001 * (square.shape[0] / 256) ** 3)
-    assert probe(torch.device("cpu"), torch.float32, seconds=0.0) == pytest.approx(2 * 256**3 / 0.001 / 1e12)
+@pytest.mark.parametrize(
+    ("precision", "tried", "source"),
+    [
+        ("bf16", {"bf16", "fp32"}, "measured with bf16 matrix multiplications, the fastest here"),
+        ("fp32", {"fp32"}, "measured with fp32 matrix multiplications"),
+    ],
+)
+def test_a_gpu_that_is_not_in_the_table_is_measured(precision, tried, source, monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    monkeypatch.setattr(flops.matmul_speed, "peak", lambda _, given: asked.append({*given}) or (8.0, precision))
+    assert device_peak(torch.device("cuda"), precision) == Peak(8.0, source)
+    assert asked == [tried]
 
 
 def test_peak_says_where_it_is_from():

@@ -17,8 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from samecurve.families import FAMILIES, PACKED, UNCOUNTED
-from samecurve.flops import _attention_width, _layers, _multiplied_parameters, _uses, token_flops
+from samecurve.models.flops import _attention_width, _layers, _multiplied_parameters, _uses, token_flops
+from samecurve.specs.model_families import FAMILIES, PACKED, UNCOUNTED
 
 LENGTH, ROWS = 32, 2
 # a mixture of experts: the formula says that it does not know

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from report_cases import TORCHRUN, Plan, expected, message, write
+from report_cases import TORCHRUN, Plan, expected, findings, message, write
 from test_activations import FAMILIES, LAYERS, build, forward, gradients
 
-from samecurve import fp8
 from samecurve.errors import ConfigurationError
+from samecurve.models import fp8
 
 CPU = torch.device("cpu")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -218,8 +218,8 @@ def test_torchao_has_to_be_there(kind, installed, tmp_path, monkeypatch):
 
 
 def test_4bit_weights_have_products_of_their_own():
-    from samecurve import rules_memory
+    from samecurve.config import rules_memory
 
     values = {"fp8": "rowwise", "precision": "bf16", "adapter.quantization": "4bit"}
-    found = [text for _, text in rules_memory.fp8(values.__getitem__) if "torchao" not in text]
+    found = [text for _, text in findings(rules_memory.RULES, values) if "torchao" not in text]
     assert found == ["found rowwise, but 4-bit weights have matrix products of their own; use off"]

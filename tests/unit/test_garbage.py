@@ -9,8 +9,8 @@ import pytest
 import torch
 from test_activations import KINDS, build, forward
 
-from samecurve.activations import checkpoint_layers
-from samecurve.garbage import on_schedule
+from samecurve.models.activation_checkpointing import checkpoint_layers
+from samecurve.training.gc_schedule import on_schedule
 
 MANY = 5_000  # objects, far beyond what Python waits for before it collects by itself
 

@@ -27,10 +27,10 @@ from benchmarks.gpu.cases import (
     cases,
     chosen,
 )
-from samecurve import recipe
-from samecurve.engines.resolve import resolve
+from samecurve.config import loader
 from samecurve.errors import ConfigurationError
-from samecurve.flops import Peak, stated, token_flops
+from samecurve.models.flops import Peak, stated, token_flops
+from samecurve.strategy.resolve import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
 PARAMETERS = {"1b": 1_235_814_400, "3b": 3_212_749_824, "8b": 8_030_261_248}  # as published
@@ -39,7 +39,7 @@ REFUSED = {"1b:attention=flash_attention_2": "set that to 1"}  # a row of the ta
 
 
 def shape(size: str):
-    config = dict(recipe.checked(str(HERE / f"llama_{size}.yaml"), ["steps=10"]).model.config)
+    config = dict(loader.checked(str(HERE / f"llama_{size}.yaml"), ["steps=10"]).model.config)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
 

@@ -9,9 +9,9 @@ import torch
 from report_cases import TORCHRUN, Plan, expected, message, write
 from test_progress import FACTS
 
-from samecurve.config import Batch, Memory
+from samecurve.config.schema import Batch, Memory
 from samecurve.engines import fsdp
-from samecurve.progress import header_lines
+from samecurve.metrics.console import header_lines
 
 SHAPES = {"a": torch.Size([3, 5]), "b": torch.Size([7])}
 

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from samecurve.config import Guard as Settings
-from samecurve.engines.base import StepResult
-from samecurve.errors import NumericError
-from samecurve.guard import MOST_ROLLBACKS, Guard
-from samecurve.rundir import RunDirectory
-from samecurve.world import World
+from samecurve.config.schema import Guard as Settings
+from samecurve.distributed.control_group import World
+from samecurve.errors import DataError, NumericError
+from samecurve.interfaces.engine import StepResult
+from samecurve.run.run_directory import RunDirectory
+from samecurve.training.numerics_guard import MOST_ROLLBACKS, Guard
 
 
 class Batches:
@@ -44,6 +44,73 @@ def test_refused_steps_are_written_down_and_the_one_too_many_ends_the_run(tmp_pa
     written = [json.loads(line) for line in (tmp_path / "skipped.jsonl").read_text().splitlines()]
     assert [record["step"] for record in written] == [1, 2, 4, 5, 6]
     assert written[0] == {"step": 1, "reason": "the loss is nan", "loss": "nan", "grad_norm": "1.0", "rows": [3, 1, 0]}
+
+
+def test_weights_that_no_step_has_shown_to_be_good_are_pending(tmp_path):
+    """A checkpoint of them could be resumed with fewer steps, and be exported as if nothing had happened."""
+    one, found = guard(tmp_path), []
+    for step, each in enumerate((result(), result(math.nan, "the loss is nan"), EMPTY, result()), 1):
+        one.check(step, each, ROWS)
+        found.append(one.is_pending)
+    assert found == [False, True, True, False]
+
+
+NAN = result(math.nan, "the loss is nan")
+OVERFLOW = StepResult(2.0, math.inf, 8, applied=False)
+EMPTY = StepResult(0.0, 0.0, 0, applied=False)
+
+
+def end(tmp_path, *results: StepResult, updates: int | None = None) -> None:
+    """A run of these steps. updates: those of earlier sessions, too."""
+    one = guard(tmp_path)
+    for step, each in enumerate(results, 1):
+        one.check(step, each, ROWS)
+    applied = sum(each.applied for each in results)
+    one.check_last(len(results), applied if updates is None else updates)
+
+
+@pytest.mark.parametrize("last", [(NAN,), (NAN, NAN), (NAN, EMPTY), (NAN, OVERFLOW)])
+def test_a_run_does_not_end_well_after_steps_that_were_refused(last, tmp_path):
+    with pytest.raises(
+        NumericError, match=r"ends without an update after step 1: .*optimizer.learning_rate.*skipped.jsonl"
+    ):
+        end(tmp_path, result(), *last)
+
+
+def test_only_an_update_shows_that_the_weights_are_good(tmp_path):
+    """Weights that are not numbers refuse every step that has tokens."""
+    with pytest.raises(NumericError, match="That is 4 in a row"):
+        end(tmp_path, result(), NAN, EMPTY, NAN, EMPTY, NAN, EMPTY, NAN, result())
+
+
+@pytest.mark.parametrize(
+    ("steps", "error", "message"),
+    [
+        ((OVERFLOW,) * 3, NumericError, "none of 3 steps was applied: .* fp16's range"),
+        ((EMPTY, OVERFLOW), NumericError, "none of 2 steps"),
+        ((EMPTY, EMPTY), DataError, "none of the rows of 2 steps has a trained token"),
+    ],
+)
+def test_a_run_that_trained_nothing_does_not_end_well(steps, error, message, tmp_path):
+    with pytest.raises(error, match=message):
+        end(tmp_path, *steps)
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        (OVERFLOW, OVERFLOW, OVERFLOW, OVERFLOW, result()),  # fp16 looks for its scale
+        (result(), OVERFLOW),
+        (result(), EMPTY),
+        (NAN, NAN, result()),
+    ],
+)
+def test_steps_that_are_skipped_as_a_matter_of_course_end_well(steps, tmp_path):
+    end(tmp_path, *steps)
+
+
+def test_updates_of_an_earlier_session_count(tmp_path):
+    end(tmp_path, EMPTY, updates=5)
 
 
 def test_a_spike_by_hand(tmp_path):

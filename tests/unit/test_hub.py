@@ -1,4 +1,4 @@
-"""Data sets by their name on the hub: a small hub on this machine, and none."""
+"""Data sets by their name on the hub: a small hub on this machine, what `datasets` reads of it, and none."""
 
 from __future__ import annotations
 
@@ -8,57 +8,119 @@ import os
 import subprocess
 import sys
 import threading
+import urllib.parse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import datasets
 import pytest
+import transformers
 
-from samecurve import hub, sources
-from samecurve.errors import DataError
+from samecurve.cli import evaluate
+from samecurve.config import loader
+from samecurve.data import hub, sources
+from samecurve.data.selection import Selection
+from samecurve.errors import ConfigurationError, DataError
+from samecurve.interfaces.fingerprint import identity
+from samecurve.specs.data_names import is_hub_name
+from samecurve.tasks import registry
 
-SHA = "0123456789abcdef0123456789abcdef01234567"
-FILES = {
-    "README.md": "about it",
-    "LICENSE.txt": "free",
-    "data/train.jsonl": '{"text": "one"}\n{"text": "two"}\n',
-    "data/test.jsonl": '{"text": "three"}\n',
+OLD, NEW = f"{1:040x}", f"{2:040x}"
+COMMITS = {"main": NEW, "v1": OLD}
+CONFIGS = """\
+---
+configs:
+- config_name: a
+  data_files: a.jsonl
+- config_name: b
+  data_files:
+  - {split: train, path: b.jsonl}
+  - {split: test, path: held.jsonl}
+---
+"""
+
+
+def lines(*texts: str) -> str:
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts)
+
+
+def split_files(*training: str) -> dict[str, str]:
+    held_out = {"data/test.jsonl": lines("three"), "data/validation.jsonl": lines("four", "five")}
+    return {"README.md": "about it", "LICENSE.txt": "free", "data/train.jsonl": lines(*training), **held_out}
+
+
+REPOSITORIES = {
+    "org/name": {OLD: split_files("one", "two"), NEW: split_files("one", "two", "new")},
+    "org/several": {
+        NEW: {"README.md": CONFIGS, "a.jsonl": lines("a"), "b.jsonl": lines("b"), "held.jsonl": lines("c")}
+    },
+    "org/csv": {NEW: {"train.csv": "text\nx\n"}},
 }
 
 
 class Hub(BaseHTTPRequestHandler):
-    """What huggingface_hub asks for when it downloads a data set."""
+    """What huggingface_hub and datasets ask for when they download a data set."""
 
     def do_HEAD(self) -> None:
         self.do_GET()
 
-    def do_GET(self) -> None:
-        if self.path.startswith("/api/datasets/org/name/tree/"):
-            sizes = {name: len(text) for name, text in FILES.items()}
-            listed = [{"type": "file", "path": name, "size": size, "oid": name} for name, size in sizes.items()]
-            self._send(json.dumps(listed).encode())
-        elif self.path.startswith("/api/datasets/org/name/"):
-            files = [{"rfilename": name} for name in FILES]
-            self._send(json.dumps({"id": "org/name", "sha": SHA, "siblings": files}).encode())
-        elif self.path.startswith(f"/datasets/org/name/resolve/{SHA}/"):
-            self._send(FILES[self.path.removeprefix(f"/datasets/org/name/resolve/{SHA}/")].encode())
-        else:
-            self._send(b"{}", 404, {"X-Error-Code": "RepoNotFound"})
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self._answer(
+            json.loads(body)["paths"] if body.startswith(b"{") else urllib.parse.parse_qs(body.decode())["paths"]
+        )
 
-    def _send(self, body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> None:
+    def do_GET(self) -> None:
+        self._answer([])
+
+    def _answer(self, asked: list[str]) -> None:
+        path, _, query = urllib.parse.unquote(self.path).partition("?")
+        parts = path.strip("/").split("/")
+        is_api, parts = parts[0] == "api", parts[parts[0] == "api" :]
+        repository, (verb, revision), inside = "/".join(parts[1:3]), (*parts[3:5], "", "")[:2], "/".join(parts[5:])
+        versions = REPOSITORIES.get(repository) if parts[0] == "datasets" else None
+        commit = COMMITS.get(revision or "main", revision)
+        if versions is None or commit not in versions:
+            self._send(b"{}", 404, "RepoNotFound" if versions is None else "RevisionNotFound")
+        elif not is_api:
+            text = versions[commit].get(inside)
+            self._send((text or "").encode(), 404 if text is None else 200, "EntryNotFound", commit)
+        elif verb == "tree":
+            self._send(json.dumps(_tree(versions[commit], inside, "recursive=true" in query.lower())).encode())
+        elif verb == "paths-info":
+            every = _tree(versions[commit], "", True)
+            self._send(json.dumps([entry for entry in every if entry["path"] in asked]).encode())
+        else:
+            files = [{"rfilename": name} for name in versions[commit]]
+            self._send(json.dumps({"id": repository, "sha": commit, "siblings": files}).encode())
+
+    def _send(self, body: bytes, status: int = 200, error: str = "", commit: str = "") -> None:
         self.send_response(status)
-        etag = hashlib.sha1(body).hexdigest()
-        more = {"Content-Length": str(len(body)), "ETag": f'"{etag}"', "X-Repo-Commit": SHA, **(headers or {})}
-        for name, value in more.items():
-            self.send_header(name, value)
+        headers = {"Content-Length": len(body), "ETag": f'"{hashlib.sha1(body).hexdigest()}"', "X-Repo-Commit": commit}
+        for name, value in (headers | ({"X-Error-Code": error} if status >= 400 else {})).items():
+            self.send_header(name, str(value))
         self.end_headers()
-        if self.command == "GET":
+        if self.command != "HEAD":
             self.wfile.write(body)
 
     def log_message(self, *_) -> None:
         pass
 
 
-@pytest.fixture
+def _tree(files: dict[str, str], inside: str, recursive: bool) -> list[dict]:
+    found = {}
+    for name, text in files.items():
+        below = Path(name).relative_to(inside) if Path(name).is_relative_to(inside) else None
+        if below is not None and (recursive or len(below.parts) == 1):
+            oid = hashlib.sha1(text.encode()).hexdigest()
+            found[name] = {"type": "file", "path": name, "size": len(text.encode()), "oid": oid}
+        if below is not None and len(below.parts) > 1:
+            folder = str(Path(inside, below.parts[0]))
+            found[folder] = {"type": "directory", "path": folder, "size": 0, "oid": folder}
+    return list(found.values())
+
+
+@pytest.fixture(scope="module")
 def endpoint():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -67,35 +129,177 @@ def endpoint():
 
 
 READ = """
-import sys
-from samecurve import sources
+import json, os, sys
+from pathlib import Path
+from samecurve.data import sources
+from samecurve.data import stream_pieces as streaming
 from samecurve.errors import DataError
-try:
-    found = sources.find(sys.argv[1], sys.argv[2] or None)
-    print([file.name for file in found.files], list(found.documents()))
-except DataError as error:
-    print(error)
+
+def texts(name, pattern=None, stream=False, **selection):
+    chosen = sources.Selection(**selection)
+    if stream:
+        files = streaming.find(name, pattern, "text", chosen)
+        source = streaming.PieceSource(name, (), "text", tuple(streaming.cut(files, 1e6)))
+        return list(source.documents()), streaming.fingerprint(files)
+    source = sources.find(name, pattern, "text", chosen)
+    source.check()
+    return list(source.documents()), sources.fingerprint(source, Path(os.environ["HF_HOME"], "ours"))
+
+def by_datasets(name, split="train", config=None, revision=None):
+    import datasets
+    return datasets.load_dataset(name, config, split=split, revision=revision)["text"][:]
+
+found = []
+for case in json.loads(sys.argv[1]):
+    reference = case.pop("reference", False)
+    try:
+        documents, fingerprint = texts(**case)
+        found.append([documents, fingerprint, by_datasets(**case) if reference else None])
+    except DataError as error:
+        found.append(str(error))
+print(json.dumps(found))
 """
 
 
-def read(tmp_path: Path, name: str, pattern: str = "", **environ: str) -> str:
+def read(folder: Path, cases: list[dict], **environ: str) -> list:
     """In a process of its own: huggingface_hub reads the environment when it is imported."""
-    env = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1", "no_proxy": "*", **environ}
-    done = subprocess.run([sys.executable, "-c", READ, name, pattern], env=env, capture_output=True, text=True)
+    usual = {"HF_HOME": str(folder / "home"), "HF_HUB_DISABLE_XET": "1", "no_proxy": "*", "HF_HUB_OFFLINE": "0"}
+    env = {**os.environ, **usual, "HF_UPDATE_DOWNLOAD_COUNTS": "0", **environ}
+    command = [sys.executable, "-c", READ, json.dumps(cases)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_a_data_set_is_downloaded_and_then_read_offline(endpoint, tmp_path):
-    online = {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0"}
-    both = "['test.jsonl', 'train.jsonl'] ['three', 'one', 'two']"
-    assert read(tmp_path, "org/name", **online) == both
-    assert read(tmp_path, "org/name", HF_HUB_OFFLINE="1") == both
-    assert read(tmp_path, "org/name", "**/train.jsonl", **online) == "['train.jsonl'] ['one', 'two']"
-    assert "the hub has none of that name" in read(tmp_path, "org/other", **online)
-    told = read(tmp_path, "org/other", HF_HUB_OFFLINE="1")
-    assert told.startswith("org/other: there is no such file or folder here, and as a data set of the hub it cannot")
-    assert told.endswith("it is not in the hub's cache, and HF_HUB_OFFLINE is set")
+WHOLE = {"name": "org/name"}
+# the old version is downloaded last, so that what is newest in the cache is not what main is
+PARTS = [
+    (WHOLE, ["one", "two", "new"]),
+    (WHOLE | {"split": "test"}, ["three"]),
+    ({"name": "org/several", "config": "a"}, ["a"]),
+    ({"name": "org/several", "config": "b"}, ["b"]),
+    ({"name": "org/several", "config": "b", "split": "test"}, ["c"]),
+    (WHOLE | {"revision": "v1"}, ["one", "two"]),
+    (WHOLE | {"revision": OLD, "split": "validation"}, ["four", "five"]),
+]
+FILES = {"name": "org/name", "pattern": "**/t*.jsonl"}  # of whatever split
+PARTS += [(FILES, ["three", "one", "two", "new"]), (FILES | {"revision": "v1"}, ["three", "one", "two"])]
+ELSEWHERE = "there is no such file or folder here, and as a data set of the hub it cannot be read: "
+REFUSED = [
+    (
+        WHOLE | {"split": "dev"},
+        "org/name: configuration 'default' has no split 'dev', only train, validation, test; correct data.split (of "
+        "what is evaluated on: evaluate.split)",
+    ),
+    (WHOLE | {"split": "train[:9]"}, "org/name: split 'train[:9]' is not the name of a split; name one of them, and "),
+    ({"name": "org/several"}, "org/several: has 2 configurations; set data.config to one of a, b"),
+    (
+        {"name": "org/several", "config": "c"},
+        "org/several: has no configuration 'c', only a, b; correct data.config",
+    ),
+    (WHOLE | {"revision": "v9"}, f"org/name: {ELSEWHERE}it has no such revision; correct data.revision"),
+    ({"name": "org/other"}, f"org/other: {ELSEWHERE}the hub has none of that name, or shows it only to members"),
+    (
+        {"name": "org/csv", "stream": True},
+        f"hf://datasets/org/csv@{NEW}/train.csv: of the hub's data sets streaming reads jsonl",
+    ),
+]
+STREAMED = [
+    ({"name": "org/name", "stream": True}, ["one", "two", "new"]),
+    ({"name": "hf://datasets/org/name", "stream": True}, ["one", "two", "new"]),
+    ({"name": "hf://datasets/org/name@v1", "stream": True}, ["one", "two"]),
+    ({"name": "hf://datasets/org/name/data", "split": "test", "stream": True}, ["three"]),
+    ({"name": "hf://datasets/org/name/data/test.jsonl", "stream": True}, ["three"]),
+    ({"name": "org/several", "config": "b", "split": "test", "stream": True}, ["c"]),
+    ({"name": "org/name", "pattern": "data/t*.jsonl", "stream": True}, ["three", "one", "two", "new"]),
+]
+
+
+def test_one_split_is_read_as_datasets_reads_it_and_then_offline(endpoint, tmp_path):
+    cases = [case | {"reference": "pattern" not in case} for case, _ in PARTS]
+    online = read(tmp_path, cases + [case for case, _ in REFUSED + STREAMED], HF_ENDPOINT=endpoint)
+    parts, refused, streamed = online[: len(PARTS)], online[len(PARTS) : -len(STREAMED)], online[-len(STREAMED) :]
+    for (case, expected), found in zip(PARTS + STREAMED, parts + streamed, strict=True):
+        assert found[0] == expected == (found[2] or expected), case
+    assert len({fingerprint for _, fingerprint, _ in parts}) == len(PARTS)
+    assert len({fingerprint for _, fingerprint, _ in streamed}) == len(STREAMED) - 1  # a name and its URL are the same
+    for (case, message), found in zip(REFUSED, refused, strict=True):
+        assert str(found).startswith(message), case
+
+    known = ({"name": "org/name", "revision": "v9"}, {"name": "org/other"}, {"name": "org/name", "stream": True})
+    offline = read(tmp_path, [case for case, _ in PARTS] + list(known), HF_HUB_OFFLINE="1")
+    for found, before in zip(offline[: len(PARTS)], parts, strict=True):
+        assert found[:2] == before[:2]
+    assert offline[-3].startswith(
+        "org/name: the hub cannot be reached, and revision v9 is not in the cache of datasets;"
+    )
+    assert f"it holds the commits {OLD}, {NEW}: name one as data.revision" in offline[-3]
+    assert offline[-2] == f"org/other: {ELSEWHERE}it is not in the hub's cache, and HF_HUB_OFFLINE is set"
+    assert offline[-1].startswith(
+        "org/name: a stream is read from the hub, which cannot be reached; set data.streaming="
+    )
+
+
+ROW = {
+    "text": "{n} some text", "label": "c{m}", "prompt": "question {n}", "completion": "answer {n}",
+    "chosen": "good {n}", "rejected": "bad {n}", "anchor": "anchor {n}", "positive": "positive {n}",
+}  # fmt: skip
+COUNTED = {"train": 9, "validation": 4, "test": 3}
+
+
+def made_split(name: str, selection: Selection) -> hub.Split:
+    rows = [
+        {key: text.format(n=f"{selection.split}{n}", m=n % 2) for key, text in ROW.items()}
+        for n in range(COUNTED[selection.split])
+    ]
+    table = datasets.Dataset.from_list(rows)
+    return hub.Split(name, selection.config or "default", selection.split, selection.revision or NEW, table)
+
+
+CONTENT = {
+    "output_dir": "run",
+    "steps": 2,
+    "model": {"config": {"model_type": "llama"}},
+    "tokenizer": {"vocabulary_size": 300},
+    "data": {"path": "org/name", "cache_dir": "cache", "packing": False, "revision": "v1"},
+    "batch": {"global_batch_size": 2, "sequence_length": 256},
+    "optimizer": {"learning_rate": 1e-3},
+    "schedule": {"warmup_steps": 1},
+    "evaluate": {"split": "validation", "every_steps": 1},
+}
+
+
+@pytest.mark.parametrize("task", ["pretrain", "sft", "dpo", "reward", "classify", "mlm", "embed"])
+def test_every_task_trains_on_one_split_and_measures_on_the_other(task, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(hub, "read", lambda name, chosen: asked.append(chosen) or made_split(name, chosen))
+    monkeypatch.chdir(tmp_path)
+    Path("r.json").write_text(json.dumps(CONTENT | {"task": task}))
+    task = registry.load(loader.checked("r.json"))
+    assert len(task.train) == 9 and len(task.held_out) == 4
+    assert {chosen.split for chosen in asked} == {"train", "validation"}
+    assert {chosen.revision for chosen in asked} == {"v1"}
+    assert task.origin == "org/name, config default, split train, commit v1"
+    assert identity(transformers.LlamaConfig(), task)["data"]["hub"] == task.origin == task.describe()["hub"]
+    others = ["data.split=test", "data.config=b", "data.revision=v2"]
+    prints = {registry.load(loader.checked("r.json", [other])).train.fingerprint for other in others}
+    assert len(prints | {task.train.fingerprint}) == 4
+
+
+def test_a_data_set_is_measured_by_its_split(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("r.json").write_text(json.dumps(CONTENT))
+    trained = loader.checked("r.json")
+    with pytest.raises(ConfigurationError, match="org/name: a data set of the hub has splits; name the one to measure"):
+        evaluate.with_columns(trained, "org/name", [])
+    with pytest.raises(ConfigurationError, match="data.split: task pretrain reads no such columns"):
+        evaluate.with_columns(trained, "mine.jsonl", ["data.split=test"])
+    chosen = evaluate.with_columns(trained, "org/name", ["data.split=test", "data.config=b"])
+    found = evaluate.reading(chosen, tmp_path, "org/name")
+    assert found.evaluation.model_dump() == found.data.model_dump()
+    assert (found.data.split, found.data.config, found.data.revision) == ("test", "b", None)
+    unnamed = evaluate.reading(trained, tmp_path, None).evaluation
+    assert (unnamed.path, unnamed.split, unnamed.revision) == ("org/name", "validation", "v1")
 
 
 @pytest.mark.parametrize(
@@ -115,7 +319,7 @@ def test_a_data_set_is_downloaded_and_then_read_offline(endpoint, tmp_path):
 def test_what_is_a_name_on_the_hub(path, expected, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
-    assert hub.is_name(path) is expected
+    assert is_hub_name(path) is expected
     if not expected and ":" not in path:
         with pytest.raises(DataError, match="does not exist"):
             sources.find(path)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from samecurve import cli
+from samecurve.cli import commands
 from samecurve.cli.inspect import bar_of
 
 SHORT = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c <b>"}]
@@ -36,7 +36,7 @@ def recipe_file(tmp_path) -> str:
 
 def test_samples_and_counts_by_hand(recipe_file, capsys):
     """One token per byte and marker: a short chat has 1 + (8 + 2) + (13 + 5) = 29 tokens, the long one 29 + 48 + 14."""
-    assert cli.main(["inspect", recipe_file, "--samples", "2"]) == 0
+    assert commands.main(["inspect", recipe_file, "--samples", "2"]) == 0
     out = capsys.readouterr().out
     assert "sample 1: 29 tokens, 6 trained\n<|begin_of_text|><|im_start|>user\nab<|im_end|>\n" in out
     assert "<|im_start|>assistant\n⟦c <b><|im_end|>⟧\n" in out
@@ -59,7 +59,7 @@ def test_a_bar_shows_the_share_of_each_document():
 
 
 def test_the_page_marks_what_is_trained_and_escapes_it(recipe_file, tmp_path):
-    assert cli.main(["inspect", recipe_file, "--html", str(tmp_path / "page.html")]) == 0
+    assert commands.main(["inspect", recipe_file, "--html", str(tmp_path / "page.html")]) == 0
     page = (tmp_path / "page.html").read_text()
     assert page.count("<mark>c &lt;b&gt;&lt;|im_end|&gt;</mark>") == 3
     assert "<b>" not in page
@@ -69,7 +69,7 @@ def test_the_page_marks_what_is_trained_and_escapes_it(recipe_file, tmp_path):
 def test_pretrain_too(recipe_file, tmp_path, capsys):
     (tmp_path / "a.txt").write_text("abc")
     overrides = ["task=pretrain", f"data.path={tmp_path / 'a.txt'}"]
-    assert cli.main(["inspect", recipe_file, *overrides]) == 0
+    assert commands.main(["inspect", recipe_file, *overrides]) == 0
     assert "sample 1: 3 tokens, 2 trained\n<|begin_of_text|>⟦abc<|end_of_text|>⟧\n" in capsys.readouterr().out
 
 
@@ -77,13 +77,13 @@ def test_texts_with_their_class_and_with_what_is_hidden(recipe_file, tmp_path, c
     """One token per byte: "no" and its marker; of "ab ab ..." those in brackets are to be told."""
     (tmp_path / "b.jsonl").write_text('{"text": "no", "label": "b"}\n{"text": "yes", "label": "a"}\n')
     overrides = [f"data.path={tmp_path / 'b.jsonl'}", "data.packing=false", "tokenizer.vocabulary_size=258"]
-    assert cli.main(["inspect", recipe_file, "task=classify", *overrides]) == 0
+    assert commands.main(["inspect", recipe_file, "task=classify", *overrides]) == 0
     out = capsys.readouterr().out
     assert "sample 1: 3 tokens, label b\n<|begin_of_text|>no\n" in out
     assert re.search(r"^classes +a 1, b 1$", out, re.MULTILINE)
     assert "trained" not in out
     (tmp_path / "b.jsonl").write_text(json.dumps({"text": "ab " * 40}) + "\n")
-    assert cli.main(["inspect", recipe_file, "task=mlm", *overrides, "--html", str(tmp_path / "page.html")]) == 0
+    assert commands.main(["inspect", recipe_file, "task=mlm", *overrides, "--html", str(tmp_path / "page.html")]) == 0
     out = capsys.readouterr().out
     shown = re.search(r"sample 1: 70 tokens, (\d+) trained\n(.*)\n", out)
     pieces = re.findall("⟦(.*?)⟧", shown[2])
@@ -99,7 +99,7 @@ def test_pairs_are_shown_as_their_two_answers(recipe_file, tmp_path, capsys):
     (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     overrides = [f"data.path={tmp_path / 'b.jsonl'}", "data.packing=false"]
     for task in ("dpo", "reward"):
-        assert cli.main(["inspect", recipe_file, f"task={task}", *overrides, "--samples", "1"]) == 0
+        assert commands.main(["inspect", recipe_file, f"task={task}", *overrides, "--samples", "1"]) == 0
         out = capsys.readouterr().out
         head = "<|begin_of_text|><|im_start|>user\nab<|im_end|>\n<|im_start|>assistant\n"
         for number, which, answer in ((1, "chosen", "c"), (2, "rejected", "de")):
@@ -117,7 +117,7 @@ def test_all_texts_of_a_row(recipe_file, tmp_path, capsys):
     (tmp_path / "c.jsonl").write_text(json.dumps(row) + "\n" + json.dumps({**row, "positive": "as"}) + "\n")
     overrides = [f"data.path={tmp_path / 'c.jsonl'}", "data.packing=false", "tokenizer.vocabulary_size=258"]
     more = ["task=embed", "batch.global_batch_size=2", "--samples", "1"]
-    assert cli.main(["inspect", recipe_file, *overrides, *more]) == 0
+    assert commands.main(["inspect", recipe_file, *overrides, *more]) == 0
     out = capsys.readouterr().out
     sizes = re.findall(r"^sample \d: (.*): (\d+) tokens$", out, re.MULTILINE)
     assert sizes == [("anchor", "4"), ("positive", "3"), ("negative 1", "3"), ("negative 2", "6")]
@@ -126,13 +126,13 @@ def test_all_texts_of_a_row(recipe_file, tmp_path, capsys):
 
 def test_data_that_cannot_be_used_have_their_exit_code(recipe_file, tmp_path, capsys):
     (tmp_path / "chats.jsonl").write_text("{}\n")
-    assert cli.main(["inspect", recipe_file]) == 3
+    assert commands.main(["inspect", recipe_file]) == 3
     assert "no column 'messages'" in capsys.readouterr().err
 
 
 def test_no_model_is_loaded(recipe_file):
     code = (
-        "import sys\nfrom samecurve import cli\n"
+        "import sys\nfrom samecurve.cli import commands as cli\n"
         f"cli.main(['inspect', {recipe_file!r}])\n"
         "sys.exit('a model' if any('modeling_llama' in name for name in sys.modules) else 0)"
     )

@@ -12,13 +12,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from report_cases import TORCHRUN, Plan, expected, message, write
+from report_cases import TORCHRUN, Plan, expected, findings, message, write
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from samecurve import kernels, rules_memory
+from samecurve.config import rules_memory
 from samecurve.errors import ConfigurationError
-from samecurve.families import LIGER, PACKED
-from samecurve.progress import _kernels
+from samecurve.metrics.console import _kernels
+from samecurve.models import liger
+from samecurve.specs.model_families import LIGER, PACKED
 
 ROOT, PROBE = Path(__file__).resolve().parents[2], Path(__file__).with_name("kernels_probe.py")
 MISSING = [name for name in ("triton", "liger_kernel") if importlib.util.find_spec(name) is None]
@@ -138,12 +139,12 @@ def test_the_package_has_to_be_there(installed, tmp_path, monkeypatch):
 
 
 def test_distilling_has_another_loss():
-    from samecurve import rules_tasks
+    from samecurve.config import rules_tasks
 
     values = {"loss.implementation": "liger", "task": "distill", "precision": "bf16"}
-    [(key, text)] = rules_tasks.chunked(values.__getitem__)
+    [(key, text)] = findings(rules_tasks.RULES, values)
     assert key == "loss.implementation" and "task distill learns from a teacher's logits" in text
-    assert not [*rules_tasks.chunked({**values, "loss.implementation": "chunked"}.__getitem__)]
+    assert findings(rules_tasks.RULES, {**values, "loss.implementation": "chunked"}) == []
 
 
 def test_attention_alone_may_be_kept(monkeypatch):
@@ -154,7 +155,7 @@ def test_attention_alone_may_be_kept(monkeypatch):
         "memory.activation_checkpointing": "selective",
         "memory.selective_keeps": "attention",
     }
-    assert not [*rules_memory.kernels(values.__getitem__)]
+    assert findings(rules_memory.RULES, values) == []
 
 
 def recipe(kind: str, loss: str) -> SimpleNamespace:
@@ -164,12 +165,12 @@ def recipe(kind: str, loss: str) -> SimpleNamespace:
 def test_a_device_that_triton_does_not_compile_for_is_refused():
     text = "whose kernels are written in Triton, which compiles for GPUs only, and the device is"
     with pytest.raises(ConfigurationError) as error:
-        kernels.check_device(recipe("liger", "auto"), torch.device("cpu"))
+        liger.check_device(recipe("liger", "auto"), torch.device("cpu"))
     assert str(error.value) == f"model.kernels: found liger, {text} cpu; use torch"
     with pytest.raises(ConfigurationError, match=f"loss.implementation: found liger, {text} mps; use auto"):
-        kernels.check_device(recipe("torch", "liger"), torch.device("mps"))
-    kernels.check_device(recipe("liger", "liger"), torch.device("cuda:0"))
-    kernels.check_device(recipe("torch", "chunked"), torch.device("cpu"))
+        liger.check_device(recipe("torch", "liger"), torch.device("mps"))
+    liger.check_device(recipe("liger", "liger"), torch.device("cuda:0"))
+    liger.check_device(recipe("torch", "chunked"), torch.device("cpu"))
 
 
 def tiny(family: str = "llama") -> torch.nn.Module:
@@ -179,16 +180,16 @@ def tiny(family: str = "llama") -> torch.nn.Module:
 
 
 def test_a_family_that_was_not_compared_is_refused(monkeypatch):
-    monkeypatch.setattr(kernels, "LIGER", frozenset(("qwen2", "llama")))
-    monkeypatch.setattr(kernels, "import_module", lambda name: None)
+    monkeypatch.setattr(liger, "LIGER", frozenset(("qwen2", "llama")))
+    monkeypatch.setattr(liger, "import_module", lambda name: None)
     with pytest.raises(ConfigurationError) as error:
-        kernels.check_family("liger", "gpt2")
+        liger.check_family("liger", "gpt2")
     assert str(error.value) == (
         "model.kernels: found liger, which is not known to compute what PyTorch does in a gpt2, but in llama, qwen2; "
         "use torch"
     )
-    kernels.check_family("liger", "llama")
-    kernels.check_family("torch", "gpt2")
+    liger.check_family("liger", "llama")
+    liger.check_family("torch", "gpt2")
 
 
 @pytest.mark.parametrize("fails", [True, False], ids=["raises", "does nothing"])
@@ -201,23 +202,23 @@ def test_what_liger_leaves_alone_is_refused(fails, monkeypatch):
     package = SimpleNamespace(_apply_liger_kernel_to_instance=apply)
     monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", package)
-    monkeypatch.setattr(kernels, "import_module", lambda name: None)
+    monkeypatch.setattr(liger, "import_module", lambda name: None)
     why = r" \(TypeError: Unsupported gemma3 model type.\)" if fails else ""
     with pytest.raises(
         ConfigurationError, match=f"liger, which replaces nothing of a LlamaForCausalLM{why}; use torch"
     ):
-        kernels.replace(tiny(), "liger")
-    kernels.replace(tiny(), "torch")
+        liger.replace(tiny(), "liger")
+    liger.replace(tiny(), "torch")
 
 
 def test_a_package_that_does_not_fit_is_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
     with pytest.raises(ConfigurationError, match="model.kernels: found liger, but liger-kernel cannot be imported"):
-        kernels.check_family("liger", "llama")
+        liger.check_family("liger", "llama")
 
 
 def test_the_header_says_what_is_ligers():
-    assert kernels.replaced(tiny()) == []
+    assert liger.replaced(tiny()) == []
     facts = {"kernels": ["5 LigerRMSNorm"], "loss_implementation": "liger"}
     assert _kernels(facts) == "liger: 5 LigerRMSNorm, output head and cross-entropy together"
     assert _kernels({"kernels": [], "loss_implementation": "chunked"}) == ""

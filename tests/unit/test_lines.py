@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from samecurve.lines import Lines, read_lines
+from samecurve.storage.jsonl import Lines, read_lines
 
 NUM_LINES = 2000
 

@@ -16,12 +16,12 @@ import pytest
 import torch
 from test_data import PAD, batch, random_stream
 
-from samecurve.config import Data
-from samecurve.data import StepBatches
+from samecurve.config.schema import Data
+from samecurve.data.batches import StepBatches
+from samecurve.data.datasets.base import DocumentRows, GroupedDocumentRows, PackedRows, PackedSampleRows
+from samecurve.data.datasets.mixture import MixedRows
 from samecurve.errors import DataError
-from samecurve.mixture import MixedRows
-from samecurve.rows import DocumentRows, GroupedDocumentRows, PackedRows, PackedSampleRows
-from samecurve.waiting import FEWEST_STEPS, WaitAdvice
+from samecurve.metrics.data_wait import FEWEST_STEPS, WaitAdvice
 
 
 def grouped(stream):

@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from samecurve import lock as locking
 from samecurve.errors import ConfigurationError
-from samecurve.lock import DEAD_HOST_SECONDS, lock
-from samecurve.rundir import RunDirectory
+from samecurve.run.run_directory import RunDirectory
+from samecurve.storage import file_lock as locking
+from samecurve.storage.file_lock import DEAD_HOST_SECONDS, lock
 
 HELD_SECONDS = 0.3
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from samecurve.loss import IGNORE_INDEX, count_trained, token_loss_sum
+from samecurve.losses.cross_entropy import IGNORE_INDEX, count_trained, token_loss_sum
 
 
 def test_equals_the_causal_lm_loss_of_transformers():

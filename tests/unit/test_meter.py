@@ -3,9 +3,9 @@ import math
 import pytest
 import torch
 
-from samecurve.engines.base import StepResult
-from samecurve.flops import Peak, TokenFlops
-from samecurve.meter import GIB, Machine, Meter, peak_memory_bytes
+from samecurve.interfaces.engine import StepResult
+from samecurve.metrics.meter import GIB, Machine, Meter, peak_memory_bytes
+from samecurve.models.flops import Peak, TokenFlops
 
 KEYS = [
     "step",
@@ -127,6 +127,30 @@ def test_evaluation_is_not_a_steps_time():
             clock.now += 50.0
             measured.start()
     assert seconds == [2.0, 4.0, 3.0]
+
+
+def test_more_than_the_peak_is_told_once():
+    """By hand: 800 tokens of 6e9 in 1 s on 4 devices of 1 TFLOP/s: 1.2; hardware 1.6."""
+    clock = Clock()
+    measured = meter(clock, TokenFlops(6e9, 8e9, attention=3e9), Peak(1.0, "by hand"))
+    told = []
+    for seconds in (2.0, 1.0, 1.0):
+        clock.now += seconds
+        told.append(measured.doubt(measured.step(3, result(), 1e-3, 48, 0.0)))
+    assert (told[0], told[2]) == ("", "")
+    assert told[1] == (
+        "warning: step 3 has mfu 1.20 and hfu 1.60, and more than 1 is not possible: the peak of 1 TFLOP/s (by hand) "
+        "is too low, or attention, counted over the full square of a row (50% of the FLOPs), computed less; do not "
+        "rely on mfu and hfu of this run"
+    )
+
+
+@pytest.mark.parametrize("unknown", [{"flops": None}, {"peak": None}])
+def test_what_is_not_known_is_not_doubted(unknown):
+    clock = Clock()
+    measured = meter(clock, **unknown)
+    clock.now += 1e-6
+    assert measured.doubt(measured.step(3, result(), 1e-3, 48, 0.0)) == ""
 
 
 @pytest.mark.parametrize(

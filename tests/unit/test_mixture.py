@@ -7,13 +7,16 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from samecurve import corpus, recipe, tasks
-from samecurve.checkpoint.changes import refusals
-from samecurve.data import EvaluationBatches, StepBatches
+from samecurve.checkpoint.compatibility import refusals
+from samecurve.config import loader
+from samecurve.config.schema import Batch
+from samecurve.data import token_store
+from samecurve.data.batches import EvaluationBatches, StepBatches
+from samecurve.data.datasets.base import PackedRows
+from samecurve.data.datasets.mixture import MixedRows, Turns
 from samecurve.errors import ConfigurationError, DataError
-from samecurve.loss import IGNORE_INDEX
-from samecurve.mixture import MixedRows, Turns
-from samecurve.rows import PackedRows
+from samecurve.losses.cross_entropy import IGNORE_INDEX
+from samecurve.tasks import registry
 
 
 def bound(num_sources: int) -> float:
@@ -30,6 +33,18 @@ def test_turns_worked_out_by_hand():
 def test_turns_are_pinned():
     """A change of these numbers changes what every mixture's run reads, and breaks going on from an older one."""
     assert Turns([1, 5, 2]).at(np.arange(16))[0].tolist() == [1, 2, 1, 1, 0, 1, 2, 1, 1, 2, 1, 1, 0, 1, 2, 1]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_most_turns_in_a_step_are_what_the_worst_step_takes(seed):
+    """More than the share rounded up, in some steps: a source of that many rows would give one of them twice."""
+    draw = random.Random(seed)
+    weights = [draw.randint(1, 9) for _ in range(draw.randint(2, 4))]
+    size, turns = draw.randint(2, 12), Turns(weights)
+    sources, _ = turns.at(np.arange(4000))
+    for source in range(len(weights)):
+        worst = np.convolve(sources == source, np.ones(size, dtype=int), "valid").max()
+        assert worst <= turns.most(source, size) <= worst + (len(weights) > 2), (weights, size, source)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -64,7 +79,7 @@ def test_a_turn_depends_on_its_position_alone():
 
 
 def make_rows(num_tokens: int, first: int, length: int = 4) -> PackedRows:
-    stream = corpus.TokenStream(np.arange(first, first + num_tokens), np.array([0, num_tokens]), f"{first}")
+    stream = token_store.TokenStream(np.arange(first, first + num_tokens), np.array([0, num_tokens]), f"{first}")
     return PackedRows(stream, length, padding_token=0)
 
 
@@ -82,6 +97,45 @@ def test_each_source_reads_its_rows_once_per_epoch_of_its_own():
             assert sorted(own[epoch * size : (epoch + 1) * size]) == list(range(size))
     shuffled = indices[(indices >= 50) & (indices < 57)][:7]
     assert shuffled.tolist() != sorted(shuffled.tolist())
+
+
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(6, 80))])
+def test_no_step_reads_a_row_of_any_source_twice(seed):
+    """Sources of many sizes, from what a step takes of them at most; the last session has another batch size."""
+    draw = random.Random(seed)
+    weights = [round(10 ** draw.uniform(-1.5, 1.5), 3) + 1e-3 for _ in range(draw.randint(2, 5))]
+    size, turns = draw.choice([4, 12, 32]), Turns(weights)
+    num_steps = 200
+    sources, _ = turns.at(np.arange(num_steps * size))
+    taken = np.stack([(sources == source).reshape(-1, size).sum(axis=1) for source in range(len(weights))])
+    sizes = [int(most) + draw.choice([0, 1, 1, 2, most // 2, 2 * most, 40]) + (most == 0) for most in taken.max(axis=1)]
+    rows = MixedRows([make_rows(4 * num + 1, 1000 * nth) for nth, num in enumerate(sizes)], weights)
+    assert [len(part) for part in rows.parts] == sizes
+    batch = Batch(global_batch_size=size, micro_batch_size=1, sequence_length=4)
+    first = StepBatches(rows, seed, batch, (0, 1), 150)
+    first.step = 150
+    other = Batch(global_batch_size=size // 2, micro_batch_size=1, sequence_length=4)
+    second = StepBatches(rows, seed, other, (0, 1), 250, 150, first.samples, first.anchor)
+    steps = [first.rows_of(step) for step in range(150)] + [second.rows_of(step) for step in range(150, 250)]
+    assert all(len(set(step.tolist())) == len(step) for step in steps)
+    read, start = np.concatenate(steps), 0
+    for num in sizes:
+        own = read[(read >= start) & (read < start + num)] - start
+        for begin in range(0, len(own) - num + 1, num):
+            assert len(set(own[begin : begin + num].tolist())) == num
+        start += num
+    second.step = 170
+    third = StepBatches(rows, seed, other, (0, 1), 250, 170, second.samples, second.anchor)
+    assert np.array_equal(second.rows_of(170), third.rows_of(170))
+
+
+def test_where_a_turn_is_found_again():
+    turns = Turns([3, 1, 0.5, 0.0123])
+    sources, counts = turns.at(np.arange(3000))
+    for position in (0, 1, 77, 1234, 2999):
+        source, count = int(sources[position]), int(counts[position])
+        assert turns.position(source, count) == position
+        assert (turns.before(source, position), turns.before(source, position + 1)) == (count, count + 1)
 
 
 def test_rows_come_from_the_source_that_their_index_says():
@@ -130,13 +184,13 @@ def checked(folder, weights=(0.6, 0.3, 0.1), *overrides):
             }
         )
     )
-    return recipe.checked(str(folder / "recipe.json"), overrides)
+    return loader.checked(str(folder / "recipe.json"), overrides)
 
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_all_worlds_read_the_same_rows(folder, packing):
     found = checked(folder, (0.6, 0.3, 0.1), f"data.packing={str(packing).lower()}")
-    task = tasks.load(found)
+    task = registry.load(found)
     orders = []
     for world in (1, 2, 4):
         ranks = [StepBatches(task.train, 5, found.batch, (rank, world), 20) for rank in range(world)]
@@ -147,7 +201,7 @@ def test_all_worlds_read_the_same_rows(folder, packing):
 
 
 def test_the_held_out_rows_are_evaluated_once_and_never_trained_on(folder):
-    task = tasks.load(checked(folder))
+    task = registry.load(checked(folder))
     batches = EvaluationBatches(task.held_out, 4, (0, 1))
     assert sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in batches) == task.held_out.num_targets
     described = task.describe()
@@ -159,7 +213,7 @@ def test_the_held_out_rows_are_evaluated_once_and_never_trained_on(folder):
 
 
 def test_run_json_says_what_each_source_gives(folder):
-    described = tasks.load(checked(folder)).describe()
+    described = registry.load(checked(folder)).describe()
     sources = [described[f"source {index}"] for index in range(3)]
     assert [source["weight"] for source in sources] == pytest.approx([0.6, 0.3, 0.1])
     assert [source["path"] for source in sources] == [str(folder / f"{name}.jsonl") for name in "abc"]
@@ -168,14 +222,14 @@ def test_run_json_says_what_each_source_gives(folder):
 
 
 def test_another_weight_is_another_data_set_and_tokenises_nothing(folder, monkeypatch):
-    before = tasks.load(checked(folder)).train
+    before = registry.load(checked(folder)).train
 
     def refuse(*_, **__):
         raise AssertionError("tokenised again")
 
-    monkeypatch.setattr(corpus, "_write", refuse)
-    assert tasks.load(checked(folder, (6, 3, 1))).train.fingerprint == before.fingerprint
-    after = tasks.load(checked(folder, (0.5, 0.4, 0.1))).train
+    monkeypatch.setattr(token_store, "_write", refuse)
+    assert registry.load(checked(folder, (6, 3, 1))).train.fingerprint == before.fingerprint
+    after = registry.load(checked(folder, (0.5, 0.4, 0.1))).train
     assert after.fingerprint != before.fingerprint
     saved = {"step": 1, "recipe": {"steps": 20}, "model": {}, "data": {"shares": list(before.shares)}}
     now = {**saved, "data": {"shares": list(after.shares)}}
@@ -183,12 +237,12 @@ def test_another_weight_is_another_data_set_and_tokenises_nothing(folder, monkey
 
 
 def test_all_sources_are_told_about_together(folder):
-    trained = tasks.load(checked(folder)).tokenizer
+    trained = registry.load(checked(folder)).tokenizer
     trained.save_pretrained(folder / "tokenizer")
     (folder / "a.jsonl").write_text('{"text": "x"}\n{"text": 3}\n')
     (folder / "b.jsonl").write_text("{\n")
     with pytest.raises(DataError) as caught:
-        tasks.load(checked(folder, (6, 3, 1), f"tokenizer={{path: {folder / 'tokenizer'}}}"))
+        registry.load(checked(folder, (6, 3, 1), f"tokenizer={{path: {folder / 'tokenizer'}}}"))
     first, second = str(caught.value).splitlines()
     assert "a.jsonl:2" in first and "b.jsonl:" in second
 
@@ -197,7 +251,7 @@ def test_a_source_with_less_than_a_batch_takes(folder):
     (folder / "b.jsonl").write_text('{"body": "short"}\n')
     (folder / "c.jsonl").write_text((folder / "a.jsonl").read_text())
     with pytest.raises(DataError) as caught:
-        tasks.load(checked(folder, (6, 3, 1), "data.held_out_fraction=0", "evaluate.every_steps=0"))
+        registry.load(checked(folder, (6, 3, 1), "data.held_out_fraction=0", "evaluate.every_steps=0"))
     small, twice = str(caught.value).splitlines()
     assert small.startswith(f"data.mixture.1: {folder / 'b.jsonl'}: 1 training rows of batch.sequence_length=32 are")
     assert "fewer than the 3 that its weight takes of a global batch of 8" in small
@@ -231,7 +285,7 @@ MIXTURE_MISTAKES = [
 def test_mistakes_in_a_mixture(folder, text, message):
     checked(folder)
     with pytest.raises(ConfigurationError) as caught:
-        recipe.checked(str(folder / "recipe.json"), [f"data.mixture={text}"])
+        loader.checked(str(folder / "recipe.json"), [f"data.mixture={text}"])
     assert message in str(caught.value)
 
 
@@ -245,7 +299,7 @@ def test_mistakes_around_a_mixture_are_told_together(folder):
         "data.group_by_length=true",
     ]
     with pytest.raises(ConfigurationError) as caught:
-        recipe.checked(str(folder / "recipe.json"), overrides)
+        loader.checked(str(folder / "recipe.json"), overrides)
     assert "data.mixture: given together with data.path (.); set one of them to null" in str(caught.value)
     assert 'data.pattern: found "*.md" (text), but data.mixture is given' in str(caught.value)
     assert "data.group_by_length: found true, but the sources of data.mixture are not" in str(caught.value)
@@ -258,7 +312,7 @@ def test_the_place_of_a_mistake_is_its_line(folder):
     )
     checked(folder)
     with pytest.raises(ConfigurationError) as caught:
-        recipe.checked(str(file))
+        loader.checked(str(file))
     assert "lines.yaml:6: data.mixture.1.weight: found -2, a number above 0 is needed" in str(caught.value)
 
 
@@ -281,6 +335,6 @@ def test_conversations_are_mixed_too(tmp_path):
         "optimizer": {"learning_rate": 1e-3},
     }
     checked_recipe.write_text(json.dumps(content))
-    task = tasks.load(recipe.checked(str(checked_recipe)))
+    task = registry.load(loader.checked(str(checked_recipe)))
     assert len(task.train) == 60
     assert {int(index) // 30 for index in task.train.at_positions(np.arange(2), 0)} == {0, 1}

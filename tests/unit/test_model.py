@@ -7,11 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from samecurve.config import Adapter, Model, Tokenizer
+from samecurve.config.schema import Adapter, Model, Tokenizer
 from samecurve.errors import ConfigurationError, DataError
-from samecurve.model import build, describe, fill, skeleton
+from samecurve.models.weight_files import read, weight_files
+from samecurve.models.weights import build, describe, fill, skeleton
 
 LLAMA = {
     "model_type": "llama",
@@ -69,6 +70,7 @@ def test_fill_covers_every_parameter_and_buffer_once(from_scratch):
 
 def test_seeded_weights_have_the_familys_own_distribution_and_buffers(from_scratch):
     ours = filled(from_scratch)
+    torch.manual_seed(0)  # transformers draws by the global generator, and some draws are far from the mean
     reference = AutoModelForCausalLM.from_config(skeleton(from_scratch, 64, TOKENS).config)
     for name, tensor in reference.named_parameters():
         assert ours[name].std() == pytest.approx(tensor.std().item(), rel=0.2, abs=1e-9), name
@@ -132,6 +134,22 @@ def test_a_checkpoint_of_the_base_model_has_no_prefix(tmp_path):
     assert torch.equal(found["transformer.wte.weight"], model.transformer.wte.weight)
 
 
+@pytest.mark.parametrize("how", ["longer", "shape", "dtype"])
+def test_a_file_that_is_no_safetensors_file_is_named(how, saved):
+    file = saved[0] / "model.safetensors"
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    name = next(key for key in header if key != "__metadata__")
+    header[name] |= {"shape": {"shape": [3, 5, 7]}, "dtype": {"dtype": "X99"}}.get(how, {})
+    encoded = json.dumps(header).encode()
+    tail = b"\0" * 8 if how == "longer" else b""
+    file.write_bytes(len(encoded).to_bytes(8, "little") + encoded + data[8 + length :] + tail)
+    with pytest.raises(ConfigurationError, match="model.safetensors: is damaged or not whole: "):
+        stored = weight_files(str(file.parent))
+        read(stored, [name])
+
+
 def test_a_missing_tensor_and_a_wrong_shape_are_told_by_name(saved):
     folder, _ = saved
     tensors = load_file(folder / "model.safetensors")
@@ -147,6 +165,20 @@ def test_a_missing_tensor_and_a_wrong_shape_are_told_by_name(saved):
 def test_a_vocabulary_that_the_embedding_does_not_hold_is_refused():
     with pytest.raises(DataError, match="tokenizer has 100 ids, but the model's embedding holds 64"):
         skeleton(recipe({**LLAMA, "vocab_size": 64}), 100)
+
+
+def test_a_foreign_tokenizer_is_named_where_a_model_has_its_own(tmp_path):
+    LlamaConfig(**{key: value for key, value in LLAMA.items() if key != "model_type"}, vocab_size=64).save_pretrained(
+        tmp_path
+    )
+    made = recipe(path=str(tmp_path))
+    with pytest.raises(DataError) as error:
+        skeleton(made, 100)
+    fix = f"the one in {tmp_path} does not belong to it; name the model's own as tokenizer.path"
+    assert str(error.value).endswith(f"(vocab_size): {fix}")
+    made.tokenizer = Tokenizer(path="other")
+    with pytest.raises(DataError, match="other does not belong to it; leave tokenizer.path out"):
+        skeleton(made, 100)
 
 
 BERT = {
@@ -260,12 +292,14 @@ def test_a_family_with_trained_buffers_is_refused():
 
 
 def test_dropout_is_told_by_name():
-    assert describe(skeleton(recipe(LLAMA), 64, TOKENS)) == {
+    assert describe(skeleton(recipe(LLAMA), 64, TOKENS), recipe(LLAMA)) == {
         "model_type": "llama",
         "attention": "sdpa",
         "dropout": {},
+        "new_head": [],
     }
-    rates = describe(skeleton(recipe(FAMILIES["gpt2"]), 64, TOKENS))["dropout"]
+    gpt2 = recipe(FAMILIES["gpt2"])
+    rates = describe(skeleton(gpt2, 64, TOKENS), gpt2)["dropout"]
     assert {"attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1}.items() <= rates.items()
 
 

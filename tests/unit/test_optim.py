@@ -12,8 +12,8 @@ from transformers import (
     get_wsd_schedule,
 )
 
-from samecurve.config import Optimizer, Schedule
-from samecurve.optim import build_optimizer, learning_rate, parameter_groups, set_learning_rate
+from samecurve.config.schema import Optimizer, Schedule
+from samecurve.optim.factory import build_optimizer, learning_rate, parameter_groups, set_learning_rate
 
 PEAK = 0.01
 

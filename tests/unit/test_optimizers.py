@@ -10,20 +10,14 @@ import transformers
 from torch._dynamo.utils import counters
 from torch.optim import adam
 
-from samecurve.config import Optimizer
-from samecurve.engines.checks_optimizer import check_shards
+from samecurve.config.schema import Optimizer
 from samecurve.errors import ConfigurationError
-from samecurve.optim import (
-    SMALLEST_8BIT,
-    TRAITS,
-    build_optimizer,
-    hidden_matrices,
-    num_bytes_per_parameter,
-    set_learning_rate,
-)
-from samecurve.optimizers import adamw_bf16
-from samecurve.optimizers.adamw_bf16 import first_hash, random_bits, rounded, to_nearest
-from samecurve.optimizers.muon import orthogonal
+from samecurve.optim import adamw_bf16
+from samecurve.optim.adamw_bf16 import first_hash, random_bits, rounded, to_nearest
+from samecurve.optim.factory import build_optimizer, hidden_matrices, num_bytes_per_parameter, set_learning_rate
+from samecurve.optim.muon import orthogonal
+from samecurve.specs.optimizers import SMALLEST_8BIT, TRAITS
+from samecurve.strategy.validate_optimizer import check_shards
 
 RATES = [0.01, 0.02, 0.005, 0.01, 0.01, 0.003]
 DECAY = 0.1
@@ -312,7 +306,7 @@ BYTES = {
     "muon": 12,
     "adamw_8bit": 10.03,
     "adamw_bf16": 8,
-}  # README.md's table
+}  # the table of docs/optimizers.md
 
 
 @pytest.mark.parametrize(

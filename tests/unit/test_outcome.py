@@ -5,9 +5,9 @@ import signal
 import pytest
 from surrounded import ranks, status
 
-from samecurve import outcome
 from samecurve.errors import ConfigurationError, DataError, NumericError, Preempted, StorageError, TopologyError
-from samecurve.rundir import RunDirectory
+from samecurve.run import lifecycle
+from samecurve.run.run_directory import RunDirectory
 
 
 @pytest.fixture(autouse=True)
@@ -27,31 +27,31 @@ def raising(error: BaseException):
     [(ConfigurationError, 2), (DataError, 3), (NumericError, 5), (TopologyError, 6), (StorageError, 7)],
 )
 def test_known_errors_end_with_their_code_and_message_only(error, code, capsys):
-    assert outcome.exit_code(raising(error("what to do"))) == code
+    assert lifecycle.exit_code(raising(error("what to do"))) == code
     assert capsys.readouterr().err == f"\n{error.__name__} (exit code {code})\nwhat to do\n"
 
 
 def test_unknown_errors_keep_their_traceback(capsys):
-    assert outcome.exit_code(raising(ValueError("a bug"))) == 1
+    assert lifecycle.exit_code(raising(ValueError("a bug"))) == 1
     assert "Traceback" in capsys.readouterr().err
 
 
 def test_success_is_zero():
-    assert outcome.exit_code(lambda: None) == 0
+    assert lifecycle.exit_code(lambda: None) == 0
 
 
 def test_other_processes_wait_so_that_the_first_one_can_speak(monkeypatch, capsys):
     """The launcher ends the job at the first exit; one that outlives the wait has an error of its own."""
     waited = []
-    monkeypatch.setattr(outcome.time, "sleep", waited.append)
+    monkeypatch.setattr(lifecycle.time, "sleep", waited.append)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert outcome.exit_code(raising(DataError("only here"))) == 3
-    assert waited == [outcome.WAIT_SECONDS] and "only here" in capsys.readouterr().err
+    assert lifecycle.exit_code(raising(DataError("only here"))) == 3
+    assert waited == [lifecycle.WAIT_SECONDS] and "only here" in capsys.readouterr().err
 
 
 def test_the_status_file_follows_the_run(tmp_path):
     run = RunDirectory(tmp_path)
-    with outcome.recorded(run):
+    with lifecycle.recorded(run):
         assert status(tmp_path) == {"state": "running", "reason": "", "step": 0, "exit_code": None}
         run.append_metrics({"step": 7})
     assert status(tmp_path) == {"state": "done", "reason": "", "step": 7, "exit_code": 0}
@@ -67,7 +67,7 @@ def test_the_status_file_follows_the_run(tmp_path):
 )
 def test_a_failure_leaves_its_reason_and_code(error, code, tmp_path):
     run = RunDirectory(tmp_path)
-    with pytest.raises(type(error)), outcome.recorded(run):
+    with pytest.raises(type(error)), lifecycle.recorded(run):
         run.append_metrics({"step": 3})
         raise error
     reason = str(error) or "KeyboardInterrupt"
@@ -76,10 +76,10 @@ def test_a_failure_leaves_its_reason_and_code(error, code, tmp_path):
 
 def test_preempted_is_no_failure(tmp_path, capsys):
     def main():
-        with outcome.recorded(RunDirectory(tmp_path)):
+        with lifecycle.recorded(RunDirectory(tmp_path)):
             raise Preempted("SIGTERM: saved at step 3")
 
-    assert outcome.exit_code(main) == 75
+    assert lifecycle.exit_code(main) == 75
     assert capsys.readouterr().err == "\npreempted (exit code 75): SIGTERM: saved at step 3\n"
     assert status(tmp_path) == {"state": "preempted", "reason": "SIGTERM: saved at step 3", "step": 0, "exit_code": 75}
 
@@ -89,8 +89,8 @@ def test_a_reader_that_is_gone_changes_nothing(monkeypatch):
         def write(self, text):
             raise BrokenPipeError
 
-    monkeypatch.setattr(outcome.sys, "stderr", Closed())
-    assert outcome.exit_code(raising(DataError("what to do"))) == 3
+    monkeypatch.setattr(lifecycle.sys, "stderr", Closed())
+    assert lifecycle.exit_code(raising(DataError("what to do"))) == 3
 
 
 def test_the_sentence_of_another_rank_becomes_the_reason(tmp_path):
@@ -159,13 +159,13 @@ def test_before_all_ranks_are_there_only_rank_0_writes(tmp_path):
 
 def test_sigterm_is_left_alone_after_the_run(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
-    with outcome.recorded(RunDirectory(tmp_path)):
+    with lifecycle.recorded(RunDirectory(tmp_path)):
         assert signal.getsignal(signal.SIGTERM) != before
     assert signal.getsignal(signal.SIGTERM) == before
 
 
 SILENT = """
-from samecurve import watchdog
+from samecurve.run import watchdog
 watchdog.LAST_RESORT_SECONDS = 1
 run.status = lambda *_, **__: time.sleep(60)
 meet(watch)

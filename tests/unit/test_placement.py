@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from samecurve.engines import placement
+from samecurve.strategy import placement
 
 ROOT = Path(__file__).resolve().parents[2]
 STRATEGIES = {path.stem: path for path in (ROOT / "configs").glob("*.yaml")}
@@ -47,5 +47,5 @@ def test_processes_of_the_next_run(world_size, gpu, again, monkeypatch):
 
 def test_nothing_heavy_is_loaded():
     heavy = "{'torch', 'transformers', 'accelerate', 'deepspeed'} & sys.modules.keys()"
-    code = f"import sys, samecurve.engines.placement; print({heavy})"
+    code = f"import sys, samecurve.strategy.placement; print({heavy})"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout == "set()\n"

@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from samecurve.history import Began
-from samecurve.plot import MOST_BUCKETS, Mark, Scale, Series, plot, session_marks, smoothed, thinned, window
+from samecurve.reports.plot import MOST_BUCKETS, Mark, Scale, Series, plot, session_marks, smoothed, thinned, window
+from samecurve.run.sessions import Began
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -21,7 +21,7 @@ from transformers import (
     pipeline,
 )
 
-from samecurve import cli
+from samecurve.cli import commands
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 NAMES = {0: "cold", 1: "mild", 2: "warm"}
@@ -72,7 +72,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 
 def predicted(capsys, *arguments) -> list[dict]:
-    assert cli.main(["predict", *map(str, arguments)]) == 0
+    assert commands.main(["predict", *map(str, arguments)]) == 0
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
@@ -122,11 +122,11 @@ def test_vectors_and_their_table(folders, capsys, monkeypatch):
             mean = model(made_tokenizer()(text, return_tensors="pt")["input_ids"]).last_hidden_state[0].mean(dim=0)
         torch.testing.assert_close(vector, mean / mean.norm(), rtol=1e-4, atol=1e-5)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    assert cli.main(["predict", str(folders["embed"]), *TEXTS]) == 0
+    assert commands.main(["predict", str(folders["embed"]), *TEXTS]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [float(value) for value in lines[1].split()[1:4]] == pytest.approx((found @ found.T)[1].tolist(), abs=1e-3)
     many = [f"{text} {number}" for number in range(6) for text in TEXTS]
-    assert cli.main(["predict", str(folders["embed"]), *many]) == 0
+    assert commands.main(["predict", str(folders["embed"]), *many]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 18 and all("is nearest to" in line for line in lines)
 
@@ -134,12 +134,12 @@ def test_vectors_and_their_table(folders, capsys, monkeypatch):
 def test_what_a_terminal_shows(folders, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     (tmp_path / "texts.txt").write_text("a\n\n" + "b" * 100 + "\n")
-    assert cli.main(["predict", str(folders["classify"]), "--file", str(tmp_path / "texts.txt")]) == 0
+    assert commands.main(["predict", str(folders["classify"]), "--file", str(tmp_path / "texts.txt")]) == 0
     told = capsys.readouterr()
     first, second = told.out.splitlines()
     assert first.endswith("  a") and second.endswith("bbb...") and first.split()[0] in NAMES.values()
     assert told.err == "1 texts lost their end behind 40 tokens, as in training\n"
-    assert cli.main(["predict", str(folders["mlm"]), "a [MASK]", "--json"]) == 0
+    assert commands.main(["predict", str(folders["mlm"]), "a [MASK]", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["text"] == "a [MASK]"
 
 
@@ -172,8 +172,8 @@ def test_mistakes(kind, arguments, code, text, folders, tmp_path, monkeypatch, c
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text('{"txt": "a"}\n')
     Path("empty.txt").write_text("\n")
-    assert cli.main(["predict", str(folders[kind]), *arguments]) == code
+    assert commands.main(["predict", str(folders[kind]), *arguments]) == code
     assert text in capsys.readouterr().err
     if kind not in ("causal", "mlm"):
-        assert cli.main(["generate", str(folders[kind])]) == 2
+        assert commands.main(["generate", str(folders[kind])]) == 2
         assert "ask it by python -m samecurve predict" in capsys.readouterr().err

@@ -7,12 +7,12 @@ import math
 import pytest
 import torch
 
-from samecurve.config import Dpo, Reward
-from samecurve.engines.base import EvalResult
-from samecurve.preference_loss import kto_drift, pair_losses, rewards, sequence_log_probabilities
+from samecurve.config.schema import Dpo, Reward
+from samecurve.interfaces.engine import EvalResult
+from samecurve.losses.preference import kto_drift, pair_losses, rewards, sequence_log_probabilities
 from samecurve.tasks.dpo import DpoTask, KtoTask
-from samecurve.tasks.parts import Parts
 from samecurve.tasks.reward import RewardTask
+from samecurve.tasks.splits import Parts
 
 # one pair: log-probabilities -2 (4 tokens) and -6 (2 tokens), -3 and -5 under the reference
 CHOSEN, REJECTED, LENGTHS, REFERENCE = -2.0, -6.0, [[4, 2]], [[-3.0, -5.0]]

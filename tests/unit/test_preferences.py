@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 from test_conversations import jsonl, make_recipe, text
 
-from samecurve import preferences, sources, tasks
-from samecurve.corpus import TokenStream
-from samecurve.data import EvaluationBatches
+from samecurve.data.batches import EvaluationBatches
+from samecurve.data.datasets.preference import AnswerRows, GroupedAnswerRows, ScoredRows
+from samecurve.data.find import find_pairs
+from samecurve.data.schemas import preference
+from samecurve.data.schemas.preference import Schema
+from samecurve.data.token_store import TokenStream
 from samecurve.errors import DataError
-from samecurve.pair_rows import AnswerRows, GroupedAnswerRows, ScoredRows
-from samecurve.preferences import Schema
+from samecurve.specs.data_names import PREFERENCES
+from samecurve.tasks import registry
 
 PROMPT = [{"role": "user", "content": "a b"}]
 GOOD = {"prompt": "a b", "chosen": "c", "rejected": "d d"}
@@ -25,8 +28,8 @@ def answer(content: str) -> list[dict]:
     return [{"role": "assistant", "content": content}]
 
 
-def read(path, **schema) -> list[preferences.Pair]:
-    source = preferences.find(str(path), None, Schema(**schema))
+def read(path, **schema) -> list[preference.Pair]:
+    source = find_pairs(str(path), None, Schema(**schema))
     source.check()
     return list(source.documents())
 
@@ -65,7 +68,7 @@ def test_a_pair_of_several_turns_shares_the_turns_before_the_last(tmp_path):
     (found,) = read(jsonl(tmp_path / "a.jsonl", {"chosen": before + answer("c"), "rejected": before + answer("d")}))
     assert found.chosen.num_prompt == 3
     path = jsonl(tmp_path / "b.jsonl", *[{"chosen": before + answer("c"), "rejected": before + answer("d")}] * 2)
-    task = tasks.load(recipe(tmp_path, path))
+    task = registry.load(recipe(tmp_path, path))
     labels = task.train[np.array([0])].labels[0]
     decoded = [task.tokenizer.decode(line[line != -100]) for line in labels]
     assert decoded == ["c<|im_end|>", "d<|im_end|>"]  # not the answer in the prompt
@@ -78,7 +81,7 @@ def recipe(folder, path, task="dpo", **sections):
 
 def test_rows_are_what_the_template_makes_of_each_answer(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", GOOD, {**GOOD, "rejected": "e"})
-    task = tasks.load(recipe(tmp_path, path, tokenizer={"vocabulary_size": 260}))
+    task = registry.load(recipe(tmp_path, path, tokenizer={"vocabulary_size": 260}))
     arrays = task.train[np.array([0, 1])]
     ids, labels = arrays.inputs["input_ids"], arrays.labels
     assert ids.shape == labels.shape == (2, 2, 64)
@@ -105,7 +108,7 @@ def test_rows_are_what_the_template_makes_of_each_answer(tmp_path):
 
 def test_a_token_that_pads_is_asked_for_before_anything_is_tokenised(tmp_path, capsys):
     path = jsonl(tmp_path / "a.jsonl", GOOD)
-    tokenizer = tasks.load(recipe(tmp_path, path, "reward")).tokenizer
+    tokenizer = registry.load(recipe(tmp_path, path, "reward")).tokenizer
     tokenizer.pad_token = None
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     capsys.readouterr()
@@ -113,7 +116,7 @@ def test_a_token_that_pads_is_asked_for_before_anything_is_tokenised(tmp_path, c
     def load(**more):
         chosen = {"path": str(tmp_path / "tokenizer"), "vocabulary_size": None, **more}
         given = make_recipe(tmp_path, path, data={"packing": False}, tokenizer=chosen)
-        return tasks.load(given.model_copy(update={"task": "reward"}))
+        return registry.load(given.model_copy(update={"task": "reward"}))
 
     with pytest.raises(DataError, match="has no pad_token; set tokenizer.pad_token to one of its tokens"):
         load()
@@ -124,7 +127,7 @@ def test_a_token_that_pads_is_asked_for_before_anything_is_tokenised(tmp_path, c
 
 def test_reward_rows_hold_the_whole_text_and_say_what_is_padding(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", GOOD)
-    task = tasks.load(recipe(tmp_path, path, "reward"))
+    task = registry.load(recipe(tmp_path, path, "reward"))
     arrays = task.train[np.array([0])]
     for which, content in enumerate(("c", "d d")):
         text = task.tokenizer.apply_chat_template(PROMPT + answer(content), tokenize=False)
@@ -170,12 +173,12 @@ def test_pairs_of_like_length_go_together_and_fill_up_pairs_count_nowhere():
 
 
 def test_the_standard_library_is_pairs_and_they_are_always_the_same(tmp_path):
-    found = read(sources.PREFERENCES)
+    found = read(PREFERENCES)
     assert 3000 < len(found) < 12000
     assert all(pair.chosen.messages[0] == pair.rejected.messages[0] for pair in found)
     answers = [(pair.chosen.messages[1]["content"], pair.rejected.messages[1]["content"]) for pair in found]
     assert all(bad.strip() and bad.strip() != good for good, bad in answers)
-    again = read(sources.PREFERENCES)
+    again = read(PREFERENCES)
     assert list(map(str, found[:500])) == list(map(str, again[:500]))
     # of each kind of damage a good part
     shorter = sum(bad.count("\n") < good.count("\n") for good, bad in answers)
@@ -235,6 +238,6 @@ def test_what_cannot_be_used_is_told_with_its_place_and_its_fix(tmp_path, name):
     data = {key: value for key, value in options.items() if key not in ("batch", "length")}
     batch = {"global_batch_size": options.get("batch", 1), "sequence_length": options.get("length", 64)}
     with pytest.raises(DataError) as caught:
-        tasks.load(recipe(tmp_path, write(tmp_path), data=data, batch=batch))
+        registry.load(recipe(tmp_path, write(tmp_path), data=data, batch=batch))
     assert str(caught.value).replace(str(tmp_path), "T").startswith(message)
     assert caught.value.exit_code == 3

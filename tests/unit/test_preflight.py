@@ -13,9 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from samecurve.engines import preflight
-from samecurve.engines.resolve import Strategy
 from samecurve.errors import ConfigurationError, StorageError
+from samecurve.strategy import preflight
+from samecurve.strategy.plan import Strategy
 
 NOTHING: tuple[str, ...] = ()
 
@@ -188,7 +188,7 @@ def test_trial_build_agrees_with_the_header(tmp_path):
 
 
 def test_preflight_does_not_load_torch():
-    code = "import samecurve.engines.preflight, sys, json; print(json.dumps(sorted(sys.modules)))"
+    code = "import samecurve.strategy.preflight, sys, json; print(json.dumps(sorted(sys.modules)))"
     modules = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
     assert not {"torch", "accelerate", "deepspeed", "transformers"} & set(modules)
 

@@ -12,15 +12,16 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from samecurve.chunked_head import ChunkedHead
-from samecurve.config import Profile
-from samecurve.engines.held import Held, held_bytes
-from samecurve.loss import token_loss_sum
-from samecurve.profiling import recorder
-from samecurve.profiling.deepspeed_log import _by_size, begin, logged
-from samecurve.profiling.operators import DATA_WAIT, KINDS, LOSS, listed
-from samecurve.profiling.page import memory
-from samecurve.profiling.trace import Breakdown, breakdown, read
+from samecurve.config.schema import Profile
+from samecurve.engines.memory_usage import held_bytes
+from samecurve.interfaces.memory import Held
+from samecurve.losses.chunked_cross_entropy import ChunkedHead
+from samecurve.losses.cross_entropy import LOSS, token_loss_sum
+from samecurve.metrics.profiling import recorder
+from samecurve.metrics.profiling.deepspeed_comms import _by_size, begin, logged
+from samecurve.metrics.profiling.op_kinds import DATA_WAIT, KINDS, listed
+from samecurve.metrics.profiling.summary import memory
+from samecurve.metrics.profiling.trace import Breakdown, breakdown, read
 
 MS = 1000.0  # in a trace's microseconds
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from samecurve.progress import Listener, Progress, duration, header_lines
+from samecurve.metrics.console import Listener, Progress, duration, header_lines
 
 FACTS = {
     "recipe_path": "recipes/quickstart.yaml",
@@ -85,6 +85,12 @@ def test_header_says_what_runs():
         ("data", "vocabulary size 512"),
         ("output", "runs/quickstart"),
     ]
+
+
+def test_header_warns_of_a_slow_precision():
+    lines = header_lines({**FACTS, "precision_warning": "bf16 is slow on this CPU"})
+    where = lines.index(("warning", "bf16 is slow on this CPU"))
+    assert lines[where - 1][0] == "precision"
 
 
 def test_a_row_of_a_pair_holds_two_answers():

@@ -9,11 +9,11 @@ import pytest
 import torch
 from test_preferences import stream
 
-from samecurve import reference
-from samecurve.data import EvaluationBatches, MicroBatch
+from samecurve.data.batches import EvaluationBatches, MicroBatch
+from samecurve.data.datasets.preference import AnswerRows, GroupedAnswerRows
+from samecurve.distributed.control_group import World
 from samecurve.errors import DataError, NumericError, StorageError
-from samecurve.pair_rows import AnswerRows, GroupedAnswerRows
-from samecurve.world import World
+from samecurve.tasks import reference_logprobs
 
 PAIRS = [([1, 2, 3 + n], [1, 2, 40 + n, 5]) for n in range(11)]
 MODEL = "a model"
@@ -44,13 +44,13 @@ class Ranks:
 def give(rows, engine, cache, model=MODEL, precision="fp32"):
     batch = SimpleNamespace(micro_batch_size=2)
     recipe = SimpleNamespace(data=SimpleNamespace(cache_dir=str(cache)), precision=precision, batch=batch)
-    reference.provide(rows, "training", engine, recipe, model, World(), lambda: None)
+    reference_logprobs.provide(rows, "training", engine, recipe, model, World(), lambda: None)
     return np.asarray(rows.reference)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_every_pair_has_its_own_whatever_the_number_of_ranks(size, tmp_path, monkeypatch):
-    monkeypatch.setattr(reference, "_MICRO_BATCHES", 2)  # at a time, so that several are put together
+    monkeypatch.setattr(reference_logprobs, "_MICRO_BATCHES", 2)  # at a time, so that several are put together
     rows = AnswerRows(stream(*PAIRS), 8, 0)
     found = give(rows, Ranks(rows, size), tmp_path)
     assert found.dtype == np.float32 and found.tolist() == [[3 + n, 40 + n] for n in range(11)]

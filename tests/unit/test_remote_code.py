@@ -12,12 +12,12 @@ import torch
 from test_card import facts
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from samecurve import cli
-from samecurve.cli import models
-from samecurve.config import Recipe
+from samecurve.cli import commands
+from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError
-from samecurve.export import export
-from samecurve.model import fill, skeleton
+from samecurve.export.hf_export import export
+from samecurve.inference import loading
+from samecurve.models.weights import fill, skeleton
 
 CONFIGURATION = """
 from pathlib import Path
@@ -112,12 +112,12 @@ def test_a_model_with_code_of_its_own_is_loaded_where_its_run_trusted_it(folder,
     (run / "run.json").write_text(json.dumps(facts(recipe={"model": model})))
     PreTrainedTokenizerFast(tokenizer_file=_tokenizer(tmp_path)).save_pretrained(run / "model")
     if trusted:
-        loaded, _ = models.load(run / "model")
+        loaded, _ = loading.load(run / "model")
         assert type(loaded).__name__ == "ToyForCausalLM"
-        assert cli.main(["export", str(run), "--dtype", "bf16"]) == 0
+        assert commands.main(["export", str(run), "--dtype", "bf16"]) == 0
     else:
         with pytest.raises(ConfigurationError, match="no run whose recipe has model.trust_remote_code"):
-            models.load(run / "model")
+            loading.load(run / "model")
 
 
 def _tokenizer(tmp_path: Path) -> str:

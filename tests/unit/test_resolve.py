@@ -181,7 +181,7 @@ HEAVY = ("torch", "transformers", "accelerate", "deepspeed", "datasets")
 def test_a_mistake_is_told_before_torch_is_loaded(folder):
     script = f"""
 import os, sys
-from samecurve.engines.resolve import resolve
+from samecurve.strategy.resolve import resolve
 from samecurve.errors import ConfigurationError
 try:
     resolve(["r.yaml", "steps=two", "--strategy", "configs/zero2.yaml"], {{**os.environ, **{A!r}}})
@@ -196,10 +196,25 @@ except ConfigurationError as error:
 
 
 def test_help_needs_no_torch(folder):
-    script = f"import sys; from samecurve.engines.resolve import resolve\ntry: resolve(['--help'], {{}})\nexcept SystemExit as e: print([name for name in {HEAVY!r} if name in sys.modules], e.code)"
+    script = f"import sys; from samecurve.strategy.resolve import resolve\ntry: resolve(['--help'], {{}})\nexcept SystemExit as e: print([name for name in {HEAVY!r} if name in sys.modules], e.code)"
     root = Path(__file__).resolve().parents[2]
     shown = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, env={"PYTHONPATH": str(root)}
     )
     assert "RECIPE [key.path=value ...]" in shown.stdout
     assert shown.stdout.endswith("[] 0\n"), shown.stderr
+
+
+def test_the_plan_carries_what_was_typed(folder):
+    options = ["--local_rank=0", "seed=1", "--strategy", "configs/ddp.yaml", "--resume", "none", "steps=9"]
+    plan = message(folder, ["r.yaml", *options], {"RANK": "0", "WORLD_SIZE": "2"})
+    assert (plan.recipe_path, plan.overrides, plan.resume) == ("r.yaml", ("seed=1", "steps=9"), "none")
+
+
+def test_the_command_line_is_declared_once():
+    """A second parser of train.py's options would end every run that uses an option which it does not know."""
+    package = Path(__file__).resolve().parents[2] / "samecurve"
+    texts = {path.relative_to(package).as_posix(): path.read_text() for path in package.rglob("*.py")}
+    assert [name for name, text in texts.items() if '"--start_over"' in text and "add_argument" in text] == [
+        "strategy/resolve.py"
+    ]

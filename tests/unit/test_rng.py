@@ -5,7 +5,7 @@ import random
 import numpy as np
 import torch
 
-from samecurve import rng
+from samecurve.distributed import rng_state
 
 CPU = torch.device("cpu")
 
@@ -16,10 +16,10 @@ def draw() -> tuple:
 
 def test_every_generator_goes_on():
     draw()
-    states = rng.capture(CPU)
+    states = rng_state.capture(CPU)
     expected = draw()
     draw()
-    rng.restore(states, CPU)
+    rng_state.restore(states, CPU)
     assert draw() == expected
 
 
@@ -27,7 +27,7 @@ def test_states_have_one_length():
     """Host buffers are kept from save to save."""
     lengths = set()
     for _ in range(3):
-        lengths.add(tuple(state.numel() for state in rng.capture(CPU).values()))
+        lengths.add(tuple(state.numel() for state in rng_state.capture(CPU).values()))
         draw()
         np.random.normal()
         random.gauss(0, 1)
@@ -35,14 +35,14 @@ def test_states_have_one_length():
 
 
 def test_states_are_bytes():
-    assert {state.dtype for state in rng.capture(CPU).values()} == {torch.uint8}
+    assert {state.dtype for state in rng_state.capture(CPU).values()} == {torch.uint8}
 
 
 def test_ranks_and_steps_draw_differently_and_the_same_again():
     drawn = {}
     for step, rank in [(0, 0), (0, 1), (1, 0)]:
-        rng.reseed(5, step, rank)
+        rng_state.reseed(5, step, rank)
         drawn[step, rank] = draw()
     assert len({value[2] for value in drawn.values()}) == 3
-    rng.reseed(5, 0, 1)
+    rng_state.reseed(5, 0, 1)
     assert draw() == drawn[0, 1]

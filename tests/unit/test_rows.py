@@ -8,15 +8,20 @@ import torch
 from tiny_families import tiny_config
 from transformers import AutoModelForCausalLM
 
-from samecurve import varlen
-from samecurve.config import Batch
-from samecurve.corpus import TokenStream
-from samecurve.data import StepBatches
+from samecurve.config.schema import Batch
+from samecurve.data.batches import StepBatches
+from samecurve.data.datasets.base import DocumentRows, GroupedDocumentRows, PackedRows, PackedSampleRows, Rows
+from samecurve.data.datasets.mixture import MixedRows
+from samecurve.data.datasets.preference import AnswerRows, GroupedAnswerRows, GroupedScoredRows, ScoredRows
+from samecurve.data.datasets.retrieval import GroupedRetrievalRows, RetrievalRows
+from samecurve.data.datasets.streaming import StreamRows
+from samecurve.data.datasets.text import GroupedLabelledRows, GroupedMaskedRows, LabelledRows, MaskedRows, Masking
+from samecurve.data.packing import best_fit_decreasing
+from samecurve.data.token_store import TokenStream
 from samecurve.errors import ConfigurationError
-from samecurve.families import PACKED, VARLEN, check_packing
-from samecurve.loss import IGNORE_INDEX
-from samecurve.packing import best_fit_decreasing
-from samecurve.rows import DocumentRows, GroupedDocumentRows, PackedRows, PackedSampleRows
+from samecurve.losses.cross_entropy import IGNORE_INDEX
+from samecurve.models.attention import varlen
+from samecurve.specs.model_families import PACKED, VARLEN, check_packing
 
 X = IGNORE_INDEX
 PAD = 99
@@ -112,15 +117,10 @@ def test_packing_holds_every_item_once_in_few_bins(seed):
     assert len(loads) <= -(-11 * sizes.sum() // (9 * 64)) + 1
 
 
-def test_grouped_rows_are_read_once_per_epoch_and_are_of_like_length():
+def test_grouped_rows_are_of_like_length_in_steps_of_any_order():
     rows = GroupedDocumentRows(random_stream(1000, longest=300), 256, PAD, global_batch_size=4)
-    epoch = len(rows)
-    positions = np.arange(2 * epoch - 2 * epoch % 4)
+    positions = np.arange(2 * len(rows) - 2 * len(rows) % 4)
     read = rows.at_positions(positions, seed=3)
-    # a group of 128 positions lies across the end of the first epoch
-    assert sorted(read[: epoch // 128 * 128].tolist()) == sorted(set(read[: epoch // 128 * 128].tolist()))
-    counts = np.bincount(read, minlength=epoch)
-    assert counts.min() >= 1 and counts.max() <= 3 and (counts == 2).mean() > 0.8
     assert read[40:48].tolist() == rows.at_positions(np.arange(40, 48), seed=3).tolist()
     steps = rows.sizes[read].reshape(-1, 4)
     plain = rows.sizes[DocumentRows.at_positions(rows, positions, 3)].reshape(-1, 4)
@@ -200,3 +200,128 @@ def largest_difference(family: str, attention: str) -> float:
             place += len(sample)
     assert (len(rows), len(found)) == (2, 5)
     return max(found)
+
+
+# A property of every kind of rows in every world: what each step reads, taken from what its ranks read.
+
+
+def labelled_stream(num_rows: int, segments: str = "none") -> TokenStream:
+    """Documents that differ in their first token. segments: two of each ("pair"), or as many as texts of a row."""
+    rng = np.random.default_rng(num_rows)
+    lengths = rng.integers(4, 40, num_rows)
+    offsets = np.cumsum([0, *lengths])
+    tokens = rng.integers(0, 60_000, offsets[-1]).astype(np.uint16)
+    tokens[offsets[:-1]] = np.arange(num_rows)
+    marks = np.ones(offsets[-1], dtype=np.uint8)
+    second = np.zeros(offsets[-1], dtype=np.uint8)
+    for start, length in zip(offsets[:-1], lengths, strict=True):
+        second[start + length // 2 : start + length] = segments == "pair"
+    return TokenStream(tokens, offsets, "x", marks, second, np.zeros(num_rows, dtype=np.uint8))
+
+
+MASKING = Masking(mask_token=1, vocabulary_size=100, special=(), rate=0.0)
+KINDS = {
+    "packed": lambda n, size: PackedRows(stream([*range(3 * n + 1)]), 3, PAD),
+    "packed documents": lambda n, size: PackedSampleRows(stream(*([i, i, i, i, i] for i in range(n))), 4, PAD),
+    "documents": lambda n, size: DocumentRows(labelled_stream(n), 64, PAD),
+    "grouped documents": lambda n, size: GroupedDocumentRows(labelled_stream(n), 64, PAD, global_batch_size=size),
+    "labelled": lambda n, size: LabelledRows(labelled_stream(n), 64, PAD),
+    "grouped labelled": lambda n, size: GroupedLabelledRows(labelled_stream(n), 64, PAD, global_batch_size=size),
+    "masked": lambda n, size: MaskedRows(labelled_stream(n), 64, PAD, MASKING),
+    "grouped masked": lambda n, size: GroupedMaskedRows(labelled_stream(n), 64, PAD, MASKING, global_batch_size=size),
+    "answers": lambda n, size: AnswerRows(labelled_stream(n, "pair"), 64, PAD),
+    "grouped answers": lambda n, size: GroupedAnswerRows(labelled_stream(n, "pair"), 64, PAD, global_batch_size=size),
+    "scored": lambda n, size: ScoredRows(labelled_stream(n, "pair"), 64, PAD),
+    "grouped scored": lambda n, size: GroupedScoredRows(labelled_stream(n, "pair"), 64, PAD, global_batch_size=size),
+    "retrieval": lambda n, size: RetrievalRows(labelled_stream(n, "pair"), 64, PAD),
+    "grouped retrieval": lambda n, size: GroupedRetrievalRows(
+        labelled_stream(n, "pair"), 64, PAD, global_batch_size=size
+    ),
+}
+SHAPES = [(12, 12), (2, 1), (3, 2), (60, 8), (61, 32), (100, 64), (97, 24), (70, 34), (71, 35), (300, 7)]
+MORE_SHAPES = [(60, 60), (900, 64), (2000, 7), (1024, 512), (24, 8), (59, 29), (60, 59)]
+
+
+def read_by_all_ranks(rows, seed: int, size: int, world: int, num_steps: int) -> np.ndarray:
+    """(steps, rows per step): the first token of each row, from the micro-batches of every rank."""
+    batch = Batch(global_batch_size=size, micro_batch_size=1, sequence_length=64)
+    shards = [StepBatches(rows, seed, batch, (rank, world), num_steps) for rank in range(world)]
+    return np.array(
+        [[int(m.inputs["input_ids"][0, 0]) for shard in shards for m in shard.at(step)] for step in range(num_steps)]
+    )
+
+
+def test_every_kind_of_rows_is_covered():
+    def below(kind: type) -> set[type]:
+        return {kind}.union(*map(below, kind.__subclasses__()))
+
+    covered = {type(make(12, 4)) for make in KINDS.values()}
+    ours = {kind for kind in below(Rows) if kind.__module__.startswith("samecurve.")}
+    without_rows = {kind for kind in ours if kind.__subclasses__()} - covered
+    assert ours - covered - without_rows == {MixedRows, StreamRows}  # test_mixture.py, test_streaming.py
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("num_rows", "size"), [(60, 60), (97, 24)])
+def test_every_epoch_reads_each_row_once_and_no_step_reads_one_twice(kind, num_rows, size):
+    rows = KINDS[kind](num_rows, size)
+    assert len(rows) == num_rows
+    num_steps = -(-3 * num_rows // size)
+    steps = read_by_all_ranks(rows, 3, size, 2, num_steps)
+    assert all(len(set(step)) == size for step in steps.tolist())
+    for epoch in np.split(steps.ravel()[: 3 * num_rows], 3):
+        assert len(set(epoch.tolist())) == num_rows
+    assert np.array_equal(read_by_all_ranks(rows, 3, size, 4, 3), steps[:3])
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 9))])
+def test_the_same_for_many_sizes(grouped, seed):
+    """At any number of rows and rows per step, and in epochs far away."""
+    for num_rows, size in SHAPES + (MORE_SHAPES if seed else []):
+        rows = KINDS["grouped documents" if grouped else "documents"](num_rows, size)
+        for first in (0, 1000 * num_rows // size):
+            batch = Batch(global_batch_size=size, micro_batch_size=1, sequence_length=64)
+            steps = StepBatches(rows, seed, batch, (0, 1), 2**40)
+            read = np.array([steps.rows_of(step) for step in range(first, first + -(-3 * num_rows // size) + 2)])
+            assert all(len(set(step)) == size for step in read.tolist()), (num_rows, size)
+            start = -first * size % num_rows
+            for begin in range(start, read.size - num_rows + 1, num_rows):
+                assert len(set(read.ravel()[begin : begin + num_rows].tolist())) == num_rows, (num_rows, size, first)
+
+
+def padding(rows, steps: np.ndarray) -> float:
+    return 1 - rows.sizes[steps].sum() / sum(64 * -(-rows.sizes[step].max() // 64) * len(step) for step in steps)
+
+
+@pytest.mark.parametrize(("num_rows", "size", "most"), [(60, 4, 0.35), (900, 8, 0.25), (10_000, 64, 0.25)])
+def test_groups_save_padding(num_rows, size, most):
+    """Of lengths whose logarithms are normal. Without groups half to three quarters of the tokens are padding."""
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(5, 0.8, num_rows).astype(int), 3, 1500)
+    documents = TokenStream(rng.integers(0, 1000, lengths.sum()).astype(np.uint16), np.cumsum([0, *lengths]), "x")
+    rows = GroupedDocumentRows(documents, 1024, PAD, global_batch_size=size)
+    positions = np.arange(4 * num_rows // size * size)
+    read = rows.at_positions(positions, 1).reshape(-1, size)
+    plain = DocumentRows.at_positions(DocumentRows(documents, 1024, PAD), positions, 1).reshape(-1, size)
+    assert padding(rows, read) < most < 0.45 < padding(rows, plain)
+    again = rows.at_positions(positions, 2).reshape(-1, size)
+    shared = {frozenset(step) for step in read.tolist()} & {frozenset(step) for step in again.tolist()}
+    assert len(shared) < len(read) / 10  # a row meets others under another seed
+    epochs = [{frozenset(step) for step in part.tolist()} for part in (read[: len(read) // 4], read[len(read) // 4 :])]
+    assert len(epochs[0] & epochs[1]) < len(read) / 10  # and in another epoch
+
+
+def test_a_step_with_a_row_twice_is_refused():
+    """The guard: whatever the order says."""
+
+    class Copies(DocumentRows):
+        def at_positions(self, positions, seed, steps=None):
+            return np.minimum(np.asarray(positions) % len(self), 5)
+
+    rows = Copies(random_stream(40, longest=30), 16, PAD)
+    batch = Batch(global_batch_size=4, micro_batch_size=1, sequence_length=16)
+    batches = StepBatches(rows, 0, batch, (0, 1), 2)
+    assert len(batches.at(0)) == 4
+    with pytest.raises(AssertionError, match="step 1 reads a row 3 times, 1 at most are needed"):
+        batches.at(1)

@@ -9,11 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from samecurve import records
-from samecurve.config import Recipe
+from samecurve.config.schema import Recipe
 from samecurve.errors import CheckpointError, ConfigurationError, RepeatedFailureError, StorageError
-from samecurve.facts import run_facts
-from samecurve.rundir import RunDirectory, goes_on, read_metrics
+from samecurve.run.metadata import run_facts
+from samecurve.run.run_directory import RunDirectory, read_metrics
+from samecurve.storage import atomic
+from samecurve.strategy.restarts import goes_on
 
 
 def finished_run(path, loss=1.0):
@@ -67,9 +68,10 @@ def test_new_directory_has_nothing_to_say(tmp_path):
 def test_live_run_is_not_touched(tmp_path):
     run = RunDirectory(tmp_path)
     run.append_metrics({"step": 1})
-    code = f"from samecurve.rundir import RunDirectory; RunDirectory({str(tmp_path)!r})"
+    code = f"from samecurve.run.run_directory import RunDirectory; RunDirectory({str(tmp_path)!r})"
     second = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "another run is writing into" in second.stderr
+    assert not (tmp_path / "status.json").exists()  # the live run's to write
     assert read_metrics(tmp_path) == [{"step": 1}]
 
 
@@ -77,7 +79,7 @@ def test_somebody_elses_folder_is_refused(tmp_path):
     (tmp_path / "model").mkdir()
     with pytest.raises(ConfigurationError, match="holds model/ but no run.json"):
         RunDirectory(tmp_path)
-    assert (tmp_path / "model").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"model", ".lock"}
 
 
 def test_what_the_run_reads_is_not_moved(tmp_path):
@@ -103,7 +105,7 @@ def test_full_disk_names_path_and_errno(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(records.os, "fsync", full)
+    monkeypatch.setattr(atomic.os, "fsync", full)
     with pytest.raises(StorageError) as error:
         run.status("done")
     expected = f"{tmp_path / 'status.json'}: No space left on device (errno {errno.ENOSPC}, ENOSPC)"
@@ -133,10 +135,11 @@ def test_facts_are_jsons_and_remember_the_command(tmp_path):
         name="ddp", path=Path("configs/ddp.yaml"), deepspeed_path=None, family="ddp", launcher="torchrun"
     )
     strategy.accelerate, strategy.deepspeed = {"distributed_type": "MULTI_GPU"}, None
-    typed = ["--local_rank=1", "r.yaml", "seed=1", "--strategy", "configs/ddp.yaml", "steps=2"]
-    plan = SimpleNamespace(recipe=recipe, strategy=strategy, notes=())
+    plan = SimpleNamespace(
+        recipe=recipe, strategy=strategy, recipe_path="r.yaml", overrides=("seed=1", "steps=2"), notes=()
+    )
     run = RunDirectory(tmp_path)
-    run.write_run(run_facts(plan, typed, {"engine": "DistributedDataParallel"}, {"rows": 5}, "cpu"))
+    run.write_run(run_facts(plan, {"engine": "DistributedDataParallel"}, {"rows": 5}, "cpu"))
     facts = json.loads((tmp_path / "run.json").read_text())
     assert (facts["recipe_path"], facts["overrides"]) == ("r.yaml", ["seed=1", "steps=2"])
     assert (facts["strategy_path"], facts["engine"]) == ("configs/ddp.yaml", "DistributedDataParallel")
@@ -145,7 +148,7 @@ def test_facts_are_jsons_and_remember_the_command(tmp_path):
 
 
 def test_importing_needs_no_torch():
-    code = "import sys, samecurve.rundir, samecurve.progress; assert 'torch' not in sys.modules"
+    code = "import sys, samecurve.run.run_directory, samecurve.metrics.console; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=os.getcwd())
 
 
@@ -189,10 +192,14 @@ def test_a_line_that_a_power_cut_took_comes_back_from_the_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("resume", ["none", "elsewhere"])
 def test_checkpoints_are_not_left_behind_without_being_told_to(resume, tmp_path):
-    interrupted_run(tmp_path)
+    interrupted_run(tmp_path, state="preempted")
+    before = json.loads((tmp_path / "status.json").read_text())
     with pytest.raises(CheckpointError, match=f"--resume {resume} would leave behind; .* --start_over"):
         RunDirectory(tmp_path, resume=resume)
     assert len(list(tmp_path.glob("checkpoints/*"))) == 3
+    told = json.loads((tmp_path / "status.json").read_text())
+    assert told["refused_start"]["exit_code"] == 4 and told["refused_start"]["reason"].startswith("output_dir: ")
+    assert told == before | {"refused_start": told["refused_start"]}
 
 
 def test_starting_over_moves_checkpoints_aside(tmp_path):
@@ -255,7 +262,7 @@ def test_what_a_signal_ended_is_not_counted_as_a_failure(exit_code, tmp_path, mo
         run.status("running")
         run.status("failed", reason="ended", exit_code=code)
         run.close()
-        return json.loads((tmp_path / "status.json").read_text())["failures"]
+        return json.loads((tmp_path / "status.json").read_text())["refused_start"]["failures"]
 
     assert [start_and_end(exit_code) for _ in range(4)] == [1] * 4
     assert [start_and_end(1), start_and_end(exit_code), start_and_end(exit_code)] == [1, 2, 2]
@@ -264,7 +271,15 @@ def test_what_a_signal_ended_is_not_counted_as_a_failure(exit_code, tmp_path, mo
         RunDirectory(tmp_path, resume="auto")
 
 
-DAMAGED = [b"", b"half {", b"[1]", b'{"state": "\xff"}', b'{"state": "done", "earlier": 7}']
+DAMAGED = [
+    b"",
+    b"half {",
+    b"[1]",
+    b'{"state": "\xff"}',
+    b'{"state": "done", "earlier": 7}',
+    b'{"state": "done", "refused_start": [4]}',
+    b'{"state": ["done"], "exit_code": "0"}',
+]
 
 
 @pytest.mark.parametrize("content", DAMAGED)
@@ -282,6 +297,30 @@ def test_a_damaged_status_stops_no_start_and_is_kept(content, start_over, tmp_pa
     kept = json.loads((tmp_path / "previous" / "1" / "status.json").read_text())
     assert kept == {"damaged": content.decode(errors="backslashreplace")}
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "running"
+
+
+@pytest.mark.parametrize("state", ["done", "preempted"])
+def test_a_rank_that_replaces_rank_0_keeps_the_state_of_the_earlier_run(state, tmp_path):
+    """Rank 0 was killed before the start was accepted, and in the place of a preempted run it had written its own."""
+    interrupted_run(tmp_path, state=state)
+    killed = RunDirectory(tmp_path, resume="auto")
+    killed.status("running")
+    RunDirectory(tmp_path, is_main=False).status("failed", "rank 0 died", exit_code=1, force=True)
+    told = json.loads((tmp_path / "status.json").read_text())
+    assert (told["state"], told["refused_start"]["reason"]) == (state, "rank 0 died") and "earlier" not in told
+
+
+def test_a_restart_that_is_refused_for_ever_keeps_its_reason(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    interrupted_run(tmp_path, state="preempted")
+    for _ in range(3):
+        run = RunDirectory(tmp_path, resume="auto")
+        run.status("failed", "other data", exit_code=3)
+        run.close()
+    for _ in range(2):
+        with pytest.raises(RepeatedFailureError, match="it is not tried again; the last time: other data$"):
+            RunDirectory(tmp_path, resume="auto")
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == "preempted"
 
 
 @pytest.mark.parametrize("content", DAMAGED)
@@ -324,13 +363,18 @@ def test_a_refused_start_leaves_a_finished_run_as_it_is(saved, tmp_path):
     refused.status("running")
     refused.status("failed", "other data", exit_code=3)
     refused.close()
-    assert everything(tmp_path) == before and not (tmp_path / "previous").exists()
+    after, told = everything(tmp_path), json.loads((tmp_path / "status.json").read_text())
+    why = told.pop("refused_start")
+    assert (why["reason"], why["exit_code"]) == ("other data", 3)
+    assert told == json.loads(before[Path("status.json")])
+    assert {**after, Path("status.json"): None} == {**before, Path("status.json"): None}
     accepted = RunDirectory(tmp_path, resume="auto")
+    assert accepted.is_done
     accepted.status("running")
     accepted.begin(1 if saved else 0, {})
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "running"
     old = tmp_path / "previous" / "1"
-    assert json.loads((old / "status.json").read_text())["state"] == "done" and (old / "model").is_dir()
+    assert (old / "status.json").read_bytes() == before[Path("status.json")] and (old / "model").is_dir()
 
 
 def test_a_refused_start_is_not_taken_for_how_the_earlier_session_ended(tmp_path):
@@ -340,10 +384,12 @@ def test_a_refused_start_is_not_taken_for_how_the_earlier_session_ended(tmp_path
         refused.status("running")
         refused.status("failed", "other data", exit_code=3)
         refused.close()
-    assert json.loads((tmp_path / "status.json").read_text())["exit_code"] == 3
+    told = json.loads((tmp_path / "status.json").read_text())
+    assert (told["state"], told["refused_start"]["exit_code"]) == ("preempted", 3)
     RunDirectory(tmp_path, resume="auto").begin(6, {})
-    assert json.loads((tmp_path / "previous" / "1" / "status.json").read_text())["state"] == "preempted"
-    assert "earlier" not in json.loads((tmp_path / "status.json").read_text())
+    earlier = json.loads((tmp_path / "previous" / "1" / "status.json").read_text())
+    assert earlier["state"] == "preempted" and "refused_start" not in earlier
+    assert not {"earlier", "refused_start"} & json.loads((tmp_path / "status.json").read_text()).keys()
 
 
 def test_a_run_that_goes_on_may_not_read_what_it_moves(tmp_path):

@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from samecurve.checkpoint import commit
-from samecurve.checkpoint.filesystem import PIECE_BYTES, LocalFileSystem
 from samecurve.checkpoint.manager import Checkpoints, Position
-from samecurve.config import Optimizer
-from samecurve.engines.state import LiveState, PartitionState
+from samecurve.config.schema import Optimizer
+from samecurve.distributed.control_group import World
+from samecurve.engines.sharded_state import LiveState, PartitionState
 from samecurve.errors import NumericError, StorageError
-from samecurve.optim import build_optimizer, parameter_groups, state_names
-from samecurve.rundir import RunDirectory
-from samecurve.world import World
+from samecurve.optim.factory import build_optimizer, parameter_groups, state_names
+from samecurve.run.run_directory import RunDirectory
+from samecurve.storage.filesystem import PIECE_BYTES, LocalFileSystem
 
 EVERY, LOOK = 8, 2  # a quarter of the steps after a save it is seen whether that failed
 

@@ -17,9 +17,11 @@ import pytest
 import torch
 from test_embed import BERT, made
 
-from samecurve import export, model, tasks
-from samecurve.config import Adapter, Embed, Model
-from samecurve.engines.base import EvalResult
+from samecurve.config.schema import Adapter, Embed, Model
+from samecurve.export import hf_export
+from samecurve.interfaces.engine import EvalResult
+from samecurve.models import weights
+from samecurve.tasks import registry
 
 pytestmark = pytest.mark.full
 FOLDER = os.environ.get("SAMECURVE_SENTENCE_TRANSFORMERS", "")
@@ -90,7 +92,7 @@ def environment() -> dict[str, str]:
 def test_loss_gradient_metrics_and_export_are_those_of_sentence_transformers(tmp_path, pooling):
     temperature = 0.07
     recipe = made(tmp_path, rows(), embed=Embed(pooling=pooling, temperature=temperature).model_dump())
-    task = tasks.load(recipe)
+    task = registry.load(recipe)
     whole, features = exported(recipe, task, tmp_path / "model")
     command = [sys.executable, "-c", PROGRAM, str(tmp_path), str(temperature), *COLUMNS]
     done = subprocess.run(command, env=environment(), cwd=tmp_path, capture_output=True, text=True)
@@ -114,14 +116,14 @@ def test_loss_gradient_metrics_and_export_are_those_of_sentence_transformers(tmp
 
 def exported(recipe, task, folder: Path):
     """A new model, written as a run does, and the features of all rows by it."""
-    skeleton = model.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
-    whole = model.build(type(skeleton), skeleton.config, torch.device("cpu")).eval()
+    skeleton = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
+    whole = weights.build(type(skeleton), skeleton.config, torch.device("cpu")).eval()
     tensors = dict(whole.named_parameters()) | dict(whole.named_buffers())
     with torch.no_grad():
-        model.fill(
+        weights.fill(
             skeleton, recipe, lambda name, tensor: tensors[name].copy_(3 * tensor if "weight" in name else tensor)
         )
-    export.export(whole.named_parameters(), skeleton, task.tokenizer, folder, True, write_beside=task.write_beside)
+    hf_export.export(whole.named_parameters(), skeleton, task.tokenizer, folder, True, write_beside=task.write_beside)
     return whole, featured(task, whole)
 
 
@@ -138,22 +140,22 @@ def featured(task, whole) -> torch.Tensor:
 @pytest.mark.parametrize("pooling", ["mean", "last"])
 def test_an_adapters_export_is_read_too(tmp_path, pooling):
     recipe = made(tmp_path, rows(), embed=Embed(pooling=pooling).model_dump())
-    task = tasks.load(recipe)
+    task = registry.load(recipe)
     exported(recipe, task, tmp_path / "base")
     settings = Adapter(name="lora", rank=4, alpha=8)
     recipe = recipe.model_copy(update={"model": Model(path=str(tmp_path / "base")), "adapter": settings})
-    skeleton = model.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
-    whole = model.build(type(skeleton), skeleton.config, torch.device("cpu"), settings).eval()
+    skeleton = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
+    whole = weights.build(type(skeleton), skeleton.config, torch.device("cpu"), settings).eval()
     tensors = dict(whole.named_parameters()) | dict(whole.named_buffers())
     with torch.no_grad():
-        model.fill(skeleton, recipe, lambda name, tensor: tensors[name].copy_(tensor))
+        weights.fill(skeleton, recipe, lambda name, tensor: tensors[name].copy_(tensor))
         before = featured(task, whole)
         trained = {name: p for name, p in whole.named_parameters() if p.requires_grad}
         for parameter in trained.values():  # B starts at 0
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     parameters = ((name, p.detach()) for name, p in trained.items())
     beside = task.write_beside
-    export.export(parameters, skeleton, task.tokenizer, tmp_path / "model", True, write_beside=beside)
+    hf_export.export(parameters, skeleton, task.tokenizer, tmp_path / "model", True, write_beside=beside)
     features = featured(task, whole)
     assert (features - before).abs().max() > 0.05
     done = subprocess.run(

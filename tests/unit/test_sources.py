@@ -6,12 +6,19 @@ import gzip
 import io
 import json
 import os
+import shutil
+import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from samecurve import sources, tables
+from samecurve.config import loader
+from samecurve.data import formats, sources, stream_pieces
 from samecurve.errors import DataError
+from samecurve.run.run_directory import RunDirectory
+from samecurve.specs.data_names import BUILTIN
+from samecurve.tasks import registry
 
 
 def jsonl(path: Path, *texts: str, column: str = "text") -> Path:
@@ -168,7 +175,7 @@ def test_a_json_array(tmp_path):
 
 
 def test_python_itself():
-    source = sources.find(sources.BUILTIN)
+    source = sources.find(BUILTIN)
     names = {file.name for file in source.files}
     assert {"argparse.py", "dataclasses.py", "decoder.py"} <= names
     assert not any(
@@ -372,7 +379,7 @@ def test_a_first_look_at_large_files_finds_a_last_line_that_broke_off(tmp_path, 
         path.write_text("\n".join(lines) + end)
         monkeypatch.setattr(sources, "rows", lambda file: iter([("the first", {"text": "x"})]))
         sources.find(str(path)).check()
-        assert [row for _, row in tables.last_row(path)] == [json.loads(lines[-1])]
+        assert [row for _, row in formats.last_row(path)] == [json.loads(lines[-1])]
     path.write_text("\n".join(lines)[:-2])
     with pytest.raises(DataError, match="a.jsonl: the last line: column 10: not JSON: Unterminated string"):
         sources.find(str(path)).check()
@@ -380,4 +387,176 @@ def test_a_first_look_at_large_files_finds_a_last_line_that_broke_off(tmp_path, 
     position = len("\n".join(lines)) - 3
     with pytest.raises(DataError, match=f"a.jsonl: the last line: byte {position} .0xff. is not UTF-8"):
         sources.find(str(path)).check()
-    assert not list(tables.last_row(jsonl(tmp_path / "empty.jsonl")))
+    assert not list(formats.last_row(jsonl(tmp_path / "empty.jsonl")))
+
+
+@contextmanager
+def by_another_user():
+    """A folder that is open to all, and permission bits that bind also where the tests run as root."""
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    folder.chmod(0o755)
+    me = os.geteuid()
+    if me == 0:
+        os.seteuid(65534)
+    try:
+        yield folder
+    finally:
+        os.seteuid(me)
+        shutil.rmtree(folder)
+
+
+@pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs POSIX users")
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv", "a.parquet", "a.jsonl.gz", "a.json"])
+def test_a_file_without_read_permission_is_an_error_that_names_it(name, monkeypatch):
+    me = os.geteuid()
+    with by_another_user() as folder:
+        os.seteuid(me)
+        (folder / name).write_bytes(b"x")
+        (folder / name).chmod(0 if me else 0o600)
+        os.seteuid(65534 if me == 0 else me)
+        source = sources.find(str(folder))
+        readers = [lambda: sources.fingerprint(source, folder / "cache"), lambda: list(source.documents())]
+        readers += [] if name.endswith((".csv", ".json")) else [lambda: stream_pieces.find(str(folder), None, "text")]
+        for read in readers:
+            with pytest.raises(DataError) as caught:
+                read()
+            assert str(caught.value) == (
+                f"{folder / name}: could not be read: Permission denied; give the user of this process permission to "
+                "read it (chmod +r), or leave it out with data.pattern"
+            )
+        os.seteuid(me)
+        (folder / name).unlink()
+        (folder / "b.txt").write_text("x")
+        (folder / "closed").mkdir(mode=0 if me else 0o700)
+        os.seteuid(65534 if me == 0 else me)
+        with pytest.raises(DataError, match="closed: the folder cannot be listed: Permission denied; give the user"):
+            sources.find(str(folder))
+        with pytest.raises(DataError, match="no permission to look at it; give the user of this process access to"):
+            sources.find(str(folder / "closed" / "a.txt"))
+
+
+def test_a_fifo_is_not_missing(tmp_path):
+    os.mkfifo(tmp_path / "a.jsonl")
+    with pytest.raises(DataError, match=r"a.jsonl: is a FIFO \(named pipe\), and data are read more than once; write"):
+        sources.find(str(tmp_path / "a.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", "text,id\n", "each line of a csv file below its header is a row with its text under 'text'"),
+        ("a.jsonl", "\n", "each line of a jsonl file is an object with its text under 'text'"),
+        ("a.json", "[]", "a json file is a list, in which each entry is an object with its text under 'text'"),
+    ],
+)
+def test_a_table_without_a_row_is_called_what_it_is(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError) as caught:
+        sources.find(str(tmp_path / name)).check()
+    assert str(caught.value) == f"{tmp_path / name}: holds no row; {message}"
+
+
+def made_recipe(folder: Path, *overrides: str, **keys):
+    content = {
+        "output_dir": str(folder / "runs" / "now"),
+        "steps": 1,
+        "model": {"config": {"model_type": "llama"}},
+        "tokenizer": {"vocabulary_size": 300},
+        "data": {"path": str(folder), "cache_dir": str(folder / "cache")} | keys,
+        "batch": {"global_batch_size": 4, "sequence_length": 8},
+        "optimizer": {"learning_rate": 1e-3},
+        "schedule": {"warmup_steps": 0},
+    }
+    file = folder.parent / "recipe.json"
+    file.write_text(json.dumps(content))
+    return loader.checked(str(file), overrides)
+
+
+def trained_texts(task) -> set[str]:
+    stream = task.train.stream
+    spans = zip(stream.offsets[:-1], stream.offsets[1:], strict=True)
+    return {task.tokenizer.decode(stream.tokens[a:b].tolist(), skip_special_tokens=True) for a, b in spans}
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+def test_what_runs_write_below_the_data_is_no_data(tmp_path, kind, capsys):
+    """Real run directories: one that is under way and one that is done. Read again, as by a session that goes on."""
+    folder = tmp_path / "mine"
+    expected = {f"text {n} of mine" for n in range(9)}
+    (folder / "books").mkdir(parents=True)
+    for n, text in enumerate(sorted(expected)):
+        (folder / "books" / f"{n}.{kind}").write_text(json.dumps({"text": text}) if kind == "jsonl" else text)
+    for name in ("before", "now"):
+        run = RunDirectory(folder / "runs" / name)
+        run.status("running")
+        run.begin()
+        run.append_metrics({"step": 1, "loss": 1.0, "text": "a line of metrics"})
+        (run.path / "heartbeats").mkdir()
+        (run.path / "heartbeats" / "rank_00000.json").write_text('{"text": "beat"}')
+        (run.path / "report.html").write_text("a report")
+        (run.path / "stacks").mkdir()
+        (run.path / "stacks" / "rank_00000.txt").write_text("a stack")
+        run.close()
+    (folder / "runs" / "now" / "status.json").unlink()  # another machine has its heartbeats there, and no more
+    found = made_recipe(folder)
+    first, again = (registry.load(found) for _ in range(2))
+    assert trained_texts(first) == expected == trained_texts(again)
+    assert first.train.fingerprint == again.train.fingerprint
+    told = capsys.readouterr().out
+    where = f"(in {folder / 'runs' / 'before'}, {folder / 'runs' / 'now'})"
+    line = f"{folder}: 9 files that runs of samecurve wrote are left out of the data {where}\n"
+    assert told.count(line) == 1
+    if kind == "txt":
+        streamed = stream_pieces.find(str(folder), None, "text", sources.Selection.of(found, found.data))
+        assert {Path(file.name).parent.name for file in streamed} == {"books"}
+
+
+def test_a_folder_of_ones_own_with_a_status_is_data(tmp_path):
+    (tmp_path / "status.json").write_text('{"state": "Ohio", "step": 1}')
+    jsonl(tmp_path / "a.jsonl", "x")
+    with pytest.raises(DataError, match="no column 'text', found: state, step"):
+        texts(tmp_path)
+
+
+def test_tables_of_several_splits_are_not_all_trained_on(tmp_path):
+    (tmp_path / "data").mkdir()
+    for name in ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001"):
+        jsonl(tmp_path / "data" / f"{name}.jsonl", name)
+    with pytest.raises(DataError, match=r"more than one split .*\(data/train-00000-of-00002.jsonl, data/test-00000-of"):
+        texts(tmp_path)
+    assert len(texts(tmp_path, pattern="**/*train*")) == 2
+    (tmp_path / "data" / "test-00000-of-00001.jsonl").rename(tmp_path / "data" / "latest.jsonl")
+    assert len(texts(tmp_path)) == 3
+
+
+NO_ROWS = [
+    (
+        ["", ""],
+        {},
+        "0 training rows of batch.sequence_length=8 are fewer than batch.global_batch_size=4 (2 of 2 documents are "
+        "empty); give more data, or lower batch.global_batch_size",
+    ),
+    (
+        [*"abc", ""],
+        {"held_out_fraction": 0.9999},
+        "(3 of 4 documents held out by data.held_out_fraction=0.9999; 1 of 4 documents are empty); lower that "
+        "fraction, or give more data, or lower batch.global_batch_size",
+    ),
+]
+
+
+@pytest.mark.parametrize(("rows", "keys", "message"), NO_ROWS)
+def test_no_training_rows_say_why(tmp_path, rows, keys, message):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    jsonl(folder / "a.jsonl", *rows)
+    jsonl(tmp_path / "tokens.jsonl", "other text")
+    keys = {"cache_dir": str(tmp_path / "cache"), **keys}
+    overrides = [f"data.path={tmp_path / 'tokens.jsonl'}", "batch.global_batch_size=1"]
+    words = registry.load(made_recipe(folder, *overrides, cache_dir=keys["cache_dir"]))
+    words.tokenizer.save_pretrained(tmp_path / "tokenizer")
+    with pytest.raises(DataError) as caught:
+        registry.load(
+            made_recipe(folder, f"tokenizer={{path: {tmp_path / 'tokenizer'}, vocabulary_size: null}}", **keys)
+        )
+    assert message in str(caught.value)

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from samecurve.errors import ConfigurationError
-from samecurve.stages import FAMILIES, Decoder, TiedHead, cut, sequential
+from samecurve.models.pipeline_split import FAMILIES, Decoder, TiedHead, cut, sequential
 
 COMMON = {
     "vocab_size": 61,

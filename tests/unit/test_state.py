@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from samecurve.config import Optimizer
-from samecurve.engines.state import LiveState
-from samecurve.optim import TRAITS, build_optimizer, factor_shapes, parameter_groups, state_names
+from samecurve.config.schema import Optimizer
+from samecurve.engines.sharded_state import LiveState
+from samecurve.optim.factory import build_optimizer, factor_shapes, parameter_groups, state_names
+from samecurve.specs.optimizers import TRAITS
 
 KAHAN = "adamw_bf16, kahan"
 

@@ -13,8 +13,8 @@ import time
 import pytest
 from surrounded import END, ROOT, START, ranks, status, wait_until
 
-from samecurve import stop
-from samecurve.stop import StopRequest
+from samecurve.run import signals
+from samecurve.run.signals import StopRequest
 
 LOOP = """
 meet(watch)
@@ -60,7 +60,7 @@ def test_a_second_signal_ends_at_once_but_not_the_launchers_repetition(tmp_path)
         rank.wait_until("second signal")
         rank.process.send_signal(signal.SIGTERM)  # as deepspeed's launcher does
         with pytest.raises(subprocess.TimeoutExpired):
-            rank.ends(stop.REPEATED_SECONDS + 0.3)
+            rank.ends(signals.REPEATED_SECONDS + 0.3)
         rank.process.send_signal(signal.SIGINT)
         assert rank.ends(5) == 130
     reason = "ended by SIGINT in phase step of step 4"
@@ -146,10 +146,10 @@ def test_what_the_parent_ignores_stays_ignored(tmp_path):
 
 
 def test_all_is_as_before_afterwards():
-    before = [signal.getsignal(number) for number in stop.SIGNALS]
+    before = [signal.getsignal(number) for number in signals.SIGNALS]
     with StopRequest(lambda *_: None, lambda _: None, lambda: None):
         assert signal.getsignal(signal.SIGTERM) != before[0]
-    assert [signal.getsignal(number) for number in stop.SIGNALS] == before
+    assert [signal.getsignal(number) for number in signals.SIGNALS] == before
     wait_until(lambda: "stop" not in [thread.name for thread in threading.enumerate()])
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import codecs
 import gzip
+import itertools
 import json
 import random
 from collections import Counter
@@ -10,12 +11,15 @@ import fsspec
 import numpy as np
 import pytest
 
-from samecurve import corpus, recipe, sources, streaming, tasks
-from samecurve.data import StepBatches
+from samecurve.config import loader
+from samecurve.data import sources, stream_pieces, token_store
+from samecurve.data.batches import StepBatches
+from samecurve.data.datasets.base import PackedRows
+from samecurve.data.datasets.streaming import StreamRows
+from samecurve.data.sampler import Steps
 from samecurve.errors import ConfigurationError, DataError
-from samecurve.loss import IGNORE_INDEX
-from samecurve.rows import PackedRows
-from samecurve.stream_rows import StreamRows
+from samecurve.losses.cross_entropy import IGNORE_INDEX
+from samecurve.tasks import registry
 
 BUFFER = 4096
 
@@ -46,8 +50,8 @@ def folder(tmp_path):
 
 def documents(path, buffer_bytes: float) -> list[list[str]]:
     """Of each piece."""
-    pieces = streaming.cut(streaming.find(str(path), None, "text"), buffer_bytes)
-    return [list(streaming.PieceSource("x", (), "text", (piece,)).documents()) for piece in pieces]
+    pieces = stream_pieces.cut(stream_pieces.find(str(path), None, "text"), buffer_bytes)
+    return [list(stream_pieces.PieceSource("x", (), "text", (piece,)).documents()) for piece in pieces]
 
 
 @pytest.mark.parametrize("name", ["data", "texts", "data/a.jsonl", "data/b.jsonl.gz", "data/c.parquet"])
@@ -60,14 +64,16 @@ def test_every_document_is_in_one_piece_whatever_its_size(folder, name, buffer_b
 
 
 def test_pieces_are_cut_where_the_format_lets_them(folder):
-    kinds = Counter(piece.kind for piece in streaming.cut(streaming.find(str(folder / "data"), None, "text"), BUFFER))
+    kinds = Counter(
+        piece.kind for piece in stream_pieces.cut(stream_pieces.find(str(folder / "data"), None, "text"), BUFFER)
+    )
     size = (folder / "data" / "a.jsonl").stat().st_size
     assert kinds == {"lines": -(-size // (BUFFER // 16)), "compressed": 1, "parquet": 8}
 
 
 def test_every_epoch_has_every_piece_once_in_an_order_of_its_own(folder):
-    pieces = streaming.cut(streaming.find(str(folder / "data"), None, "text"), BUFFER)
-    blocks = streaming.Blocks(pieces, BUFFER, seed=1)
+    pieces = stream_pieces.cut(stream_pieces.find(str(folder / "data"), None, "text"), BUFFER)
+    blocks = stream_pieces.Blocks(pieces, BUFFER, seed=1)
     assert 1 < blocks.per_epoch < len(pieces)
     orders = []
     for epoch in range(3):
@@ -77,22 +83,61 @@ def test_every_epoch_has_every_piece_once_in_an_order_of_its_own(folder):
     assert orders[0] != orders[1] != orders[2]
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+def test_neighbouring_blocks_of_two_epochs_share_no_piece(size):
+    for num_pieces in range(1, 6 * size + 2):
+        pieces = [stream_pieces.Piece("lines", (), nth, nth + 1, 1) for nth in range(num_pieces)]
+        blocks = stream_pieces.Blocks(pieces, size, seed=3)
+        orders = set()
+        for epoch in range(12):
+            read = [piece.start for nth in range(blocks.per_epoch) for piece in blocks[epoch * blocks.per_epoch + nth]]
+            assert sorted(read) == list(range(num_pieces))
+            orders.add(tuple(read))
+            if epoch and num_pieces >= 2 * size:
+                last = range(epoch * blocks.per_epoch - (2 if num_pieces % size else 1), epoch * blocks.per_epoch)
+                before = {piece for block in last for piece in blocks[block]}
+                assert len(before) + size > num_pieces or not before & set(blocks[epoch * blocks.per_epoch])
+        assert len(orders) == 1 or num_pieces >= 2 * size
+        assert len(orders) > 6 or num_pieces <= 5 * size
+
+
+def test_a_stream_of_one_block_reads_no_row_twice_in_a_step(recipe_file):
+    """All data fit into the buffer, so that the end of an epoch has the same rows as the beginning of the next one."""
+    found = loader.checked(recipe_file, ["data.shuffle_buffer_mib=1", "steps=20", "batch.global_batch_size=7"])
+    task = registry.load(found)
+    assert task.train._blocks_per_epoch == 1
+    num_rows = len(task.train._make(0))
+    assert 7 < num_rows < 40 and num_rows % 7
+    steps = [[tuple(row) for row in step] for step in read(batches(task, found))]
+    assert all(len(set(step)) == 7 for step in steps)
+    rows = sum(steps, [])
+    orders = [rows[epoch * num_rows : (epoch + 1) * num_rows] for epoch in range(3)]
+    assert sorted(orders[0]) == sorted(orders[1]) == sorted(orders[2]) and orders[0] != orders[1] != orders[2]
+    first = batches(registry.load(found), found)
+    for _ in itertools.islice(first, num_rows // 7 + 1):  # up to the step in which the first epoch ends
+        pass
+    going_on = {"start_step": first.step, "start_samples": first.samples, "anchor": first.anchor}
+    assert read(batches(registry.load(found), found, **going_on)) == [
+        list(map(list, step)) for step in steps[first.step :]
+    ]
+
+
 def test_a_url_holds_the_same_as_the_folder(folder):
     remote = fsspec.filesystem("memory")
     remote.put(str(folder / "data"), "/samecurve_test", recursive=True)
-    pieces = streaming.cut(streaming.find("memory://samecurve_test", None, "text"), BUFFER)
-    here = streaming.cut(streaming.find(str(folder / "data"), None, "text"), BUFFER)
-    assert [text for text in streaming.PieceSource("x", (), "text", tuple(pieces)).documents()] == [
-        text for text in streaming.PieceSource("x", (), "text", tuple(here)).documents()
+    pieces = stream_pieces.cut(stream_pieces.find("memory://samecurve_test", None, "text"), BUFFER)
+    here = stream_pieces.cut(stream_pieces.find(str(folder / "data"), None, "text"), BUFFER)
+    assert [text for text in stream_pieces.PieceSource("x", (), "text", tuple(pieces)).documents()] == [
+        text for text in stream_pieces.PieceSource("x", (), "text", tuple(here)).documents()
     ]
-    assert streaming.fingerprint(streaming.find("memory://samecurve_test", None, "text")) == streaming.fingerprint(
-        streaming.find(str(folder / "data"), None, "text")
-    )
+    assert stream_pieces.fingerprint(
+        stream_pieces.find("memory://samecurve_test", None, "text")
+    ) == stream_pieces.fingerprint(stream_pieces.find(str(folder / "data"), None, "text"))
     assert {piece.files[0].relative for piece in pieces} == {"a.jsonl", "b.jsonl.gz", "c.parquet"}
-    chosen = streaming.find("memory://samecurve_test", "*.parquet", "text")
+    chosen = stream_pieces.find("memory://samecurve_test", "*.parquet", "text")
     assert [file.relative for file in chosen] == ["c.parquet"]
     with pytest.raises(DataError, match="memory://nowhere: "):
-        streaming.find("memory://nowhere", None, "text")
+        stream_pieces.find("memory://nowhere", None, "text")
 
 
 MISTAKES = [
@@ -126,7 +171,7 @@ def test_compressed_texts_are_streamed(tmp_path):
 def test_files_that_cannot_be_streamed_are_refused(tmp_path):
     (tmp_path / "a.csv").write_text("text\nx\n")
     with pytest.raises(DataError, match="a.csv: streaming reads text, jsonl .also compressed. and parquet; convert it"):
-        streaming.find(str(tmp_path), None, "text")
+        stream_pieces.find(str(tmp_path), None, "text")
     (tmp_path / "b.jsonl.gz").write_bytes(b"not gzip")
     with pytest.raises(DataError, match="b.jsonl.gz: could not be read: "):
         documents(tmp_path / "b.jsonl.gz", BUFFER)
@@ -148,11 +193,32 @@ def recipe_file(folder):
     }
     file = folder / "recipe.json"
     file.write_text(json.dumps(content))
-    tasks.load(recipe.checked(str(file))).tokenizer.save_pretrained(folder / "tokenizer")
+    registry.load(loader.checked(str(file))).tokenizer.save_pretrained(folder / "tokenizer")
     content["tokenizer"] = {"path": str(folder / "tokenizer")}
     content["data"] |= {"streaming": True, "shuffle_buffer_mib": 4 * BUFFER / 2**20}
     file.write_text(json.dumps(content))
     return str(file)
+
+
+def test_a_stream_of_the_hub_reads_one_split_and_measures_another(recipe_file, monkeypatch):
+    remote = fsspec.filesystem("memory")
+    asked = []
+    for split in ("train", "validation"):
+        rows = "".join(json.dumps({"text": f"{split} {n}"}) + "\n" for n in range(50))
+        remote.pipe_file(f"/hub_test/{split}.jsonl", rows.encode())
+
+    def urls(where, selection):
+        asked.append((where.name, selection.split, selection.config, selection.revision))
+        return [f"memory://hub_test/{selection.split}.jsonl"]
+
+    monkeypatch.setattr("samecurve.data.hub.urls", urls)
+    overrides = ["data.path=org/name", "data.held_out_fraction=0", "data.revision=v1", "evaluate.split=validation"]
+    task = registry.load(loader.checked(recipe_file, overrides))
+    assert asked == [("org/name", "train", None, "v1"), ("org/name", "validation", None, "v1")]
+    seen = task.tokenizer.decode(task.train._make(0).stream.tokens.tolist())
+    assert "train 7" in seen and "validation" not in seen
+    held_out = task.tokenizer.decode(task.held_out.stream.tokens.tolist())
+    assert "validation 7" in held_out and "train" not in held_out and len(task.held_out.stream.offsets) == 51
 
 
 def batches(task, found, rank=0, world=1, **going_on) -> StepBatches:
@@ -165,18 +231,18 @@ def read(steps: StepBatches) -> list[list[list[int]]]:
 
 
 def test_all_worlds_read_the_same_rows(recipe_file):
-    found = recipe.checked(recipe_file)
+    found = loader.checked(recipe_file)
     orders = []
     for world in (1, 2, 4):
-        ranks = [read(batches(tasks.load(found), found, rank, world)) for rank in range(world)]
+        ranks = [read(batches(registry.load(found), found, rank, world)) for rank in range(world)]
         orders.append([sum((rank[step] for rank in ranks), []) for step in range(found.steps)])
     assert orders[0] == orders[1] == orders[2]
     assert len(orders[0]) == 30 and orders[0][0] != orders[0][1]
 
 
 def test_an_epoch_trains_each_document_once_and_never_what_is_held_out(recipe_file, folder):
-    found = recipe.checked(recipe_file)
-    task = tasks.load(found)
+    found = loader.checked(recipe_file)
+    task = registry.load(found)
     seen = Counter()
     for block in range(task.train._blocks_per_epoch):
         rows = task.train._make(block)
@@ -190,16 +256,16 @@ def test_an_epoch_trains_each_document_once_and_never_what_is_held_out(recipe_fi
 
 
 def test_a_run_goes_on_from_its_anchor_and_makes_no_block_before_it(recipe_file, folder, monkeypatch):
-    found = recipe.checked(recipe_file)
-    whole = read(batches(tasks.load(found), found))
+    found = loader.checked(recipe_file)
+    whole = read(batches(registry.load(found), found))
     for stop in (3, 19):
-        first = batches(tasks.load(found), found)
+        first = batches(registry.load(found), found)
         going = iter(first)
         before = [next(going) for _ in range(stop)]
         anchor, samples = first.anchor, first.samples
         going.close()
         assert len(before) == stop and anchor["start"] <= samples == 4 * stop
-        task = tasks.load(found)
+        task = registry.load(found)
         (run,) = (folder / "cache" / "streams").iterdir()
         left = run / "00000001_of_a_session_that_was_killed"
         left.mkdir(exist_ok=True)
@@ -210,12 +276,12 @@ def test_a_run_goes_on_from_its_anchor_and_makes_no_block_before_it(recipe_file,
         assert not left.exists()
         assert read(steps) == whole[stop:]
         assert min(made) == anchor["block"] > 1
-    assert read(batches(tasks.load(found), found, start_step=19, start_samples=76)) == whole[19:]  # without one
+    assert read(batches(registry.load(found), found, start_step=19, start_samples=76)) == whole[19:]  # without one
 
 
 def test_the_disk_holds_some_blocks_only(recipe_file, folder):
-    found = recipe.checked(recipe_file, ["steps=100"])
-    steps = batches(tasks.load(found), found)
+    found = loader.checked(recipe_file, ["steps=100"])
+    steps = batches(registry.load(found), found)
     most = 0
     for _ in steps:
         (run,) = (folder / "cache" / "streams").iterdir()
@@ -232,10 +298,10 @@ def test_every_row_is_read_once_before_any_is_read_again():
     def make(block: int) -> PackedRows:
         num_tokens = 4 * [5, 0, 3, 4][block % 4] + 1 if block % 4 != 1 else 0
         tokens = np.arange(num_tokens) + 1000 * block
-        return PackedRows(corpus.TokenStream(tokens, np.array([0, num_tokens][: 1 + bool(num_tokens)]), "x"), 4, 0)
+        return PackedRows(token_store.TokenStream(tokens, np.array([0, num_tokens][: 1 + bool(num_tokens)]), "x"), 4, 0)
 
     rows = StreamRows(make, lambda block: None, 4, "fingerprint", {})
-    rows.plan(seed=0, global_batch_size=2, steps=12, anchor={})
+    rows.plan(seed=0, steps=Steps(2), num_steps=12, anchor={})
     firsts = rows[np.arange(24)].inputs["input_ids"][:, 0]
     assert [sorted(part.tolist()) for part in np.split(firsts, [5, 8, 12, 17, 20])] == [
         [0, 4, 8, 12, 16],
@@ -250,7 +316,7 @@ def test_every_row_is_read_once_before_any_is_read_again():
 
 
 def test_a_stream_without_a_row_ends(tmp_path):
-    empty = PackedRows(corpus.TokenStream(np.empty(0, dtype=np.uint16), np.array([0]), "x"), 4, 0)
+    empty = PackedRows(token_store.TokenStream(np.empty(0, dtype=np.uint16), np.array([0]), "x"), 4, 0)
     rows = StreamRows(lambda block: empty, lambda block: None, 3, "fingerprint", {})
     with pytest.raises(DataError, match="the stream holds no training row"):
         rows[np.arange(2)]
@@ -259,23 +325,23 @@ def test_a_stream_without_a_row_ends(tmp_path):
 def test_a_mistake_in_a_later_block_is_raised_where_it_is_read(recipe_file, folder):
     with open(folder / "data" / "a.jsonl", "a") as file:
         file.write("\n{\n")
-    found = recipe.checked(recipe_file)
+    found = loader.checked(recipe_file)
     with pytest.raises(DataError, match="a.jsonl: byte .*: not JSON: "):
-        for step in batches(tasks.load(found), found):
+        for step in batches(registry.load(found), found):
             assert step
 
 
 def test_other_data_do_not_go_on(recipe_file, folder):
-    before = tasks.load(recipe.checked(recipe_file)).train.fingerprint
-    assert tasks.load(recipe.checked(recipe_file)).train.fingerprint == before
-    assert tasks.load(recipe.checked(recipe_file, ["data.shuffle_buffer_mib=0.01"])).train.fingerprint != before
+    before = registry.load(loader.checked(recipe_file)).train.fingerprint
+    assert registry.load(loader.checked(recipe_file)).train.fingerprint == before
+    assert registry.load(loader.checked(recipe_file, ["data.shuffle_buffer_mib=0.01"])).train.fingerprint != before
     with open(folder / "data" / "a.jsonl", "a") as file:
         file.write("\n" + json.dumps({"text": "more"}))
-    assert tasks.load(recipe.checked(recipe_file)).train.fingerprint != before
+    assert registry.load(loader.checked(recipe_file)).train.fingerprint != before
 
 
 def test_what_is_described(recipe_file):
-    task = tasks.load(recipe.checked(recipe_file))
+    task = registry.load(loader.checked(recipe_file))
     described = task.describe()
     assert described["train"]["files"] == 3 and described["train"]["blocks_per_epoch"] > 3
     labels = task.held_out[np.arange(len(task.held_out))].labels
@@ -309,5 +375,5 @@ def test_what_is_described(recipe_file):
 )
 def test_mistakes_around_streaming(recipe_file, overrides, message):
     with pytest.raises(ConfigurationError) as caught:
-        recipe.checked(recipe_file, overrides)
+        loader.checked(recipe_file, overrides)
     assert message in str(caught.value)

@@ -4,9 +4,9 @@ from importlib import import_module
 
 import pytest
 
-from samecurve import workers
+from samecurve.distributed import cpu_workers
 
-start = import_module("samecurve.engines.start")  # samecurve.engines has a function of that name
+start = import_module("samecurve.engines.accelerator")  # samecurve.engines.factory has a function of that name
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2"}
 
 
@@ -27,5 +27,5 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2"}
     ],
 )
 def test_what_the_user_says_or_a_share_of_the_cores(environ, threads, monkeypatch):
-    monkeypatch.setattr(workers, "num_cores", lambda: 8)
+    monkeypatch.setattr(cpu_workers, "num_cores", lambda: 8)
     assert start._threads(environ) == threads

@@ -9,12 +9,12 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from samecurve import tasks
-from samecurve.data import MicroBatch
-from samecurve.engines import together
-from samecurve.engines.accelerated import AcceleratedEngine
+from samecurve.data.batches import MicroBatch
+from samecurve.engines import grad_cache
+from samecurve.engines.accelerate_engine import AcceleratedEngine
 from samecurve.engines.forward import Forward
-from samecurve.loss import IGNORE_INDEX, count_trained
+from samecurve.interfaces.task import Task
+from samecurve.losses.cross_entropy import IGNORE_INDEX, count_trained
 
 
 class Projection(nn.Module):
@@ -36,7 +36,7 @@ def everyone_meets(embeddings: Tensor) -> Tensor:
     return (embeddings @ embeddings.T).logsumexp(dim=1)
 
 
-class Meeting(tasks.Task):
+class Meeting(Task):
     def outputs(self, found) -> Tensor:
         return found.embeddings
 
@@ -115,6 +115,6 @@ def test_an_evaluation_finds_the_features_of_all_rows_without_dropout():
 
 def test_each_micro_batch_gets_the_context_of_its_own_rows():
     context = {"place": torch.arange(8), "more": torch.arange(16).reshape(8, 2)}
-    cut = [part for rank in range(2) for part in together.cut(context, (rank, 2), 2)]
+    cut = [part for rank in range(2) for part in grad_cache.cut(context, (rank, 2), 2)]
     assert [part["place"].tolist() for part in cut] == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert torch.equal(torch.cat([part["more"] for part in cut]), context["more"])

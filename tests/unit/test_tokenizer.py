@@ -8,8 +8,8 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from samecurve import tokenizer as tokenizers_of_recipes
-from samecurve.config import Recipe
+from samecurve.config.schema import Recipe
+from samecurve.data import tokenizer as tokenizers_of_recipes
 from samecurve.errors import ConfigurationError
 
 TEXTS = [
@@ -60,7 +60,7 @@ def test_training_is_deterministic_across_processes(tmp_path):
     program = """
 import sys
 from pathlib import Path
-from samecurve import sources, tokenizer
+from samecurve.data import sources, tokenizer
 tokenizer._train(Path(sys.argv[2]), sources.find(sys.argv[1]), 0.0, 400)
 """
     make_recipe(tmp_path)

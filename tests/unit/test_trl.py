@@ -19,7 +19,10 @@ import torch
 from test_conversations import make_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from samecurve import chat, conversations, tasks
+from samecurve.data import chat_encoder
+from samecurve.data.find import find_conversations
+from samecurve.data.schemas import conversation
+from samecurve.tasks import registry
 
 pytestmark = pytest.mark.full
 TRL = os.environ.get("SAMECURVE_TRL", "")
@@ -72,8 +75,10 @@ def test_tokens_labels_and_loss_are_those_of_trl(tmp_path, kind):
     tokenizer = load(tmp_path, path).tokenizer
     tokenizer.save_pretrained(tmp_path)
     save_model(tmp_path / "model", len(tokenizer))
-    schema = conversations.Schema(chat=kind != "text")
-    encoded = chat.encoder(tokenizer, schema).encode(list(conversations.find(str(path), None, schema).documents()))
+    schema = conversation.Schema(chat=kind != "text")
+    encoded = chat_encoder.encoder(tokenizer, schema).encode(
+        list(find_conversations(str(path), None, schema).documents())
+    )
     # without it TRL trains a completion's line break behind the end of the turn, too
     options = json.dumps({"assistant_only_loss": kind != "text"})
     environment = {**os.environ, "PYTHONPATH": TRL, "HF_HUB_OFFLINE": "1"}
@@ -115,7 +120,7 @@ def load(folder: Path, path: Path, **data):
         tokenizer={"vocabulary_size": 300},
         batch={"global_batch_size": 1, "sequence_length": LENGTH},
     )
-    return tasks.load(recipe)
+    return registry.load(recipe)
 
 
 def save_model(folder: Path, vocabulary_size: int) -> None:

@@ -19,7 +19,7 @@ import torch
 from test_conversations import make_recipe
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from samecurve import tasks
+from samecurve.tasks import registry
 
 pytestmark = pytest.mark.full
 TRL = os.environ.get("SAMECURVE_TRL", "")
@@ -143,7 +143,7 @@ def load(folder: Path, task: str = "dpo", **settings):
         tokenizer={"vocabulary_size": 300},
         **({task: settings} if settings else {}),
     )
-    return tasks.load(recipe.model_copy(update={"task": task}))
+    return registry.load(recipe.model_copy(update={"task": task}))
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from samecurve import block_attention, varlen
-from samecurve.architecture import chosen_attention
 from samecurve.errors import ConfigurationError
+from samecurve.models.attention import block_causal, choice, varlen
+from samecurve.models.hf_config import CAUSAL
 
 LENGTHS = ((700,), (1, 299, 400), (64, 20, 30, 5, 81, 256, 244), (690, 10))
 ROWS, LENGTH, HEADS, WIDTH = len(LENGTHS), 700, 4, 16
@@ -122,17 +122,17 @@ def test_what_is_kept_does_not_grow_with_the_square_of_the_sequence():
 
 def test_what_is_kept_of_masks_does_not_depend_on_the_keys():
     """Of 600 tokens blocks of 256, 256 and 88 queries see 256, 512 and 600 keys: squares of two sizes."""
-    block_attention._causal.cache_clear()
+    block_causal._causal.cache_clear()
     query, first = torch.randn(1, 2, 600, 8), torch.zeros(1, 1, 600, 1, dtype=torch.long)
-    block_attention.attend(query, query, query, first, 1.0)
-    assert block_attention._causal.cache_info().currsize == 2
+    block_causal.attend(query, query, query, first, 1.0)
+    assert block_causal._causal.cache_info().currsize == 2
 
 
 def test_as_an_operator_of_torch():
     """Compiled, with fake tensors, and with gradients that autograd registers."""
     first = masks()[1].first[:2, :, :40]
     inputs = [x[:2, :, :40].detach().requires_grad_() for x in tensors(torch.float32)[0]]
-    torch.library.opcheck(block_attention.OPERATOR, (*inputs, first, 0.25))
+    torch.library.opcheck(block_causal.OPERATOR, (*inputs, first, 0.25))
 
 
 def test_flops_are_counted_like_those_of_torchs_attention():
@@ -259,6 +259,10 @@ def recipe(attention: str, precision: str = "bf16") -> SimpleNamespace:
     return SimpleNamespace(model=SimpleNamespace(attention=attention), precision=precision)
 
 
+def chosen_attention(made: SimpleNamespace, config) -> str:
+    return choice.chosen_attention(made, config, CAUSAL.model_class(config))
+
+
 def test_auto_is_by_documents_where_that_is_a_gain(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     llama = AutoConfig.for_model("llama")
@@ -266,7 +270,7 @@ def test_auto_is_by_documents_where_that_is_a_gain(monkeypatch):
     assert chosen_attention(recipe("auto", "fp32"), llama) == "sdpa"
     assert chosen_attention(recipe("varlen", "fp32"), llama) == "varlen"
     assert chosen_attention(recipe("eager"), llama) == "eager"
-    assert chosen_attention(recipe("auto"), AutoConfig.for_model("gemma2")) == "sdpa"
+    assert chosen_attention(recipe("auto"), AutoConfig.for_model("bloom")) == "eager"
     assert chosen_attention(recipe("auto"), AutoConfig.for_model("gpt2")) == "sdpa"
     assert chosen_attention(recipe("auto"), AutoConfig.for_model("gpt2", attn_pdrop=0.0)) == "varlen"
     with pytest.raises(ConfigurationError, match="model.attention: found varlen, but attn_pdrop is 0.1, and it has no"):

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from samecurve.config import Recipe
+from samecurve.config.schema import Recipe
 from samecurve.engines.verify import verify
 from samecurve.errors import TopologyError
 

@@ -15,10 +15,11 @@ import psutil
 import pytest
 from surrounded import ranks, status, wait_until
 
-from samecurve import heartbeat
+from samecurve.distributed.host import machine
 from samecurve.errors import PeerError
-from samecurve.heartbeat import Beat, Heartbeats, Peer
-from samecurve.watchdog import Watchdog
+from samecurve.run import heartbeat
+from samecurve.run.heartbeat import Beat, Heartbeats, Peer
+from samecurve.run.watchdog import Watchdog
 
 STEP = "meet(watch)\nwatch.phase('step', 12)\nready()\nwait()\ntime.sleep(60)"
 LIMIT = 2.0
@@ -217,7 +218,7 @@ def test_what_was_on_this_machine_before_the_start_is_an_earlier_sessions(heartb
 
 
 def beat(**changes) -> Beat:
-    own = Beat(1, os.getpid(), "here", heartbeat.machine(), "step", 3, 5, 0, 0.0, time=time.time() + 1)
+    own = Beat(1, os.getpid(), "here", machine(), "step", 3, 5, 0, 0.0, time=time.time() + 1)
     return replace(own, **changes)
 
 

@@ -15,10 +15,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
-from samecurve import cli, sources
-from samecurve.cli import chat, parse_share
-from samecurve.cli.writer import Writing, load
-from samecurve.tokenizer import BEGIN_OF_TEXT, BEGIN_OF_TURN, CHAT_TEMPLATE, END_OF_TEXT, END_OF_TURN
+from samecurve.bench import parse_rate
+from samecurve.cli import chat, commands
+from samecurve.data import sources
+from samecurve.data.tokenizer import BEGIN_OF_TEXT, BEGIN_OF_TURN, CHAT_TEMPLATE, END_OF_TEXT, END_OF_TURN
+from samecurve.inference.generator import Writing, load
 
 HELLO = ["\n", "h", "i", END_OF_TURN]
 SOURCE = '''
@@ -74,16 +75,16 @@ def polite(tmp_path_factory):
 
 def test_a_chat_model_answers_a_turn_and_stops_at_its_end(polite, capsys):
     assert load(polite).ends == [tokenizer().eos_token_id, tokenizer().convert_tokens_to_ids(END_OF_TURN)]
-    assert cli.main(["generate", str(polite), "--prompt", "say", "--temperature", "0", "--system", "be"]) == 0
+    assert commands.main(["generate", str(polite), "--prompt", "say", "--temperature", "0", "--system", "be"]) == 0
     out = capsys.readouterr().out
     assert out.endswith("[say]\nhi\n") and "a user's turn" in out
 
 
 def test_raw_continues_the_text(polite, capsys):
     arguments = ["generate", str(polite), "--prompt", "h", "--temperature", "0", "--max_new_tokens", "2", "--raw"]
-    assert cli.main(arguments) == 0
+    assert commands.main(arguments) == 0
     assert capsys.readouterr().out.endswith("[h]i\n")
-    assert cli.main([*arguments, "--system", "be"]) == 2
+    assert commands.main([*arguments, "--system", "be"]) == 2
     assert "there is no system turn" in capsys.readouterr().err
 
 
@@ -93,16 +94,16 @@ def test_another_head_is_refused(tmp_path, capsys):
     config.tie_word_embeddings = True
     LlamaForSequenceClassification(config).save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
-    assert cli.main(["generate", str(tmp_path)]) == 2
+    assert commands.main(["generate", str(tmp_path)]) == 2
     assert "holds a LlamaForSequenceClassification, which writes nothing; ask it by" in capsys.readouterr().err
 
 
 def test_what_does_not_fit_is_told(tmp_path, capsys):
     folder = written(tmp_path, HELLO, positions=16)
-    assert cli.main(["generate", str(folder), "--prompt", "x" * 40]) == 2
+    assert commands.main(["generate", str(folder), "--prompt", "x" * 40]) == 2
     assert "of a model of 16 positions" in capsys.readouterr().err
-    assert cli.main(["generate", str(folder), "--temperature", "-1"]) == 2
-    assert cli.main(["generate", str(folder), "--max_new_tokens", "0"]) == 2
+    assert commands.main(["generate", str(folder), "--temperature", "-1"]) == 2
+    assert commands.main(["generate", str(folder), "--max_new_tokens", "0"]) == 2
 
 
 # chat
@@ -110,16 +111,16 @@ def test_what_does_not_fit_is_told(tmp_path, capsys):
 
 def test_a_question_through_a_pipe(polite, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("how are you\n"))
-    assert cli.main(["chat", str(polite), "--temperature", "0"]) == 0
+    assert commands.main(["chat", str(polite), "--temperature", "0"]) == 0
     assert capsys.readouterr().out == "hi\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
-    assert cli.main(["chat", str(polite)]) == 2
+    assert commands.main(["chat", str(polite)]) == 2
     assert "nothing came to answer" in capsys.readouterr().err
 
 
 def test_a_model_without_a_template_is_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello"))
-    assert cli.main(["chat", str(written(tmp_path, HELLO, template=False))]) == 2
+    assert commands.main(["chat", str(written(tmp_path, HELLO, template=False))]) == 2
     assert "has no chat template, so there is no conversation; python -m samecurve generate" in capsys.readouterr().err
 
 
@@ -197,24 +198,24 @@ def library(tmp_path, monkeypatch):
 def test_the_share_that_parses(successors, template, line, ended, library, tmp_path, capsys):
     folder = written(tmp_path / "model", successors, template)
     arguments = ["--share_that_parses", "2", "--temperature", "0", "--max_new_tokens", "16"]
-    assert cli.main(["generate", str(folder), *arguments]) == 0
+    assert commands.main(["generate", str(folder), *arguments]) == 0
     out = capsys.readouterr().out
     assert line in out and f"ended    {ended} before" in out
 
 
 def test_prompts_are_held_out_ones(library):
-    assert len(parse_share.held_out_prompts(2, None)) == 2
-    with pytest.raises(cli.ConfigurationError, match="held out 2 functions"):
-        parse_share.held_out_prompts(3, None)
+    assert len(parse_rate.held_out_prompts(2, None)) == 2
+    with pytest.raises(commands.ConfigurationError, match="held out 2 functions"):
+        parse_rate.held_out_prompts(3, None)
 
 
 @pytest.mark.parametrize("path", ["builtin:python-functions", "builtin:python-preferences"])
 def test_prompts_that_a_run_trained_on_are_not_asked(path, library, monkeypatch):
     data = SimpleNamespace(path=path, held_out_fraction=0.5)
-    recipe = SimpleNamespace(data=data, evaluate=SimpleNamespace(path=None))
+    recipe = SimpleNamespace(data=data, evaluation=None)
     asked = []
-    monkeypatch.setattr(parse_share.sources, "is_held_out", lambda text, part: asked.append((text, part)) or True)
-    assert len(parse_share.held_out_prompts(2, recipe)) == 2
+    monkeypatch.setattr(parse_rate.sources, "is_held_out", lambda text, part: asked.append((text, part)) or True)
+    assert len(parse_rate.held_out_prompts(2, recipe)) == 2
     assert all(part == 0.5 and ("\0" in text) == path.endswith("preferences") for text, part in asked)
 
 
@@ -235,8 +236,8 @@ DOCUMENTED = 'def f(a):\n    """What it does."""'
     ],
 )
 def test_what_counts_as_a_function(text, ended, chat, good):
-    code = parse_share.code_of(parse_share.Answer(DOCUMENTED, text, ended), chat)
-    assert (None if code is None else parse_share.is_function(code)) is good
+    code = parse_rate.code_of(parse_rate.Answer(DOCUMENTED, text, ended), chat)
+    assert (None if code is None else parse_rate.is_function(code)) is good
 
 
 # lm_eval
@@ -257,7 +258,10 @@ metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
 
 def test_the_command_of_lm_eval(polite, capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert cli.main(["lm_eval", str(polite), "arc_easy", "--show", "--options", "--num_fewshot 5", "--limit", "9"]) == 0
+    assert (
+        commands.main(["lm_eval", str(polite), "arc_easy", "--show", "--options", "--num_fewshot 5", "--limit", "9"])
+        == 0
+    )
     words = shlex.split(capsys.readouterr().out)
     assert words[1:6] == ["-m", "lm_eval", "run", "--model", "hf"] and words[-3:] == [
         "--apply_chat_template",
@@ -267,7 +271,7 @@ def test_the_command_of_lm_eval(polite, capsys, monkeypatch):
     loaded = json.loads(words[words.index("--model_args") + 1])
     assert loaded == {"pretrained": str(polite), "tokenizer": str(polite), "dtype": "float32"}
     assert words[words.index("--tasks") + 1] == "arc_easy" and words[words.index("--limit") + 1] == "9"
-    assert cli.main(["lm_eval", str(polite), "arc_easy", "--raw"]) == 2
+    assert commands.main(["lm_eval", str(polite), "arc_easy", "--raw"]) == 2
     assert capsys.readouterr().err.endswith("it is an extra: pip install -c constraints.txt -r requirements-eval.txt\n")
 
 
@@ -279,6 +283,6 @@ def test_lm_eval_counts_what_is_known(polite, tmp_path):
     (tmp_path / "toy.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "toy.yaml").write_text(TOY % (tmp_path / "toy.jsonl"))
     arguments = ["--raw", "--output", str(tmp_path / "results"), "--options", f"--include_path {tmp_path}"]
-    assert cli.main(["lm_eval", str(polite), "toy", *arguments]) == 0
+    assert commands.main(["lm_eval", str(polite), "toy", *arguments]) == 0
     (found,) = (tmp_path / "results").rglob("results*.json")
     assert json.loads(found.read_text())["results"]["toy"]["acc,none"] == 0.75

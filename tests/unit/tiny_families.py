@@ -1,4 +1,4 @@
-"""A model of two small layers of every family that may be packed, for tests that go over all of them."""
+"""A model of two small layers of every family that may be packed and of others, for tests that go over families."""
 
 from __future__ import annotations
 
@@ -26,6 +26,41 @@ COMMON = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+
+
+# Families whose stored tensors are not their parameters: other names (renamed) or other parts (merged, concatenated).
+STORED_OTHERWISE = """
+aria_text flex_olmo gpt_neox granitemoe granitemoeshared hunyuan_v1_moe jamba mixtral olmo_hybrid olmoe phimoe qwen2_moe
+qwen3_moe
+""".split()
+STORED_ALIKE = """
+bloom cohere falcon gemma2 gemma3_text gpt2 gpt_oss gptj jetmoe llama mamba mistral mpt olmo2 opt phi3 qwen2 qwen3
+stablelm
+""".split()
+# Encoders, as masked language models.
+ENCODERS = ["bert", "distilbert", "electra", "modernbert", "mpnet", "roberta", "roformer"]
+MORE_FIELDS = {  # and no dropout or noise: masks are drawn per process
+    "gpt2": {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+    "opt": {"dropout": 0.0},
+    "phimoe": {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 6},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2, "head_dim": 8},
+    "granitemoeshared": {"shared_intermediate_size": 16},
+    "jamba": {"num_experts": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4, "mamba_dt_rank": 4},
+    "aria_text": {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
+    "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "qwen3_moe": {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+    "modernbert": {"global_attn_every_n_layers": 2, "cls_token_id": 1, "sep_token_id": 2},
+    "mpnet": {"max_position_embeddings": 64},
+}
+
+
+def round_trip_config(family: str) -> PreTrainedConfig:
+    """Of STORED_OTHERWISE, STORED_ALIKE and ENCODERS; with fields that the family has."""
+    known = AutoConfig.for_model(family)
+    given = {**COMMON, **TOKENS, "moe_intermediate_size": 16, "embedding_size": 16, "max_position_embeddings": 64}
+    given = {name: value for name, value in given.items() if hasattr(known, name)}
+    return AutoConfig.for_model(family, **given | FIELDS.get(family, {}) | MORE_FIELDS.get(family, {}))
 
 
 def tiny_config(family: str, **fields) -> PreTrainedConfig:

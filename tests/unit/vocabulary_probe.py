@@ -11,19 +11,21 @@ import sys
 
 import torch
 
-from samecurve import engines, model, tasks
-from samecurve.data import EvaluationBatches, StepBatches
-from samecurve.meter import peak_memory_bytes
+from samecurve.data.batches import EvaluationBatches, StepBatches
+from samecurve.engines import factory
+from samecurve.metrics.meter import peak_memory_bytes
+from samecurve.models import weights
+from samecurve.tasks import registry
 
 VOCABULARY = 128_256
 
 
 def main() -> None:
-    plan = engines.plan(sys.argv[1:], os.environ)
-    accelerator, recipe = engines.start(plan), plan.recipe
-    task = tasks.load(recipe)
-    skeleton = model.skeleton(recipe, VOCABULARY, task.special_tokens)
-    engine = engines.build(accelerator, plan, skeleton, task)
+    plan = factory.plan(sys.argv[1:], os.environ)
+    accelerator, recipe = factory.start(plan), plan.recipe
+    task = registry.load(recipe)
+    skeleton = weights.skeleton(recipe, VOCABULARY, task.special_tokens)
+    engine = factory.build(accelerator, plan, skeleton, task)
     for parameter in engine.model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     engine.optimizer.step()

@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from ...errors import ConfigurationError
-from .. import jobs
-from . import printing
+from samecurve.bench import jobs, printing
+from samecurve.errors import ConfigurationError
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     sizes = steps(smallest, largest, arguments.factor)
     backend = _backend(arguments.backend)
 
-    from ...benchmarks.collectives import COLLECTIVES
+    from samecurve.bench.collectives import COLLECTIVES
 
     names = printing.chosen("--collectives", arguments.collectives, COLLECTIVES, COLLECTIVES)
     if "RANK" not in os.environ:
@@ -97,7 +96,7 @@ def _measure(arguments: argparse.Namespace, backend: str, names: Sequence[str], 
     import torch
     from torch import distributed as dist
 
-    from ...benchmarks import collectives, timing
+    from samecurve.bench import collectives, timing
 
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
@@ -124,8 +123,8 @@ def _machines(device: torch.device) -> int:
 
 
 def _tell(arguments: argparse.Namespace, found: Sequence, backend: str, machines: int, facts: dict) -> None:
-    from ...benchmarks import timing
-    from ...benchmarks.collectives import Timing
+    from samecurve.bench import timing
+    from samecurve.bench.collectives import Timing
 
     printing.say(timing.told(facts))
     timings = [each for each in found if isinstance(each, Timing)]

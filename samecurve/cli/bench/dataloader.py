@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ... import recipe as recipes
-from ...errors import ConfigurationError
-from . import printing
+from samecurve.bench import printing
+from samecurve.config import loader as recipes
+from samecurve.errors import ConfigurationError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,22 +35,22 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigurationError(f"--{option}: found {found}, a number above 0 is needed")
     recipe.batch.accumulation_steps(size)  # raises where the batch does not divide
 
-    from ... import tasks
-    from ...benchmarks import loader, timing
+    from samecurve.bench import dataloader, timing
+    from samecurve.tasks import registry
 
-    cores = loader.share(processes)
+    cores = dataloader.share(processes)
     facts = timing.environment(timing.default_device())
     counts = printing.integers("--workers", arguments.workers) or _counts(len(cores))
-    needed = loader.needed_by(arguments.run) if arguments.run else arguments.needed
-    rows = tasks.load(recipe).train
+    needed = dataloader.needed_by(arguments.run) if arguments.run else arguments.needed
+    rows = registry.load(recipe).train
     printing.say(timing.told(facts))
-    with loader.kept_to(cores):
-        rates = {count: loader.rows_per_second(rows, recipe, count, size, arguments.seconds) for count in counts}
+    with dataloader.kept_to(cores):
+        rates = {count: dataloader.rows_per_second(rows, recipe, count, size, arguments.seconds) for count in counts}
     shown = [[str(count), f"{rate:,.0f}"] for count, rate in rates.items()]
     title = f"of one rank that does nothing but read, on {len(cores)} of {facts['cores']} cores"
     printing.show(["workers", "rows/s"], shown, title)
-    best = loader.enough(rates, needed)
-    printing.say(_verdict(best, needed, loader.MARGIN, processes))
+    best = dataloader.enough(rates, needed)
+    printing.say(_verdict(best, needed, dataloader.MARGIN, processes))
     numbers = {"processes_per_host": processes, "rows_per_second": rates, "needed": needed, "enough": best}
     printing.write(arguments.json, "dataloader", facts, recipe=arguments.recipe, **numbers)
     return 0

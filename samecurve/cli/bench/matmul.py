@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 
-from ... import recipe as recipes
-from ...config import Recipe
-from . import printing
+from samecurve.bench import printing
+from samecurve.config import loader as recipes
+from samecurve.config.schema import Recipe
 
 SIZES = {"cuda": (1024, 2048, 4096, 8192, 16384), "cpu": (256, 512, 1024, 2048)}
+LAYER_WIDTH = {"cuda": 4096, "cpu": 256}  # small on a CPU: what it emulates can be hundreds of times slower
 COPY_MIB = {"cuda": 1024, "cpu": 256}  # more than any cache holds
 
 
@@ -25,7 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     recipe = recipes.checked(arguments.recipe, arguments.overrides) if arguments.recipe else None
 
-    from ...benchmarks import matmul, timing
+    from samecurve.bench import matmul, timing
+    from samecurve.models.matmul_speed import PRODUCTS, Shape
 
     device = timing.default_device()
     facts = timing.environment(device)
@@ -35,20 +37,27 @@ def run(arguments: argparse.Namespace) -> int:
     squares = {name: {size: matmul.square(size, name, device, arguments.seconds) for size in sizes} for name in names}
     rows = [[f"{size} x {size}", *(f"{squares[name][size]:.3g}" for name in names)] for size in sizes]
     printing.show(["square", *names], rows, "TFLOP/s of matrix multiplications")
+    width = LAYER_WIDTH[device.type]
+    shape = Shape(width, width, width)
+    training = {name: matmul.layer_rates(shape, name, device, arguments.seconds) for name in names}
+    rows = [[run.replace("_", " "), *(f"{training[name][run]:.3g}" for name in names)] for run in PRODUCTS]
+    printing.show(["product", *names], rows, f"TFLOP/s of what trains a linear layer, {shape}")
     copies = matmul.copies(COPY_MIB[device.type] * 2**20, device, arguments.seconds)
     printing.show(["copy", "GB/s"], [[where, f"{rate:.3g}"] for where, rate in copies.items()])
     measured = _layers(recipe, device, arguments.seconds) if recipe else {}
-    printing.write(arguments.json, "matmul", facts, tflops=squares, copies_gb_per_second=copies, **measured)
+    measured |= {"tflops": squares, "training_tflops": training, "copies_gb_per_second": copies}
+    printing.write(arguments.json, "matmul", facts, **measured)
     return 0
 
 
 def _layers(recipe: Recipe, device, seconds: float) -> dict[str, object]:
     """As the recipe multiplies them: its precision, one micro-batch of tokens."""
-    from ... import model, tasks
-    from ...benchmarks import matmul
+    from samecurve.bench import matmul
+    from samecurve.models import weights
+    from samecurve.tasks import registry
 
-    task = tasks.load(recipe)
-    skeleton = model.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
+    task = registry.load(recipe)
+    skeleton = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
     num_tokens = recipe.batch.micro_batch_size * recipe.batch.sequence_length
     times = [
         matmul.layer_time(layer, num_tokens, recipe.precision, device, seconds) for layer in matmul.layers(skeleton)

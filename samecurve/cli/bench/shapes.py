@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 
-from ...errors import ConfigurationError
-from . import printing
+from samecurve.bench import printing
+from samecurve.errors import ConfigurationError
 
 PRECISIONS = "fp32", "tf32", "bf16", "fp16"  # timing.DTYPES, which torch is needed for
 
@@ -30,16 +30,18 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigurationError(f"--{option}: found {value}, a number above 0 is needed")
     multiples = printing.integers("--multiples", arguments.multiples)
 
-    from ...benchmarks import shapes, timing
+    from samecurve.bench import gemm_shapes, timing
 
     hidden_size, padded = arguments.hidden_size, arguments.vocabulary_size is not None
-    wanted = arguments.vocabulary_size or arguments.width or shapes.swiglu_width(hidden_size)
-    widths = shapes.candidates(wanted, [each for each in multiples if each] or shapes.MULTIPLES, padded)
+    wanted = arguments.vocabulary_size or arguments.width or gemm_shapes.swiglu_width(hidden_size)
+    widths = gemm_shapes.candidates(wanted, [each for each in multiples if each] or gemm_shapes.MULTIPLES, padded)
     device = timing.default_device()
     facts = timing.environment(device)
     printing.say(timing.told(facts))
-    measured = shapes.measure(hidden_size, widths, arguments.tokens, arguments.precision, device, arguments.seconds)
-    best = shapes.recommended(measured, wanted, padded)
+    measured = gemm_shapes.measure(
+        hidden_size, widths, arguments.tokens, arguments.precision, device, arguments.seconds
+    )
+    best = gemm_shapes.recommended(measured, wanted, padded)
     rows = [[_named(each.width, wanted), f"{1e3 * each.seconds:.4g}", f"{each.tflops:.3g}"] for each in measured]
     title = f"{hidden_size} x width, {arguments.tokens:,} tokens, {arguments.precision}: forward and both gradients"
     printing.show(["width", "ms", "TFLOP/s"], rows, title)

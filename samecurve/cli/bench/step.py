@@ -13,14 +13,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from ... import recipe as recipes
-from ...config import Recipe
-from ...errors import ConfigurationError
-from ...records import writing
-from .. import jobs, repository_root
-from . import printing
+from samecurve.bench import jobs, printing
+from samecurve.cli.commands import repository_root
+from samecurve.config import loader as recipes
+from samecurve.config.overrides import latest
+from samecurve.config.schema import Recipe
+from samecurve.errors import ConfigurationError
+from samecurve.storage.atomic import writing
 
-SCRIPT = ("-m", "samecurve.benchmarks.training")
+SCRIPT = ("-m", "samecurve.bench.training")
 COLUMNS = "variant", "tokens/s", "ratio", "lowest", "highest", "memory GiB", "ratio", "loss difference"
 
 
@@ -50,18 +51,18 @@ def run(arguments: argparse.Namespace) -> int:
 
     found = _variants(recipes.checked(arguments.recipe, settings), arguments.levers)
 
-    from ...benchmarks import steps, timing
+    from samecurve.bench import step, timing
 
     facts = timing.environment(timing.default_device())
     printing.say(timing.told(facts, ("torch", "transformers", "accelerate", "deepspeed")))
-    found += [steps.Variant(text, tuple(text.split())) for text in arguments.variant]
+    found += [step.Variant(text, tuple(text.split())) for text in arguments.variant]
     output = arguments.output or Path("runs/bench_step") / Path(arguments.recipe).stem
     with writing(output):
         variants = {variant: _changed(job, variant, output / f"{nth:02d}") for nth, variant in enumerate(found)}
     rounds, reasons = _measure(variants, arguments, settings, output)
-    if steps.UNCHANGED in reasons:
-        raise ConfigurationError(f"the recipe itself does not run: {reasons[steps.UNCHANGED]}")
-    verdicts = steps.verdicts(rounds, [variant for variant in found if variant.name not in reasons])
+    if step.UNCHANGED in reasons:
+        raise ConfigurationError(f"the recipe itself does not run: {reasons[step.UNCHANGED]}")
+    verdicts = step.verdicts(rounds, [variant for variant in found if variant.name not in reasons])
     _show(verdicts, job, arguments)
     for name, reason in reasons.items():
         printing.say(f"{name}: did not run: {reason}")
@@ -73,23 +74,23 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _variants(recipe: Recipe, given: str | None) -> list:
     """given: --levers. Raises ConfigurationError for a key that was asked for and is none."""
-    from ...benchmarks import steps
+    from samecurve.bench import step
 
     if given in (None, "none"):
-        return steps.variants(recipe, steps.LEVERS if given is None else ())
+        return step.variants(recipe, step.LEVERS if given is None else ())
     keys = given.split(",")
-    idle = [key for key in keys if len(steps.variants(recipe, [key])) == 1]
+    idle = [key for key in keys if len(step.variants(recipe, [key])) == 1]
     if idle:
         raise ConfigurationError(
             f"--levers: found {idle[0]}, which is no recipe key with a few values, nor a block of such; there are "
-            f"{', '.join(variant.name for variant in steps.variants(recipe)[1:])}"
+            f"{', '.join(variant.name for variant in step.variants(recipe)[1:])}"
         )
-    return steps.variants(recipe, keys)
+    return step.variants(recipe, keys)
 
 
 def _measure(variants: Mapping, arguments, settings: Sequence[str], output: Path) -> tuple[dict, dict]:
     """({variant: what each round found}, {variant: why it did not run}). variants: each with its job and overrides."""
-    from ...benchmarks.steps import Measured
+    from samecurve.bench.step import Measured
 
     rounds: dict[str, list[Measured]] = {variant.name: [] for variant in variants}
     reasons: dict[str, str] = {}
@@ -99,7 +100,7 @@ def _measure(variants: Mapping, arguments, settings: Sequence[str], output: Path
                 continue
             directory = output / f"{index:02d}_{nth}"
             label = f"round {nth + 1} of {arguments.rounds}, {variant.name}"
-            outcome = _run(job, arguments.recipe, [*settings, *overrides], directory, label)
+            outcome = _run(job, arguments.recipe, latest([*settings, *overrides]), directory, label)
             if outcome.reason:
                 reasons[variant.name] = outcome.reason
                 printing.say(f"{label}: {outcome.reason}")
@@ -114,14 +115,14 @@ def _changed(job, variant, folder: Path) -> tuple:
 
     Raises ConfigurationError for a key of a file that there is not.
     """
-    from ...benchmarks import strategies
+    from samecurve.bench import strategy_variants
 
     folder.parent.mkdir(parents=True, exist_ok=True)
-    keys = [each for each in variant.overrides if strategies.is_key(each)]
+    keys = [each for each in variant.overrides if strategy_variants.is_key(each)]
     if keys and job.path is None:
         raise ConfigurationError(f"--variant: found {keys[0]}, but {job.name} has no processes to spread over")
     overrides = [each for each in variant.overrides if each not in keys]
-    return (replace(job, path=strategies.changed(job.path, keys, folder)) if keys else job), overrides
+    return (replace(job, path=strategy_variants.changed(job.path, keys, folder)) if keys else job), overrides
 
 
 def _run(job, recipe: str, settings: Sequence[str], directory: Path, label: str) -> jobs.Outcome:

@@ -1,0 +1,103 @@
+"""How many rows per second a recipe's data give, by the number of worker processes, and how many workers are enough."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+from samecurve.data.batches import StepBatches
+from samecurve.distributed.cpu_workers import num_cores, share_of_cores
+from samecurve.errors import ConfigurationError
+from samecurve.run.run_directory import read_metrics
+from samecurve.storage.atomic import read_json
+
+if TYPE_CHECKING:
+    from samecurve.config.schema import Recipe
+    from samecurve.data.datasets.base import Rows
+
+WARM_UP_STEPS = 5
+MARGIN = 1.2  # a loader that only just keeps up makes each step that is longer than usual one that waits
+GAIN = 1.1
+_MANY_STEPS = 10**9
+CORES = Path("/sys/devices/system/cpu")
+
+
+def share(num_processes: int) -> list[int]:
+    """The cores of one of the processes that share this host, of which there are so many.
+
+    Raises ConfigurationError where there is no core for each, or where the system keeps no process to some of them.
+    """
+    found = f"--processes_per_host: found {num_processes}, but"
+    if num_processes > num_cores():
+        raise ConfigurationError(f"{found} there are {num_cores()} cores; at least one for each is needed")
+    if hasattr(os, "sched_setaffinity"):
+        return sorted(os.sched_getaffinity(0), key=_physical)[: share_of_cores(num_processes)]
+    if num_processes > 1:
+        raise ConfigurationError(f"{found} this system keeps no process to a part of its cores; use 1")
+    return list(range(num_cores()))
+
+
+@contextlib.contextmanager
+def kept_to(cores: Sequence[int]) -> Iterator[None]:
+    """Inside, this thread and all that it starts run on these of its cores, where the system has such bounds."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _physical(core: int) -> tuple[int, int]:
+    """By this, threads of one physical core are neighbours: on one that nobody else uses each would be too fast."""
+    siblings = CORES / f"cpu{core}" / "topology" / "thread_siblings_list"  # "0,32" or "0-1"
+    first = re.match(r"\d+", siblings.read_text(encoding="ascii")) if siblings.exists() else None
+    return int(first[0]) if first else core, core
+
+
+def rows_per_second(rows: Rows, recipe: Recipe, num_workers: int, data_parallel_size: int, seconds: float) -> float:
+    """Of one rank that reads them as fast as they come, for about so long; without the first WARM_UP_STEPS steps."""
+    shard = 0, data_parallel_size
+    prepared = iter(StepBatches(rows, recipe.seed, recipe.batch, shard, _MANY_STEPS, num_workers=num_workers))
+    for _ in range(WARM_UP_STEPS + 2 * num_workers):  # those that were prepared while the first one was waited for
+        next(prepared)
+    began, steps = time.perf_counter(), 0
+    while time.perf_counter() - began < seconds:
+        next(prepared)
+        steps += 1
+    took = time.perf_counter() - began
+    prepared.close()
+    return steps * recipe.batch.global_batch_size / data_parallel_size / took
+
+
+def needed_by(run: Path) -> float:
+    """Rows per second and rank that a run would read if it never waited: the median of its steps.
+
+    Raises ConfigurationError for a folder without a run's steps.
+    """
+    facts, metrics = read_json(run / "run.json"), read_metrics(run)[1:]
+    if not facts or not metrics:
+        raise ConfigurationError(f"--run {run}: no run with two finished steps (run.json, metrics.jsonl)")
+    own = facts["recipe"]["batch"]["global_batch_size"] / facts["data_parallel_size"]
+    return own / median(record["step_seconds"] * (1 - record["data_wait_fraction"]) for record in metrics)
+
+
+def enough(rates: Mapping[int, float], needed: float | None) -> int | None:
+    """The fewest workers that give MARGIN times what is needed. None: not even the most do.
+
+    Where that is not known: the fewest that no larger number beats by GAIN.
+    """
+    counts = sorted(rates)
+    if needed is not None:
+        return next((count for count in counts if rates[count] >= MARGIN * needed), None)
+    best = max(rates.values())
+    return next(count for count in counts if rates[count] * GAIN >= best)

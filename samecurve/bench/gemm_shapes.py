@@ -1,0 +1,66 @@
+"""Which width near a wanted one a device multiplies best."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from samecurve.bench.matmul import linear
+from samecurve.bench.timing import interleaved, precision_of
+
+MULTIPLES = (64, 128, 256)
+ROUNDS = 5
+# Rates that are closer than this are the same to a machine that does other things too.
+TIE = 0.02
+
+
+@dataclass(frozen=True)
+class Width:
+    """A candidate. seconds: of a layer's three multiplications, forward and both gradients; tflops: their rate."""
+
+    width: int
+    seconds: float
+    tflops: float
+
+
+def swiglu_width(hidden_size: int) -> int:
+    """8/3 of the hidden size: with three matrices instead of two as many weights as 4 times (arXiv:2002.05202)."""
+    return round(8 * hidden_size / 3)
+
+
+def candidates(wanted: int, multiples: Sequence[int] = MULTIPLES, only_larger: bool = False) -> list[int]:
+    """The wanted width, and the next multiples below and above it. only_larger: none below it, as of a vocabulary."""
+    below = {wanted // multiple * multiple for multiple in multiples if not only_larger}
+    above = {-(-wanted // multiple) * multiple for multiple in multiples}
+    return sorted({wanted, *above, *(width for width in below if width > 0)})
+
+
+def measure(
+    hidden_size: int, widths: Sequence[int], num_tokens: int, precision: str, device: torch.device, at_least: float
+) -> list[Width]:
+    """Each between `hidden_size` and the width, in rounds in which each has its turn. at_least: seconds for each."""
+    found = []
+    with precision_of(precision) as dtype:
+        runs = {width: linear(num_tokens, hidden_size, width, dtype, device) for width in widths}
+        calls = {(width, name): run for width, named in runs.items() for name, run in named.items()}
+        seconds = interleaved(calls, ROUNDS, at_least / (3 * ROUNDS))
+    for width in widths:
+        each = sum(seconds[width, name] for name in runs[width])
+        found.append(Width(width, each, 6 * num_tokens * hidden_size * width / each / 1e12))
+    return found
+
+
+def recommended(measured: Sequence[Width], wanted: int, only_larger: bool = False) -> Width:
+    """The width with the best rate, of equal ones (TIE) the nearest to the wanted.
+
+    only_larger: the one that takes the least time, of equal ones the smallest: what pads a vocabulary is work for
+    nothing, so a higher rate alone does not pay.
+    """
+    if only_larger:
+        least = min(each.seconds for each in measured)
+        return min((each for each in measured if each.seconds <= least * (1 + TIE)), key=lambda each: each.width)
+    best = max(each.tflops for each in measured)
+    near = [each for each in measured if each.tflops >= best * (1 - TIE)]
+    return min(near, key=lambda each: (abs(each.width - wanted), -each.width))

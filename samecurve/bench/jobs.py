@@ -1,0 +1,177 @@
+"""The same job under one strategy after another, each in processes of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, NoReturn
+
+from samecurve.config import loader as recipes
+from samecurve.config.overrides import latest
+from samecurve.distributed.cpu_workers import share_of_cores
+from samecurve.errors import ConfigurationError
+from samecurve.run.run_directory import RunDirectory, read_metrics
+from samecurve.run.status import STATUS, read_status
+from samecurve.storage.atomic import read_json
+from samecurve.strategy.placement import REFERENCE, place
+
+POLL_SECONDS = 0.5
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
+
+
+@dataclass(frozen=True)
+class Job:
+    """path: the strategy's YAML; None runs plain python. world_size: processes."""
+
+    name: str
+    path: Path | None
+    world_size: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """reason: why there is no curve, in one line; "" when the run was done.
+
+    refused: a mistake of the configuration, or a strategy that this machine cannot run.
+    """
+
+    job: Job
+    run: dict
+    metrics: list[dict]
+    reason: str
+    refused: bool
+    log: Path
+
+
+def jobs(names: Sequence[str], num_processes: int) -> list[Job]:
+    """names: strategies of configs/, none for all of them (the reference first).
+
+    Raises ConfigurationError for a name without a file.
+    """
+    known = {path.stem: path for path in sorted(Path("configs").glob("*.yaml"))}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ConfigurationError(f"--strategies: no configs/{unknown[0]}.yaml; there are {', '.join(known)}")
+    chosen = names or sorted(known, key=lambda name: name != REFERENCE)
+    placements = {name: place(known[name], num_processes) for name in chosen}
+    return [Job(name, placement.path, placement.world_size) for name, placement in placements.items()]
+
+
+def command(
+    job: Job, recipe: str, overrides: Sequence[str], output_dir: Path, script: Sequence[str] = ("train.py",)
+) -> list[str]:
+    """script: or `-m` and a module that takes the same arguments."""
+    start = [sys.executable, *(TORCHRUN if job.path is not None else ())]
+    start += ["--nproc_per_node", str(job.world_size)] if job.path is not None else []
+    strategy = ["--strategy", str(job.path)] if job.path is not None else []
+    return [*start, *script, recipe, *strategy, *latest([*overrides, f"output_dir={output_dir}"])]
+
+
+def shortened(recipe: str, given: Sequence[str], steps: int, **defaults: object) -> list[str]:
+    """The user's overrides, and those that make a job of so many steps; `defaults` where the user said nothing.
+
+    Raises ConfigurationError with everything that is wrong with the recipe, before any process is started.
+    """
+    schedule = recipes.checked(recipe, given).schedule
+    short = {
+        **defaults,
+        "schedule.warmup_steps": min(schedule.warmup_steps, steps // 4),
+        "schedule.decay_steps": schedule.decay_steps and min(schedule.decay_steps, steps // 4),
+        "evaluate.every_steps": 0,
+        "checkpoint.every_steps": 0,
+        "guard.rollback_ratio": None,  # it needs checkpoints
+        "profile.steps": None,  # they may come after the last one
+    }
+    keys = {argument.partition("=")[0] for argument in given}
+    added = [f"{key}={'null' if value is None else value}" for key, value in short.items() if key not in keys]
+    settings = latest([*given, *added, f"steps={steps}"])
+    recipes.checked(recipe, settings)
+    return settings
+
+
+def default_processes() -> int:
+    """The number of GPUs, 2 without one."""
+    import torch
+
+    return torch.cuda.device_count() or 2
+
+
+def run(job: Job, arguments: Sequence[str], directory: Path, tell: Callable[[int], None]) -> Outcome:
+    """Run a `command` to its end. Its output goes to `directory`.log. tell: called with how many steps are finished."""
+    log = directory.with_name(f"{directory.name}.log")
+    set_aside(directory)
+    with open(log, "w", encoding="utf-8") as stream, processes(arguments, stream, job.world_size) as process:
+        while process.poll() is None:
+            tell(_finished_steps(directory))
+            time.sleep(POLL_SECONDS)
+    code = process.returncode and _exit_code(directory, log, process.returncode)
+    reason = "" if code == 0 else _reason(directory, log, code).removeprefix(f"strategy {job.name}: ")
+    refused = code == ConfigurationError.exit_code
+    return Outcome(job, read_json(directory / "run.json"), read_metrics(directory), reason, refused, log)
+
+
+def set_aside(directory: Path) -> None:
+    """An earlier run's curve must not be taken for this one's when the job stops before it has written its own."""
+    earlier = RunDirectory(directory)
+    earlier.set_aside()
+    earlier.close()
+
+
+@contextmanager
+def processes(arguments: Sequence[str], stream: IO | None, world_size: int) -> Iterator[subprocess.Popen]:
+    """The job in a process group of its own, which ends with this process: by Ctrl-C, by SIGTERM, by an error.
+
+    stream: where its output goes; None: where this process's does.
+    """
+    environment = {"OMP_NUM_THREADS": str(share_of_cores(world_size)), **os.environ}
+    before = signal.signal(signal.SIGTERM, _leave)
+    process = subprocess.Popen(
+        arguments, stdout=stream, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait()
+        signal.signal(signal.SIGTERM, before)
+
+
+def _leave(number: int, _: object) -> NoReturn:
+    sys.exit(128 + number)
+
+
+def _finished_steps(directory: Path) -> int:
+    file = directory / "metrics.jsonl"
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+def _exit_code(directory: Path, log: Path, returncode: int) -> int:
+    """The training's own: status.json has it, or torchrun's report; torchrun itself always ends with 1."""
+    code = read_status(directory / STATUS).get("exit_code")
+    if code is not None:
+        return code
+    reported = re.findall(r"exitcode\s*:\s*(-?\d+)", log.read_text(encoding="utf-8", errors="replace"))
+    return int(reported[0]) if reported else max(1, returncode)  # negative: a signal
+
+
+def _reason(directory: Path, log: Path, code: int) -> str:
+    """In one line: status.json's, else the error in the log; of a report with indented problems the first problem."""
+    told = read_status(directory / STATUS).get("reason")
+    if not told:
+        text = log.read_text(encoding="utf-8", errors="replace")
+        told = "\n".join(re.findall(r"Error \(exit code \d+\)\n(.+(?:\n  .+)*)", text)[:1])
+    lines = told.splitlines()
+    problems = [line.strip() for line in lines if line.startswith("  ")]
+    if not lines:
+        return f"ended with code {code}, see {log}"
+    more = f" (and {len(problems) - 1} more, see {log})" if len(problems) > 1 else ""
+    return (problems or lines)[0] + more

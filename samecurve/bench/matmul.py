@@ -1,0 +1,125 @@
+"""The ceiling of a device: matrix multiplications of squares and of a model's layers, and copies of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from samecurve.bench.timing import interleaved, operand, precision_of, seconds_of
+from samecurve.models import lora
+from samecurve.models.matmul_speed import Shape, products
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Weight matrices of one shape, all trained or all frozen.
+
+    names: their modules', count: how many there are in the model.
+    """
+
+    names: tuple[str, ...]
+    count: int
+    num_inputs: int
+    num_outputs: int
+    trained: bool = True
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Seconds of each of the three matrix multiplications that train a layer, and their rate.
+
+    weight_gradient: None where the layer is frozen.
+    """
+
+    layer: Layer
+    forward: float
+    input_gradient: float
+    tflops: float
+    weight_gradient: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.input_gradient + (self.weight_gradient or 0.0)
+
+
+def square(size: int, precision: str, device: torch.device, at_least: float) -> float:
+    """TFLOP/s of (size, size) @ (size, size), laid out as a linear layer's; a multiplication is 2 size^3 FLOPs."""
+    with precision_of(precision) as dtype:
+        inputs, weight = (operand(size, size, dtype=dtype, device=device) for _ in range(2))
+        return 2 * size**3 / seconds_of(lambda: inputs @ weight.T, at_least) / 1e12
+
+
+def linear(
+    num_tokens: int, num_inputs: int, num_outputs: int, dtype: torch.dtype, device: torch.device
+) -> dict[str, Callable[[], torch.Tensor]]:
+    """The multiplications that train (num_tokens, num_inputs) @ weight.T, each 2 tokens x inputs x outputs FLOPs."""
+    inputs = operand(num_tokens, num_inputs, dtype=dtype, device=device)
+    weight = operand(num_outputs, num_inputs, dtype=dtype, device=device)
+    gradient = operand(num_tokens, num_outputs, dtype=dtype, device=device)
+    return products(inputs, weight, gradient)
+
+
+def layer_rates(shape: Shape, precision: str, device: torch.device, at_least: float) -> dict[str, float]:
+    """TFLOP/s of each of the three multiplications that train a layer."""
+    with precision_of(precision) as dtype:
+        runs = linear(shape.num_tokens, shape.num_inputs, shape.num_outputs, dtype, device)
+        return {name: shape.flops / seconds_of(run, at_least) / 1e12 for name, run in runs.items()}
+
+
+def layer_time(layer: Layer, num_tokens: int, precision: str, device: torch.device, at_least: float) -> LayerTime:
+    with precision_of(precision) as dtype:
+        runs = linear(num_tokens, layer.num_inputs, layer.num_outputs, dtype, device)
+        if not layer.trained:
+            del runs["weight_gradient"]
+        seconds = interleaved(runs, ROUNDS, at_least / ROUNDS)
+    flops = 2 * len(runs) * num_tokens * layer.num_inputs * layer.num_outputs
+    return LayerTime(layer, **seconds, tflops=flops / sum(seconds.values()) / 1e12)
+
+
+def tokens_per_second(times: list[LayerTime], num_tokens: int) -> float:
+    """What a device that did nothing but these multiplications would train, each as often as the model has it."""
+    return num_tokens / sum(time.layer.count * time.seconds for time in times)
+
+
+def layers(model: PreTrainedModel) -> list[Layer]:
+    """Of every linear layer, the head among them, by shape, trained and frozen apart. The model may be on meta."""
+    found: dict[tuple[int, int, bool], list[str]] = {}
+    for name, module, shape in _linear_modules(model):
+        found.setdefault((*shape, module.weight.requires_grad), []).append(_own_name(name))
+    return [Layer(tuple(dict.fromkeys(names)), len(names), *kind) for kind, names in found.items()]
+
+
+def _own_name(name: str) -> str:
+    """The last part of a module's name that is not one which peft puts behind it: q_proj.base_layer, lora_A.default."""
+    return [part for part in name.split(".") if part not in ("base_layer", lora.NAME)][-1]
+
+
+def _linear_modules(model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.Module, tuple[int, int]]]:
+    """(name, module, (inputs, outputs))."""
+    from transformers.pytorch_utils import Conv1D
+
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            yield name, module, (module.in_features, module.out_features)
+        elif isinstance(module, Conv1D):  # GPT-2's linear layer, whose weight is the other way round
+            yield name, module, tuple(module.weight.shape)
+
+
+def copies(num_bytes: int, device: torch.device, at_least: float) -> dict[str, float]:
+    """GB/s by where the bytes go. On the device each byte is read and written, and both count; over the bus once."""
+    one, other = (torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
+    found = {"on the device": 2 * num_bytes / seconds_of(lambda: one.copy_(other), at_least) / 1e9}
+    if device.type == "cuda":
+        host = torch.ones(num_bytes, dtype=torch.uint8).pin_memory()
+        to_device = seconds_of(lambda: one.copy_(host, non_blocking=True), at_least)
+        to_host = seconds_of(lambda: host.copy_(one, non_blocking=True), at_least)
+        found |= {"host to device": num_bytes / to_device / 1e9, "device to host": num_bytes / to_host / 1e9}
+    return found

@@ -1,0 +1,125 @@
+"""`generate --share_that_parses N`: of the functions that a model writes, how many Python can parse.
+
+A real metric without a download. The prompts are signatures and docstrings of the standard library that the run held
+out; those with the smallest hash are taken, which is a sample that does not depend on the order of the files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from samecurve.data import sources
+from samecurve.data.builtin import Function, FunctionSource, PreferenceSource, function
+from samecurve.errors import ConfigurationError
+from samecurve.inference.generator import Writer, Writing, load
+from samecurve.specs.data_names import FUNCTIONS, PREFERENCES
+
+if TYPE_CHECKING:
+    from samecurve.config.schema import Recipe
+    from samecurve.data.schemas.conversation import Conversation
+    from samecurve.data.schemas.preference import Pair
+
+BATCH = 16
+LONGEST, TEMPERATURE = 256, 0.5
+
+
+@dataclass(frozen=True)
+class Answer:
+    """prompt: signature and docstring. text: what was written. ended: by the model, not by its limit."""
+
+    prompt: str
+    text: str
+    ended: bool
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.prompt is not None or arguments.system is not None:
+        raise ConfigurationError("--share_that_parses: has prompts of its own; leave --prompt and --system out")
+    longest = LONGEST if arguments.max_new_tokens is None else arguments.max_new_tokens
+    how = Writing(longest, TEMPERATURE if arguments.temperature is None else arguments.temperature)
+    writer = load(arguments.run, arguments.raw)
+    prompts = held_out_prompts(arguments.share_that_parses, writer.recipe)
+    answers = written(writer, prompts, how, arguments.seed)
+    codes = [code_of(answer, writer.chat) for answer in answers]
+    complete = [code for code in codes if code is not None]
+    good, left_out = sum(map(is_function, complete)), len(prompts) - len(answers)
+    print(f"{writer.folder}: {good} of {len(answers)} functions parse ({good / max(len(answers), 1):.1%})")
+    print(f"prompts  signature and docstring, held out of {FUNCTIONS}{', as turns' if writer.chat else ''}")
+    print(f"written  temperature {how.temperature:g}, seed {arguments.seed}, at most {longest} tokens")
+    print(
+        f"ended    {len(complete)} before that; the others count as not parsed, because half a function may parse too"
+    )
+    if left_out:
+        print(f"left out {left_out} prompts that leave the model no room for {longest} tokens")
+    print("counted  what ast.parse accepts as one function with a body behind its docstring")
+    return 0
+
+
+def held_out_prompts(count: int, recipe: Recipe | None) -> list[str]:
+    """Raises ConfigurationError when the run held fewer out, or trained on them."""
+    if count < 1:
+        raise ConfigurationError(f"--share_that_parses: found {count}, at least 1 is needed")
+    path = None if recipe is None else recipe.data.path
+    trained = path in (FUNCTIONS, PREFERENCES)
+    fraction = sources.held_out_fraction(recipe) if trained else 1.0
+    source = PreferenceSource if path == PREFERENCES else FunctionSource
+    documents = source(path if trained else FUNCTIONS, sources.builtin_files()).documents()
+    held_out = {str(d): _prompt(d) for d in documents if sources.is_held_out(str(d), fraction)}
+    if len(held_out) < count:
+        raise ConfigurationError(
+            f"--share_that_parses: found {count}, but the run held out {len(held_out)} functions of "
+            f"{FUNCTIONS} (data.held_out_fraction={fraction:g}); ask for at most that many"
+        )
+    chosen = heapq.nsmallest(count, held_out, key=lambda text: hashlib.sha256(text.encode()).digest())
+    return [held_out[text] for text in chosen]
+
+
+def _prompt(document: Conversation | Pair) -> str:
+    return getattr(document, "chosen", document).messages[0]["content"]
+
+
+def written(writer: Writer, prompts: Sequence[str], how: Writing, seed: int) -> list[Answer]:
+    """Several at a time, those of like length together. What leaves no room for the answer is left out."""
+    import torch
+
+    torch.manual_seed(seed)
+    texts = [writer.ask([{"role": "user", "content": p}]) if writer.chat else f"{p}\n" for p in prompts]
+    lengths = [writer.encode([text], rendered=writer.chat)["input_ids"].shape[1] for text in texts]
+    fitting = [index for index, length in enumerate(lengths) if length + how.max_new_tokens <= writer.positions]
+    fitting.sort(key=lengths.__getitem__)
+    answers = []
+    for start in range(0, len(fitting), BATCH):
+        batch = fitting[start : start + BATCH]
+        found = writer.write(writer.encode([texts[index] for index in batch], rendered=writer.chat), how)
+        answers += [Answer(prompts[index], *each) for index, each in zip(batch, found, strict=True)]
+    return answers
+
+
+def code_of(answer: Answer, chat: bool) -> str | None:
+    """The function that it wrote, to its end; None where it was cut off: half of one may parse by chance.
+
+    A chat model's answer is the body as it stands in the data, without its indentation. A text goes on behind the
+    function, which ends where a line is not indented any more.
+    """
+    if chat:
+        return function(answer.prompt, answer.text) if answer.ended else None
+    lines = answer.text.split("\n")
+    end = next((index for index, line in enumerate(lines) if line.strip() and not line[0].isspace()), None)
+    if end is None and not answer.ended:
+        return None
+    return "\n".join([answer.prompt, *lines[:end]]) + "\n"
+
+
+def is_function(code: str) -> bool:
+    """Whether ast.parse accepts it as one function with a body behind its docstring."""
+    try:
+        statements = ast.parse(code).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return len(statements) == 1 and isinstance(statements[0], Function) and len(statements[0].body) > 1

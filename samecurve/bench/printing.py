@@ -1,0 +1,78 @@
+"""What the benchmarks print: a table on a terminal, plain lines in a file; and the same numbers as JSON."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from samecurve.errors import ConfigurationError
+from samecurve.storage.atomic import write_json
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the numbers, hardware and versions there, too")
+
+
+def console() -> Console:
+    return Console(highlight=False, soft_wrap=True, emoji=False)
+
+
+def show(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
+    """The first column is text, the others are numbers as they are to be read."""
+    screen = console()
+    if title:
+        screen.print(f"\n{title}", markup=False)
+    if screen.is_terminal:
+        table = Table(*columns)
+        for column in table.columns[1:]:
+            column.justify = "right"
+        for row in rows:
+            table.add_row(*row)
+        screen.print(table)
+        return
+    for line in plain_lines([columns, *rows]):
+        screen.print(line, markup=False)
+
+
+def plain_lines(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        first, *rest = [text.rjust(width) for text, width in zip(row, widths, strict=True)]
+        lines.append("  ".join([first.strip().ljust(widths[0]), *rest]).rstrip())
+    return lines
+
+
+def say(line: str) -> None:
+    console().print(line, markup=False)
+
+
+def write(path: Path | None, name: str, facts: Mapping[str, object], **numbers: object) -> None:
+    """facts: timing.environment. Raises StorageError."""
+    if path is not None:
+        write_json(path, {"benchmark": name, **facts, **numbers})
+        say(f"{path}")
+
+
+def integers(option: str, given: str | None) -> list[int]:
+    """`1,2,4`. Raises ConfigurationError."""
+    try:
+        found = [int(number) for number in (given or "").split(",") if number]
+    except ValueError:
+        found = [-1]
+    if any(number < 0 for number in found):
+        raise ConfigurationError(f"{option}: found {given}, whole numbers with commas between them are needed")
+    return found
+
+
+def chosen(option: str, given: str | None, known: Collection[str], default: Sequence[str]) -> list[str]:
+    """`a,b` of the known names. Raises ConfigurationError."""
+    found = [name for name in (given or "").split(",") if name]
+    unknown = [name for name in found if name not in known]
+    if unknown:
+        raise ConfigurationError(f"{option}: found {unknown[0]}, one of {', '.join(known)} is needed")
+    return found or list(default)

@@ -1,0 +1,57 @@
+"""A strategy's files with some of their keys changed, so that what a key does can be measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from samecurve.config.documents import Document, report
+from samecurve.config.overrides import override
+from samecurve.config.schema import Recipe
+from samecurve.errors import ConfigurationError
+from samecurve.strategy.accelerate_keys import ACCELERATE
+from samecurve.strategy.deepspeed_keys import DEEPSPEED
+from samecurve.strategy.resolve import read_files
+
+
+def is_key(argument: str) -> bool:
+    """Whether `key.path=value` is for a strategy's file; a recipe's names go first."""
+    head = _head(argument)
+    return head not in Recipe.model_fields and (head in ACCELERATE or head in DEEPSPEED)
+
+
+def changed(path: Path, arguments: Sequence[str], folder: Path) -> Path:
+    """The file to take instead of `path`: copies of the strategy's YAML and JSON under their names in `folder`.
+
+    arguments: `key.path=value`. What their keys and values mean is checked by the run. Raises ConfigurationError for a
+    key of a file that the strategy does not have.
+    """
+    files = read_files(str(path))
+    for argument in arguments:
+        document = files.accelerate if _head(argument) in ACCELERATE else files.deepspeed
+        if not document.name:
+            kind = "Accelerate YAML" if document is files.accelerate else "DeepSpeed JSON"
+            raise ConfigurationError(f"{argument}: belongs into a {kind}, and {path} has none; take another strategy")
+        override(document, argument)
+    problems = files.accelerate.problems + files.deepspeed.problems
+    if problems:
+        raise ConfigurationError(report(problems))
+    folder.mkdir(parents=True, exist_ok=True)
+    if not files.deepspeed.name:
+        return _written(files.accelerate, folder)
+    json_path = _written(files.deepspeed, folder)
+    if not files.accelerate.name:
+        return json_path
+    files.accelerate.content["deepspeed_config"]["deepspeed_config_file"] = str(json_path)
+    return _written(files.accelerate, folder)
+
+
+def _head(argument: str) -> str:
+    return argument.partition("=")[0].partition(".")[0]
+
+
+def _written(document: Document, folder: Path) -> Path:
+    path = folder / Path(document.name).name
+    path.write_text(json.dumps(document.content, indent=2) + "\n", encoding="utf-8")  # JSON is YAML
+    return path.absolute()

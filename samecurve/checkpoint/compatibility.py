@@ -1,0 +1,67 @@
+"""What is not as it was when a checkpoint was written: most may change and is told, some may not and is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+# What the model and the rows are is compared itself (`identity`), so the paths that they come from may change.
+FIXED = ("task", "seed", "optimizer.name", "optimizer.bf16_update")
+_BEFORE_THE_KEY = {"bf16_update": "stochastic"}  # what a checkpoint means that does not know it
+SILENT = ("output_dir", "data.cache_dir", "data.num_workers", "logging.every_steps", "profile.steps", "profile.ranks")
+
+
+def refusals(saved: dict, now: dict) -> list[str]:
+    """Every reason why the run may not go on. Both are state.json's content: `recipe`, `model`, `data`, `step`."""
+    recipes = (_with_every_key(facts["recipe"]) for facts in (saved, now))
+    found = [text for key, text in _differences(*recipes) if key in FIXED]
+    found += [f"model.{text}" for _, text in _differences(*_shared(saved["model"], now["model"]))]
+    found += [f"data, which is not what it was: {text}" for _, text in _differences(saved["data"], now["data"])]
+    before, after = ({"adapter": facts.get("adapter")} for facts in (saved, now))
+    found += [text for _, text in _differences(before, after)]
+    if "reference" in saved and saved["reference"] != now["reference"]:
+        found.append(
+            "model.path: not the weights that the run began with, which its loss compares the model with; name those"
+        )
+    if now["recipe"]["steps"] < saved["step"]:
+        found.append(f"steps: {now['recipe']['steps']}, but the checkpoint is after step {saved['step']}")
+    return found
+
+
+def changes(saved: dict, now: dict) -> list[str]:
+    """What changed and may: recipe keys, strategy, number of processes, versions."""
+    found = [text for key, text in _differences(saved["recipe"], now["recipe"]) if _may_change(key)]
+    for key in ("strategy", "world_size", "versions"):
+        found += [text for _, text in _differences({key: saved[key]}, {key: now[key]})]
+    common = _shared(saved["model"], now["model"])[0].keys()
+    for key in sorted((saved["model"].keys() | now["model"].keys()) - common):
+        found.append(f"model.{key}, which one version of transformers does not know")
+    return found
+
+
+def _may_change(key: str) -> bool:
+    return key not in (*FIXED, *SILENT) and not key.startswith("adapter")
+
+
+def _with_every_key(recipe: dict) -> dict:
+    return recipe | {"optimizer": _BEFORE_THE_KEY | recipe.get("optimizer", {})}
+
+
+def _shared(before: dict, after: dict) -> tuple[dict, dict]:
+    """Without what only one of them has: another version of transformers has other fields. Shapes are compared too."""
+    common = before.keys() & after.keys()
+    return {key: before[key] for key in common}, {key: after[key] for key in common}
+
+
+def _differences(before: dict, after: dict, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(dotted key, "key: before -> after") of every leaf that differs."""
+    for key in sorted(before.keys() | after.keys()):
+        old, new = before.get(key), after.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from _differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            yield f"{prefix}{key}", f"{prefix}{key}: {_shown(old)} -> {_shown(new)}"
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value)

@@ -1,0 +1,139 @@
+"""A checkpoint's tensors: one safetensors file per rank, and an index that says which range of which tensor is where.
+
+    rank_00000.safetensors    "weight/model.embed_tokens.weight": fp32 (numel,), a range of the flattened parameter,
+                              "exp_avg/...", "exp_avg_sq/...": the same range of its optimizer state (AdamW's here);
+                              fp32 holds what is bf16 exactly; codes of 8 bits are uint8,
+                              "rng/...": uint8, this rank's generators
+                              "factor/...": a range of a state of another shape: "parameter.row_var", ".absmax1"
+    index.json                {name: {"shape": [...], "ranges": [[rank, start, stop], ...]}}
+
+Any reader of safetensors can open them; nothing in them is code.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from samecurve.checkpoint.manifest import file_name
+from samecurve.errors import CheckpointError
+
+INDEX = "index.json"
+_DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
+_ALIGNMENT = 8
+
+
+class Entry(NamedTuple):
+    """A tensor of a file before its values are there: (numel,) of this dtype."""
+
+    key: str
+    numel: int
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+def chunks(entries: list[Entry], values: Iterable[Tensor]) -> Iterator[memoryview | bytes]:
+    """A safetensors file, piece by piece: `values` are asked for one at a time and need not exist together.
+
+    values: contiguous 1-D CPU tensors in the order of `entries`. The format: 8 bytes with the header's length, a JSON
+    header, the data (https://github.com/huggingface/safetensors#format).
+    """
+    header, offset = {}, 0
+    for entry in entries:
+        header[entry.key] = {
+            "dtype": _DTYPES[entry.dtype],
+            "shape": [entry.numel],
+            "data_offsets": [offset, offset + entry.nbytes],
+        }
+        offset += entry.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    yield struct.pack("<Q", len(text)) + text
+    for entry, tensor in zip(entries, values, strict=True):
+        assert tensor.shape == (entry.numel,) and tensor.dtype == entry.dtype, f"{entry} came as {tensor.shape}"
+        if entry.numel:
+            yield memoryview(tensor.numpy()).cast("B")
+
+
+class Reader:
+    """Ranges of a checkpoint's tensors, whoever wrote them. Holds nothing in memory but the index."""
+
+    def __init__(self, folder: Path):
+        """Raises CheckpointError when the index cannot be read."""
+        self.folder = folder
+        try:
+            content = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+            self._ranges = {name: [_integers(r, 3) for r in item["ranges"]] for name, item in content.items()}
+            self.shapes: dict[str, tuple[int, ...]] = {name: _integers(item["shape"]) for name, item in content.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{folder / INDEX}: cannot be read as an index ({error})") from error
+
+    def check_names(self, shapes: Mapping[str, Iterable[int]]) -> None:
+        """Raises CheckpointError when the model's trained parameters are not the checkpoint's."""
+        wanted = {name: tuple(shape) for name, shape in shapes.items()}
+        problems = [f"{name}: only in the checkpoint" for name in self.shapes.keys() - wanted.keys()]
+        problems += [f"{name}: only in the model" for name in wanted.keys() - self.shapes.keys()]
+        problems += [
+            f"{name}: {self.shapes[name]} in the checkpoint, {shape} in the model"
+            for name, shape in wanted.items()
+            if self.shapes.get(name, shape) != shape
+        ]
+        if problems:
+            shown = "\n".join(f"  {problem}" for problem in sorted(problems)[:8])
+            raise CheckpointError(f"{self.folder}: its parameters are not this model's\n{shown}")
+
+    def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
+        """fp32 (stop - start,) on the CPU. Raises CheckpointError when a part of the range is nowhere."""
+        values = torch.empty(stop - start, dtype=torch.float32)
+        covered = 0
+        for rank, have_start, have_stop in self._ranges.get(name, ()):
+            low, high = max(start, have_start), min(stop, have_stop)
+            if low < high:
+                part = self.tensor(rank, f"{kind}/{name}", low - have_start, high - have_start)
+                values[low - start : high - start] = part
+                covered += high - low
+        if covered != stop - start:
+            raise CheckpointError(
+                f"{self.folder}: {kind} of {name} holds {covered} of the {stop - start} values from {start} on"
+            )
+        return values
+
+    def tensor(self, rank: int, key: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """A slice of one tensor of one file."""
+        path = self.folder / file_name(rank)
+        try:
+            with safe_open(path, framework="pt") as file:  # opened anew each time: an open map's pages stay in memory
+                found = file.get_slice(key)[start:stop]
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path}: {key} cannot be read ({error})") from error
+        if stop is not None and found.shape != (stop - start,):
+            raise CheckpointError(
+                f"{path}: {key} holds {tuple(found.shape)} from {start} on, {stop - start} are needed"
+            )
+        return found
+
+
+def _integers(values: list, length: int | None = None) -> tuple[int, ...]:
+    """Raises ValueError."""
+    if length not in (None, len(values)) or not all(type(value) is int and value >= 0 for value in values):
+        raise ValueError(f"found {values!r:.40}, whole numbers are needed")
+    return tuple(values)
+
+
+def index(shapes: Mapping[str, Iterable[int]], ranges: Iterable[Iterable[tuple[str, int, int]]]) -> bytes:
+    """index.json's content. ranges: for each rank in order, the (name, start, stop) that it wrote."""
+    content = {name: {"shape": list(shape), "ranges": []} for name, shape in shapes.items()}
+    for rank, wrote in enumerate(ranges):
+        for name, start, stop in wrote:
+            content[name]["ranges"].append([rank, start, stop])
+    return json.dumps(content).encode()

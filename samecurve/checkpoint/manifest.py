@@ -1,0 +1,150 @@
+"""What a committed checkpoint looks like on a disk, and whether one still does."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from samecurve.storage.filesystem import FileSystem
+
+MANIFEST, MARKER = "manifest.json", "COMMITTED"
+
+
+class FileRecord(NamedTuple):
+    """A line of the manifest."""
+
+    name: str
+    size: int
+    sha256: str
+
+
+class Problem(NamedTuple):
+    """What is wrong with a checkpoint's file."""
+
+    file: str
+    expected: str
+    found: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: expected {self.expected}, found {self.found}"
+
+
+class _Damaged(Exception):
+    """The checkpoint's list of files cannot be used; carries a Problem's fields."""
+
+
+def folder_name(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step_"))
+
+
+def file_name(rank: int) -> str:
+    """The file that every rank writes; it may write others too."""
+    return f"rank_{rank:05d}.safetensors"
+
+
+def candidates(fs: FileSystem, directory: Path) -> list[Path]:
+    """The folders that are named as checkpoints, newest first. Whether they are good is `check`'s to say."""
+    steps = {name: int(name[5:]) for name in fs.folders(directory) if re.fullmatch("step_[0-9]{8,}", name)}
+    return [directory / name for name in sorted(steps, key=steps.__getitem__, reverse=True)]
+
+
+def check(fs: FileSystem, folder: Path, shard: tuple[int, int] | None = (0, 1)) -> list[Problem]:
+    """Every problem of a checkpoint; [] when it is good. Files that the manifest does not name do not matter.
+
+    shard: (rank, number of ranks) that share the work: each hashes the small files and every n-th rank file. Presence
+    and sizes are looked at by all. None: hash the small files only.
+    """
+    try:
+        files = _listed(fs, folder)
+    except _Damaged as damage:
+        return [Problem(*damage.args)]
+    big = sorted(record.name for record in files if record.name.startswith("rank_"))
+    others = set(big) if shard is None else set(big) - set(big[shard[0] :: shard[1]])
+    found = (_problem(fs, folder, record, hashes=record.name not in others) for record in files)
+    return [problem for problem in found if problem]
+
+
+def manifest_digest(fs: FileSystem, folder: Path) -> str:
+    """Ranks that read the same checkpoint get the same. Raises OSError."""
+    return _digest(fs, folder / MANIFEST)
+
+
+def _listed(fs: FileSystem, folder: Path) -> list[FileRecord]:
+    """The manifest's files. Its hash is the marker's, but anyone can make both, so nothing in it is believed."""
+    marker = _json(MARKER, _content(fs, folder, MARKER))
+    text = _content(fs, folder, MANIFEST)
+    digest = hashlib.sha256(text).hexdigest()
+    if marker.get("manifest_sha256") != digest:
+        raise _Damaged(MANIFEST, f"sha256 {marker.get('manifest_sha256')}, as {MARKER} says", digest)
+    manifest = _json(MANIFEST, text)
+    step, world_size, items = (manifest.get(key) for key in ("step", "world_size", "files"))
+    if type(step) is not int or type(world_size) is not int or not isinstance(items, list):
+        raise _Damaged(
+            MANIFEST, "integers step and world_size, a list files", f"{step!r}, {world_size!r}, {items!r:.40}"
+        )
+    files = [_record(item) for item in items]
+    names = {record.name for record in files}
+    if not 1 <= world_size <= len(names) or len(names) < len(files):
+        raise _Damaged(MANIFEST, f"each rank's file once, for world_size {world_size}", f"{len(files)} names")
+    for rank in range(world_size):
+        if file_name(rank) not in names:
+            raise _Damaged(MANIFEST, f"{file_name(rank)}, as world_size is {world_size}", "no such name in the list")
+    return files
+
+
+def _record(item: Any) -> FileRecord:
+    fields = [item.get(field) for field in FileRecord._fields] if isinstance(item, dict) else []
+    if [type(field) for field in fields] != [str, int, str]:
+        raise _Damaged(MANIFEST, "files with name, size and sha256", f"{item!r:.80}")
+    record = FileRecord(*fields)
+    if record.name in ("", ".", "..") or any(character in record.name for character in "/\\:\0"):
+        raise _Damaged(MANIFEST, "names of files in this folder", repr(record.name))
+    return record
+
+
+def _problem(fs: FileSystem, folder: Path, record: FileRecord, hashes: bool) -> Problem | None:
+    path = folder / record.name
+    try:
+        size = fs.size(path)
+        if size != record.size:
+            return Problem(record.name, f"{record.size} bytes", f"{size} bytes")
+        digest = _digest(fs, path) if hashes else record.sha256
+    except OSError as error:
+        return Problem(record.name, f"{record.size} bytes", _reason(error))
+    return None if digest == record.sha256 else Problem(record.name, f"sha256 {record.sha256}", digest)
+
+
+def _digest(fs: FileSystem, path: Path) -> str:
+    digest = hashlib.sha256()
+    for piece in fs.read(path):
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def _content(fs: FileSystem, folder: Path, name: str) -> bytes:
+    try:
+        return b"".join(fs.read(folder / name))
+    except OSError as error:
+        raise _Damaged(name, "a file", _reason(error)) from error
+
+
+def _json(name: str, text: bytes) -> dict:
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _Damaged(name, "JSON", f"{text[:40]!r}") from error
+    if not isinstance(content, dict):
+        raise _Damaged(name, "a JSON object", f"{content!r:.40}")
+    return content
+
+
+def _reason(error: OSError) -> str:
+    return "no such file" if isinstance(error, FileNotFoundError) else errno.errorcode.get(error.errno or 0, str(error))

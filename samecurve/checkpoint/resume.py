@@ -1,0 +1,99 @@
+"""Which checkpoint a run goes on from: the newest good one, as all ranks see it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from samecurve.checkpoint.compatibility import changes, refusals
+from samecurve.checkpoint.manifest import candidates, check, manifest_digest
+from samecurve.errors import CheckpointError
+from samecurve.storage.fault_injection import reach
+
+if TYPE_CHECKING:
+    from samecurve.distributed.control_group import World
+    from samecurve.storage.filesystem import FileSystem
+
+FORMAT = 1
+STATE = "state.json"
+
+
+class Finder:
+    """directory: output_dir/checkpoints. facts, say: see Checkpoints."""
+
+    def __init__(self, directory: Path, facts: dict, world: World, say: Callable[[str], None], files: FileSystem):
+        self._directory, self._facts, self._world, self._say = directory, facts, world, say
+        self._files = files
+
+    def find(self, resume: str) -> Path | None:
+        """The checkpoint to go on from, every byte of it checked; None for a fresh start.
+
+        resume: "auto", "none", or a folder. Tells why others were rejected. Raises CheckpointError, on all ranks, when
+        there are only bad ones, or when the run may not go on from the good one.
+        """
+        rejected: list[str] = []
+        chosen = self.candidates(resume)
+        for folder in chosen:
+            problems = self.problems(folder)
+            if not problems:
+                self._check_changes(folder)
+                return folder
+            text = "\n".join(f"  {folder.name}/{problem}" for problem in problems)
+            if len(chosen) > 1:
+                self._say(f"a checkpoint in {folder.parent} is not used:\n{text}")
+            rejected.append(text)
+        if rejected:
+            raise CheckpointError(
+                f"no checkpoint of {chosen[0].parent} can be used; give another one (--resume FOLDER), or begin again, "
+                "which moves those of output_dir aside (--start_over)\n" + "\n".join(rejected)
+            )
+        return None
+
+    def candidates(self, resume: str) -> list[Path]:
+        """As rank 0 sees them, newest first: all ranks have to look at the same."""
+        if resume not in ("auto", "none"):
+            return [Path(resume)]
+        own = candidates(self._files, self._directory) if resume == "auto" and self._world.is_main else []
+        return self._world.exchange(own)[0]
+
+    def problems(self, folder: Path) -> list[str]:
+        """Of all ranks: each reads the small files and its share of the files."""
+        try:
+            reach("load.verify")
+            problems = [str(p) for p in check(self._files, folder, (self._world.rank, self._world.size))]
+            seen = None if problems else manifest_digest(self._files, folder)
+        except OSError as error:  # the other ranks wait for this one's word
+            problems, seen = [str(error)], None
+        of_all = self._world.exchange((problems, seen))
+        found = sorted({problem for others, _ in of_all for problem in others})
+        if not found and len({digest for _, digest in of_all}) > 1:
+            found = ["ranks read different manifest.json; output_dir has to be the same folder on all machines"]
+        return found
+
+    def _check_changes(self, folder: Path) -> None:
+        saved = read_state(folder)
+        if saved.get("format") != FORMAT:
+            raise CheckpointError(f"{folder / STATE}: format {saved.get('format')}, but this version reads {FORMAT}")
+        refused = refusals(saved, self._facts)
+        if refused:
+            raise CheckpointError(
+                f"{folder}: the run may not go on from it, because this may not change:\n"
+                + "\n".join(f"  {text}" for text in refused)
+                + "\nundo it, choose another output_dir, or begin again (--start_over)"
+            )
+        changed = changes(saved, self._facts)
+        if saved["step"] < self._facts["recipe"]["steps"] or changed:
+            self._say("\n".join([f"going on from {folder}", *(f"  changed: {text}" for text in changed)]))
+
+
+def read_state(folder: Path) -> dict:
+    """state.json of a checkpoint. Raises CheckpointError when it is none: a hash only says that it is unchanged."""
+    try:
+        content = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{folder / STATE}: cannot be read ({error})") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{folder / STATE}: found {type(content).__name__}, a JSON object is needed")
+    return content

@@ -1,0 +1,76 @@
+"""python -m samecurve COMMAND: what there is to do before and after a run. Each command is a module of this package.
+
+One that has commands of its own (bench) is a package of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from samecurve.errors import ConfigurationError, SamecurveError
+
+INTERRUPTED = 130  # the shell's number for SIGINT
+COMMANDS = {
+    "inspect": "what a recipe trains on, token by token, without a model",
+    "compare": "run the same short job under each strategy and compare the curves",
+    "summary": "what a run did, and how to look at it and go on",
+    "report": "one page of curves and facts of a run, or of two side by side",
+    "generate": "let a trained model write",
+    "chat": "talk with a trained chat model",
+    "predict": "ask a classifier, a reward model, an embedding or a masked language model",
+    "evaluate": "measure a trained model on held-out data",
+    "lm_eval": "measure a trained model on public benchmarks",
+    "export": "a run's model, or a checkpoint's, as a folder to share: another dtype, and a card",
+    "bench": "how fast this machine is: matmuls, collectives, data, and a recipe's step with each lever",
+    "merge": "an adapter and its model as one model, and the proof that it is the same",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code; see errors.py. A command's module is imported only when it is the one that runs."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    try:
+        return _dispatch("python -m samecurve", __package__, COMMANDS, argv)
+    except SamecurveError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _dispatch(program: str, package: str, commands: Mapping[str, str], argv: Sequence[str]) -> int:
+    width = max(map(len, commands)) + 1
+    listed = "\n".join(f"  {name:<{width}}{text}" for name, text in commands.items())
+    parser = argparse.ArgumentParser(
+        program,
+        description=f"commands:\n{listed}",
+        epilog=f"{program} COMMAND --help says more",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=commands, metavar="COMMAND")
+    command = parser.parse_args(argv[:1]).command
+    module = importlib.import_module(f".{command}", package)
+    program = f"{program} {command}"
+    if hasattr(module, "__path__"):  # a package: it has commands of its own
+        commands = importlib.import_module(f"{module.__name__}.commands").COMMANDS
+        return _dispatch(program, module.__name__, commands, argv[1:])
+    arguments = argparse.ArgumentParser(program, description=module.__doc__)
+    module.add_arguments(arguments)
+    return module.run(arguments.parse_intermixed_args(argv[1:]))
+
+
+def repository_root() -> Path:
+    """Where train.py and configs/ are. Raises ConfigurationError when it is not the working directory.
+
+    The strategy files name their DeepSpeed files relative to the working directory, as Accelerate reads them.
+    """
+    root = Path(__file__).resolve().parents[2]
+    if not (root / "train.py").is_file():
+        raise ConfigurationError(f"{root} holds no train.py: this command needs the repository, not only the package")
+    if Path.cwd() != root:
+        raise ConfigurationError(f"the strategy files are read relative to the repository: first cd {root}")
+    return root

@@ -1,0 +1,230 @@
+"""YAML and JSON files as data with positions: what every key path holds, and which line of which file says so.
+
+Nothing here raises for the user's mistakes. They become `Problem`s, so that one report can show all of them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from samecurve.config.key_hints import near_file
+
+KeyPath = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    file: str
+    line: int | None = None
+
+    def __str__(self) -> str:
+        return self.file if self.line is None else f"{self.file}:{self.line}"
+
+
+COMMAND_LINE = Place("command line")
+ENVIRONMENT = Place("environment")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong. `text`: what was found, the rule; the fix. `topology`: about the number of processes."""
+
+    place: Place
+    key: str
+    text: str
+    topology: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.key}: {self.text}" if self.key else f"{self.place}: {self.text}"
+
+
+def report(problems: Iterable[Problem]) -> str:
+    """One text: a header, then each problem once; files by name and line, then the command line and the environment."""
+
+    def position(problem: Problem) -> tuple:
+        pseudo = problem.place in (COMMAND_LINE, ENVIRONMENT)
+        return pseudo, problem.place.file, problem.place.line or 0, problem.key, problem.text
+
+    lines = [f"  {problem}" for problem in sorted(set(problems), key=position)]
+    count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
+    return "\n".join([f"{count} in the configuration", *lines])
+
+
+@dataclass
+class Document:
+    """A file's content (always a mapping) with the place of every key path, and what was wrong while reading it.
+
+    `typed` keeps the text of values given on the command line: only the schema knows whether `123` is a number.
+    `notes`: what was decided while reading it and the user should hear of, see inheritance.py. `incomplete`: a file
+    that it is made of could not be read, so an absent key may stand there.
+    """
+
+    name: str
+    content: dict[str, Any] = field(default_factory=dict)
+    places: dict[KeyPath, Place] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    typed: dict[KeyPath, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    incomplete: bool = False
+
+    def place(self, path: KeyPath) -> Place:
+        """Where the key is, or where the nearest block around it begins."""
+        while path and path not in self.places:
+            path = path[:-1]
+        return self.places.get(path, Place(self.name))
+
+    def get(self, *path: str) -> Any:
+        """The value at a key path; None where nothing is."""
+        value: Any = self.content
+        for key in path:
+            value = value.get(key) if isinstance(value, dict) else None
+        return value
+
+    def unreadable(self, path: KeyPath, text: str) -> None:
+        """A problem that also keeps keys from being known."""
+        self.problem(path, text)
+        self.incomplete = True
+
+    def problem(self, path: KeyPath, text: str, topology: bool = False) -> None:
+        self.problems.append(Problem(self.place(path), ".".join(path), text, topology))
+
+
+def describe(value: Any) -> str:
+    """A found value the way a message shows it, with its kind where the value alone could mislead."""
+    if isinstance(value, (dict, list, tuple)):
+        return "a block of keys" if isinstance(value, dict) else "a list"
+    if value is None:
+        return "null"
+    if isinstance(value, int) and value.bit_length() > 1024:  # Python writes no more than 4300 digits
+        return f"a whole number of {value.bit_length()} bits"
+    shown = json.dumps(value, ensure_ascii=False) if isinstance(value, (str, bool, int, float)) else repr(value)
+    shown = shown if len(shown) <= 60 else shown[:57] + "..."
+    return f"{shown} (text)" if isinstance(value, str) else shown
+
+
+def suggest(path: KeyPath, legal: Iterable[KeyPath]) -> str:
+    """The nearest legal key: the same name in another block, else a similar name in this block."""
+    legal = sorted(legal)
+    elsewhere = [".".join(other) for other in legal if other[-1] == path[-1]]
+    if elsewhere:
+        return f"; it belongs at {' or '.join(elsewhere)}"
+    siblings = [other[-1] for other in legal if other[:-1] == path[:-1]]
+    near = difflib.get_close_matches(path[-1], siblings, n=1)
+    if near:
+        return f"; did you mean {near[0]}?"
+    return f"; legal here: {', '.join(siblings)}" if len(siblings) <= 12 else ""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 numbers (`1e-4` is one) and no dates, over PyYAML's 1.1."""
+
+
+_FLOAT = re.compile(
+    r"[-+]?(?:[0-9]+\.[0-9]*(?:[eE][-+]?[0-9]+)?|\.[0-9]+(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))$"
+    r"|\.(?:nan|NaN|NAN)$"
+)
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, rule) for tag, rule in rules if tag.rpartition(":")[2] not in ("float", "timestamp")]
+    for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+
+
+def _build(loader: _Loader, node: yaml.Node, path: KeyPath, document: Document) -> Any:
+    """The data of a node. Notes the place of every key below it, and keys that a mapping has twice."""
+    if isinstance(node, yaml.SequenceNode):
+        return [_build(loader, child, (*path, str(index)), document) for index, child in enumerate(node.value)]
+    if not isinstance(node, yaml.MappingNode):
+        return loader.construct_object(node)
+    _note_duplicates(node, path, document)
+    loader.flatten_mapping(node)
+    built = {}
+    for key_node, value_node in node.value:
+        key = str(key_node.value)
+        document.places[(*path, key)] = Place(document.name, key_node.start_mark.line + 1)
+        built[key] = _build(loader, value_node, (*path, key), document)
+    return built
+
+
+def _note_duplicates(node: yaml.MappingNode, path: KeyPath, document: Document) -> None:
+    first_lines: dict[str, int] = {}
+    for key_node, _ in node.value:
+        key, line = str(key_node.value), key_node.start_mark.line + 1
+        if key in first_lines:
+            text = f"given twice, first in line {first_lines[key]}; keep one"
+            document.problems.append(Problem(Place(document.name, line), ".".join((*path, key)), text))
+        first_lines.setdefault(key, line)
+
+
+def parse_yaml(text: str, document: Document) -> Any:
+    """The data; places and problems go to the document, which has none of it where the text is not YAML."""
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        return {} if node is None else _build(loader, node, (), document)
+    except RecursionError:
+        document.unreadable((), "this is not YAML that can be used: an alias stands inside itself")
+        return {}
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a tag such as !!int over a word
+        mark = getattr(error, "problem_mark", None)
+        place = Place(document.name, mark.line + 1 if mark else None)
+        what = getattr(error, "problem", None) or str(error).splitlines()[0]
+        document.problems.append(Problem(place, "", f"this is not YAML: {what}"))
+        document.incomplete = True
+        return {}
+    finally:
+        loader.dispose()
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _parse_json(text: str, document: Document) -> Any:
+    try:
+        content = json.loads(text, parse_constant=_refuse_constant)
+    except ValueError as error:
+        place = Place(document.name, getattr(error, "lineno", None))
+        document.problems.append(Problem(place, "", f"this is not JSON: {getattr(error, 'msg', error)}"))
+        document.incomplete = True
+        return {}
+    # JSON without tabs is YAML, and PyYAML's nodes know their lines, which json's objects do not. The data is json's.
+    parse_yaml(text.replace("\t", " "), document)
+    return content
+
+
+def read(path: str | os.PathLike) -> Document:
+    """Read a YAML or JSON file (by its ending). A missing file or a syntax error is a problem of the document."""
+    document = Document(os.fspath(path))
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        hint = near_file(document.name) if isinstance(error, FileNotFoundError) else ""
+        document.unreadable((), f"cannot be read: {reason} ({Path(path).absolute()}){hint}")
+        return document
+    parse = _parse_json if document.name.endswith(".json") else parse_yaml
+    content = parse(text, document)
+    if isinstance(content, dict):
+        document.content = content
+    else:
+        document.unreadable((), f"found {describe(content)}, a block of keys is needed")
+    return document
+
+
+def merge(base: dict, over: dict) -> dict:
+    """`over` on top of `base`, block by block; lists and values are replaced."""
+    merged = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = merge(merged[key], value) if both else value
+    return merged

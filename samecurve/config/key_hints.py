@@ -1,0 +1,83 @@
+"""What other frameworks call the keys of a recipe, and files that were named almost right: for messages alone."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+from typing import Any
+
+_SPREAD = "a recipe does not say how it is spread over devices; that is the strategy's: --strategy configs/zero3.yaml"
+_LENGTH = "steps: a run's length is in optimizer steps; an epoch is the rows of the data / batch.global_batch_size"
+_ACCUMULATION = "batch.global_batch_size, of which the accumulation follows with batch.micro_batch_size and the devices"
+# Names of transformers' TrainingArguments, TRL, peft, axolotl and LLaMA-Factory, and what is easily guessed.
+_HERE = {
+    "optimizer.learning_rate": "lr peak_lr",
+    "optimizer.name": "optim optimizer_type",
+    "optimizer.max_grad_norm": "gradient_clipping grad_clip clip_grad_norm",
+    "optimizer.epsilon": "eps adam_epsilon",
+    "schedule.name": "lr_scheduler lr_scheduler_type scheduler",
+    "schedule.warmup_steps": "warmup warmup_ratio",
+    "batch.micro_batch_size": "per_device_train_batch_size per_device_batch_size",
+    "batch.global_batch_size": "batch_size train_batch_size total_batch_size",
+    _ACCUMULATION: "gradient_accumulation_steps grad_accum accumulation_steps",
+    "batch.sequence_length": "max_seq_length max_seq_len seq_length max_length max_len block_size cutoff_len",
+    _LENGTH: "epochs num_epochs num_train_epochs",
+    "steps": "max_steps num_steps train_steps",
+    "output_dir": "output output_path out_dir save_dir",
+    "model.path": "model_name model_name_or_path base_model pretrained",
+    "tokenizer.path": "tokenizer_name tokenizer_name_or_path",
+    "data.path": "dataset datasets dataset_name dataset_path train_file train_data",
+    "data.split": "dataset_split train_split dataset_train_split",
+    "data.config": "dataset_config dataset_config_name subset",
+    "data.revision": "dataset_revision",
+    "evaluate.path": "eval_dataset eval_file validation_file",
+    "evaluate.split": "eval_split test_split dataset_test_split",
+    "evaluate.every_steps": "eval_steps eval_every",
+    "data.held_out_fraction": "val_size val_set_size validation_split test_size",
+    "checkpoint.every_steps": "save_steps save_every",
+    "checkpoint.keep": "save_total_limit",
+    "logging.every_steps": "logging_steps log_every log_interval",
+    "precision": "bf16 fp16 fp32 dtype torch_dtype mixed_precision",
+    "memory.activation_checkpointing": "gradient_checkpointing",
+    "model.attention": "attn_implementation flash_attention flash_attn",
+    "model.kernels: liger": "use_liger_kernel liger_kernel use_liger enable_liger_kernel liger",
+    "adapter.name: lora": "lora peft use_lora use_peft",
+    "adapter.rank": "r lora_r lora_rank",
+    "adapter.alpha": "lora_alpha",
+    "adapter.dropout": "lora_dropout",
+    "adapter.target_modules": "lora_target_modules lora_target",
+    "adapter.quantization: 4bit": "load_in_4bit",
+    _SPREAD: "deepspeed fsdp deepspeed_config fsdp_config num_processes num_gpus",
+}
+_RENAMED = {theirs: ours for ours, names in _HERE.items() for theirs in names.split()}
+# The key that a block is named for, when it is given as one value.
+_MAIN_KEYS = ("path", "name", "every_steps")
+_FOLDERS = ("recipes", "configs", "ds_configs")
+
+
+def called_here(key: str) -> str:
+    """ "" for a name that no framework uses."""
+    ours = _RENAMED.get(key, "")
+    if ours == _SPREAD:
+        return f"; {ours}"
+    return f"; here it is called {ours}" if ours else ""
+
+
+def block_as_value(key: str, found: Any, fields: list[str]) -> str:
+    """For `model=runs/sft/model`. fields: the keys of the block."""
+    main = next((name for name in _MAIN_KEYS if name in fields), None)
+    if main is None or isinstance(found, (dict, list)) or found is None:
+        return ""
+    return f"; did you mean {key}.{main}={found}?"
+
+
+def near_file(path: str) -> str:
+    """For a file that is not there: `sft`, `recipes/sft.yml` and `zero2` have a file of nearly that name."""
+    given = Path(path)
+    folders = dict.fromkeys([os.path.dirname(path), *_FOLDERS])
+    known = [file for folder in folders for file in sorted(Path(folder).glob("*")) if file.suffix in (".yaml", ".json")]
+    same = [file for file in known if file.stem == given.stem]
+    by_name = {file.stem: file for file in reversed(known)}
+    near = same or [by_name[name] for name in difflib.get_close_matches(given.stem, by_name, n=1, cutoff=0.7)]
+    return f"; did you mean {near[0]}?" if near else ""

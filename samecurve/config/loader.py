@@ -1,0 +1,147 @@
+"""A recipe file and the command line's overrides -> a `Recipe`, or the list of everything that is wrong with them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from samecurve.config import inheritance, rules
+from samecurve.config.documents import Document, KeyPath, describe, read, report, suggest
+from samecurve.config.key_hints import block_as_value, called_here
+from samecurve.config.overrides import override
+from samecurve.config.schema import Recipe
+from samecurve.config.source import ANY_ITEM, Source, schema_paths
+from samecurve.errors import ConfigurationError
+
+_NEEDED = {
+    "int_type": "a whole number is needed",
+    "float_type": "a number is needed",
+    "finite_number": "a finite number is needed",
+    "string_type": "text is needed",
+    "string_too_short": "text that is not empty is needed",
+    "bool_type": "true or false is needed",
+    "dict_type": "a block of keys is needed",
+    "model_type": "a block of keys is needed",
+    "tuple_type": "a list is needed",
+    "too_short": "at least {min_length} value{s} needed, not {actual_length}",
+    "too_long": "{max_length} values are needed, not {actual_length}",
+    "literal_error": "one of {expected} is needed",
+    "greater_than": "a number above {gt} is needed",
+    "greater_than_equal": "a number of at least {ge} is needed",
+    "less_than": "a number below {lt} is needed",
+    "less_than_equal": "a number of at most {le} is needed",
+}
+
+
+def load(path: str, overrides: Sequence[str] = ()) -> Source:
+    """Read `path`, the files that it is based on, and `key.path=value` overrides; check schema and rules.
+
+    The problems are in `Source.document.problems`. Whether the batch divides is known only with the world size.
+    """
+    document = _read_based(path, ())
+    for argument in overrides:
+        override(document, argument)
+    inheritance.settle_command_line(document)
+    recipe, invalid = _validate(document)
+    source = Source(document, recipe, invalid)
+    rules.apply(source)
+    return source
+
+
+def checked(path: str, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe. Raises ConfigurationError with everything that is wrong with it."""
+    source = load(path, overrides)
+    if source.document.problems:
+        raise ConfigurationError(report(source.document.problems))
+    return source.recipe
+
+
+def validated(document: Document) -> Recipe:
+    """By the schema alone: what a run has trained is not asked whether its files are still there.
+
+    Raises ConfigurationError with everything that is wrong with it.
+    """
+    recipe, _ = _validate(document)
+    if document.problems:
+        raise ConfigurationError(report(document.problems))
+    return recipe
+
+
+def _read_based(path: str, chain: tuple[str, ...]) -> Document:
+    """The file merged over the file that its `base` key names (relative to the file), and so on."""
+    document = read(path)
+    base = document.content.pop("base", None)
+    if base is None:
+        return document
+    if not isinstance(base, str):
+        document.unreadable(("base",), f"found {describe(base)}, the name of a recipe file is needed")
+        return document
+    base_path = os.path.normpath(os.path.join(os.path.dirname(path), base))
+    if base_path in (*chain, os.path.normpath(path)):
+        document.unreadable(("base",), f'found "{base}", which is based on this file; break the circle')
+        return document
+    if not os.path.isfile(base_path):
+        document.unreadable(("base",), f"no such file: {base_path}; the name is relative to {path}")
+        return document
+    return inheritance.over(_read_based(base_path, (*chain, os.path.normpath(path))), document)
+
+
+def _validate(document: Document) -> tuple[Recipe | None, frozenset[KeyPath]]:
+    for path in _text_fields(document):
+        document.get(*path[:-1])[path[-1]] = document.typed[path]
+    try:
+        return Recipe.model_validate(document.content), frozenset()
+    except ValidationError as error:
+        details = error.errors(include_url=False, include_context=True)
+    for detail in details:
+        path = tuple(str(part) for part in detail["loc"])
+        if detail["type"] != "missing" or not document.incomplete or any(part.isdecimal() for part in path):
+            document.problem(path, _explain(detail, path))
+    return None, frozenset(tuple(str(part) for part in detail["loc"]) for detail in details)
+
+
+def _text_fields(document: Document) -> Iterator[KeyPath]:
+    """Keys of the command line that YAML reads as something else, but the schema wants as text (`output_dir=1`)."""
+    try:
+        Recipe.model_validate(document.content)
+    except ValidationError as error:
+        for detail in error.errors():
+            path = tuple(str(part) for part in detail["loc"])
+            if detail["type"] == "string_type" and path in document.typed:
+                yield path
+
+
+def _explain(detail: dict, path: KeyPath) -> str:
+    kind, found = detail["type"], detail["input"]
+    if kind == "extra_forbidden":
+        asked = tuple(ANY_ITEM if part.isdecimal() else part for part in path)
+        legal = [known for known in schema_paths(Recipe) if (ANY_ITEM in known) == (ANY_ITEM in asked)]
+        known_elsewhere = any(other[-1] == asked[-1] for other in legal)
+        renamed = "" if known_elsewhere else called_here(asked[-1])
+        return "unknown key" + (renamed or suggest(asked, legal))
+    if kind == "missing":
+        return "missing; add it"
+    if kind == "value_error":
+        return f"found {describe(found)}, {detail['ctx']['error']}"
+    if kind not in _NEEDED:
+        return f"found {describe(found)}: {detail['msg']}"
+    limits = {key: f"{limit:g}" if isinstance(limit, float) else limit for key, limit in detail.get("ctx", {}).items()}
+    needed = _NEEDED[kind].format(**limits, s=" is" if limits.get("min_length") == 1 else "s are")
+    hint = _number_hint(found) if kind in ("int_type", "float_type") else ""
+    if kind == "model_type":
+        fields = [known[-1] for known in schema_paths(Recipe) if known[:-1] == path]
+        hint = block_as_value(".".join(path), found, fields)
+    return f"found {describe(found)}, {needed}{hint}"
+
+
+def _number_hint(found: Any) -> str:
+    if not isinstance(found, str):
+        return f"; write {int(found)}" if isinstance(found, float) and found.is_integer() else ""
+    with contextlib.suppress(ValueError):
+        return "; remove the quotes" if math.isfinite(float(found)) else ""
+    return ""

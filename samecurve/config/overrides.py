@@ -1,0 +1,103 @@
+"""`key.path=value` of the command line: laid over a document, each key once; and lists that commands add to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from samecurve.config.documents import COMMAND_LINE, Document, KeyPath, Problem, describe, parse_yaml
+
+
+def override(document: Document, argument: str) -> None:
+    """Apply one `key.path=value` of the command line. A key that an earlier one gave already is a problem.
+
+    The value is YAML, or else text: of `data.pattern='**/*.md'` the shell leaves what YAML takes for a broken alias.
+    """
+    dotted, equals, text = argument.partition("=")
+    path = tuple(dotted.split("."))
+    if not equals or not all(path):
+        text = f"found {describe(argument)}; an override is written key.path=value"
+        document.problems.append(Problem(COMMAND_LINE, "", text))
+        return
+    parsed, problems = _value(text)
+    twice = _given_before(document, path)
+    if problems or twice:
+        document.problems += [Problem(COMMAND_LINE, dotted, problem) for problem in [*problems, *filter(None, [twice])]]
+        return
+    block = document.content
+    for depth, key in enumerate(path[:-1], start=1):
+        if not isinstance(block.get(key), (dict, type(None))):
+            found = describe(block[key])
+            why = f"{'.'.join(path[:depth])} is {found}, which has no keys"
+            document.problems.append(Problem(COMMAND_LINE, dotted, why))
+            return
+        block[key] = dict(block.get(key) or {})
+        block = block[key]
+    block[path[-1]] = parsed
+    document.places = {known: place for known, place in document.places.items() if known[: len(path)] != path}
+    document.places[path] = COMMAND_LINE
+    document.typed[path] = text
+
+
+def latest(overrides: Sequence[str]) -> list[str]:
+    """One of each key: a later override replaces earlier ones of the key, of keys inside it, and its part of a block.
+
+    For commands that add overrides of their own to the user's; two of one key by the user are refused.
+    """
+    found: dict[KeyPath, str] = {}
+    for argument in overrides:
+        dotted, _, text = argument.partition("=")
+        path = tuple(dotted.split("."))
+        found = {known: value for known, value in found.items() if known[: len(path)] != path}
+        for around in [known for known in found if path[: len(known)] == known]:
+            found[around] = _without(found[around], path[len(around) :])
+        found[path] = text
+    return [f"{'.'.join(path)}={text}" for path, text in found.items()]
+
+
+def _value(text: str) -> tuple[Any, list[str]]:
+    """What the text says, and what is wrong with it."""
+    document = Document(COMMAND_LINE.file)
+    parsed = parse_yaml(text, document) if text else ""
+    if document.problems and not text.startswith(("[", "{", '"', "'")):
+        return text, []
+    return parsed, [problem.text for problem in document.problems]
+
+
+def _given_before(document: Document, path: KeyPath) -> str | None:
+    def first(known: KeyPath) -> str:
+        return f"{'.'.join(known)}={document.typed[known]}"
+
+    if path in document.typed:
+        return f"given twice, first as {first(path)}; keep one"
+    for known in document.typed:
+        if known[: len(path)] == path:
+            return f"given together with {first(known)}, which it would replace; keep one"
+        if path[: len(known)] == known and _holds(document, path, len(known)):
+            return f"given twice, first in {first(known)}; keep one"
+    return None
+
+
+def _holds(document: Document, path: KeyPath, depth: int) -> bool:
+    """Whether the block at path[:depth] has the key, or null instead of a block that could have it."""
+    block = document.get(*path[:depth])
+    for key in path[depth:]:
+        if not isinstance(block, dict):
+            return block is None
+        if key not in block:
+            return False
+        block = block[key]
+    return True
+
+
+def _without(text: str, path: KeyPath) -> str:
+    """The text of a block without one of its keys."""
+    content, problems = _value(text)
+    block = content
+    for key in path[:-1]:
+        block = block.get(key) if isinstance(block, dict) else None
+    if problems or not isinstance(block, dict) or path[-1] not in block:
+        return text
+    del block[path[-1]]
+    return json.dumps(content, ensure_ascii=False)  # JSON is YAML

@@ -1,0 +1,38 @@
+"""What is wrong with a path that a recipe names."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+_SPECIAL_FILES = {
+    stat.S_IFIFO: "a FIFO (named pipe)",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def path_problem(path: str | Path) -> str:
+    """Why a path is neither a file nor a folder; "" where it is one of them."""
+    try:
+        mode = os.stat(path).st_mode
+    except PermissionError:
+        return f"no permission to look at it; give the user of this process access to {Path(path).absolute().parent}"
+    except (OSError, ValueError):  # ValueError: a null byte
+        return f"no such file or folder: {Path(path).absolute()}"
+    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+        return ""
+    kind = _SPECIAL_FILES.get(stat.S_IFMT(mode), "a special file")
+    return f"is {kind}, and data are read more than once; write its content to a file and name that"
+
+
+def pattern_hint(path: str, key: str = "data.pattern") -> str:
+    """What to do about a path with wildcards, for the end of a message; empty where there are none."""
+    parts = Path(path).parts
+    first = next((index for index, part in enumerate(parts) if set("*?[") & set(part)), None)
+    if first is None:
+        return ""
+    folder, pattern = Path(*parts[:first]), Path(*parts[first:])
+    return f"; a path has no wildcards: give the folder {folder} as the path, and {key}='{pattern}'"

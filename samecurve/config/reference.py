@@ -1,0 +1,99 @@
+"""Write docs/recipe_reference.md from the schema: `python -m samecurve.config.reference > docs/recipe_reference.md`.
+
+The meaning of a key is the text below it in the schema. It is read from the source here, because pydantic's own
+`use_attribute_docstrings` takes a tenth of a second at each start of a run, which has no use for these texts.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+from collections.abc import Iterator
+from typing import Any, get_args
+
+from samecurve.config.schema import Recipe
+from samecurve.config.section import Section
+
+_HEADER = """\
+# Recipe reference
+
+<!-- Written by `python -m samecurve.config.reference` from samecurve/config/schema*.py. Do not edit. -->
+
+A recipe is a YAML file. It names another one with `base:` and gives the keys that differ;
+[`recipes/base.yaml`](../recipes/base.yaml) lists them all. On the command line a key is given as `key.path=value`. An
+unknown key is an error, and so is a key that the task, the optimizer or another option does not read.
+
+The defaults are those of the schema. A recipe that starts from `recipes/base.yaml` takes that file's values first; it
+has one for each key marked *required*, except `output_dir`, the model and the data.
+"""
+# Larger limits only keep counters from overflowing
+_LARGEST_SHOWN = 10**6
+# JSON schema's words for limits
+_LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+_TYPES = {"integer": "integer", "number": "number", "string": "text", "boolean": "true, false", "object": "mapping"}
+
+
+def page() -> str:
+    """The whole page, Markdown."""
+    return "\n".join([_HEADER, *_tables(Recipe, "")])
+
+
+def meanings(section: type[Section]) -> dict[str, str]:
+    """The text below each key of a section's class, in one line. A key without one is absent."""
+    (tree,) = ast.parse(inspect.getsource(section)).body
+    found = {}
+    for key, text in zip(tree.body, tree.body[1:], strict=False):
+        if isinstance(key, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+            found[key.target.id] = " ".join(text.value.value.split())
+    return found
+
+
+def _tables(section: type[Section], prefix: str) -> Iterator[str]:
+    """A heading, the section's sentence and its table, then the same for the sections below it."""
+    schema, texts, below = section.model_json_schema(), meanings(section), []
+    yield f"## {prefix.removesuffix('.') or 'Top level'}\n\n{inspect.getdoc(section)}\n"
+    yield "| key | type | default | meaning |\n|---|---|---|---|"
+    for key, field in section.model_fields.items():
+        sections = _sections(field.annotation)
+        if sections == [field.annotation]:
+            below.append((sections[0], f"{prefix}{key}."))
+            continue
+        below += [(each, f"{prefix}{key}[].") for each in sections]
+        default = "*required*" if field.is_required() else f"`{json.dumps(field.default)}`"
+        yield f"| `{prefix}{key}` | {_type(schema['properties'][key], sections)} | {default} | {texts[key]} |"
+    yield ""
+    for each, name in below:
+        yield from _tables(each, name)
+
+
+def _sections(annotation: Any) -> list[type[Section]]:
+    """The sections that an annotation names, at any depth: of a list of them, too."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    return [found for each in get_args(annotation) for found in _sections(each)]
+
+
+def _type(schema: dict[str, Any], sections: list[type[Section]]) -> str:
+    """The JSON schema of a key in words."""
+    if "anyOf" in schema:
+        return " or ".join(_type(each, sections) for each in schema["anyOf"])
+    if "$ref" in schema:
+        return "mapping"
+    values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
+    if values:
+        return ", ".join(f"`{value}`" for value in values)
+    if schema.get("type") == "null":
+        return "null"
+    if schema.get("type") == "array":
+        items = schema.get("prefixItems") or [schema["items"]]
+        length = f" of {len(items)}" if "prefixItems" in schema else ""
+        return f"list{length}: {_type(items[0], sections)}"
+    if "type" not in schema:
+        return "text or list: text"  # adapter.target_modules, whose validator says what it takes
+    limits = [f"{sign} {schema[word]}" for word, sign in _LIMITS.items() if schema.get(word, 1e9) < _LARGEST_SHOWN]
+    return f"{_TYPES[schema['type']]} {' and '.join(limits)}".strip()
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,230 @@
+"""What more than one key of a recipe takes part in. A rule is skipped when a key that it asks for is itself wrong.
+
+One rule, one function: a wrong key then hides what is wrong with that key's own rules alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from samecurve.config import rules_data, rules_memory, rules_model, rules_optimizer, rules_profile, rules_tasks
+from samecurve.config.documents import describe
+from samecurve.config.paths import path_problem, pattern_hint
+from samecurve.specs.data_names import BUILTIN, CHATML, DOCSTRINGS, FUNCTIONS, MODULES, PREFERENCES, is_hub_name
+
+if TYPE_CHECKING:
+    from samecurve.config.source import Source
+
+Finding = tuple[str, str]
+Rule = Callable[[Callable[[str], Any]], Iterator[Finding]]
+# What not all tasks read, with its default: where another one runs, it would do nothing.
+_KEYS_OF_TASKS = {
+    ("pretrain", "continue_pretrain", "classify", "mlm"): {"data.text_column": "text"},
+    ("pretrain", "continue_pretrain", "sft"): {"data.mixture": None},
+    ("pretrain", "continue_pretrain"): {"data.streaming": False},
+    ("sft", "distill"): {
+        "data.messages_column": None,
+        "data.completion_column": None,
+    },
+    ("sft", "distill", "dpo"): {"data.train_on": "assistant"},
+    ("sft", "distill", "dpo", "reward"): {
+        "data.prompt_column": None,
+        "data.chat": True,
+        "tokenizer.chat_template": None,
+    },
+    ("classify", "mlm", "embed", "reward"): {"tokenizer.pad_token": None},
+    ("dpo", "reward"): {"data.chosen_column": "chosen", "data.rejected_column": "rejected"},
+    ("dpo",): {"dpo.loss": "sigmoid", "dpo.beta": 0.1, "dpo.label_smoothing": 0.0, "dpo.gamma": None},
+    ("reward",): {"reward.center_rewards_coefficient": None},
+    ("distill",): {
+        "distill.teacher": None,
+        "distill.temperature": 1.0,
+        "distill.divergence": "forward_kl",
+        "distill.label_weight": 0.0,
+    },
+    ("classify",): {"data.text_pair_column": None, "data.label_column": "label", "data.labels": None},
+    ("embed",): {
+        "data.anchor_column": "anchor",
+        "data.positive_column": "positive",
+        "data.negative_columns": None,
+        "embed.temperature": 0.05,
+        "embed.pooling": "mean",
+    },
+}
+_BUILTINS = {
+    "pretrain": BUILTIN,
+    "continue_pretrain": BUILTIN,
+    "sft": FUNCTIONS,
+    "distill": FUNCTIONS,
+    "dpo": PREFERENCES,
+    "reward": PREFERENCES,
+    "classify": MODULES,
+    "mlm": BUILTIN,
+    "embed": DOCSTRINGS,
+}
+_PACKED = ("pretrain", "continue_pretrain", "sft", "distill")
+
+
+def apply(source: Source) -> None:
+    """Add what the rules find to the source's problems."""
+    parts = (rules_model, rules_memory, rules_tasks, rules_data, rules_optimizer, rules_profile)
+    rules: list[Rule] = [*RULES, *(rule for part in parts for rule in part.RULES)]
+    for index in range(source.length("data.mixture")):
+        rules += [partial(_readable, f"data.mixture.{index}.path"), *rules_data.in_mixture(index)]
+    for rule in rules:
+        with contextlib.suppress(KeyError):
+            for key, text in rule(source.value):
+                source.document.problem(tuple(key.split(".")), text)
+
+
+def columns_of(task: str) -> list[str]:
+    """The keys by which a recipe of the task names columns."""
+    readers = ((key, tasks) for tasks, keys in _KEYS_OF_TASKS.items() for key in keys)
+    return [key for key, tasks in readers if task in tasks and key.endswith(("_column", "_columns"))]
+
+
+def _no_data(value: Callable[[str], Any]) -> Iterator[Finding]:
+    if value("data.path") is None and value("data.mixture") is None:
+        builtin = _BUILTINS.get(_known(value, "task"))
+        names = f"a file, a folder or {builtin}" if builtin else "a file or a folder"
+        yield "data.path", f"missing; name {names}, here or as data.path=... when starting"
+
+
+def _readable(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
+    path, task, streaming = value(key), _known(value, "task"), _known(value, "data.streaming")
+    if path is None:
+        return
+    if "://" in path:
+        if key != "data.path" or streaming is False:
+            yield key, f"found {path}, but only data.path with data.streaming: true is read from a URL"
+    elif path in _BUILTINS.values():
+        if task is not None and path != _BUILTINS[task]:
+            yield key, f"found {path}, which task {task} cannot read; {_BUILTINS[task]} is the one that it can"
+    elif is_hub_name(path):
+        return  # downloaded when the data are read
+    elif problem := path_problem(path):
+        owner = "data.pattern" if key in ("data.path", "evaluate.path") else key.replace("path", "pattern")
+        yield key, (problem if problem.startswith("no ") else f"{path} {problem}") + pattern_hint(path, owner)
+
+
+def _known(value: Callable[[str], Any], key: str) -> Any:
+    """None for a key that is itself wrong."""
+    with contextlib.suppress(KeyError):
+        return value(key)
+    return None
+
+
+def _sorted_and_packed(value: Callable[[str], Any]) -> Iterator[Finding]:
+    if value("data.group_by_length") and value("data.packing"):
+        yield "data.group_by_length", "found true, but packed rows are full already; set data.packing to false"
+
+
+def _of_tasks(tasks: tuple[str, ...], key: str, default: Any, value: Callable[[str], Any]) -> Iterator[Finding]:
+    task, found = value("task"), value(key)
+    if task not in tasks and found != default:
+        readers = f"task {tasks[0]} reads" if len(tasks) == 1 else f"the tasks {', '.join(tasks)} read"
+        yield key, f"found {describe(found)}, but only {readers} it and task is {task}"
+
+
+def _not_packed(value: Callable[[str], Any]) -> Iterator[Finding]:
+    task = value("task")
+    if task not in _PACKED and value("data.packing"):
+        what = "two answers to one prompt" if task in ("dpo", "reward") else "one text"
+        what = "texts that are read by themselves" if task == "embed" else what
+        yield "data.packing", f"found true, but a row of task {task} holds {what}; set it to false"
+
+
+def _class_twice(value: Callable[[str], Any]) -> Iterator[Finding]:
+    labels = value("data.labels") or ()
+    twice = next((name for name in labels if labels.count(name) > 1), None)
+    if twice is not None:
+        yield "data.labels", f"{twice} is there twice; each name is one class"
+
+
+def _known_classes(value: Callable[[str], Any]) -> Iterator[Finding]:
+    if value("data.labels") and value("data.path") == MODULES:
+        yield "data.labels", f"given, but the classes of {MODULES} are known; leave it out"
+
+
+def _one_kind_of_row(other: str, value: Callable[[str], Any]) -> Iterator[Finding]:
+    if value("data.messages_column") is not None and value(other) is not None:
+        yield "data.messages_column", f"given together with {other}; a row is one or the other, keep one of them"
+
+
+def _messages_without_template(value: Callable[[str], Any]) -> Iterator[Finding]:
+    if value("data.messages_column") is not None and not value("data.chat"):
+        yield "data.chat", "found false, but messages need a template; set it to true, or name prompt_column instead"
+
+
+def _whole_conversations(value: Callable[[str], Any]) -> Iterator[Finding]:
+    if value("data.messages_column") is not None and value("data.train_on") == "completion":
+        text = "found completion, but data.messages_column names whole conversations, in which no prompt is set apart; "
+        yield "data.train_on", text + "use assistant, or name prompt_column and completion_column instead"
+
+
+def _template(value: Callable[[str], Any]) -> Iterator[Finding]:
+    template = value("tokenizer.chat_template")
+    if template not in (None, CHATML) and not Path(template).is_file():
+        yield "tokenizer.chat_template", f"no such file: {Path(template).absolute()}; {CHATML} needs none"
+
+
+def _warmup(value: Callable[[str], Any]) -> Iterator[Finding]:
+    steps, warmup = value("steps"), value("schedule.warmup_steps")
+    if warmup >= steps:
+        yield "schedule.warmup_steps", f"found {warmup}, but steps is {steps}; warm-up has to end before the run does"
+
+
+def _decay(value: Callable[[str], Any]) -> Iterator[Finding]:
+    name, decay = value("schedule.name"), value("schedule.decay_steps")
+    if name != "wsd" and decay is not None:
+        yield "schedule.decay_steps", f"found {decay}, but only wsd has a decay of its own and schedule.name is {name}"
+    elif name == "wsd" and decay is None:
+        yield "schedule.decay_steps", "missing; wsd needs the length of its final decay"
+
+
+def _long_decay(value: Callable[[str], Any]) -> Iterator[Finding]:
+    steps, warmup, decay = value("steps"), value("schedule.warmup_steps"), value("schedule.decay_steps") or 0
+    if value("schedule.name") == "wsd" and warmup < steps < warmup + decay:
+        yield "schedule.decay_steps", f"found {decay}; with {warmup} warm-up steps that is more than the {steps} steps"
+
+
+def _best(value: Callable[[str], Any]) -> Iterator[Finding]:
+    every, best, evaluated = map(value, ("checkpoint.every_steps", "checkpoint.best", "evaluate.every_steps"))
+    if best and every and (not evaluated or every % evaluated):
+        text = (
+            f"found {best}, but checkpoints are written every {every} steps and evaluate.every_steps is {evaluated}; "
+            "set that to a divisor of checkpoint.every_steps, so that each has a number of its own"
+        )
+        yield "checkpoint.best", text
+
+
+def _rollback(value: Callable[[str], Any]) -> Iterator[Finding]:
+    ratio = value("guard.rollback_ratio")
+    if ratio is not None and not value("checkpoint.every_steps"):
+        text = f"found {ratio:g}, but checkpoint.every_steps is 0, so there is nothing to go back to; set it above 0"
+        yield "guard.rollback_ratio", text
+
+
+def _evaluate(value: Callable[[str], Any]) -> Iterator[Finding]:
+    every, held_out = value("evaluate.every_steps"), value("data.held_out_fraction")
+    if every and not held_out and value("evaluate.path") is None and value("evaluate.split") is None:
+        text = f"found {every}, but nothing is held out; set data.held_out_fraction above 0 or evaluate.path"
+        yield "evaluate.every_steps", text
+
+
+RULES: tuple[Rule, ...] = (
+    *(_no_data, partial(_readable, "data.path"), partial(_readable, "evaluate.path")),
+    *(_sorted_and_packed, _not_packed),
+    *(
+        partial(_of_tasks, tasks, key, default)
+        for tasks, keys in _KEYS_OF_TASKS.items()
+        for key, default in keys.items()
+    ),
+    *(_class_twice, _known_classes, _messages_without_template, _whole_conversations, _template),
+    *(partial(_one_kind_of_row, f"data.{column}_column") for column in ("prompt", "completion")),
+    *(_warmup, _decay, _long_decay, _best, _rollback, _evaluate),
+)

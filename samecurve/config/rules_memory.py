@@ -1,0 +1,74 @@
+"""What more than one key of a recipe takes part in, of memory, compile, fp8 and kernels."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from samecurve.config.schema import Memory
+
+Finding = tuple[str, str]
+
+
+def _idle(key: str, reader: str, value: Callable[[str], Any]) -> Iterator[Finding]:
+    kind, found = value("memory.activation_checkpointing"), value(f"memory.{key}")
+    if kind != reader and found != Memory.model_fields[key].default:
+        text = f"found {found}, but only {reader} reads it and memory.activation_checkpointing is {kind}"
+        yield f"memory.{key}", f"{text}; leave it out"
+
+
+def _offload_compiled(value: Callable[[str], Any]) -> Iterator[Finding]:
+    if value("compile") == "full" and value("memory.activation_checkpointing") == "offload":
+        text = "found full, but a copy to host memory ends what can be compiled, and offload makes one in every layer"
+        yield "compile", f"{text}; use regional"
+
+
+def _torchao(value: Callable[[str], Any]) -> Iterator[Finding]:
+    kind = value("fp8") or "off"
+    if kind != "off" and importlib.util.find_spec("torchao") is None:
+        yield "fp8", f"found {kind}, which needs the package torchao: pip install torchao, or use off"
+
+
+def _fp8_of_bf16(value: Callable[[str], Any]) -> Iterator[Finding]:
+    kind = value("fp8") or "off"
+    if kind != "off" and value("precision") != "bf16":
+        text = f"found {kind}, which rounds what bf16 would compute with, but precision is {value('precision')}"
+        yield "fp8", f"{text}; set that to bf16, or use off"
+
+
+def _fp8_of_4bit(value: Callable[[str], Any]) -> Iterator[Finding]:
+    kind = value("fp8") or "off"
+    if kind != "off" and value("adapter.quantization") is not None:
+        yield "fp8", f"found {kind}, but 4-bit weights have matrix products of their own; use off"
+
+
+def _liger(key: str, instead: str, value: Callable[[str], Any]) -> Iterator[Finding]:
+    if value(key) == "liger" and importlib.util.find_spec("liger_kernel") is None:
+        yield key, f"found liger, which needs the package liger-kernel: pip install liger-kernel, or use {instead}"
+
+
+def _rotated_twice(value: Callable[[str], Any]) -> Iterator[Finding]:
+    """What Liger's rotary positions overwrite, without autograd's knowledge.
+
+    Seen with liger-kernel 0.8.5: they are written into the projections' results, so that a kept result is rotated again
+    when the layer is recomputed, and gradients come out wrong below the same loss (tests/unit/test_kernels.py).
+    """
+    selective = value("memory.activation_checkpointing") == "selective"
+    if value("model.kernels") == "liger" and selective and value("memory.selective_keeps") == "matmul":
+        yield (
+            "model.kernels",
+            "found liger, which rotates queries and keys in place, where memory.selective_keeps: matmul keeps them to "
+            "be rotated again; set that to attention, or memory.activation_checkpointing to another kind, or use torch",
+        )
+
+
+RULES = (
+    partial(_idle, "selective_keeps", "selective"),
+    partial(_idle, "every_k", "every_k"),
+    *(_offload_compiled, _torchao, _fp8_of_bf16, _fp8_of_4bit),
+    partial(_liger, "model.kernels", "torch"),
+    partial(_liger, "loss.implementation", "auto"),
+    _rotated_twice,
+)

@@ -1,0 +1,146 @@
+"""What more than one key of a recipe takes part in, of the model and its adapter."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from samecurve.config import rules_model_config
+from samecurve.config.documents import describe
+from samecurve.config.rules_tasks import model_folder
+from samecurve.config.schema import Adapter
+
+if TYPE_CHECKING:
+    from samecurve.config.source import Source
+
+Finding = tuple[str, str]
+
+
+def _origin(value: Callable[[str], Any]) -> Iterator[Finding]:
+    path, config = value("model.path"), value("model.config")
+    if path is not None and config is not None:
+        yield "model", "both path and config are given, but a model has one origin; set one of them to null"
+    elif path is None and config is None:
+        yield "model", "neither path (pretrained) nor config (from scratch) is given; add one"
+
+
+def _model_type(value: Callable[[str], Any]) -> Iterator[Finding]:
+    config = value("model.config")
+    if config is not None and "model_type" not in config:
+        yield "model.config", "model_type is missing; add it, for example model_type: llama"
+    elif config is not None and not isinstance(config["model_type"], str):
+        yield "model.config.model_type", f"found {describe(config['model_type'])}, text is needed, for example llama"
+
+
+def _folder(value: Callable[[str], Any]) -> Iterator[Finding]:
+    path = value("model.path")
+    if path is not None and path.startswith((".", "/", "~")):
+        yield from model_folder("model.path", Path(path))
+
+
+def _new_from_scratch(value: Callable[[str], Any]) -> Iterator[Finding]:
+    if value("model.new_head") and value("model.path") is None:
+        yield "model.new_head", "found true, but all of a model from scratch is new; set it to false"
+
+
+def _new_of_embed(value: Callable[[str], Any]) -> Iterator[Finding]:
+    if value("model.new_head") and value("task") == "embed":
+        yield "model.new_head", "found true, but a model for embeddings has no head; set it to false"
+
+
+def _new_and_frozen(value: Callable[[str], Any]) -> Iterator[Finding]:
+    task = value("task")
+    if value("model.new_head") and value("adapter.name") is not None and task not in ("classify", "reward", "embed"):
+        text = f"found true, but beside an adapter the head of task {task} is frozen, and would stay as it was drawn; "
+        yield "model.new_head", text + "train the whole model (adapter.name=null)"
+
+
+def _dora(value: Callable[[str], Any]) -> Iterator[Finding]:
+    if value("adapter.quantization") is not None and value("adapter.dora"):
+        yield "adapter.dora", "found true, which needs the norms of weights that are not quantized; use false"
+
+
+def _bitsandbytes(value: Callable[[str], Any]) -> Iterator[Finding]:
+    if value("adapter.quantization") is not None and importlib.util.find_spec("bitsandbytes") is None:
+        text = "found 4bit, which needs the package bitsandbytes: pip install bitsandbytes, or use null"
+        yield "adapter.quantization", text
+
+
+def _idle(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
+    found = value(f"adapter.{key}")
+    if value("adapter.name") is None and found != Adapter.model_fields[key].default:
+        text = f"found {describe(found)}, but adapter.name is null, so there is no adapter; set it to lora"
+        yield f"adapter.{key}", text
+
+
+def _adapts(value: Callable[[str], Any]) -> Iterator[Finding]:
+    if value("adapter.name") is not None and value("model.config") is not None:
+        text = f"found {value('adapter.name')}, which adapts a pretrained model, but model.config makes a new one; "
+        yield "adapter.name", text + "give model.path, or set adapter.name to null"
+
+
+def _positions(value: Callable[[str], Any]) -> Iterator[Finding]:
+    length, given = value("batch.sequence_length"), value("model.config")
+    fields, owner = (given, "model.config") if given else (architecture(value), "the model's config.json")
+    for key in ("max_position_embeddings", "n_positions"):
+        limit = fields.get(key)
+        if isinstance(limit, int) and 0 < limit < length:  # -1 where there is no limit
+            yield "batch.sequence_length", f"found {length}, but {key} in {owner} is {limit}; a row has to fit into it"
+
+
+def _flash_packed(value: Callable[[str], Any]) -> Iterator[Finding]:
+    """flash-attn tells packed documents apart by their positions only in a batch of one row."""
+    if value("model.attention") != "flash_attention_2":
+        return
+    if value("data.packing") and value("batch.micro_batch_size") > 1:
+        text = (
+            f"found flash_attention_2, which does not keep packed documents apart when batch.micro_batch_size is "
+            f"{value('batch.micro_batch_size')}; set that to 1, or use sdpa, or data.packing: false"
+        )
+        yield "model.attention", text
+
+
+def _flash_in_fp32(value: Callable[[str], Any]) -> Iterator[Finding]:
+    if value("model.attention") == "flash_attention_2" and value("precision") == "fp32":
+        yield "model.attention", "found flash_attention_2, which does not compute in fp32; use sdpa, or precision: bf16"
+
+
+RULES = (
+    *(_origin, _model_type, _folder, *rules_model_config.RULES),
+    *(_new_from_scratch, _new_of_embed, _new_and_frozen),
+    *(_dora, _bitsandbytes, _adapts),
+    *(partial(_idle, key) for key in Adapter.model_fields if key != "name"),
+    *(_positions, _flash_packed, _flash_in_fp32),
+)
+
+
+def architecture(value: Callable[[str], Any]) -> dict[str, Any]:
+    """The fields of the model's config that the recipe or a local model folder gives."""
+    with contextlib.suppress(OSError, ValueError):
+        config = value("model.config")
+        if config is None and value("model.path") is not None:
+            config = json.loads((Path(value("model.path")) / "config.json").read_text())
+        return config if isinstance(config, dict) else {}
+    return {}
+
+
+def hidden_layers(source: Source) -> int | None:
+    """How many decoder layers the model has, where that is known without loading it."""
+    with contextlib.suppress(KeyError):
+        fields = architecture(source.value)
+        found = [fields[key] for key in ("num_hidden_layers", "n_layer", "num_layers") if key in fields]
+        return found[0] if found and isinstance(found[0], int) else None
+    return None
+
+
+def model_type(source: Source) -> str | None:
+    """The model's family in transformers, where that is known without loading it."""
+    with contextlib.suppress(KeyError):
+        found = architecture(source.value).get("model_type")
+        return found if isinstance(found, str) else None
+    return None

@@ -1,0 +1,52 @@
+"""What the keys of a recipe's `optimizer` block have to do with one another."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from samecurve.config.documents import describe
+from samecurve.config.schema import Optimizer
+from samecurve.specs.optimizers import TRAITS
+
+Finding = tuple[str, str]
+# rounding to bf16 moves a number by up to 2 ** -9 of itself, 0.2 %; a mean has to move by more than that
+LARGEST_BF16_BETA = 0.99
+
+
+def _bitsandbytes(value: Callable[[str], Any]) -> Iterator[Finding]:
+    name = value("optimizer.name")
+    if name == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
+        yield "optimizer.name", f"found {name}, which needs the package bitsandbytes: pip install bitsandbytes"
+
+
+def _idle(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
+    """A key that the named optimizer has no use for: it would do nothing."""
+    name, found = value("optimizer.name"), value(f"optimizer.{key}")
+    default = Optimizer.model_fields[key].default
+    if key not in TRAITS[name].reads and (tuple(found) if isinstance(found, list) else found) != default:
+        *others, last = (other for other, traits in TRAITS.items() if key in traits.reads)
+        readers = f"{', '.join(others)} and {last} read" if others else f"{last} reads"
+        text = f"found {describe(found)}, but only {readers} it and optimizer.name is {name}; leave it out"
+        yield f"optimizer.{key}", text
+
+
+def _bf16_weights(value: Callable[[str], Any]) -> Iterator[Finding]:
+    if value("optimizer.name") == "adamw_bf16" and value("precision") != "bf16":
+        text = f"found adamw_bf16, whose weights are bf16, but precision is {value('precision')}; use bf16 there, or "
+        yield "optimizer.name", f"{text}another optimizer"
+
+
+def _bf16_mean(value: Callable[[str], Any]) -> Iterator[Finding]:
+    second = value("optimizer.betas")[1]
+    if value("optimizer.name") == "adamw_bf16" and second > LARGEST_BF16_BETA:
+        text = f"found {second:g}, but a bf16 mean does not see a change of {1 - second:.2g} of itself, which rounding "
+        yield "optimizer.betas", f"{text}undoes; use at most {LARGEST_BF16_BETA:g}, or adamw"
+
+
+RULES = (
+    *(_bitsandbytes, _bf16_weights, _bf16_mean),
+    *(partial(_idle, key) for key in sorted({key for traits in TRAITS.values() for key in traits.reads})),
+)

@@ -1,0 +1,37 @@
+"""What the keys of `profile` have to do with the run's length and the number of its processes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from samecurve.config.source import Source
+
+Finding = tuple[str, str]
+
+
+def _order(value: Callable[[str], Any]) -> Iterator[Finding]:
+    first, last = value("profile.steps") or (1, 1)
+    if first > last:
+        yield "profile.steps", f"found [{first}, {last}]; it is the first step and the last one, so swap them"
+
+
+def _end(value: Callable[[str], Any]) -> Iterator[Finding]:
+    first, last = value("profile.steps") or (1, 1)
+    if first <= last and last > value("steps"):
+        yield "profile.steps", f"found [{first}, {last}], but steps is {value('steps')}; end with a step that there is"
+
+
+RULES = _order, _end
+
+
+def check_ranks(source: Source, world_size: int) -> None:
+    """Add a problem where profile.ranks names a rank that is not there."""
+    with contextlib.suppress(KeyError):
+        absent = [rank for rank in source.value("profile.ranks") if rank >= world_size]
+        if absent:
+            text = f"found {absent[0]}, but the ranks of {world_size} process{'es' * (world_size > 1)} are "
+            text += f"0 to {world_size - 1}" if world_size > 1 else "0 alone"
+            source.document.problem(("profile", "ranks"), f"{text}; name those")

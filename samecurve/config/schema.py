@@ -1,0 +1,235 @@
+"""The recipe's schema: what is trained. A strategy says how it is spread over devices (strategy/).
+
+The text below each key is its meaning in docs/recipe_reference.md: `python -m samecurve.config.reference` writes it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from samecurve.config.schema_data import Data, Tokenizer
+from samecurve.config.schema_training import Batch, Loss, Memory, Optimizer, Schedule
+from samecurve.config.section import LARGEST_INTEGER, Count, Name, Natural, Section
+
+# numpy takes seeds below 2**32, and the rank is added to this one
+LARGEST_SEED = 2**31 - 1
+# the step in the name of a checkpoint's folder has eight digits
+MOST_STEPS = 10**8 - 1
+# 31 years, in seconds: the clocks of PyTorch and Python that wait for a step end after some hundred
+LONGEST_TIMEOUT = 10**9
+Pooling = Literal["mean", "cls", "last"]
+
+
+class Model(Section):
+    """The model. A recipe gives either `path` (pretrained) or `config` (from scratch)."""
+
+    path: Name | None = None
+    """A pretrained model: a Hugging Face folder, or its name on the hub."""
+    trust_remote_code: bool = False
+    """Run the Python files that come with `path`, including those of its tokenizer. They can do anything."""
+    config: dict[str, Any] | None = None
+    """The fields of a Hugging Face config for a model from scratch. `model_type` is required."""
+    attention: Literal["auto", "sdpa", "eager", "varlen", "flash_attention_2", "flex_attention"] = "auto"
+    """The attention implementation. `auto` is `varlen` in bf16 on a CPU and `sdpa` elsewhere."""
+    kernels: Literal["torch", "liger"] = "torch"
+    """`liger` uses liger-kernel's norms, rotary positions and gated activations on a GPU."""
+    new_head: bool = False
+    """`path` comes without the task's head, so a new one is made. `classify` and `reward` always may."""
+
+
+def _modules(value: Any) -> Any:
+    names = list(value) if isinstance(value, (list, tuple)) else [value]
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise ValueError("a pattern, a list of names or all-linear is needed")
+    return value if isinstance(value, str) else tuple(names)
+
+
+class Adapter(Section):
+    """A peft adapter on the pretrained model of `model.path`."""
+
+    name: Literal["lora"] | None = None
+    """`lora` trains low-rank matrices (and a classifier's new head). null trains the whole model."""
+    rank: Count = 16
+    """The rank of the matrices."""
+    alpha: Count = 32
+    """The update is scaled by alpha / rank."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout on the adapter's input."""
+    target_modules: Annotated[Any, BeforeValidator(_modules)] = "all-linear"
+    """The adapted modules: `all-linear` (all but the output head), a list of the last parts of names, such as
+    `[q_proj, v_proj]`, or a regular expression over whole names."""
+    rslora: bool = False
+    """Scale the update by alpha / sqrt(rank) instead (rsLoRA)."""
+    dora: bool = False
+    """Learn the magnitude of each output separately from its direction (DoRA). Slower."""
+    quantization: Literal["4bit"] | None = None
+    """Store the frozen weights in 4 bits (QLoRA). It needs bitsandbytes and runs under `single` and `ddp`."""
+
+
+class Embed(Section):
+    """Task `embed`."""
+
+    temperature: float = Field(0.05, gt=0)
+    """Cosine similarities are divided by it. A lower one gives more weight to the nearest negatives."""
+    pooling: Pooling = "mean"
+    """How the token states become one vector: their mean, the first (`cls`) or the last one."""
+
+
+class Evaluate(Section):
+    """Evaluation during training."""
+
+    every_steps: Natural = 0
+    """Steps between evaluations. 0: never. Otherwise `path` or `data.held_out_fraction` is needed."""
+    path: Name | None = None
+    """The evaluation data, read like `data.path`. null: a split of `data.path`, or the held-out documents."""
+    split: Name | None = None
+    """Hub: the split that is evaluated on, of `data.path` where `path` is null."""
+    config: Name | None = None
+    """Hub: like `data.config`, which it defaults to where `path` is null."""
+    revision: Name | None = None
+    """Hub: like `data.revision`, which it defaults to where `path` is null."""
+
+
+class Checkpoint(Section):
+    """When checkpoints are written and which are kept."""
+
+    every_steps: Natural = 200
+    """Steps between checkpoints; the last step writes one too. 0: only when a signal stops the run."""
+    keep: int = Field(2, ge=2, le=LARGEST_INTEGER)
+    """How many of the newest are kept. At least two, so that one is left when the newest is corrupt."""
+    best: Literal["eval_loss"] | None = None
+    """`eval_loss` also keeps the checkpoint with the lowest evaluation loss."""
+    background: bool | None = None
+    """Write while training continues, from a copy in host memory. null: true, but false where the optimizer state is on
+    NVMe. false: training waits for the disk."""
+
+
+class Guard(Section):
+    """Checks of the numbers while a run trains."""
+
+    max_skipped_steps: Natural = 3
+    """Steps in a row that may be skipped because loss or gradient is not finite. The next one ends the run."""
+    rollback_ratio: float | None = Field(None, gt=1)
+    """Return to the last checkpoint's weights when the loss exceeds the smoothed loss by this factor. null: off."""
+    compare_replicas_every_steps: Natural = 0
+    """Steps between comparisons of the weights that ranks replicate, by hash. 0: off."""
+
+
+class Timeout(Section):
+    """The watchdog."""
+
+    step_seconds: int = Field(600, ge=0, le=LONGEST_TIMEOUT)
+    """Seconds without progress after which the run writes the stacks of all ranks and exits with code 124. 0: never."""
+
+
+class Logging(Section):
+    """Console output. `metrics.jsonl` has every step."""
+
+    every_steps: Count = 10
+    """Steps between lines where the output is not a terminal."""
+
+
+class Profile(Section):
+    """PyTorch's profiler. See [Profiling](profiling.md)."""
+
+    steps: tuple[Count, Count] | None = Field(None, strict=False)
+    """The first and the last recorded step, 1-based and inclusive. null disables profiling."""
+    ranks: tuple[Natural, ...] = Field((0,), strict=False, min_length=1)
+    """The ranks that write a trace. The lowest of them writes the summary."""
+
+
+class Dpo(Section):
+    """Task `dpo`. All losses except `orpo` and `simpo` use the initial model as the reference model."""
+
+    loss: Literal["sigmoid", "ipo", "kto", "orpo", "simpo"] = "sigmoid"
+    """The preference loss. `sigmoid` is DPO."""
+    beta: float = Field(0.1, gt=0)
+    """The strength of the reference model's constraint; for `orpo` the weight of the odds ratio."""
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """`sigmoid` only: the probability that the two answers of a pair are swapped."""
+    gamma: float | None = Field(None, ge=0)
+    """`simpo` only, and required there: the target reward margin."""
+
+    @property
+    def has_reference(self) -> bool:
+        return self.loss not in ("orpo", "simpo")
+
+
+class Reward(Section):
+    """Task `reward`."""
+
+    center_rewards_coefficient: float | None = Field(None, gt=0)
+    """The weight of a term that pulls the mean reward of a pair to 0. null: no such term. TRL's example has 0.01."""
+
+
+class Distill(Section):
+    """Task `distill`."""
+
+    teacher: Name | None = None
+    """The frozen teacher: a Hugging Face folder, or its name on the hub. Required."""
+    temperature: float = Field(1.0, gt=0)
+    """Softens the distributions of teacher and student. Above 1, unlikely tokens count more."""
+    divergence: Literal["forward_kl", "reverse_kl"] = "forward_kl"
+    """`forward_kl` makes the student cover the teacher's distribution; `reverse_kl` makes it seek its modes."""
+    label_weight: float = Field(0.0, ge=0, lt=1)
+    """The weight of the cross-entropy with the labels. The divergence has the rest."""
+
+
+def _off(value: Any) -> Any:
+    return "off" if value is False else value  # as YAML 1.1 reads the word
+
+
+class Recipe(Section):
+    """A recipe says what is trained, never how the work is spread over devices."""
+
+    task: Literal["pretrain", "continue_pretrain", "sft", "distill", "dpo", "reward", "classify", "mlm", "embed"] = (
+        "pretrain"
+    )
+    """What is trained. See [Fine-tuning](finetuning.md)."""
+    output_dir: Name
+    """The run directory. See [Run directory](run_directory.md)."""
+    seed: int = Field(0, ge=0, le=LARGEST_SEED)
+    """Seeds the first weights, the order of the rows and dropout."""
+    steps: int = Field(ge=1, le=MOST_STEPS)
+    """Optimizer steps."""
+    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    """The computing precision. Trained weights stay fp32, except those of `adamw_bf16`. A CPU without bf16
+    instructions is many times faster in fp32; the header warns."""
+    fp8: Annotated[Literal["off", "tensorwise", "rowwise", "rowwise_with_gw_hp"], BeforeValidator(_off)] = "off"
+    """Compute the layers' linear products in 8 bits with torchao's recipe of that name. It needs `precision: bf16`."""
+    model: Model
+    adapter: Adapter = Adapter()
+    tokenizer: Tokenizer = Tokenizer()
+    data: Data
+    embed: Embed = Embed()
+    distill: Distill = Distill()
+    batch: Batch
+    optimizer: Optimizer
+    schedule: Schedule = Schedule()
+    dpo: Dpo = Dpo()
+    reward: Reward = Reward()
+    loss: Loss = Loss()
+    memory: Memory = Memory()
+    compile: Annotated[Literal["off", "regional", "full"], BeforeValidator(_off)] = "off"
+    """`regional` compiles one layer for all that are alike, and the chunked loss. `full` compiles the whole model."""
+    evaluate: Evaluate = Evaluate()
+    checkpoint: Checkpoint = Checkpoint()
+    guard: Guard = Guard()
+    timeout: Timeout = Timeout()
+    logging: Logging = Logging()
+    profile: Profile = Profile()
+
+    @property
+    def evaluation(self) -> Data | None:
+        """What is evaluated on, read like the training data; None: what is held out of those, if anything."""
+        own, data = self.evaluate, self.data
+        if own.path is None and own.split is None:
+            return None
+        chosen = {"split": own.split or "train", "config": own.config, "revision": own.revision}
+        if own.path is None:
+            same = {"config": own.config or data.config, "revision": own.revision or data.revision}
+            return data.model_copy(update=chosen | same)
+        pattern = None if own.split is not None else data.pattern
+        return data.model_copy(update={"path": own.path, "pattern": pattern, **chosen})

@@ -1,0 +1,135 @@
+"""The recipe's schema, continued: which data are read, and how text becomes tokens.
+
+The text below each key is its meaning in docs/recipe_reference.md: `python -m samecurve.config.reference` writes it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from samecurve.config.section import LARGEST_INTEGER, Name, Section
+
+# every byte and two special tokens
+SMALLEST_VOCABULARY = 256 + 2
+# an exbibyte, more than any machine has
+LARGEST_BUFFER_MIB = 2**40
+# processes of each rank
+MOST_WORKERS = 1024
+
+
+class Tokenizer(Section):
+    """The tokenizer. A recipe gives `path`, `vocabulary_size` or neither; then it is the tokenizer of `model.path`."""
+
+    path: Name | None = None
+    """A tokenizer's folder, or its name on the hub."""
+    chat_template: Name | None = None
+    """Chat tasks: a Jinja file that replaces the tokenizer's template, or `chatml`, which also adds ChatML's two tokens
+    where they are missing."""
+    pad_token: Name | None = None
+    """Tasks `classify`, `reward`, `embed` and `mlm`: the padding token of a tokenizer that names none. It must be in
+    the vocabulary and in no text; for many decoders it is the `eos_token`. Its embedding is not trained."""
+    vocabulary_size: int | None = Field(None, ge=SMALLEST_VOCABULARY, le=LARGEST_INTEGER)
+    """Train a byte-level BPE of this size on the training data."""
+
+
+class MixtureSource(Section):
+    """One data set of `data.mixture`. A column that is null takes the value of `data`."""
+
+    path: Name
+    """Where the data are; like `data.path`."""
+    weight: float = Field(gt=0)
+    """The share of its rows, relative to the weights of the other sources."""
+    split: Name = "train"
+    """Like `data.split`."""
+    config: Name | None = None
+    """Like `data.config`, for this source alone."""
+    revision: Name | None = None
+    """Like `data.revision`, for this source alone."""
+    pattern: str | None = None
+    """Like `data.pattern`, for this source alone."""
+    text_column: Name | None = None
+    """Like `data.text_column`."""
+    messages_column: Name | None = None
+    """Like `data.messages_column`."""
+    prompt_column: Name | None = None
+    """Like `data.prompt_column`."""
+    completion_column: Name | None = None
+    """Like `data.completion_column`."""
+
+
+class Data(Section):
+    """The training data and how rows are made of them. A key that the task does not read is an error."""
+
+    path: Name | None = None
+    """A file, a folder, a data set of the hub (`OWNER/NAME`), or a `builtin:` name. With `streaming` also a URL."""
+    split: Name = "train"
+    """Hub: the split that is trained on."""
+    config: Name | None = None
+    """Hub: the configuration (subset) of a data set that has several."""
+    revision: Name | None = None
+    """Hub: a branch, tag or commit. null: `main`."""
+    mixture: Annotated[tuple[MixtureSource, ...], Field(min_length=1, strict=False)] | None = None
+    """Several data sets in place of `path`, for `pretrain`, `continue_pretrain` and `sft`."""
+    pattern: str | None = None
+    """Which files of a folder are read, such as `**/*.md`. null: those with the suffix of a text or a table."""
+    text_column: str = "text"
+    """The text of a table's row (`pretrain`, `continue_pretrain`, `classify`, `mlm`)."""
+    text_pair_column: Name | None = None
+    """`classify`: a second text, where two are compared."""
+    label_column: Name = "label"
+    """`classify`: the class, as a name or a whole number from 0."""
+    labels: Annotated[tuple[Name, ...], Field(min_length=2, strict=False)] | None = None
+    """`classify`: the names of the classes in their order. null: those in the data, sorted."""
+    anchor_column: Name = "anchor"
+    """`embed`: a text, such as a question."""
+    positive_column: Name = "positive"
+    """`embed`: the text that matches the anchor."""
+    negative_columns: Annotated[tuple[Name, ...], Field(strict=False)] | None = None
+    """`embed`: hard negatives. null: the columns `negative`, `negative_1`, ... of the first row."""
+    messages_column: Name | None = None
+    """`sft`, `distill`: a list of `{role, content}` or of ShareGPT's `{from, value}`. An assistant's turn with
+    `weight: 0` is not trained. null: `messages` or `conversations`, where a row has one."""
+    prompt_column: Name | None = None
+    """`sft`, `distill`, `dpo`, `reward`: the prompt, as text or as a list of messages. null: `prompt`."""
+    completion_column: Name | None = None
+    """`sft`, `distill`: the answer to the prompt. null: `completion`."""
+    chosen_column: Name = "chosen"
+    """`dpo`, `reward`: the preferred answer. It begins with the prompt where there is no prompt column."""
+    rejected_column: Name = "rejected"
+    """`dpo`, `reward`: the other answer."""
+    chat: bool = True
+    """Chat tasks: render prompt and answer with the chat template. false: concatenate them as they are."""
+    train_on: Literal["assistant", "completion", "all"] = "assistant"
+    """`sft`, `distill`, `dpo`: which tokens are trained. `assistant`: each answer up to the token that ends it.
+    `completion`: everything after the prompt, as in TRL's DPO, including what the template writes after that token.
+    `all` (not `dpo`): prompts and markers, too."""
+    packing: bool = True
+    """Causal models: pack documents into full rows, without attention across documents. false: one document per row,
+    truncated and padded. The other tasks need false."""
+    group_by_length: bool = False
+    """Without packing: put rows of similar length into one step and pad to the longest of them."""
+    held_out_fraction: float = Field(0.0, ge=0.0, lt=1.0)
+    """The fraction of documents, chosen by their content, that is evaluated on and never trained on."""
+    streaming: bool = False
+    """`pretrain`, `continue_pretrain`: tokenize during training instead of ahead of it."""
+    shuffle_buffer_mib: float = Field(64.0, gt=0, le=LARGEST_BUFFER_MIB)
+    """Streaming: the MiB of text that are tokenized and shuffled together."""
+    num_workers: int = Field(0, ge=0, le=MOST_WORKERS)
+    """Processes per device that prepare rows. 0: a thread of the training process. The order of rows stays the same."""
+    cache_dir: str | None = None
+    """Where tokens and trained tokenizers are cached. null: `$SAMECURVE_CACHE`, else `~/.cache/samecurve`."""
+
+    @property
+    def name(self) -> str:
+        """For messages about all of the training data."""
+        return self.path if self.path is not None else "data.mixture"
+
+    def sources(self) -> tuple[Data, ...]:
+        """What each data set of the mixture is read by; this itself where there is no mixture."""
+        if self.mixture is None:
+            return (self,)
+        given = (source.model_dump(exclude={"weight"}, exclude_none=True) for source in self.mixture)
+        own = {"mixture": None, "pattern": None, "config": None, "revision": None}
+        return tuple(self.model_copy(update={**own, **keys}) for keys in given)

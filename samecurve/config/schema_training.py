@@ -1,0 +1,98 @@
+"""The recipe's schema, continued: batch, optimizer, schedule, loss and memory.
+
+The text below each key is its meaning in docs/recipe_reference.md: `python -m samecurve.config.reference` writes it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from samecurve.config.section import LARGEST_INTEGER, Count, Natural, Section
+from samecurve.errors import ConfigurationError
+
+
+class Batch(Section):
+    """Sizes in global terms, so that the loss curve does not depend on the number of devices."""
+
+    global_batch_size: Count
+    """Rows per optimizer step over all devices. It must be a multiple of micro_batch_size x data-parallel devices."""
+    micro_batch_size: Count = 1
+    """Rows per device and forward pass."""
+    sequence_length: Count
+    """Tokens per row."""
+
+    def accumulation_steps(self, data_parallel_size: int) -> int:
+        """Micro-batches per optimizer step and rank. ConfigurationError when the global batch does not divide."""
+        steps, rest = divmod(self.global_batch_size, self.micro_batch_size * data_parallel_size)
+        if rest:
+            raise ConfigurationError(
+                f"batch.global_batch_size: {self.global_batch_size} does not divide into micro_batch_size "
+                f"{self.micro_batch_size} x {data_parallel_size} data-parallel ranks"
+            )
+        return steps
+
+
+Beta = Annotated[float, Field(ge=0, lt=1, strict=True)]
+
+
+class Optimizer(Section):
+    """The optimizer and its hyperparameters. A key that the named optimizer does not read is an error."""
+
+    name: Literal["adamw", "lion", "sgd", "adafactor", "muon", "adamw_bf16", "adamw_8bit"] = "adamw"
+    """The algorithm. [Optimizers](optimizers.md) compares them."""
+    learning_rate: float = Field(gt=0)
+    """The peak learning rate. Lion needs 3 to 10 times less than AdamW; for Adafactor it is relative to the weights."""
+    betas: tuple[Beta, Beta] = Field((0.9, 0.95), strict=False)
+    """Decay rates of the two moments. Not read by `sgd` and `adafactor`."""
+    momentum: float = Field(0.9, gt=0, lt=1)
+    """Momentum of `sgd` and `muon`. The authors of Muon use 0.95."""
+    epsilon: float = Field(1e-8, gt=0, lt=1)
+    """Added to the denominator of the AdamW variants, including the one inside `muon`."""
+    bf16_update: Literal["stochastic", "kahan"] = "stochastic"
+    """How `adamw_bf16` updates a bf16 weight: stochastic rounding, or Kahan summation with 2 more bytes per weight."""
+    implementation: Literal["fused", "foreach", "for_loop"] = "fused"
+    """`adamw` only: one kernel per update, one per operation, or one per operation and tensor."""
+    weight_decay: float = Field(0.1, ge=0)
+    """Weight decay. It applies to matrices and embeddings, not to norms and biases."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Gradients are clipped to this global norm."""
+
+
+class Schedule(Section):
+    """The learning rate as a function of the step."""
+
+    name: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    """The shape after warm-up. `wsd` is warm-up, stable, decay."""
+    warmup_steps: Natural = 0
+    """Steps of linear warm-up. It must be less than `steps`."""
+    decay_steps: Natural | None = None
+    """`wsd` only, and required there: the length of the final decay in steps."""
+    final_ratio: float = Field(0.1, ge=0, le=1)
+    """The last learning rate divided by the peak."""
+
+
+class Loss(Section):
+    """How the loss over tokens is computed. The other tasks have losses over rows or pairs."""
+
+    implementation: Literal["auto", "chunked", "full", "liger"] = "auto"
+    """`chunked` runs output head and loss on a few tokens at a time; `full` materializes all logits; `liger` uses
+    liger-kernel's fused linear cross-entropy on a GPU. `auto` is `chunked` where task and strategy allow it."""
+
+
+class Memory(Section):
+    """What the backward pass keeps, when gradients are reduced, and when Python collects garbage."""
+
+    activation_checkpointing: Literal["none", "full", "selective", "every_k", "offload"] = "none"
+    """`full` recomputes each layer from its input; `every_k` recomputes one layer in every_k; `selective` keeps the
+    results of some operators and recomputes the rest; `offload` is `full` with the inputs in host memory."""
+    selective_keeps: Literal["matmul", "attention"] = "matmul"
+    """`selective` only: keep the results of matrix products and attention, or of attention alone."""
+    every_k: int = Field(2, ge=2, le=LARGEST_INTEGER)
+    """`every_k` only: one layer out of this many is recomputed."""
+    gradient_sync: Literal["auto", "once"] = "auto"
+    """When gradients are reduced during accumulation. `once` makes FSDP reduce after the last micro-batch only, at the
+    price of unsharded gradients; `auto` does so only where ranks hold whole gradients anyway (DDP, ZeRO-1)."""
+    garbage_collection_steps: Natural = 50
+    """Steps between Python garbage collections, which run on all ranks after the same step. 0: Python decides."""

@@ -1,0 +1,21 @@
+"""What every block of the recipe's schema is made of."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+# empty is what a shell makes of `data.path=$UNSET`; read as a folder it would be the working directory
+Name = Annotated[str, Field(min_length=1)]
+
+# PyTorch, numpy and JSON's readers count in 64 bits
+LARGEST_INTEGER = 2**63 - 1
+Count = Annotated[int, Field(ge=1, le=LARGEST_INTEGER, strict=True)]
+Natural = Annotated[int, Field(ge=0, le=LARGEST_INTEGER, strict=True)]
+
+
+class Section(BaseModel):
+    """strict: a quoted number is text and is refused, not read as a number. A list from YAML may fill a tuple."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)

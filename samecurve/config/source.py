@@ -1,0 +1,74 @@
+"""What the user wrote, with its schema's defaults."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, NamedTuple, get_args, get_origin
+
+from pydantic import BaseModel
+
+from samecurve.config.documents import Document, KeyPath
+from samecurve.config.schema import Recipe
+
+# in a key path: any place of a list
+ANY_ITEM = "*"
+
+
+class Source(NamedTuple):
+    """What the user wrote. `recipe` is None when anything in it breaks the schema."""
+
+    document: Document
+    recipe: Recipe | None
+    invalid: frozenset[KeyPath]
+
+    def value(self, dotted: str) -> Any:
+        """What the recipe says, or the schema's default; a number is a place in a list: `data.mixture.0.path`.
+
+        Raises KeyError where it is missing, has the wrong type, or may stand in a file that could not be read.
+        """
+        path = tuple(dotted.split("."))
+        if any(path[: len(bad)] == bad or bad[: len(path)] == path for bad in self.invalid):
+            raise KeyError(dotted)
+        found, model = self.document.content, Recipe
+        for key in path:
+            if isinstance(found, (list, tuple)):
+                found = found[int(key)]
+                continue
+            info = model.model_fields[key]
+            if key not in found and self.document.incomplete:
+                raise KeyError(dotted)
+            found = found[key] if key in found else info.get_default(call_default_factory=True)
+            model = next((block for _, block in _blocks(info.annotation)), None)
+            found = found.model_dump() if isinstance(found, BaseModel) else found
+        return found
+
+    def length(self, dotted: str) -> int:
+        """Of a list as it is written, whatever is in it; 0 where there is none."""
+        found = self.document.get(*dotted.split("."))
+        return len(found) if isinstance(found, list) else 0
+
+    def cite(self, dotted: str) -> str:
+        """`key is value (file:line)`, for a message about another file."""
+        path = tuple(dotted.split("."))
+        try:
+            place = self.document.places.get(path, "the default")
+            shown = "a block" if isinstance(self.value(dotted), dict) else json.dumps(self.value(dotted))
+        except KeyError:
+            return dotted
+        return f"{dotted} is {shown} ({place})"
+
+
+def schema_paths(model: type[BaseModel], prefix: KeyPath = ()) -> Iterator[KeyPath]:
+    for name, info in model.model_fields.items():
+        yield (*prefix, name)
+        for depth, block in _blocks(info.annotation):
+            yield from schema_paths(block, (*prefix, name, *[ANY_ITEM] * depth))
+
+
+def _blocks(annotation: Any, depth: int = 0) -> Iterator[tuple[int, type[BaseModel]]]:
+    """The blocks of keys that a field may hold, and in how many lists they lie."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield depth, annotation
+    for inner in get_args(annotation):
+        yield from _blocks(inner, depth + (get_origin(annotation) is tuple))

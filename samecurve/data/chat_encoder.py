@@ -1,0 +1,277 @@
+"""Conversations to token ids and to marks of what is trained, through the tokenizer's chat template."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from samecurve.data.encoder import Encoded, Encoder
+from samecurve.data.schemas.conversation import Conversation, Schema
+from samecurve.errors import DataError
+from samecurve.specs.data_names import CHATML
+from samecurve.storage.cache import digest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+Span = tuple[int, int]
+# Part of the cache key: raise it when the same conversation gives other tokens or other marks.
+_VERSION = 1
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_PROBE = "\N{REFERENCE MARK}"
+_FIX = "mark what is trained by {% generation %} in a template of your own (tokenizer.chat_template: FILE)"
+
+
+class ChatEncoder(Encoder):
+    """What is trained is found in the rendered text, and from there in the tokens that overlap it.
+
+    It is what the template marks by {% generation %}, else what each assistant turn adds to the text before it, else an
+    error; but nothing of a turn whose weight is 0. The special token that ends a turn is trained, also where the mark
+    ends before it; a line break behind that token is not, unless it is marked: generation stops before it. DataError
+    for a tokenizer without a template, and for a conversation that the template cannot render.
+
+    train_on "completion": everything behind the prompt instead, whatever is marked, as TRL's DPOTrainer and KTOTrainer
+    count it, and SFTTrainer with completion_only_loss.
+
+    Counted: answers whose first characters share a token with the prompt (a line break and the spaces after it, mostly;
+    the model is trained to write that token, but is never asked to), and messages that hold a special token's text.
+    """
+
+    masked = renders = True
+    counted = ("answers_begun_inside_a_token", "messages_with_special_tokens")
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, schema: Schema):
+        super().__init__(tokenizer)
+        if not tokenizer.chat_template:
+            raise DataError(
+                f"{tokenizer.name_or_path or 'the tokenizer'}: has no chat template; use a chat model's tokenizer, "
+                f"or set tokenizer.chat_template={CHATML}, which adds its two tokens where they are missing, or to a "
+                "Jinja file, or data.chat=false for prompts and completions"
+            )
+        from tokenizers import processors
+
+        self.tokenizer, self.schema = tokenizer, schema
+        self._rust.encode_special_tokens = False  # the template writes them as text
+        # It would trim spaces from the tokens' offsets, and add tokens that the template has written already.
+        self._rust.post_processor = processors.Sequence([])
+        self._special = tuple(t.content for t in tokenizer.added_tokens_decoder.values() if t.special)
+        template = [tokenizer.chat_template, {key: str(value) for key, value in tokenizer.special_tokens_map.items()}]
+        self.identity = digest(_VERSION, self.identity, template, schema.train_on)
+
+    def encode(self, documents: list[Conversation]) -> list[Encoded]:
+        rendered = [self.render(document) for document in documents]
+        encodings = self._rust.encode_batch([text for text, _ in rendered], add_special_tokens=False)
+        found = []
+        for document, encoding, (_, spans) in zip(documents, encodings, rendered, strict=True):
+            offsets = np.array(encoding.offsets)
+            found.append(Encoded(encoding.ids, _overlap(offsets, spans)))
+            inside = sum(bool(((offsets[:, 0] < start) & (start < offsets[:, 1])).any()) for start, _ in spans)
+            self.counts["answers_begun_inside_a_token"] += inside
+            self.counts["messages_with_special_tokens"] += self._count_special(document)
+        return found
+
+    def _count_special(self, document: Conversation) -> int:
+        return sum(any(token in message["content"] for token in self._special) for message in document.messages)
+
+    def render(self, conversation: Conversation) -> tuple[str, list[Span]]:
+        """The template's text, and the character ranges of it that are trained."""
+        template = self._template(conversation)
+        text, marked = self._apply(conversation, template, len(conversation.messages))
+        if self.schema.train_on == "all":
+            return text, [(0, len(text))]
+        if self.schema.train_on == "completion":
+            spans = [self._completion(conversation, template, text)]
+        elif _GENERATION.search(template):
+            spans = self._without_untrained(conversation, template, text, [(a, b) for a, b in marked if a < b])
+        else:
+            spans = self._by_difference(conversation, template, text)
+        if not spans:
+            raise DataError(f"{conversation.place}: the chat template marks no part of it as the assistant's; {_FIX}")
+        return text, [self._with_end(conversation, text, span) for span in spans]
+
+    def _template(self, conversation: Conversation) -> str:
+        tools = conversation.tools and list(conversation.tools)
+        template = self.tokenizer.get_chat_template(None, tools)
+        used = {"tools": tools, "tool_calls": any("tool_calls" in message for message in conversation.messages)}
+        for name, is_used in used.items():
+            if is_used and name not in template:
+                raise DataError(
+                    f"{conversation.place}: has {name}, which the chat template leaves out; remove them, or set "
+                    "tokenizer.chat_template to a template that renders them"
+                )
+        return template
+
+    def _apply(
+        self, conversation: Conversation, template: str, num_messages: int, prompt: bool = False
+    ) -> tuple[str, list[Span]]:
+        """The first messages as text, with the ranges that `generation` marks. prompt: and an answer's beginning."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        marks = _GENERATION.search(template) is not None
+        try:
+            texts, spans = render_jinja_template(
+                [[_without_weight(message) for message in conversation.messages[:num_messages]]],
+                tools=conversation.tools and list(conversation.tools),
+                chat_template=template,
+                return_assistant_tokens_mask=marks,
+                add_generation_prompt=prompt,
+                **self.tokenizer.special_tokens_map,
+            )
+        except Exception as error:  # jinja's, and whatever an expression of the template raises
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise DataError(f"{conversation.place}: the chat template cannot render it: {reason}") from error
+        return texts[0], spans[0] if marks else []
+
+    def _without_untrained(self, conversation: Conversation, template: str, text: str, spans: list[Span]) -> list[Span]:
+        """The spans but for those in turns that are not trained."""
+        for first, last in _untrained(conversation):
+            ends = []
+            for count in (first, last):
+                before = self._apply(conversation, template, count)[0] if count else ""
+                before = text if count == len(conversation.messages) else before
+                if not text.startswith(before):
+                    raise DataError(
+                        f"{conversation.place}: the chat template renders the first {count} messages differently when "
+                        "others follow, so where the turns end that are not trained cannot be said; give all as one "
+                        "column of messages without weights"
+                    )
+                ends.append(len(before))
+            spans = [span for span in spans if not ends[0] <= span[0] < ends[1]]
+        return spans
+
+    def _completion(self, conversation: Conversation, template: str, text: str) -> Span:
+        """All that follows the prompt and the beginning of an answer."""
+        asked = self._apply(conversation, template, conversation.num_prompt, prompt=True)[0]
+        if not text.startswith(asked):
+            raise DataError(
+                f"{conversation.place}: the chat template renders the prompt differently when the completion follows, "
+                "so where the completion begins is unknown; set data.train_on=assistant"
+            )
+        return len(asked), len(text)
+
+    def _by_difference(self, conversation: Conversation, template: str, text: str) -> list[Span]:
+        """What each assistant turn adds to the text that the model is given to answer."""
+        spans = []
+        apply = partial(self._apply, conversation, template)
+        for index in range(conversation.num_prompt, len(conversation.messages)):
+            message = conversation.messages[index]
+            if message["role"] != "assistant" or message.get("weight") == 0:
+                continue
+            asked, answered = apply(index, prompt=True)[0], apply(index + 1)[0]
+            if not (text.startswith(answered) and answered.startswith(asked)):
+                raise DataError(
+                    f"{conversation.place}: message {index}: the chat template renders this turn differently when it "
+                    f"is not the last one, so its tokens cannot be told from the others; {_FIX}"
+                )
+            header = self._header(conversation, template, index) if asked == apply(index)[0] else ""
+            if header:
+                raise DataError(
+                    f"{conversation.place}: message {index}: the chat template has no generation prompt, so "
+                    f"{_shown(header)} cannot be told from the answer; {_FIX}"
+                )
+            spans.append(self._trimmed(text, len(asked), len(answered)))
+        return spans
+
+    def _header(self, conversation: Conversation, template: str, index: int) -> str:
+        """What a template without a generation prompt writes between a question and its answer.
+
+        Found by an answer that is in no template: the turn itself may hold no text but tool calls, whose marks the
+        model has to write.
+        """
+        probe = {"role": "assistant", "content": _PROBE}
+        asked = replace(conversation, messages=(*conversation.messages[:index], probe))
+        before, after = (self._apply(asked, template, count)[0] for count in (index, index + 1))
+        return after[len(before) :].partition(_PROBE)[0].strip()
+
+    def _trimmed(self, text: str, start: int, end: int) -> Span:
+        """Without the white space behind the token that ends the turn, which no model has to write."""
+        stripped = text[start:end].rstrip()
+        return (start, start + len(stripped)) if stripped.endswith(self._special) else (start, end)
+
+    def _with_end(self, conversation: Conversation, text: str, span: Span) -> Span:
+        """The span with the special token that ends the turn. DataError where there is none: no answer would end."""
+        start, end = span
+        if text[start:end].rstrip().endswith(self._special):
+            return span
+        following = max((token for token in self._special if text.startswith(token, end)), key=len, default=None)
+        if following is None:
+            raise DataError(
+                f"{conversation.place}: the chat template ends the assistant's turn {_shown(text[start:end])} with no "
+                "special token, so a model would never learn to stop; write {{ eos_token }} behind it in a template of "
+                f"your own (tokenizer.chat_template: FILE), or set tokenizer.chat_template={CHATML}, which adds the "
+                "tokens that it writes"
+            )
+        return start, end + len(following)
+
+
+class TextEncoder(Encoder):
+    """data.chat: false. [begin-of-text] prompt completion end-of-text, without a template; the prompt is not trained.
+
+    Special tokens that stand in the texts are read as text.
+    """
+
+    masked = True
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, schema: Schema):
+        super().__init__(tokenizer)
+        from tokenizers import processors
+
+        self.schema = schema
+        self._rust.post_processor = processors.Sequence([])
+        self.identity = digest(_VERSION, self.identity, "text", schema.train_on)
+
+    def encode(self, documents: list[Conversation]) -> list[Encoded]:
+        rendered = [self.render(document) for document in documents]
+        encodings = self._rust.encode_batch([text for text, _ in rendered], add_special_tokens=False)
+        found = []
+        for encoding, (_, spans) in zip(encodings, rendered, strict=True):
+            begin, end = np.zeros(len(self._begin), dtype=bool), np.ones(len(self._end), dtype=bool)
+            marks = [begin, _overlap(np.array(encoding.offsets), spans), end]
+            found.append(Encoded([*self._begin, *encoding.ids, *self._end], np.concatenate(marks)))
+        return found
+
+    def render(self, conversation: Conversation) -> tuple[str, list[Span]]:
+        """Prompt and completion, and the character range that is trained."""
+        prompt, completion = (message["content"] for message in conversation.messages)
+        text = prompt + completion
+        return text, [(0 if self.schema.train_on == "all" else len(prompt), len(text))]
+
+
+def encoder(tokenizer: PreTrainedTokenizerFast, schema: Schema) -> ChatEncoder | TextEncoder:
+    return ChatEncoder(tokenizer, schema) if schema.chat else TextEncoder(tokenizer, schema)
+
+
+def _untrained(conversation: Conversation) -> Iterator[tuple[int, int]]:
+    """Ranges of messages: a prompt, which may hold answers of its own, as examples; each turn of weight 0.
+
+    A turn's range ends where the next answer begins: many templates leave thoughts out of the turns before the last
+    question, so what they make of a conversation that ends with the turn itself is another text.
+    """
+    answers = [index for index, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+    if any(index < conversation.num_prompt for index in answers):
+        yield 0, conversation.num_prompt
+    for index, following in zip(answers, [*answers[1:], len(conversation.messages)], strict=True):
+        if index >= conversation.num_prompt and conversation.messages[index].get("weight") == 0:
+            yield index, following
+
+
+def _without_weight(message: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in message.items() if key != "weight"}
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 40 else f"{text[:20]}...{text[-17:]}")
+
+
+def _overlap(offsets: np.ndarray, spans: list[Span]) -> np.ndarray:
+    """(num_tokens,) bool: which tokens have a character in a span. offsets: (num_tokens, 2), each token's range."""
+    starts, ends = offsets.reshape(-1, 2).T
+    marked = np.zeros(len(starts), dtype=bool)
+    for start, end in spans:
+        marked |= (ends > start) & (starts < end)
+    return marked

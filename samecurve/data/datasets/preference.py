@@ -1,0 +1,110 @@
+"""Rows of two sequences each: the answers of a preference pair, the chosen one first."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from samecurve.data.datasets.base import DocumentRows, LengthGroups, RowArrays, Rows, causal_arrays, range_sums
+from samecurve.data.token_store import TokenStream
+
+
+class PairRows(Rows):
+    """Each document of the stream is a pair: the tokens of segment 0 are the chosen answer, of 1 the rejected one.
+
+    Each of the two is cut and padded to a row's length; arrays are (rows, 2, sequence_length). `sizes`: the longer
+    one's length. num_truncated: pairs that lost the end of an answer, num_truncated_tokens: what they lost.
+    num_dropped: pairs of which the cut leaves nothing to compare: two equal sequences, or one that trains nothing.
+    """
+
+    targets_are_tokens = False
+    ahead = 0  # how many tokens behind a sequence are read as its targets
+
+    def __init__(self, stream: TokenStream, sequence_length: int, padding_token: int):
+        super().__init__(stream, sequence_length, padding_token)
+        offsets = np.asarray(stream.offsets)
+        num_rejected = range_sums(stream.segments, offsets[:-1], offsets[1:])
+        lengths = np.stack([np.diff(offsets) - num_rejected, num_rejected], axis=1)
+        starts = np.stack([offsets[:-1], offsets[1:] - num_rejected], axis=1)
+        limit = sequence_length + self.ahead
+        cut = np.minimum(lengths, limit)
+        kept = self._distinct(starts, cut) & (self._count_trained(starts, cut) > 0).all(axis=1)
+        self.num_dropped = int((~kept).sum())
+        self.num_truncated = int((lengths > limit).any(axis=1).sum())
+        self.num_truncated_tokens = int((lengths - cut).sum())
+        self._bounds = np.append(starts.ravel(), offsets[-1])
+        self._starts, self._sizes = starts[kept], cut[kept] - self.ahead
+        self.sizes = self._sizes.max(axis=1, initial=0)
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def num_targets(self) -> int:
+        return len(self)
+
+    def num_inputs(self, indices: np.ndarray) -> int:
+        return int(self._sizes[indices].sum())
+
+    def answers(self) -> DocumentRows:
+        """Every answer of every pair as a document in a row of its own, chosen and rejected in turn."""
+        stream = TokenStream(self.stream.tokens, self._bounds, self.stream.fingerprint, self.stream.trained)
+        return DocumentRows(stream, self.sequence_length, self.padding_token)
+
+    def _places(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where in the stream the rows' inputs are, and which of them are not padding."""
+        steps = np.arange(self.sequence_length)
+        return self._starts[indices][..., None] + steps, steps < self._sizes[indices][..., None]
+
+    def _count_trained(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """(pairs, 2): trained tokens behind the first one of each sequence, which nothing precedes."""
+        stops = starts + lengths
+        firsts = np.minimum(starts + 1, stops)
+        return range_sums(self.stream.trained, firsts.ravel(), stops.ravel()).reshape(starts.shape)
+
+    def _distinct(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        distinct = lengths[:, 0] != lengths[:, 1]
+        for index in np.flatnonzero(~distinct):
+            chosen, rejected = (self.stream.tokens[start : start + lengths[index, 0]] for start in starts[index])
+            distinct[index] = not np.array_equal(chosen, rejected)
+        return distinct
+
+
+class AnswerRows(PairRows):
+    """For a causal language model. labels are already shifted, and IGNORE_INDEX in the prompt.
+
+    reference: (rows, 2) fp32, each answer's log-probability under the reference model; None as long as it is not known.
+    """
+
+    ahead = 1
+    reference: np.ndarray | None = None
+
+    def __getitem__(self, indices: np.ndarray) -> RowArrays:
+        places, exists = self._places(indices)
+        # Padding counts on, as in PackedRows.
+        positions = np.broadcast_to(np.arange(self.sequence_length), places.shape).copy()
+        arrays = causal_arrays(self._take(places, exists), positions, self._targets(places + 1, exists))
+        if self.reference is not None:
+            arrays.targets["reference"] = np.asarray(self.reference[indices])
+        return arrays
+
+
+class ScoredRows(PairRows):
+    """For a model that scores whole texts. labels: (rows,), 0 for every pair: the first of the two is to win."""
+
+    def __getitem__(self, indices: np.ndarray) -> RowArrays:
+        places, exists = self._places(indices)
+        inputs = {"input_ids": self._take(places, exists), "attention_mask": exists.astype(np.int64)}
+        return RowArrays(inputs, {"labels": np.zeros(len(indices), dtype=np.int64)})
+
+    @property
+    def num_ended_by_padding(self) -> int:
+        """Sequences that end with the token that pads, so that transformers reads their score one token earlier."""
+        return int((self.stream.tokens[self._starts + self._sizes - 1] == self.padding_token).sum())
+
+
+class GroupedAnswerRows(LengthGroups, AnswerRows):
+    """Pairs of nearly the same length in each step."""
+
+
+class GroupedScoredRows(LengthGroups, ScoredRows):
+    """Pairs of nearly the same length in each step."""

@@ -1,0 +1,114 @@
+"""Rows that hold one text each: for classification, and for masked language models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from samecurve.data.datasets.base import LengthGroups, RowArrays, Rows
+from samecurve.data.sampler import uniform
+from samecurve.losses.cross_entropy import IGNORE_INDEX
+from samecurve.storage.cache import digest
+
+if TYPE_CHECKING:
+    from samecurve.data.token_store import TokenStream
+
+
+class TextRows(Rows):
+    """Each text is a row, padded; one that is longer goes on in further rows. What is padding, attention_mask says."""
+
+    def __init__(self, stream: TokenStream, sequence_length: int, padding_token: int):
+        super().__init__(stream, sequence_length, padding_token)
+        lengths = np.diff(stream.offsets)
+        pieces = -(-lengths // sequence_length)
+        self.documents = np.repeat(np.arange(len(lengths)), pieces)
+        nth = np.arange(len(self.documents)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        self._starts = stream.offsets[:-1][self.documents] + nth * sequence_length
+        self.sizes = np.minimum(lengths[self.documents] - nth * sequence_length, sequence_length)
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def num_inputs(self, indices: np.ndarray) -> int:
+        return int(self.sizes[indices].sum())
+
+    def _inputs(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        steps = np.arange(self.sequence_length)[None, :]
+        places, exists = self._starts[indices][:, None] + steps, steps < self.sizes[indices][:, None]
+        inputs = {"input_ids": self._take(places, exists), "attention_mask": exists.astype(np.int64)}
+        if self.stream.segments is not None:
+            inputs["token_type_ids"] = np.where(exists, self.stream.segments[np.where(exists, places, 0)], 0)
+            inputs["token_type_ids"] = inputs["token_type_ids"].astype(np.int64)
+        return inputs
+
+
+class LabelledRows(TextRows):
+    """labels: (len(indices),), the class of each text."""
+
+    targets_are_tokens = False
+
+    def __getitem__(self, indices: np.ndarray) -> RowArrays:
+        labels = self.stream.labels[self.documents[indices]].astype(np.int64)
+        return RowArrays(self._inputs(indices), {"labels": labels})
+
+    @property
+    def num_targets(self) -> int:
+        return len(self)
+
+
+@dataclass(frozen=True)
+class Masking:
+    """BERT's (arXiv:1810.04805, section 3.1). special: ids that are never chosen.
+
+    rate: the chance of a token to be chosen, which the model then has to tell. Of those chosen, `masked` become the
+    mask token, `random` any token of the vocabulary, and the rest stay as they are.
+    """
+
+    mask_token: int
+    vocabulary_size: int
+    special: Sequence[int]
+    rate: float = 0.15
+    masked: float = 0.8
+    random: float = 0.1
+
+
+class MaskedRows(TextRows):
+    """Some tokens are hidden, and to be told: labels are theirs, IGNORE_INDEX elsewhere.
+
+    Which ones is drawn anew each time that a row is read in training, and always the same in an evaluation.
+    """
+
+    def __init__(self, stream: TokenStream, sequence_length: int, padding_token: int, masking: Masking):
+        super().__init__(stream, sequence_length, padding_token)
+        self.masking = masking
+        self.fingerprint = digest(self.fingerprint, *map(str, astuple(masking)))
+
+    def __getitem__(self, indices: np.ndarray) -> RowArrays:
+        return self.drawn(indices, np.asarray(indices), seed=0)
+
+    def drawn(self, indices: np.ndarray, positions: np.ndarray, seed: int) -> RowArrays:
+        masking, inputs = self.masking, self._inputs(indices)
+        ids = inputs["input_ids"]
+        candidates = (inputs["attention_mask"] > 0) & ~np.isin(ids, list(masking.special))
+        which, how, what = (uniform(positions, self.sequence_length, seed, draw) for draw in range(3))
+        chosen = candidates & (which < masking.rate)
+        changed = np.where(how < masking.masked, masking.mask_token, (what * masking.vocabulary_size).astype(np.int64))
+        inputs["input_ids"] = np.where(chosen & (how < masking.masked + masking.random), changed, ids)
+        return RowArrays(inputs, {"labels": np.where(chosen, ids, IGNORE_INDEX)})
+
+    @cached_property
+    def num_targets(self) -> int:
+        """As an evaluation draws them; in training their number differs from epoch to epoch."""
+        return sum(int((labels != IGNORE_INDEX).sum()) for labels in self._all_labels())
+
+
+class GroupedLabelledRows(LengthGroups, LabelledRows):
+    """Texts of nearly the same length in each step."""
+
+
+class GroupedMaskedRows(LengthGroups, MaskedRows):
+    """Texts of nearly the same length in each step."""

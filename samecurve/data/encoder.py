@@ -1,0 +1,68 @@
+"""Documents to token ids."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from samecurve.errors import DataError
+from samecurve.storage.cache import digest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+class Encoded(NamedTuple):
+    """A document's token ids, [] when nothing is in it, and what TokenStream keeps beside them."""
+
+    tokens: Sequence[int] | np.ndarray
+    trained: Sequence[int] | np.ndarray | None = None
+    segments: Sequence[int] | np.ndarray | None = None
+    label: int | None = None
+
+
+class Encoder(ABC):
+    """Documents to token ids, with a copy of the tokenizer's Rust part, which uses every core.
+
+    The copy neither truncates nor pads. identity: changes when the ids for the same document do. masked: whether some
+    tokens are not trained. segmented, labelled: whether documents have segments and a label. renders: whether much of
+    the work is not the Rust part's. counts: what was noticed in the documents so far, by name. DataError for a
+    tokenizer without such a part, or without an end-of-text token where that ends texts.
+    """
+
+    masked = segmented = labelled = renders = False
+    ends_texts = True
+    counted: tuple[str, ...] = ()
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast):
+        from tokenizers import Tokenizer
+
+        if not hasattr(tokenizer, "backend_tokenizer"):
+            raise DataError(f"{tokenizer.name_or_path}: only fast tokenizers (with a tokenizer.json) are supported")
+        if self.ends_texts and tokenizer.eos_token_id is None:
+            raise DataError(f"{tokenizer.name_or_path}: no eos_token; name one in tokenizer_config.json")
+        self._begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+        self._end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        self._rust = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        self._rust.no_truncation()
+        self._rust.no_padding()
+        self._rust.encode_special_tokens = True
+        self.identity = digest(self._rust.to_str(), self._begin, self._end)
+        self.counts = dict.fromkeys(self.counted, 0)
+        self.dtype = np.dtype(np.uint16 if vocabulary_size(tokenizer) <= 1 << 16 else np.uint32)
+
+    @property
+    def beside(self) -> list[str]:
+        """What is kept for each token beside its id, by its name in TokenStream."""
+        return [name for name, wanted in (("trained", self.masked), ("segments", self.segmented)) if wanted]
+
+    @abstractmethod
+    def encode(self, documents: list) -> list[Encoded]: ...
+
+
+def vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:
+    """One more than the largest id: a vocabulary may have gaps, and then its length says too little."""
+    return max(tokenizer.get_vocab().values()) + 1

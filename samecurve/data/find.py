@@ -1,0 +1,68 @@
+"""From `data.path` to a source of what a task trains on: files, a data set of the hub, or what Python itself brings."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from samecurve.data import sources
+from samecurve.data.builtin import DocstringSource, FunctionSource, ModuleSource, PreferenceSource
+from samecurve.data.schemas.classification import ExampleSource
+from samecurve.data.schemas.conversation import ConversationSource
+from samecurve.data.schemas.conversation import Schema as ChatSchema
+from samecurve.data.schemas.preference import PairSource
+from samecurve.data.schemas.preference import Schema as PairSchema
+from samecurve.data.schemas.retrieval import MatchSource
+from samecurve.specs.data_names import DOCSTRINGS, FUNCTIONS, MODULES, PREFERENCES
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from samecurve.config.schema import Data
+    from samecurve.data.hub import Split
+
+
+def find_conversations(
+    name: str, pattern: str | None, schema: ChatSchema, selection: sources.Selection = sources.WHOLE
+) -> sources.Source:
+    """The conversations behind `data.path`. Errors: as sources.find."""
+    if name == FUNCTIONS:
+        return FunctionSource(name, sources.builtin_files())
+    return ConversationSource(name, sources.find(name, pattern, selection=selection).files, schema=schema)
+
+
+def find_pairs(
+    name: str, pattern: str | None, schema: PairSchema, selection: sources.Selection = sources.WHOLE
+) -> sources.Source:
+    """The pairs behind `data.path`. Errors: as sources.find."""
+    if name == PREFERENCES:
+        return PreferenceSource(name, sources.builtin_files())
+    return PairSource(name, sources.find(name, pattern, selection=selection).files, schema=schema)
+
+
+def find_examples(data: Data, names: tuple[str, ...] | None, selection: sources.Selection) -> sources.Source:
+    """The examples behind `data.path`. names: of the classes. Errors: as sources.find."""
+    name = data.path
+    if name == MODULES:
+        return ModuleSource(name, sources.builtin_files())
+    files = sources.find(name, data.pattern, selection=selection).files
+    return ExampleSource(name, files, data.text_column, data.text_pair_column, data.label_column, names)
+
+
+def find_matches(name: str, data: Data, selection: sources.Selection = sources.WHOLE) -> sources.Source:
+    """The matches behind `data.path`. Errors: as sources.find, and those of the first row's file."""
+    if name == DOCSTRINGS:
+        return DocstringSource(name, sources.builtin_files())
+    files = sources.find(name, data.pattern, selection=selection).files
+    negatives = _negative_columns(files[0]) if data.negative_columns is None else data.negative_columns
+    columns = [("anchor_column", data.anchor_column), ("positive_column", data.positive_column)]
+    return MatchSource(name, files, columns=(*columns, *(("negative_columns", column) for column in negatives)))
+
+
+def _negative_columns(file: Path | Split) -> list[str]:
+    """negative, negative_1, negative_2, ...: those of the first row, which decides for all."""
+    _, first = next(sources.table_rows(file, MatchSource.documents_are), ("", {}))
+    numbers = {
+        name: int(match[1] or 0) for name in map(str, first) if (match := re.fullmatch(r"negative(?:_(\d+))?", name))
+    }
+    return sorted(numbers, key=numbers.get)

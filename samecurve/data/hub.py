@@ -1,0 +1,217 @@
+"""Data sets of the Hugging Face hub by name: `datasets` downloads them, and one split of one configuration is read."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from samecurve.errors import DataError
+from samecurve.specs.data_names import Address
+
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetBuilder
+
+    from samecurve.data.selection import Selection
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_SPLIT = re.compile(r"\w+(\.\w+)*")  # as datasets/naming.py
+_SHOWN_NAMES = 20
+
+
+@dataclass(frozen=True)
+class Split:
+    """One split's rows, in the cache of `datasets`. commit: of the data set's repository."""
+
+    name: str
+    config: str
+    split: str
+    commit: str
+    table: Dataset = field(repr=False, compare=False)
+
+    @property
+    def identity(self) -> tuple[str, ...]:
+        return (self.name, self.config, self.split, self.commit)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.table.data.nbytes
+
+    def __str__(self) -> str:
+        return f"{self.name}, config {self.config}, split {self.split}, commit {self.commit}"
+
+    def rows(self) -> Iterator[tuple[str, dict]]:
+        """(place, row). DataError for one that cannot be decoded."""
+        number = 0
+        try:
+            for number, row in enumerate(self.table, start=1):
+                yield f"{self.name}, split {self.split}: row {number}", row
+        except MemoryError:
+            raise
+        except Exception as error:  # of whatever decodes a column
+            raise DataError(f"{self.name}, split {self.split}: after row {number}: {_reason(error)}") from error
+
+
+def folder(name: str, pattern: str, revision: str | None) -> Path:
+    """Where the data set's files that match `pattern` lie now.
+
+    Raises DataError where they can be neither downloaded nor found in the hub's cache.
+    """
+    from huggingface_hub import snapshot_download
+
+    # the hub's patterns know no `**/`, and their `*` crosses folders
+    wanted = [pattern, pattern.replace("**/", "")]
+    try:
+        return Path(snapshot_download(name, repo_type="dataset", allow_patterns=wanted, revision=revision))
+    except MemoryError:
+        raise
+    except Exception as error:  # the hub's own, its HTTP library's, the disk's
+        raise _unreadable(name, error) from error
+
+
+def read(name: str, selection: Selection) -> Split:
+    """The split that is selected, downloaded now or before.
+
+    Raises DataError where it cannot be had, with the splits or configurations that there are.
+    """
+    builder = _builder(Address(name), selection)
+    try:
+        builder.download_and_prepare()
+        table = builder.as_dataset(split=selection.split)
+    except MemoryError:
+        raise
+    except Exception as error:  # datasets passes on whatever the network, the disk or a reader raised
+        raise _unreadable(name, error) from error
+    return Split(name, builder.config.name, selection.split, builder.hash, table)
+
+
+def urls(where: Address, selection: Selection) -> list[str]:
+    """The files of the split, for a stream; each with the commit. Errors: as read; DataError for other settings."""
+    builder = _builder(where, selection)
+    if _is_cached(builder):
+        raise DataError(
+            f"{where.name}: a stream is read from the hub, which cannot be reached; set data.streaming=false to read "
+            "what an earlier run downloaded"
+        )
+    usual, settings = type(builder.config)(), set(map(lambda known: known.name, fields(builder.config)))
+    settings -= {"name", "version", "data_dir", "data_files", "description"}
+    changed = sorted(key for key in settings if getattr(builder.config, key) != getattr(usual, key))
+    if changed:
+        raise DataError(
+            f"{where.name}: its README.md sets {', '.join(changed)}, which streaming does not read; set "
+            "data.streaming=false"
+        )
+    return [str(url) for url in builder.config.data_files[selection.split]]
+
+
+def _builder(where: Address, selection: Selection) -> DatasetBuilder:
+    """What `datasets` reads the configuration by, once it is sure that it has the split."""
+    import datasets
+
+    name, revision = where.name, where.revision or selection.revision
+    if not _SPLIT.fullmatch(selection.split):
+        raise DataError(
+            f"{name}: split {selection.split!r} is not the name of a split; name one of them, and hold rows out with "
+            "data.held_out_fraction"
+        )
+    try:
+        options = {"data_dir": where.inside} if where.inside else {}
+        builder = datasets.load_dataset_builder(name, selection.config, revision=revision, **options)
+        builder = _of_commit(builder, name, revision) if _is_cached(builder) else builder
+    except (DataError, MemoryError):
+        raise
+    except Exception as error:  # as above
+        from_cache = "find cache for" in str(error) or "in the cache" in str(error)
+        raise (None if from_cache else _config_error(name, selection.config, revision)) or _unreadable(
+            name, error
+        ) from error
+    known = [str(split) for split in builder.config.data_files or builder.info.splits or ()]
+    if selection.split not in known:
+        raise DataError(
+            f"{name}: configuration {builder.config.name!r} has no split {selection.split!r}, only "
+            f"{_listed(known)}; correct data.split (of what is evaluated on: evaluate.split)"
+        )
+    return builder
+
+
+def _is_cached(builder: DatasetBuilder) -> bool:
+    """Whether it reads what was prepared before, because the hub did not answer."""
+    return builder.name == "cache"
+
+
+def _of_commit(newest: DatasetBuilder, name: str, revision: str | None) -> DatasetBuilder:
+    """From the cache of `datasets`, which by itself takes the newest version in it, whatever the revision."""
+    commit = _commit(name, revision or "main")
+    if commit == newest.hash or (commit is None and revision is None):
+        return newest
+    versions = Path(newest.cache_dir).parents[1]
+    found = [] if commit is None else sorted(versions.glob(f"*/{commit}"))
+    if not found:
+        asked = f"revision {revision or 'main'}" + (f" (commit {commit})" if commit not in (None, revision) else "")
+        others = sorted(folder.name for folder in versions.glob("*/*") if _COMMIT.fullmatch(folder.name))
+        raise DataError(
+            f"{name}: the hub cannot be reached, and {asked} is not in the cache of datasets; it holds the commits "
+            f"{_listed(others)}: name one as data.revision, or go online once"
+        )
+    return type(newest)(
+        dataset_name=newest.dataset_name,
+        repo_id=name,
+        config_name=newest.config.name,
+        version=found[-1].parent.name,
+        hash=commit,
+    )
+
+
+def _commit(name: str, revision: str) -> str | None:
+    """As the hub said when it was last asked; None where it never was."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    if _COMMIT.fullmatch(revision):
+        return revision
+    known = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="dataset"), "refs", revision)
+    with contextlib.suppress(OSError):
+        return known.read_text().strip()
+    return None
+
+
+def _config_error(name: str, config: str | None, revision: str | None) -> DataError | None:
+    """Where the configuration is what is wrong, and the hub says which there are."""
+    import datasets
+
+    with contextlib.suppress(Exception):
+        known = datasets.get_dataset_config_names(name, revision=revision)
+        if config is None and len(known) > 1:
+            return DataError(f"{name}: has {len(known)} configurations; set data.config to one of {_listed(known)}")
+        if config is not None and config not in known:
+            return DataError(f"{name}: has no configuration {config!r}, only {_listed(known)}; correct data.config")
+    return None
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+    return ", ".join(names[:_SHOWN_NAMES]) + more if names else "none"
+
+
+def _unreadable(name: str, error: Exception) -> DataError:
+    return DataError(
+        f"{name}: there is no such file or folder here, and as a data set of the hub it cannot be read: "
+        f"{_reason(error)}"
+    )
+
+
+def _reason(error: Exception) -> str:
+    kind, text = type(error).__name__, " ".join(str(error).split())
+    if kind == "RevisionNotFoundError" or (kind == "DatasetNotFoundError" and text.startswith("Revision ")):
+        return "it has no such revision; correct data.revision"
+    if kind in ("RepositoryNotFoundError", "GatedRepoError", "DatasetNotFoundError"):
+        return "the hub has none of that name, or shows it only to members; for those: hf auth login"
+    if kind in ("LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectionError"):
+        offline = os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE")
+        why = "HF_HUB_OFFLINE is set" if offline else "the hub cannot be reached"
+        return f"it is not in the hub's cache, and {why}"
+    return f"{kind}: {text[:400]}"

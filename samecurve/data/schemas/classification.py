@@ -1,0 +1,180 @@
+"""Rows to labelled texts, and those to tokens: what sequence classification reads."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from samecurve.data import sources
+from samecurve.data.encoder import Encoded, Encoder
+from samecurve.data.formats import check_characters, no_column
+from samecurve.errors import DataError
+from samecurve.storage.cache import cached, digest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+# Part of the cache key: raise it when the same rows give other names of classes.
+_VERSION = 2
+_SHOWN_NAMES = 8
+
+
+@dataclass(frozen=True)
+class Example:
+    """A text, or two, and the name of its class; labels that are whole numbers are named by them. place: of its row."""
+
+    place: str
+    text: str
+    pair: str | None
+    label: str
+
+    def __str__(self) -> str:
+        return self.text if self.pair is None else f"{self.text}\0{self.pair}"
+
+
+@dataclass(frozen=True)
+class ExampleSource(sources.TableSource):
+    """Tables whose rows are examples. names: of the classes in their order; None: not known yet, so any will do."""
+
+    documents_are, a_line_is = "labelled texts", "one text and its label"
+
+    pair_column: str | None = None
+    label_column: str = "label"
+    names: tuple[str, ...] | None = None
+
+    @property
+    def identity(self) -> str:
+        return json.dumps([self.text_column, self.pair_column, self.label_column, self.names])
+
+    def texts(self, document: Example) -> list[str]:
+        return [document.text, *([] if document.pair is None else [document.pair])]
+
+    def read(self, place: str, row: dict) -> Example:
+        text = text_of(place, "text_column", self.text_column, row)
+        pair = None if self.pair_column is None else text_of(place, "text_pair_column", self.pair_column, row)
+        label = _value(place, "label_column", self.label_column, row)
+        return Example(place, text, pair, self._name(f"{place}: {self.label_column!r}", label))
+
+    def _name(self, at: str, label: Any) -> str:
+        """DataError for a label that is no name and no number, or none of the classes. A csv has numbers as text."""
+        if isinstance(label, str) and self.names is not None and label not in self.names and label.isdecimal():
+            label = int(label)
+        if isinstance(label, bool) or not isinstance(label, (str, int)) or label == "":
+            raise DataError(f"{at} is {label!r:.40}, not a name or a whole number; correct or remove the row")
+        if isinstance(label, int):
+            number_of_classes = None if self.names is None else len(self.names)
+            if label < 0 or (number_of_classes is not None and label >= number_of_classes):
+                highest = "" if number_of_classes is None else f" to {number_of_classes - 1}"
+                raise DataError(f"{at} is {label}, out of range: classes are counted from 0{highest}; {_FIX}")
+            return str(label) if self.names is None else self.names[label]
+        check_characters(*at.split(": ", 1), label)
+        if self.names is not None and label not in self.names:
+            raise DataError(f"{at} is {label!r:.40}, which is none of the classes {_listed(self.names)}; {_FIX}")
+        return label
+
+
+_FIX = "correct or remove the row, or name all classes in data.labels"
+
+
+def class_names(source: sources.Source, cache: Path) -> tuple[str, ...]:
+    """The classes of a source whose names nobody gave: sorted by name, or by number; read once and remembered.
+
+    DataError for rows that cannot be used, for names mixed with numbers, numbers with a gap, and a single class.
+    """
+    key = digest(_VERSION, sources.fingerprint(source, cache), source.identity)
+    directory = cached(cache / "classes" / key, lambda folder: _write_names(folder, source))
+    return tuple(json.loads((directory / "names.json").read_text()))
+
+
+def _write_names(directory: Path, source: sources.Source) -> None:
+    source.check()
+    first: dict[str, str] = {}
+    for example in source.documents():
+        first.setdefault(example.label, example.place)
+    names = sorted(first)
+    numbers = [name for name in names if name.isdecimal()]
+    if numbers and len(numbers) < len(names):
+        word = next(name for name in names if not name.isdecimal())
+        raise DataError(
+            f"{source.name}: labels are both numbers ({numbers[0]} in {first[numbers[0]]}) and names ({word!r} in "
+            f"{first[word]}); use one of the two"
+        )
+    if numbers:
+        names = sorted(names, key=int)
+        missing = next((str(n) for n in range(int(names[-1])) if str(n) not in first), None)
+        if missing is not None:
+            last = names[-1]
+            raise DataError(
+                f"{first[last]}: the label {last} is out of range: no row has {missing}; number the classes from 0 "
+                "without a gap, or name all of them in data.labels"
+            )
+    if len(names) < 2:
+        raise DataError(f"{source.name}: every row has the label {names[0]!r}; there is nothing to tell apart")
+    (directory / "names.json").write_text(json.dumps(names))
+
+
+class ExampleEncoder(Encoder):
+    """A text or a pair as the tokenizer encodes it by itself, special tokens and all, cut to `sequence_length`.
+
+    So it is what transformers' text-classification pipeline reads. Special tokens in a text are read as text.
+    """
+
+    counted = ("truncated_documents",)
+    labelled = True
+    ends_texts = False
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, sequence_length: int, names: tuple[str, ...], pairs: bool):
+        """pairs: whether the rows hold two texts; which is which is then told to models that ask for it."""
+        super().__init__(tokenizer)
+        self._rust.enable_truncation(sequence_length)
+        self._index = {name: index for index, name in enumerate(names)}
+        self.segmented = pairs and "token_type_ids" in tokenizer.model_input_names
+        self.identity = digest(_VERSION, self.identity, sequence_length, names, self.segmented)
+
+    def encode(self, documents: list[Example]) -> list[Encoded]:
+        inputs = [d.text if d.pair is None else (d.text, d.pair) for d in documents]
+        encodings = self._rust.encode_batch(inputs, add_special_tokens=True)
+        self.counts["truncated_documents"] += sum(bool(encoding.overflowing) for encoding in encodings)
+        return [
+            Encoded(e.ids, segments=e.type_ids if self.segmented else None, label=self._index[d.label])
+            for d, e in zip(documents, encodings, strict=True)
+        ]
+
+
+class WholeTextEncoder(Encoder):
+    """A plain text as the tokenizer encodes it by itself, special tokens and all, for masked language models."""
+
+    ends_texts = False
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast):
+        super().__init__(tokenizer)
+        self.identity = digest(_VERSION, self.identity, "whole")
+
+    def encode(self, documents: list[str]) -> list[Encoded]:
+        encodings = self._rust.encode_batch(documents, add_special_tokens=True)
+        return [Encoded([] if all(e.special_tokens_mask) else e.ids) for e in encodings]
+
+
+def text_of(place: str, key: str, column: str, row: dict) -> str:
+    """What the column holds; key: of the recipe's data, by which the column is named. DataError where it is no text."""
+    value = _value(place, key, column, row)
+    if not isinstance(value, str):
+        raise DataError(f"{place}: {column!r} is {value!r:.40}, not text; correct or remove the row")
+    if not value.strip():
+        raise DataError(f"{place}: {column!r} is empty; fill or remove the row")
+    check_characters(place, column, value)
+    return value
+
+
+def _value(place: str, key: str, column: str, row: dict) -> Any:
+    if column not in row:
+        raise no_column(place, row, {key: column})
+    return row[column]
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    more = len(names) - _SHOWN_NAMES
+    return ", ".join(names[:_SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,172 @@
+"""Rows to conversations: TRL's schema (`messages`, or `prompt` and `completion`), ShareGPT's, or columns by name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from samecurve.data import sources
+from samecurve.data.formats import no_column
+from samecurve.data.schemas.messages import check_text, messages_of, shown
+from samecurve.errors import DataError
+
+if TYPE_CHECKING:
+    from samecurve.config.schema import Data
+
+_SET_COLUMNS = "set data.messages_column, or data.prompt_column and data.completion_column"
+_MESSAGES = ("messages", "conversations")
+
+
+@dataclass(frozen=True)
+class Schema:
+    """Where rows hold what. None: `messages` or `conversations` where a row has it, else `prompt` and `completion`.
+
+    chat: whether prompt and completion that are text become turns. train_on: "assistant", "completion" or "all".
+    """
+
+    messages: str | None = None
+    prompt: str | None = None
+    completion: str | None = None
+    chat: bool = True
+    train_on: str = "assistant"
+
+    @classmethod
+    def of(cls, data: Data) -> Schema:
+        return cls(data.messages_column, data.prompt_column, data.completion_column, data.chat, data.train_on)
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """messages: as a chat template takes them. num_prompt: how many of them come before what is trained.
+
+    place: where the row is, for messages. tools: what the row offers to the model, for the template. Its str() is what
+    it says, without the place.
+    """
+
+    place: str
+    messages: tuple[dict[str, Any], ...]
+    num_prompt: int = 0
+    tools: tuple[dict[str, Any], ...] | None = None
+
+    def __str__(self) -> str:
+        return self._content
+
+    @cached_property
+    def _content(self) -> str:
+        parts = (self.messages, self.num_prompt, self.tools)
+        return json.dumps(parts, ensure_ascii=False, sort_keys=True, default=str)
+
+
+@dataclass(frozen=True)
+class ConversationSource(sources.TableSource):
+    """Tables whose rows are conversations."""
+
+    documents_are, a_line_is = "conversations", "one conversation"
+
+    schema: Schema = Schema()
+
+    @property
+    def identity(self) -> str:
+        return json.dumps(asdict(self.schema), sort_keys=True)
+
+    def texts(self, document: Conversation) -> list[str]:
+        return [message["content"] for message in document.messages if message.get("content")]
+
+    def read(self, place: str, row: dict) -> Conversation:
+        return conversation(place, row, self.schema)
+
+
+def conversation(place: str, row: dict, schema: Schema) -> Conversation:
+    """A row, checked. DataError names the place, the column, the value and the fix."""
+    tools = tools_of(place, row.get("tools"))
+    column = schema.messages or next((name for name in _MESSAGES if name in row), _MESSAGES[0])
+    if schema.prompt is None and schema.completion is None and (schema.messages or column in row):
+        if not schema.chat:
+            raise DataError(f"{place}: {column!r}: messages need a template; set data.chat=true")
+        if column not in row:
+            raise no_column(place, row, {"messages_column": column}, fix=_SET_COLUMNS)
+        if schema.train_on == "completion":
+            raise DataError(
+                f"{place}: {column!r} is a whole conversation, but data.train_on=completion needs to know where the "
+                "prompt ends; set data.train_on=assistant, or give prompt and completion as two columns"
+            )
+        messages = messages_of(place, column, row[column])
+        _check_trained(place, column, messages, schema)
+        return Conversation(place, messages, tools=tools)
+    asked, answered = schema.prompt or "prompt", schema.completion or "completion"
+    if asked not in row or answered not in row:
+        raise _no_column(place, row, {"prompt_column": asked, "completion_column": answered})
+    prompt = turns(place, asked, row[asked], "user", schema)
+    completion = turns(place, answered, row[answered], "assistant", schema)
+    if schema.train_on == "all":
+        _check_trained(place, answered, (*prompt, *completion), schema)
+    else:
+        _check_prompt(place, asked, prompt)
+        _check_trained(place, answered, completion, schema)
+    return Conversation(place, (*prompt, *completion), len(prompt), tools)
+
+
+def turns(place: str, column: str, value: Any, role: str, schema: Schema) -> tuple[dict[str, Any], ...]:
+    """Text is one turn of the role; a list is messages."""
+    if isinstance(value, list) and schema.chat:
+        return messages_of(place, column, value)
+    check_text(place, column, value, "text" if not schema.chat else "text or a list of messages")
+    return ({"role": role, "content": value},)
+
+
+def _check_prompt(place: str, column: str, messages: tuple[dict[str, Any], ...]) -> None:
+    if any(message.get("weight") == 1 for message in messages):
+        raise DataError(
+            f"{place}: {column!r} has a turn of weight 1, but a prompt is not trained; remove the weight, or give all "
+            "as one column of messages"
+        )
+
+
+def _check_trained(place: str, column: str, messages: tuple[dict[str, Any], ...], schema: Schema) -> None:
+    """DataError where nothing is trained, and for a turn of weight 0 where all of them are."""
+    weights = [message.get("weight", 1) for message in messages if message["role"] == "assistant"]
+    if schema.train_on != "assistant" and any(message.get("weight") == 0 for message in messages):
+        raise DataError(
+            f"{place}: {column!r} has a turn of weight 0, but data.train_on={schema.train_on} trains all turns; set it "
+            "to assistant, or remove the weight"
+        )
+    if schema.train_on != "assistant" or any(weights):
+        return
+    roles = ", ".join(message["role"] for message in messages)
+    fix = "; remove the row, or set data.train_on=all"
+    if weights:
+        what, fix = "no assistant turn but with weight 0", "; remove the row, or give a turn the weight 1"
+    else:
+        what = f"no assistant turn (roles: {roles})"
+    raise DataError(f"{place}: {column!r} has {what}, so nothing of it is trained{fix}")
+
+
+def tools_of(place: str, value: Any) -> tuple[dict[str, Any], ...] | None:
+    """The column `tools`: a list of JSON schemas, or that list as JSON text, as Arrow files often hold it."""
+    if isinstance(value, str) and value:
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise DataError(f"{place}: 'tools' is not JSON: {error}; correct or remove it") from error
+    if not value:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise DataError(f"{place}: 'tools' is {shown(value)}, not a list of JSON schemas; correct or remove it")
+    return tuple(value)
+
+
+def _no_column(place: str, row: dict, names: dict[str, str]) -> DataError:
+    """names: "prompt_column" and "completion_column" -> the column that was looked for."""
+    missing = {key: name for key, name in names.items() if name not in row}
+    either = len(missing) == 2 and list(names.values()) == ["prompt", "completion"]
+    if "completion_column" in missing:
+        return no_column(
+            place,
+            row,
+            {**missing, "messages_column": "messages"},
+            "'messages', nor 'prompt' and 'completion'" if either else " and ".join(map(repr, missing.values())),
+            _SET_COLUMNS,
+        )
+    return no_column(place, row, missing, fix=_SET_COLUMNS)

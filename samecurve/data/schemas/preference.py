@@ -1,0 +1,202 @@
+"""Rows to preference pairs: TRL's schema (`prompt`, `chosen` and `rejected`), or columns that the recipe names."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from samecurve.data import sources
+from samecurve.data.chat_encoder import encoder
+from samecurve.data.encoder import Encoded, Encoder
+from samecurve.data.formats import no_column
+from samecurve.data.schemas.conversation import Conversation, tools_of, turns
+from samecurve.data.schemas.conversation import Schema as ChatSchema
+from samecurve.data.schemas.messages import shown
+from samecurve.errors import DataError
+from samecurve.storage.cache import digest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from samecurve.config.schema import Data
+
+# Part of the cache key: raise it when the same pair gives other tokens or other marks.
+_VERSION = 1
+Turns = tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class Schema:
+    """Where rows hold what. prompt: None is `prompt` where a row has it; else both answers begin with their prompt.
+
+    chat: whether texts become turns of a chat, else they are joined as they are.
+    """
+
+    prompt: str | None = None
+    chosen: str = "chosen"
+    rejected: str = "rejected"
+    chat: bool = True
+
+    @classmethod
+    def of(cls, data: Data) -> Schema:
+        return cls(data.prompt_column, data.chosen_column, data.rejected_column, data.chat)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two conversations with the same prompt. Its str() is what they say, without the place."""
+
+    chosen: Conversation
+    rejected: Conversation
+
+    def __str__(self) -> str:
+        return f"{self.chosen}\0{self.rejected}"
+
+
+@dataclass(frozen=True)
+class PairSource(sources.TableSource):
+    """Tables whose rows are preference pairs."""
+
+    documents_are, a_line_is = "preference pairs", "one pair of answers"
+
+    schema: Schema = Schema()
+
+    @property
+    def identity(self) -> str:
+        return json.dumps(asdict(self.schema), sort_keys=True)
+
+    def texts(self, document: Pair) -> list[str]:
+        messages = (*document.chosen.messages, *document.rejected.messages[document.rejected.num_prompt :])
+        return [message["content"] for message in messages if message.get("content")]
+
+    def read(self, place: str, row: dict) -> Pair:
+        return pair(place, row, self.schema)
+
+
+def pair(place: str, row: dict, schema: Schema) -> Pair:
+    """A row, checked. DataError names the place, the column, the value and the fix."""
+    columns = {"prompt_column": schema.prompt, "chosen_column": schema.chosen, "rejected_column": schema.rejected}
+    missing = {key: name for key, name in columns.items() if name is not None and name not in row}
+    if missing:
+        raise _no_column(place, row, missing)
+    tools = tools_of(place, row.get("tools"))
+    answers = [_turns(place, column, row, "assistant", schema) for column in (schema.chosen, schema.rejected)]
+    if answers[0] == answers[1]:
+        raise DataError(
+            f"{place}: {schema.chosen!r} and {schema.rejected!r} are the same ({shown(answers[0][-1]['content'])}), so "
+            "neither is the better one; correct or remove the row"
+        )
+    prompt_column = schema.prompt or ("prompt" if "prompt" in row else None)
+    if prompt_column is not None:
+        prompt = _turns(place, prompt_column, row, "user", schema)
+        # some data sets repeat the prompt in front of both answers
+        if all(answer[: len(prompt)] == prompt for answer in answers):
+            answers = [answer[len(prompt) :] for answer in answers]
+    else:
+        prompt, *answers = (_split_messages if schema.chat else _split_texts)(place, row, schema, *answers)
+    for column, answer in zip((schema.chosen, schema.rejected), answers, strict=True):
+        _check_answer(place, column, answer)
+    return Pair(*(Conversation(place, (*prompt, *answer), len(prompt), tools) for answer in answers))
+
+
+def _turns(place: str, column: str, row: dict, role: str, schema: Schema) -> Turns:
+    """Text is one turn of the role; a list is messages."""
+    return turns(place, column, row[column], role, ChatSchema(chat=schema.chat))
+
+
+def _split_messages(place: str, row: dict, schema: Schema, chosen: Turns, rejected: Turns) -> tuple[Turns, ...]:
+    """(prompt, chosen, rejected): the messages that both begin with are the prompt."""
+    if any(isinstance(row[column], str) for column in (schema.chosen, schema.rejected)):
+        raise DataError(
+            f"{place}: {schema.chosen!r} and {schema.rejected!r} are text and there is no column 'prompt'; name it "
+            "(data.prompt_column), give messages, or set data.chat=false to take what both begin with as the prompt"
+        )
+    length = _common(chosen, rejected)
+    if not length:
+        raise DataError(_NOTHING_SHARED.format(place=place, schema=schema, what="message"))
+    return chosen[:length], chosen[length:], rejected[length:]
+
+
+def _split_texts(place: str, row: dict, schema: Schema, chosen: Turns, rejected: Turns) -> tuple[Turns, ...]:
+    """A space before the first character that differs is the answers', as tokenizers join it to the word."""
+    one, other = chosen[0]["content"], rejected[0]["content"]
+    length = _common(one, other)
+    if length and one[length - 1] == " ":
+        length -= 1
+    if not length:
+        raise DataError(_NOTHING_SHARED.format(place=place, schema=schema, what="character"))
+    prompt: Turns = ({"role": "user", "content": one[:length]},)
+    return prompt, *(({"role": "assistant", "content": text[length:]},) for text in (one, other))
+
+
+_UNPAIRED = (
+    "this is unpaired data, as TRL's KTO has them, which are not read yet: give the better and the worse answer of "
+    "each prompt as chosen and rejected, also for dpo.loss=kto"
+)
+_NOTHING_SHARED = (
+    "{place}: {schema.chosen!r} and {schema.rejected!r} have no first {what} in common, so there is no prompt that "
+    "both answer; correct or remove the row, or name the prompt's column (data.prompt_column)"
+)
+
+
+def _common(one: Any, other: Any) -> int:
+    return sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False)))
+
+
+def _check_answer(place: str, column: str, answer: Turns) -> None:
+    if not answer or not any(message["content"].strip() or message.get("tool_calls") for message in answer):
+        raise DataError(f"{place}: {column!r} is empty behind the prompt; add the answer or remove the row")
+    if any(message.get("weight") == 0 for message in answer):
+        raise DataError(
+            f"{place}: {column!r} has a turn of weight 0, but pairs are compared by their whole answers; remove the "
+            "weight or the row"
+        )
+    if answer[0]["role"] != "assistant":
+        roles = ", ".join(message["role"] for message in answer)
+        raise DataError(
+            f"{place}: {column!r} does not answer the prompt with an assistant turn (roles behind it: {roles}); "
+            "correct or remove the row"
+        )
+
+
+def _no_column(place: str, row: dict, missing: dict[str, str]) -> DataError:
+    unpaired = "chosen_column" in missing and "rejected_column" in missing and {"completion", "label"} <= row.keys()
+    return no_column(place, row, missing, fix=_UNPAIRED if unpaired else "")
+
+
+class PairEncoder(Encoder):
+    """The chosen conversation's tokens and then the rejected one's, as sft encodes them; segments say which is which.
+
+    So a pair is one document: both of its answers are on the same side of the held-out split. train_on: "assistant" or
+    "completion", see ChatEncoder. Both completions begin at the same token, as TRL's do, also where only one of them
+    shares its first token with the prompt.
+    """
+
+    masked = segmented = True
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, schema: Schema, train_on: str = "assistant"):
+        super().__init__(tokenizer)
+        self._one = encoder(tokenizer, ChatSchema(chat=schema.chat, train_on=train_on))
+        self._completions = train_on == "completion"
+        self.identity = digest(_VERSION, self._one.identity)
+        self.counts, self.renders = self._one.counts, self._one.renders
+
+    def encode(self, documents: list[Pair]) -> list[Encoded]:
+        encoded = self._one.encode([answer for pair in documents for answer in (pair.chosen, pair.rejected)])
+        pairs = zip(encoded[::2], encoded[1::2], strict=True)
+        return [_joined(*(_aligned(*both) if self._completions else both)) for both in pairs]
+
+
+def _aligned(chosen: Encoded, rejected: Encoded) -> tuple[Encoded, ...]:
+    """Both trained from the earlier one's first trained token to their ends."""
+    start = min(int(np.argmax(answer.trained)) for answer in (chosen, rejected))
+    return tuple(Encoded(answer.tokens, np.arange(len(answer.tokens)) >= start) for answer in (chosen, rejected))
+
+
+def _joined(chosen: Encoded, rejected: Encoded) -> Encoded:
+    segments = [0] * len(chosen.tokens) + [1] * len(rejected.tokens)
+    return Encoded([*chosen.tokens, *rejected.tokens], [*chosen.trained, *rejected.trained], segments)

@@ -1,0 +1,89 @@
+"""Rows to texts that belong together, and those to tokens: what embeddings are trained on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from samecurve.data import sources
+from samecurve.data.encoder import Encoded, Encoder
+from samecurve.data.schemas.classification import text_of
+from samecurve.errors import DataError
+from samecurve.storage.cache import digest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+# Part of the cache key: raise it when the same rows give other tokens.
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Match:
+    """texts: the anchor, its positive, its hard negatives if any. place: of its row.
+
+    The anchor decides what is held out, so that one which stands in several rows is not on both sides.
+    """
+
+    place: str
+    texts: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return self.texts[0]
+
+
+@dataclass(frozen=True)
+class MatchSource(sources.TableSource):
+    """Tables whose rows are matches. columns: (key of the recipe, column) of each text, the anchor's first."""
+
+    documents_are, a_line_is = "anchors and positives", "one anchor and its positive"
+
+    columns: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def identity(self) -> str:
+        return json.dumps(self.columns)
+
+    def texts(self, document: Match) -> list[str]:
+        return list(document.texts)
+
+    def read(self, place: str, row: dict) -> Match:
+        _, positive, *negatives = texts = tuple(text_of(place, key, column, row) for key, column in self.columns)
+        if positive in negatives:
+            (_, right), (_, wrong) = self.columns[1], self.columns[2 + negatives.index(positive)]
+            raise DataError(f"{place}: {right!r} and {wrong!r} are the same text; correct or remove the row")
+        return Match(place, texts)
+
+
+class MatchEncoder(Encoder):
+    """Each text as the tokenizer encodes it by itself, special tokens and all, cut to `sequence_length`.
+
+    The texts of a row stand one after the other, and segments say which one a token is from. A row with a text that
+    holds no token is left out.
+    """
+
+    counted = ("truncated_texts",)
+    segmented = True
+    ends_texts = False
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, sequence_length: int):
+        super().__init__(tokenizer)
+        self._rust.enable_truncation(sequence_length)
+        self.identity = digest(_VERSION, self.identity, sequence_length, "match")
+
+    def encode(self, documents: list[Match]) -> list[Encoded]:
+        encodings = iter(
+            self._rust.encode_batch(
+                [text for document in documents for text in document.texts], add_special_tokens=True
+            )
+        )
+        return [self._joined([next(encodings) for _ in document.texts]) for document in documents]
+
+    def _joined(self, encodings: list) -> Encoded:
+        self.counts["truncated_texts"] += sum(bool(encoding.overflowing) for encoding in encodings)
+        if any(all(encoding.special_tokens_mask) for encoding in encodings):
+            return Encoded([], segments=[])
+        ids = [token for encoding in encodings for token in encoding.ids]
+        return Encoded(ids, segments=[nth for nth, encoding in enumerate(encodings) for _ in encoding.ids])

@@ -1,0 +1,161 @@
+"""Which part of what a path names is data: one split of a data set of the hub, and no file that a run of ours wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from samecurve.errors import DataError
+from samecurve.specs.file_kinds import is_text, table_kind
+from samecurve.storage.cache import location, prints
+
+if TYPE_CHECKING:
+    from samecurve.config.schema import Data, Recipe
+
+_STATES = ("running", "done", "failed", "preempted")
+# How `datasets` tells splits by the names of files and folders (datasets/data_files.py).
+_TRAINING = re.compile(r"(?:^|[-._ 0-9/])(?:train|training)(?:$|[-._ 0-9/])", re.IGNORECASE)
+_OTHER_SPLITS = re.compile(
+    r"(?:^|[-._ 0-9/])(?:validation|valid|dev|val|test|testing|eval|evaluation)(?:$|[-._ 0-9/])", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """split, config, revision: of a data set of the hub. own: folders that the run writes to: no data of it."""
+
+    split: str = "train"
+    config: str | None = None
+    revision: str | None = None
+    own: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, recipe: Recipe, data: Data) -> Selection:
+        own = (recipe.output_dir, str(location(recipe.data.cache_dir)))
+        return cls(data.split, data.config, data.revision, own)
+
+
+WHOLE = Selection()  # of a local path
+
+
+def folder_files(root: Path, name: str, pattern: str | None, own: Iterable[str] = ()) -> tuple[Path, ...]:
+    """The data files of a folder, sorted by path. name: of the folder in messages. own: see Selection.
+
+    Errors: DataError for a folder without a usable file, one that mixes texts and tables or several splits, and a
+    folder in it that cannot be listed.
+    """
+    listed = [file for file in sorted(_listed(root, pattern)) if not _hidden(file, root)]
+    found, left_out = _without_runs(listed, root, own)
+    tables = [file for file in found if table_kind(file)]
+    texts = [file for file in found if is_text(file)]
+    if left_out:
+        _say_left_out(name, tuple(sorted(left_out.items())))
+    without = f" ({sum(left_out.values())} files that runs of samecurve wrote are left out)" if left_out else ""
+    if pattern:
+        if not found:
+            raise DataError(
+                f"{name}: no file matches data.pattern={pattern!r}{without}; `**/*.ext` looks in sub-folders too"
+            )
+        return tuple(found)
+    if tables and texts:
+        raise DataError(
+            f"{name}: the folder holds {len(tables)} table files ({tables[0].name}, ...) and {len(texts)} text files "
+            f"({texts[0].name}, ...); say which are the data with data.pattern='**/*{tables[0].suffix}'"
+        )
+    if not tables and not texts:
+        if left_out and not found:
+            written = f"all of the folder's {sum(left_out.values())} files were written by runs of samecurve"
+            raise DataError(f"{name}: {written}; name the folder of your data")
+        suffixes = ", ".join(suffix or "(none)" for suffix, _ in Counter(f.suffix for f in found).most_common(5))
+        raise DataError(
+            f"{name}: no text or table file among the folder's {len(found)} files{without}"
+            + (f" (suffixes: {suffixes}); set data.pattern to read them as text" if found else "; it is empty")
+        )
+    _check_one_split(name, root, tables)
+    return tuple(tables or texts)
+
+
+def _listed(root: Path, pattern: str | None) -> Iterable[Path]:
+    """Path.glob says nothing of folders that it may not list; their files would be missing without a word."""
+    if pattern:
+        return [file for file in root.glob(pattern) if file.is_file()]
+
+    def refuse(error: OSError) -> None:
+        raise DataError(
+            f"{error.filename}: the folder cannot be listed: {error.strerror}; give the user of this process access to "
+            "it, or say which files are the data with data.pattern"
+        ) from error
+
+    found = []
+    for folder, subfolders, names in os.walk(root, onerror=refuse):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        found += [file for name in names if (file := Path(folder, name)).is_file()]
+    return found
+
+
+def _hidden(file: Path, root: Path) -> bool:
+    return any(part.startswith(".") for part in file.relative_to(root).parts)
+
+
+def _without_runs(files: list[Path], root: Path, own: Iterable[str]) -> tuple[list[Path], dict[str, int]]:
+    """(the files that no run wrote, how many others there are in which folder)."""
+    written = {Path(folder).expanduser().resolve() for folder in own}
+    known: dict[Path, Path | None] = {}
+
+    def run_of(folder: Path) -> Path | None:
+        if folder not in known:
+            above = None if folder == root else run_of(folder.parent)
+            known[folder] = above or (folder if folder.resolve() in written or is_run(folder) else None)
+        return known[folder]
+
+    kept = [file for file in files if run_of(file.parent) is None]
+    left_out = Counter(str(run) for file in files if (run := run_of(file.parent)) is not None)
+    return kept, dict(left_out)
+
+
+def is_run(folder: Path) -> bool:
+    """Whether it is the output_dir of a run, by what run.json and status.json hold."""
+    for name in ("run.json", "status.json"):
+        try:
+            content = json.loads((folder / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            continue
+        keys = content.keys() if isinstance(content, dict) else set()
+        if name == "run.json" and {"recipe", "strategy", "versions"} <= keys:
+            return True
+        if name == "status.json" and {"step", "exit_code"} <= keys and content.get("state") in _STATES:
+            return True
+    return False
+
+
+@lru_cache  # a tokenizer, the training and the held-out rows may all be read from one folder
+def _say_left_out(name: str, left_out: tuple[tuple[str, int], ...]) -> None:
+    if prints():
+        total, folders = sum(count for _, count in left_out), [folder for folder, _ in left_out]
+        more = f" and {len(folders) - 3} more" if len(folders) > 3 else ""
+        where = ", ".join(folders[:3]) + more
+        what = (
+            "1 file that a run of samecurve wrote is"
+            if total == 1
+            else f"{total} files that runs of samecurve wrote are"
+        )
+        print(f"{name}: {what} left out of the data (in {where})")
+
+
+def _check_one_split(name: str, root: Path, tables: list[Path]) -> None:
+    """DataError for tables that are named as the training rows and others as those to measure on."""
+    relative = [file.relative_to(root).as_posix() for file in tables]
+    training = [file for file in relative if _TRAINING.search(file)]
+    others = [file for file in relative if _OTHER_SPLITS.search(file) and not _TRAINING.search(file)]
+    if training and others:
+        raise DataError(
+            f"{name}: the folder holds more than one split by the names of its files ({training[0]}, {others[0]}), and "
+            "all would be trained on; say which are the data with data.pattern, such as data.pattern='**/*train*'"
+        )

@@ -1,0 +1,116 @@
+"""The files of a stream: here, behind a URL, or of one split of a data set of the hub. None is opened to its end."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from samecurve.data import hub, sources
+from samecurve.data.formats import unreadable
+from samecurve.errors import DataError
+from samecurve.specs.data_names import Address, address
+from samecurve.specs.file_kinds import is_text, table_kind
+
+_VERSIONS = ("ETag", "etag", "blob_id", "mtime", "created")  # where the kinds of file systems tell it
+
+
+class File(NamedTuple):
+    """name: as fsspec takes it. relative: to the data's folder. version: changes when the content does."""
+
+    name: str
+    relative: str
+    size: int
+    version: str
+
+
+def find(
+    name: str, pattern: str | None, text_column: str, selection: sources.Selection = sources.WHOLE
+) -> tuple[File, ...]:
+    """The files behind `data.path`, which may be a URL that fsspec knows (s3://, https://).
+
+    Of OWNER/NAME on the hub, of hf://datasets/OWNER/NAME and a folder in it they are those of the selected split;
+    of a file there, or with a pattern, what is named. Errors: DataError as sources.find and hub.urls, and where the
+    URL cannot be listed.
+    """
+    where = address(name)
+    if where is not None and not pattern and not where.is_file:
+        found = _of_split(where, selection)
+    elif where is not None and "://" not in name:
+        found = _listed(f"hf://datasets/{name}" + (f"@{selection.revision}" if selection.revision else ""), pattern)
+    elif "://" in name and not name.startswith("file://"):
+        found = _listed(name, pattern)
+    else:
+        name = name.removeprefix("file://")
+        root = Path(name).expanduser()
+        below = root if root.is_dir() else root.parent
+        found = [_local(file, below) for file in sources.find(name, pattern, text_column, selection).files]
+    whole = [file.name for file in found if table_kind(Path(file.name)) in ("json", "csv")]
+    if whole:
+        raise DataError(
+            f"{whole[0]}: streaming reads text, jsonl (also compressed) and parquet; convert it, choose other files "
+            "with data.pattern, or set data.streaming=false"
+        )
+    return tuple(found)
+
+
+def _local(file: Path, below: Path) -> File:
+    try:
+        stat = file.stat()
+        open(file, "rb").close()  # so that this is told now and not by the block that reads it
+    except OSError as error:
+        raise unreadable(file, error) from error
+    return File(str(file), os.path.relpath(file, below), stat.st_size, str(stat.st_mtime_ns))
+
+
+def _of_split(where: Address, selection: sources.Selection) -> list[File]:
+    """Named with the commit, which so is in the fingerprint."""
+    from fsspec.core import url_to_fs
+
+    files = []
+    for url in hub.urls(where, selection):
+        if table_kind(Path(url)) not in ("jsonl", "json", "parquet"):
+            raise DataError(
+                f"{url}: of the hub's data sets streaming reads jsonl (also compressed) and parquet; set "
+                "data.streaming=false, or choose files with data.pattern"
+            )
+        try:
+            system, path = url_to_fs(url)
+            facts = system.info(path)
+        except MemoryError:
+            raise
+        except Exception as error:  # each kind of file system has errors of its own
+            raise unreadable(url, error) from error
+        files.append(File(url, url.removeprefix("hf://datasets/"), facts["size"], _version(facts)))
+    return files
+
+
+def _version(facts: dict[str, Any]) -> str:
+    return next((str(facts[key]) for key in _VERSIONS if key in facts), "")
+
+
+def _listed(url: str, pattern: str | None) -> list[File]:
+    from fsspec.core import url_to_fs
+
+    try:
+        system, root = url_to_fs(url)
+        if system.isfile(root):
+            found = {root: system.info(root)}
+        elif pattern:
+            found = system.glob(f"{root}/{pattern}", detail=True)
+        else:
+            found = system.find(root, detail=True)
+    except MemoryError:
+        raise
+    except Exception as error:  # each kind of file system has errors of its own
+        raise DataError(f"{url}: could not be listed: {error}") from error
+    below = root if len(found) != 1 or root not in found else os.path.dirname(root)
+    files = []
+    for name, facts in sorted(found.items()):
+        wanted = pattern or table_kind(Path(name)) or is_text(Path(name))
+        if facts["type"] == "file" and wanted:
+            relative = os.path.relpath(name, below)
+            files.append(File(system.unstrip_protocol(name), relative, facts["size"], _version(facts)))
+    if not files:
+        raise DataError(f"{url}: no text, jsonl or parquet file there; correct data.path or data.pattern")
+    return files

@@ -1,0 +1,224 @@
+"""Text that is read while training goes on: many files, here or behind a URL, cut into pieces that can be read alone.
+
+Which pieces there are is told by names and sizes: nothing is read ahead, and any piece is found without the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from samecurve.data import sources
+from samecurve.data.formats import parse_row, unreadable
+from samecurve.data.sampler import rows_in_steps
+from samecurve.data.stream_files import File, find
+from samecurve.errors import DataError
+from samecurve.specs.file_kinds import COMPRESSED, table_kind
+from samecurve.storage.cache import digest
+
+__all__ = ["Blocks", "File", "Piece", "PieceSource", "cut", "find", "fingerprint"]
+_PIECES_PER_BLOCK = 16
+_FOOTERS_AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Whole documents. kind: how they are read. start, stop: bytes, or row groups. num_bytes: about how large it is."""
+
+    kind: str
+    files: tuple[File, ...]
+    start: int
+    stop: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class PieceSource(sources.Source):
+    """Some pieces, in this order. Whether a row can be used is seen when it is read."""
+
+    pieces: tuple[Piece, ...] = ()
+    quiet: ClassVar[bool] = True
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(piece.num_bytes for piece in self.pieces)
+
+    def check(self) -> None:
+        """Nothing is read ahead."""
+
+    def documents(self) -> Iterator[str]:
+        for piece in self.pieces:
+            for place, row in _READERS[piece.kind](piece, self.text_column):
+                yield row if isinstance(row, str) else sources.text_of(place, row, self.text_column)
+
+
+class Blocks:
+    """Pieces in a random order of each epoch's own, some of which are a block: what is tokenised and shuffled at once.
+
+    Which pieces a block holds is a pure function of (seed, block), blocks being counted over all epochs. An epoch's
+    first block has no piece of the block before it (nor of the one before that, where the last is not full), so that no
+    step reads a text twice if its rows fit into a block. With too few pieces for that, all epochs have the same order.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], buffer_bytes: float, seed: int):
+        self._pieces, self._seed = pieces, seed
+        mean = sum(piece.num_bytes for piece in pieces) / len(pieces)
+        self._size = max(1, round(buffer_bytes / max(mean, 1)))
+        self.per_epoch = -(-len(pieces) // self._size)
+        last = len(pieces) % self._size
+        self._joints = _Joints(len(pieces), min(len(pieces), last + self._size), self._size)
+
+    def __getitem__(self, block: int) -> tuple[Piece, ...]:
+        epoch, nth = divmod(block, self.per_epoch)
+        places = np.arange(nth * self._size, min((nth + 1) * self._size, len(self._pieces)))
+        positions = epoch * len(self._pieces) + places
+        return tuple(self._pieces[i] for i in rows_in_steps(positions, len(self._pieces), self._seed, self._joints))
+
+
+@dataclass(frozen=True)
+class _Joints:
+    """The ends and beginnings of epochs as if they were steps: `before` and `after` are pieces."""
+
+    num_pieces: int
+    before: int
+    after: int
+    since: ClassVar[int] = 0
+    earlier: ClassVar[None] = None
+
+    def bounds(self, position: int) -> tuple[int, int]:
+        epoch = position // self.num_pieces
+        assert position == epoch * self.num_pieces
+        return position - (self.before if epoch else 0), position + self.after
+
+
+def cut(files: Sequence[File], buffer_bytes: float) -> list[Piece]:
+    """Pieces of about the same size, a part of the buffer; but a compressed file is one, and a row group of parquet."""
+    wanted = max(1, int(buffer_bytes / _PIECES_PER_BLOCK))
+    kinds = [_kind(file) for file in files]
+    with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:  # each is a request, where the files are far away
+        parquet = [file for file, kind in zip(files, kinds, strict=True) if kind == "parquet"]
+        groups = dict(zip(parquet, pool.map(_row_groups, parquet), strict=True))
+    pieces: list[Piece] = []
+    texts: list[File] = []
+    collected = 0
+    for file, kind in zip(files, kinds, strict=True):
+        if kind == "text":
+            texts.append(file)
+            collected += file.size
+            if collected >= wanted:
+                pieces.append(_text_piece(texts))
+                texts, collected = [], 0
+        elif kind == "lines":
+            starts = range(0, file.size, wanted)
+            stops = [min(start + wanted, file.size) for start in starts]
+            pieces += [Piece(kind, (file,), *ends, ends[1] - ends[0]) for ends in zip(starts, stops, strict=True)]
+        else:
+            sizes = groups.get(file, [file.size])
+            pieces += [Piece(kind, (file,), nth, nth + 1, size) for nth, size in enumerate(sizes)]
+    return pieces + ([_text_piece(texts)] if texts else [])
+
+
+def fingerprint(files: Sequence[File]) -> str:
+    """Of names and sizes: another copy of the same files is the same data."""
+    return digest([(file.relative, file.size) for file in files])
+
+
+def _kind(file: File) -> str:
+    path = Path(file.name)
+    kind = table_kind(path)
+    if kind == "jsonl":
+        return "compressed" if path.suffix.lower() in COMPRESSED else "lines"
+    return kind or "text"
+
+
+def _text_piece(texts: list[File]) -> Piece:
+    return Piece("text", tuple(texts), 0, len(texts), sum(text.size for text in texts))
+
+
+def _opened(file: File, read: Callable[[Any], Iterator], compression: str | None = None) -> Iterator:
+    """What `read` makes of the open file. DataError for what goes wrong while reading."""
+    import fsspec
+
+    try:
+        with fsspec.open(file.name, "rb", compression=compression) as stream:
+            yield from read(stream)
+    except (DataError, MemoryError):
+        raise
+    except Exception as error:  # each codec and each kind of file system has errors of its own
+        raise unreadable(file.name, error) from error
+
+
+def _row_groups(file: File) -> list[int]:
+    import pyarrow.parquet
+
+    def sizes(stream) -> Iterator[int]:
+        metadata = pyarrow.parquet.read_metadata(stream)
+        yield from (metadata.row_group(nth).total_byte_size for nth in range(metadata.num_row_groups))
+
+    return list(_opened(file, sizes))
+
+
+def _lines(piece: Piece, column: str) -> Iterator[tuple[str, dict]]:
+    """A line belongs to the piece that its first byte lies in."""
+    file = piece.files[0]
+
+    def read(stream) -> Iterator[tuple[str, dict]]:
+        offset = piece.start
+        if offset:
+            stream.seek(offset - 1)
+            offset += len(stream.readline()) - 1
+        while offset < piece.stop and (line := stream.readline()):
+            if line.strip():
+                place = f"{file.name}: byte {offset}"
+                yield place, parse_row(lambda _, place=place: place, line, offset)
+            offset += len(line)
+
+    return _opened(file, read)
+
+
+def _compressed(piece: Piece, column: str) -> Iterator[tuple[str, dict]]:
+    file = piece.files[0]
+
+    def read(stream) -> Iterator[tuple[str, dict]]:
+        offset = 0
+        for number, line in enumerate(stream, start=1):
+            place = f"{file.name}:{number}"
+            if line.strip():
+                yield place, parse_row(lambda _, place=place: place, line, offset)
+            offset += len(line)
+
+    return _opened(file, read, compression="infer")
+
+
+def _row_group(piece: Piece, column: str) -> Iterator[tuple[str, dict]]:
+    import pyarrow.parquet
+
+    file = piece.files[0]
+
+    def read(stream) -> Iterator[tuple[str, dict]]:
+        table = pyarrow.parquet.ParquetFile(stream)
+        known = table.schema_arrow.names
+        columns = [column] if column in known else known  # the message names those that are there
+        found = table.read_row_group(piece.start, columns=columns)
+        for number, row in enumerate(found.to_pylist(), start=1):
+            yield f"{file.name}: row group {piece.start}, row {number}", row
+
+    return _opened(file, read)
+
+
+def _texts(piece: Piece, column: str) -> Iterator[tuple[str, str]]:
+    for file in piece.files:
+        packed = Path(file.name).suffix.lower() in COMPRESSED
+        for data in _opened(file, lambda stream: iter([stream.read()]), "infer" if packed else None):
+            try:
+                yield file.name, data.decode("utf-8-sig")
+            except UnicodeDecodeError as error:
+                raise DataError(f"{file.name}: byte {error.start} is not UTF-8: {error.reason}; convert it") from error
+
+
+_READERS = {"lines": _lines, "compressed": _compressed, "parquet": _row_group, "text": _texts}

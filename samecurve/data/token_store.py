@@ -1,0 +1,214 @@
+"""Documents to tokens, once: the token cache, found again by its content and read through memory maps."""
+
+from __future__ import annotations
+
+import array
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from samecurve.data.encoder import Encoded, Encoder
+from samecurve.data.parallel_encoding import encoded
+from samecurve.data.sources import Source, fingerprint, is_held_out
+from samecurve.errors import DataError
+from samecurve.storage.cache import cached, digest, prints
+
+# Part of the cache key: raise it when the tokens written for the same input change.
+_VERSION = 5
+_BATCH_CHARACTERS = 1 << 20
+_PLAIN_LINE_SECONDS = 30.0
+PARTS = ("train", "held_out")
+
+
+@dataclass(frozen=True)
+class TokenStream:
+    """All documents of one part, one after the other: [begin-of-text] text end-of-text, or what the encoder makes.
+
+    tokens: (num_tokens,), unsigned. offsets: (num_documents + 1,) int64, where each document starts, then num_tokens.
+    trained: (num_tokens,) uint8, 1 where a token is to be predicted; None: all are.
+    segments: (num_tokens,) uint8, which text of a pair a token is from. labels: (num_documents,) int64, their classes.
+    """
+
+    tokens: np.ndarray
+    offsets: np.ndarray
+    fingerprint: str
+    trained: np.ndarray | None = None
+    segments: np.ndarray | None = None
+    labels: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """empty_documents: how many were dropped because they hold no text. counts: what else the encoder counted."""
+
+    train: TokenStream
+    held_out: TokenStream
+    empty_documents: int
+    counts: dict[str, int]
+
+
+class DocumentEncoder(Encoder):
+    """Plain texts. Special tokens that stand in a text are read as text."""
+
+    def __call__(self, texts: list[str]) -> list[list[int]]:
+        """[begin-of-text] text end-of-text for each text; [] for one without a token."""
+        encodings = self._rust.encode_batch_fast(texts, add_special_tokens=False)
+        return [[*self._begin, *e.ids, *self._end] if e.ids else [] for e in encodings]
+
+    def encode(self, documents: list[str]) -> list[Encoded]:
+        return [Encoded(tokens) for tokens in self(documents)]
+
+
+def load(source: Source, encoder: Encoder, held_out_fraction: float, cache: Path) -> Corpus:
+    """The tokens of a source, from the cache or made now.
+
+    Errors: DataError for unusable data, StorageError when the cache cannot be written.
+    """
+    key = digest(_VERSION, fingerprint(source, cache), source.identity, held_out_fraction, encoder.identity)
+    return load_into(cache / "tokens" / key, key, source, encoder, held_out_fraction)
+
+
+def load_into(target: Path, key: str, source: Source, encoder: Encoder, held_out_fraction: float) -> Corpus:
+    """The same in a folder of the caller's choice. key: changes when the tokens do."""
+    build = partial(_write, source=source, encoder=encoder, held_out_fraction=held_out_fraction)
+    directory = cached(target, build)
+    meta = json.loads((directory / "meta.json").read_text())
+    train, held_out = (_map(directory, part, meta, key) for part in PARTS)
+    return Corpus(train, held_out, meta["empty_documents"], meta["counts"])
+
+
+def training_texts(source: Source, held_out_fraction: float) -> Iterator[str]:
+    """The texts that are trained on, which are also the only ones that a tokenizer may learn from."""
+    for document in source.documents():
+        if not is_held_out(str(document), held_out_fraction):
+            yield from source.texts(document)
+
+
+def _write(directory: Path, source: Source, encoder: Encoder, held_out_fraction: float) -> None:
+    source.check()
+    num_empty, before = 0, dict(encoder.counts)
+    with ExitStack() as stack:
+        writers = {part: stack.enter_context(_Writer(directory, part, encoder)) for part in PARTS}
+        advance = stack.enter_context(reading("tokenising", source))
+        for documents, found in encoded(encoder, _batches(source.documents()), source.num_bytes):
+            for document, one in zip(documents, found, strict=True):
+                if not len(one.tokens):
+                    num_empty += 1
+                    continue
+                part = "held_out" if is_held_out(str(document), held_out_fraction) else "train"
+                writers[part].append(one)
+            advance(documents)
+    counts = {part: writers[part].offsets[-1] for part in PARTS}
+    meta = {
+        "source": source.name,
+        "dtype": encoder.dtype.name,
+        "beside": encoder.beside,
+        "labelled": encoder.labelled,
+        "num_tokens": counts,
+        "empty_documents": num_empty,
+        "counts": {name: count - before[name] for name, count in encoder.counts.items()},
+    }
+    (directory / "meta.json").write_text(json.dumps(meta))
+
+
+class _Writer:
+    """The files of one part: tokens and what is kept beside them as they come, offsets and labels at the end."""
+
+    def __init__(self, directory: Path, part: str, encoder: Encoder):
+        self.offsets = array.array("q", [0])
+        self.labels = array.array("q") if encoder.labelled else None
+        self._dtype, self._directory, self._part = encoder.dtype, directory, part
+        self._tokens = open(directory / f"{part}.bin", "wb")
+        self._beside = {name: open(directory / f"{part}_{name}.bin", "wb") for name in encoder.beside}
+
+    def __enter__(self) -> _Writer:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for file in (self._tokens, *self._beside.values()):
+            file.close()
+        for name, values in (("offsets", self.offsets), ("labels", self.labels)):
+            if error is None and values is not None:
+                np.save(self._directory / f"{self._part}_{name}.npy", np.array(values, dtype=np.int64))
+
+    def append(self, encoded: Encoded) -> None:
+        np.asarray(encoded.tokens, dtype=self._dtype).tofile(self._tokens)
+        for name, file in self._beside.items():
+            np.asarray(getattr(encoded, name), dtype=np.uint8).tofile(file)
+        if self.labels is not None:
+            self.labels.append(encoded.label)
+        self.offsets.append(self.offsets[-1] + len(encoded.tokens))
+
+
+def _batches(documents: Iterator) -> Iterator[list]:
+    """Lists of documents large enough for the tokenizer's own threads, which use every core."""
+    batch: list = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        size += len(str(document))
+        if size >= _BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _map(directory: Path, part: str, meta: dict, key: str) -> TokenStream:
+    num_tokens = meta["num_tokens"][part]
+    tokens = _map_file(directory / f"{part}.bin", np.dtype(meta["dtype"]), num_tokens)
+    offsets = np.load(directory / f"{part}_offsets.npy", mmap_mode="r")
+    marks = {
+        name: _map_file(directory / f"{part}_{name}.bin", np.dtype(np.uint8), num_tokens) for name in meta["beside"]
+    }
+    labels = np.load(directory / f"{part}_labels.npy", mmap_mode="r") if meta["labelled"] else None
+    return TokenStream(tokens, offsets, digest(key, part), **marks, labels=labels)
+
+
+def _map_file(file: Path, dtype: np.dtype, num_tokens: int) -> np.ndarray:
+    if not file.is_file() or file.stat().st_size != num_tokens * dtype.itemsize:
+        raise DataError(f"{file}: does not hold the {num_tokens} tokens that meta.json states; delete {file.parent}")
+    # An empty file cannot be mapped.
+    return np.memmap(file, dtype=dtype, mode="r") if num_tokens else np.empty(0, dtype=dtype)
+
+
+@contextmanager
+def reading(title: str, source: Source, units: str = "documents") -> Iterator[Callable[[list], None]]:
+    """Shows how far the documents of a source are read: a bar on a terminal, else a line every 30 s and one at the
+    end. units: what is counted.
+
+    Gives a function to call with each batch of documents. The bar's end is the size of the files, so it is exact for
+    text files and a guide for tables.
+    """
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(quiet=source.quiet or not prints(), soft_wrap=True)
+    began = last_line = time.perf_counter()
+    num_units = num_bytes = 0
+
+    def line() -> str:
+        seconds = time.perf_counter() - began
+        return f"{title} {source.name}: {num_units:,} {units}, {num_bytes / 1e6:.1f} MB in {seconds:.1f} s"
+
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(title, total=source.num_bytes)
+
+        def advance(documents: list) -> None:
+            nonlocal num_units, num_bytes, last_line
+            size = sum(len(str(document).encode()) for document in documents)
+            num_units, num_bytes = num_units + len(documents), num_bytes + size
+            bar.advance(task, size)
+            if not console.is_terminal and time.perf_counter() - last_line > _PLAIN_LINE_SECONDS:
+                last_line = time.perf_counter()
+                console.print(line(), highlight=False)
+
+        yield advance
+    console.print(line(), highlight=False)

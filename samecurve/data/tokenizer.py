@@ -1,0 +1,194 @@
+"""The tokenizer: a pretrained one by path, or a byte-level BPE trained on the recipe's own training documents."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from samecurve.config.documents import describe
+from samecurve.data import sources
+from samecurve.data.chatml import BEGIN_OF_TURN, CHAT_TEMPLATE, END_OF_TURN, speak
+from samecurve.data.encoder import vocabulary_size
+from samecurve.data.formats import read_text
+from samecurve.data.token_store import reading, training_texts
+from samecurve.errors import ConfigurationError, DataError
+from samecurve.specs.data_names import CHATML
+from samecurve.storage.cache import cached, digest, location
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from samecurve.config.schema import Data, Recipe
+
+BEGIN_OF_TEXT, END_OF_TEXT = "<|begin_of_text|>", "<|end_of_text|>"
+MASK = "<|mask|>"  # for mlm
+_CHATS = ("sft", "distill", "dpo", "reward")
+# Part of the cache key: raise it when training on the same documents gives another tokenizer.
+_VERSION = 3
+
+
+def load(recipe: Recipe, find: Callable[[Data], sources.Source] | None = None) -> PreTrainedTokenizerFast:
+    """The tokenizer of `tokenizer.path`, a trained one of `tokenizer.vocabulary_size`, else that of `model.path`.
+
+    find: the recipe's data to what a tokenizer is trained on; default: plain documents.
+    Errors: ConfigurationError when its files are missing, DataError when there is nothing to train it on.
+    """
+    tokenizer = _load(recipe, find)
+    if recipe.tokenizer.chat_template == CHATML:
+        speak(tokenizer)
+    elif recipe.tokenizer.chat_template is not None:
+        tokenizer.chat_template = read_text(Path(recipe.tokenizer.chat_template))
+    if recipe.tokenizer.pad_token is not None:
+        tokenizer.pad_token = _known(tokenizer, recipe.tokenizer.pad_token)
+    return tokenizer
+
+
+def _known(tokenizer: PreTrainedTokenizerFast, token: str) -> str:
+    """The token itself. A new one would have an id that the model's embedding does not hold."""
+    if token in tokenizer.get_vocab():
+        return token
+    special = ", ".join(dict.fromkeys(tokenizer.all_special_tokens)) or "none"
+    raise ConfigurationError(
+        f"tokenizer.pad_token: found {describe(token)}, which is no token of "
+        f"{tokenizer.name_or_path or 'the tokenizer'}; its special tokens: {special}"
+    )
+
+
+def _load(recipe: Recipe, find: Callable[[Data], sources.Source] | None) -> PreTrainedTokenizerFast:
+    if recipe.tokenizer.vocabulary_size is not None:
+        if find is None:
+            data, selection = recipe.data, sources.Selection.of(recipe, recipe.data)
+            source = sources.find(data.path, data.pattern, data.text_column, selection)
+        else:
+            source = find(recipe.data)
+        return _trained(recipe, source)
+    path = recipe.tokenizer.path or recipe.model.path
+    if path is None:
+        raise ConfigurationError("no tokenizer: set tokenizer.path, or tokenizer.vocabulary_size to train one")
+    return pretrained(path, recipe.model.trust_remote_code)
+
+
+def padding(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """The tokenizer itself. Raises DataError where it names no token that pads."""
+    if tokenizer.pad_token_id is None:
+        example = (
+            f", for example its eos_token: tokenizer.pad_token='{tokenizer.eos_token}'" if tokenizer.eos_token else ""
+        )
+        raise DataError(
+            f"{tokenizer.name_or_path}: has no pad_token; set tokenizer.pad_token to one of its tokens that no text "
+            f"holds{example}"
+        )
+    return tokenizer
+
+
+def special_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
+    """For a from-scratch model's config."""
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return {name: getattr(tokenizer, name) for name in names if getattr(tokenizer, name) is not None}
+
+
+def byte_lengths(tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
+    """How many bytes of text each token stands for: (vocabulary,) int32, 0 for special tokens.
+
+    Exact for byte-level tokenizers (GPT-2, Llama 3, Qwen), whose alphabet has one character per byte. For
+    SentencePiece ones "<0x0A>" is one byte and the mark of a space is one, so a document counts up to one byte too
+    many.
+    """
+    description = json.loads(tokenizer.backend_tokenizer.to_str())
+    byte_level = '"ByteLevel"' in json.dumps([description["pre_tokenizer"], description["decoder"]])
+    lengths = np.zeros(vocabulary_size(tokenizer), dtype=np.int32)
+    for token, index in tokenizer.get_vocab().items():
+        lengths[index] = len(token) if byte_level else _num_bytes(token)
+    for index, added in tokenizer.added_tokens_decoder.items():
+        lengths[index] = 0 if added.special else len(added.content.encode())
+    return lengths
+
+
+def _num_bytes(token: str) -> int:
+    if len(token) == 6 and token.startswith("<0x"):
+        return 1
+    return len(token.replace("\u2581", " ").encode())
+
+
+def pretrained(path: str, trust_remote_code: bool) -> PreTrainedTokenizerFast:
+    """Of a folder or hub name. Raises ConfigurationError when its files are missing."""
+    from transformers import AutoTokenizer
+
+    if path.startswith((".", "/", "~")) and not Path(path).expanduser().is_dir():
+        raise ConfigurationError(f"{path}: the tokenizer's folder does not exist; correct tokenizer.path or model.path")
+    try:
+        folder = str(Path(path).expanduser()) if path.startswith("~") else path
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"{path}: no tokenizer could be loaded ({_first_line(error)}); a folder needs tokenizer.json and "
+            "tokenizer_config.json, a hub name needs the network or an earlier download"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _trained(recipe: Recipe, source: sources.Source) -> PreTrainedTokenizerFast:
+    from transformers import PreTrainedTokenizerFast
+
+    size, fraction = recipe.tokenizer.vocabulary_size, sources.held_out_fraction(recipe)
+    cache, chat = location(recipe.data.cache_dir), recipe.task in _CHATS
+    more = (BEGIN_OF_TURN, END_OF_TURN) if chat else (MASK,) if recipe.task == "mlm" else ()
+    markers = (BEGIN_OF_TEXT, END_OF_TEXT, *more)
+    key = digest(_VERSION, sources.fingerprint(source, cache), source.identity, fraction, size, *markers[2:])
+    build = partial(_train, source=source, held_out_fraction=fraction, vocabulary_size=size, special_tokens=markers)
+    directory = cached(cache / "tokenizers" / key, build)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(directory / "tokenizer.json"),
+        bos_token=BEGIN_OF_TEXT,
+        eos_token=END_OF_TURN if chat else END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        clean_up_tokenization_spaces=False,
+    )
+    if chat:
+        tokenizer.chat_template = CHAT_TEMPLATE
+    if recipe.task == "mlm":
+        tokenizer.mask_token = MASK
+    return tokenizer
+
+
+def _train(
+    directory: Path,
+    source: sources.Source,
+    held_out_fraction: float,
+    vocabulary_size: int,
+    special_tokens: Sequence[str] = (BEGIN_OF_TEXT, END_OF_TEXT),
+) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    source.check()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary_size,
+        special_tokens=list(special_tokens),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    with reading("training a tokenizer on", source, "texts") as advance:
+        tokenizer.train_from_iterator(_watched(training_texts(source, held_out_fraction), advance), trainer)
+    # For whoever loads the export: a prompt begins as every training document did.
+    begin = (BEGIN_OF_TEXT, tokenizer.token_to_id(BEGIN_OF_TEXT))
+    end = (END_OF_TEXT, tokenizer.token_to_id(END_OF_TEXT))
+    pair = f"{BEGIN_OF_TEXT} $A {END_OF_TEXT} $B:1"
+    tokenizer.post_processor = processors.TemplateProcessing(f"{BEGIN_OF_TEXT} $A", pair, special_tokens=[begin, end])
+    tokenizer.save(str(directory / "tokenizer.json"))
+
+
+def _watched(texts: Iterator[str], advance) -> Iterator[str]:
+    for text in texts:
+        advance([text])
+        yield text

@@ -1,0 +1,97 @@
+"""Whether the processes of one host have cores to themselves. The launchers bind them; this only looks."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from samecurve.distributed.host import machine
+
+NODES = Path("/sys/devices/system/node")
+# Of the three only DeepSpeed's looks at the cores; the others bind to the node of the rank's GPU, and need one.
+_BIND_TO_GPU = {
+    "accelerate": "accelerate launch --enable_cpu_affinity (which needs nvidia-ml-py)",
+    "torchrun": "torchrun --numa-binding=node",
+}
+_BIND = "deepspeed --bind_cores_to_rank (which needs numactl)"
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What one process may use. cores: numbers of those that the system lets it run on. threads: of one operator.
+
+    nodes: the cores of each NUMA node of the machine, those without cores left out.
+    """
+
+    machine: str
+    host: str
+    cores: frozenset[int]
+    threads: int
+    nodes: tuple[frozenset[int], ...]
+
+    @property
+    def num_nodes(self) -> int:
+        """How many of the nodes it may run on."""
+        return sum(bool(self.cores & node) for node in self.nodes)
+
+
+def seat(threads: int, nodes: Path = NODES) -> Seat | None:
+    """Of this process; None where the system does not tell (macOS)."""
+    if not hasattr(os, "sched_getaffinity"):
+        return None
+    cores = frozenset(os.sched_getaffinity(0))
+    return Seat(machine(), socket.gethostname(), cores, threads, tuple(_nodes(nodes)))
+
+
+def advice(seats: Sequence[Seat | None], launcher: str, on_gpu: bool) -> str:
+    """One line about the first host where processes are in each other's way, "" where none are.
+
+    seats: of all ranks. launcher: see `launchers.Launch`.
+    """
+    hosts: dict[str, list[Seat]] = defaultdict(list)
+    for each in filter(None, seats):
+        hosts[each.machine].append(each)
+    shared = (local for local in hosts.values() if len(local) > 1)
+    return next(filter(None, (_crossing(local, launcher, on_gpu) or _crowded(local) for local in shared)), "")
+
+
+def _crossing(local: Sequence[Seat], launcher: str, on_gpu: bool) -> str:
+    wide = [one for one in local if one.num_nodes > 1]
+    crossing = [one for one in wide if any(one is not other and one.cores & other.cores for other in local)]
+    if not crossing:
+        return ""
+    cores, nodes = len(crossing[0].cores), crossing[0].num_nodes
+    fix = _BIND_TO_GPU.get(launcher, _BIND) if on_gpu else _BIND
+    return (
+        f"{len(crossing)} processes on {crossing[0].host} may all run on the same {cores} cores of {nodes} NUMA nodes, "
+        f"far from their memory and in each other's way; bind them: {fix}"
+    )
+
+
+def _crowded(local: Sequence[Seat]) -> str:
+    """A process with one thread has nothing to give away."""
+    cores, threads = len(frozenset().union(*(one.cores for one in local))), sum(one.threads for one in local)
+    if threads <= cores or all(one.threads == 1 for one in local):
+        return ""
+    return (
+        f"{len(local)} processes on {local[0].host} compute with {threads} threads in all on {cores} cores, so they "
+        f"wait for each other; start them with OMP_NUM_THREADS={max(1, cores // len(local))}"
+    )
+
+
+def _nodes(folder: Path) -> Iterator[frozenset[int]]:
+    """Linux's Documentation/ABI/stable/sysfs-devices-node: node0/cpulist is "0-15,32-47", empty for memory alone."""
+    for path in sorted(folder.glob("node[0-9]*/cpulist")):
+        cores = frozenset(_listed(path.read_text(encoding="ascii")))
+        if cores:
+            yield cores
+
+
+def _listed(text: str) -> Iterator[int]:
+    for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
+        yield from range(int(first), int(last or first) + 1)

@@ -1,0 +1,133 @@
+"""One Accelerator per process, whatever started it."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import (
+    DeepSpeedPlugin,
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+    ParallelismConfig,
+    ProjectConfiguration,
+    set_seed,
+)
+
+from samecurve.distributed import allocator
+from samecurve.distributed.cpu_workers import share_of_cores
+from samecurve.engines import cpu_bridge, launch_env
+from samecurve.errors import TopologyError
+from samecurve.models import fp8, liger
+from samecurve.strategy.deepspeed_config import concrete
+
+if TYPE_CHECKING:
+    from samecurve.strategy.plan import Plan
+
+_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# Kept until the process is gone. DDP's Reducer would else be the last to let go of its group: its destructor joins
+# gloo's threads while it holds the interpreter's lock, for which they may be waiting (torch 2.13: a rank that had done
+# all its work then hung for ever, in one of twenty runs on busy cores).
+_WORLDS: list[dist.ProcessGroup] = []
+
+
+def start(plan: Plan) -> Accelerator:
+    """Raises TopologyError when Accelerate made another world than the plan's, and what check_device does."""
+    strategy, recipe = plan.strategy, plan.recipe
+    launch_env.adopt(strategy)
+    if strategy.family != "single":
+        launch_env.meet_again(cpu_bridge.backend(strategy))
+    if cpu_bridge.needed():
+        allocator.keep_freed_memory()
+        cpu_bridge.prepare(strategy)
+    if cpu_bridge.needed() or any(part.startswith("optimizer:") for part in strategy.offload):
+        torch.set_num_threads(_threads())
+    if strategy.family in ("zero", "pipeline"):
+        # DeepSpeed 0.19 calls what torch 2.13 has renamed, on every rank
+        names = "all_gather_into_tensor|reduce_scatter_tensor"
+        warnings.filterwarnings("ignore", rf"`torch\.distributed\.({names})` is deprecated", FutureWarning)
+    accelerator = Accelerator(
+        mixed_precision="no" if recipe.precision == "fp32" else recipe.precision,
+        gradient_accumulation_plugin=GradientAccumulationPlugin(_accumulation(plan), sync_with_dataloader=False),
+        kwargs_handlers=[
+            InitProcessGroupKwargs(backend=cpu_bridge.backend(strategy)),
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),  # or DDP would hold each gradient twice
+        ],
+        log_with="tensorboard",
+        project_config=ProjectConfiguration(project_dir=recipe.output_dir, logging_dir=recipe.output_dir),
+        **_plugins(plan),
+    )
+    if dist.is_initialized():
+        _WORLDS.append(dist.group.WORLD)
+    set_seed(recipe.seed, device_specific=True)  # of dropout only; weights and rows have generators of their own
+    if cpu_bridge.needed():
+        cpu_bridge.adjust(accelerator, recipe.precision)
+        cpu_bridge.check(accelerator, strategy)
+    if accelerator.num_processes != strategy.world_size:
+        raise TopologyError(
+            f"{strategy.world_size} processes were asked for, but Accelerate made a world of "
+            f"{accelerator.num_processes} ({accelerator.distributed_type}): start them with accelerate "
+            "launch, torchrun or deepspeed"
+        )
+    fp8.check_device(recipe.fp8, accelerator.device)
+    liger.check_device(recipe, accelerator.device)
+    return accelerator
+
+
+def _accumulation(plan: Plan) -> int:
+    """The loop hands over a whole step's micro-batches, so Accelerate has nothing to count; DeepSpeed's number, where
+    there is one, is told to it because it compares the two and warns."""
+    if plan.strategy.family != "zero":
+        return 1
+    return plan.recipe.batch.accumulation_steps(plan.strategy.data_parallel_size)
+
+
+def _threads(environ: Mapping[str, str] = os.environ) -> int:
+    """What the user says, or this process's share of the cores. Where the user says nothing torchrun says 1, on which a
+    CPU update of Adam starves."""
+    told = environ.get("OMP_NUM_THREADS", "").split(",")[0]  # nested regions have numbers of their own
+    of_torchrun = told == "1" and "TORCHELASTIC_RUN_ID" in environ
+    if told.isdecimal() and int(told) > 0 and not of_torchrun:
+        return int(told)
+    return share_of_cores(int(environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def _plugins(plan: Plan) -> dict:
+    strategy = plan.strategy
+    if strategy.family in ("zero", "pipeline"):
+        return {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=concrete(plan))}
+    if strategy.family != "fsdp":
+        return {}
+    plugin = FullyShardedDataParallelPlugin(mixed_precision_policy=_fsdp_policy(plan))
+    # Accelerate 1.15 refuses it for FSDP2 when the plugin is made; fsdp.py does what it says
+    plugin.forward_prefetch = _fsdp_key(plan, "fsdp_forward_prefetch", False)
+    plugins: dict = {"fsdp_plugin": plugin}
+    if strategy.replicate_size > 1:
+        plugins["parallelism_config"] = ParallelismConfig(
+            dp_replicate_size=strategy.replicate_size, dp_shard_size=strategy.world_size // strategy.replicate_size
+        )
+    return plugins
+
+
+def _fsdp_policy(plan: Plan):
+    """Compute in the recipe's precision, but reduce gradients in fp32, unless the strategy's file says bf16;
+    Accelerate's own policy would reduce in bf16.
+
+    Outputs keep their precision: the loss is taken in fp32 from logits (cross_entropy.py), and one output dtype for
+    every layer would hand fp32 activations to bf16 weights when they are recomputed.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    reduced = _DTYPE.get(_fsdp_key(plan, "fsdp_reduce_dtype", "fp32"), torch.float32)
+    return MixedPrecisionPolicy(param_dtype=_DTYPE.get(plan.recipe.precision), reduce_dtype=reduced)
+
+
+def _fsdp_key(plan: Plan, key: str, default):
+    return plan.strategy.accelerate["fsdp_config"].get(key, default)

@@ -1,0 +1,73 @@
+"""What a live DeepSpeed engine is asked, by ZeRO and by the pipeline alike."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from samecurve.interfaces.engine import dtype_name
+
+if TYPE_CHECKING:
+    import deepspeed
+
+
+def precision(engine: deepspeed.DeepSpeedEngine) -> str:
+    """One of fp32, bf16 and fp16."""
+    if engine.bfloat16_enabled():
+        return "bf16"
+    return "fp16" if engine.fp16_enabled() else "fp32"
+
+
+def numbers(engine: deepspeed.DeepSpeedEngine) -> dict:
+    """The part of an engine's `describe` that DeepSpeed knows."""
+    return {
+        "optimizer": type(engine.optimizer).__name__,
+        "precision": precision(engine),
+        "micro_batch_size": engine.train_micro_batch_size_per_gpu(),
+        "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
+        "gradient_clipping": engine.gradient_clipping(),
+        "reduce_dtype": dtype_name(engine.communication_data_type),
+        "zero_stage": int(engine.zero_optimization_stage()),
+        "replicate_size": 1,
+    }
+
+
+def may_rescale(engine: deepspeed.DeepSpeedEngine) -> bool:
+    """fp16: an overflow that a smaller loss scale may cure. DeepSpeed skips the step and lowers the scale."""
+    if not engine.fp16_enabled():
+        return False
+    scaler = engine.optimizer.loss_scaler
+    return scaler.dynamic and scaler.cur_scale > scaler.min_scale
+
+
+def skip_at_smallest_scale(engine: deepspeed.DeepSpeedEngine) -> None:
+    """An overflow at fp16's smallest loss scale skips the step, like any other.
+
+    DeepSpeed would raise a bare Exception there, before it has discarded the step's gradients (runtime/fp16/
+    loss_scaler.py in 0.19.8).
+    """
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    if getattr(scaler, "dynamic", False):
+        scaler.raise_error_at_min_scale = False
+
+
+_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def loss_scale_state(engine: deepspeed.DeepSpeedEngine) -> dict:
+    """The dynamic loss scale in LossScale's words and, to go on exactly, in DeepSpeed's; {} without one."""
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    if not engine.fp16_enabled() or not getattr(scaler, "dynamic", False):
+        return {}
+    good_steps = max(scaler.cur_iter - 1 - scaler.last_overflow_iter, 0) % scaler.scale_window
+    own = {name: getattr(scaler, name) for name in _SCALER}
+    return {"value": float(scaler.cur_scale), "good_steps": good_steps, "deepspeed": own}
+
+
+def set_loss_scale(engine: deepspeed.DeepSpeedEngine, values: dict) -> None:
+    """values: `loss_scale_state`'s, of any strategy."""
+    if not values or not loss_scale_state(engine):
+        return
+    scaler = engine.optimizer.loss_scaler
+    own = {"cur_scale": values["value"], "cur_iter": values["good_steps"] + 1, "last_overflow_iter": 0}
+    for name, value in values.get("deepspeed", own).items():
+        setattr(scaler, name, value)

@@ -1,0 +1,32 @@
+"""What the loss of a row has to know of the other rows of its step (Task.features, Task.context)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from samecurve.data.batches import MicroBatch
+    from samecurve.interfaces.task import Task
+
+Forward = Callable[["MicroBatch"], tuple[Tensor, dict[str, Tensor]]]
+
+
+@torch.no_grad()
+def features(task: Task, forward: Forward, micro_batches: Iterable[MicroBatch]) -> Tensor:
+    """This rank's rows: (rows, n), fp32. forward: a micro-batch to what its loss is called with."""
+    found = []
+    for batch in micro_batches:
+        logits, targets = forward(batch)
+        found.append(task.features(logits, **targets).float())
+    return torch.cat(found)
+
+
+def cut(context: dict[str, Tensor], shard: tuple[int, int], num_micro_batches: int) -> list[dict[str, Tensor]]:
+    """The context of all rows of a step to that of each micro-batch of this rank."""
+    rank, size = shard
+    parts = {name: value.chunk(size)[rank].chunk(num_micro_batches) for name, value in context.items()}
+    return [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]

@@ -1,0 +1,82 @@
+"""The environment that `accelerate launch` would give for a strategy file, for the other launchers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from samecurve.strategy.plan import Strategy
+
+_OURS = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
+
+
+def environment(strategy: Strategy) -> dict[str, str]:
+    """Variables that Accelerate's plugins read, made by Accelerate's own launcher code from the YAML.
+
+    So torchrun, deepspeed and plain python hand `Accelerator` what `accelerate launch --config_file` hands it.
+    A bare DeepSpeed JSON has no YAML: the variables are those of a YAML that names only the JSON.
+    """
+    if strategy.family == "single":
+        return {}
+    if strategy.path is None:
+        return {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(strategy.deepspeed_path)}
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
+    arguments = launch_command_parser().parse_args(
+        ["--config_file", str(strategy.path), "--main_process_port", "0", "train.py"]
+    )
+    arguments, _, _ = _validate_launch_command(arguments)
+    if not arguments.use_deepspeed:
+        made = prepare_multi_gpu_env(arguments)
+    else:
+        arguments.num_machines = 1  # the processes exist already; only their variables are wanted
+        arguments.deepspeed_fields_from_accelerate_config = ""
+        made = prepare_deepspeed_cmd_env(arguments)[1]
+    return {key: value for key, value in made.items() if key.startswith(_OURS)}
+
+
+def adopt(strategy: Strategy, environ: Mapping[str, str] = os.environ) -> None:
+    """Put `environment` and, for a process without a launcher, a world of one into os.environ."""
+    if strategy.launcher != "accelerate":
+        os.environ.update(environment(strategy))
+    if strategy.family != "single":
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())} if "MASTER_PORT" not in environ else {}
+        for key, value in alone.items():
+            os.environ.setdefault(key, value)
+
+
+def meet_again(backend: str | None, environ: Mapping[str, str] = os.environ) -> None:
+    """Make the process group of a restart by torchrun, under keys of its own.
+
+    torch 2.13 takes the launcher's key-value store for a new one at every restart (distributed/rendezvous.py,
+    _create_c10d_store), but the addresses of the dead processes are still in it, and new ones wait for them (seen with
+    a fixed --master_port and with --rdzv_backend c10d). Accelerate and DeepSpeed take a group that is there.
+    """
+    restart = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restart == "0" or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    import torch
+    from torch import distributed as dist
+
+    rank, world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+    store = dist.TCPStore(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), world_size, is_master=False)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(environ["LOCAL_RANK"]))
+    dist.init_process_group(
+        backend or "cpu:gloo,cuda:nccl",
+        store=dist.PrefixStore(f"restart_{restart}", store),
+        rank=rank,
+        world_size=world_size,
+    )
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]

@@ -1,0 +1,78 @@
+"""How many bytes a rank holds between two steps, by what they are for, measured on the live tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from samecurve.interfaces.memory import Held
+
+
+def held_bytes(module: nn.Module, optimizer: object, facts: dict) -> Held:
+    """Between two steps. facts: Engine.describe."""
+    weights = list(_storages([*module.parameters(), *module.buffers()]))
+    chain = [optimizer]
+    while hasattr(chain[-1], "optimizer"):  # accelerate's and DeepSpeed's wrappers
+        chain.append(chain[-1].optimizer)
+    own = {storage.data_ptr() for storage in weights}
+    kept = _storages(_tensors_of(chain[-1]))
+    gradients = _gradients(module, facts)
+    return Held(
+        weights=sum(storage.nbytes() for storage in weights),
+        optimizer=sum(storage.nbytes() for storage in kept if storage.data_ptr() not in own),
+        gradients=gradients,
+        gradients_between_steps=min(gradients, _kept_gradients(module, chain, gradients)),
+    )
+
+
+def _kept_gradients(module: nn.Module, optimizers: list[object], gradients: int) -> int:
+    """DDP keeps its buckets, in which gradients lie (gradient_as_bucket_view), ZeRO-3 and DeepSpeed's optimizer for
+    bf16 under a pipeline keep flat buffers of their own, and offloaded optimizers the gradients that they update by."""
+    if isinstance(module, DistributedDataParallel):
+        return gradients
+    kept = [parameter.grad for parameter in module.parameters()]
+    kept += [parameter.grad for group in optimizers[-1].param_groups for parameter in group["params"]]
+    for each in optimizers:
+        kept.append(getattr(each, "grad_partitions_flat_buffer", None))
+        kept += getattr(each, "fp32_groups_gradients_flat", None) or []
+    return sum(storage.nbytes() for storage in _storages(tensor for tensor in kept if tensor is not None))
+
+
+def _gradients(module: nn.Module, facts: dict) -> int:
+    fp32 = torch.float32.itemsize
+    if facts.get("whole_gradient_bytes"):
+        return facts["whole_gradient_bytes"]
+    if facts["zero_stage"] >= 2:
+        return -(-facts["num_trained_parameters"] // facts["data_parallel_size"]) * fp32
+    by_deepspeed = facts["zero_stage"] or facts["pipeline_stages"] > 1
+    trained = [_local(each) for each in module.parameters() if each.requires_grad]
+    return sum(each.numel() * (fp32 if by_deepspeed else each.element_size()) for each in trained)
+
+
+def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+    for parameter, state in optimizer.state.items():
+        yield parameter  # ZeRO-3 puts its masters into a group only while they are updated
+        yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def _storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
+    """Each storage once: tensors may be views of one buffer."""
+    seen: set[int] = set()
+    for tensor in tensors:
+        storage = _local(tensor).untyped_storage()
+        if storage.nbytes() and storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            yield storage
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The part that this rank keeps: of FSDP's and of ZeRO-3's parameters."""
+    tensor = getattr(tensor, "ds_tensor", tensor)
+    tensor = tensor.detach() if isinstance(tensor, nn.Parameter) else tensor
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

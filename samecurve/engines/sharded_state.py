@@ -1,0 +1,228 @@
+"""Where the engines keep what is trained: weights and optimizer state, as ranges of flattened fp32 tensors.
+
+However a strategy cuts a parameter, a rank holds one contiguous range of it: all of it (DDP), some rows (FSDP2 shards
+dimension 0), a fragment of a flat group (ZeRO-1 and 2), a partition (ZeRO-3). So a range of the flattened tensor is the
+one layout that all of them read and write. Nothing here is collective and nothing is gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from samecurve.engines.optimizer_state import set_updates, state_of
+from samecurve.engines.shard_ranges import factor_placed, placed
+from samecurve.interfaces.sharded_state import FACTOR, WEIGHT, Held, Kinds, Visit
+
+
+def with_weight(states: Kinds) -> Kinds:
+    """`State.kinds` of the optimizer's states by parameter."""
+    return {name: (WEIGHT, *names) for name, names in states.items()}
+
+
+def split(start: int, stop: int, index: int, count: int) -> tuple[int, int]:
+    """The index-th of `count` nearly equal parts of [start, stop)."""
+    length = stop - start
+    return start + length * index // count, start + length * (index + 1) // count
+
+
+class LiveState:
+    """One device, DDP, FSDP2 and HSDP: the parameters are the fp32 weights.
+
+    states: see optim.state_names. replica: (index, count) of this rank among those that hold the same parameters.
+    saved: see FragmentState. factors: see optim.factor_shapes.
+    """
+
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        states: Kinds,
+        replica: tuple[int, int],
+        saved: set[str] | None = None,
+        factors: Mapping[tuple[str, str], tuple[int, ...]] | None = None,
+    ):
+        self._parameters, self._optimizer, self._replica = parameters, optimizer, replica
+        self.kinds = with_weight(states)
+        self._saved = set(parameters) if saved is None else saved
+        factors = factors or {}
+        self.factors = {f"{name}.{key}": shape for (name, key), shape in factors.items()}
+        self.kinds |= dict.fromkeys(self.factors, (FACTOR,))
+        # the blocks' largest values belong to codes
+        self.codes = {(name, key.replace("absmax", "state")) for name, key in factors if key.startswith("absmax")}
+        self._keys: dict[str, list[str]] = {}
+        for name, key in factors:
+            self._keys.setdefault(name, []).append(key)
+
+    def held(self) -> list[Held]:
+        return [held for name in self._parameters for held, _ in self._held(name)]
+
+    def visit(self, writing: bool = False) -> Visit:
+        for name, parameter in self._parameters.items():
+            places = self._held(name)
+            keys = [*self.kinds[name][1:], *(key for _, key in places if key)]
+            state = state_of(self._optimizer, parameter, keys, create=writing)
+            for held, key in places:
+                for kind in self.kinds[held.name]:
+                    tensor = parameter.detach() if kind == WEIGHT else state[key or kind]
+                    yield held, kind, _flat(tensor)
+
+    def _held(self, name: str) -> list[tuple[Held, str]]:
+        """What this rank has of a parameter and of its factors, with the factor's key in the optimizer's state."""
+        parameter, found = self._parameters[name], []
+        start, stop, replica = placed(parameter, self._replica)
+        parts = [(name, "", start, stop, replica)]
+        for key in self._keys.get(name, ()):
+            factor = f"{name}.{key}"
+            parts.append((factor, key, *factor_placed(parameter, key, self.factors[factor], self._replica)))
+        for label, key, start, stop, replica in parts:
+            if stop > start:
+                part = split(start, stop, *replica) if name in self._saved else (start, start)
+                found.append((Held(label, start, stop, *part), key))
+        return found
+
+    def finish(self, updates: int) -> None:
+        set_updates(self._optimizer, updates)
+
+    def replicas(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self._parameters.items():
+            start, stop, (_, count) = placed(parameter, self._replica)
+            if stop > start and count > 1:
+                yield f"{name} from {start}", _flat(parameter.detach())
+
+
+class FragmentState:
+    """ZeRO-1 and 2, and DeepSpeed's bf16 optimizer: fp32 masters in flat groups, each rank with one part of them.
+
+    saved: names that this rank saves; a weight that two pipeline stages share is saved by one of them.
+    """
+
+    factors: dict = {}
+    codes = ()
+
+    def __init__(self, parameters: dict[str, nn.Parameter], optimizer, states: Kinds, saved: set[str]):
+        self._parameters, self._optimizer, self._saved = parameters, optimizer, saved
+        self.kinds = with_weight(states)
+
+    def held(self) -> list[Held]:
+        found = []
+        for name, parameter in self._parameters.items():
+            if parameter._hp_mapping is not None:
+                place = parameter._hp_mapping.lp_fragment_address
+                start, stop = place.start, place.start + place.numel
+                found.append(Held(name, start, stop, start, stop if name in self._saved else start))
+        return found
+
+    def visit(self, writing: bool = False) -> Visit:
+        """Through the flat groups: DeepSpeed 0.19's own fragments of the optimizer's state are linked after the first
+        group's first step, when the other groups have none yet, and stay empty."""
+        base = self._optimizer.optimizer
+        for held in self.held():
+            mapping = self._parameters[held.name]._hp_mapping
+            place, (flat,) = mapping.hp_fragment_address, base.param_groups[mapping.param_group_index]["params"]
+            kinds = self.kinds[held.name]
+            state = state_of(base, flat, kinds[1:], create=writing)
+            for kind in kinds:
+                whole = flat if kind == WEIGHT else state[kind]
+                yield held, kind, whole.detach().narrow(0, place.start, place.numel)
+
+    def finish(self, updates: int) -> None:
+        set_updates(self._optimizer.optimizer, updates)
+        self._optimizer.update_lp_params()
+
+    def replicas(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self._parameters.items():
+            yield name, parameter.detach()
+
+
+class PartitionState:
+    """ZeRO-3: each rank holds one partition of every parameter, in groups that may lie on NVMe until asked for.
+
+    optimizer: DeepSpeedZeroOptimizer_Stage3, whose partitions and swapping have no public name.
+    """
+
+    factors: dict = {}
+    codes = ()
+
+    def __init__(self, parameters: dict[str, nn.Parameter], optimizer, states: Kinds, rank: int):
+        self._parameters, self._optimizer, self._rank = parameters, optimizer, rank
+        self.kinds = with_weight(states)
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+
+    def held(self) -> list[Held]:
+        return [held for group in self._optimizer.fp16_groups for p in group if (held := self._held(p)) is not None]
+
+    def visit(self, writing: bool = False) -> Visit:
+        for index, group in enumerate(self._optimizer.fp16_groups):
+            with self._swapped_in(index, writing) as flat:
+                kinds = self.kinds[self._names[id(group[0])]]  # the same for all that share flat tensors
+                state = state_of(self._optimizer.optimizer, flat, kinds[1:], create=writing)
+                for parameter in group:
+                    yield from self._visit_one(parameter, flat, state)
+
+    def finish(self, updates: int) -> None:
+        """The weights that are computed with: in place where a rank has its partition, through a gather where that is
+        on NVMe or whole already (DeepSpeed keeps small parameters so)."""
+        zero = self._optimizer
+        set_updates(zero.optimizer, updates)
+        for index, group in enumerate(zero.fp16_groups):
+            with self._swapped_in(index, writing=False) as flat:
+                for parameter in group:
+                    self._refresh(parameter, flat)
+
+    def _refresh(self, parameter: nn.Parameter, flat: Tensor) -> None:
+        import deepspeed
+        from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus, ZeroParamStatus
+
+        zero = self._optimizer
+        _, offset, length = zero.grad_position[zero.get_param_id(parameter)]
+        partition = flat.detach().narrow(0, offset, length)
+        alone = parameter.ds_status == ZeroParamStatus.NOT_AVAILABLE
+        if alone and parameter.ds_tensor.status == PartitionedParamStatus.AVAILABLE:
+            parameter.ds_tensor.data[:length].copy_(partition)
+            return
+        full = zero._fp32_state_allgather(parameter, partition.to(parameter.device))
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            if torch.distributed.get_rank() == 0:
+                parameter.data.copy_(full)
+
+    @contextmanager
+    def _swapped_in(self, index: int, writing: bool) -> Iterator[Tensor]:
+        """A group's flat fp32 weights, from NVMe if they are there, and back if they are written."""
+        zero = self._optimizer
+        swapped = zero._swappable_optimizer_subgroup(index)
+        if swapped:
+            zero._optimizer_states_and_gradient_swap_in(index)
+        try:
+            yield zero.fp32_partitioned_groups_flat[index]
+        finally:  # also after a save that failed: the next step needs the buffers
+            if swapped and writing:
+                zero._optimizer_states_and_gradient_swap_out(index)
+            elif swapped:
+                zero._release_swap_buffers(index)
+
+    def replicas(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(())
+
+    def _visit_one(self, parameter: nn.Parameter, flat: Tensor, state: dict) -> Visit:
+        held = self._held(parameter)
+        if held is None:
+            return
+        _, offset, _ = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
+        for kind in self.kinds[held.name]:
+            whole = flat if kind == WEIGHT else state[kind]
+            yield held, kind, whole.detach().narrow(0, offset, held.stop - held.start)
+
+    def _held(self, parameter: nn.Parameter) -> Held | None:
+        start = self._rank * parameter.partition_numel()
+        stop = min(start + parameter.partition_numel(), parameter.ds_numel)  # the last partition is padded
+        return Held(self._names[id(parameter)], start, stop, start, stop) if stop > start else None
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.view(-1)

@@ -1,0 +1,249 @@
+"""The trained model as a plain Hugging Face folder, or its adapter as peft's, written one parameter at a time."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.dynamic_module_utils import custom_object_save
+
+from samecurve.errors import CheckpointError, NumericError, SamecurveError, StorageError
+from samecurve.export.model_card import ADAPTED_CONFIG
+from samecurve.models.hf_config import CAUSAL, is_remote, kind_of
+from samecurve.models.lora import is_adapted, stored_config, stored_names
+from samecurve.models.weight_conversion import Storage
+from samecurve.storage.atomic import write_json, writing
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+SHARD_BYTES = 4 * 10**9
+
+
+def export(
+    parameters: Iterator[tuple[str, Tensor | None]],
+    skeleton: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    directory: Path,
+    is_main: bool,
+    shard_bytes: int = SHARD_BYTES,
+    dtype: torch.dtype = torch.float32,
+    card: Callable[[Path], None] = lambda directory: None,
+    write_beside: Callable[[Path, PreTrainedConfig], None] = lambda directory, config: None,
+    busy: Callable[[], None] = lambda: None,
+) -> None:
+    """Write safetensors, config and tokenizer to `directory`: all of it, or nothing. Of an adapted model, what peft
+    loads beside the base model, which is not written again.
+
+    parameters: the engine's; every rank iterates it to the end, because gathering a parameter is collective. So a
+    problem found on the way is told after the last one. skeleton: the architecture on the meta device, whose
+    parameter names and shapes are what is expected, each once. Rank 0 holds at most one shard. dtype: of the weights in
+    the files. card, write_beside: write more files into the folder, on rank 0: the model's card, and the task's own.
+    busy: called now and then while files reach the disk.
+    Raises, on rank 0: NumericError for values that are not finite, CheckpointError for a missing, unknown, empty or
+    misshapen tensor, StorageError when the folder cannot be written or is there already.
+    """
+    if not is_main:
+        for _ in parameters:
+            pass
+        return
+    partial = directory.with_name(f"{directory.name}.partial")
+    layout = _adapter(skeleton) if is_adapted(skeleton) else _whole_model(skeleton, shard_bytes)
+    writer = _Writer(skeleton, layout, partial, dtype)
+    try:
+        for name, tensor in parameters:
+            writer.take(name, tensor)
+        writer.finish()
+        with writing(partial):
+            layout.write_config(skeleton, partial, dtype)
+            tokenizer.save_pretrained(partial)
+            card(partial)
+            write_beside(partial, skeleton.config)
+            put_in_place(partial, directory, busy)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+class _Layout(NamedTuple):
+    """groups: for each parameter those that are stored together with it. convert: a group's parameters to what is
+    stored, by name. stem: the file's name. write_config: (skeleton, directory, dtype)."""
+
+    groups: dict[str, tuple[str, ...]]
+    convert: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+    stem: str
+    shard_bytes: float
+    write_config: Callable[[PreTrainedModel, Path, torch.dtype], None]
+
+
+def _whole_model(skeleton: PreTrainedModel, shard_bytes: int) -> _Layout:
+    storage = Storage(skeleton)
+    groups = storage.groups([name for name, _ in skeleton.named_parameters()])
+    return _Layout(groups, storage.convert, "model", shard_bytes, _write_config)
+
+
+def _adapter(skeleton: PreTrainedModel) -> _Layout:
+    """peft reads one file."""
+    names = stored_names(skeleton)
+
+    def convert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {names[name]: tensor for name, tensor in tensors.items()}
+
+    groups = {name: (name,) for name in names}
+    return _Layout(groups, convert, "adapter_model", math.inf, _write_adapter_config)
+
+
+class _Writer:
+    """Collects parameters into shards. After the first problem it writes nothing more, and `finish` raises."""
+
+    def __init__(self, skeleton: PreTrainedModel, layout: _Layout, directory: Path, dtype: torch.dtype):
+        parameters = dict(skeleton.named_parameters())
+        self._expected = {name: parameters[name] for name in layout.groups}
+        self._layout, self._directory, self._limit, self._dtype = layout, directory, layout.shard_bytes, dtype
+        self._stem = layout.stem
+        self._waiting: dict[str, Tensor] = {}  # for the rest of their group
+        self._shard: dict[str, Tensor] = {}
+        self._shard_size = self._total = 0
+        self._shards: list[list[str]] = []
+        self._seen: set[str] = set()
+        self._problems: list[SamecurveError] = []
+
+    def take(self, name: str, tensor: Tensor | None) -> None:
+        problem = self._check(name, tensor)
+        self._seen.add(name)
+        if problem is not None:
+            self._problems.append(problem)
+        if self._problems:
+            self._shard.clear()
+            self._waiting.clear()
+            return
+        self._waiting[name] = tensor.detach().to("cpu", self._dtype)
+        group = self._layout.groups[name]
+        if self._waiting.keys() >= set(group):
+            together = {each: self._waiting.pop(each) for each in group}
+            for stored, each in self._layout.convert(together).items():
+                self._add(stored, each.contiguous())
+
+    def _add(self, name: str, tensor: Tensor) -> None:
+        if self._shard and self._shard_size + tensor.nbytes > self._limit:
+            self._flush()
+        # a view would be saved with all of its storage, or refused as shared
+        self._shard[name] = tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
+        self._shard_size += tensor.nbytes
+        self._total += tensor.nbytes
+
+    def finish(self) -> None:
+        """Write the last shard and the index. Raises the first problem's class with all problems in its message."""
+        missing = self._expected.keys() - self._seen
+        if missing:
+            self._problems.append(CheckpointError(f"never came: {', '.join(sorted(missing))}"))
+        if not self._problems:
+            self._flush()
+        if not self._problems:
+            self._name_shards()
+        if self._problems:
+            listed = "\n".join(f"  {problem}" for problem in self._problems)
+            raise type(self._problems[0])(f"the model was not exported to {self._directory.stem}/:\n{listed}")
+
+    def _check(self, name: str, tensor: Tensor | None) -> SamecurveError | None:
+        if name not in self._expected:
+            return CheckpointError(f"{name}: the model has no such parameter")
+        if name in self._seen:
+            return CheckpointError(f"{name}: came twice")
+        if tensor is None or tensor.numel() == 0:
+            return CheckpointError(f"{name}: empty")
+        shape = self._expected[name].shape
+        if tensor.shape != shape:
+            return CheckpointError(f"{name}: has the shape {tuple(tensor.shape)}, the model needs {tuple(shape)}")
+        if not torch.isfinite(tensor).all():
+            return NumericError(f"{name}: {int((~torch.isfinite(tensor)).sum())} values are not finite")
+        return out_of_range(name, tensor, self._dtype)
+
+    def _flush(self) -> None:
+        """An error here must not keep this rank from the parameters that are still to come, so it is kept."""
+        try:
+            with writing(self._directory):
+                self._directory.mkdir(parents=True, exist_ok=True)
+                save_file(self._shard, self._shard_path(len(self._shards)), metadata={"format": "pt"})
+            self._shards.append(list(self._shard))
+        except StorageError as error:
+            self._problems.append(error)
+        except SafetensorError as error:  # its word for an OSError
+            self._problems.append(StorageError(f"{self._directory}: {error}"))
+        self._shard = {}
+        self._shard_size = 0
+
+    def _shard_path(self, index: int) -> Path:
+        return self._directory / f"shard-{index}.safetensors"
+
+    def _name_shards(self) -> None:
+        """transformers' names: the number of shards is known only now."""
+        count = len(self._shards)
+        with writing(self._directory):
+            if count == 1:
+                os.rename(self._shard_path(0), self._directory / f"{self._stem}.safetensors")
+                return
+            weight_map = {}
+            for index, names in enumerate(self._shards):
+                file = f"{self._stem}-{index + 1:05d}-of-{count:05d}.safetensors"
+                os.rename(self._shard_path(index), self._directory / file)
+                weight_map |= dict.fromkeys(names, file)
+        index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
+        write_json(self._directory / f"{self._stem}.safetensors.index.json", index)
+
+
+def out_of_range(name: str, tensor: Tensor, dtype: torch.dtype) -> NumericError | None:
+    """fp16 ends at 65504; what is finite and larger would become infinite."""
+    lost = int((~torch.isfinite(tensor.detach().to(dtype))).sum())
+    if not lost:
+        return None
+    largest = tensor.detach().abs().max().item()
+    return NumericError(f"{name}: {lost} values are beyond the range of {dtype_name(dtype)} ({largest:g}); choose bf16")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As a model's config.json has it: bfloat16, not torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _write_adapter_config(skeleton: PreTrainedModel, directory: Path, dtype: torch.dtype) -> None:
+    """And the model's own config, where it may have another head than its base: names of classes, the token that pads.
+
+    In a folder of its own: transformers takes one with config.json for a whole model.
+    """
+    stored_config(skeleton).save_pretrained(directory)
+    if kind_of(skeleton) != CAUSAL.kind:
+        _write_config(skeleton, directory / ADAPTED_CONFIG, dtype)
+
+
+def _write_config(skeleton: PreTrainedModel, directory: Path, dtype: torch.dtype) -> None:
+    config = copy.deepcopy(skeleton.config)
+    config.architectures = [type(skeleton).__name__]
+    config.dtype = dtype_name(dtype)
+    config.use_cache = True  # training turns it off; whoever generates with the export wants it
+    if is_remote(config):
+        custom_object_save(skeleton, directory, config=config)
+    config.save_pretrained(directory)
+    if getattr(skeleton, "generation_config", None) is not None:
+        generation = copy.deepcopy(skeleton.generation_config)
+        generation.use_cache = True
+        generation.save_pretrained(directory)
+
+
+def put_in_place(partial: Path, directory: Path, busy: Callable[[], None] = lambda: None) -> None:
+    """Every file is on the disk before the folder has its name. Raises StorageError where that is taken."""
+    if directory.exists():
+        raise StorageError(f"{directory} is there already; the model was not exported over it")
+    for file in (path for path in partial.rglob("*") if path.is_file()):
+        with open(file, "rb") as stream:
+            os.fsync(stream.fileno())
+        busy()
+    os.rename(partial, directory)

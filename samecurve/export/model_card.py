@@ -1,0 +1,244 @@
+"""A model's card: what it was made of, how, and how well it does, as far as the run's directory knows it.
+
+The format is the Hugging Face hub's: YAML between two lines of dashes, then Markdown
+(https://huggingface.co/docs/hub/model-cards).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from samecurve.metrics.console import duration, number, spaced
+from samecurve.reports.plot import Scale, loss_series, plot, session_marks
+from samecurve.run.run_directory import read_metrics
+from samecurve.run.sessions import Began, sessions, unknown_origin
+from samecurve.storage.atomic import now, write_text
+
+CARD, PICTURE = "README.md", "loss.svg"
+UNKNOWN = "not known"
+# Where an adapter's folder has the config of the model that it makes of its base.
+ADAPTED_CONFIG = "model_config"
+_CURVE_POINTS = 12
+_LICENSE_ID = re.compile(r"[a-z0-9][a-z0-9.\-]*")
+# The class that loads it, and the hub's name for what it does.
+_USES = {
+    "classify": ("AutoModelForSequenceClassification", "text-classification"),
+    "mlm": ("AutoModelForMaskedLM", "fill-mask"),
+    "embed": ("AutoModel", "sentence-similarity"),
+    "reward": ("AutoModelForSequenceClassification", "text-classification"),
+}
+_CAUSAL = ("AutoModelForCausalLM", "text-generation")
+
+
+@dataclass(frozen=True)
+class Made:
+    """What the directory does not say. dtype: of the stored weights. license: the user's word, None: not given.
+
+    step: after which the weights are what they are; None: after the last one. merged: an adapter and its base in one.
+    """
+
+    dtype: str = "float32"
+    license: str | None = None
+    step: int | None = None
+    merged: bool = False
+
+
+def write_card(run: Path, made: Made, folder: Path) -> None:
+    """README.md, and the loss as a picture that it shows, into a model's folder. run: as for `model_card`."""
+    write_text(folder / CARD, model_card(run, made))
+    drawn = loss_picture(run, made)
+    if drawn:
+        write_text(folder / PICTURE, drawn)
+
+
+def loss_picture(run: Path, made: Made) -> str:
+    """The SVG's text; "" where no loss is on record."""
+    return plot("loss", loss_series(_metrics(run, made)), session_marks(sessions(run)), Scale(logarithmic=True))
+
+
+def _metrics(run: Path, made: Made) -> list[dict]:
+    return [record for record in read_metrics(run) if made.step is None or record["step"] <= made.step]
+
+
+def model_card(run: Path, made: Made) -> str:
+    """README.md's text for a model of the run directory `run`, which holds a run.json."""
+    known, metrics = sessions(run), _metrics(run, made)
+    facts = known[-1].facts
+    parts = [
+        f"---\n{yaml.safe_dump(metadata(facts, made), sort_keys=False, allow_unicode=True)}---\n",
+        f"# {Path(facts['output_dir']).name}\n",
+        *_use(facts, made),
+        *_training(facts, metrics, made),
+        *_curve(metrics),
+        *_evaluation(facts, metrics),
+        *_sessions(known),
+        *_recipe(facts),
+        *_unknown(facts, made),
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def metadata(facts: dict, made: Made) -> dict:
+    """The card's YAML. A base model or data that are not on the hub have no name there, so they are left out."""
+    recipe, adapter = facts["recipe"], None if made.merged else facts["recipe"]["adapter"]["name"]
+    found: dict = {"library_name": "peft" if adapter else "transformers", **_license(made.license)}
+    base = recipe["model"]["path"]
+    if _on_the_hub(base):
+        found["base_model"] = base
+        found["base_model_relation"] = "adapter" if adapter else "finetune"
+    found["pipeline_tag"] = _USES.get(recipe["task"], _CAUSAL)[1]
+    found["tags"] = ["samecurve", recipe["task"], *([adapter] if adapter else [])]
+    return found
+
+
+def _license(given: str | None) -> dict:
+    """The hub's names are short; any other text is its `other`."""
+    if given is None:
+        return {"license": "unknown"}
+    if _LICENSE_ID.fullmatch(given.lower()):
+        return {"license": given.lower()}
+    return {"license": "other", "license_name": given}
+
+
+def _on_the_hub(path: str | None) -> bool:
+    return path is not None and not Path(path).expanduser().exists() and re.fullmatch(r"[\w.\-]+(/[\w.\-]+)?", path)
+
+
+def _use(facts: dict, made: Made) -> Iterator[str]:
+    recipe = facts["recipe"]
+    loader = _USES.get(recipe["task"], _CAUSAL)[0]
+    lines = ["```python", f"from transformers import {loader}, AutoTokenizer", ""]
+    if recipe["adapter"]["name"] and not made.merged:
+        lines.insert(1, "from peft import PeftModel")
+        base = repr(recipe["model"]["path"])
+        if recipe["task"] in _USES:  # the config here says which head it has
+            lines[2] = f"from transformers import {loader}, AutoConfig, AutoTokenizer"
+            base += f", config=AutoConfig.from_pretrained(folder, subfolder={ADAPTED_CONFIG!r})"
+        lines += [f"model = {loader}.from_pretrained({base})  # what the adapter belongs to"]
+        lines += ["model = PeftModel.from_pretrained(model, folder)  # this folder"]
+    else:
+        lines += [f"model = {loader}.from_pretrained(folder)  # this folder"]
+    yield "\n".join([*lines, "tokenizer = AutoTokenizer.from_pretrained(folder)", "```\n"])
+
+
+def _training(facts: dict, metrics: Sequence[dict], made: Made) -> Iterator[str]:
+    recipe = facts["recipe"]
+    yield "## Training\n"
+    yield _table([("", ""), *_made_of(facts, recipe), *_how(recipe, metrics, made), *_where(facts)])
+
+
+def _made_of(facts: dict, recipe: dict) -> Iterator[tuple[str, object]]:
+    overrides = " ".join(facts.get("overrides", ()))
+    yield "task", recipe["task"]
+    yield "recipe", f"{facts.get('recipe_path', UNKNOWN)} {overrides}".strip()
+    base = recipe["model"]["path"]
+    yield "starts from", base or f"nothing: a {facts.get('model_type', 'model')} from scratch"
+    if facts.get("new_head"):
+        yield "new at the start, not pretrained", ", ".join(facts["new_head"])
+    if facts.get("adapter"):
+        yield "base model's fingerprint", facts["adapter"].get("base_model", UNKNOWN)
+    yield "parameters", f"{facts['num_parameters']:,}, {facts['num_trained_parameters']:,} of them trained"
+    mixture = recipe["data"].get("mixture") or ()
+    yield "data", recipe["data"]["path"] or ", ".join(f"{each['path']} (weight {each['weight']:g})" for each in mixture)
+    for name in ("hub", "evaluated_on"):
+        if name in facts["data"]:
+            yield f"data, {spaced(name)}", facts["data"][name]
+    prints = facts.get("data_fingerprints") or {}
+    for part, counts in facts["data"].items():
+        if isinstance(counts, dict):
+            listed = ", ".join(f"{spaced(name)} {number(count)}" for name, count in counts.items())
+            fingerprint = f"; fingerprint {prints.get(part, UNKNOWN)}" if part in ("train", "held_out") else ""
+            yield spaced(part), listed + fingerprint
+
+
+def _how(recipe: dict, metrics: Sequence[dict], made: Made) -> Iterator[tuple[str, object]]:
+    batch, optimizer, schedule = recipe["batch"], recipe["optimizer"], recipe["schedule"]
+    done, skipped = (metrics[-1]["step"], metrics[-1].get("skipped_steps", 0)) if metrics else (UNKNOWN, 0)
+    yield "optimizer steps", f"{done} of {recipe['steps']}" + (f", {skipped} of them skipped" if skipped else "")
+    yield "batch", f"{batch['global_batch_size']} rows of {batch['sequence_length']} tokens"
+    yield "trained on", f"{sum(record['tokens'] for record in metrics):,} tokens, rows or pairs: what the loss counts"
+    yield "time in steps", duration(sum(record["step_seconds"] for record in metrics))
+    yield "optimizer", f"{optimizer['name']}, learning rate {optimizer['learning_rate']:g}, {schedule['name']}"
+    yield "computed in", f"{recipe['precision']}, from fp32 weights; stored as {made.dtype}"
+    yield "seed", recipe["seed"]
+
+
+def _where(facts: dict) -> Iterator[tuple[str, object]]:
+    yield "hardware", f"{facts['world_size']} x {facts.get('device', UNKNOWN)}"
+    versions = facts.get("versions", {})
+    yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items() if version) or UNKNOWN
+    yield "card written", now()
+
+
+def _curve(metrics: Sequence[dict]) -> Iterator[str]:
+    yield "\n## Loss\n"
+    if not metrics:
+        yield "No step is on record."
+        return
+    if any(record["loss"] is not None for record in metrics):
+        yield f"![loss at each step]({PICTURE})\n"
+    shown = {round(index * (len(metrics) - 1) / (_CURVE_POINTS - 1)) for index in range(_CURVE_POINTS)}
+    shown |= {index for index, record in enumerate(metrics) if "eval_loss" in record}
+    rows = [("step", "loss", "held-out loss")]
+    for index in sorted(shown):
+        record = metrics[index]
+        rows.append((record["step"], _number(record["loss"]), _number(record.get("eval_loss"))))
+    yield _table(rows)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else number(value)
+
+
+def _evaluation(facts: dict, metrics: Sequence[dict]) -> Iterator[str]:
+    yield "\n## Evaluation\n"
+    last = next((record for record in reversed(metrics) if record.get("eval_loss") is not None), None)
+    if last is None:
+        yield "None: the run measured nothing that was held out."
+        return
+    source = facts["data"].get("evaluated_on") or facts["recipe"]["evaluate"]["path"]
+    source = source or "rows that were held out of the data"
+    found = [(spaced(key.removeprefix("eval_")), number(value)) for key, value in last.items() if "eval_" in key]
+    yield f"On {source}, after step {last['step']}:\n"
+    yield _table([("metric", "value"), *found])
+
+
+def _sessions(known: Sequence[Began]) -> Iterator[str]:
+    yield "\n## Sessions\n"
+    origin = unknown_origin(known[0])
+    if origin:
+        yield f"The first one here went on from {origin}, whose own history is not known here.\n"
+    rows = [("began", "from step", "strategy", "processes", "device", "ended")]
+    for index, session in enumerate(known):
+        facts = session.facts
+        ended = session.ended if index < len(known) - 1 else "this model"
+        what = [facts.get(key, UNKNOWN) for key in ("strategy", "world_size", "device")]
+        rows.append((facts.get("started", UNKNOWN), session.start_step + 1, *what, ended))
+    yield _table(rows)
+
+
+def _recipe(facts: dict) -> Iterator[str]:
+    text = yaml.safe_dump(facts["recipe"], sort_keys=False, allow_unicode=True)
+    yield f"\n## Recipe\n\nWith every default:\n\n```yaml\n{text}```\n"
+
+
+def _unknown(facts: dict, made: Made) -> Iterator[str]:
+    base = facts["recipe"]["model"]["path"]
+    missing = ["what the model should and should not be used for, and whom it may treat unfairly"]
+    missing += ["the licence of these weights"] if made.license is None else []
+    missing += ["the licence of the data"]
+    missing += [f"what {base} was trained on, and its licence"] if base else []
+    yield "## Not known\n\nNobody wrote down for this card:\n"
+    yield "\n".join(f"- {text}" for text in missing)
+
+
+def _table(rows: Sequence[Sequence[object]]) -> str:
+    """Markdown; the first row is the header."""
+    lines = ["| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in row) + " |" for row in rows]
+    lines.insert(1, "|" + "---|" * len(rows[0]))
+    return "\n".join(lines)

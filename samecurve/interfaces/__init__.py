@@ -1,0 +1,1 @@
+"""What tasks and engines know of each other. May import the types of data, models, optim and below."""

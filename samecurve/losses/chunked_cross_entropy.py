@@ -1,0 +1,234 @@
+"""The output head and the loss together, some tokens at a time, so that the logits are never all there at once.
+
+The logits of a micro-batch are by far its largest tensor: of 8,192 tokens and a vocabulary of 128,256 they are 4 GB in
+fp32, and the loss wants several copies. Here each chunk's gradient is taken as soon as its loss is known (as Liger
+kernels do, Hsu et al., 2024, arXiv:2410.10989), and only those with respect to the hidden states and the head's weight
+are kept for the backward pass. Tokens that are not trained are left out before the head: a prompt's cost nothing here.
+torch's own `linear_cross_entropy` is not taken: torch 2.11 has none, 2.13's chunks are refused under torch.compile,
+gave 34816 where the sum was 34967 of bf16 inputs, and were slower on a CPU than plain logits (seen on 2026-11-21).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import record_function
+from transformers.modeling_outputs import BaseModelOutput
+
+from samecurve.errors import ConfigurationError
+from samecurve.losses.cross_entropy import IGNORE_INDEX, LOSS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+SMALLEST_CHUNK = 256
+"""Tokens. Every chunk adds to the whole gradient of the head's weight, which fewer tokens would not be worth."""
+# Of a chunk's logits in fp32. Each chunk reads and writes the gradient of the head's weight, on a GPU 2 GB of fp32 for
+# a vocabulary of 128,256 and 4,096 features: little beside its matrix products only where it has thousands of tokens.
+# The loss makes about four tensors like the logits: a sixteenth of the memory. On a CPU 1,024 tokens of a vocabulary of
+# 8,192 were faster than 512 and 2,048.
+_CPU_BYTES, _GPU_BYTES, _GPU_SHARE = 2**25, 2**30, 64
+
+Measure = Callable[..., Tensor]
+
+
+@dataclass
+class _Wanted:
+    """measure: (logits (n, vocabulary), **targets (n, ...)) -> sums over these tokens, a scalar or 1-D."""
+
+    measure: Measure
+    targets: dict[str, Tensor]
+    positions: Tensor | None
+
+
+class ChunkedHead:
+    """Stands in for the forward of a model's output head, with its place among the modules, weights and hooks.
+
+    head: see `chunkable`. kind: chunked, or liger, by which gradients are taken where `measure` is token_loss_sum.
+    compiles: whether what is measured of logits in training may be compiled. Outside of `measuring` it gives logits as
+    ever.
+    """
+
+    def __init__(self, head: nn.Linear, kind: str = "chunked", compiles: bool = False):
+        self.kind, self.compiles = kind, compiles
+        self._head, self._wanted = head, None
+        head.forward = self._forward
+
+    @contextmanager
+    def measuring(self, measure: Measure, targets: dict[str, Tensor], positions: Tensor | None) -> Iterator[None]:
+        """In here the model's `logits` are what `measure` finds, summed over all tokens that are trained.
+
+        targets: (sequences, sequence_length, ...), on the model's device. positions: see `trained_positions`.
+        """
+        flat = {name: target.flatten(0, 1) for name, target in targets.items()}
+        if positions is not None:
+            flat = {name: target.index_select(0, positions) for name, target in flat.items()}
+        self._wanted = _Wanted(measure, flat, positions)
+        try:
+            yield
+        finally:
+            self._wanted = None
+
+    @torch.compiler.disable
+    def _forward(self, hidden: Tensor) -> Tensor:
+        head, wanted = self._head, self._wanted
+        if wanted is None:
+            return nn.functional.linear(hidden, head.weight, head.bias)
+        hidden = hidden.flatten(0, 1)
+        if wanted.positions is not None:
+            hidden = hidden.index_select(0, wanted.positions)
+        device = hidden.device.type
+        if torch.is_autocast_enabled(device):
+            hidden = hidden.to(torch.get_autocast_dtype(device))
+        with torch.autocast(device, enabled=False):
+            if torch.is_grad_enabled():
+                if self.kind == "liger" and len(hidden):
+                    return _liger(hidden, head.weight, head.bias, **wanted.targets)
+                if self.compiles and len(hidden):
+                    wanted = replace(wanted, measure=_compiled(wanted.measure))
+                return _SumWithGradients.apply(hidden, head.weight, head.bias, wanted)
+            weight, bias = _as(hidden, head.weight, head.bias)
+            parts = [wanted.measure(_logits(hidden[at], weight, bias), **t) for at, t in _chunks(wanted, weight)]
+            return torch.stack(parts).sum(dim=0)
+
+
+@lru_cache(maxsize=4)
+def _compiled(measure: Measure) -> Measure:
+    """The same in two kernels, of the loss and of its gradient: by themselves the operations of a cross-entropy read
+    and write each logit as fp32 several times, 42 bytes by count and not 10, and matrix products wait for it."""
+    return torch.compile(measure)
+
+
+def install(
+    model: PreTrainedModel, skeleton: PreTrainedModel, wanted: str, compiles: bool = False
+) -> ChunkedHead | None:
+    """None where the head is not `chunkable`; ConfigurationError where it is required.
+
+    model: with memory, or sharded. skeleton: the same model on the meta device. wanted: auto, chunked or liger.
+    """
+    head = model.get_output_embeddings()
+    plain = isinstance(head, nn.Linear) and head.weight.is_floating_point()  # neither adapted nor in 4 bits
+    if plain and chunkable(skeleton):
+        return ChunkedHead(head, "liger" if wanted == "liger" else "chunked", compiles)
+    if wanted != "auto":
+        raise ConfigurationError(
+            f"loss.implementation: found {wanted}, but {skeleton.config.model_type} changes what its output head gives "
+            "before it is the logits, or an adapter stands around the head; use auto or full"
+        )
+    return None
+
+
+def chunkable(model: PreTrainedModel) -> bool:
+    """Whether the output head is a linear layer whose outputs are the model's logits as they are.
+
+    Some families scale or cap what the head gives, and an adapter may stand around it. model: on the meta device; what
+    follows its layers is run there to see.
+    """
+    head, body = model.get_output_embeddings(), model.base_model
+    if type(head) is not nn.Linear or body is model:
+        return False
+    states = torch.empty(1, 2, model.config.get_text_config().hidden_size, device="meta")
+    seen: list[Tensor] = []
+    hook = head.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
+    body.forward = lambda *_args, **_kwargs: _Body(last_hidden_state=states)
+    try:
+        logits = model(input_ids=torch.zeros(1, 2, dtype=torch.long, device="meta")).logits
+    except Exception:  # a forward that wants something else of its layers
+        return False
+    finally:
+        hook.remove()
+        del body.forward
+    return len(seen) == 1 and logits is seen[0]
+
+
+def trained_positions(labels: Tensor) -> Tensor | None:
+    """int64 (n,): where in the flattened labels something is trained; None where that is everywhere.
+
+    To be asked on the CPU: on a GPU the program would wait for the answer.
+    """
+    trained = (labels != IGNORE_INDEX).flatten()
+    return None if trained.all() else trained.nonzero().flatten()
+
+
+class _Body(BaseModelOutput):
+    """What a model's layers give; caches, router logits and the like are None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+
+class _SumWithGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: _Wanted) -> Tensor:
+        """hidden: (n, hidden_size), in the dtype that is computed in. Gradients of weight and bias are summed in fp32,
+        where the logits' rounding to bf16 would otherwise be followed by one of the sums."""
+        computed, shift = _as(hidden, weight, bias)
+        total = torch.zeros((), device=hidden.device)
+        of_hidden = torch.empty_like(hidden)
+        of_weight, of_bias = (
+            torch.zeros(p.shape, device=p.device) if p is not None and p.requires_grad else None for p in (weight, bias)
+        )
+        for at, targets in _chunks(wanted, computed):
+            states = hidden[at]
+            logits = _logits(states, computed, shift).requires_grad_()
+            with record_function(LOSS), torch.enable_grad():
+                loss = wanted.measure(logits, **targets)
+                (gradient,) = torch.autograd.grad(loss, logits)
+            total += loss.detach()
+            torch.mm(gradient, computed, out=of_hidden[at])
+            if of_weight is not None:
+                of_weight += gradient.t() @ states
+            if of_bias is not None:
+                of_bias += gradient.sum(dim=0, dtype=torch.float32)
+        ctx.save_for_backward(of_hidden, of_weight, of_bias)
+        ctx.dtypes = [None if p is None else p.dtype for p in (hidden, weight, bias)]
+        return total
+
+    @staticmethod
+    def backward(ctx, factor: Tensor) -> tuple[Tensor | None, ...]:
+        found = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return *((None if g is None else (g * factor).to(dtype)) for g, dtype in found), None
+
+
+def _liger(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
+    """fp32 scalar, loss.token_loss_sum. hidden: (n, hidden_size), n > 0. Gradients of weight and bias are summed in
+    fp32 and, unlike `_SumWithGradients`', rounded to hidden's dtype in the end, as those of full logits are."""
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    measure = LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORE_INDEX, reduction="sum", accum_dtype=torch.float32)
+    return measure(weight.to(hidden.dtype), hidden, labels, None if bias is None else bias.to(hidden.dtype))
+
+
+def _as(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    return weight.detach().to(hidden.dtype), None if bias is None else bias.detach().to(hidden.dtype)
+
+
+def _logits(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return nn.functional.linear(states, weight, bias).detach()
+
+
+def _chunks(wanted: _Wanted, weight: Tensor) -> Iterator[tuple[slice, dict[str, Tensor]]]:
+    """At least one, which is empty where nothing is trained."""
+    total = len(next(iter(wanted.targets.values())))
+    size = chunk_size(weight.shape[0], weight.device)
+    for start in range(0, max(total, 1), size):
+        at = slice(start, min(start + size, total))
+        yield at, {name: target[at] for name, target in wanted.targets.items()}
+
+
+def chunk_size(vocabulary_size: int, device: torch.device) -> int:
+    """Tokens. On a GPU a power of two, by which micro-batches and the tiles of matrix products can be divided."""
+    if device.type == "cpu":
+        return max(SMALLEST_CHUNK, _CPU_BYTES // (4 * vocabulary_size))
+    num_bytes = _GPU_BYTES
+    if device.type == "cuda":
+        num_bytes = torch.cuda.get_device_properties(device).total_memory // _GPU_SHARE
+    return max(SMALLEST_CHUNK, 2 ** int(math.log2(num_bytes / (4 * vocabulary_size))))

@@ -1,0 +1,273 @@
+"""What the user sees while a run goes on: a bar on a terminal, plain lines in a log file, nothing on other ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable
+
+from rich.columns import Columns
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+LABEL_WIDTH = 12
+
+
+class Listener(Console):
+    """A console whose reader may go away, a terminal or a launcher: nothing more is printed, and the run goes on."""
+
+    def on_broken_pipe(self) -> None:
+        """rich would end the process."""
+        self.quiet = True
+
+
+class Progress:
+    """A context manager. Every method does nothing where `enabled` is False (all ranks but 0).
+
+    every_steps: how often there is a plain line; the first and the last step always have one.
+    started: when the process began, in time.time() seconds; None asks the operating system.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        every_steps: int = 10,
+        enabled: bool = True,
+        console: Console | None = None,
+        started: float | None = None,
+    ):
+        self._total, self._every, self._enabled = total_steps, every_steps, enabled
+        self._console = console or Listener(highlight=False)
+        self._started = started
+        self._seconds_of_steps: list[float] = []
+        self._done = 0
+        self._live: Live | None = None
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """The bar stays on the screen as the last step left it."""
+        if self._live is not None:
+            with contextlib.suppress(OSError):
+                self._live.stop()
+            self._live = None
+
+    def say(self, line: str) -> None:
+        if self._enabled and line:
+            with contextlib.suppress(OSError):  # see Listener
+                self._console.print(line, markup=False, soft_wrap=True)
+
+    def header(self, facts: dict) -> None:
+        """What really runs, before the first step. facts: run.json's content (see `header_lines`)."""
+        for label, text in header_lines(facts):
+            self.say(f"{label:<{LABEL_WIDTH}}{text}")
+
+    def step(self, record: dict, smoothed_loss: float | None) -> None:
+        """record: the step's line of metrics.jsonl."""
+        if not self._enabled:
+            return
+        self._seconds_of_steps.append(record["step_seconds"])
+        self._done = record["step"]
+        numbers = numbers_of(record, smoothed_loss)
+        if self._console.is_terminal:
+            self._draw(record["step"], numbers)
+        elif record["step"] in (1, self._total) or record["step"] % self._every == 0 or self._first():
+            position = f"{record['step']:>{len(str(self._total))}}/{self._total}"
+            self.say("  ".join(filter(None, [f"step {position}", *numbers, self._rest()])))
+        if self._first():
+            self.say(f"first step done {time.time() - self._process_start():.1f} s after this process started")
+
+    def evaluation(self, step: int, metrics: dict) -> None:
+        """metrics: the task's eval_* numbers."""
+        numbers = "  ".join(f"{name.removeprefix('eval_')} {number(value)}" for name, value in metrics.items())
+        self.say(f"evaluation after step {step}: {numbers}")
+
+    def _first(self) -> bool:
+        return len(self._seconds_of_steps) == 1
+
+    def _rest(self) -> str:
+        return f"left {duration(self._seconds_left())}" if self._seconds_left() is not None else ""
+
+    def _seconds_left(self) -> float | None:
+        """The first step carries the start-up's costs, so it is left out once there is another."""
+        steady = self._seconds_of_steps[1:]
+        left = self._total - self._done
+        return sum(steady) / len(steady) * left if steady else None
+
+    def _process_start(self) -> float:
+        if self._started is None:
+            import psutil
+
+            self._started = psutil.Process().create_time()
+        return self._started
+
+    def _draw(self, step: int, numbers: Iterable[str]) -> None:
+        row = Table.grid(padding=(0, 1))
+        row.add_row(f"step {step}/{self._total}", ProgressBar(self._total, step, width=32), self._rest())
+        with contextlib.suppress(OSError):
+            if self._live is None:
+                self._live = Live(console=self._console, auto_refresh=False)
+                self._live.start()
+            self._live.update(Group(row, Columns(numbers, padding=(0, 2))), refresh=True)
+
+
+def header_lines(facts: dict) -> list[tuple[str, str]]:
+    """(label, text) pairs. facts: `recipe` (as a dict), `engine`, `world_size` and the rest of `run_facts`."""
+    batch = facts["recipe"]["batch"]
+    micro, accumulation, ranks = (
+        batch["micro_batch_size"],
+        facts["gradient_accumulation_steps"],
+        facts["data_parallel_size"],
+    )
+    rows, length = batch["global_batch_size"], batch["sequence_length"]
+    each = facts["data"].get("sequences_per_row", 1)  # the answers of a pair, a text and what fits it
+    lines = [
+        ("recipe", f"{facts['recipe_path']} ({facts['recipe']['task']}, {facts['recipe']['steps']} steps)"),
+        *(("", note) for note in facts.get("notes", ())),
+        ("strategy", _strategy(facts)),
+        ("engine", f"{facts['engine']} on {facts['device']}"),
+        ("world", _world(facts)),
+        ("parameters", _parameters(facts)),
+        ("new head", _new_head(facts)),
+        (
+            "precision",
+            f"{facts['precision']}: weights {facts['weight_dtype']}, reduction {facts['reduce_dtype'] or 'none'}",
+        ),
+        ("warning", facts.get("precision_warning") or ""),
+        ("fp8", _fp8(facts)),
+        ("batch", f"{rows} rows = {micro} micro x {accumulation} accumulation x {ranks} data-parallel"),
+        ("tokens", f"{rows * each * length:,} per step = {rows} rows x {f'{each} texts x ' * (each > 1)}{length}"),
+        ("", _counted(facts.get("counts", "tokens"))),
+        ("dropout", _dropout(facts["dropout"])),
+        ("attention", _attention(facts)),
+        ("kernels", _kernels(facts)),
+        ("memory", _memory(facts["recipe"]["memory"])),
+        ("gradients", _gradients(facts.get("whole_gradient_bytes", 0))),
+        ("allocator", facts.get("allocator", "")),
+        ("compile", facts["recipe"]["compile"].replace("off", "")),
+        *_data(facts["data"]),
+        ("output", str(facts["output_dir"])),
+    ]
+    return [(label, text) for label, text in lines if text]
+
+
+def _fp8(facts: dict) -> str:
+    kind = facts["recipe"].get("fp8", "off")
+    return "" if kind == "off" else f"{kind}: the products of {facts['num_fp8_modules']} linear modules"
+
+
+def _attention(facts: dict) -> str:
+    chosen = facts["attention"]
+    if chosen == "eager" and facts["recipe"].get("model", {}).get("attention") == "auto":
+        return f"eager: transformers has no sdpa for a {facts['model_type']}"
+    return chosen
+
+
+def _new_head(facts: dict) -> str:
+    """Of a pretrained model that came without it."""
+    names = facts.get("new_head") or []
+    return (
+        f"drawn from seed {facts['recipe'].get('seed', 0)}, {len(names)} parameters: {', '.join(names)}"
+        if names
+        else ""
+    )
+
+
+def _kernels(facts: dict) -> str:
+    loss = ["output head and cross-entropy together"] if facts.get("loss_implementation") == "liger" else []
+    found = [*facts.get("kernels", ()), *loss]
+    return f"liger: {', '.join(found)}" if found else ""
+
+
+def _memory(memory: dict) -> str:
+    return {
+        "none": "",
+        "full": "every layer's activations are recomputed",
+        "selective": f"layers keep the results of {memory.get('selective_keeps')} and recompute the rest",
+        "every_k": f"the activations of one layer in {memory.get('every_k')} are recomputed",
+        "offload": "every layer's activations are recomputed from inputs in host memory",
+    }[memory["activation_checkpointing"]]
+
+
+def _gradients(whole_bytes: int) -> str:
+    if not whole_bytes:
+        return ""
+    return f"whole while accumulating: {whole_bytes / 2**20:,.1f} MiB on each rank (memory.gradient_sync: once)"
+
+
+def _data(described: dict) -> list[tuple[str, str]]:
+    """One line per part of the data (a block of counts), one for the rest."""
+    blocks = {name: value for name, value in described.items() if isinstance(value, dict)}
+    rest = {name: value for name, value in described.items() if name not in blocks}
+    lines = [(name, counts) for name, counts in [*blocks.items(), ("data", rest)] if counts]
+    return [
+        (spaced(name), ", ".join(f"{spaced(key)} {number(n)}" for key, n in counts.items())) for name, counts in lines
+    ]
+
+
+def spaced(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _strategy(facts: dict) -> str:
+    return " ".join(filter(None, [facts["strategy"], f"({facts['strategy_path']})" if facts["strategy_path"] else ""]))
+
+
+def _dropout(rates: dict[str, float]) -> str:
+    if not rates:
+        return ""
+    shown = ", ".join(f"{name} {rate}" for name, rate in rates.items())
+    return f"{shown}: masks are drawn per process, so curves under other strategies agree on average only"
+
+
+def _parameters(facts: dict) -> str:
+    count, trained, local = (facts[f"num_{key}"] for key in ("parameters", "trained_parameters", "parameters_per_rank"))
+    part = f"{trained:,} of them trained ({trained / count:.2%}), " if trained != count else ""
+    return f"{count:,} in all, {part}{local:,} on this rank"
+
+
+def _counted(counts: str) -> str:
+    return "" if counts == "tokens" else f"the loss is the mean over {counts}, which `tokens` in metrics.jsonl counts"
+
+
+def _world(facts: dict) -> str:
+    processes = f"{facts['world_size']} {'process' if facts['world_size'] == 1 else 'processes'}"
+    stages = f", {facts['pipeline_stages']} pipeline stages" if facts["pipeline_stages"] > 1 else ""
+    return f"{processes} by {facts['launcher']}, {facts['data_parallel_size']} data-parallel{stages}"
+
+
+def numbers_of(record: dict, smoothed_loss: float | None) -> list[str]:
+    """The step's numbers as short texts: what is not known is left out."""
+    shown: list[tuple[str, object, Callable[[float], str]]] = [
+        ("loss", record["loss"], "{:.4f}".format),
+        ("smoothed", smoothed_loss, "{:.4f}".format),
+        ("lr", record["learning_rate"], "{:.2e}".format),
+        ("norm", record["grad_norm"], "{:.3f}".format),
+        ("margin", record.get("margin"), "{:.4f}".format),
+        ("accuracy", record.get("accuracy"), "{:.0%}".format),
+        ("tokens/s", record["tokens_per_second"], "{:,.0f}".format),
+        ("mfu", record["mfu"], "{:.1%}".format),
+        ("data wait", record["data_wait_fraction"], "{:.0%}".format),
+        ("memory", record["peak_memory_gib"], "{:.2f} GiB".format),
+    ]
+    return [f"{name} {text(value)}" for name, value, text in shown if value is not None]
+
+
+def number(value: object) -> str:
+    """1,234 for counts, four decimals for other numbers, text as it is."""
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+def duration(seconds: float) -> str:
+    """45 s, 3:20 min, 2:05 h."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}:{rest:02d} min"
+    return f"{minutes // 60}:{minutes % 60:02d} h"

@@ -1,0 +1,45 @@
+"""Training that waits for its rows is told once what to do about it."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from samecurve.config.schema import Data
+
+WINDOW_STEPS = 50
+FEWEST_STEPS = 20  # a first step waits for workers that start, and has no share of its own to weigh that against
+THRESHOLD = 0.05
+
+
+class WaitAdvice:
+    """Looks at rank 0's steps: the part of their time that went by waiting for rows, the last WINDOW_STEPS together."""
+
+    def __init__(self, data: Data):
+        self._data = data
+        self._steps: deque[tuple[float, float]] = deque(maxlen=WINDOW_STEPS)  # seconds of waiting, of the step
+        self._first, self._told = True, False
+
+    def after(self, record: dict) -> str:
+        """One line the first time that THRESHOLD is passed, else "". record: the step's line of metrics.jsonl."""
+        if self._told or self._first:
+            self._first = False
+            return ""
+        seconds = record["step_seconds"]
+        self._steps.append((record["data_wait_fraction"] * seconds, seconds))
+        waited, all_seconds = map(sum, zip(*self._steps, strict=True))
+        if len(self._steps) < FEWEST_STEPS or waited <= THRESHOLD * all_seconds:
+            return ""
+        self._told = True
+        share = f"{waited / all_seconds:.0%} of the last {len(self._steps)} steps' time"
+        return f"{share} went by waiting for rows: {self._fix()}"
+
+    def _fix(self) -> str:
+        if self._data.streaming:
+            return "the stream is read and tokenised slower than it is trained on; data.streaming=false does that once"
+        found = self._data.num_workers
+        return (
+            f"data.num_workers is {found}; try {max(1, 2 * found)}, or ask python -m samecurve bench dataloader RECIPE "
+            "how many are enough"
+        )

@@ -1,0 +1,207 @@
+"""One record per optimizer step: what was learned, how fast, at which share of the machine's peak."""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from samecurve.models.activation_checkpointing import repeated_share
+from samecurve.models.flops import Peak, TokenFlops, device_peak, stated, token_flops
+
+if TYPE_CHECKING:
+    import torch
+    from accelerate import Accelerator
+    from transformers import PreTrainedModel
+
+    from samecurve.config.schema import Recipe
+    from samecurve.interfaces.engine import StepResult
+    from samecurve.interfaces.task import Task
+
+GIB = 2**30
+SMOOTHING = 0.9
+GROUPS = {
+    "loss": "train",
+    "smoothed_loss": "train",
+    "grad_norm": "train",
+    "learning_rate": "train",
+    "rewards_chosen": "train",
+    "rewards_rejected": "train",
+    "margin": "train",
+    "accuracy": "train",
+    "tokens": "progress",
+    "samples": "progress",
+    "skipped_steps": "progress",
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the numbers are measured against. peak: of one device. peak_memory: bytes used at most so far, here."""
+
+    num_devices: int
+    peak: Peak | None
+    peak_memory: Callable[[], int]
+
+
+class Meter:
+    """Times the steps and keeps the smoothed loss.
+
+        meter.start()
+        for step in ...:
+            ...
+            record = meter.step(step, result, learning_rate, data_wait_seconds)
+
+    A step lasts from the last `step` or `start` to this `step`; call `start` after what is not training (evaluation).
+    """
+
+    def __init__(
+        self,
+        flops: TokenFlops | None,
+        machine: Machine,
+        clock: Callable[[], float] = time.perf_counter,
+        counts: str = "tokens",
+        chunked: bool = False,
+    ):
+        self.machine = machine
+        self.smoothed_loss: float | None = None
+        self._flops = flops
+        self._counts = counts
+        self._chunked = chunked
+        self._clock = clock
+        self._average = self._weight = 0.0
+        self._since = clock()
+        self._doubted = False
+
+    @classmethod
+    def for_run(
+        cls, recipe: Recipe, model: PreTrainedModel, accelerator: Accelerator, task: Task, chunked: bool
+    ) -> Meter:
+        """Rank 0 looks up or measures its device's peak; the others leave mfu and hfu out.
+
+        chunked: the output head sees trained tokens alone (chunked_cross_entropy.py), so no others count for it.
+        """
+        device = accelerator.device
+        recompute, attention = repeated_share(recipe.memory, model, model.config._attn_implementation)
+        flops = token_flops(model, recipe.batch.sequence_length, recompute, task.context is not None, attention)
+        peak = device_peak(device, recipe.precision) if accelerator.is_main_process else None
+        machine = Machine(accelerator.num_processes, peak, lambda: peak_memory_bytes(device))
+        return cls(flops, machine, counts=task.counts, chunked=chunked)
+
+    @property
+    def flops(self) -> dict:
+        """For run.json: what mfu and hfu are measured by."""
+        return stated(self._flops, self.machine.peak)
+
+    def start(self) -> None:
+        self._since = self._clock()
+
+    @property
+    def state(self) -> dict:
+        """The smoothed loss's state, for a run that goes on. Assigning it goes on from there."""
+        return {"average": self._average, "weight": self._weight}
+
+    @state.setter
+    def state(self, values: dict) -> None:
+        self._average, self._weight = values.get("average", 0.0), values.get("weight", 0.0)
+        self.smoothed_loss = self._average / self._weight if self._weight else None
+
+    def step(
+        self,
+        step: int,
+        result: StepResult,
+        learning_rate: float,
+        samples: int,
+        data_wait_seconds: float,
+        num_inputs: int | None = None,
+    ) -> dict:
+        """The record of metrics.jsonl; see docs/run_directory.md. step: 1-based. mfu and hfu are fractions of 1.
+
+        num_inputs: tokens that the model read, all ranks, without padding; a prompt's cost work and are not trained.
+        Default: those that were trained.
+        tokens, tokens_per_second: all ranks; where the task counts rows or pairs, the latter is of the tokens that were
+        read. peak_memory_gib: this process. None: not known on this machine, or nothing was trained.
+        """
+        seconds = self._clock() - self._since
+        self.start()
+        trained = result.tokens > 0
+        if trained:
+            self._smooth(result.loss)
+        num_inputs = (num_inputs or result.tokens) if trained else 0  # nothing was computed
+        rate = (result.tokens if self._counts == "tokens" else num_inputs) / seconds
+        return {
+            "step": step,
+            "loss": result.loss if trained else None,
+            "grad_norm": result.grad_norm if trained else None,
+            "learning_rate": learning_rate,
+            "tokens": result.tokens,
+            "samples": samples,
+            "step_seconds": seconds,
+            "tokens_per_second": rate,
+            **self._utilisation(num_inputs, result.tokens, seconds * self.machine.num_devices),
+            "peak_memory_gib": self.machine.peak_memory() / GIB,
+            "data_wait_fraction": data_wait_seconds / seconds,
+        }
+
+    def _utilisation(self, num_inputs: int, num_trained: int, device_seconds: float) -> dict[str, float | None]:
+        if self._flops is None:
+            return {"tflops_per_device": None, "mfu": None, "hfu": None}
+        left_out = (num_inputs - num_trained) * self._flops.head if self._chunked else 0.0
+        model = (self._flops.model * num_inputs - left_out) / device_seconds / 1e12
+        hardware = (self._flops.hardware * num_inputs - left_out) / device_seconds / 1e12
+        peak = self.machine.peak
+        return {
+            "tflops_per_device": model,
+            "mfu": model / peak.tflops if peak else None,
+            "hfu": hardware / peak.tflops if peak else None,
+        }
+
+    def doubt(self, record: dict) -> str:
+        """One line for the first record with more than was possible, else "". record: what `step` returned."""
+        found = {name: record[name] for name in ("mfu", "hfu") if record[name] is not None and record[name] > 1}
+        if not found or self._doubted:
+            return ""
+        self._doubted = True
+        peak, flops = self.machine.peak, self._flops
+        shares = " and ".join(f"{name} {value:.2f}" for name, value in found.items())
+        return (
+            f"warning: step {record['step']} has {shares}, and more than 1 is not possible: the peak of "
+            f"{peak.tflops:.3g} TFLOP/s ({peak.source}) is too low, or attention, counted over the full square of a "
+            f"row ({flops.attention / flops.model:.0%} of the FLOPs), computed less; do not rely on mfu and hfu of "
+            "this run"
+        )
+
+    def _smooth(self, loss: float) -> None:
+        """Exponential moving average without the bias towards 0 at the start (Adam, arXiv:1412.6980, section 3)."""
+        if not math.isfinite(loss):
+            return
+        self._average = SMOOTHING * self._average + (1 - SMOOTHING) * loss
+        self._weight = SMOOTHING * self._weight + (1 - SMOOTHING)
+        self.smoothed_loss = self._average / self._weight
+
+    def scalars(self, record: dict) -> dict[str, float]:
+        """The record for TensorBoard: grouped names, finite numbers only."""
+        values = {**record, "smoothed_loss": self.smoothed_loss}
+        return {
+            f"{_group(name)}/{name}": value
+            for name, value in values.items()
+            if name != "step" and value is not None and math.isfinite(value)
+        }
+
+
+def _group(name: str) -> str:
+    return "evaluate" if name.startswith("eval_") else GROUPS.get(name, "speed")
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """On a GPU what PyTorch allocated at most; elsewhere the process's peak resident set (on Linux in KiB)."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated(device)
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return used if sys.platform == "darwin" else used * 1024

@@ -1,0 +1,145 @@
+"""What a profile found, as text of one page, as JSON, and in two lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from samecurve.metrics.profiling.deepspeed_comms import Logged
+from samecurve.metrics.profiling.op_kinds import KINDS
+from samecurve.metrics.profiling.trace import Breakdown
+
+if TYPE_CHECKING:
+    from samecurve.interfaces.memory import Held
+
+NUM_OPERATORS = 15
+_MIB = 2**20
+_MEMORY = {
+    "weights": "weights and buffers",
+    "optimizer": "optimizer: moments, masters",
+    "gradients": "gradients (by formula)",
+    "activations": "activations, buckets and the rest",
+}
+
+
+def content(found: Breakdown, held: Held, rank: int, logged: Sequence[Logged] = ()) -> dict:
+    """For other programs: the page's numbers. Seconds and calls are of all recorded steps together."""
+    return {
+        "steps": list(found.steps),
+        "rank": rank,
+        "on_device": found.on_device,
+        "seconds": found.total_seconds,
+        "seconds_by_kind": found.seconds,
+        "shares": found.shares,
+        "communication_seconds": found.communication_seconds,
+        "memory_bytes": memory(found, held),
+        "allocated_bytes": found.allocated_bytes,
+        "collectives": [asdict(each) for each in found.collectives],
+        "logged_by_deepspeed": [asdict(each) for each in logged],
+        "operators": [asdict(each) for each in found.operators[:NUM_OPERATORS]],
+    }
+
+
+def lines(found: Breakdown) -> Iterator[str]:
+    """For the screen."""
+    shares = sorted(found.shares.items(), key=lambda item: -item[1])
+    told = ", ".join(f"{kind.replace('_', ' ')} {share:.0%}" for kind, share in shares if share >= 0.005)
+    yield f"profile of {_steps(found)}: {told}"
+    handed = sum(each.num_bytes for each in found.collectives) / len(found.steps)
+    calls = sum(each.calls for each in found.collectives) / len(found.steps)
+    if calls:
+        ms = 1000 * found.communication_seconds / len(found.steps)
+        yield f"collectives per step: {calls:,.0f} with {_mib(handed)} MiB, under way for {ms:,.1f} ms"
+
+
+def page(found: Breakdown, held: Held, rank: int, logged: Sequence[Logged] = ()) -> str:
+    parts = [_time(found, rank), _memory(found, held), _collectives(found)]
+    parts += [_logged(logged, len(found.steps))] if logged else []
+    return "\n".join(line for part in [*parts, _top(found)] for line in [*part, ""])
+
+
+def memory(found: Breakdown, held: Held) -> dict[str, int]:
+    """Bytes by category: held, and what else was allocated at once in the recorded steps.
+
+    At a step's start there are no activations, and of the gradients only what stays between steps. So the most that was
+    allocated above it are these and the other gradients.
+    """
+    above = found.allocated_bytes.get("device" if found.on_device else "cpu", 0)
+    return {
+        "weights": held.weights,
+        "optimizer": held.optimizer,
+        "gradients": held.gradients,
+        "activations": max(above - (held.gradients - held.gradients_between_steps), 0),
+    }
+
+
+def _time(found: Breakdown, rank: int) -> Iterator[str]:
+    where = "the device's kernels" if found.on_device else "the operators of the thread that trains"
+    each = found.total_seconds / len(found.steps)
+    yield f"Profile of {_steps(found)} on rank {rank}: {1000 * each:,.1f} ms per step, by {where}."
+    yield "The profiler itself makes steps slower, small operators most. What else the loop does in these steps counts."
+    yield ""
+    rows = [("where the time goes", "share", "ms per step")]
+    rows += [
+        (text, f"{found.shares[kind]:.1%}", f"{1000 * found.seconds[kind] / len(found.steps):,.2f}")
+        for kind, text in KINDS.items()
+    ]
+    yield from _table(rows)
+    if found.communication_seconds:
+        hidden = 1 - found.seconds["communication"] / found.communication_seconds
+        ms = 1000 * found.communication_seconds / len(found.steps)
+        yield f"Communication was under way for {ms:,.2f} ms per step, {hidden:.0%} of it beside computation."
+
+
+def _memory(found: Breakdown, held: Held) -> Iterator[str]:
+    rows = [("memory of this rank", "MiB")]
+    rows += [(_MEMORY[name], _mib(size)) for name, size in memory(found, held).items()]
+    yield from _table(rows)
+
+
+def _collectives(found: Breakdown) -> Iterator[str]:
+    if not found.collectives:
+        yield "No collectives: one process."
+        return
+    rows = [("collectives per step", "calls", "MiB", "ms")]
+    num = len(found.steps)
+    rows += [
+        (each.name, f"{each.calls / num:,.1f}", _mib(each.num_bytes / num), f"{1000 * each.seconds / num:,.2f}")
+        for each in found.collectives
+    ]
+    yield from _table(rows)
+
+
+def _logged(logged: Sequence[Logged], num_steps: int) -> Iterator[str]:
+    rows = [("DeepSpeed's own log, per step", "calls", "MiB each", "ms")]
+    rows += [
+        (each.name, f"{each.calls / num_steps:,.1f}", _mib(each.num_bytes), f"{1000 * each.seconds / num_steps:,.2f}")
+        for each in logged
+    ]
+    yield from _table(rows)
+
+
+def _top(found: Breakdown) -> Iterator[str]:
+    rows = [("operators without those that they call", "share", "calls per step", "kind of work")]
+    for each in found.operators[:NUM_OPERATORS]:
+        calls = f"{each.calls / len(found.steps):,.1f}"
+        rows.append((each.name[:60], f"{each.seconds / found.total_seconds:.1%}", calls, each.kind))
+    yield from _table(rows)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """The first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        others = (text.rjust(width) for text, width in zip(row[1:], widths[1:], strict=True))
+        yield "  ".join([row[0].ljust(widths[0]), *others])
+
+
+def _steps(found: Breakdown) -> str:
+    first, last = found.steps[0], found.steps[-1]
+    return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
+def _mib(num_bytes: float) -> str:
+    return f"{num_bytes / _MIB:,.2f}"

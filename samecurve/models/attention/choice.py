@@ -1,0 +1,75 @@
+"""Which implementation of attention a model gets: `model.attention`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from samecurve.errors import ConfigurationError
+from samecurve.models.attention import varlen
+from samecurve.models.weight_conversion import supports
+from samecurve.specs.model_families import VARLEN
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from samecurve.config.schema import Recipe
+
+# By which names families know the dropout of attention's probabilities.
+_DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
+
+
+def chosen_attention(
+    recipe: Recipe, config: PreTrainedConfig, model_class: type[PreTrainedModel], kind: str = "causal_lm"
+) -> str:
+    """The name by which transformers knows what `model.attention` asks for. kind: Head.kind.
+
+    auto is varlen where that was measured to be faster, in bf16 on a CPU (benchmarks/kernels.md), and elsewhere sdpa;
+    eager for a family that has no sdpa.
+    Raises ConfigurationError for an implementation that the family does not have, or that cannot be computed here.
+    """
+    asked = recipe.model.attention
+    if asked in ("sdpa", "flex_attention", "flash_attention_2") and not supports(model_class, asked):
+        raise ConfigurationError(
+            f"model.attention: found {asked}, which transformers does not have for a {config.model_type}; set it to "
+            "eager, or to auto, which takes what there is"
+        )
+    if asked not in ("auto", varlen.NAME):
+        return asked
+    on_gpu = torch.cuda.is_available()
+    reason = _without_varlen(config) or (_without_varlen_on_gpu(config, recipe.precision) if on_gpu else None)
+    if asked == varlen.NAME and reason:
+        raise ConfigurationError(f"model.attention: found varlen, but {reason}; use auto")
+    gains = recipe.precision == "bf16" and kind == "causal_lm" and not on_gpu
+    if asked == varlen.NAME or (gains and not reason):
+        return varlen.NAME
+    return "sdpa" if supports(model_class, "sdpa") else "eager"
+
+
+def _without_varlen(config: PreTrainedConfig) -> str | None:
+    if config.model_type not in VARLEN:
+        return f"a {config.model_type} computes attention in its own way"
+    dropout = [name for name in _DROPOUT if getattr(config, name, 0)]
+    return f"{dropout[0]} is {getattr(config, dropout[0])}, and it has no dropout" if dropout else None
+
+
+def _without_varlen_on_gpu(config: PreTrainedConfig, precision: str) -> str | None:
+    """What the kernels behind torch's varlen_attn ask for."""
+    if precision == "fp32":
+        return "a GPU computes it in bf16 and fp16 alone"
+    if torch.cuda.get_device_capability() < (8, 0):
+        return f"{torch.cuda.get_device_name()} is too old for it (compute capability below 8.0)"
+    for name, width in _head_widths(config):
+        if width % 8 or width > varlen.WIDEST_ON_A_GPU:
+            return f"{name} is {width}, and a GPU computes it for multiples of 8 up to {varlen.WIDEST_ON_A_GPU}"
+    return None
+
+
+def _head_widths(config: PreTrainedConfig) -> list[tuple[str, int]]:
+    """(field, width) of attention heads: jetmoe has another name for it, single layers of gemma4_text another width."""
+    fields, own = config.to_dict(), config.attribute_map.get("head_dim", "head_dim")
+    parts = fields, *(fields.get("per_layer_config") or {}).values()
+    found = [(name, part[name]) for part in parts for name in part if name == own or name.endswith("head_dim")]
+    given = [(name, width) for name, width in found if width]
+    return given or [("hidden_size / num_attention_heads", config.hidden_size // config.num_attention_heads)]

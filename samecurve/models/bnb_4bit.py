@@ -1,0 +1,75 @@
+"""4-bit weights below an adapter, through bitsandbytes: QLoRA, Dettmers et al. 2023, arXiv:2305.14314.
+
+The linear layers but the output head are kept as NF4 with double quantization, half a byte per weight, and multiplied
+in the precision of the recipe. Embeddings, norms and the adapter stay fp32.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from samecurve.models import weights as models
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from samecurve.config.schema import Recipe
+
+BLOCK_SIZE = 64  # weights that share a scale, as in the paper
+_COMPUTED_IN = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def build(skeleton: PreTrainedModel, recipe: Recipe, device: torch.device) -> PreTrainedModel:
+    """As model.build, with 4-bit layers: no unquantized one is ever allocated. Nothing is set yet; see `write`."""
+    model = models.build(type(skeleton), skeleton.config, torch.device("meta"), recipe.adapter)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear and not child.weight.requires_grad and child is not _head(model):
+                setattr(parent, name, _layer(child, device, _COMPUTED_IN[recipe.precision]))
+    for module in model.modules():
+        if not is_quantized(getattr(module, "weight", None)):
+            module.to_empty(device=device, recurse=False)
+    model.tie_weights()  # each of two tied modules was given a parameter of its own
+    return model
+
+
+def is_quantized(parameter: object) -> bool:
+    return hasattr(parameter, "quant_type")
+
+
+def write(parameter: nn.Parameter, full: Tensor) -> None:
+    """Quantize `full`, (out_features, in_features), into a parameter that `build` made."""
+    from bitsandbytes.functional import quantize_4bit
+
+    packed, state = quantize_4bit(
+        full.to(parameter.device), blocksize=BLOCK_SIZE, compress_statistics=True, quant_type="nf4"
+    )
+    parameter.data.copy_(packed)
+    parameter.quant_state = parameter.module.quant_state = state
+
+
+def _head(model: PreTrainedModel) -> nn.Module:
+    return model.get_output_embeddings()
+
+
+def _layer(linear: nn.Linear, device: torch.device, computed_in: torch.dtype) -> nn.Module:
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    layer = Linear4bit(
+        linear.in_features,
+        linear.out_features,
+        bias=linear.bias is not None,
+        compute_dtype=computed_in,
+        quant_type="nf4",
+        device=torch.device("meta"),
+    )
+    packed = torch.empty((linear.weight.numel() + 1) // 2, 1, dtype=torch.uint8, device=device)
+    layer.weight = Params4bit(
+        packed, requires_grad=False, blocksize=BLOCK_SIZE, quant_type="nf4", bnb_quantized=True, module=layer
+    )
+    if linear.bias is not None:
+        layer.bias = nn.Parameter(torch.empty(linear.out_features, device=device), requires_grad=False)
+    return layer

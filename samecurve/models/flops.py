@@ -1,0 +1,223 @@
+"""Floating-point operations of a training step, and the peak that they are measured against.
+
+Model FLOPs per trained token are 6 N + 12 L h s (PaLM, arXiv:2204.02311, appendix B): N parameters that take part in
+matrix multiplications, L layers, h = heads x head size, s the sequence length. Forward is a third of it, backward two.
+N leaves out what is only looked up (input and position embeddings; a tied embedding is also the output head and
+counts once). As in PaLM, attention is not halved for the causal mask, and packed or windowed rows count as full ones;
+with the causal half it is 6 N + 6 L h s, which run.json states beside it. PyTorch's FLOP counter finds 2 N' + 4 L h s
+forward and exactly twice that backward (tests/unit/test_flops_counted.py: the families of model_families.py, and
+encoders; diffllama does attention twice), N' being N without its vectors: norms and biases, which the convention
+counts, multiply no matrix. Weights that several layers share (ALBERT's) count once for each of them.
+Frozen parameters get no gradient of their own, which is a third of the 6: with an adapter they count 4.
+Hardware FLOPs add the part of the forward that activation checkpointing repeats: of the decoder layers' one, not of the
+output head's; and that of a task which looks at all rows of a step first. PyTorch leaves the last multiplication of
+a repeated layer out, because nothing needs its result; it is counted. A teacher's forward is in neither.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from samecurve.models import matmul_speed
+from samecurve.specs.model_families import UNCOUNTED
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+CONVENTION = (
+    "model_per_token: 6 N + 12 L h s for forward and backward, attention over the full square (PaLM, "
+    "arXiv:2204.02311); metrics.jsonl's mfu is by it. causal_per_token: 6 N + 6 L h s, the half that a causal mask "
+    "leaves; mfu by it is mfu x causal_per_token / model_per_token. hardware_per_token: model_per_token and what is "
+    "computed twice; hfu is by it. peak_tflops is the precision's, also where fp8 multiplies some matrices faster; "
+    "on a CPU it is the fastest precision's."
+)
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+PRECISIONS = ("fp32", "bf16", "fp16")
+
+
+@dataclass(frozen=True)
+class TokenFlops:
+    """FLOPs per trained token. model: forward and backward. hardware: with what is computed twice.
+
+    attention: the part of `model` that is between tokens, over the full square. head: that of the output head.
+    """
+
+    model: float
+    hardware: float
+    attention: float = 0.0
+    head: float = 0.0
+
+    @property
+    def causal(self) -> float:
+        """`model` with the half of attention that a causal mask leaves."""
+        return self.model - self.attention / 2
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Dense TFLOP/s of one device, and where the number is from."""
+
+    tflops: float
+    source: str
+
+
+@dataclass(frozen=True)
+class _Row:
+    """half: bf16 and fp16 on the matrix units, without sparsity; tf32 likewise; fp32 on the vector units. TFLOP/s."""
+
+    pattern: str
+    half: float
+    tf32: float
+    fp32: float
+    source: str
+
+
+# The first match counts, so the special forms of a chip come before its usual one. Data sheets that print only the
+# rate with 2:4 sparsity are halved. A form that has other units or clocks and no data sheet here is looked past, so its
+# peak is measured (the A100 of 64 GB is Leonardo's, with 124 multiprocessors instead of 108).
+PEAKS = (
+    _Row(r"\bB200\b", 2250, 1125, 75, "NVIDIA HGX B200 data sheet, per GPU"),
+    _Row(r"\bH200 NVL\b", 836, 418, 60, "NVIDIA H200 data sheet, NVL"),
+    _Row(r"\bGH200\b", 989, 494, 67, "NVIDIA GH200 data sheet"),
+    _Row(r"\bH200\b", 989, 494, 67, "NVIDIA H200 data sheet, SXM"),
+    _Row(r"\bH100 PCIe\b", 756, 378, 51, "NVIDIA H100 data sheet, PCIe"),
+    _Row(r"\bH100 NVL\b", 835, 418, 60, "NVIDIA H100 data sheet, NVL"),
+    _Row(r"\bH100\b(?! CNX)(?!.*HBM2e)", 989, 494, 67, "NVIDIA H100 data sheet, SXM"),
+    _Row(r"\bA100\b(?!-SXM-64GB)", 312, 156, 19.5, "NVIDIA A100 data sheet"),
+    _Row(r"\bA40\b", 149.7, 74.8, 37.4, "NVIDIA A40 data sheet"),
+    _Row(r"\bA10\b", 125, 62.5, 31.2, "NVIDIA A10 data sheet"),
+    _Row(r"\bL40S\b", 362, 183, 91.6, "NVIDIA L40S data sheet"),
+    _Row(r"\bL4\b", 121, 60, 30.3, "NVIDIA L4 data sheet"),
+    _Row(r"\bRTX 4090\b(?! (?:D|Laptop)\b)", 165.2, 82.6, 82.6, "NVIDIA Ada GPU architecture paper, fp32 accumulation"),
+    _Row(r"\bRTX 3090\b(?! Ti\b)", 71, 35.6, 35.6, "NVIDIA GA102 architecture paper, fp32 accumulation"),
+    _Row(r"\bMI300X\b(?! HF\b)", 1307.4, 653.7, 163.4, "AMD Instinct MI300X data sheet"),
+)
+
+
+def token_flops(
+    model: PreTrainedModel,
+    sequence_length: int,
+    recompute: float,
+    rehearsed: bool = False,
+    recompute_attention: float | None = None,
+) -> TokenFlops | None:
+    """None where the formula does not know: see `_is_known`.
+
+    recompute: the share of the layers' forward that activation checkpointing repeats, 1 for full; recompute_attention:
+    that of attention's products, None: the same. rehearsed: a pass without gradients goes before (Task.context). The
+    model may be on the meta device.
+    """
+    config = model.config.get_text_config()
+    if model.config.model_type in UNCOUNTED or model.config.is_encoder_decoder or not _is_known(config):
+        return None
+    attention = 12 * sum(map(_attention_width, _layers(config))) * sequence_length
+    parameters, frozen, head = _multiplied_parameters(model)
+    attention_share = recompute if recompute_attention is None else recompute_attention
+    repeated = recompute * 2 * (parameters - head) + attention_share * attention / 3
+    repeated += 2 * parameters + attention / 3 if rehearsed else 0
+    forward_backward = 6 * parameters - 2 * frozen + attention
+    output = model.get_output_embeddings()
+    per_weight = 6 if output is not None and output.weight.requires_grad else 4
+    return TokenFlops(forward_backward, forward_backward + repeated, attention, per_weight * head)
+
+
+def stated(flops: TokenFlops | None, peak: Peak | None) -> dict:
+    """For run.json: by which convention its metrics count, and what the numbers are. peak: of one device."""
+    if flops is None:
+        return {"convention": None, "peak_tflops": peak and peak.tflops, "peak_source": peak and peak.source}
+    return {
+        "convention": CONVENTION,
+        "model_per_token": flops.model,
+        "causal_per_token": flops.causal,
+        "hardware_per_token": flops.hardware,
+        "peak_tflops": peak and peak.tflops,
+        "peak_source": peak and peak.source,
+    }
+
+
+def _is_known(config: PreTrainedConfig) -> bool:
+    """Not a mixture of experts, where N would have to be the parameters that one token meets; nor attention that also
+    multiplies positions (DeBERTa's), or that the config does not give the size of."""
+    if any((getattr(config, name, None) or 0) > 1 for name in EXPERT_COUNTS):
+        return False
+    if getattr(config, "relative_attention", False):
+        return False
+    layers = _layers(config) if hasattr(config, "num_hidden_layers") else []
+    return bool(layers) and all(hasattr(layers[0], name) for name in ("num_attention_heads", "hidden_size"))
+
+
+def _layers(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """One for each layer. Where they differ (gemma4), transformers 5.23 refuses to read the common one's fields."""
+    count = config.num_hidden_layers * getattr(config, "inner_group_num", 1)
+    if getattr(config, "is_heterogeneous", False):
+        return [config.per_layer_config[index] for index in range(count)]
+    return [config] * count
+
+
+def _attention_width(layer: PreTrainedConfig) -> int:
+    """Heads x head size."""
+    heads = layer.num_attention_heads
+    return heads * (getattr(layer, "head_dim", None) or layer.hidden_size // heads)
+
+
+def _multiplied_parameters(model: PreTrainedModel) -> tuple[int, int, int]:
+    """(N, those of them that are frozen, those in the output head). Tied weights are counted once, as the head."""
+    from torch import nn
+
+    output = model.get_output_embeddings()
+    head = output.weight if output is not None else None
+    looked_up = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding) and module.weight is not head
+    }
+    multiplied = [parameter for parameter in model.parameters() if id(parameter) not in looked_up]
+    uses = _uses(model)
+    frozen = sum(uses[id(parameter)] * parameter.numel() for parameter in multiplied if not parameter.requires_grad)
+    total = sum(uses[id(parameter)] * parameter.numel() for parameter in multiplied)
+    return total, frozen, head.numel() if head is not None else 0
+
+
+def _uses(model: PreTrainedModel) -> dict[int, int]:
+    """How often a token is multiplied with each parameter, by its id. Of ALBERT's num_hidden_layers several are one
+    group's (modeling_albert.py: AlbertTransformer)."""
+    uses = dict.fromkeys(map(id, model.parameters()), 1)
+    config = model.config
+    if config.model_type == "albert":
+        num_layers, num_groups = config.num_hidden_layers, config.num_hidden_groups
+        of_group = Counter(int(index / (num_layers / num_groups)) for index in range(num_layers))
+        (groups,) = (each for name, each in model.named_modules() if name.endswith("albert_layer_groups"))
+        uses |= {id(p): of_group[nth] for nth, group in enumerate(groups) for p in group.parameters()}
+    return uses
+
+
+def table_peak(device_name: str, precision: str) -> Peak | None:
+    """The data sheet's number. precision: bf16 | fp16 | tf32 | fp32. None: not in the table, or a slice of a GPU."""
+    if re.search(r"MIG|-\d-\d+C", device_name):  # the second in a virtual machine: GRID A100-1-5C
+        return None
+    for row in PEAKS:
+        if re.search(row.pattern, device_name):
+            return Peak(row.half if precision in ("bf16", "fp16") else getattr(row, precision), row.source)
+    return None
+
+
+def device_peak(device: torch.device, precision: str) -> Peak:
+    """From the table, else measured. precision: the recipe's; fp32 becomes tf32 where PyTorch is told to use that.
+
+    Measured on a GPU: the best of the precision and fp32, which an old GPU may multiply faster. On a CPU: the best of
+    all precisions, because the speed of an emulated one says nothing about what the CPU can do.
+    """
+    import torch
+
+    if device.type == "cuda":
+        if precision == "fp32" and torch.get_float32_matmul_precision() != "highest":
+            precision = "tf32"
+        if known := table_peak(torch.cuda.get_device_name(device), precision):
+            return known
+    tried = PRECISIONS if device.type == "cpu" else tuple({"fp32", precision.replace("tf32", "fp32")})
+    tflops, best = matmul_speed.peak(device, tried)
+    return Peak(tflops, f"measured with {best} matrix multiplications{', the fastest here' if len(tried) > 1 else ''}")

@@ -1,0 +1,249 @@
+"""The Hugging Face config of the recipe's model, checked.
+
+transformers keeps fields that it does not know, and lets models that see the following tokens train on predicting
+them: neither would stop a run, both would make it worthless.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import inspect
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers import __version__ as transformers_version
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+from samecurve.config.documents import suggest
+from samecurve.config.rules_model_config import OWNED
+from samecurve.config.schema import Recipe
+from samecurve.errors import ConfigurationError, DataError
+from samecurve.models.attention.choice import chosen_attention
+from samecurve.specs.data_names import CHATML
+
+# Seen with transformers 5.23: a token changes the logits of the positions before it, whatever the config says.
+_NOT_CAUSAL = frozenset(("cpmant", "xlm", "xlnet"))
+
+_AUTO = {
+    "causal_lm": AutoModelForCausalLM,
+    "sequence_classification": AutoModelForSequenceClassification,
+    "masked_lm": AutoModelForMaskedLM,
+    "embedding": AutoModel,
+}
+KINDS = tuple(_AUTO)
+# What to choose instead, for a family without such a head.
+_FITTING = {
+    "causal_lm": "causal language model of text alone; choose a decoder, for example llama",
+    "sequence_classification": "model that transformers can classify text with; choose another, for example bert",
+    "masked_lm": "masked language model; choose an encoder, for example bert",
+    "embedding": "model that gives each token of a text a state; choose another, for example bert",
+}
+_TITLES = {
+    "causal_lm": "causal language model",
+    "sequence_classification": "sequence classifier",
+    "masked_lm": "masked language model",
+    "embedding": "model without a head, for embeddings",
+}
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a model ends in. kind: which of transformers' Auto classes builds it.
+
+    fields: what the task sets in the model's config, pretrained or not: names of classes, the token that pads.
+    """
+
+    kind: str = "causal_lm"
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """For messages."""
+        return _TITLES[self.kind]
+
+    def model_class(self, config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+        """None where the family has no such head."""
+        auto = _AUTO[self.kind]
+        if type(config) in auto._model_mapping:
+            found = auto._model_mapping[type(config)]
+            return found[0] if isinstance(found, (list, tuple)) else found
+        # a config that brought its own code was let in by model.trust_remote_code, and names the model's
+        reference = (getattr(config, "auto_map", None) or {}).get(auto.__name__)
+        if reference is None or not is_remote(config):
+            return None
+        found = get_class_from_dynamic_module(reference, config._name_or_path)
+        found.register_for_auto_class(auto.__name__)  # so that an export takes the files with it
+        return found
+
+
+CAUSAL = Head()
+
+
+def without_pooler(model_class: type[PreTrainedModel]) -> dict[str, bool]:
+    """Arguments that leave out what a bare encoder has behind its layers, and embeddings do not use: they are pooled
+    from the states of its tokens."""
+    known = inspect.signature(model_class.__init__).parameters
+    return {"add_pooling_layer": False} if "add_pooling_layer" in known else {}
+
+
+def model_config(
+    recipe: Recipe, vocabulary_size: int, special_tokens: dict[str, int] | None = None, head: Head = CAUSAL
+) -> PreTrainedConfig:
+    """The Hugging Face config of `model.path` or `model.config`.
+
+    A from-scratch config takes `vocab_size` and the `special_tokens` ids (bos_token_id, eos_token_id) from the
+    tokenizer where it does not give its own. Raises DataError when the tokenizer has ids that the embedding does not
+    hold, ConfigurationError when the model is not there, has no such head, has not enough positions, and when
+    transformers refuses a field or does not know it.
+    """
+    settings = recipe.model
+    if settings.path is not None:
+        config = _stored(settings.path, settings.trust_remote_code)
+    else:
+        config = _from_scratch(settings.config, {"vocab_size": vocabulary_size, **(special_tokens or {})})
+    two_parts = head.kind == "embedding" and config.is_encoder_decoder  # the second one would want an input, too
+    if head.model_class(config) is None or "vocab_size" not in _fields(config) or two_parts:
+        raise ConfigurationError(f"model: {config.model_type} is not a {_FITTING[head.kind]}")
+    if head.kind == "masked_lm" and getattr(config, "is_decoder", False):
+        raise ConfigurationError("model: is_decoder is true, which hides what follows a masked token; set it to false")
+    for key, value in head.fields.items():
+        setattr(config, key, value)
+    if config.vocab_size < vocabulary_size:
+        _make_room(recipe, config, vocabulary_size)
+    length, positions = recipe.batch.sequence_length, getattr(config, "max_position_embeddings", None)
+    if positions is not None and 0 < positions < length:  # -1 where there is no limit
+        text = f"found {length}, but the model's max_position_embeddings is {positions}; a row has to fit into it"
+        raise ConfigurationError(f"batch.sequence_length: {text}")
+    config._attn_implementation = chosen_attention(recipe, config, head.model_class(config), head.kind)
+    return config
+
+
+def _make_room(recipe: Recipe, config: PreTrainedConfig, vocabulary_size: int) -> None:
+    """For the tokens of a chat template that a pretrained model gets. Raises DataError where there can be none."""
+    text = f"the tokenizer has {vocabulary_size} ids, but the model's embedding holds {config.vocab_size} (vocab_size)"
+    if recipe.model.path is None or recipe.tokenizer.chat_template != CHATML:
+        fix = "leave model.config.vocab_size out, or use the tokenizer that it was meant for"
+        if recipe.model.path is not None:
+            fix = f"the one in {recipe.model.path} does not belong to it; name the model's own as tokenizer.path"
+            if recipe.tokenizer.path is not None:
+                fix = f"{recipe.tokenizer.path} does not belong to it; leave tokenizer.path out"
+        raise DataError(f"{text}: {fix}")
+    if recipe.adapter.name is not None:
+        raise DataError(
+            f"{text}, so {CHATML} needs {vocabulary_size - config.vocab_size} new rows, which an adapter does not "
+            "train; train the whole model (adapter.name=null), or set tokenizer.chat_template to a Jinja file whose "
+            "turns end with a token that the model has, such as {{ eos_token }}"
+        )
+    config.vocab_size = vocabulary_size
+
+
+def has_attention(config: PreTrainedConfig) -> bool:
+    """Mamba and its like have none."""
+    return "num_attention_heads" in _fields(config)
+
+
+def is_remote(config: PreTrainedConfig) -> bool:
+    """Whether its class came with the model's files, see model.trust_remote_code."""
+    return type(config).__module__.startswith("transformers_modules.")
+
+
+def is_classifier(model: PreTrainedModel) -> bool:
+    return kind_of(model) == "sequence_classification"
+
+
+def kind_of(model: PreTrainedModel) -> str:
+    """Head.kind of what the model ends in."""
+    return next((kind for kind in KINDS if Head(kind).model_class(model.config) is type(model)), CAUSAL.kind)
+
+
+def kind_of_stored(config: PreTrainedConfig) -> str:
+    """Head.kind of a stored model, by the class that it was made as."""
+    made_as = config.architectures or ()
+    classes = {kind: Head(kind).model_class(config) for kind in KINDS}
+    return next((kind for kind, found in classes.items() if found and found.__name__ in made_as), CAUSAL.kind)
+
+
+def check_causal(model: PreTrainedModel) -> None:
+    """Raises ConfigurationError for a model whose positions see the following tokens, as BERT's do.
+
+    Most such families have a causal form behind `is_decoder`; where the causal form is a class of its own (BART's), it
+    has set the key itself by now. GPT-NeoX has the key too, but no other mask than the causal one.
+    """
+    config = model.config
+    may_look_ahead = hasattr(sys.modules[type(model).__module__], "create_bidirectional_mask")
+    if config.model_type in _NOT_CAUSAL or (may_look_ahead and getattr(config, "is_decoder", None) is False):
+        raise ConfigurationError(
+            f"model: every position of a {config.model_type} sees the following tokens, which it would be trained to "
+            "predict; choose a decoder, for example llama, or set is_decoder to true where the config has that key"
+        )
+
+
+def reason(error: Exception) -> str:
+    """What transformers says, in one line of a bearable length."""
+    text = " ".join(str(error).split()) or "no reason given"
+    return f"{type(error).__name__}: {text if len(text) <= 300 else text[:297] + '...'}"
+
+
+def _stored(path: str, trust_remote_code: bool) -> PreTrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # transformers, huggingface_hub and the families have errors of their own
+        fix = "a folder needs config.json, a hub name needs the network or an earlier download"
+        if "trust_remote_code" in str(error):
+            fix = "it brings Python files of its own: read them, and set model.trust_remote_code to true to run them"
+        raise ConfigurationError(
+            f"model.path: no model's config could be read from {path} ({reason(error)}); {fix}"
+        ) from error
+
+
+def _from_scratch(fields: dict[str, Any], defaults: dict[str, int]) -> PreTrainedConfig:
+    given = {key: value for key, value in fields.items() if key != "model_type"}
+    model_type = fields["model_type"]
+    if model_type not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(model_type, CONFIG_MAPPING.keys(), n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        text = f"transformers {transformers_version} has no model_type {model_type}{hint}"
+        raise ConfigurationError(f"model.config.model_type: {text}")
+    try:
+        # a copy, because transformers completes nested fields in place
+        config = AutoConfig.for_model(model_type, **(defaults | copy.deepcopy(given)))
+    except Exception as error:  # huggingface_hub's for a wrong type, others for what each family checks itself
+        text = f"model.config: transformers refuses these fields for a {model_type} ({reason(error)})"
+        raise ConfigurationError(text) from error
+    problems = [*_owned(given), *_unknown(given, config)]
+    if problems:
+        raise ConfigurationError("\n".join(problems))
+    return config
+
+
+def _owned(given: dict[str, Any]) -> list[str]:
+    return [f"model.config.{key}: the recipe's {OWNED[key]} says it; remove it" for key in given if key in OWNED]
+
+
+def _unknown(given: dict[str, Any], config: PreTrainedConfig) -> list[str]:
+    """Older spellings (rope_theta) are known too, if the family translates them: then no attribute is left of them."""
+    known = _fields(config)
+    left = vars(config).keys() | vars(GenerationConfig()).keys()  # the latter are dropped without a trace
+    legal = [("model", "config", key) for key in known]
+    return [
+        f"model.config.{key}: a {config.model_type} has no such key{suggest(path, legal) or '; remove it'}"
+        for path in (("model", "config", key) for key in given)
+        if (key := path[-1]) not in known and key not in OWNED and key in left
+    ]
+
+
+def _fields(config: PreTrainedConfig) -> set[str]:
+    return {*inspect.signature(type(config).__init__).parameters, *type(config).attribute_map} - {"self", "kwargs"}

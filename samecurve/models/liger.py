@@ -1,0 +1,139 @@
+"""Norms, rotary positions and gated activations by the Triton kernels of liger-kernel (Hsu et al., 2024,
+arXiv:2410.10989), each in one pass over memory where PyTorch makes several.
+
+What is replaced in which family is Liger's own list. Modules keep their names and weights, with another forward. Liger
+also exchanges what the family's Python file holds, for the whole process: the function that rotates queries and keys,
+and the classes, so that a teacher of the same family, built later, is made of Liger's. Its losses stay off: the loss is
+samecurve's (loss.implementation: liger is a key of its own, see chunked_cross_entropy.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from samecurve.errors import ConfigurationError
+from samecurve.models.hf_config import reason
+from samecurve.specs.model_families import LIGER
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from samecurve.config.schema import Recipe
+
+_OFF = {"cross_entropy": False, "fused_linear_cross_entropy": False}
+Activation = Callable[[Tensor], Tensor]
+# By what is in the name of a Liger module, the activation that it computes whatever the module before it had.
+_ACTIVATIONS: dict[str, Activation] = {
+    "SwiGLU": functional.silu,
+    "GEGLU": partial(functional.gelu, approximate="tanh"),
+    "ReLUSquared": lambda inputs: functional.relu(inputs).square(),
+}
+
+
+def check_device(recipe: Recipe, device: torch.device) -> None:
+    """Raises ConfigurationError where Liger's kernels are asked for and Triton does not compile for the device."""
+    asked = (
+        ("model.kernels", recipe.model.kernels, "torch"),
+        ("loss.implementation", recipe.loss.implementation, "auto"),
+    )
+    for key, found, instead in asked:
+        if found == "liger" and device.type not in ("cuda", "xpu"):
+            raise ConfigurationError(
+                f"{key}: found liger, whose kernels are written in Triton, which compiles for GPUs only, and the "
+                f"device is {device}; use {instead}"
+            )
+
+
+def check_family(kind: str, model_type: str) -> None:
+    """Raises ConfigurationError for a family that Liger's kernels were not compared in, and where they do not load.
+
+    kind: the recipe's model.kernels.
+    """
+    if kind == "torch":
+        return
+    if model_type not in LIGER:
+        raise ConfigurationError(
+            f"model.kernels: found liger, which is not known to compute what PyTorch does in a {model_type}, but in "
+            f"{', '.join(sorted(LIGER))}; use torch"
+        )
+    try:
+        import_module("liger_kernel.transformers.monkey_patch")
+    except Exception as error:  # it wants a range of transformers' versions, and Triton
+        raise ConfigurationError(
+            f"model.kernels: found liger, but liger-kernel cannot be imported ({reason(error)}); install a version "
+            "that fits, or use torch"
+        ) from error
+
+
+def replace(model: PreTrainedModel, kind: str) -> None:
+    """In place, before activation checkpointing and compilation. kind: the recipe's model.kernels.
+
+    Raises ConfigurationError where Liger cannot, finds nothing to replace, or would compute something else.
+    """
+    if kind == "torch":
+        return
+    check_family(kind, model.config.model_type)
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    # it warns of implementations for other devices and packages, one by one
+    logging.getLogger("liger_kernel.backends.registry").setLevel(logging.ERROR)
+    text = f"model.kernels: found liger, which replaces nothing of a {type(model).__name__}"
+    activations = ((name, _activation(module)) for name, module in model.named_modules())
+    before = {name: own for name, own in activations if own and not type(own).__name__.startswith("Liger")}
+    try:
+        _apply_liger_kernel_to_instance(model=model, **_OFF)
+    except (AttributeError, NotImplementedError, TypeError) as error:  # a head or a variant that it does not know
+        raise ConfigurationError(f"{text} ({reason(error)}); use torch") from error
+    if not replaced(model):
+        raise ConfigurationError(f"{text}; use torch")
+    _check_activations(model, before)
+
+
+def _activation(module: nn.Module) -> Activation | None:
+    return getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
+
+
+def _check_activations(model: nn.Module, before: Mapping[str, Activation]) -> None:
+    """Seen with liger-kernel 0.8.5: a Llama whose hidden_act is gelu is computed with SiLU from then on, and every
+    Nemotron with the square of ReLU. before: by the name of the module that has it."""
+    inputs = torch.linspace(-4, 4, 17)
+    for name, own in before.items():
+        module = model.get_submodule(name)
+        kinds = module._get_name(), type(_activation(module)).__name__
+        for kind in (kind for kind in kinds if kind.startswith("Liger")):
+            ligers = [function for part, function in _ACTIVATIONS.items() if part in kind]
+            if ligers and not torch.allclose(own(inputs), ligers[0](inputs), atol=1e-6):
+                raise ConfigurationError(
+                    f"model.kernels: found liger, whose {kind} has an activation of its own, and that of {name} is "
+                    f"another ({type(own).__name__}); use torch"
+                )
+
+
+def replaced(model: nn.Module) -> list[str]:
+    """What of the model is Liger's, asked of the model: how many modules of each kind, and functions by name."""
+    names = (module._get_name() for module in model.modules())
+    modules = Counter(name for name in names if name.startswith("Liger"))
+    if not modules:
+        return []
+    return [*(f"{count} {name}" for name, count in sorted(modules.items())), *_functions(model)]
+
+
+def _functions(model: nn.Module) -> list[str]:
+    """Of the Python files that the model's class and its bases come from: FSDP puts a class of its own before them."""
+    files = {parent.__module__ for parent in type(model).__mro__ if parent.__module__.startswith("transformers.")}
+    found = (item for file in sorted(files) for item in vars(sys.modules[file]).items())
+    return [name for name, value in found if "rotary" in name and _is_ligers(value)]
+
+
+def _is_ligers(value: object) -> bool:
+    return callable(value) and (getattr(value, "__module__", None) or "").startswith("liger_kernel.")

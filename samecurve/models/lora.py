@@ -1,0 +1,241 @@
+"""LoRA adapters: small trained matrices beside a pretrained model's frozen ones, through peft.
+
+peft puts its layers into the model in place, so the model keeps its class, its blocks and the names of its parts:
+
+    model.layers.0.self_attn.q_proj.base_layer.weight        frozen, the pretrained q_proj.weight
+    model.layers.0.self_attn.q_proj.lora_A.default.weight    trained, (rank, in_features)
+    model.layers.0.self_attn.q_proj.lora_B.default.weight    trained, (out_features, rank)
+    score.weight                                             trained: a classifier's head, new beside the base model
+
+LoRA: Hu et al. 2021, arXiv:2106.09685. rsLoRA: Kalajdzievski 2023, arXiv:2312.03732. DoRA: Liu et al. 2024,
+arXiv:2402.09353.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from samecurve.errors import ConfigurationError
+from samecurve.models.hf_config import is_classifier, kind_of, without_pooler
+from samecurve.models.weight_files import Stored, header
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from transformers import PreTrainedModel
+
+    from samecurve.config.schema import Adapter
+
+NAME = "default"  # what peft calls the one adapter that a model has
+SAMPLE_BYTES = 4096
+_BASE = ".base_layer."
+_STORED = "base_model.model."  # what peft puts before every name in its file
+# peft's word for what the model is for; it has none for masked language models.
+_TASK_TYPES = {"causal_lm": "CAUSAL_LM", "sequence_classification": "SEQ_CLS", "embedding": "FEATURE_EXTRACTION"}
+_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_MAGNITUDE = f".lora_magnitude_vector.{NAME}.weight"
+
+
+def quiet() -> None:
+    """Before peft is imported: it imports bitsandbytes where that is installed, also for an adapter beside weights that
+    are not quantized, and on a CPU that warns of a faster kernel that only a hub has."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+
+
+def inject(model: PreTrainedModel, settings: Adapter) -> None:
+    """Put the adapter's layers into `model`, in place, and freeze all else but `whole_modules`. Nothing is initialised.
+
+    Raises ConfigurationError when adapter.target_modules names nothing, or what cannot be adapted.
+    """
+    quiet()
+    from peft import LoraConfig, inject_adapter_in_model
+
+    chosen, whole = settings.target_modules, whole_modules(model)
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        lora_dropout=settings.dropout,
+        target_modules=chosen if isinstance(chosen, str) else list(chosen),
+        exclude_modules=_with_parts(model, whole) or None,
+        use_rslora=settings.rslora,
+        use_dora=settings.dora,
+        fan_in_fan_out=_transposed(model),
+        init_lora_weights=False,  # under ZeRO-3 there is nothing to initialise yet; see `initial`
+        task_type=_TASK_TYPES.get(kind_of(model)),
+    )
+    try:
+        with warnings.catch_warnings():
+            # GPT-2's Conv1D, which peft finds out by itself, layer by layer
+            warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
+            inject_adapter_in_model(config, model, NAME)
+    except ValueError as error:
+        raise ConfigurationError(f"adapter.target_modules: found {_shown(chosen)}; {error}") from error
+    for name in whole:
+        model.get_submodule(name).requires_grad_(True)
+
+
+def whole_modules(model: PreTrainedModel) -> list[str]:
+    """What an adapted model trains whole, as peft's `modules_to_save`: what a classifier has behind its base model, and
+    a pooler in that. Most pretrained models come without the two, and what begins as noise has nothing to be adapted.
+    """
+    if not is_classifier(model):
+        return []
+    base = model.base_model_prefix
+    behind = [name for name, _ in model.named_children() if name != base]
+    poolers = [name for name, _ in model.named_modules() if name.startswith(f"{base}.") and name.endswith(".pooler")]
+    return [name for name in (*behind, *poolers) if any(True for _ in model.get_submodule(name).parameters())]
+
+
+def _with_parts(model: PreTrainedModel, names: list[str]) -> list[str]:
+    return [name for name, _ in model.named_modules() if any(f"{name}.".startswith(f"{each}.") for each in names)]
+
+
+def check(model: PreTrainedModel, settings: Adapter) -> None:
+    """What peft lets pass. Raises ConfigurationError for a name without a layer, an embedding, a tied head, experts."""
+    adapted = {name: module for name, module in model.named_modules() if hasattr(module, "base_layer")}
+    whole = [name for name, module in adapted.items() if hasattr(module, "parameter_name")]
+    if whole:  # peft 0.21 adds these of itself where a Mixtral's or a Qwen2-MoE's all-linear or experts are named
+        linear = ", ".join(sorted({name.rpartition(".")[2] for name in adapted.keys() - set(whole)} & _ATTENTION))
+        raise ConfigurationError(
+            f"adapter.target_modules: found {_shown(settings.target_modules)}, by which peft adapts {whole[0]} of this "
+            f"{model.config.model_type}: experts or a router, which are single parameters and are not adapted here; "
+            f"name the layers of attention: [{linear or 'q_proj, v_proj'}]"
+        )
+    if not isinstance(settings.target_modules, str):
+        idle = [name for name in settings.target_modules if not any(f".{key}".endswith(f".{name}") for key in adapted)]
+        if idle:
+            raise ConfigurationError(
+                f"adapter.target_modules: no layer of this {model.config.model_type} is called {', '.join(idle)}; "
+                f"it has {', '.join(_linear_names(model))}"
+            )
+    output = model.get_output_embeddings()
+    tied = output is not None and model.get_input_embeddings().weight is output.weight
+    for name, module in adapted.items():
+        head = tied and module is output
+        if head or isinstance(module.base_layer, nn.Embedding):
+            raise ConfigurationError(
+                f"adapter.target_modules: {name} is {'tied to the token embedding' if head else 'an embedding'}, which "
+                "is not adapted here; name linear layers, or all-linear"
+            )
+
+
+def is_adapted(model: nn.Module) -> bool:
+    return any(name.endswith(".base_layer") for name, _ in model.named_modules())
+
+
+def trained_shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
+    """Shape by name of what is trained: the adapter's matrices and a new head, or all parameters of a model without an
+    adapter."""
+    adapted = is_adapted(model)
+    return {name: p.shape for name, p in model.named_parameters() if p.requires_grad or not adapted}
+
+
+def pretrained_name(name: str) -> str:
+    """What a parameter is called in the files of the model that is adapted."""
+    return name.replace(_BASE, ".")
+
+
+def is_adapters(name: str) -> bool:
+    return f".{NAME}." in name and ".lora_" in name
+
+
+def initial(shapes: dict[str, torch.Size], seed: int) -> Iterator[tuple[str, Tensor]]:
+    """The matrices that an adapter starts with, full and fp32, as peft draws them: A uniform, B zero.
+
+    Each name has a generator of its own, so they are the same under any sharding. shapes: those wanted, by name.
+    """
+    for name, shape in shapes.items():
+        if ".lora_B." in name:
+            yield name, torch.zeros(shape)
+        elif ".lora_A." in name:
+            key = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
+            # kaiming_uniform_ with a = sqrt(5), nn.Linear's own: a bound of 1 / sqrt(in_features)
+            bound = 1 / math.sqrt(shape[1])
+            yield name, torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
+def magnitude(model: PreTrainedModel, name: str, weight: Tensor) -> tuple[str, Tensor] | None:
+    """DoRA's magnitudes (out_features,), where `name` is a frozen weight that has them: its norms, as B starts at 0."""
+    prefix, found, last = name.rpartition(_BASE)
+    module = model.get_submodule(prefix) if found and last == "weight" else None
+    if module is None or NAME not in module.lora_magnitude_vector:
+        return None
+    rows = weight.T if module.fan_in_fan_out else weight
+    return prefix + _MAGNITUDE, torch.linalg.norm(rows, dim=1)
+
+
+def stored_config(model: PreTrainedModel) -> LoraConfig:
+    """adapter_config.json's content: where the base model is, which layers were adapted, which ones are there whole."""
+    import copy
+
+    config = copy.deepcopy(model.peft_config[NAME])
+    path = model.config._name_or_path
+    config.base_model_name_or_path = str(Path(path).resolve()) if Path(path).is_dir() else path
+    config.modules_to_save = whole_modules(model) or None
+    if without_pooler(type(model)):  # AutoModel makes a pooler, which names such as `dense` would fit
+        config.exclude_modules = ["pooler.dense"]
+    config.init_lora_weights = True
+    config.inference_mode = True
+    return config
+
+
+def stored_names(model: PreTrainedModel) -> dict[str, str]:
+    """peft's name in adapter_model.safetensors of each trained parameter, by its name here."""
+    from peft import get_peft_model_state_dict
+
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    named = {name: p for name, p in trained.items() if is_adapters(name)}
+    stored = get_peft_model_state_dict(model, named, NAME, save_embedding_layers=False)
+    names = {id(parameter): name for name, parameter in stored.items()}
+    return {name: _STORED + names.get(id(parameter), name) for name, parameter in trained.items()}
+
+
+def brought(folder: Path) -> set[str]:
+    """Names of what an adapter's folder holds, as the model that it is for calls them where it is whole.
+
+    Raises ConfigurationError for a damaged file.
+    """
+    path = folder / "adapter_model.safetensors"
+    return {name.removeprefix(_STORED) for name in header(path)} if path.is_file() else set()
+
+
+def fingerprint(files: dict[str, Stored]) -> str:
+    """Of a pretrained model's weights: names, types, shapes and the first bytes of every tensor, in the files' order
+    or any other. It reads a few MB of any model, and tells two of one architecture apart. files: by tensor name."""
+    found = hashlib.sha256()
+    for name, stored in sorted(files.items()):
+        with open(stored.file, "rb") as stream:
+            stream.seek(stored.start)
+            sample = stream.read(min(SAMPLE_BYTES, stored.stop - stored.start))
+        found.update(json.dumps([name, stored.dtype, stored.shape]).encode() + sample)
+    return found.hexdigest()
+
+
+def _transposed(model: PreTrainedModel) -> bool:
+    from transformers.pytorch_utils import Conv1D
+
+    return any(isinstance(module, Conv1D) for module in model.modules())
+
+
+def _linear_names(model: PreTrainedModel) -> list[str]:
+    from transformers.pytorch_utils import Conv1D
+
+    found = {name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
+    parts = {name.removesuffix(".base_layer").rpartition(".")[2] for name in found if ".lora_" not in name}
+    head = {name for name, module in model.named_modules() if module is model.get_output_embeddings()}
+    head |= {name.rpartition(".")[2] for name in whole_modules(model)}
+    return sorted(parts - head)
+
+
+def _shown(value) -> str:
+    return repr(value) if isinstance(value, str) else ", ".join(value)

@@ -1,0 +1,190 @@
+"""Cut a causal language model into the ordered list of layers that a pipeline needs.
+
+Between layers flows the pair (hidden, position_ids): float (micro_batch_size, sequence_length, hidden_size) and int64
+(micro_batch_size, sequence_length). The first layer takes (input_ids, position_ids), the last one returns logits
+(micro_batch_size, sequence_length, vocabulary_size). Run one after the other they are the model, bit for bit.
+
+The layers hold the Hugging Face model's own modules, so its weights keep their names; what the model computes once for
+all its layers (rotary angles, attention masks) is computed by each stage from position_ids.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+from samecurve.errors import ConfigurationError
+from samecurve.specs.model_families import FAMILIES
+
+Flow = tuple[Tensor, Tensor]
+
+
+class Layer(nn.Module):
+    """One entry of the pipeline. `prefixes`: the Hugging Face name of each submodule that holds weights."""
+
+    def __init__(self, **prefixes: str):
+        super().__init__()
+        self.prefixes = prefixes
+
+    def named_weights(self) -> list[tuple[str, nn.Parameter]]:
+        """(Hugging Face name, parameter) of every weight of this layer."""
+        return [
+            (f"{prefix}.{name}", parameter)
+            for attribute, prefix in self.prefixes.items()
+            for name, parameter in getattr(self, attribute).named_parameters()
+        ]
+
+
+class TokenEmbedding(Layer):
+    def __init__(self, tokens: nn.Embedding, prefix: str):
+        super().__init__(tokens=prefix)
+        self.tokens = tokens
+
+    def forward(self, flow: Flow) -> Flow:
+        input_ids, position_ids = flow
+        return self.tokens(input_ids), position_ids
+
+
+class PositionEmbedding(Layer):
+    """GPT-2's learned positions. Apart from the token embedding, which the last stage may share."""
+
+    def __init__(self, positions: nn.Embedding, dropout: nn.Dropout, prefix: str):
+        super().__init__(positions=prefix)
+        self.positions, self.dropout = positions, dropout
+
+    def forward(self, flow: Flow) -> Flow:
+        hidden, position_ids = flow
+        return self.dropout(hidden + self.positions(position_ids)), position_ids
+
+
+class Decoder(Layer):
+    """One decoder layer. `kind`: "full_attention" or "sliding_attention"."""
+
+    def __init__(self, block: nn.Module, prefix: str, kind: str, positions: Positions):
+        super().__init__(block=prefix)
+        self.block, self.kind = block, kind
+        self.positions = positions
+
+    def forward(self, flow: Flow) -> Flow:
+        hidden, position_ids = flow
+        return self.block(hidden, **self.positions.arguments(hidden, position_ids, self.kind)), position_ids
+
+
+class FinalNorm(Layer):
+    def __init__(self, norm: nn.Module, prefix: str):
+        super().__init__(norm=prefix)
+        self.norm = norm
+
+    def forward(self, flow: Flow) -> Tensor:
+        return self.norm(flow[0])
+
+
+class Head(Layer):
+    def __init__(self, head: nn.Linear, prefix: str):
+        super().__init__(head=prefix)
+        self.head = head
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.head(hidden)
+
+
+class TiedHead(Layer):
+    """The head of a model with tied embeddings: it projects onto the token embedding, which it holds as its weight."""
+
+    def __init__(self, embedding: TokenEmbedding):
+        super().__init__()
+        self.embedding = embedding
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return project(self.embedding, hidden)
+
+    def named_weights(self) -> list[tuple[str, nn.Parameter]]:
+        return self.embedding.named_weights()
+
+
+def project(embedding: TokenEmbedding, hidden: Tensor) -> Tensor:
+    """Logits from the transposed token embedding."""
+    return F.linear(hidden, embedding.tokens.weight)
+
+
+class Positions:
+    """What decoder layers derive from position_ids, kept for the layers of one stage that see the same micro-batch.
+
+    Without the memory every layer would build, and keep for its backward pass, its own mask of
+    (micro_batch_size, 1, sequence_length, sequence_length).
+    """
+
+    def __init__(self, config: PreTrainedConfig, rotary: nn.Module | None):
+        self._config = config
+        self._rotary_type = type(rotary) if rotary is not None else None
+        self._rotary: nn.Module | None = None
+        self._seen: tuple | None = None
+        self._arguments: dict[str, dict] = {}
+
+    def arguments(self, hidden: Tensor, position_ids: Tensor, kind: str) -> dict:
+        """Keyword arguments of a transformers decoder layer, in the dtype of `hidden`."""
+        if self._seen is None or self._seen[0] is not position_ids or self._seen[1] != hidden.dtype:
+            self._seen, self._arguments = (position_ids, hidden.dtype), {}
+        if kind not in self._arguments:
+            self._arguments[kind] = {
+                "attention_mask": self._mask(hidden, position_ids, kind),
+                "position_ids": position_ids,
+                "use_cache": False,
+                **self._angles(hidden, position_ids),
+            }
+        return self._arguments[kind]
+
+    def _mask(self, hidden: Tensor, position_ids: Tensor, kind: str) -> Any:
+        """What the attention takes for one, a tensor for most kinds of it: causal, block-diagonal over the documents
+        of a packed row (where position_ids start again at 0)."""
+        build = create_sliding_window_causal_mask if kind == "sliding_attention" else create_causal_mask
+        arguments = {"attention_mask": None, "past_key_values": None, "position_ids": position_ids}
+        return build(config=self._config, inputs_embeds=hidden, **arguments)
+
+    def _angles(self, hidden: Tensor, position_ids: Tensor) -> dict:
+        if self._rotary_type is None:
+            return {}
+        if self._rotary is None:
+            # built here and not taken from the model, whose buffers may be on the meta device
+            with torch.device(hidden.device):
+                self._rotary = self._rotary_type(config=self._config)
+        return {"position_embeddings": self._rotary(hidden, position_ids=position_ids)}
+
+
+def cut(model: PreTrainedModel) -> list[Layer]:
+    """The model's layers in the order in which they run, sharing its modules (which may be on the meta device).
+
+    With tied embeddings the last layer is a TiedHead that holds the first one. Raises ConfigurationError for a family
+    that is not in FAMILIES: its forward pass would have to be known to be cut.
+    """
+    family = FAMILIES.get(model.config.model_type)
+    if family is None:
+        raise ConfigurationError(
+            f"model: a pipeline cannot cut a model of type {model.config.model_type!r}; it knows "
+            f"{', '.join(sorted(FAMILIES))}. Use another strategy or one of these"
+        )
+    get = model.get_submodule
+    embedding = TokenEmbedding(get(family.embedding), family.embedding)
+    layers: list[Layer] = [embedding]
+    if family.positions:
+        layers.append(PositionEmbedding(get(family.positions), get(family.dropout), family.positions))
+    positions = Positions(model.config, get(family.rotary) if family.rotary else None)
+    for index, (block, kind) in enumerate(zip(get(family.layers), family.kinds(model.config), strict=True)):
+        layers.append(Decoder(block, f"{family.layers}.{index}", kind, positions))
+    layers.append(FinalNorm(get(family.norm), family.norm))
+    tied = model.lm_head.weight is embedding.tokens.weight
+    layers.append(TiedHead(embedding) if tied else Head(model.lm_head, "lm_head"))
+    return layers
+
+
+def sequential(layers: list[Layer], input_ids: Tensor, position_ids: Tensor) -> Tensor:
+    """Logits (micro_batch_size, sequence_length, vocabulary_size) of the layers run one after the other."""
+    flow = (input_ids, position_ids)
+    for layer in layers:
+        flow = layer(flow)
+    return flow

@@ -1,0 +1,121 @@
+"""The weights of `model.path` for a model's parameters, checked as a whole before they are read one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from samecurve.errors import ConfigurationError
+from samecurve.models import lora as adapters
+from samecurve.models import weight_conversion
+from samecurve.models.embeddings import with_rows
+from samecurve.models.weight_files import Stored, read, weight_files
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_SHOWN = 5  # names in a message
+
+
+class Pretrained:
+    """model: the skeleton, with an adapter or without. alone: the same without. Raises what weight_files does."""
+
+    def __init__(self, model: PreTrainedModel, alone: PreTrainedModel, path: str):
+        self._path, self._files = path, weight_files(path)
+        self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        groups = weight_conversion.groups(alone, {name: stored.shape for name, stored in self._files.items()})
+        self._group = {name: group for group in groups for name in group.made}
+        self._names = {  # in the files, of each parameter that belongs there; a tied one may have several
+            aliases[0]: [adapters.pretrained_name(alias) for alias in aliases]
+            for aliases in _aliases(model)
+            if not adapters.is_adapters(aliases[0])
+        }
+
+    def missing(self) -> set[str]:
+        """Parameters of the model that the files do not hold."""
+        return {name for name in self._names if not self._found(name)}
+
+    def check(self, wanted: set[str], growing: set[str], hint: str = "") -> None:
+        """Raises ConfigurationError with all that keeps the wanted parameters from being read.
+
+        growing: those that may have more rows than the file, see architecture.model_config. hint: what to do about
+        missing ones.
+        """
+        missing = [name for name in self._names if name in wanted and not self._found(name)]
+        problems = [f"model.path: {self._path} holds no tensor for {_listed(missing)}{hint}"] if missing else []
+        for name in self._names:
+            if name in wanted and name not in missing:
+                problems += filter(None, [self._problem(name, growing)])
+        if problems:
+            raise ConfigurationError("\n".join(problems))
+
+    def tensors(self, wanted: set[str], growing: set[str]) -> Iterator[tuple[str, Tensor]]:
+        """(name, full fp32 tensor) of each wanted parameter, in the model's order. See `check`, which comes first."""
+        rest = dict.fromkeys(name for name in self._names if name in wanted)
+        while rest:
+            name = next(iter(rest))
+            group = self._group[self._found(name)[0]]
+            made = group.convert(read(self._files, group.sources))
+            for name in [each for each in rest if self._found(each)[0] in made]:
+                tensor = made[self._found(name)[0]].float()
+                self._check_tied(name, tensor)
+                if name in growing and tensor.shape[0] < self._shapes[name][0]:
+                    tensor = with_rows(tensor, self._shapes[name][0])
+                yield name, tensor
+                del rest[name]
+
+    def _found(self, name: str) -> list[str]:
+        """Under which of its names the files hold a parameter."""
+        return [alias for alias in self._names[name] if alias in self._group]
+
+    def _problem(self, name: str, growing: set[str]) -> str:
+        found = self._found(name)[0]
+        group, expected = self._group[found], self._shapes[name]
+        stored = {source: self._files[source] for source in group.sources}
+        where = _where(stored)
+        if group.problem:
+            return (
+                f"{where} cannot make {name} ({group.problem}); are tensors missing, or is the config another model's?"
+            )
+        other = {entry.dtype for entry in stored.values()} - set(_FLOATS)
+        if other:
+            return f"{where}: {', '.join(sorted(other))}, which is quantized; give the model's unquantized weights"
+        shape = group.made[found]
+        room = name in growing and shape[1:] == expected[1:] and shape[0] < expected[0]
+        if shape != expected and not room:
+            made = "has" if list(stored) == [found] else f"would make {name} with"
+            return f"{where} {made} the shape {tuple(shape)}, the config needs {tuple(expected)}"
+        return ""
+
+    def _check_tied(self, name: str, tensor: Tensor) -> None:
+        """Raises ConfigurationError where the files hold another tensor for what the config says is the same one."""
+        for other in self._found(name)[1:]:
+            group = self._group[other]
+            if not torch.equal(group.convert(read(self._files, group.sources))[other].float(), tensor):
+                stored = {source: self._files[source] for source in group.sources}
+                raise ConfigurationError(
+                    f"{_where(stored)} is not {self._found(name)[0]}, but the model's config ties the two; set "
+                    "tie_word_embeddings to false in its config.json"
+                )
+
+
+def _where(stored: dict[str, Stored]) -> str:
+    files = sorted({str(entry.file) for entry in stored.values()})
+    return f"{', '.join(files)}: {_listed(list(stored))}"
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _aliases(model: PreTrainedModel) -> list[list[str]]:
+    """All names of each parameter, the one of `named_parameters()` first (a tied head has two)."""
+    by_identity: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        by_identity.setdefault(id(parameter), []).append(name)
+    return list(by_identity.values())

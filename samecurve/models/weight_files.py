@@ -1,0 +1,124 @@
+"""The safetensors files of a model's folder: which tensors they hold, read from their headers, and the tensors.
+
+A file that is not whole is refused here, before anything of it is used.
+Format: 8 bytes with the header's length, the header (JSON), the tensors (https://huggingface.co/docs/safetensors).
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from samecurve.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_LARGEST_HEADER = 100 * 10**6  # the format's own limit, in bytes
+
+
+class Stored(NamedTuple):
+    """A tensor in a file. dtype: safetensors' word, such as BF16. start, stop: where its bytes are in the file."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def weight_files(path: str) -> dict[str, Stored]:
+    """The tensors of a folder or hub name, by their names in the files.
+
+    Raises ConfigurationError when there are none, and for a file that is missing or damaged.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        folder = _downloaded(path)
+    index = folder / INDEX
+    if index.exists():
+        return _indexed(index)
+    single = folder / SINGLE
+    if not single.exists():
+        raise ConfigurationError(f"model.path: {folder} has no {SINGLE}; convert the weights to safetensors")
+    return header(single)
+
+
+def header(file: Path) -> dict[str, Stored]:
+    """A safetensors file's tensors by name. Raises ConfigurationError when it cannot be read or is not whole."""
+    try:
+        with open(file, "rb") as stream:
+            size = file.stat().st_size
+            length = struct.unpack("<Q", stream.read(8))[0]
+            begin = 8 + length
+            if length > _LARGEST_HEADER or begin > size:
+                raise _damaged(file, f"it has {size:,} bytes, and its header alone would have {length:,}")
+            entries = json.loads(stream.read(length))
+            entries.pop("__metadata__", None)
+            found = {name: _stored(file, begin, entry) for name, entry in entries.items()}
+    except OSError as error:
+        raise ConfigurationError(f"{file}: {error.strerror or error}") from error
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(file, "its header cannot be read") from error
+    expected = max((stored.stop for stored in found.values()), default=begin)
+    if expected != size:
+        raise _damaged(file, f"it has {size:,} bytes, and its header announces {expected:,}")
+    return found
+
+
+def read(stored: dict[str, Stored], names: Iterable[str]) -> dict[str, Tensor]:
+    """The named tensors as they are stored. stored: see weight_files.
+
+    The files are opened anew each time: pages of an open map stay in memory. Raises ConfigurationError where
+    safetensors refuses a file.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    by_file: dict[Path, list[str]] = {}
+    for name in names:
+        by_file.setdefault(stored[name].file, []).append(name)
+    found = {}
+    for file, inside in by_file.items():
+        try:
+            with safe_open(file, framework="pt") as handle:
+                found |= {name: handle.get_tensor(name) for name in inside}
+        except SafetensorError as error:
+            raise _damaged(file, str(error)) from error
+    return found
+
+
+def _stored(file: Path, begin: int, entry: dict) -> Stored:
+    start, stop = entry["data_offsets"]
+    return Stored(file, entry["dtype"], tuple(entry["shape"]), begin + start, begin + stop)
+
+
+def _damaged(file: Path, what: str) -> ConfigurationError:
+    return ConfigurationError(f"{file}: is damaged or not whole: {what}; copy or download it again")
+
+
+def _indexed(index: Path) -> dict[str, Stored]:
+    try:
+        files = {name: index.parent / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigurationError(f"{index}: has no weight_map that can be read; copy or download it again") from error
+    headers = {file: header(file) for file in sorted(set(files.values()))}
+    lost = [name for name, file in files.items() if name not in headers[file]]
+    if lost:
+        raise ConfigurationError(
+            f"{files[lost[0]]}: lacks {lost[0]}, which {index.name} says is in it; copy or download the folder again"
+        )
+    return {name: headers[file][name] for name, file in files.items()}
+
+
+def _downloaded(path: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path, allow_patterns=["model*.safetensors", "*.json"]))
+    except Exception as error:  # huggingface_hub, its HTTP library and the disk have errors of their own
+        text = " ".join(str(error).split())
+        raise ConfigurationError(f"model.path: the weights of {path} could not be downloaded: {text}") from error

@@ -1,0 +1,277 @@
+"""The model's architecture without its weights, and its weights one parameter at a time.
+
+Every engine shards the architecture first and takes the weights after it, so no process ever holds more than one
+block of the model beside its own shard, and a from-scratch model has the same weights under any sharding.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+from transformers.integrations import deepspeed as deepspeed_integration
+
+from samecurve.config.schema import Adapter, Recipe
+from samecurve.errors import ConfigurationError
+from samecurve.models import lora as adapters
+from samecurve.models.embeddings import embeddings
+from samecurve.models.hf_config import (
+    CAUSAL,
+    Head,
+    check_causal,
+    has_attention,
+    is_classifier,
+    model_config,
+    reason,
+    without_pooler,
+)
+from samecurve.models.pretrained import Pretrained
+from samecurve.specs.data_names import CHATML
+
+Write = Callable[[str, Tensor], None]
+
+
+def build(
+    model_class: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    where: AbstractContextManager,
+    adapter: Adapter | None = None,
+) -> PreTrainedModel:
+    """An fp32 model whose weights are not set yet, constructed inside `where` (a torch.device, for example).
+
+    adapter: with its layers beside the frozen ones, when its name says which. Raises what adapter.inject does.
+    """
+    with no_init_weights(), where:
+        with _only_ours():
+            model = model_class(config, **without_pooler(model_class))
+        if adapter is not None and adapter.name:
+            adapters.inject(model, adapter)
+    model.tie_weights()  # no_init_weights leaves it out
+    model.config.use_cache = False
+    return model.train()
+
+
+@contextmanager
+def _only_ours() -> Iterator[None]:
+    """Under ZeRO-3 `from_config`, by which transformers' classifiers make their decoder, would shard even a skeleton.
+
+    Where weights are sharded while they are made, `where` says so. peft has to know of ZeRO-3: DoRA reads weights.
+    """
+    known = deepspeed_integration._hf_deepspeed_config_weak_ref
+    deepspeed_integration._hf_deepspeed_config_weak_ref = None
+    try:
+        yield
+    finally:
+        deepspeed_integration._hf_deepspeed_config_weak_ref = known
+
+
+def skeleton(
+    recipe: Recipe, vocabulary_size: int, special_tokens: dict[str, int] | None = None, head: Head = CAUSAL
+) -> PreTrainedModel:
+    """The architecture alone: every tensor on the meta device, in fp32, with its full shape.
+
+    Raises what `model_config` does, ConfigurationError also for a model that cannot be built or is not causal.
+    """
+    config = model_config(recipe, vocabulary_size, special_tokens, head)
+    try:
+        model = build(head.model_class(config), config, torch.device("meta"))
+    except Exception as error:  # a package that is not there, an attention or activation that the family does not have
+        raise ConfigurationError(
+            f"model: transformers cannot build this {config.model_type} with model.attention {recipe.model.attention} "
+            f"({reason(error)}); correct model.attention or the model's config"
+        ) from error
+    if head.kind == "causal_lm":
+        check_causal(model)
+    _check_complete(model)
+    if recipe.adapter.name:
+        adapters.inject(model, recipe.adapter)
+        adapters.check(model, recipe.adapter)
+    return model
+
+
+def _check_complete(model: PreTrainedModel) -> None:
+    """Only parameters are read, trained and exported; a buffer that belongs to the weights would be lost."""
+    kept = {name for name, _ in model.named_buffers()} & model.state_dict().keys()
+    if kept:
+        raise ConfigurationError(
+            f"model: {model.config.model_type} keeps trained values in buffers ({', '.join(sorted(kept)[:3])}), which "
+            "are not written to an export yet; use another model_type"
+        )
+
+
+def describe(model: PreTrainedModel, recipe: Recipe) -> dict:
+    """For the header and run.json. `dropout`: the config's rates above 0, by their name there. `new_head`: parameters
+    that `model.path` comes without."""
+    rates = {key: value for key, value in model.config.to_dict().items() if "dropout" in key or key.endswith("pdrop")}
+    return {
+        "model_type": model.config.model_type,
+        "attention": model.config._attn_implementation if has_attention(model.config) else "none",
+        "dropout": {key: rate for key, rate in rates.items() if isinstance(rate, float) and rate > 0},
+        "new_head": new_head_names(model, recipe),
+    }
+
+
+def fill(model: PreTrainedModel, recipe: Recipe, write: Write, names: set[str] | None = None) -> None:
+    """Call `write(name, tensor)` once for every parameter and buffer of the skeleton `model`, or for those in `names`.
+
+    The tensors are full, fp32 (buffers in their own dtype) and on the CPU; tied parameters come once, under the name
+    that `named_parameters()` gives. All ranks that call this see the same values in the same order.
+    """
+    parameters = {name for name, _ in model.named_parameters()}
+    wanted = parameters if names is None else parameters & names
+    written = set()
+    for name, tensor in _source(model, recipe, wanted):
+        write(name, tensor)
+        written.add(name)
+    if written != wanted:
+        raise ConfigurationError(
+            f"model: {model.config.model_type} keeps weights beside its layers, which cannot be initialised layer "
+            f"by layer yet: {', '.join(sorted(wanted - written))}"
+        )
+    for name, tensor in _buffers(model):
+        if names is None or name in names:
+            write(name, tensor)
+
+
+def _source(model: PreTrainedModel, recipe: Recipe, wanted: set[str]) -> Iterator[tuple[str, Tensor]]:
+    if not recipe.model.path:
+        yield from _seeded(model, recipe.seed, wanted)
+        return
+    added = {name: p.shape for name, p in model.named_parameters() if name in wanted and adapters.is_adapters(name)}
+    pretrained = Pretrained(model, alone(model), recipe.model.path)
+    new = new_head(model, recipe, pretrained.missing())
+    growing = embeddings(model) if recipe.tokenizer.chat_template == CHATML else set()
+    stored = wanted - added.keys() - new
+    pretrained.check(stored, growing, _head_hint(model, pretrained.missing() - new))
+    yield from _seeded(model, recipe.seed, wanted & new)
+    for name, tensor in pretrained.tensors(stored, growing):
+        yield name, tensor
+        derived = adapters.magnitude(model, name, tensor) if added else None
+        if derived is not None:
+            yield derived
+    yield from adapters.initial(added, recipe.seed)
+
+
+def alone(model: PreTrainedModel) -> PreTrainedModel:
+    """A skeleton without its adapter."""
+    return build(type(model), model.config, torch.device("meta")) if adapters.is_adapted(model) else model
+
+
+def _seeded(model: PreTrainedModel, seed: int, wanted: set[str]) -> Iterator[tuple[str, Tensor]]:
+    for prefix, unit in _units(model):
+        if any(f"{prefix}.{name}" in wanted for name, _ in unit.named_parameters()):
+            real = _initialised(model, prefix, unit, seed)
+            yield from ((f"{prefix}.{name}", p) for name, p in _tensors(real) if f"{prefix}.{name}" in wanted)
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in module.named_parameters():
+        yield name, parameter.detach()
+
+
+def _initialised(model: PreTrainedModel, prefix: str, unit: nn.Module, seed: int) -> nn.Module:
+    """A CPU copy of one block, initialised by the model family's own rule with one generator state per module.
+
+    Children come before their parents, as in transformers: GPT-2's attention overwrites what its projection drew.
+    """
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        real = _unset(unit)
+        for name, module in reversed(list(real.named_modules())):
+            key = f"{seed}:{prefix}.{name}".encode()
+            # not torch.manual_seed, which would seed the GPU's generator too, and leave it so
+            torch.default_generator.manual_seed(int.from_bytes(hashlib.sha256(key).digest()[:8], "little") >> 1)
+            try:
+                model._init_weights(module)
+            except Exception as error:  # a rule that asks for the rest of the model, say
+                text = f"model: a {model.config.model_type} cannot be made layer by layer: "
+                raise ConfigurationError(f"{text}{prefix}.{name}: {reason(error)}") from error
+    _check_set(model, prefix, real.named_parameters())
+    return real
+
+
+def _unset(module: nn.Module) -> nn.Module:
+    """A CPU copy in which every number is nan until something sets it."""
+    real = copy.deepcopy(module).to_empty(device="cpu")
+    for tensor in (*real.parameters(), *real.buffers()):
+        if tensor.is_floating_point():
+            tensor.fill_(math.nan)
+    return real
+
+
+def _check_set(model: PreTrainedModel, prefix: str, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """Raises ConfigurationError for what `_init_weights` left unset: a parent of the module sets it, or nothing."""
+    left = [name for name, tensor in tensors if tensor.is_floating_point() and bool(torch.isnan(tensor).any())]
+    if left:
+        raise ConfigurationError(
+            f"model: a {model.config.model_type} does not set {prefix}.{left[0]} by the rule of its own module, so "
+            "its layers cannot be made one by one; use another model_type"
+        )
+
+
+def _units(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The blocks to initialise whole: each layer of a ModuleList, and whatever holds no ModuleList."""
+    for name, child in module.named_children():
+        path = f"{prefix}.{name}" if prefix else name
+        if isinstance(child, nn.ModuleList):
+            yield from ((f"{path}.{index}", layer) for index, layer in child.named_children())
+        elif any(isinstance(m, nn.ModuleList) for m in child.modules()):
+            yield from _units(child, path)
+        else:
+            yield path, child
+
+
+def _buffers(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Buffers such as rotary frequencies, which the families recompute in `_init_weights` after a meta construction."""
+    for prefix, module in model.named_modules():
+        if module._buffers and not any(b is None for b in module._buffers.values()):
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                real = _unset(module)
+                model._init_weights(real)
+            _check_set(model, prefix, real.named_buffers(recurse=False))
+            yield from ((f"{prefix}.{name}" if prefix else name, b) for name, b in real.named_buffers(recurse=False))
+
+
+def new_head(model: PreTrainedModel, recipe: Recipe, missing: set[str]) -> set[str]:
+    """Parameters that begin as if from scratch, as `model.path` comes without them. missing: what it does not hold.
+
+    A classifier's head, and a pooler before it: language models are pretrained without either. Another head when
+    `model.new_head` says so. What else is missing is an error.
+    Raises ConfigurationError when model.new_head is true and the head is there.
+    """
+    if not (recipe.model.new_head or is_classifier(model)):
+        return set()
+    new = {name for name in missing if _is_heads(model, name)}
+    if recipe.model.new_head and not new:
+        raise ConfigurationError(
+            f"model.new_head: found true, but {recipe.model.path} holds every tensor of a {type(model).__name__}, its "
+            "head as well, and that is kept; remove the key"
+        )
+    return new
+
+
+def _is_heads(model: PreTrainedModel, name: str) -> bool:
+    if not hasattr(model, model.base_model_prefix):  # a model without a head, or with nothing that tells it apart
+        return False
+    return not name.startswith(f"{model.base_model_prefix}.") or ".pooler." in name
+
+
+def _head_hint(model: PreTrainedModel, missing: set[str]) -> str:
+    if not missing or is_classifier(model) or not all(_is_heads(model, name) for name in missing):
+        return ""
+    return (
+        f", the head of a {type(model).__name__}; name a model that has it, or set model.new_head to true to make one"
+    )
+
+
+def new_head_names(model: PreTrainedModel, recipe: Recipe) -> list[str]:
+    """For the header: the parameters of `model` that are new although it is a pretrained one. Raises as `fill` does."""
+    if recipe.model.path is None or not (recipe.model.new_head or is_classifier(model)):
+        return []
+    return sorted(new_head(model, recipe, Pretrained(model, alone(model), recipe.model.path).missing()))

@@ -1,0 +1,187 @@
+"""AdamW whose weights and moments are bf16, for half of the memory.
+
+bf16 keeps 8 bits of a number, so rounding to the nearest undoes every update below 0.2 % of a weight. Two ways out:
+rounded up or down at random, in proportion to what is cut off, weights move right on average (Gupta et al. 2015,
+arXiv:1502.02551); or what rounding cuts off is kept, as bf16 too, and added before the next update (Kahan summation,
+Zamirai et al. 2020, arXiv:2010.06192).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from samecurve.optim.dtensor import first_index, local
+
+# The random bits are a hash of a value's place in its whole weight, of the step and of the weight, so they are the same
+# under any sharding and after a resume. The constants are those of MurmurHash3's finalizer, public domain.
+_GOLDEN, _FIRST, _SECOND = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35
+_PART = 2**24  # values at a time: their fp32 copies and random numbers are never there for a whole weight
+
+
+class AdamWBf16(torch.optim.Optimizer):
+    """groups: optim.parameter_groups', each with the `names` of its weights. kahan: instead of rounding at random.
+
+    Kahan's state beside the moments: `compensation`, by how much the weight that is meant is above the weight.
+    """
+
+    def __init__(
+        self, groups: list[dict], lr: float, betas: tuple[float, float], eps: float, seed: int, kahan: bool = False
+    ):
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
+        self._seed = seed
+        self._states = ("exp_avg", "exp_avg_sq", *(["compensation"] if kahan else []))
+
+    def empty_state(self, weight: Tensor) -> dict:
+        """What is kept of a weight before its first update; the counter of updates as an int."""
+        return {"step": 0} | {name: torch.zeros_like(weight) for name in self._states}
+
+    @torch.no_grad()
+    def step(self, closure: Callable | None = None) -> None:
+        """AdamW in fp32; the moments are rounded to the nearest bf16, the weights as the module says."""
+        assert closure is None
+        for group in self.param_groups:
+            for name, weight in zip(group["names"], group["params"], strict=True):
+                if weight.grad is not None:
+                    self._update(group, name, weight)
+
+    def _update(self, group: dict, name: str, weight: Tensor) -> None:
+        if not self.state[weight]:
+            self.state[weight] = self.empty_state(weight)
+        state = self.state[weight]
+        state["step"] += 1
+        key = hashlib.sha256(f"{self._seed}:{name}:{state['step']}".encode()).digest()
+        salt = int.from_bytes(key[:4], "little")
+        whole = weight, weight.grad, *(state[name] for name in self._states)
+        # data: torch.compile would take views of a matrix and of a vector for two programs
+        tensors = [local(tensor).view(-1).data for tensor in whole]
+        numbers = _numbers(*group["betas"], group["lr"], group["weight_decay"], group["eps"], state["step"])
+        update, size = update_part, _PART
+        if compiles(tensors[0].device, "compensation" in self._states):
+            update, size = compiled_update(), max(tensors[0].numel(), 1)
+            numbers = _on_device(numbers, tensors[0].device)
+        start = first_index(weight)
+        for parts in zip(*(tensor.split(size) for tensor in tensors), strict=True):
+            if parts[0].numel():
+                update(numbers, first_hash(start, salt), *parts)
+            start += parts[0].numel()
+
+
+def update_part(
+    numbers: Sequence[float] | Tensor,
+    hashed: int,
+    weight: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    compensation: Tensor | None = None,
+) -> None:
+    """Some neighbouring values of a weight and of what is kept of them, all (n,), in place; the gradient is read.
+
+    numbers: `_numbers`'. hashed: `first_hash`'s of the first value.
+    """
+    mean_rate, square_rate, correction, epsilon, keep, rate = numbers
+    exact, gradient = weight.float(), gradient.float()
+    if compensation is not None:
+        exact.add_(compensation)
+    new_mean = torch.lerp(mean.float(), gradient, mean_rate)
+    new_square = torch.lerp(square.float(), gradient.square(), square_rate)
+    mean.copy_(new_mean)
+    square.copy_(new_square)
+    root = new_square.sqrt_().div_(correction).add_(epsilon)
+    exact.mul_(keep).addcdiv_(new_mean.mul_(rate), root)
+    if compensation is None:
+        weight.copy_(rounded(exact, random_bits(hashed, exact)))
+        return
+    kept = rounded(exact.clone(), to_nearest(exact))
+    weight.copy_(kept)
+    compensation.copy_(exact.sub_(kept))
+
+
+@lru_cache(maxsize=8)  # weights have them in common
+def _numbers(beta1: float, beta2: float, rate: float, decay: float, epsilon: float, step: int) -> tuple[float, ...]:
+    """What an update multiplies with, adds and divides by, in the order in which `update_part` wants it."""
+    return 1 - beta1, 1 - beta2, (1 - beta2**step) ** 0.5, epsilon, 1 - rate * decay, -rate / (1 - beta1**step)
+
+
+@lru_cache(maxsize=8)  # the program waits for the device when it copies them there
+def _on_device(numbers: tuple[float, ...], device: torch.device) -> Tensor:
+    """As a tensor: torch.compile would take other numbers for another program (seen with torch 2.13)."""
+    return torch.tensor(numbers, device=device)
+
+
+@lru_cache(maxsize=1)
+def compiled_update() -> Callable[..., None]:
+    """`update_part` as one kernel, for devices. By count, not measured: the plain one reads and writes 250 bytes a
+    weight in its 40 operations, for 8 billion weights half a second of an H200's memory bandwidth; this one 14."""
+    return torch.compile(update_part, dynamic=True)
+
+
+@lru_cache(maxsize=8)
+def compiles(device: torch.device, kahan: bool) -> bool:
+    """Whether `compiled_update` is for this device and works on it."""
+    return device.type == "cuda" and agrees(device, kahan)
+
+
+def agrees(device: torch.device, kahan: bool) -> bool:
+    """Whether `compiled_update` can be had, which takes Triton and a C compiler, and computes what `update_part` does,
+    with or without a compensation; a warning says why not."""
+    numbers = _numbers(0.9, 0.95, 1e-3, 0.1, 1e-8, 1)
+    values = torch.linspace(-2, 2, 4096, device=device).bfloat16()
+    tensors = [values, values.cos(), *(torch.zeros_like(values) for _ in range(3 if kahan else 2))]
+    expected = [tensor.clone() for tensor in tensors]
+    update_part(numbers, first_hash(0, salt=7), *expected)
+    try:
+        compiled_update()(_on_device(numbers, device), first_hash(0, salt=7), *tensors)
+    except Exception as error:  # of Triton, of the C compiler, of torch.compile
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    else:
+        if (torch.stack(tensors) == torch.stack(expected)).double().mean() > 0.99:
+            return True
+        reason = "it computes something else"
+    warnings.warn(
+        f"optimizer.name: adamw_bf16: no update in one kernel ({reason}), so updates take longer; one needs Triton and "
+        "a C compiler (apt-get install gcc)",
+        stacklevel=2,
+    )
+    return False
+
+
+def rounded(exact: Tensor, bits: Tensor) -> Tensor:
+    """fp32 with a bf16 value, one of the two around each of `exact`, whose memory it takes. bits: int32, from 0 to
+    65535; where they are random the nearer one is the likelier.
+
+    fp32 is bf16 with 16 more bits behind it: adding up to one unit of the last kept place and cutting off does it.
+    """
+    return exact.view(torch.int32).add_(bits).bitwise_and_(-65536).view(torch.float32)
+
+
+def to_nearest(exact: Tensor) -> Tensor:
+    """The bits by which `rounded` rounds as a cast to bf16 does. torch.compile leaves a cast out that is undone by the
+    next operation, so that nothing would seem to be cut off (seen with torch 2.13)."""
+    return (exact.view(torch.int32) >> 16).bitwise_and_(1).add_(0x7FFF)
+
+
+def first_hash(start: int, salt: int) -> int:
+    """`random_bits`' for the place `start` of a weight, modulo 2**32 as int32 counts."""
+    return _signed((start * _GOLDEN + salt) % 2**32)
+
+
+def random_bits(hashed: int, like: Tensor) -> Tensor:
+    """16 random bits, as int32, for each of the places that begin with the one of `first_hash`: (like.numel(),) on its
+    device. A weight has fewer places than 2**32, or they begin again."""
+    places = torch.arange(like.numel(), dtype=torch.int32, device=like.device)
+    found = places.mul_(_signed(_GOLDEN)).add_(hashed)
+    for shift, factor in ((16, _FIRST), (13, _SECOND)):
+        found.bitwise_xor_(found >> shift).mul_(_signed(factor))
+    return found.bitwise_xor_(found >> 16).bitwise_and_(0xFFFF)
+
+
+def _signed(value: int) -> int:
+    """The int32 of the same 32 bits."""
+    return value - 2**32 if value >= 2**31 else value

@@ -1,0 +1,181 @@
+"""Parameter groups, optimizers by name, and the learning rate as a pure function of the step."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Container, Iterable, Mapping, Sequence
+
+import torch
+
+from samecurve.config.schema import Optimizer, Recipe
+from samecurve.optim.adafactor import Adafactor
+from samecurve.optim.adamw_bf16 import AdamWBf16
+from samecurve.optim.lion import Lion
+from samecurve.optim.muon import Muon
+from samecurve.specs.optimizers import BLOCK_8BIT, SMALLEST_8BIT, TRAITS
+
+
+def state_names(
+    settings: Optimizer, shapes: Mapping[str, Sequence[int]], matrices: Container[str] = ()
+) -> dict[str, tuple[str, ...]]:
+    """By name of every trained parameter: which states of its own shape the optimizer keeps of it.
+
+    shapes: full ones. matrices: see hidden_matrices.
+    """
+    if settings.name == "adafactor":
+        return {name: () if len(shape) > 1 else ("variance",) for name, shape in shapes.items()}
+    if settings.name == "muon":
+        kept = {True: TRAITS["muon"].states, False: TRAITS["adamw"].states}
+        return {name: kept[name in matrices] for name in shapes}
+    return dict.fromkeys(shapes, (*TRAITS[settings.name].states, *(["compensation"] if _kahan(settings) else [])))
+
+
+def _kahan(settings: Optimizer) -> bool:
+    return settings.name == "adamw_bf16" and settings.bf16_update == "kahan"
+
+
+def factor_shapes(settings: Optimizer, shapes: Mapping[str, Sequence[int]]) -> dict[tuple[str, str], tuple[int, ...]]:
+    """By (parameter, state): full shape of the states that are not of the parameter's shape."""
+    if settings.name == "adamw_8bit":
+        blocks = {name: -(-math.prod(shape) // BLOCK_8BIT) for name, shape in shapes.items()}
+        large = [name for name, shape in shapes.items() if math.prod(shape) >= SMALLEST_8BIT]
+        return {(name, key): (blocks[name],) for name in large for key in ("absmax1", "absmax2")}
+    if settings.name != "adafactor":
+        return {}
+    found = {}
+    for name, (*others, rows, columns) in ((name, shape) for name, shape in shapes.items() if len(shape) > 1):
+        found[name, "row_var"], found[name, "col_var"] = (*others, rows, 1), (*others, 1, columns)
+    return found
+
+
+def num_bytes_per_parameter(settings: Optimizer) -> float:
+    """Of a large matrix's weight, gradient and optimizer state, on a device that holds everything."""
+    if settings.name == "adamw_8bit":
+        return 4 * 2 + 2 * (1 + 4 / BLOCK_8BIT)
+    if settings.name == "adamw_bf16":
+        return 2 * (4 + _kahan(settings))
+    return 4 * (2 + len(TRAITS[settings.name].states))
+
+
+def hidden_matrices(model: torch.nn.Module, shapes: Mapping[str, Sequence[int]]) -> set[str]:
+    """Names of the matrices that map features to features: no embeddings, no output head, no norms and biases.
+
+    model: a transformers model, which names its embeddings. shapes: by name of what is trained.
+    """
+    from torch.nn import Embedding
+
+    edges = {id(module) for module in model.modules() if isinstance(module, Embedding)}
+    edges.add(id(model.get_output_embeddings()))
+    owned = {
+        f"{prefix}.{name}"
+        for prefix, module in model.named_modules()
+        if id(module) in edges
+        for name, _ in module.named_parameters()
+    }
+    return {name for name, shape in shapes.items() if len(shape) == 2 and name not in owned}
+
+
+def learning_rate(recipe: Recipe, update: int) -> float:
+    """Learning rate of the `update`-th applied update, 1-based; it depends on nothing else, so it resumes for free.
+
+    Warm-up is linear and reaches the full rate at update `warmup_steps`. After it, with r = `final_ratio`:
+    constant stays; linear and cosine reach r at the last step; wsd (warm-up, stable, decay) stays until the last
+    `decay_steps` updates and falls linearly to r in them (Hu et al. 2024, arXiv:2404.06395).
+    """
+    schedule, peak = recipe.schedule, recipe.optimizer.learning_rate
+    if update < schedule.warmup_steps:
+        return peak * update / schedule.warmup_steps
+    if schedule.name == "constant":
+        return peak
+    decay_steps = recipe.steps - schedule.warmup_steps
+    if schedule.name == "wsd" and schedule.decay_steps is not None:
+        decay_steps = schedule.decay_steps
+    progress = min(max(update - (recipe.steps - decay_steps), 0) / max(decay_steps, 1), 1.0)
+    falling = 0.5 * (1 + math.cos(math.pi * progress)) if schedule.name == "cosine" else 1 - progress
+    return peak * (schedule.final_ratio + (1 - schedule.final_ratio) * falling)
+
+
+def cast_weights(model: torch.nn.Module, settings: Optimizer) -> torch.nn.Module:
+    """Weights are fp32 but for the one optimizer that is made for less; buffers stay as they are. In place."""
+    if settings.name == "adamw_bf16":
+        for parameter in filter(torch.is_floating_point, model.parameters()):
+            parameter.data = parameter.data.to(torch.bfloat16)
+    return model
+
+
+def decayed(shape: Iterable[int]) -> bool:
+    """Whether weight decay applies to a parameter of this shape: matrices and embeddings, not norms and biases."""
+    return len(tuple(shape)) >= 2
+
+
+def parameter_groups(
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+    shapes: dict[str, torch.Size],
+    settings: Optimizer,
+    matrices: Container[str] = (),
+) -> list[dict]:
+    """Groups with and without weight decay; muon's matrices, which are decayed, are one of their own. No empty ones.
+
+    shapes: full shape by Hugging Face name. A sharded parameter's own shape may be anything, so it is not asked.
+    matrices: see hidden_matrices; nothing but muon asks.
+    """
+    groups: dict[tuple[bool, bool], dict] = {(True, True): {}, (True, False): {}, (False, False): {}}
+    for name, parameter in named_parameters:
+        if parameter.requires_grad:
+            groups[decayed(shapes[name]), settings.name == "muon" and name in matrices][name] = parameter
+    found = []
+    for (decay, muon), named in groups.items():
+        group = {"params": [*named.values()], "weight_decay": settings.weight_decay if decay else 0.0}
+        own = {"muon": {"muon": muon}, "adamw_bf16": {"names": [*named]}}.get(settings.name, {})
+        found += [group | own] if named else []
+    return found
+
+
+def build_optimizer(
+    groups: list[dict], settings: Optimizer, precision: str = "fp32", seed: int = 0
+) -> torch.optim.Optimizer:
+    """The optimizer that `optimizer.name` asks for. The rate is set before every step (see `set_learning_rate`).
+
+    groups: parameter_groups'. precision, seed: the recipe's.
+    """
+    rate, betas = settings.learning_rate, settings.betas
+    if settings.name == "lion":
+        return Lion(groups, rate, betas)
+    if settings.name == "sgd":
+        return torch.optim.SGD(groups, lr=rate, momentum=settings.momentum)
+    if settings.name == "adafactor":
+        return Adafactor(groups, rate)
+    if settings.name == "muon":
+        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        return Muon(groups, rate, settings.momentum, betas, settings.epsilon, dtype)
+    if settings.name == "adamw_bf16":
+        return AdamWBf16(groups, rate, betas, settings.epsilon, seed, _kahan(settings))
+    if settings.name == "adamw_8bit":
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on a CPU it warns of what only a GPU has
+        from samecurve.optim.adamw_8bit import AdamW8bit
+
+        return AdamW8bit(groups, lr=rate, betas=betas, eps=settings.epsilon, min_8bit_size=SMALLEST_8BIT)
+    # fused: one kernel for the whole update, on CPUs and GPUs; left to itself torch takes foreach on a GPU, one kernel
+    # for each operation, and for_loop on a CPU
+    kinds = {kind: kind == settings.implementation for kind in ("fused", "foreach")}
+    return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=settings.epsilon, **kinds)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = value
+
+
+def empty_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, names: Iterable[str]) -> dict:
+    """The states `names` of one parameter before its first update, and the counter of those that count."""
+    if hasattr(optimizer, "empty_state"):
+        return optimizer.empty_state(parameter)
+    state = {name: torch.zeros_like(parameter) for name in names}
+    if "exp_avg_sq" not in state:
+        return state
+    if type(optimizer).__name__ == "DeepSpeedCPUAdam":  # it counts in an int
+        return {"step": 0, **state}
+    # the fused kernel wants the counter where the weight is, the others on the CPU
+    device = parameter.device if optimizer.defaults.get("fused") else "cpu"
+    return {"step": torch.tensor(0.0, dtype=torch.float32, device=device), **state}

@@ -1,0 +1,47 @@
+"""Lion: the sign of a mean of gradients (Chen et al. 2023, arXiv:2302.06675, Algorithm 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from samecurve.optim.dtensor import local
+
+
+class Lion(torch.optim.Optimizer):
+    """One state per weight, and steps of one length for all of them: the rate.
+
+    That is why its authors use a rate 3 to 10 times smaller than AdamW's, and a weight decay as much larger.
+    """
+
+    def __init__(self, params: Iterable, lr: float, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable | None = None) -> None:
+        """c = beta1 m + (1 - beta1) g;  w -= rate (sign(c) + decay w);  m = beta2 m + (1 - beta2) g."""
+        assert closure is None
+        for group in self.param_groups:
+            weights = [weight for weight in group["params"] if weight.grad is not None]
+            if weights:
+                self._update(group, weights)
+
+    def _update(self, group: dict, weights: list[Tensor]) -> None:
+        beta1, beta2 = group["betas"]
+        for weight in weights:
+            if "exp_avg" not in self.state[weight]:
+                self.state[weight]["exp_avg"] = torch.zeros_like(weight)
+        means = [local(self.state[weight]["exp_avg"]) for weight in weights]
+        gradients, weights = [local(weight.grad) for weight in weights], [local(weight) for weight in weights]
+        # elementwise, so a shard is updated by itself; a shard without elements is left out
+        chosen = [index for index, weight in enumerate(weights) if weight.numel()]
+        weights, gradients, means = ([tensors[i] for i in chosen] for tensors in (weights, gradients, means))
+        if not weights:
+            return
+        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+        directions = torch._foreach_lerp(means, gradients, 1 - beta1)
+        torch._foreach_sign_(directions)
+        torch._foreach_add_(weights, directions, alpha=-group["lr"])
+        torch._foreach_lerp_(means, gradients, 1 - beta2)

@@ -1,1 +1,0 @@
-"""Update rules that torch.optim does not have."""

@@ -1,0 +1,272 @@
+"""What is in the rows of a task: counts over all documents, the first ones token by token, and how they are packed.
+
+No model is needed. Everything is read from the rows that a run reads, so it cannot differ from what is trained.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from samecurve.data.datasets.base import PackedRows, PackedSampleRows, Rows, SampleRows
+from samecurve.data.datasets.preference import PairRows
+from samecurve.data.datasets.retrieval import RetrievalRows
+from samecurve.data.datasets.text import LabelledRows, TextRows
+from samecurve.losses.cross_entropy import IGNORE_INDEX
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from samecurve.interfaces.task import Task
+
+SHOWN_ROWS = 6
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Consecutive tokens that are all trained or all not: (text, trained, number of tokens). lost: tokens cut off.
+
+    label: the class of the whole text, where that is what is trained. role: which text of its row it is,
+    where a row has several.
+    """
+
+    runs: list[tuple[str, bool, int]]
+    lost: int = 0
+    label: str = ""
+    role: str = ""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of the data. counts: name -> value. lengths: (from, below, documents, of these truncated) per bin.
+
+    rows: for the first rows, (number of tokens, number of trained tokens) of each document in it; [] where rows are
+    cut from a stream. ends: how many documents train a last token of this text, most frequent first; {} where the end
+    of a text is not what is trained.
+    """
+
+    name: str
+    counts: dict[str, str]
+    lengths: list[tuple[int, int, int, int]]
+    rows: list[list[tuple[int, int]]]
+    ends: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Findings:
+    """details: what was counted over all parts."""
+
+    title: str
+    sequence_length: int
+    samples: list[Sample]
+    parts: list[Part]
+    details: dict[str, str]
+
+
+def inspect(title: str, task: Task, num_samples: int) -> Findings:
+    """The first documents of the training part (rows, where a row is a text; all texts of a row that has several), and
+    the counts of all parts."""
+    whole = [("train", task.train), ("held out", task.held_out)]
+    parts = [named for name, rows in whole if rows is not None for named in _parts(name, rows)]
+    first = parts[0][1]
+    shown, texts_per_row = _texts(first), len(_roles(first)) or 1
+    num_documents = len(shown) if isinstance(shown, TextRows) else _num_documents(shown)
+    told = {name: value for name, value in task.describe().items() if name not in ("train", "held_out")}
+    return Findings(
+        title,
+        task.train.sequence_length,
+        [_sample(task, shown, index) for index in range(min(num_samples * texts_per_row, num_documents))],
+        [_part(name, rows, task.tokenizer) for name, rows in parts],
+        {name.replace("_", " "): _text(value) for name, value in told.items()},
+    )
+
+
+def _parts(name: str, rows: Rows) -> list[tuple[str, Rows]]:
+    """The sources of a mixture, each by itself."""
+    if len(rows.parts) == 1:
+        return [(name, rows.parts[0])]
+    return [(f"{name}, source {index}", part) for index, part in enumerate(rows.parts)]
+
+
+def _roles(rows: Rows) -> tuple[str, ...]:
+    """What the texts of a row are, where it has several."""
+    if isinstance(rows, PairRows):
+        return ("chosen", "rejected")
+    return rows.roles if isinstance(rows, RetrievalRows) else ()
+
+
+def _texts(rows: Rows) -> Rows:
+    """Each text of a row that has several, in a row of its own; other rows as they are."""
+    if isinstance(rows, PairRows):
+        return rows.answers()
+    return rows.texts() if isinstance(rows, RetrievalRows) else rows
+
+
+def _text(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_text(count)}" for name, count in value.items())
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _num_documents(rows: Rows) -> int:
+    return len(rows.stream.offsets) - 1
+
+
+def _document(rows: Rows, index: int) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens, which of them are trained): the first one never is, because nothing precedes it."""
+    start, end = rows.stream.offsets[index : index + 2]
+    tokens = np.asarray(rows.stream.tokens[start:end])
+    trained = np.ones(len(tokens), dtype=bool)
+    if rows.stream.trained is not None:
+        trained = np.asarray(rows.stream.trained[start:end]) > 0
+    trained[:1] = False
+    return tokens, trained
+
+
+def _sample(task: Task, rows: Rows, index: int) -> Sample:
+    label, lost, roles = "", 0, _roles(task.train.parts[0])
+    role = roles[index % len(roles)] if roles else ""
+    if isinstance(rows, TextRows):
+        tokens, trained = _row(rows, index)
+        if isinstance(rows, LabelledRows) and not role:
+            label = task.names[rows[np.array([index])].labels[0]]
+    else:
+        tokens, trained = _document(rows, index)
+        kept = len(tokens) if not isinstance(rows, SampleRows) else min(len(tokens), rows.sequence_length + 1)
+        lost = len(tokens) - kept
+        tokens, trained = tokens[:kept], trained[:kept]
+    runs = []
+    for mark, group in groupby(zip(tokens.tolist(), trained.tolist(), strict=True), key=lambda pair: pair[1]):
+        ids = [token for token, _ in group]
+        runs.append((task.tokenizer.decode(ids, clean_up_tokenization_spaces=False), mark, len(ids)))
+    return Sample(runs, lost, label, role)
+
+
+def _row(rows: TextRows, index: int) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens, which of them are trained); a token that is hidden from the model is the one to be told."""
+    arrays, size = rows[np.array([index])], int(rows.sizes[index])
+    tokens = arrays.inputs["input_ids"][0, :size]
+    if isinstance(rows, LabelledRows):
+        return tokens, np.zeros(size, dtype=bool)
+    labels = arrays.labels[0, :size]
+    return np.where(labels == IGNORE_INDEX, tokens, labels), labels != IGNORE_INDEX
+
+
+def _part(name: str, rows: Rows, tokenizer: PreTrainedTokenizerFast) -> Part:
+    shown = _texts(rows)
+    lengths = np.diff(shown.stream.offsets)
+    counts = _counts(shown, tokenizer, lengths)
+    if isinstance(rows, PairRows):
+        dropped = _share(rows.num_dropped, _num_documents(rows))
+        counts = {"pairs": f"{len(rows):,}", "dropped pairs": f"{dropped}: the cut leaves nothing to compare", **counts}
+    return Part(name, counts, _histogram(shown, lengths), _packing(shown), _ends(shown, tokenizer))
+
+
+def _counts(rows: Rows, tokenizer: PreTrainedTokenizerFast, lengths: np.ndarray) -> dict[str, str]:
+    num_tokens, num_documents = len(rows.stream.tokens), len(lengths)
+    places = len(rows) * rows.sequence_length
+    found = {
+        "rows": f"{len(rows):,} of {rows.sequence_length} tokens",
+        "documents": f"{num_documents:,}",
+        "tokens": f"{num_tokens:,}",
+    }
+    if not isinstance(rows, LabelledRows):
+        found["trained tokens"] = _share(rows.num_targets, num_tokens)
+    if isinstance(rows, (SampleRows, TextRows)):
+        found["padding"] = _share(places - int(rows.sizes.sum()), places)
+    if isinstance(rows, SampleRows):
+        found |= {
+            "truncated documents": f"{_share(rows.num_truncated, num_documents)}, {rows.num_truncated_tokens:,} tokens",
+            "dropped documents": f"{_share(rows.num_dropped, num_documents)}: nothing trained is left of them",
+        }
+    return found | {
+        "exact duplicates": _share(_num_duplicates(rows), num_documents),
+        "unknown tokens": _unknown(rows, tokenizer),
+    }
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part:,} ({part / max(whole, 1):.1%})"
+
+
+def _num_duplicates(rows: Rows) -> int:
+    """Documents that are there before, token for token."""
+    offsets = np.asarray(rows.stream.offsets)
+    seen = {hash(rows.stream.tokens[a:b].tobytes()) for a, b in zip(offsets[:-1], offsets[1:], strict=True)}
+    return len(offsets) - 1 - len(seen)
+
+
+def _unknown(rows: Rows, tokenizer: PreTrainedTokenizerFast) -> str:
+    if tokenizer.unk_token_id is None:
+        return "none: the tokenizer has a token for every byte or character"
+    return _share(int((rows.stream.tokens == tokenizer.unk_token_id).sum()), len(rows.stream.tokens))
+
+
+def _ends(rows: Rows, tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
+    """The text of the last trained token -> documents. Those that lose it by truncation are counted under ""."""
+    if isinstance(rows, TextRows):
+        return {}
+    found: Counter[str] = Counter()
+    limit = rows.sequence_length if isinstance(rows, SampleRows) else None
+    names: dict[int, str] = {}
+    for index in range(_num_documents(rows)):
+        tokens, trained = _document(rows, index)
+        places = np.flatnonzero(trained)
+        if not len(places) or (limit is not None and places[-1] > limit):
+            found[""] += 1
+            continue
+        token = int(tokens[places[-1]])
+        if token not in names:
+            names[token] = tokenizer.decode([token])
+        found[names[token]] += 1
+    return dict(found.most_common())
+
+
+def _histogram(rows: Rows, lengths: np.ndarray) -> list[tuple[int, int, int, int]]:
+    """Bins that double."""
+    if not len(lengths):
+        return []
+    limit = rows.sequence_length + 1 if isinstance(rows, SampleRows) else int(lengths.max())
+    edges = 1 << np.arange(int(lengths.min()).bit_length() - 1, int(lengths.max()).bit_length() + 1)
+    bins = []
+    for low, high in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+        inside = lengths[(lengths >= low) & (lengths < high)]
+        bins.append((low, high, len(inside), int((inside > limit).sum())))
+    return bins
+
+
+def _packing(rows: Rows) -> list[list[tuple[int, int]]]:
+    return [list(_members(rows, row)) for row in range(min(SHOWN_ROWS, len(rows)))]
+
+
+def _members(rows: Rows, row: int) -> Iterator[tuple[int, int]]:
+    """The documents of a row, told apart where positions begin again; padding is no document."""
+    if isinstance(rows, TextRows):
+        yield int(rows.sizes[row]), int(_row(rows, row)[1].sum())
+        return
+    found = rows[np.array([row])]
+    positions, labels = found.inputs["position_ids"][0], found.labels[0]
+    starts = np.flatnonzero(positions == 0).tolist()
+    if isinstance(rows, PackedSampleRows):
+        sizes = rows.sizes[rows.members[rows.row_offsets[row] : rows.row_offsets[row + 1]]].tolist()
+    elif isinstance(rows, PackedRows):
+        sizes = np.diff([*starts, len(positions)]).tolist()
+    else:
+        sizes = [int(rows.sizes[row])]
+    for start, size in zip(starts, sizes, strict=True):
+        yield size, int((labels[start : start + size] >= 0).sum())
+
+
+def summary(sample: Sample) -> str:
+    trained = sum(count for _, mark, count in sample.runs if mark)
+    total = sum(count for _, _, count in sample.runs)
+    lost = f", {sample.lost} more cut off" if sample.lost else ""
+    role = f"{sample.role}: " if sample.role else ""
+    if sample.label:
+        return f"{role}{total} tokens, label {sample.label}{lost}"
+    return f"{role}{total} tokens{f', {trained} trained' if trained or not role else ''}{lost}"

@@ -1,0 +1,227 @@
+"""The page that `report` writes. Two runs are drawn into the same plots; the first is A, the second B."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+
+import yaml
+
+from samecurve.metrics.console import spaced
+from samecurve.reports.html import document, table
+from samecurve.reports.plot import (
+    LOGARITHMIC_FROM,
+    Point,
+    Scale,
+    Series,
+    column,
+    loss_series,
+    noisy,
+    plot,
+    session_marks,
+)
+from samecurve.reports.run_summary import NOT_KNOWN, Run, differences, parts, relative_losses, results
+from samecurve.run.sessions import unknown_origin
+from samecurve.run.status import refused_text
+from samecurve.storage.atomic import now
+
+NAMES = "AB"
+# A reader gets perplexity from the loss, and counts do not change.
+NO_CURVES = ("eval_loss", "eval_perplexity", "eval_tokens", "eval_rows", "eval_pairs")
+FROM_ZERO = Scale(from_zero=True)
+_STYLE = """
+.plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 27rem), 1fr)); gap: 1rem 1.5rem }
+figure { margin: 0; break-inside: avoid } svg { width: 100%; height: auto } svg text { fill: var(--ink) }
+svg .paper { fill: none } svg .grid { stroke: var(--grid) } svg .axis { stroke: var(--muted) }
+svg text.axis { fill: var(--muted); stroke: none }
+svg .run0 { stroke: var(--run0) } svg .dot0, svg .mark0 { fill: var(--run0) } .name0 { color: var(--run0) }
+svg .run1 { stroke: var(--run1) } svg .dot1, svg .mark1 { fill: var(--run1) } .name1 { color: var(--run1) }
+@media print { .plots { grid-template-columns: 1fr 1fr } }
+.bad { color: var(--bad); white-space: pre-wrap; overflow-wrap: anywhere } .small { color: var(--muted) }
+"""
+
+
+_NOTE = (
+    "MFU counts the model's FLOPs once, HFU also what is computed twice, both against the device's peak. Memory is "
+    "what PyTorch allocated on a GPU, elsewhere the process's resident set."
+)
+
+
+def page(runs: Sequence[Run]) -> str:
+    title = " and ".join(run.name for run in runs)
+    return document(title, _STYLE, _parts(runs))
+
+
+def _parts(runs: Sequence[Run]) -> Iterator[str]:
+    for index, run in enumerate(runs):
+        yield _introduction(run, index, len(runs) > 1)
+    yield f'<p class="small">Written {now()}.</p>\n<h2>Numbers</h2>'
+    yield _side_by_side([results(run) for run in runs])
+    if len(runs) > 1:
+        yield from _what_differs(*runs)
+    yield from _curves(runs)
+    for index, run in enumerate(runs):
+        yield f"<h2>Sessions{_of(index, runs)}</h2>\n{_sessions(run)}"
+    known = [parts(run) for run in runs]
+    for name in ("environment", "data"):
+        yield f"<h2>{name.capitalize()}</h2>"
+        yield _side_by_side([each[name] for each in known])
+    for index, run in enumerate(runs):
+        yield from _configuration(run, _of(index, runs))
+
+
+def _introduction(run: Run, index: int, named: bool) -> str:
+    facts = run.facts
+    name = f'<b class="name{index}">{NAMES[index]}</b> ' if named else ""
+    if facts:
+        where = [f"{facts.get('strategy', NOT_KNOWN)} ({facts.get('engine', NOT_KNOWN)})"]
+        where += [f"{facts.get('world_size', NOT_KNOWN)} x {facts.get('device', NOT_KNOWN)}"]
+        where += [str(facts.get("precision", NOT_KNOWN))]
+        told = f"{facts.get('recipe_path', NOT_KNOWN)} under {', '.join(where)}"
+    else:
+        told = "it ended before it had anything to say (no run.json)"
+    lines = [f"<p>{name}{escape(str(run.directory))}: {escape(told)}</p>"]
+    if run.status.get("reason"):
+        lines.append(f'<p class="bad">{escape(run.state)}</p>')
+    refused = refused_text(run.status)
+    if refused:
+        lines.append(f'<p class="bad">A later start was refused ({escape(refused)})</p>')
+    return "\n".join(lines)
+
+
+def _of(index: int, runs: Sequence[Run]) -> str:
+    return f' of <span class="name{index}">{NAMES[index]}</span>' if len(runs) > 1 else ""
+
+
+def _side_by_side(found: Sequence[dict[str, str]]) -> str:
+    """A column for each run; of two, rows that differ are coloured."""
+    if not any(found):
+        return f"<p>{NOT_KNOWN}</p>"
+    keys = dict.fromkeys(key for each in found for key in each)
+    rows = [(key, *(each.get(key, "absent") for each in found)) for key in keys]
+    header = ("", *NAMES[: len(found)]) if len(found) > 1 else ()
+    return table(rows, header, [index for index, row in enumerate(rows) if len(set(row[1:])) > 1])
+
+
+def _what_differs(first: Run, second: Run) -> Iterator[str]:
+    yield "<h2>What differs</h2>"
+    distances = [value for _, value in relative_losses(first, second) if value is not None]
+    if distances:
+        told = f"differ by at most {max(distances):.1e}, relative" if any(distances) else "are the same to the last bit"
+        yield f"<p>At the {len(distances):,} steps that both have a loss for, the two {told}.</p>"
+    here, there = parts(first), parts(second)
+    for name in here:
+        if not here[name] or not there[name]:
+            yield f"<p>{name.capitalize()}: not known of {'both' if here[name] == there[name] else 'one of them'}.</p>"
+            continue
+        found = differences(here[name], there[name])
+        same = len(here[name].keys() | there[name].keys()) - len(found)
+        yield f"<h3>{name.capitalize()}: {len(found)} of {same + len(found)} keys</h3>"
+        if found:
+            yield table(found, ("", *NAMES))
+
+
+def _curves(runs: Sequence[Run]) -> Iterator[str]:
+    yield "<h2>Curves</h2>"
+    found, missing = [], []
+    marks = [mark for index, run in enumerate(runs) for mark in session_marks(run.known, index)]
+    numbers = [record["step"] for run in runs for record in run.metrics]
+    steps = (min(numbers), max(numbers)) if numbers else None
+    for name, series, scale in _plots(runs):
+        drawn = plot(name, series, marks, scale, steps)
+        (found if drawn else missing).append(drawn or name)
+    if not found:
+        yield "<p>No step is on record.</p>"
+        return
+    if marks:
+        yield "<p>Dotted vertical lines: where the run went on, with the session's number in the list below.</p>"
+    yield '<div class="plots">'
+    yield from (f"<figure>{drawn}</figure>" for drawn in found)
+    yield "</div>"
+    yield f'<p class="small">{_NOTE}</p>'
+    if missing:
+        yield f"<p>Not on record: {escape(', '.join(missing))}.</p>"
+
+
+def _plots(runs: Sequence[Run]) -> Iterator[tuple[str, list[Series], Scale]]:
+    who = [f"{name} " for name in NAMES[: len(runs)]] if len(runs) > 1 else [""]
+    each = [(index, run.metrics, label) for index, (run, label) in enumerate(zip(runs, who, strict=True))]
+
+    def of_all(make) -> list[Series]:
+        return [series for index, metrics, label in each for series in make(metrics, index, label)]
+
+    def plain(name: str, factor: float = 1.0) -> list[Series]:
+        return [Series(label, times(metrics, name, factor), index) for index, metrics, label in each]
+
+    far = Scale(logarithmic=True)
+    yield "loss", of_all(loss_series), far
+    distances = _distances(*runs) if len(runs) > 1 else []
+    if any(value for _, value in distances):
+        yield "|loss of B / loss of A - 1|", [Series("B", distances, 1)], far
+    yield "gradient norm", of_all(lambda metrics, run, label: noisy(metrics, "grad_norm", run, label)), far
+    yield "learning rate", plain("learning_rate"), FROM_ZERO
+    speed = of_all(lambda metrics, run, label: noisy(metrics, "tokens_per_second", run, label))
+    yield "tokens per second", speed, FROM_ZERO
+    yield "MFU and HFU, % of the peak", of_all(_utilisation), FROM_ZERO
+    yield "peak memory of rank 0, GiB", plain("peak_memory_gib"), FROM_ZERO
+    yield "waiting for data, % of the step", plain("data_wait_fraction", 100), FROM_ZERO
+    names = dict.fromkeys(key for run in runs for record in run.metrics for key in record if key.startswith("eval_"))
+    for name in (name for name in names if name not in NO_CURVES):
+        dots = [Series(label, column(metrics, name), index, "dots") for index, metrics, label in each]
+        yield f"held out: {spaced(name.removeprefix('eval_'))}", dots, Scale()
+
+
+def times(metrics: Sequence[dict], name: str, factor: float) -> list[Point]:
+    return [(step, None if value is None else factor * value) for step, value in column(metrics, name)]
+
+
+def _distances(first: Run, second: Run) -> list[Point]:
+    """Where the others are so far apart that the axis is logarithmic, steps without any difference are gaps."""
+    found = relative_losses(first, second)
+    others = [value for _, value in found if value]
+    far = bool(others) and max(others) >= LOGARITHMIC_FROM * min(others)
+    return [(step, None if far and value == 0 else value) for step, value in found]
+
+
+def _utilisation(metrics: Sequence[dict], run: int, label: str) -> list[Series]:
+    percent = {name: times(metrics, name, 100) for name in ("mfu", "hfu")}
+    mfu, hfu = (Series(f"{label}{name.upper()}", points, run) for name, points in percent.items())
+    return [mfu, Series(hfu.label, hfu.points, run, "dashed")]
+
+
+def _sessions(run: Run) -> str:
+    if not run.known:
+        return "<p>None is on record.</p>"
+    origin, first = unknown_origin(run.known[0]), run.known[0]
+    note = ""
+    if first.start_step:
+        source = f"from {origin}" if origin else "from a session"
+        note = f"<p>The first one here went on {escape(source)}, whose own history is not in this directory.</p>\n"
+    latest_is_listed = (run.directory / "run.json").is_file() and "earlier" not in run.status
+    if not latest_is_listed:
+        note += f"<p>A later start, which has no run.json of its own: {escape(run.state)}</p>\n"
+    rows = []
+    for index, session in enumerate(run.known, 1):
+        what = [session.facts.get(key, NOT_KNOWN) for key in ("strategy", "engine", "world_size", "device")]
+        began = session.facts.get("started", NOT_KNOWN).replace("T", " ").replace("+00:00", " UTC")
+        ended = run.state if latest_is_listed and index == len(run.known) else session.ended
+        rows.append((index, session.start_step + 1, *what, began, ended))
+    header = ("", "from step", "strategy", "engine", "world size", "device", "began", "ended")
+    return f"{note}{table(rows, header)}"
+
+
+def _configuration(run: Run, of: str) -> Iterator[str]:
+    facts = run.facts
+    if not facts:
+        return
+    yield f"<h2>Recipe{of}, with every default</h2>"
+    typed = " ".join([str(facts.get("recipe_path", "")), *facts.get("overrides", ())])
+    yield f"<p>{escape(typed)}</p>\n<pre>{_yaml(facts.get('recipe', {}))}</pre>"
+    yield f"<h2>Strategy{of}</h2>\n<p>{escape(str(facts.get('strategy_path') or NOT_KNOWN))}</p>"
+    for name in ("accelerate", "deepspeed"):
+        if facts.get(name):
+            yield f"<h3>{name}</h3>\n<pre>{_yaml(facts[name])}</pre>"
+
+
+def _yaml(content: dict) -> str:
+    return escape(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))

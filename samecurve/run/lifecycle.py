@@ -1,0 +1,274 @@
+"""How a run ends: its status file, one readable message, and an exit code that a job script can branch on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NoReturn
+
+from samecurve.errors import HangError, NothingToDo, PeerError, Preempted, SamecurveError, StorageError
+from samecurve.run.signals import StopRequest
+from samecurve.run.watchdog import LAST_RESORT_SECONDS, Watchdog, last_resort
+
+if TYPE_CHECKING:
+    from samecurve.run.run_directory import RunDirectory
+
+WAIT_SECONDS = 10
+PREEMPTED_SECONDS = 1
+SIGNAL_CODES = 128
+# A process that was killed closes its connections before others can see that it is gone.
+DEATH_SECONDS = 1.0
+
+
+def exit_code(main: Callable[[], None]) -> int:
+    """Run `main` and say what stopped it: known errors as their message, once per machine; others as a traceback."""
+    try:
+        main()
+    except Preempted as error:  # all ranks know the same, and a scheduler's time may be short
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            tell(f"\npreempted (exit code {error.exit_code}): {error}")
+        else:
+            time.sleep(PREEMPTED_SECONDS)
+        return error.exit_code
+    except NothingToDo as error:
+        if os.environ.get("RANK", "0") == "0":
+            tell(str(error))
+        return error.exit_code
+    except SamecurveError as error:
+        if not (isinstance(error, PeerError) and error.speaks):
+            _let_the_first_process_speak()
+        tell(_told(error))
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except Exception:
+        tell(f"\nprocess {os.environ.get('RANK', '0')}: {traceback.format_exc()}")
+        _let_the_first_process_speak()
+        return 1
+    return 0
+
+
+def end_with(main: Callable[[], None]) -> NoReturn:
+    """Run `main` and end the process with its exit code, whatever else it is told from then on."""
+    try:
+        code = exit_code(main)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    except KeyboardInterrupt:  # the other ranks may still be at work when this one has told everything
+        code = 130
+    leave(code)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process without running destructors: gloo's and DeepSpeed's threads can abort it there.
+
+    Seen in about one of fifty runs, after all work was done: "terminate called without an active exception", SIGABRT.
+    """
+    with contextlib.suppress(OSError):  # whoever read it is gone
+        sys.stdout.flush()
+        sys.stderr.flush()
+    if "torch" in sys.modules:
+        os._exit(code)
+    sys.exit(code)
+
+
+def tell(text: str) -> None:
+    with contextlib.suppress(OSError):  # the launcher or the terminal is gone
+        print(text, file=sys.stderr, flush=True)
+
+
+def _code(error: BaseException) -> int:
+    return 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 1)
+
+
+def _told(error: BaseException) -> str:
+    return f"\n{type(error).__name__} (exit code {_code(error)})\n{error}"
+
+
+def _let_the_first_process_speak() -> None:
+    """Launchers end the whole job at the first process that exits, so the others wait for the one that prints.
+
+    One that is still alive after the wait has an error of its own, and tells it.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(WAIT_SECONDS)
+
+
+@contextlib.contextmanager
+def recorded(
+    run: RunDirectory, launcher: str = "python", step_seconds: float = 0, interval: float = 1.0
+) -> Iterator[Surroundings]:
+    """Keep `status.json` true while the body runs: launchers turn every exit code into 1, the file does not.
+
+    launcher: see `engines.launchers.Launch`. step_seconds: timeout.step_seconds. interval: of the watchdog's looks.
+    """
+    run.status("running")
+    around = Surroundings(run, launcher, step_seconds, interval)
+    with around.stop, around.watchdog:
+        try:
+            yield around
+        except Exception as error:
+            told = around.failed(error)
+            if told is error:
+                raise
+            raise told from error
+        except BaseException as error:
+            around.failed(error)
+            raise
+        around.done()
+
+
+class Surroundings:
+    """What can end a run from outside, for the loop: whether to stop, and where to tell that it gets on.
+
+    deferred: see StopRequest. phase, alive, busy: see Watchdog.
+    """
+
+    def __init__(self, run: RunDirectory, launcher: str, step_seconds: float, interval: float):
+        self._run = run
+        self._ending = threading.Lock()  # taken once: of several reasons to end, the first one is told
+        self.watchdog = Watchdog(run.path, step_seconds, self._end, interval)
+        self.stop = StopRequest(self._end_stopped, self._tell_request, self.watchdog.stacks.show, launcher)
+        self.deferred = self.stop.deferred
+        self.phase, self.alive, self.busy = self.watchdog.phase, self.watchdog.alive, self.watchdog.busy
+
+    @property
+    def requested(self) -> str:
+        """ "" or what asked this process to stop; other ranks may not have been asked (yet)."""
+        return self.stop.requested
+
+    def done(self) -> None:
+        self._take_the_end()
+        silent = StorageError(f"{self._run.path} does not answer, after the last step")
+        with self._in_time(silent.exit_code, _told(silent), once=True):
+            self._run.status("done", step=self._run.step, exit_code=0)
+        with self._in_time(0):
+            self.watchdog.heartbeats.write("finished")
+
+    def failed(self, error: BaseException) -> BaseException:
+        """Write the main thread's error down. Returns the one to raise: another rank's, where that explains it."""
+        known = isinstance(error, SamecurveError)
+        text = _told(error) if known else "".join(traceback.format_exception(error))
+        with self._in_time(_code(error), text, once=isinstance(error, (Preempted, NothingToDo))):
+            return self._failed(error)
+
+    def _failed(self, error: BaseException) -> BaseException:
+        if isinstance(error, (Preempted, NothingToDo)):
+            self._take_the_end()
+            if isinstance(error, Preempted):
+                self._write("preempted", str(error), error.exit_code)
+            else:
+                with contextlib.suppress(SamecurveError):
+                    self._run.accept()
+            self.watchdog.heartbeats.write("finished")
+            return error
+        if isinstance(error, Exception) and not isinstance(error, SamecurveError):
+            error = self._explained(error)
+        self._take_the_end()
+        reason = str(error) or type(error).__name__
+        code = _code(error)
+        self._write("failed", reason, code)
+        own = "" if isinstance(error, PeerError) else f"rank {self.watchdog.rank}: "
+        self.watchdog.heartbeats.write("failed", own + reason, code)
+        return error
+
+    def _explained(self, error: Exception) -> Exception:
+        self.watchdog.let_it_speak()
+        heartbeats = self.watchdog.heartbeats
+        if not heartbeats.started:  # files of this session there are none, as far as is known here
+            return error
+        heartbeats.look()
+        deadline = time.monotonic() + DEATH_SECONDS
+        while heartbeats.peers and not self.watchdog.cause() and time.monotonic() < deadline:
+            time.sleep(0.1)
+            heartbeats.look()
+        cause = self.watchdog.cause()
+        if cause is None or str(cause).endswith(f": {error}"):  # the same mistake everywhere
+            return error
+        lines = str(error).splitlines() or [""]
+        told = PeerError(f"{cause}\n(then here: {type(error).__name__}: {lines[0][:200]})", cause.exit_code)
+        told.speaks = self.watchdog.speaks()
+        return told
+
+    def _take_the_end(self) -> None:
+        """When another thread was first, this one waits for it to end the process."""
+        if not self._ending.acquire(blocking=False):
+            time.sleep(LAST_RESORT_SECONDS)
+
+    def _write(self, state: str, reason: str, code: int) -> None:
+        with contextlib.suppress(SamecurveError):  # a full disk must not hide what went wrong before
+            force = self.watchdog.replaces_rank_0()
+            self._run.status(state, reason=reason, step=self._run.step, exit_code=code, force=force)
+
+    @contextlib.contextmanager
+    def _in_time(self, code: int, text: str = "", once: bool = False) -> Iterator[None]:
+        """Where the storage does not answer the process ends all the same, and tells what it was about to write.
+
+        once: all ranks have the same to tell.
+        """
+
+        def say() -> None:
+            if text and (not once or self.watchdog.speaks()):
+                _tell_from_thread(text)
+
+        timer = last_resort(code, say)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _tell_request(self, text: str) -> None:
+        if self.watchdog.rank == 0:
+            _tell_from_thread(text)
+
+    def _end_stopped(self, reason: str, code: int) -> None:
+        """A signal, or a launcher that is gone: it may have ended this process because another one failed."""
+        reason = f"{reason} in {self.watchdog.where}"
+        text = f"\n{reason} (exit code {code})"
+        with self._in_time(code, text, once=True):
+            self.watchdog.let_it_speak()
+            if self.watchdog.heartbeats.started:
+                self.watchdog.heartbeats.look()
+            cause = self.watchdog.cause()
+        if cause is not None and cause.exit_code < SIGNAL_CODES:
+            self._end(cause)
+        elif self._ending.acquire(blocking=False):
+            last_resort(code)
+            if self.watchdog.speaks():
+                _tell_from_thread(text)
+            self._write("failed", reason, code)
+            self.watchdog.heartbeats.write("failed", f"rank {self.watchdog.rank}: {reason}", code)
+            os._exit(code)
+
+    def _end(self, error: SamecurveError) -> None:
+        """Called in a thread, when the main thread may never answer again."""
+        if not self._ending.acquire(blocking=False):
+            return
+        last_resort(error.exit_code)
+        speaks = self.watchdog.speaks()
+        if speaks:
+            _tell_from_thread(_told(error))
+        self._write("failed", str(error), error.exit_code)
+        if speaks or not isinstance(error, HangError):  # the one that speaks still asks where a hanging rank is
+            self.watchdog.heartbeats.write("failed", str(error), error.exit_code)
+        if not speaks:
+            self._wait_for_the_speaker()
+        os._exit(error.exit_code)
+
+    def _wait_for_the_speaker(self) -> None:
+        """As in _let_the_first_process_speak; the launcher's signal says that it has spoken."""
+        deadline = time.monotonic() + WAIT_SECONDS
+        while time.monotonic() < deadline and not self.requested:
+            time.sleep(0.1)
+
+
+def _tell_from_thread(text: str) -> None:
+    """Past Python's streams, whose locks the main thread may hold for ever."""
+    show_cursor = "\x1b[?25h" if os.isatty(2) else ""  # a progress display hides it
+    with contextlib.suppress(OSError):
+        os.write(2, f"{show_cursor}{text}\n".encode())

@@ -1,0 +1,85 @@
+"""run.json's content: what runs, where, and by which versions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from samecurve.distributed.cpu_workers import num_cores
+from samecurve.interfaces.fingerprint import identity
+from samecurve.models.lora import fingerprint
+from samecurve.models.weight_files import weight_files
+from samecurve.specs.environment import processor, versions
+from samecurve.storage.atomic import now
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from samecurve.config.schema import Recipe
+    from samecurve.interfaces.task import Task
+    from samecurve.strategy.plan import Plan
+
+
+def run_facts(plan: Plan, described: dict, data: dict, device: str) -> dict:
+    """run.json's content, which is also the header's.
+
+    described: the live engine's own words (`engine`, `world_size`, `data_parallel_size`,
+    `pipeline_stages`, `gradient_accumulation_steps`, `weight_dtype`, `reduce_dtype`, `num_parameters`,
+    `num_parameters_per_rank`, ...) and what else the session knows (`model_type`, `attention`, `dropout`, `adapter`).
+    data: the task's. device: its name, as a person would say it.
+    """
+    recipe, strategy = plan.recipe, plan.strategy
+    return {
+        "recipe_path": plan.recipe_path,
+        "overrides": list(plan.overrides),
+        "output_dir": recipe.output_dir,
+        "notes": plan.notes,
+        "strategy": strategy.name,
+        "strategy_path": strategy.path or strategy.deepspeed_path,
+        "family": strategy.family,
+        "launcher": strategy.launcher,
+        **described,
+        "device": device,
+        "hardware": _hardware(),
+        "precision": recipe.precision,
+        "data": data,
+        "recipe": recipe.model_dump(),
+        "accelerate": strategy.accelerate,
+        "deepspeed": strategy.deepspeed,
+        "versions": versions(),
+        "started": now(),
+    }
+
+
+def decisive(plan: Plan, skeleton: PreTrainedModel, task: Task) -> dict:
+    """What decides whether a checkpoint's run may go on, and what a reader wants to know that changed since."""
+    return {
+        "recipe": plan.recipe.model_dump(),
+        "strategy": plan.strategy.name,
+        "world_size": plan.strategy.world_size,
+        "versions": versions(),
+        **identity(skeleton.config, task),
+        "adapter": _adapter(plan.recipe),
+        "reference": _reference(plan.recipe, task),
+    }
+
+
+def _adapter(recipe: Recipe) -> dict | None:
+    """What its matrices fit to: their layers and sizes, and the frozen weights, wherever those lie now."""
+    if recipe.adapter.name is None:
+        return None
+    return recipe.adapter.model_dump() | {"base_model": fingerprint(weight_files(recipe.model.path))}
+
+
+def _reference(recipe: Recipe, task: Task) -> str | None:
+    """The pretrained weights that a task compares the model with, wherever they lie now."""
+    if not task.has_reference or recipe.model.path is None:
+        return None
+    return fingerprint(weight_files(recipe.model.path))
+
+
+def _hardware() -> dict[str, object]:
+    """Of rank 0's process. cuda: the version that PyTorch was built with, None without."""
+    import torch
+
+    threads, cuda = torch.get_num_threads(), torch.version.cuda
+    return {"processor": processor(), "cores": num_cores(), "threads": threads, "cuda": cuda}

@@ -1,0 +1,286 @@
+"""The run directory: what a run leaves behind and how it gets there.
+
+    run.json        what runs, asked of the live engine      status.json   running | done | failed | preempted
+    metrics.jsonl   one line per optimizer step              skipped.jsonl steps that were not applied, with their rows
+    checkpoints/    step_00000040/ ...                       model/        the Hugging Face export
+    tensorboard/    the metrics again                        stacks/       of all ranks, when one stopped answering
+    profile/        traces and a summary of the steps that profile.steps asked for
+    previous/N/     what an earlier session left and this one does not continue, moved aside whole
+
+Rank 0 writes; on the others the same calls do nothing, so the loop need not ask.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+from samecurve.checkpoint.manifest import candidates, step_of
+from samecurve.errors import CheckpointError, ConfigurationError, SamecurveError
+from samecurve.run import failures as restarts
+from samecurve.run.status import STATUS, counted, read_status, split, with_refused
+from samecurve.storage.atomic import now, write_json, writing
+from samecurve.storage.file_lock import DEAD_HOST_SECONDS, lock
+from samecurve.storage.filesystem import LocalFileSystem
+from samecurve.storage.jsonl import Lines, read_lines
+from samecurve.strategy.restarts import STARTING_OVER, is_restart
+
+State = Literal["running", "done", "failed", "preempted"]
+RECORDS = ("run.json", STATUS, "metrics.jsonl", "skipped.jsonl")
+FOLDERS = ("model", "tensorboard", "checkpoints", "stacks", "profile")
+OF_ONE_SESSION = ("model", "stacks", "profile", "run.json")  # and status.json, see _move
+REPORT, REPORTS = "report.html", "report*.html"  # of `samecurve report`; of two runs it is report_OTHER.html
+
+
+class RunDirectory:
+    """Claim `path` for one run. What it does not continue goes to `previous/N/`: nothing is lost or mixed.
+
+    Nothing is moved before `begin`, and the status.json of a run that is done stays until then: a start that is refused
+    (other data, another model) leaves an earlier run as it was, and status.json says so beside its state (status.py).
+
+    reads: paths that this run will read (model, data). They must not be among the files that are moved aside.
+    resume, start_over: see engines.resolve.Plan.
+    continues: there are checkpoints here to go on from. is_done: an earlier run ended well here and its model is still
+    there; as this rank sees it. notice: one line about what was moved, "" when nothing was. step: the last one with a
+    record.
+    Raises, on rank 0: ConfigurationError when a live run writes there (a restart waits for a dead host's lock) or it
+    holds somebody else's files, CheckpointError when it has checkpoints that `resume` would leave behind,
+    RepeatedFailureError after the third automatic restart at one step, StorageError when it cannot be written.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        is_main: bool = True,
+        reads: Iterable[str | Path | None] = (),
+        resume: str = "none",
+        start_over: bool = False,
+    ):
+        self.path = Path(path)
+        self.is_main = is_main
+        self.notice = ""
+        self.step = 0
+        self.continues = self._begun = False
+        self._failures: dict = {}
+        self._present: list[Path] = []
+        self._aside: Path | None = None
+        self._metrics, self._skipped = Lines(self.metrics), Lines(self.path / "skipped.jsonl")
+        if is_main:
+            with writing(self.path):
+                _make_durable(self.path)
+                self._lock = lock(self.path, DEAD_HOST_SECONDS if is_restart(os.environ) else 0)
+        self._before, self._refused = split(read_status(self.path / STATUS))
+        self._keeps_status = self._before.get("state") == "done"
+        if not is_main:
+            return
+        try:
+            with writing(self.path):
+                self._claim([Path(read).resolve() for read in reads if read], resume, start_over)
+        except SamecurveError as error:
+            if self._is_run():
+                with suppress(SamecurveError):  # the error itself says more
+                    self.status("failed", str(error), exit_code=error.exit_code)
+            raise
+
+    def _claim(self, reads: list[Path], resume: str, start_over: bool) -> None:
+        with suppress(ValueError):  # damaged, like anything on that disk; the checkpoints say whether they are good
+            last, records = self._last_status(), read_metrics(self.path)
+            self._failures = restarts.count_failures(last, records[-1]["step"] if records else 0)
+            restarts.check(self._failures, last, os.environ)
+        self.continues = bool(candidates(LocalFileSystem(), self.checkpoints)) and not start_over
+        self._present = self._find_present()
+        if self.continues:
+            self._check_resume(resume)
+        self._check_present(reads)
+        self._move_stacks()
+        if start_over:
+            (self.path / STARTING_OVER).touch()
+        else:
+            (self.path / STARTING_OVER).unlink(missing_ok=True)
+
+    model = property(lambda self: self.path / "model")
+    tensorboard = property(lambda self: self.path / "tensorboard")
+    checkpoints = property(lambda self: self.path / "checkpoints")
+    profile = property(lambda self: self.path / "profile")
+    metrics = property(lambda self: self.path / "metrics.jsonl")
+    is_done = property(lambda self: self._keeps_status and (self.model / "config.json").is_file())
+
+    def write_run(self, facts: dict) -> None:
+        if self.is_main:
+            write_json(self.path / "run.json", facts)
+
+    def status(
+        self, state: State, reason: str = "", step: int = 0, exit_code: int | None = None, force: bool = False
+    ) -> None:
+        """exit_code: what the process ends with; None while it runs. force: from another rank, when rank 0 cannot.
+
+        A start that fails before `begin`, in the directory of an earlier run, is written beside that one's state.
+        """
+        if not (self.is_main or force):
+            return
+        file = self.path / STATUS
+        before, failures = self._before, self._failures
+        if not self.is_main:
+            current = read_status(file)
+            before, failures = _of_an_earlier_session(current), counted(current)
+        if self._begun:
+            before = {}
+        if state == "failed" and before:
+            write_json(file, with_refused(before, reason, exit_code, failures))
+        elif not self._keeps_status:
+            content = {"state": state, "reason": reason, "step": step, "exit_code": exit_code, "time": now()}
+            if before:
+                content["earlier"] = before  # until `begin` puts it where the earlier session's files go
+            write_json(file, content | (failures if state != "done" else {}))
+
+    def accept(self) -> None:
+        """The start has nothing to do, so the earlier run stays: what was refused before it is over."""
+        if self.is_main and self._refused:
+            write_json(self.path / STATUS, self._before)
+
+    def append_metrics(self, record: dict) -> None:
+        self.step = record["step"]
+        if self.is_main:
+            self._metrics.append(record)
+
+    def sync_metrics(self) -> None:
+        """What was appended survives a power cut from here on. Raises StorageError."""
+        if self.is_main:
+            self._metrics.sync()
+            self._skipped.sync()
+
+    def append_skipped(self, record: dict) -> None:
+        if self.is_main:
+            self._skipped.append(record)
+
+    def begin(self, step: int = 0, record: dict | None = None, busy: Callable[[], None] = lambda: None) -> None:
+        """Recipe, data and checkpoint are accepted: from here on the directory is this session's.
+
+        step: the one that it goes on after; what came later moves to `previous/N/`, where the earlier session's files
+        go. record: the line of metrics.jsonl of that step, which the checkpoint keeps; it is added where it is missing.
+        busy: called now and then.
+        """
+        self.step = step
+        if self.is_main:
+            with writing(self.path):
+                if self.continues:
+                    self._go_on(step, record, busy)
+                else:
+                    self.set_aside()
+        self._begun, self._keeps_status = True, False
+        self.status("running")
+
+    def set_aside(self) -> None:
+        """All that an earlier run left here."""
+        if self._present or self._before or self._aside:
+            target = self._aside or self._next_previous()
+            self._move(target)
+            self.notice = f"an earlier run was in {self.path}: moved to {target}"
+        (self.path / STARTING_OVER).unlink(missing_ok=True)
+
+    def _go_on(self, step: int, record: dict | None, busy: Callable[[], None]) -> None:
+        target = self._aside or self._next_previous()
+        self._move(target)
+        for folder in candidates(LocalFileSystem(), self.checkpoints):
+            if step_of(folder) > step:
+                (target / "checkpoints").mkdir(exist_ok=True)
+                LocalFileSystem(busy).move_folder(folder, target / "checkpoints")  # which may be a link elsewhere
+        num_later = self._metrics.cut(step, target, record)
+        self._skipped.cut(step, target)
+        self.notice = f"going on after step {step} in {self.path}; the earlier session's files are in {target}"
+        if num_later:
+            self.notice += f", with {num_later} steps that came after the checkpoint and are done again"
+
+    def _move(self, target: Path) -> None:
+        if self._before:  # the file itself is this session's already, except where it was kept
+            write_json(target / STATUS, self._before)
+            (self.path / STATUS).unlink(missing_ok=True)
+        reports = sorted(self.path.glob(REPORTS))  # of what was here before; they would be taken for the new run's
+        for path in (*reports, *self._present):
+            if path.exists():
+                os.rename(path, target / path.name)
+
+    def close(self) -> None:
+        """Give the directory back before the process ends; an earlier run's files stay moved aside."""
+        if self.is_main:
+            self._lock.close()
+
+    def _check_resume(self, resume: str) -> None:
+        inside = resume not in ("auto", "none") and Path(resume).resolve().parent == self.checkpoints.resolve()
+        if resume == "auto" or inside:
+            return
+        how = "--resume none" if resume == "none" else f"--resume {resume}"
+        raise CheckpointError(
+            f"output_dir: {self.path} holds checkpoints of an earlier run, which {how} would leave behind; go on from "
+            "them (--resume auto), choose another output_dir, or add --start_over to move them aside"
+        )
+
+    def _last_status(self) -> dict:
+        """The earlier session's, also when this one was killed after it had set that aside."""
+        folders = (self.path, *reversed(previous_folders(self.path)))
+        return next(filter(None, (read_status(folder / STATUS) for folder in folders)), {})
+
+    def _move_stacks(self) -> None:
+        """At once: this session opens files of the same names before it begins. They are of one that stopped moving."""
+        stacks = self.path / "stacks"
+        if stacks in self._present:
+            self._present.remove(stacks)
+            self._aside = self._next_previous()
+            os.rename(stacks, self._aside / stacks.name)
+
+    def _find_present(self) -> list[Path]:
+        """What `begin` will move, and stacks. status.json is not among it: see `_move`."""
+        # checkpoints first, else a kill between two of these lets the next start go on from them; run.json last,
+        # because without it the rest looks like somebody else's
+        names = OF_ONE_SESSION if self.continues else ("checkpoints", *FOLDERS, *reversed(RECORDS))
+        paths = [self.path / name for name in dict.fromkeys(names) if name != STATUS]
+        return [path for path in paths if path.exists()]
+
+    def _is_run(self) -> bool:
+        return any((self.path / name).exists() for name in RECORDS)
+
+    def _check_present(self, reads: list[Path]) -> None:
+        if self._present and not self._is_run():
+            names = ", ".join(f"{path.name}/" for path in self._present)
+            raise ConfigurationError(
+                f"output_dir: {self.path} holds {names} but no run.json, so it is not the directory of a run; "
+                "choose another output_dir"
+            )
+        for read in reads:
+            if any(read.is_relative_to(path.resolve()) for path in self._present):
+                raise ConfigurationError(
+                    f"output_dir: {self.path} holds {read}, which this run reads, and a new session moves an earlier "
+                    "one's files aside; choose another output_dir"
+                )
+
+    def _next_previous(self) -> Path:
+        numbers = [0, *(int(folder.name) for folder in previous_folders(self.path))]
+        target = self.path / "previous" / str(numbers[-1] + 1)
+        target.mkdir(parents=True)
+        return target
+
+
+def _make_durable(path: Path) -> None:
+    """A folder whose name survives a power cut, as every name above it that is made here."""
+    new = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in new:
+        LocalFileSystem().sync_folder(folder.parent)
+
+
+def _of_an_earlier_session(status: dict) -> dict:
+    """How it ended, for a rank that replaces rank 0, which may have written this session's state over it."""
+    return status.get("earlier") or (split(status)[0] if status.get("state") == "done" else {})
+
+
+def previous_folders(run: Path) -> list[Path]:
+    """Where earlier sessions' files are, from the first to the last."""
+    return sorted((path for path in run.glob("previous/*") if path.name.isdecimal()), key=lambda path: int(path.name))
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """A run directory's metrics, one dict per finished step."""
+    return read_lines(path / "metrics.jsonl")

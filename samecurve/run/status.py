@@ -1,0 +1,106 @@
+"""status.json: how a run stands, and beside it the last start that was refused. This module alone reads it.
+
+`refused_start` holds `reason`, `exit_code` and `time` of a start that ended before it took the run directory over. The
+state of the run that is there stays as it was. A later start that is accepted removes the key.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from samecurve.errors import SamecurveError
+from samecurve.storage.atomic import now, write_json
+from samecurve.storage.file_lock import lock
+
+STATUS = "status.json"
+REFUSED = "refused_start"
+COUNTED = ("failing_step", "failures")
+_TYPES = {
+    "state": str,
+    "reason": str,
+    "time": str,
+    "step": int,
+    "exit_code": (int, type(None)),
+    "failing_step": int,
+    "failures": int,
+    "earlier": dict,
+    REFUSED: dict,
+}
+
+
+def read_status(path: Path) -> dict:
+    """A status.json; {} where there is none. A damaged one says nothing, but its text is kept, as "damaged"."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="backslashreplace")
+    except FileNotFoundError:
+        return {}
+    except OSError as error:  # of another user, or a folder
+        return {"damaged": str(error)}
+    with contextlib.suppress(ValueError, RecursionError):
+        status = json.loads(text)
+        if _is_whole(status):
+            return status
+    return {"damaged": text}
+
+
+def _is_whole(status: object) -> bool:
+    if not isinstance(status, dict):
+        return False
+    known = [(value, _TYPES[key]) for key, value in status.items() if key in _TYPES]
+    return all(isinstance(value, kind) and (kind is not dict or _is_whole(value)) for value, kind in known)
+
+
+def split(status: dict) -> tuple[dict, dict]:
+    """(how the last session ended, the start that was refused since then); {} for what there is not.
+
+    A start that was killed has left its own state around the earlier one.
+    """
+    earlier = status.get("earlier", status)
+    return {key: value for key, value in earlier.items() if key != REFUSED}, status.get(REFUSED, {})
+
+
+def with_refused(earlier: dict, reason: str, exit_code: int | None, counted: Mapping) -> dict:
+    """The status of a run beside which a start was refused. counted: see RunDirectory; how often it failed."""
+    return {**earlier, REFUSED: {"reason": reason, "exit_code": exit_code, "time": now(), **counted}}
+
+
+def counted(status: Mapping) -> dict:
+    return {key: status[key] for key in COUNTED if key in status}
+
+
+def refused_text(status: dict) -> str:
+    """In words, "" where no start was refused."""
+    refused = status.get(REFUSED)
+    if not refused:
+        return ""
+    reason = refused.get("reason") or "no reason given"
+    return f"exit code {refused.get('exit_code')}, {refused.get('time', 'time not known')}: {reason}"
+
+
+@contextlib.contextmanager
+def refusals(environ: Mapping[str, str] = os.environ) -> Iterator[None]:
+    """Write an error of the body that names a run directory (SamecurveError.output_dir) beside the state of its run.
+
+    Nothing is written where no run is, nor while one is alive: the file is that process's.
+    """
+    try:
+        yield
+    except SamecurveError as error:
+        if error.output_dir and environ.get("RANK", "0") == "0":
+            with contextlib.suppress(SamecurveError, OSError):  # the error itself says more
+                _record(Path(error.output_dir), error)
+        raise
+
+
+def _record(folder: Path, error: SamecurveError) -> None:
+    file = folder / STATUS
+    if not file.is_file():
+        return
+    with lock(folder):
+        status = read_status(file)
+        earlier, refused = split(status)
+        write_json(file, with_refused(earlier, str(error), error.exit_code, counted(status) | counted(refused)))

@@ -1,0 +1,248 @@
+"""Ends a run that does not get on: a rank died, failed, or nothing has moved for timeout.step_seconds.
+
+Every process has a thread that looks at its own progress and at the heartbeats of the others (heartbeat.py). A live
+main thread may tell its own error first; after that the process ends without it, because it may wait in a collective
+that nobody joins. The stacks of its threads go to stderr until all ranks are there, then to stacks/rank_00000.txt.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from samecurve.distributed.host import machine
+from samecurve.errors import HangError, PeerError, SamecurveError
+from samecurve.run.heartbeat import Beat, Heartbeats, Peer, where
+from samecurve.run.stack_dump import COLLECT_SECONDS, Stacks
+from samecurve.storage.fault_injection import reach
+
+# How long these take depends on the model and the data, not on the step.
+UNLIMITED = ("start", "build")
+GRACE_SECONDS = 2.0
+LAST_RESORT_SECONDS = 30.0
+
+
+class Watchdog:
+    """As a context manager. `phase` and `alive` are called by the loop and cost nothing.
+
+    limit: timeout.step_seconds, 0 for none. interval: seconds between two looks.
+    end: called in the watchdog's thread; returns only when the main thread already tells an error of its own.
+    """
+
+    def __init__(self, folder: Path, limit: float, end: Callable[[SamecurveError], None], interval: float = 1.0):
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.step = 0
+        self._phase, self._num_phases, self._num_marks = "start", 0, 0
+        self._host, self._machine = socket.gethostname(), machine()
+        self._limit, self._end = limit, end
+        self._interval = min(interval, limit / 8) if limit else interval
+        self._marked = self._polled = time.monotonic()
+        self.stacks = Stacks(folder / "stacks", self.rank)
+        self._given_up: set[int] = set()
+        every = min(5.0, limit / 4) if limit else 5.0
+        self.heartbeats = Heartbeats(folder / "heartbeats", self._beat, every, self._interval)
+        self._stale = 3 * every
+        self._closed = threading.Event()
+
+    def __enter__(self) -> Watchdog:
+        self.stacks.register()
+        if self.rank == 0:
+            self.heartbeats.clear()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._closed.set()
+        self.heartbeats.close()
+        self._thread.join(timeout=GRACE_SECONDS)
+        self.stacks.close()
+
+    def phase(self, name: str, step: int = 0) -> None:
+        """The main thread goes on to `name`. Every rank calls it alike, for the first time when all ranks are there."""
+        reach(name)
+        self._phase, self.step = name, step
+        self._num_phases += 1
+        self._num_marks = 0
+        self._marked = time.monotonic()
+        if self._num_phases == 1:
+            self.stacks.open()
+            self.heartbeats.start()
+
+    def alive(self) -> None:
+        """Progress inside a long phase; every rank calls it alike, so that the one that lags behind can be told."""
+        self._num_marks += 1
+        self.busy()
+
+    def busy(self) -> None:
+        """Progress that ranks make differently, from any thread."""
+        self._marked = time.monotonic()
+
+    @property
+    def where(self) -> str:
+        return where(self._phase, self.step)
+
+    def cause(self, after_seconds: float = 0.0) -> PeerError | None:
+        """The failure or death of another rank that was seen at least so long ago; of several, what explains most.
+
+        Not of one that this rank's watchdog gave up and ends: see `let_it_speak`.
+        """
+        found = [peer for peer in self._peers() if peer.ended and peer.beat.rank not in self._given_up]
+        ended = [peer for peer in found if time.monotonic() - peer.ended >= after_seconds]
+        if not ended:
+            return None
+        # a rank that failed says what another's death did to it, or something of its own
+        first = min(ended, key=lambda peer: (peer.died, peer.beat.time)).beat
+        if first.state == "failed":
+            return PeerError(first.reason, first.exit_code)
+        return PeerError(
+            f"{first.name} died, while rank {self.rank} was in {self.where}; it left no message, so look for its own "
+            "output and for the system's (dmesg: out of memory?)"
+        )
+
+    def let_it_speak(self) -> None:
+        """Returns at once, unless this rank gave others up: then the watchdog ends the process, and says why."""
+        end = time.monotonic() + 3 * COLLECT_SECONDS
+        while self._given_up and time.monotonic() < end:
+            time.sleep(0.05)
+
+    def speaks(self) -> bool:
+        """Whether this is the lowest rank that can still tell why the run ends."""
+        if self.rank == 0 or not self._num_phases:
+            return self.rank == 0
+        told = any(peer.beat.rank == 0 and peer.beat.state in ("failed", "finished") for peer in self._peers())
+        return not told and all(peer.beat.rank > self.rank for peer in self._live())
+
+    def replaces_rank_0(self) -> bool:
+        """Whether this rank has to write status.json: it speaks, and rank 0 was here and died or does not move."""
+        return self.rank > 0 and 0 in self.heartbeats.peers and self.speaks()
+
+    def _peers(self) -> list[Peer]:
+        return sorted(self.heartbeats.peers.values(), key=lambda peer: peer.beat.rank)
+
+    def _live(self) -> list[Peer]:
+        fresh = [peer for peer in self._running() if time.monotonic() - peer.changed <= self._stale]
+        return [peer for peer in fresh if peer.beat.rank not in self._given_up]
+
+    def _running(self) -> list[Peer]:
+        return [peer for peer in self._peers() if peer.ended is None and peer.runs]
+
+    def _beat(self) -> Beat:
+        return Beat(
+            rank=self.rank,
+            pid=os.getpid(),
+            host=self._host,
+            machine=self._machine,
+            phase=self._phase,
+            step=self.step,
+            num_phases=self._num_phases,
+            num_marks=self._num_marks,
+            idle_seconds=round(time.monotonic() - self._marked, 3),
+        )
+
+    def _watch(self) -> None:
+        while not self._closed.wait(self._interval):
+            now = time.monotonic()
+            if now - self._polled > max(2.0, 5 * self._interval):  # all of the process slept: a laptop, SIGSTOP
+                self._marked = now
+                self.heartbeats.restart()
+            self._polled = now
+            self.heartbeats.wide = self.rank == 0 or self._may_be_stuck_soon(now)
+            if self.cause(GRACE_SECONDS):
+                self.heartbeats.look()  # it may have said in the meantime that it is through
+            error = self.cause(GRACE_SECONDS) or self._hang()
+            if error and not self._closed.is_set():
+                self._end(error)
+                return
+
+    def _hang(self) -> HangError | None:
+        if not self._limit or not (self._stuck() or self._another_hangs()):
+            return None
+        timer = last_resort(HangError.exit_code)
+        self.heartbeats.wide = True
+        self.stacks.dump(f"rank {self.rank} (pid {os.getpid()}) on {self._host}: {self.where}")
+        self.heartbeats.write("hanging")
+        if self._closed.wait(GRACE_SECONDS):  # the others see it too, write their stacks and show where they are
+            timer.cancel()
+            return None
+        self.heartbeats.look()
+        frozen = self._frozen()
+        text = self._judge(frozen)
+        self._collect({peer.beat.rank for peer in frozen})
+        limit = f"no progress for {self._limit:g} s (timeout.step_seconds)"
+        return HangError(f"{limit}: {text}; the stacks of all ranks are in {self.stacks.folder}")
+
+    def _stuck(self) -> bool:
+        """Where the work itself has no limit, a stopped rank is seen all the same: its heart no longer beats."""
+        now = time.monotonic()
+        if self._phase in UNLIMITED:
+            return self._can_judge() and any(now - peer.changed > self._limit for peer in self._running())
+        return now - self._marked > self._limit and not self._another_gets_on()
+
+    def _may_be_stuck_soon(self, now: float) -> bool:
+        """Then it matters whether a rank of another host gets on."""
+        soon = self._limit - 3 * self.heartbeats.every
+        return bool(self._limit) and self._phase not in UNLIMITED and now - self._marked > soon
+
+    def _another_gets_on(self) -> bool:
+        """This rank may wait for one that is slow: at a large file, for example. In a collective all stand still."""
+        return any(peer.beat.idle_seconds < self._limit / 2 for peer in self._live())
+
+    def _another_hangs(self) -> bool:
+        return any(peer.beat.state == "hanging" for peer in self._live())
+
+    def _frozen(self) -> list[Peer]:
+        if not self._can_judge():
+            return []
+        return [peer for peer in self._running() if time.monotonic() - peer.changed > self._stale]
+
+    def _can_judge(self) -> bool:
+        return time.monotonic() - self.heartbeats.looked <= self._stale
+
+    def _judge(self, frozen: Sequence[Peer]) -> str:
+        """Whose fault it is, as far as can be seen from here."""
+        if not self._can_judge():
+            return (
+                f"rank {self.rank} is in {self.where}, and the storage of {self.stacks.folder.parent} does not answer"
+            )
+        if frozen:
+            return ", ".join(
+                f"{peer.beat.name} shows no sign of life (stopped, or its host is dead), last seen in {peer.beat.where}"
+                for peer in frozen
+            )
+        beats = sorted([self._beat(), *(peer.beat for peer in self._live())], key=lambda beat: beat.rank)
+        least = min((beat.num_phases, beat.num_marks) for beat in beats)
+        behind = [beat for beat in beats if (beat.num_phases, beat.num_marks) == least]
+        ahead = max(beats, key=lambda beat: (beat.num_phases, beat.num_marks))
+        if len(behind) < len(beats):
+            names = ", ".join(f"{beat.name} is in {beat.where} for {beat.idle_seconds:.0f} s" for beat in behind)
+            return f"{names}, while rank {ahead.rank} is in {ahead.where}"
+        who = f"rank {self.rank} is" if len(beats) == 1 else f"all {len(beats)} ranks that can be seen are"
+        return f"{who} in {self.where}"
+
+    def _collect(self, frozen: set[int]) -> None:
+        """On each machine the lowest rank does it."""
+        self._given_up = frozen  # woken for its stacks, a stopped process beats once more
+        local = [peer for peer in self._running() if self.heartbeats.is_local(peer.beat)]
+        if not any(peer.beat.rank < self.rank and peer.beat.rank not in frozen for peer in local):
+            self.stacks.collect({peer.beat.rank: peer.beat.pid for peer in local}, frozen)
+
+
+def last_resort(code: int, say: Callable[[], None] = lambda: None) -> threading.Timer:
+    """The process ends soon, even when neither the storage nor stderr take a word. say: called before, in a thread."""
+
+    def end() -> None:
+        last_word = threading.Thread(target=say, daemon=True)
+        last_word.start()
+        last_word.join(GRACE_SECONDS)
+        os._exit(code)
+
+    timer = threading.Timer(LAST_RESORT_SECONDS, end)
+    timer.daemon = True
+    timer.start()
+    return timer

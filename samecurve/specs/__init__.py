@@ -1,0 +1,1 @@
+"""Facts that need no torch: tasks, optimizers, model families, dtypes, devices. Imports nothing but errors."""

@@ -1,0 +1,49 @@
+"""Names that stand for data and templates in a recipe."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from samecurve.specs.file_kinds import is_text, table_kind
+
+_URL = re.compile(r"hf://datasets/([^/@]+/[^/@]+)(?:@(refs/(?:convert|pr)/[^/]+|[^/]+))?(?:/(.*))?")
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.\-]*/[\w.\-]+")
+_FILE = re.compile(r"\.[A-Za-z]\w{0,7}$")  # `owner/name.jsonl` was meant as a file, `owner/name-v1.5` was not
+
+CHATML = "chatml"  # what a recipe's tokenizer.chat_template says for it
+
+BUILTIN = "builtin:python-stdlib"
+FUNCTIONS = "builtin:python-functions"  # for sft
+PREFERENCES = "builtin:python-preferences"  # for dpo and reward
+MODULES = "builtin:python-modules"  # for classify
+DOCSTRINGS = "builtin:python-docstrings"  # for embed
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether it can only be OWNER/NAME on the hub: nothing of that name is here, nor a folder that it would be in."""
+    looks_like_one = _NAME.fullmatch(path) is not None and _FILE.search(path) is None
+    return looks_like_one and not os.path.lexists(path) and not os.path.lexists(os.path.dirname(path))
+
+
+class Address(NamedTuple):
+    """Of a data set of the hub. inside: a folder or file of its repository, "" for the whole. revision: of a URL."""
+
+    name: str
+    revision: str | None = None
+    inside: str = ""
+
+    @property
+    def is_file(self) -> bool:
+        return bool(self.inside) and (table_kind(Path(self.inside)) is not None or is_text(Path(self.inside)))
+
+
+def address(path: str) -> Address | None:
+    """Where on the hub the data are; None where they are elsewhere."""
+    url = _URL.fullmatch(path)
+    if url is not None:
+        return Address(url[1], url[2], (url[3] or "").strip("/"))
+    return Address(path) if is_hub_name(path) else None

@@ -1,0 +1,45 @@
+"""Versions of installed packages and the name of the processor."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+from importlib import metadata
+from pathlib import Path
+
+VERSIONED = (
+    "torch",
+    "accelerate",
+    "deepspeed",
+    "transformers",
+    "peft",
+    "datasets",
+    "bitsandbytes",
+    "torchao",
+    "liger-kernel",
+    "triton",
+    "samecurve",
+)
+
+
+def processor(about: Path = Path("/proc/cpuinfo")) -> str:
+    """Linux's name for this machine's, or Python's, which is often empty. Family and model tell apart what some clouds
+    call by one name."""
+    with contextlib.suppress(OSError):
+        lines = (line.partition(":") for line in about.read_text(encoding="utf-8").splitlines())
+        found = {key.strip(): value.strip() for key, _, value in lines}
+        told = ", ".join(f"{key.removeprefix('cpu ')} {found[key]}" for key in ("cpu family", "model") if key in found)
+        if "model name" in found:
+            return f"{found['model name']} ({told})" if told else found["model name"]
+    return platform.processor() or platform.machine()
+
+
+def versions() -> dict[str, str | None]:
+    """Installed versions of what decides a run's numbers; None for what is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in VERSIONED:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found

@@ -1,0 +1,23 @@
+"""Kinds of data files by the suffixes of their names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+TABLES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+COMPRESSED = frozenset((".gz", ".zst", ".bz2", ".xz"))
+TEXTS = frozenset(".txt .text .md .rst .tex .html .xml .py .c .h .cc .cpp .rs .go .java .js .ts .sh .sql".split())
+
+
+def table_kind(file: Path) -> str | None:
+    """How a table is read, None for a text. `.jsonl.gz` and the like are tables too."""
+    suffixes = [suffix.lower() for suffix in file.suffixes[-2:]]
+    if suffixes and suffixes[-1] in COMPRESSED:
+        suffixes.pop()
+    return TABLES.get(suffixes[-1]) if suffixes else None
+
+
+def is_text(file: Path) -> bool:
+    """By its name, also of a compressed one."""
+    stem = file.with_suffix("") if file.suffix.lower() in COMPRESSED else file
+    return stem.suffix.lower() in TEXTS

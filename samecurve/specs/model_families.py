@@ -1,0 +1,113 @@
+"""What is known of model families: where those that a pipeline can cut keep their parts, and which may be packed.
+
+Importing it loads no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from samecurve.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+@dataclass(frozen=True)
+class Family:
+    """Where a model family keeps its parts, and which attention its layers have.
+
+    kinds: config -> "full_attention" or "sliding_attention" for every layer.
+    """
+
+    embedding: str
+    layers: str
+    norm: str
+    kinds: Callable[[PreTrainedConfig], list[str]]
+    rotary: str | None = None
+    positions: str | None = None
+    dropout: str | None = None
+
+
+def _full(config: PreTrainedConfig) -> list[str]:
+    return ["full_attention"] * config.num_hidden_layers
+
+
+def _by_window(config: PreTrainedConfig) -> list[str]:
+    return ["full_attention" if config.sliding_window is None else "sliding_attention"] * config.num_hidden_layers
+
+
+def _by_layer(config: PreTrainedConfig) -> list[str]:
+    return list(config.layer_types)
+
+
+def _llama_like(kinds: Callable[[PreTrainedConfig], list[str]]) -> Family:
+    return Family("model.embed_tokens", "model.layers", "model.norm", kinds, rotary="model.rotary_emb")
+
+
+FAMILIES = {
+    "llama": _llama_like(_full),
+    "mistral": _llama_like(_by_window),
+    "qwen2": _llama_like(_by_layer),
+    "qwen3": _llama_like(_by_layer),
+    "gpt2": Family(
+        "transformer.wte",
+        "transformer.h",
+        "transformer.ln_f",
+        _full,
+        positions="transformer.wpe",
+        dropout="transformer.drop",
+    ),
+}
+
+# Families that build block-diagonal masks from position_ids and have nothing else that carries on from document to
+# document: in each a packed document has the logits that it has alone (tests/unit/test_rows.py). In others, seen with
+# transformers 5.23, it reads its neighbours: bloom, falcon, mpt, opt, biogpt and xglm take positions from elsewhere;
+# mamba, lfm2, minimax and qwen3_next have a state. doge does so with transformers 5.17 and sdpa.
+PACKED = frozenset(
+    """
+    apertus arcee bitnet codegen cohere cohere2 diffllama ernie4_5 exaone4 gemma gemma2 gemma3_text gemma4_text
+    glm glm4 gpt2 gpt_bigcode gpt_neo gpt_neox gptj granite granitemoe helium hunyuan_v1_dense jetmoe llama llama4_text
+    ministral3 mistral mixtral nemotron olmo olmo2 olmo3 persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 seed_oss
+    smollm3 stablelm starcoder2 vaultgemma
+    """.split()
+)
+
+
+# Families of PACKED whose attention may be another function than those that transformers has for them. codegen, gpt_neo
+# and gptj compute it themselves or choose from tables of their own; gemma2 and vaultgemma cap the scores.
+VARLEN = PACKED - frozenset(("codegen", "gemma2", "gpt_neo", "gptj", "vaultgemma"))
+
+
+# Families that have PyTorch's loss and gradients when liger-kernel 0.8.5 replaces what it knows of them, seen with
+# transformers 5.17 and 5.23 by Triton's interpreter (tests/unit/test_kernels.py). Liger's own list is longer. Of the
+# others llama4_text had a loss 1 % off where rows have positions of their own; experts (mixtral) do not run there.
+LIGER = frozenset(
+    """
+    exaone4 gemma gemma2 gemma3_text glm4 granite hunyuan_v1_dense llama mistral nemotron olmo2 olmo3 phi3 qwen2 qwen3
+    smollm3
+    """.split()
+)
+
+
+# Families whose work for a token is not what flops.py's formula makes of their config, with transformers 5.23. By
+# torch's counter or by their code they have other attention (big_bird, convbert, fnet, longformer, mra, nystromformer,
+# reformer), shorten the sequence or keep a narrower one inside (canine, funnel, mobilebert, perceiver), or have weights
+# that not every token is multiplied with (ibert, luke, xmod, and what reads images, too).
+UNCOUNTED = frozenset(
+    """
+    big_bird canine convbert fnet funnel ibert longformer luke mobilebert modernvbert mra neomme nystromformer perceiver
+    reformer ultravbert xmod
+    """.split()
+)
+
+
+def check_packing(model_type: str, packing: bool) -> None:
+    """Raises ConfigurationError for a family that is not known to keep the documents of a packed row apart."""
+    if packing and model_type not in PACKED:
+        raise ConfigurationError(
+            f"data.packing: found true, but a {model_type} is not known to keep packed documents apart: they would "
+            "read each other, and nothing would show it; set data.packing to false (and data.group_by_length to true)"
+        )

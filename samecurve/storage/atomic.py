@@ -1,0 +1,64 @@
+"""Small files that are whole or not there, and errors of writing that say where and why."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from samecurve.errors import StorageError
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn an OSError (full disk, no permission) into a StorageError that names the path and the errno."""
+    try:
+        yield
+    except OSError as error:
+        code = errno.errorcode.get(error.errno or 0, "unknown")
+        reason = error.strerror or str(error)
+        raise StorageError(f"{error.filename or path}: {reason} (errno {error.errno}, {code})") from error
+
+
+def write_json(path: Path, content: dict) -> None:
+    """Whole or not at all: a reader never sees half a file, a full disk leaves the old one."""
+    write_text(path, json.dumps(plain(content), indent=2, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.partial")
+    with writing(path):
+        with open(temporary, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+
+
+def plain(value: Any) -> Any:
+    """JSON's types only: floats that are not finite become None, paths strings, NumPy's scalars Python's."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if hasattr(value, "item"):
+        return plain(value.item())
+    return str(value)
+
+
+def read_json(path: Path) -> dict:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")

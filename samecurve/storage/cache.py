@@ -1,0 +1,69 @@
+"""Things made once and found again by their content: a directory that exists is complete."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+from samecurve.errors import StorageError
+
+_POLL_SECONDS = 0.2
+
+
+def location(cache_dir: str | None) -> Path:
+    """Where the cache lies: the recipe's `data.cache_dir`, else $SAMECURVE_CACHE, else ~/.cache/samecurve."""
+    return Path(cache_dir or os.environ.get("SAMECURVE_CACHE") or "~/.cache/samecurve").expanduser()
+
+
+def digest(*parts: object) -> str:
+    """32 hexadecimal digits of the SHA-256 over the parts as JSON."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def prints() -> bool:
+    """Whether this process speaks for the job, by the launcher's environment: there is no process group yet."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def cached(target: Path, build: Callable[[Path], None]) -> Path:
+    """`target`, which `build(temporary directory)` fills if it is not there yet.
+
+    One process per machine builds (LOCAL_RANK 0), the others wait for the finished directory. No collective is used:
+    the process group's time-out would end a long build. If the builder dies, its launcher ends the processes that
+    wait. Errors: StorageError when the cache cannot be written; whatever `build` raises.
+    """
+    if target.is_dir():
+        return target
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        while not target.is_dir():
+            time.sleep(_POLL_SECONDS)
+        return target
+    try:
+        _build_and_rename(target, build)
+    except OSError as error:
+        raise StorageError(
+            f"{error.filename or target}: the cache could not be written ({error.strerror or error}); "
+            "free some space or set data.cache_dir (or SAMECURVE_CACHE) to a folder that can be written"
+        ) from error
+    return target
+
+
+def _build_and_rename(target: Path, build: Callable[[Path], None]) -> None:
+    temporary = target.parent / f".building-{target.name}-{uuid.uuid4().hex}"
+    temporary.mkdir(parents=True)
+    try:
+        build(temporary)
+        try:
+            temporary.rename(target)
+        except OSError:
+            # On a file system that several machines share, another one may have been first, with the same content.
+            if not target.is_dir():
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,54 @@
+"""One live run per directory, whatever started it and however it ends."""
+
+from __future__ import annotations
+
+import errno
+import time
+from pathlib import Path
+from typing import IO
+
+from samecurve.errors import ConfigurationError
+
+try:
+    import fcntl
+except ImportError:  # Windows: no lock, everything else works
+    fcntl = None
+
+NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
+POLL_SECONDS = 1.0
+# On NFSv4 a dead host's lock lives until the server ends its lease: 90 s on Linux (nfsd4_lease, fs/nfsd/nfs4state.c).
+DEAD_HOST_SECONDS = 120.0
+
+
+def lock(path: Path, patience_seconds: float = 0.0) -> IO:
+    """An open file with an exclusive lock, which the kernel releases when the process ends, however it ends.
+
+    Raises ConfigurationError where another process holds it, and still does after `patience_seconds`.
+    """
+    stream = open(path / ".lock", "a")
+    if fcntl is None:
+        return stream
+    deadline = time.monotonic() + patience_seconds
+    try:
+        while not _taken(stream, deadline):
+            time.sleep(POLL_SECONDS)
+    except BlockingIOError as error:
+        stream.close()
+        raise ConfigurationError(
+            f"output_dir: another run is writing into {path}; wait for it, end it, or choose another output_dir"
+        ) from error
+    except OSError as error:
+        if error.errno not in NO_LOCKS_HERE:
+            raise
+    return stream
+
+
+def _taken(stream: IO, deadline: float) -> bool:
+    """Raises BlockingIOError where another process holds the lock and the deadline is over."""
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if time.monotonic() >= deadline:
+            raise
+        return False
+    return True

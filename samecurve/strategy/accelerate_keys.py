@@ -1,0 +1,187 @@
+"""The keys of an Accelerate YAML and a DeepSpeed JSON: which are honoured, which are refused, and why.
+
+A table maps a key to a `Kind` (honoured, checked), to another table (a block), to `Owned` (the recipe says it) or to
+`Refused`. Names are those of accelerate 1.15 and deepspeed 0.19; a test compares the tables with the installed ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Kind:
+    needed: str
+    accepts: Callable[[Any], bool]
+
+
+@dataclass(frozen=True)
+class Owned:
+    """The recipe's key `by` says it: absent here, or "auto" where the file knows that word."""
+
+    by: str
+    auto: bool = False
+
+
+@dataclass(frozen=True)
+class Refused:
+    """`harmless`: values that `accelerate config` writes although they switch nothing on."""
+
+    reason: str
+    harmless: tuple = (None,)
+
+
+Table = dict[str, Any]
+
+
+def _whole(value: Any) -> bool:
+    # JSON files write sizes as 5e8, which DeepSpeed reads as the whole number that it is.
+    return not isinstance(value, bool) and (isinstance(value, int) or (isinstance(value, float) and value.is_integer()))
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
+
+
+def one_of(*choices: Any) -> Kind:
+    shown = ", ".join(str(choice) for choice in choices)
+    return Kind(f"one of {shown} is needed", lambda value: not isinstance(value, bool) and value in choices)
+
+
+def only(value: bool, reason: str) -> Kind:
+    return Kind(f"only {str(value).lower()} is possible: {reason}", lambda found: found is value)
+
+
+def optional(kind: Kind) -> Kind:
+    return Kind(f"null or {kind.needed}", lambda value: value is None or kind.accepts(value))
+
+
+def or_auto(kind: Kind) -> Kind:
+    return Kind(f'"auto" or {kind.needed}', lambda value: value == "auto" or kind.accepts(value))
+
+
+BOOLEAN = Kind("true or false is needed", lambda value: isinstance(value, bool))
+COUNT = Kind("a whole number above 0 is needed", lambda value: _whole(value) and value > 0)
+NATURAL = Kind("a whole number from 0 is needed", lambda value: _whole(value) and value >= 0)
+NUMBER = Kind("a number is needed", _number)
+NOT_NEGATIVE = Kind("a number from 0 is needed", lambda value: _number(value) and value >= 0)
+FRACTION = Kind("a number from 0 to 1 is needed", lambda value: _number(value) and 0 <= value <= 1)
+PORT = Kind("a port from 0 to 65535 is needed", lambda value: _whole(value) and 0 <= value < 2**16)
+TEXT = Kind("text is needed", lambda value: isinstance(value, str) and value != "")
+TEXTS = Kind("a list of texts is needed", _texts)
+GPU_IDS = Kind(
+    '"all" or numbers with commas are needed', lambda value: isinstance(value, str) or NATURAL.accepts(value)
+)
+DTYPE = one_of("fp32", "bf16", "fp16")
+
+_TPU = Refused("TPUs are not supported; remove it", (None, False, "no", "", []))
+_INLINE = Refused("the DeepSpeed JSON owns it; move it there, under zero_optimization")
+_FSDP1 = Refused("only FSDP1 reads it, and this is FSDP2; remove it")
+_TENSOR = Refused("only data-parallel replicas and shards are supported; remove it", (None, 1))
+_COMPILE = Refused("the recipe owns torch.compile, by the key compile; remove it", (None, "NO", "no", False, "default"))
+
+# of Accelerate's YAML, but read here alone: Accelerate passes over nested keys that it does not know, and over
+# fsdp_forward_prefetch, which it has for FSDP1
+OURS = ("fsdp_reduce_dtype",)
+
+ACCELERATE: Table = {
+    "compute_environment": one_of("LOCAL_MACHINE"),
+    "distributed_type": Kind(
+        'one of "NO" (in quotes, a bare NO is false in YAML), MULTI_GPU (on CPUs too), FSDP, DEEPSPEED is needed',
+        lambda value: value in ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED"),
+    ),
+    "num_processes": COUNT,
+    "num_machines": COUNT,
+    "machine_rank": NATURAL,
+    "main_process_ip": optional(TEXT),
+    "main_process_port": optional(PORT),
+    "main_training_function": TEXT,
+    "rdzv_backend": TEXT,
+    "same_network": BOOLEAN,
+    "gpu_ids": optional(GPU_IDS),
+    "enable_cpu_affinity": BOOLEAN,
+    "debug": BOOLEAN,
+    "use_cpu": only(False, "true silently turns FSDP and DeepSpeed off; without an accelerator the CPU is used anyway"),
+    "mixed_precision": Owned("precision"),
+    "fp16": Owned("precision"),
+    "fp8_config": Refused("the recipe's precision knows fp32, bf16 and fp16; remove it", (None, {})),
+    "dynamo_backend": _COMPILE,
+    "dynamo_config": {
+        "dynamo_backend": _COMPILE,
+        "dynamo_mode": _COMPILE,
+        "dynamo_use_fullgraph": _COMPILE,
+        "dynamo_use_dynamic": _COMPILE,
+        "dynamo_use_regional_compilation": _COMPILE,
+    },
+    "megatron_lm_config": Refused("Megatron-LM is not supported; remove it", (None, {})),
+    "mpirun_config": Refused("processes come from torchrun here, not from MPI; remove it", (None, {})),
+    "downcast_bf16": _TPU,
+    "tpu_name": _TPU,
+    "tpu_zone": _TPU,
+    "tpu_use_cluster": _TPU,
+    "tpu_use_sudo": _TPU,
+    "tpu_vm": _TPU,
+    "tpu_env": _TPU,
+    "command_file": _TPU,
+    "commands": _TPU,
+    "fsdp_config": {
+        "fsdp_version": Kind("2 is needed: FSDP1 clips, saves and rehearses differently", lambda value: value == 2),
+        "fsdp_reshard_after_forward": BOOLEAN,
+        "fsdp_reduce_dtype": one_of("fp32", "bf16"),
+        "fsdp_forward_prefetch": BOOLEAN,
+        "fsdp_backward_prefetch": Refused(
+            "FSDP2 always gathers the layer before while one is differentiated (BACKWARD_PRE); remove it",
+            (None, "BACKWARD_PRE"),
+        ),
+        "fsdp_auto_wrap_policy": one_of("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"),
+        "fsdp_transformer_layer_cls_to_wrap": TEXT,
+        "fsdp_min_num_params": NATURAL,
+        "fsdp_offload_params": BOOLEAN,
+        "fsdp_state_dict_type": one_of("SHARDED_STATE_DICT", "FULL_STATE_DICT"),
+        "fsdp_cpu_ram_efficient_loading": only(False, "weights are written shard by shard, no rank loads them whole"),
+        "fsdp_activation_checkpointing": Owned("memory.activation_checkpointing"),
+        "fsdp_activation_checkpointing_offload": Refused(
+            "the recipe owns it, by memory.activation_checkpointing: offload; remove it", (None, False)
+        ),
+        "fsdp_sharding_strategy": _FSDP1,
+        "fsdp_use_orig_params": _FSDP1,
+        "fsdp_sync_module_states": _FSDP1,
+    },
+    "parallelism_config": {
+        "parallelism_config_dp_replicate_size": COUNT,
+        "parallelism_config_dp_shard_size": COUNT,
+        "parallelism_config_tp_size": _TENSOR,
+        "parallelism_config_cp_size": _TENSOR,
+        "parallelism_config_cp_backend": _TENSOR,
+        "parallelism_config_cp_comm_strategy": _TENSOR,
+        "parallelism_config_sp_size": _TENSOR,
+        "parallelism_config_sp_backend": _TENSOR,
+        "parallelism_config_sp_seq_length": _TENSOR,
+        "parallelism_config_sp_seq_length_is_variable": _TENSOR,
+        "parallelism_config_sp_attn_implementation": _TENSOR,
+    },
+    "deepspeed_config": {
+        "deepspeed_config_file": TEXT,
+        "deepspeed_hostfile": TEXT,
+        "deepspeed_exclusion_filter": TEXT,
+        "deepspeed_inclusion_filter": TEXT,
+        "deepspeed_multinode_launcher": one_of("pdsh", "standard", "openmpi", "mvapich", "mpich", "nossh", "slurm"),
+        "zero3_init_flag": BOOLEAN,
+        "gradient_accumulation_steps": Owned("batch.global_batch_size"),
+        "gradient_clipping": Owned("optimizer.max_grad_norm"),
+        "zero_stage": _INLINE,
+        "offload_optimizer_device": _INLINE,
+        "offload_param_device": _INLINE,
+        "offload_optimizer_nvme_path": Refused("accelerate drops it; nvme_path belongs in the DeepSpeed JSON"),
+        "offload_param_nvme_path": Refused("accelerate drops it; nvme_path belongs in the DeepSpeed JSON"),
+        "zero3_save_16bit_model": Refused("the export gathers the weights itself, in fp32; remove it", (None, False)),
+        "deepspeed_moe_layer_cls_names": Refused("it belongs in the DeepSpeed JSON: zero_optimization.leaf_module"),
+    },
+}

@@ -1,0 +1,30 @@
+"""The DeepSpeed JSON with every number that the recipe owns written in."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from samecurve.strategy.plan import Plan
+
+
+def concrete(plan: Plan) -> dict:
+    """A DeepSpeed config without "auto" where the recipe knows better: batch, accumulation, clipping, precision.
+
+    The "pipeline" block is ours (DeepSpeed reads no stages from JSON), so it is left out.
+    """
+    recipe, strategy = plan.recipe, plan.strategy
+    config = copy.deepcopy(strategy.deepspeed)
+    config.pop("pipeline", None)
+    config["train_batch_size"] = recipe.batch.global_batch_size
+    config["train_micro_batch_size_per_gpu"] = recipe.batch.micro_batch_size
+    config["gradient_accumulation_steps"] = recipe.batch.accumulation_steps(strategy.data_parallel_size)
+    config["gradient_clipping"] = recipe.optimizer.max_grad_norm
+    config.setdefault("zero_optimization", {"stage": 0})
+    config["zero_allow_untested_optimizer"] = True  # DeepSpeed's word for an optimizer that the caller made
+    for precision in ("bf16", "fp16"):
+        config[precision] = {**config.get(precision, {}), "enabled": recipe.precision == precision}
+    # the same rule as loss_scaler.py where the JSON says nothing, so that the same steps are skipped
+    config["fp16"] = {"initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1, **config["fp16"]}
+    return config

@@ -1,0 +1,259 @@
+"""The keys of a DeepSpeed JSON (see accelerate_keys.py for what the values mean)."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from typing import Any
+
+from samecurve.strategy.accelerate_keys import (
+    BOOLEAN,
+    COUNT,
+    DTYPE,
+    FRACTION,
+    NATURAL,
+    NOT_NEGATIVE,
+    NUMBER,
+    TEXT,
+    TEXTS,
+    Kind,
+    Owned,
+    Refused,
+    Table,
+    one_of,
+    only,
+    optional,
+    or_auto,
+)
+
+
+def _removed(what: str, instead: str = "remove it") -> Refused:
+    return Refused(f"DeepSpeed removed {what}; {instead}", ())
+
+
+_PRECISION = Refused(
+    "weights, gradients and states are kept in fp32 masters under every strategy; remove it", (None, False)
+)
+_QUANTISED = Refused("quantised communication (ZeRO++) changes the training; remove it", (None, False))
+_MONITOR = Refused("the run directory has metrics and TensorBoard under every strategy; remove it")
+_OLD_OFFLOAD = Refused("this name is deprecated; use offload_optimizer or offload_param", ())
+_EXPERTS = Refused("expert parallelism is not supported; remove it")
+_RECOMPUTATION = Refused(
+    "nothing reads it; recomputation is the recipe's memory.activation_checkpointing; remove it", (None, False)
+)
+_PARTITIONED = Refused("only tensor-parallel ranks have parts, and there are none; remove it", (None, False))
+
+
+def _partition(value: Any) -> bool:
+    """What DeepSpeed 0.19 knows; it ends the pattern at a second colon, and a third method is named but not there."""
+    if not isinstance(value, str) or not value.startswith("type:"):
+        return value in ("parameters", "uniform")
+    with contextlib.suppress(re.error):
+        return bool(re.compile(value[5:]).pattern) and ":" not in value[5:]
+    return False
+
+
+_PARTITION = Kind('"parameters", "uniform" or "type:" and a regular expression is needed', _partition)
+
+# fp32 ends at 2 ** 128
+_SCALE_POWER = Kind("a whole number from 0 to 127 is needed", lambda value: NATURAL.accepts(value) and value < 128)
+
+ZERO: Table = {
+    "stage": one_of(0, 1, 2, 3),
+    "contiguous_gradients": BOOLEAN,
+    "reduce_scatter": BOOLEAN,
+    "reduce_bucket_size": or_auto(COUNT),
+    "use_multi_rank_bucket_allreduce": BOOLEAN,
+    "allgather_partitions": BOOLEAN,
+    "allgather_bucket_size": COUNT,
+    "overlap_comm": optional(BOOLEAN),
+    "compute_grad_norm": only(True, "every step reports the gradient norm"),
+    "load_from_fp32_weights": BOOLEAN,
+    "sub_group_size": COUNT,
+    "ignore_unused_parameters": BOOLEAN,
+    "round_robin_gradients": BOOLEAN,
+    "parameter_alignment": BOOLEAN,
+    "zero_hpz_partition_size": COUNT,
+    "memory_efficient_linear": BOOLEAN,
+    "override_module_apply": BOOLEAN,
+    "log_trace_cache_warnings": BOOLEAN,
+    "enable_sanity_checks": BOOLEAN,
+    "stage3_prefetch_bucket_size": or_auto(NATURAL),
+    "stage3_param_persistence_threshold": or_auto(NATURAL),
+    "stage3_model_persistence_threshold": NATURAL,
+    "stage3_max_live_parameters": NATURAL,
+    "stage3_max_reuse_distance": NATURAL,
+    "stage3_gather_16bit_weights_on_model_save": BOOLEAN,
+    "stage3_module_granularity_threshold": NATURAL,
+    "stage3_use_all_reduce_for_fetch_params": BOOLEAN,
+    "stage3_allgather_sequential": BOOLEAN,
+    "leaf_module": {"classes": TEXTS, "names": TEXTS, "name_suffixes": TEXTS},
+    "offload_optimizer": {
+        "device": one_of("none", "cpu", "nvme"),
+        "nvme_path": TEXT,
+        "buffer_count": COUNT,
+        "pin_memory": BOOLEAN,
+        "pipeline_read": BOOLEAN,
+        "pipeline_write": BOOLEAN,
+        "fast_init": BOOLEAN,
+        "ratio": FRACTION,
+        "super_offload": Refused("SuperOffload is not supported; remove it", (None, False)),
+        "cpuadam_cores_perc": FRACTION,
+    },
+    "offload_param": {
+        "device": one_of("none", "cpu", "nvme"),
+        "nvme_path": TEXT,
+        "buffer_count": COUNT,
+        "buffer_size": COUNT,
+        "max_in_cpu": NATURAL,
+        "pin_memory": BOOLEAN,
+    },
+    "cpu_offload": _OLD_OFFLOAD,
+    "cpu_offload_param": _OLD_OFFLOAD,
+    "cpu_offload_use_pin_memory": _OLD_OFFLOAD,
+    "stage3_gather_fp16_weights_on_model_save": Refused("renamed: stage3_gather_16bit_weights_on_model_save", ()),
+    "elastic_checkpoint": Refused("DeepSpeed replaced it by universal checkpoints; remove it", (None, False)),
+    "legacy_stage1": Refused("DeepSpeed has no other stage 1 any more; remove it", (None, False)),
+    "pipeline_loading_checkpoint": Refused("checkpoints are the recipe's business; remove it", (None, False)),
+    "save_muon_momentum_buffer_in_memory": Refused("the recipe's optimizer is not Muon; remove it", (None, False)),
+    "zenflow": Refused("ZenFlow updates with stale gradients, which changes the loss curve; remove it"),
+    "zero_quantized_weights": _QUANTISED,
+    "zero_quantized_nontrainable_weights": _QUANTISED,
+    "zero_quantized_gradients": _QUANTISED,
+    "mics_shard_size": _removed("MiCS", "zero_hpz_partition_size shards within a node"),
+    "mics_hierarchical_params_gather": _removed("MiCS", "zero_hpz_partition_size shards within a node"),
+    "zeropp_loco_param": _removed("LoCo"),
+}
+
+# Which stages read a key of zero_optimization. Under another stage DeepSpeed takes it and does nothing.
+STAGES = {key: (3,) for key in ZERO if key.startswith("stage3_")} | {
+    "offload_param": (3,),
+    "zero_hpz_partition_size": (3,),
+    "sub_group_size": (3,),
+    "memory_efficient_linear": (3,),
+    "leaf_module": (3,),
+    "offload_optimizer": (1, 2, 3),
+    "round_robin_gradients": (1, 2),
+}
+
+DEEPSPEED: Table = {
+    "train_batch_size": Owned("batch.global_batch_size", auto=True),
+    "train_micro_batch_size_per_gpu": Owned("batch.micro_batch_size", auto=True),
+    "gradient_accumulation_steps": Owned("batch.global_batch_size", auto=True),
+    "gradient_clipping": Owned("optimizer.max_grad_norm", auto=True),
+    "optimizer": Owned("optimizer.name"),
+    "scheduler": Owned("schedule.name"),
+    "bf16": {
+        "enabled": Owned("precision", auto=True),
+        "immediate_grad_update": BOOLEAN,
+        "check_grad_overflow": BOOLEAN,
+        "bf16_master_weights_and_grads": _PRECISION,
+        "bf16_optimizer_states": _PRECISION,
+    },
+    "fp16": {
+        "enabled": Owned("precision", auto=True),
+        "auto_cast": BOOLEAN,
+        "loss_scale": NOT_NEGATIVE,
+        "initial_scale_power": _SCALE_POWER,
+        "loss_scale_window": COUNT,
+        "hysteresis": COUNT,
+        "consecutive_hysteresis": BOOLEAN,
+        "min_loss_scale": NOT_NEGATIVE,
+        "fp16_master_weights_and_grads": _PRECISION,
+    },
+    "zero_optimization": ZERO,
+    "pipeline": {
+        "stages": COUNT,
+        "partition": _PARTITION,
+        "activation_checkpoint_interval": NATURAL,
+        "use_reentrant": Refused(
+            "recomputation, which is the recipe's memory.activation_checkpointing, is never reentrant; remove it",
+            (None, False),
+        ),
+        "pipe_partitioned": _PARTITIONED,
+        "grad_partitioned": _PARTITIONED,
+        "seed_layers": Refused("weights are seeded by name, the same under every strategy; remove it", (None, False)),
+    },
+    "activation_checkpointing": {
+        "partition_activations": _RECOMPUTATION,
+        "number_checkpoints": _RECOMPUTATION,
+        "contiguous_memory_optimization": _RECOMPUTATION,
+        "synchronize_checkpoint_boundary": _RECOMPUTATION,
+        "profile": _RECOMPUTATION,
+        "cpu_checkpointing": _RECOMPUTATION,
+    },
+    "aio": {
+        "block_size": COUNT,
+        "queue_depth": COUNT,
+        "intra_op_parallelism": COUNT,
+        "single_submit": BOOLEAN,
+        "overlap_events": BOOLEAN,
+        "use_gds": BOOLEAN,
+    },
+    "communication_data_type": DTYPE,
+    "data_types": {
+        "grad_accum_dtype": DTYPE,
+        "param_dtype": Owned("precision"),
+        "buffer_dtype": Owned("precision"),
+        "keep_in_fp32_modules": or_auto(TEXTS),
+    },
+    "prescale_gradients": BOOLEAN,
+    "gradient_predivide_factor": Kind("a number above 0 is needed", lambda value: NUMBER.accepts(value) and value > 0),
+    "gradient_allreduce_op": one_of("mean"),
+    "disable_allgather": BOOLEAN,
+    "disable_python_gc": Owned("memory.garbage_collection_steps"),
+    "zero_allow_untested_optimizer": BOOLEAN,
+    "zero_force_ds_cpu_optimizer": BOOLEAN,
+    "steps_per_print": optional(COUNT),
+    "log_level": TEXT,
+    "dump_state": BOOLEAN,
+    "wall_clock_breakdown": BOOLEAN,
+    "memory_breakdown": BOOLEAN,
+    "comms_logger": {"enabled": BOOLEAN, "prof_all": BOOLEAN, "prof_ops": TEXTS, "verbose": BOOLEAN, "debug": BOOLEAN},
+    "flops_profiler": {
+        "enabled": BOOLEAN,
+        "recompute_fwd_factor": NOT_NEGATIVE,
+        "profile_step": COUNT,
+        "module_depth": NUMBER,
+        "top_modules": COUNT,
+        "detailed": BOOLEAN,
+        "output_file": optional(TEXT),
+    },
+    "timers": {"throughput": {"enabled": BOOLEAN, "synchronized": BOOLEAN}},
+    "tensorboard": _MONITOR,
+    "wandb": _MONITOR,
+    "csv_monitor": _MONITOR,
+    "comet": _MONITOR,
+    "torch_autocast": Refused("the recipe's precision decides what is cast; remove it"),
+    "bfloat16": Refused("the block is called bf16", ()),
+    "checkpoint": Refused("checkpoints are the recipe's business; remove it"),
+    "datastates_ckpt": Refused("checkpoints are the recipe's business; remove it"),
+    "dataloader_drop_last": Refused(
+        "the recipe's data has no rest to drop: every step is a whole global batch; remove it"
+    ),
+    "managed_gradient_accumulation": Refused(
+        "the loop counts micro-batches by the global batch; remove it", (None, True)
+    ),
+    "vocabulary_size": Refused("it only makes DeepSpeed warn; the tokenizer says it; remove it"),
+    "data_efficiency": Refused("it changes which data is seen; the recipe owns the data; remove it"),
+    "hybrid_engine": Refused("it is for generation inside training (RLHF); remove it"),
+    "autotuning": Refused("it starts other runs than the recipe's; remove it"),
+    "compile": Refused("DeepCompile is not supported; remove it"),
+    "tensor_parallel": Refused("tensor parallelism is not supported; remove it"),
+    "sequence_parallel_size": Refused("sequence parallelism is not supported; remove it", (None, 1)),
+    "seq_parallel_communication_data_type": Refused("sequence parallelism is not supported; remove it"),
+    "expert_parallel": _EXPERTS,
+    "use_data_before_expert_parallelism": _EXPERTS,
+    "weight_quantization": Refused("quantised weights change the training; remove it"),
+    "nebula": _removed("Nebula checkpoints"),
+    "compression_training": _removed("the compression library; the model would train uncompressed"),
+    "amp": _removed("Apex AMP", "the recipe's precision replaces it"),
+    "quantize_training": _removed("mixture-of-quantization"),
+    "sparse_gradients": _removed("sparse gradients; they would be reduced dense"),
+    "eigenvalue": _removed("the eigenvalue block"),
+    "sparse_attention": _removed("sparse attention"),
+    "elasticity": _removed("elastic training", "the recipe's global_batch_size keeps the batch at any world size"),
+    "graph_harvesting": _removed("graph harvesting"),
+    "curriculum_learning": _removed("the old curriculum block"),
+    "progressive_layer_drop": _removed("progressive layer dropping"),
+}

@@ -1,0 +1,170 @@
+"""Who started this process, with how many others, and what that launcher was told.
+
+`accelerate launch` hands its children variables, not the name of its config file; that is found in its command line.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from samecurve.config.documents import COMMAND_LINE, ENVIRONMENT, Document, Problem, describe
+
+
+@dataclass(frozen=True)
+class Ancestor:
+    """A process above this one: its command line and working directory."""
+
+    argv: tuple[str, ...]
+    directory: str
+
+
+@dataclass(frozen=True)
+class Launch:
+    """launcher: "accelerate" | "torchrun" | "deepspeed" | "python".
+
+    flags: what accelerate launch was given, without dashes (`num_processes`); None when that cannot be seen.
+    config_file: the file that accelerate launch reads. counted: the launcher was told how many processes to start.
+    """
+
+    launcher: str
+    world_size: int
+    flags: Mapping[str, str] | None = None
+    config_file: str | None = None
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def counted(self) -> bool:
+        if self.launcher == "accelerate":
+            return self.flags is None or "num_processes" in self.flags
+        return self.launcher != "python"
+
+
+def detect(
+    environ: Mapping[str, str], local_rank: int | None, ancestors: Callable[[], Sequence[Ancestor]] | None = None
+) -> Launch:
+    """`local_rank`: the argument that the deepspeed launcher adds. `ancestors`: for tests; asked only where needed."""
+    text = environ.get("WORLD_SIZE", "1")
+    world_size, problems = (int(text), ()) if text.isdecimal() and int(text) else (1, (_bad_world_size(text),))
+    # Every path through accelerate launch exports this one, with "no" as its default.
+    if "ACCELERATE_MIXED_PRECISION" not in environ:
+        return Launch(_other_launcher(environ, local_rank), world_size, problems=problems)
+    flags, directory = _accelerate_flags((ancestors or running_ancestors)())
+    config_file = None if flags is None else _config_file(flags, directory, environ)
+    return Launch("accelerate", world_size, flags, config_file, problems)
+
+
+def running_ancestors() -> list[Ancestor]:
+    """This process's parents, nearest first, as far as the system lets us see them."""
+    import psutil
+
+    found = []
+    for process in psutil.Process().parents():
+        try:
+            found.append(Ancestor(tuple(process.cmdline()), process.cwd()))
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+def _bad_world_size(text: str) -> Problem:
+    what = f"found {describe(text)}, a whole number above 0 is needed; the launcher sets it"
+    return Problem(ENVIRONMENT, "WORLD_SIZE", what, topology=True)
+
+
+def _other_launcher(environ: Mapping[str, str], local_rank: int | None) -> str:
+    if "TORCHELASTIC_RUN_ID" in environ:
+        return "torchrun"
+    # CROSS_SIZE (the number of nodes) is what deepspeed sets when it was told --no_local_rank.
+    return "deepspeed" if local_rank is not None or "CROSS_SIZE" in environ else "python"
+
+
+def _accelerate_flags(ancestors: Sequence[Ancestor]) -> tuple[dict[str, str] | None, str]:
+    for ancestor in ancestors:
+        start = _after_launch(ancestor.argv)
+        if start is not None:
+            return _parse_flags(ancestor.argv[start:]), ancestor.directory
+    return None, ""
+
+
+def _after_launch(argv: Sequence[str]) -> int | None:
+    """The index behind `accelerate launch`, `accelerate-launch` or `python -m accelerate.commands.launch`."""
+    for index, word in enumerate(argv):
+        name = os.path.basename(word)
+        if name == "accelerate-launch" or word.endswith(
+            ("accelerate.commands.launch", "accelerate/commands/launch.py")
+        ):
+            return index + 1
+        if word == "launch" and index and "accelerate" in argv[index - 1]:
+            return index + 1
+    return None
+
+
+def _parse_flags(words: Sequence[str]) -> dict[str, str]:
+    """Flags before the training script; a flag without a value has an empty one."""
+    flags: dict[str, str] = {}
+    last = None
+    for word in words:
+        if word.startswith("-"):
+            name, _, value = word.partition("=")
+            last = name.lstrip("-").replace("-", "_")
+            flags[last] = value
+        elif word.endswith(".py"):
+            break
+        elif last is not None and not flags[last]:
+            flags[last] = word
+    return flags
+
+
+def _config_file(flags: Mapping[str, str], directory: str, environ: Mapping[str, str]) -> str | None:
+    if flags.get("config_file"):
+        given = flags["config_file"]
+        return given if os.path.realpath(directory) == os.getcwd() else os.path.join(directory, given)
+    cache = environ.get("XDG_CACHE_HOME", "~/.cache")
+    home = environ.get("HF_HOME", os.path.join(cache, "huggingface"))
+    default = Path(home, "accelerate", "default_config.yaml").expanduser()
+    return str(default) if default.is_file() and "cpu" not in flags else None
+
+
+# What a flag of the launcher or a variable must not say: both names, values that say nothing, who says it instead.
+_JSON_OWNS = "the DeepSpeed JSON owns it"
+_OVERRIDES = (
+    ("mixed_precision", "ACCELERATE_MIXED_PRECISION", ("no",), "the recipe's precision owns it"),
+    ("cpu", "ACCELERATE_USE_CPU", ("false", "0", "no", "off", "f", "n"), "it turns FSDP and DeepSpeed off"),
+    ("gradient_accumulation_steps", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", (), "the recipe's batch owns it"),
+    ("gradient_clipping", "ACCELERATE_GRADIENT_CLIPPING", (), "the recipe's optimizer.max_grad_norm owns it"),
+    ("zero_stage", "ACCELERATE_DEEPSPEED_ZERO_STAGE", (), _JSON_OWNS),
+    ("offload_optimizer_device", "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", (), _JSON_OWNS),
+    ("offload_param_device", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", (), _JSON_OWNS),
+    ("dynamo_backend", "ACCELERATE_DYNAMO_BACKEND", ("no",), "the recipe owns torch.compile, by the key compile"),
+)
+
+# Flags of accelerate launch about processes and machines, which no file of ours owns.
+_FREE_FLAGS = frozenset(
+    "config_file num_processes num_machines machine_rank main_process_ip main_process_port gpu_ids same_network "
+    "rdzv_backend rdzv_conf max_restarts monitor_interval num_cpu_threads_per_process enable_cpu_affinity quiet q "
+    "debug tee t log_dir role module m main_training_function deepspeed_hostfile deepspeed_exclusion_filter "
+    "deepspeed_inclusion_filter deepspeed_multinode_launcher".split()
+)
+
+
+def override_problems(launch: Launch, environ: Mapping[str, str], accelerate: Document) -> Iterator[Problem]:
+    """Flags and variables that would change what the recipe or the strategy's files say.
+
+    What the YAML itself holds (and accelerate launch exports) is reported there and not here.
+    """
+    flags = dict(launch.flags or {})
+    for flag, variable, harmless, reason in _OVERRIDES:
+        value = environ.get(variable, "")
+        in_file = flag in accelerate.content or accelerate.get("deepspeed_config", flag) is not None
+        if flag in flags:
+            if flags.pop(flag).lower() not in harmless:
+                yield Problem(COMMAND_LINE, f"--{flag}", f"given to accelerate launch, but {reason}; remove the flag")
+        elif value and value.lower() not in harmless and not in_file:
+            yield Problem(ENVIRONMENT, variable, f"found {describe(value)}, but {reason}; unset it")
+    for flag in flags:
+        if flag not in _FREE_FLAGS:
+            text = "given to accelerate launch, but the strategy's file owns it; remove the flag"
+            yield Problem(COMMAND_LINE, f"--{flag}", text)

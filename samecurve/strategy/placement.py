@@ -1,0 +1,48 @@
+"""How many processes a strategy's file suits, and which strategy to try next. Loads no torch, judges no mistakes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from samecurve.strategy.launchers import Launch
+from samecurve.strategy.preflight import has_accelerator
+from samecurve.strategy.resolve import describe_strategy, read_files
+
+REFERENCE = "single"  # what every other strategy has to match
+
+
+@dataclass(frozen=True)
+class Placement:
+    """path: what --strategy takes, None for plain python. world_size: processes."""
+
+    path: Path | None
+    world_size: int
+
+
+def place(path: Path, num_processes: int) -> Placement:
+    """`num_processes`, raised to the next number that the strategy can be spread over; one where it never is.
+
+    What is wrong in the files counts as absent: the run itself reports it.
+    """
+    files = read_files(str(path))
+    if files.accelerate.get("distributed_type") == "NO":
+        return Placement(None, 1)
+    strategy = describe_strategy(files, Launch("torchrun", num_processes))
+    # a replica of one shard is no sharding, and Accelerate refuses it
+    shards = 2 if strategy.replicate_size > 1 else 1
+    unit = strategy.pipeline_stages * strategy.replicate_size
+    return Placement(path, max(-(-num_processes // unit), shards) * unit)
+
+
+def another(strategy: str) -> str:
+    """The strategy to suggest to somebody who has run this one: of another family, for models of any size."""
+    return "fsdp" if strategy.startswith("zero3") else "zero3"
+
+
+def num_processes_again(world_size: int) -> int | None:
+    """For another strategy after a run of `world_size`: as many, or the file's own number to rehearse what one cannot.
+
+    One GPU bears one process.
+    """
+    return world_size if world_size > 1 or has_accelerator() else None

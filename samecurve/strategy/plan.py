@@ -1,0 +1,60 @@
+"""A strategy as its files describe it, and the plan of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from samecurve.config.documents import Document
+from samecurve.config.schema import Recipe
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How the run is spread over processes, as written in the strategy's files.
+
+    name: the file's stem, "single" when nothing was chosen. family: "single" | "ddp" | "fsdp" | "zero" | "pipeline".
+    path, accelerate: the Accelerate YAML and its content; None and {} for plain python and for a bare DeepSpeed JSON.
+    deepspeed_path, deepspeed: the DeepSpeed JSON and its content. launcher: see `launchers.Launch`.
+    offload: what leaves the device and where to: "optimizer:cpu", "param:cpu", "optimizer:nvme", "param:nvme".
+    """
+
+    name: str
+    family: str
+    path: Path | None
+    accelerate: dict
+    deepspeed_path: Path | None
+    deepspeed: dict | None
+    launcher: str
+    world_size: int
+    zero_stage: int
+    pipeline_stages: int
+    replicate_size: int
+    offload: tuple[str, ...]
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.world_size // self.pipeline_stages
+
+
+@dataclass(frozen=True)
+class Plan:
+    """recipe_path, overrides: as typed. resume: "auto", "none" or a checkpoint's folder. start_over: an earlier run's
+    checkpoints may be moved aside. notes: what the user should hear of how the recipe came about.
+    """
+
+    recipe: Recipe
+    strategy: Strategy
+    recipe_path: str
+    overrides: tuple[str, ...]
+    resume: str = "auto"
+    start_over: bool = False
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Files:
+    """The strategy's documents; an absent one is empty and has no name."""
+
+    accelerate: Document
+    deepspeed: Document

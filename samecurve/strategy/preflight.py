@@ -1,0 +1,255 @@
+"""What a strategy needs of this machine, asked before torch is loaded and before minutes of work are lost.
+
+DeepSpeed compiles some of its operators the first time that they are used and fails in the middle of the start-up when
+a compiler is missing: `cpu_adam` for an optimizer in CPU memory or on NVMe, `async_io` for NVMe. A third one, for every
+DeepSpeed strategy on a CPU, the rehearsal leaves out (read in DeepSpeed 0.19.8).
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, MutableMapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from samecurve.errors import ConfigurationError, StorageError
+from samecurve.strategy import build_supervisor, op_build_locks
+
+if TYPE_CHECKING:
+    from samecurve.config.schema import Recipe
+    from samecurve.strategy.plan import Plan, Strategy
+
+# fp32 weight, gradient and two Adam moments, and the bf16 weight: 18; 17.9 measured with 4.3 M parameters on two ranks
+NVME_BYTES_PER_PARAMETER = 18
+# c10/cuda/CUDAAllocatorConfig.h: the first since torch 2.9, the others still
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+ALLOCATOR_SETTINGS = "expandable_segments:True"
+
+
+def prepare_environment() -> None:
+    """Put this Python's own bin folder first on PATH, so that operators are compiled by the ninja beside DeepSpeed.
+
+    Nothing else does when `.venv/bin/python` or `.venv/bin/accelerate` is run without activating the environment, and
+    another ninja would compile everything anew: 1.11 and 1.13 do not read each other's logs (seen; minutes for
+    async_io). DeepSpeed compiles inside the worker, so the worker's start is early enough.
+    """
+    own = str(Path(sys.executable).parent)
+    others = [folder for folder in os.environ.get("PATH", os.defpath).split(os.pathsep) if folder != own]
+    os.environ["PATH"] = os.pathsep.join([own, *others])
+
+
+def supervise_builds() -> None:
+    """Put our own `ninja` before the real one, so that a build ends with this process; see build_supervisor.py."""
+    folder = str(build_supervisor.SUPERVISED)
+    others = [each for each in os.environ["PATH"].split(os.pathsep) if each != folder]
+    os.environ["PATH"] = os.pathsep.join([folder, *others])
+    os.environ |= {"SAMECURVE_PYTHON": sys.executable, build_supervisor.RANK: str(os.getpid())}
+
+
+def quiet() -> None:
+    """Before transformers is imported: it imports torchao where that is installed, which warns of operators that it has
+    for other devices, and of a call of its own that torch 2.13 deprecates (seen with torchao 0.18)."""
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def prepare_allocator(environ: MutableMapping[str, str] = os.environ, devices: Path = Path("/dev")) -> None:
+    """Segments of GPU memory that grow instead of leaving gaps, unless the user has settings of the allocator.
+
+    PyTorch reads them when CUDA's library is loaded. Not for AMD's devices and WSL's, where not every build can do it.
+    """
+    if has_accelerator(environ) and any(devices.glob("nvidia[0-9]*")) and not allocator_settings(environ):
+        environ[ALLOCATOR_VARIABLES[0]] = ALLOCATOR_SETTINGS
+
+
+def allocator_settings(environ: Mapping[str, str] = os.environ) -> str:
+    """With the variable that they are from; "" where there are none. In all versions the first name is the newest."""
+    found = (f"{environ[name]} ({name})" for name in ALLOCATOR_VARIABLES if name in environ)
+    return ", ".join(found)
+
+
+def check(plan: Plan, environ: Mapping[str, str] = os.environ) -> None:
+    """Prepare the environment; raise ConfigurationError with everything that this machine lacks for the plan."""
+    prepare_environment()
+    prepare_allocator()
+    quiet()
+    found = problems(plan.strategy, plan.recipe.precision, environ)
+    found += compiler_problems(plan.recipe, has_accelerator(environ), environ)
+    if found:
+        lines = ["this machine cannot run the strategy as it is", *(f"  {problem}" for problem in found)]
+        raise ConfigurationError("\n".join(lines))
+    needed = operators(plan.strategy)
+    if needed and os.name == "posix":
+        supervise_builds()
+    if needed and environ.get("LOCAL_RANK", "0") == "0":
+        op_build_locks.clear({*needed, "pin_memory"}, print, environ)
+
+
+def check_room(strategy: Strategy, num_parameters: int, environ: Mapping[str, str] = os.environ) -> None:
+    """Raise StorageError when an NVMe folder is too small for a model of `num_parameters`, all of it counted."""
+    local_ranks = int(environ.get("LOCAL_WORLD_SIZE", strategy.world_size))
+    needed_bytes = num_parameters * NVME_BYTES_PER_PARAMETER * local_ranks // strategy.world_size
+    for path in _nvme_paths(strategy):
+        free_bytes = shutil.disk_usage(_existing(path)).free
+        if free_bytes < needed_bytes:
+            sizes = (
+                f"{free_bytes / 1e9:.1f} GB are free, but the model and Adam's states need {needed_bytes / 1e9:.1f} GB"
+            )
+            raise StorageError(
+                f"strategy {strategy.name}: nvme_path {path}: {sizes} ({NVME_BYTES_PER_PARAMETER} bytes a parameter); "
+                "name a larger disk in the DeepSpeed JSON"
+            )
+
+
+def problems(strategy: Strategy, precision: str, environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Why this machine cannot run the strategy, each with what to do about it; empty when it can.
+
+    `precision`: the recipe's.
+    """
+    accelerator = has_accelerator(environ)
+    found = [] if accelerator else list(_needs_accelerator(strategy, precision))
+    found += _tools(strategy, environ, accelerator)
+    for path in sorted(_nvme_paths(strategy)):
+        found += _folder(path)
+    return [f"strategy {strategy.name}: {text}" for text in found]
+
+
+def compiler_problems(recipe: Recipe, accelerator: bool, environ: Mapping[str, str] = os.environ) -> Iterator[str]:
+    """What torch.compile lacks, and Triton on a GPU: there it makes the kernels, Liger's too, and has a C compiler
+    build what starts them (triton/runtime/build.py)."""
+    variable, usual, language = ("CC", ("gcc", "clang"), "C") if accelerator else ("CXX", ("g++",), "C++")
+    names = shlex.split(environ.get(variable, ""))[:1] or usual
+    if any(shutil.which(name, path=environ.get("PATH", os.defpath)) for name in names):
+        return
+    asked = [("compile", recipe.compile, "off")] if recipe.compile != "off" else []
+    ligers = (
+        ("model.kernels", recipe.model.kernels, "torch"),
+        ("loss.implementation", recipe.loss.implementation, "auto"),
+    )
+    asked += [entry for entry in ligers if accelerator and entry[1] == "liger"]  # refused elsewhere
+    for key, found, instead in asked:
+        yield (
+            f"{key}: {found} needs a {language} compiler, and {names[0]!r} is not on PATH: apt-get install {usual[0]}, "
+            f"or {key}={instead}"
+        )
+
+
+def has_accelerator(environ: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> bool:
+    """Whether torch will find a GPU: its device files (NVIDIA, ROCm, WSL) are there and neither hidden nor useless.
+
+    torch itself would know better, but loading it takes seconds, and a configuration error has to be told before.
+    """
+    if any(environ.get(name, "0").strip() in ("", "-1") for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")):
+        return False
+    if _version("torch").endswith("+cpu"):
+        return False
+    return any(True for pattern in ("nvidia[0-9]*", "kfd", "dxg") for _ in devices.glob(pattern))
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _needs_accelerator(strategy: Strategy, precision: str) -> Iterator[str]:
+    if strategy.family == "fsdp" and strategy.offload:
+        yield (
+            "FSDP offloads through pinned memory, which needs an accelerator, and there is none here; "
+            "rehearse with configs/zero3_offload.yaml, or without offload with configs/fsdp.yaml"
+        )
+    if strategy.deepspeed is not None and precision == "fp16":
+        yield "DeepSpeed trains fp16 on accelerators only, and there is none here; set precision to bf16 or fp32"
+
+
+def operators(strategy: Strategy) -> set[str]:
+    """The DeepSpeed operators that the run will compile, or load from DeepSpeed's own build."""
+    needed = set()
+    if any(target.startswith("optimizer:") for target in strategy.offload) and strategy.deepspeed is not None:
+        needed.add("cpu_adam")
+    if any(target.endswith(":nvme") for target in strategy.offload):
+        needed.add("async_io")
+    return needed
+
+
+def _tools(strategy: Strategy, environ: Mapping[str, str], accelerator: bool) -> Iterator[str]:
+    needed = operators(strategy) - _prebuilt()
+    if not needed:
+        return
+    why = f"DeepSpeed compiles {', '.join(sorted(needed))} on first use"
+    folders = environ.get("PATH", os.defpath).split(os.pathsep) + [str(Path(sys.executable).parent)]
+    search = os.pathsep.join(folder for folder in folders if folder != str(build_supervisor.SUPERVISED))
+    compiler = shlex.split(environ.get("CXX", "")) or ["c++"]
+    if not shutil.which("ninja", path=search):
+        yield f"{why} and ninja is not installed: pip install ninja"
+    if not shutil.which(compiler[0], path=search):
+        yield (
+            f"{why} and the C++ compiler {compiler[0]!r} is not on PATH: apt-get install g++, "
+            "or conda install -c conda-forge cxx-compiler"
+        )
+    elif "async_io" in needed and not _links_libaio(compiler, environ):
+        yield (
+            f"{why} and libaio.h or libaio.so is missing: apt-get install libaio-dev (Debian, Ubuntu), "
+            "dnf install libaio-devel (Fedora, RHEL), or conda install -c conda-forge libaio"
+        )
+    if "async_io" in needed and accelerator and not _cuda_toolkit(environ, search):
+        yield f"{why} and, beside a GPU, builds it with the CUDA toolkit: install it, or set CUDA_HOME to its folder"
+
+
+def _prebuilt() -> set[str]:
+    """Operators in a DeepSpeed that was installed with DS_BUILD_OPS=1, read without importing DeepSpeed."""
+    package = importlib.util.find_spec("deepspeed")
+    build = Path(package.origin).with_name("git_version_info_installed.py") if package and package.origin else None
+    if build is None or not build.is_file():
+        return set()
+    found = re.search(r"^installed_ops\s*=\s*(\{.*\})", build.read_text(), re.MULTILINE)
+    return {name for name, built in ast.literal_eval(found.group(1)).items() if built} if found else set()
+
+
+def _links_libaio(compiler: list[str], environ: Mapping[str, str]) -> bool:
+    """A trial build, as DeepSpeed's own check does: a header may lie in many places, also in a conda environment."""
+    source = "#include <libaio.h>\nint main() { return io_submit(0, 0, 0); }\n"
+    with TemporaryDirectory() as folder:
+        command = [*compiler, "-x", "c++", "-", "-o", f"{folder}/probe", "-laio"]
+        return subprocess.run(command, input=source, text=True, capture_output=True, env=dict(environ)).returncode == 0
+
+
+def _cuda_toolkit(environ: Mapping[str, str], search: str) -> bool:
+    """Where torch.utils.cpp_extension looks for it."""
+    named = environ.get("CUDA_HOME") or environ.get("CUDA_PATH") or "/usr/local/cuda"
+    return Path(named).is_dir() or shutil.which("nvcc", path=search) is not None
+
+
+def _nvme_paths(strategy: Strategy) -> set[Path]:
+    zero = (strategy.deepspeed or {}).get("zero_optimization", {})
+    blocks = (zero.get("offload_optimizer"), zero.get("offload_param"))
+    return {Path(block["nvme_path"]) for block in blocks if block and block.get("device") == "nvme"}
+
+
+def _existing(path: Path) -> Path:
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+
+
+def _folder(path: Path) -> Iterator[str]:
+    """A swap folder must be writable, or stand to be made in a writable one.
+
+    Not deeper: `/mnt/nvme/swap` on a machine without that disk would fill the disk of `/`.
+    """
+    existing = _existing(path)
+    if not existing.is_dir():
+        yield f"nvme_path {path}: {existing} is a file; name a folder on a local disk in the DeepSpeed JSON"
+    elif existing not in (path.absolute(), path.absolute().parent):
+        yield f"nvme_path {path}: there is no folder {path.absolute().parent}; make it, or name one on a local disk"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        yield f"nvme_path {path}: {existing} is not writable; name a writable folder on a local disk"

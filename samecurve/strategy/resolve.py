@@ -1,0 +1,181 @@
+"""Command line, environment, recipe, Accelerate YAML and DeepSpeed JSON -> one plan, or one report of all problems.
+
+Imports nothing heavy: a mistake is told before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+from samecurve.config import loader as recipes
+from samecurve.config.documents import COMMAND_LINE, ENVIRONMENT, Document, Problem, read, report
+from samecurve.errors import ConfigurationError, TopologyError
+from samecurve.strategy import launchers, validate
+from samecurve.strategy.launchers import Ancestor, Launch
+from samecurve.strategy.plan import Files, Plan, Strategy
+from samecurve.strategy.restarts import goes_on
+
+_USAGE = """Each key is given once. Strategies are the files in configs/; without one the run is a
+single process. Under `accelerate launch --config_file FILE` that file is the strategy."""
+
+
+def resolve(
+    argv: Sequence[str], environ: Mapping[str, str], ancestors: Callable[[], Sequence[Ancestor]] | None = None
+) -> Plan:
+    """`argv` without the program's name. `ancestors`: for tests, instead of the processes above this one.
+
+    Raises ConfigurationError with every problem found, or TopologyError when all are about the number of processes;
+    their `output_dir` is the recipe's.
+    """
+    arguments = command_line().parse_intermixed_args(argv)
+    launch = launchers.detect(environ, arguments.local_rank, ancestors)
+    problems: list[Problem] = []
+    source = recipes.load(arguments.recipe, arguments.overrides)
+    chosen = _choose(arguments.strategy, launch, environ, problems)
+    files = read_files(chosen)
+    strategy = describe_strategy(files, launch)
+    validate.check(source, files, strategy, launch)
+    problems += _resume_problems(arguments)
+    problems += source.document.problems + files.accelerate.problems + files.deepspeed.problems
+    problems += launchers.override_problems(launch, environ, files.accelerate)
+    if problems:
+        only_topology = all(problem.topology for problem in problems)
+        error = (TopologyError if only_topology else ConfigurationError)(report(problems))
+        with contextlib.suppress(KeyError):  # it may be what is wrong
+            error.output_dir = source.value("output_dir")
+        raise error
+    plan = Plan(
+        recipe=source.recipe,
+        strategy=strategy,
+        recipe_path=arguments.recipe,
+        overrides=tuple(arguments.overrides),
+        notes=tuple(source.document.notes),
+    )
+    if goes_on(environ, source.recipe.output_dir):
+        return plan  # what the command line said about resuming was for the first start
+    resume = "none" if arguments.start_over else arguments.resume
+    return replace(plan, resume=resume, start_over=arguments.start_over)
+
+
+def _resume_problems(arguments: argparse.Namespace) -> list[Problem]:
+    found, problems = arguments.resume, []
+    if found not in ("auto", "none") and not os.path.isdir(found):
+        text = f"found {found}, but there is no such folder; give auto, none or RUN/checkpoints/step_00000040"
+        problems.append(Problem(COMMAND_LINE, "--resume", text))
+    if arguments.start_over and found not in ("auto", "none"):
+        problems.append(
+            Problem(COMMAND_LINE, "--start_over", f"given together with --resume {found}; keep one of them")
+        )
+    return problems
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        if message.startswith("unrecognized"):
+            message += "; recipe values are written steps=100, without dashes"
+        raise ConfigurationError(f"{report([Problem(COMMAND_LINE, '', message)])}\n{self.format_usage().strip()}")
+
+
+def command_line() -> argparse.ArgumentParser:
+    parser = _Parser("train.py", description="Train a recipe under a strategy.", epilog=_USAGE, allow_abbrev=False)
+    parser.add_argument(
+        "recipe", metavar="RECIPE", help="what is trained: a YAML file, for example recipes/quickstart.yaml"
+    )
+    parser.add_argument(
+        "overrides", metavar="key.path=value", nargs="*", default=[], help="recipe values, for example steps=100"
+    )
+    parser.add_argument("--strategy", metavar="FILE", help="an Accelerate YAML or a DeepSpeed JSON")
+    parser.add_argument(
+        "--resume",
+        metavar="WHAT",
+        default="auto",
+        help="auto (default): the newest good checkpoint in output_dir, if it has any; none; or a checkpoint's folder",
+    )
+    parser.add_argument(
+        "--start_over",
+        action="store_true",
+        help="from the first step, although output_dir has checkpoints: moves them aside",
+    )
+    parser.add_argument("--local_rank", metavar="N", type=int, help="added by the deepspeed launcher")
+    return parser
+
+
+def _choose(given: str | None, launch: Launch, environ: Mapping[str, str], problems: list[Problem]) -> str | None:
+    """The strategy's file: --strategy, or the config file of accelerate launch. Given both, they are the same one."""
+    found = launch.config_file
+    if given and found and os.path.realpath(given) != os.path.realpath(found):
+        text = f"found {given}, but accelerate launch reads {found}; give both the same file, or leave --strategy out"
+        problems.append(Problem(COMMAND_LINE, "--strategy", text))
+    if given or found:
+        return given or found
+    switches = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP")
+    switched = [name for name in switches if environ.get(name, "false").lower() in ("true", "1", "yes")]
+    if switched:
+        text = "is set, but no strategy file is known; pass --strategy FILE, or --config_file FILE to accelerate launch"
+        problems.append(Problem(ENVIRONMENT, switched[0], text))
+    elif launch.launcher == "accelerate" and launch.flags is None:
+        text = "accelerate launch started this process, but its config file cannot be seen; pass --strategy FILE too"
+        problems.append(Problem(ENVIRONMENT, "ACCELERATE_MIXED_PRECISION", text))
+    return None
+
+
+def read_files(chosen: str | None) -> Files:
+    """Accelerate resolves the name of the DeepSpeed JSON against the working directory, and so it is here."""
+    if chosen is None:
+        return Files(Document(""), Document(""))
+    if chosen.endswith(".json"):
+        return Files(Document(""), read(chosen))
+    accelerate = read(chosen)
+    json_path = accelerate.get("deepspeed_config", "deepspeed_config_file")
+    if accelerate.get("distributed_type") != "DEEPSPEED" or not isinstance(json_path, str) or not json_path:
+        return Files(accelerate, Document(""))
+    if not os.path.isfile(json_path):
+        text = f"no such file: {os.path.abspath(json_path)}; the name is relative to the working directory"
+        accelerate.problem(("deepspeed_config", "deepspeed_config_file"), text)
+        return Files(accelerate, Document(""))
+    return Files(accelerate, read(json_path))
+
+
+def describe_strategy(files: Files, launch: Launch) -> Strategy:
+    """What the files say. Wrong values count as absent here: `checks` reports them, and then no plan is made."""
+    accelerate, deepspeed = files.accelerate, files.deepspeed
+    offloads = [
+        (part, deepspeed.get("zero_optimization", f"offload_{part}", "device")) for part in ("optimizer", "param")
+    ]
+    if accelerate.get("fsdp_config", "fsdp_offload_params") is True:
+        offloads += [("optimizer", "cpu"), ("param", "cpu")]
+    family = _family(files)
+    path = Path(accelerate.name) if accelerate.name else None
+    json_path = Path(deepspeed.name) if deepspeed.name else None
+    return Strategy(
+        name=(path or json_path or Path("single")).stem,
+        family=family,
+        path=path,
+        accelerate=accelerate.content,
+        deepspeed_path=json_path,
+        deepspeed=deepspeed.content if json_path else None,
+        launcher=launch.launcher,
+        world_size=launch.world_size,
+        zero_stage=_count(deepspeed.get("zero_optimization", "stage"), 0),
+        pipeline_stages=_count(deepspeed.get("pipeline", "stages"), 1) if family == "pipeline" else 1,
+        replicate_size=_count(accelerate.get("parallelism_config", "parallelism_config_dp_replicate_size"), 1),
+        offload=tuple(f"{part}:{device}" for part, device in offloads if device in ("cpu", "nvme")),
+    )
+
+
+def _family(files: Files) -> str:
+    kind = files.accelerate.get("distributed_type")
+    if files.deepspeed.name or kind == "DEEPSPEED":
+        return "pipeline" if "pipeline" in files.deepspeed.content else "zero"
+    return {"MULTI_GPU": "ddp", "FSDP": "fsdp"}.get(kind if isinstance(kind, str) else "", "single")
+
+
+def _count(value: object, default: int) -> int:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and float(value).is_integer() and value > 0
+    return int(value) if number else default

@@ -1,0 +1,232 @@
+"""What the strategy's files must not say, alone and together with the recipe. Findings become problems of documents."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from samecurve.config.documents import Document, KeyPath, describe, suggest
+from samecurve.config.rules_profile import check_ranks
+from samecurve.config.section import LARGEST_INTEGER
+from samecurve.config.source import Source
+from samecurve.strategy import validate_deepspeed, validate_optimizer
+from samecurve.strategy.accelerate_keys import ACCELERATE, Kind, Owned, Refused, Table
+from samecurve.strategy.deepspeed_keys import DEEPSPEED
+from samecurve.strategy.world_size import check_batch, world_problems
+
+if TYPE_CHECKING:
+    from samecurve.strategy.launchers import Launch
+    from samecurve.strategy.plan import Files, Strategy
+
+Finding = tuple[str, str]
+Value = Callable[[str], Any]
+# Those whose loss is a function of the last stage's logits alone, for models that pipeline_split.py can cut.
+_PIPELINED = ("pretrain", "continue_pretrain", "sft", "dpo")
+_QUANTIZED = ("single", "ddp")
+_NO_LOGITS = ("chunked", "liger")  # loss.implementation
+
+
+def check(source: Source, files: Files, strategy: Strategy, launch: Launch) -> None:
+    """Add the problems of both files, of the number of processes and of the batch to their documents."""
+    if files.accelerate.content:
+        _walk(files.accelerate, ACCELERATE, source)
+        _accelerate(files.accelerate)
+    if files.deepspeed.content:
+        _walk(files.deepspeed, DEEPSPEED, source)
+        validate_deepspeed.check(files.deepspeed, strategy, source)
+    _names(files, strategy)
+    for rule in (*_RULES, *validate_optimizer.RULES):
+        with contextlib.suppress(KeyError):
+            for key, text in rule(source.value, strategy):
+                source.document.problem(tuple(key.split(".")), text)
+    wrong_world = [*launch.problems, *world_problems(files, strategy, launch)]
+    source.document.problems += wrong_world
+    if not wrong_world:
+        check_batch(source, strategy.data_parallel_size)
+        check_ranks(source, strategy.world_size)
+
+
+def _sorted_rows(value: Value, strategy: Strategy) -> Iterator[Finding]:
+    if strategy.family == "pipeline" and value("data.group_by_length"):
+        text = "found true, but the stages of a pipeline exchange tensors of one shape; set it to false"
+        yield "data.group_by_length", text
+
+
+def _task(value: Value, strategy: Strategy) -> Iterator[Finding]:
+    task = value("task")
+    if strategy.family == "pipeline" and task not in _PIPELINED:
+        why = "has no place for a teacher" if task == "distill" else "cuts causal language models only"
+        text = f"found {task}, but a pipeline {why}; use another strategy"
+        yield "task", f"{text}, for example configs/fsdp.yaml"
+
+
+def _loss(value: Value, strategy: Strategy) -> Iterator[Finding]:
+    loss = value("loss.implementation")
+    if strategy.family == "pipeline" and loss in _NO_LOGITS:
+        text = f"found {loss}, but DeepSpeed's pipeline hands whole logits to the loss; use auto or full"
+        yield "loss.implementation", text
+
+
+def _quantization(value: Value, strategy: Strategy) -> Iterator[Finding]:
+    if strategy.family not in _QUANTIZED and value("adapter.quantization") is not None:
+        text = "found 4bit, but 4-bit weights stay whole on every device and this strategy would shard or cast them"
+        yield "adapter.quantization", f"{text}; use configs/ddp.yaml, or null"
+
+
+def _compile(value: Value, strategy: Strategy) -> Iterator[Finding]:
+    kind = value("compile") or "off"
+    if kind == "off":
+        return
+    text = ""
+    if strategy.zero_stage == 3:
+        text = "ZeRO-3 gathers weights inside every layer, which leaves pieces that are compiled again and again; use "
+        text += "off, or configs/fsdp.yaml, which gathers them around the layer"
+    elif strategy.family == "pipeline" and kind == "full":
+        text = "no process of a pipeline has the whole model; use regional"
+    elif strategy.family == "fsdp" and kind == "full":
+        text = "FSDP gathers weights around every layer, which is where the model would be cut anyway; use regional"
+    if text:
+        yield "compile", f"found {kind}, but {text}"
+
+
+def _fp8(value: Value, strategy: Strategy) -> Iterator[Finding]:
+    kind = value("fp8") or "off"
+    if kind != "off" and strategy.zero_stage == 3:
+        text = "ZeRO-3 gathers each layer's weights for a moment, and torchao's layers keep what they were given until "
+        text += "the backward pass; use off, or configs/fsdp.yaml, which frees them itself"
+        yield "fp8", f"found {kind}, but {text}"
+
+
+def _gradient_sync(value: Value, strategy: Strategy) -> Iterator[Finding]:
+    if strategy.zero_stage >= 2 and value("memory.gradient_sync") == "once":
+        text = f"found once, but ZeRO-{strategy.zero_stage} shares gradients out as they are made; use auto"
+        yield "memory.gradient_sync", text
+
+
+# One rule, one function: a wrong key then hides what is wrong with its own rules alone.
+_RULES = (_sorted_rows, _task, _loss, _quantization, _compile, _fp8, _gradient_sync)
+
+
+def _walk(document: Document, table: Table, source: Source, path: KeyPath = ()) -> None:
+    """Compare every key with the table, at every level."""
+    block = document.get(*path)
+    for key, value in block.items():
+        here, rule = (*path, key), table.get(key)
+        if rule is None:
+            whole = ACCELERATE if table is ACCELERATE or path and path[0] in ACCELERATE else DEEPSPEED
+            document.problem(here, "unknown key" + suggest(here, _honoured(whole)))
+        elif isinstance(rule, dict) and isinstance(value, dict):
+            _walk(document, rule, source, here)
+        else:
+            text = _complaint(rule, value, source)
+            if text:
+                document.problem(here, text)
+
+
+def _complaint(rule: Any, value: Any, source: Source) -> str | None:
+    if isinstance(rule, dict):
+        return None if value is None else f"found {describe(value)}, a block of keys is needed"
+    if isinstance(rule, Kind):
+        if not rule.accepts(value):
+            return f"found {describe(value)}, {rule.needed}{_quotes_hint(value)}"
+        too_large = isinstance(value, (int, float)) and abs(value) > LARGEST_INTEGER
+        return f"found {describe(value)}, a number of at most {LARGEST_INTEGER} is needed" if too_large else None
+    if isinstance(rule, Owned):
+        if rule.auto and value == "auto":
+            return None
+        fix = 'write "auto" or remove it' if rule.auto else "remove it"
+        return f"found {describe(value)}, but the recipe owns it: {source.cite(rule.by)}; {fix}"
+    return None if _harmless(rule, value) else f"found {describe(value)}: {rule.reason}"
+
+
+def _harmless(rule: Refused, value: Any) -> bool:
+    return any(value == allowed and type(value) is type(allowed) for allowed in rule.harmless)
+
+
+def _quotes_hint(value: Any) -> str:
+    if isinstance(value, str):
+        try:
+            float(value)
+        except ValueError:
+            return ""
+        return "; remove the quotes"
+    return ""
+
+
+def _honoured(table: Table, path: KeyPath = ()) -> Iterator[KeyPath]:
+    for key, rule in table.items():
+        if not isinstance(rule, Refused):
+            yield (*path, key)
+        if isinstance(rule, dict):
+            yield from _honoured(rule, (*path, key))
+
+
+_BLOCKS = {"fsdp_config": "FSDP", "parallelism_config": "FSDP", "deepspeed_config": "DEEPSPEED"}
+_DEMANDED = {
+    "FSDP": (
+        ("fsdp_config", "fsdp_version", "accelerate's default is 1; add fsdp_version: 2"),
+        ("fsdp_config", "fsdp_cpu_ram_efficient_loading", "accelerate's default is true; add it with false"),
+    ),
+    "DEEPSPEED": (("deepspeed_config", "deepspeed_config_file", "add the path of the DeepSpeed JSON"),),
+}
+
+
+def _accelerate(document: Document) -> None:
+    kind = document.get("distributed_type")
+    if "distributed_type" not in document.content:
+        document.problem(("distributed_type",), "missing; add NO (in quotes), MULTI_GPU, FSDP or DEEPSPEED")
+        return
+    for block, needed in _BLOCKS.items():
+        if document.get(block) and kind != needed:
+            place = document.place(("distributed_type",))
+            text = f"only {needed} reads it, but distributed_type is {kind} ({place}); keep one of the two"
+            document.problem((block,), text)
+    if document.get("fsdp_config", "fsdp_forward_prefetch") is True:
+        policy = document.get("fsdp_config", "fsdp_auto_wrap_policy") or "absent"
+        if policy != "TRANSFORMER_BASED_WRAP":
+            text = "found true, but only the layers of TRANSFORMER_BASED_WRAP follow one another, and "
+            text += f"fsdp_auto_wrap_policy is {policy}; set it to false"
+            document.problem(("fsdp_config", "fsdp_forward_prefetch"), text)
+    for block, key, advice in _DEMANDED.get(kind if isinstance(kind, str) else "", ()):
+        if document.get(block, key) is None:
+            document.problem((block, key), f"missing; {advice}")
+
+
+_NAMED = re.compile(r"(zero[123]|fsdp|hsdp|ddp|pipeline|single)(_|$)")
+
+
+def _names(files: Files, strategy: Strategy) -> None:
+    """Skipped where what the file says is broken itself; a JSON speaks for a YAML of the same name."""
+    kind = files.accelerate.get("distributed_type")
+    json_stem = Path(files.deepspeed.name).stem
+    if kind == "DEEPSPEED" and not (files.deepspeed.content and json_stem != Path(files.accelerate.name).stem):
+        kind = None
+    if ACCELERATE["distributed_type"].accepts(kind):
+        _name(files.accelerate, strategy)
+    if strategy.zero_stage or strategy.family == "pipeline":
+        _name(files.deepspeed, strategy)
+
+
+def _name(document: Document, strategy: Strategy) -> None:
+    """A file called zero2_offload has to be that; names of another kind are free."""
+    stem = Path(document.name).stem
+    claimed = _NAMED.match(stem)
+    if not claimed:
+        return
+    truth = {"zero": f"zero{strategy.zero_stage}", "fsdp": "hsdp" if strategy.replicate_size > 1 else "fsdp"}
+    is_json = document.name.endswith(".json")
+    kind_key: KeyPath = ("zero_optimization", "stage") if is_json else ("distributed_type",)
+    offload_key: KeyPath = ("zero_optimization",) if is_json else ("fsdp_config",)
+    if strategy.deepspeed_path and not is_json:
+        kind_key = offload_key = ("deepspeed_config", "deepspeed_config_file")
+    it_is = truth.get(strategy.family, strategy.family)
+    if claimed[1] != it_is:
+        document.problem(kind_key, f"the file is called {stem}, but what it says is {it_is}; rename it or change it")
+    to_nvme = any(target.endswith("nvme") for target in strategy.offload)
+    promised = "_nvme" in stem or "_offload" in stem
+    if promised != bool(strategy.offload) or ("_nvme" in stem) != to_nvme:
+        said = " and ".join(strategy.offload) or "nothing"
+        document.problem(offload_key, f"the file is called {stem}, but it offloads {said}; rename it or change it")

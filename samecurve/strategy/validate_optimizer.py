@@ -1,0 +1,76 @@
+"""Which optimizers a strategy can run: told before torch is loaded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from samecurve.errors import ConfigurationError
+from samecurve.specs.optimizers import BLOCK_8BIT, SMALLEST_8BIT, TRAITS
+
+if TYPE_CHECKING:
+    from samecurve.strategy.plan import Strategy
+
+_DEEPSPEED = ("zero", "pipeline")
+
+
+def _name(value: Callable[[str], Any], strategy: Strategy) -> Iterator[tuple[str, str]]:
+    name = value("optimizer.name")
+    text = _refusal(name, strategy)
+    if text:
+        yield "optimizer.name", f"found {name}, but {text}"
+
+
+def _implementation(value: Callable[[str], Any], strategy: Strategy) -> Iterator[tuple[str, str]]:
+    implementation = value("optimizer.implementation")
+    if strategy.family in _DEEPSPEED and _offloaded(strategy) and implementation != "fused":
+        why = "DeepSpeed updates an offloaded optimizer with its own CPU Adam"
+        yield "optimizer.implementation", f"found {implementation}, but {why}; leave it out"
+
+
+RULES = _name, _implementation
+
+
+def _refusal(name: str, strategy: Strategy) -> str | None:
+    offloaded = _offloaded(strategy)
+    if offloaded and strategy.family in _DEEPSPEED and name != "adamw":
+        return (
+            "DeepSpeed updates an offloaded optimizer with its own CPU Adam, whatever it is given; use adamw, "
+            "or a strategy without offload, for example configs/zero3.yaml"
+        )
+    if name == "adamw_bf16" and strategy.family in _DEEPSPEED:
+        return (
+            "DeepSpeed keeps fp32 copies of bf16 weights itself and hands those to the optimizer; use "
+            "configs/fsdp.yaml or configs/ddp.yaml, or adamw"
+        )
+    whole = TRAITS[name].whole
+    if whole and strategy.family in _DEEPSPEED:
+        return (
+            f"it {whole}, and DeepSpeed hands an optimizer parts of many weights in one flat tensor; use "
+            "configs/fsdp.yaml or configs/ddp.yaml, or adamw, lion or sgd"
+        )
+    if name == "adamw_8bit" and offloaded:
+        return "its kernels are not tested on shards in host memory; use configs/fsdp.yaml, or adamw"
+    if whole and offloaded:
+        return f"it {whole}, which ranks would have to exchange from host memory; use configs/fsdp.yaml, or adamw"
+    return None
+
+
+def _offloaded(strategy: Strategy) -> bool:
+    return any(part.startswith("optimizer:") for part in strategy.offload)
+
+
+def check_shards(name: str, shapes: Mapping[str, Sequence[int]], num_shards: int) -> None:
+    """Raise ConfigurationError where shards would cut an optimizer's blocks, so that another number would train another
+    curve. shapes: full ones by name, cut along their first dimension into num_shards."""
+    if name != "adamw_8bit":
+        return
+    for parameter, (rows, *others) in shapes.items():
+        each = -(-rows // num_shards) * math.prod(others)
+        if rows * math.prod(others) >= SMALLEST_8BIT and each % BLOCK_8BIT:
+            raise ConfigurationError(
+                f"optimizer.name: found adamw_8bit, which {TRAITS[name].whole}, but each of {num_shards} shards of "
+                f"{parameter} {(rows, *others)} has {each} values, which is no multiple of {BLOCK_8BIT}; use another "
+                "number of processes, configs/ddp.yaml, or adamw"
+            )

@@ -1,0 +1,112 @@
+"""Does the number of processes fit the strategy's files, and the batch the number of processes?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from samecurve.config.documents import ENVIRONMENT, Document, KeyPath, Problem
+from samecurve.config.source import Source
+
+if TYPE_CHECKING:
+    from samecurve.strategy.launchers import Launch
+    from samecurve.strategy.plan import Files, Strategy
+
+_REPLICAS = ("parallelism_config", "parallelism_config_dp_replicate_size")
+_SHARDS = ("parallelism_config", "parallelism_config_dp_shard_size")
+_SECONDARY = ("zero_optimization", "zero_hpz_partition_size")
+_STAGES = ("pipeline", "stages")
+# micro-batches that are looked at for one that fits; a number of 12 digits may stand in the recipe
+_MOST_TRIED = 10_000
+
+
+def world_problems(files: Files, strategy: Strategy, launch: Launch) -> Iterator[Problem]:
+    """Everything about the number of processes."""
+    wrong = [*_wrong_count(files.accelerate, launch), *_alone(files.accelerate, strategy, launch)]
+    yield from wrong
+    if wrong:  # how the processes are arranged can be judged when there are as many as were meant
+        return
+    world, stages = strategy.world_size, strategy.pipeline_stages
+    if world % stages:
+        text = f"{world} processes do not divide into {stages} stages; start a multiple of {stages}"
+        yield _at(files.deepspeed, _STAGES, text)
+    yield from _wrong_mesh(files.accelerate, strategy)
+    secondary = files.deepspeed.get(*_SECONDARY)
+    if isinstance(secondary, int) and secondary > 1 and strategy.zero_stage == 3 and world % secondary:
+        yield _at(files.deepspeed, _SECONDARY, f"found {secondary}, which does not divide the {world} processes")
+
+
+def _at(document: Document, path: KeyPath, text: str) -> Problem:
+    return Problem(document.place(path), ".".join(path), text, topology=True)
+
+
+def _world_size(text: str) -> Problem:
+    return Problem(ENVIRONMENT, "WORLD_SIZE", text, topology=True)
+
+
+def _wrong_count(accelerate: Document, launch: Launch) -> Iterator[Problem]:
+    """A number given to the launcher wins over the file's `num_processes`, which is accelerate launch's default."""
+    world, said, machines = launch.world_size, accelerate.get("num_processes"), accelerate.get("num_machines")
+    given = (launch.flags or {}).get("num_processes", "")
+    if given.isdecimal() and int(given) != world:
+        text = f"found {world}, but accelerate launch was given --num_processes {given}"
+        yield _world_size(f"{text}; its distributed_type does not start more than one, choose another strategy")
+    many_machines = isinstance(machines, int) and machines > 1
+    if not isinstance(said, int) or said == world or (launch.counted and not many_machines):
+        return
+    place = accelerate.place(("num_processes",))
+    found = f"found {world}, but {place} says num_processes: {said}"
+    if launch.launcher == "python" and world == 1:
+        found = f"plain python starts one process, but {place} says num_processes: {said}"
+        fix = f"start it with accelerate launch --config_file {accelerate.name}, or torchrun --nproc_per_node {said}"
+    elif many_machines:
+        fix = f"start {said} in all on the {machines} machines, or correct the file"
+    else:
+        fix = "make the two equal"
+    yield _world_size(f"{found}; {fix}")
+
+
+def _alone(accelerate: Document, strategy: Strategy, launch: Launch) -> Iterator[Problem]:
+    world = strategy.world_size
+    config_unseen = launch.launcher == "accelerate" and launch.flags is None  # then the missing strategy is reported
+    if world == 1 or strategy.family != "single":
+        return
+    if strategy.path is None and not config_unseen:
+        text = f"found {world}, but no strategy is chosen, so each would train alone; pass --strategy configs/ddp.yaml"
+        yield _world_size(text)
+    elif accelerate.get("distributed_type") == "NO":
+        place = accelerate.place(("distributed_type",))
+        text = f"found {world}, but {place} says distributed_type: NO, which is one process; choose configs/ddp.yaml"
+        yield _world_size(text)
+
+
+def _wrong_mesh(accelerate: Document, strategy: Strategy) -> Iterator[Problem]:
+    """Accelerate refuses replicas of one shard each, after the model has been loaded."""
+    world, replicas, shards = strategy.world_size, strategy.replicate_size, accelerate.get(*_SHARDS)
+    if replicas > 1 and (world % replicas or world // replicas < 2):
+        text = f"found {replicas}, but {world} processes do not make {replicas} replicas of 2 or more"
+        yield _at(accelerate, _REPLICAS, f"{text}; start a multiple of {replicas} from {2 * replicas}, or use fsdp")
+    elif isinstance(shards, int) and shards * replicas != world:
+        text = f"found {shards}, but {world} processes in {replicas} replicas make {world // replicas}"
+        yield _at(accelerate, _SHARDS, f"{text}; remove it, it is derived")
+
+
+def check_batch(source: Source, data_parallel_size: int) -> None:
+    """The global batch is micro-batch x data-parallel ranks x a whole number of accumulation steps."""
+    try:
+        total, micro = source.value("batch.global_batch_size"), source.value("batch.micro_batch_size")
+    except KeyError:
+        return
+    unit = micro * data_parallel_size
+    if total % unit == 0:
+        return
+    below = total - total % unit
+    near = " or ".join(str(size) for size in (below, below + unit) if size)
+    sizes = range(1, min(2 * micro + 64, _MOST_TRIED))
+    fitting = [size for size in sizes if total % (size * data_parallel_size) == 0]
+    fitting = sorted(sorted(fitting, key=lambda size: abs(size - micro))[:2])
+    text = (
+        f"found {total}, which is no multiple of micro_batch_size {micro} x {data_parallel_size} data-parallel ranks; "
+        f"nearest global_batch_size: {near}; micro_batch_size that fits: {' or '.join(map(str, fitting)) or 'none'}"
+    )
+    source.document.problem(("batch", "global_batch_size"), text)

@@ -1,0 +1,106 @@
+"""What tasks share that train a causal language model on tokens: the loss, the metrics, the checks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from samecurve.data import sources, token_store, tokenizer
+from samecurve.data.datasets.base import DocumentRows, GroupedDocumentRows, Rows
+from samecurve.data.encoder import Encoder, vocabulary_size
+from samecurve.errors import DataError
+from samecurve.interfaces.task import Task
+from samecurve.models.hf_config import Head
+from samecurve.tasks import mixture_splits, splits, streaming_splits
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from samecurve.config.schema import Data, Recipe
+    from samecurve.interfaces.engine import EvalResult
+
+
+@dataclass
+class CausalTask(Task):
+    """details: what else `describe` says of the data."""
+
+    head = Head()
+    by_token = True
+    tokenizer: PreTrainedTokenizerFast
+    train: Rows
+    held_out: Rows | None
+    empty_documents: int = 0
+    details: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def origin(self) -> str:
+        return self.details.get(splits.ORIGIN, "")
+
+    @property
+    def vocabulary_size(self) -> int:
+        return vocabulary_size(self.tokenizer)
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        return {"bos_token_id": self.tokenizer.bos_token_id, "eos_token_id": self.tokenizer.eos_token_id}
+
+    def statistics(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return logits.new_zeros(0)
+
+    def metrics(self, result: EvalResult) -> dict[str, float]:
+        """eval_loss in nats per token; eval_bits_per_byte, which tokenizers of any vocabulary can be compared by."""
+        if result.tokens != self.held_out.num_targets:
+            raise DataError(
+                f"{result.tokens} held-out tokens were evaluated, but the data hold {self.held_out.num_targets}"
+            )
+        return {
+            "eval_loss": result.loss,
+            "eval_perplexity": math.exp(min(result.loss, 700.0)),  # exp(710) overflows a float.
+            "eval_bits_per_byte": result.loss * result.tokens / math.log(2) / self._held_out_bytes,
+            "eval_tokens": result.tokens,
+        }
+
+    def describe(self) -> dict[str, object]:
+        return splits.Parts(self.train, self.held_out, self.empty_documents, {}).describe() | {
+            "vocabulary_size": self.vocabulary_size,
+            "empty_documents": self.empty_documents,
+            **self.details,
+        }
+
+    @cached_property
+    def _held_out_bytes(self) -> int:
+        return self.held_out.target_bytes(tokenizer.byte_lengths(self.tokenizer))
+
+
+def load(
+    recipe: Recipe,
+    text_tokenizer: PreTrainedTokenizerFast,
+    encoder: Encoder,
+    find: Callable[[Data], sources.Source],
+    make_rows: Callable[[token_store.TokenStream], Rows],
+) -> CausalTask:
+    """find: what `data` says of one path to its source. Errors: see parts.load."""
+    details: dict[str, object] = {}
+    if recipe.data.mixture is not None:
+        found = mixture_splits.load(recipe, encoder, find, make_rows)
+        details = mixture_splits.describe(recipe, found)
+    elif recipe.data.streaming:
+        found = streaming_splits.load(recipe, encoder, make_rows)
+    else:
+        found = splits.load(recipe, encoder, find, make_rows)
+    return CausalTask(text_tokenizer, found.train, found.held_out, found.empty_documents, details | found.counts)
+
+
+def load_tokenizer(recipe: Recipe, find: Callable[[Data], sources.Source]) -> PreTrainedTokenizerFast:
+    """The recipe's. One that is trained here learns from all training documents. Errors: see tokenizer.load."""
+    return tokenizer.load(recipe, lambda data: mixture_splits.find(recipe, find))
+
+
+def document_rows(recipe: Recipe, stream: token_store.TokenStream, padding_token: int) -> DocumentRows:
+    """One document a row, as the recipe wants them padded."""
+    return splits.padded(recipe, (DocumentRows, GroupedDocumentRows), stream, padding_token)

@@ -1,0 +1,45 @@
+"""What is trained: which rows, which loss, which metrics. A module's name is the recipe's `task`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from samecurve.errors import DataError, SamecurveError
+from samecurve.interfaces.task import Task
+
+if TYPE_CHECKING:
+    from samecurve.config.schema import Recipe
+    from samecurve.distributed.control_group import World
+
+
+def load(recipe: Recipe) -> Task:
+    """Tokenizer and rows of the recipe's task. DataError when the data cannot be used."""
+    return import_module(f".{recipe.task}", __package__).load(recipe)
+
+
+def load_together(recipe: Recipe, world: World) -> Task:
+    """The same task on every rank; all ranks call it.
+
+    Rank 0 is the first, because it may have to tokenise; what it cannot use is every rank's error. Raises DataError
+    also where ranks find other data than rank 0 does.
+    """
+    task, problem = None, None
+    if world.is_main:
+        try:
+            task = load(recipe)
+        except SamecurveError as error:
+            problem = error
+    verdict = world.exchange(problem)[0]
+    if verdict is not None:
+        raise verdict
+    task = task or load(recipe)
+    fingerprints = world.exchange([None if rows is None else rows.fingerprint for rows in (task.train, task.held_out)])
+    others = [rank for rank, found in enumerate(fingerprints) if found != fingerprints[0]]
+    if others:
+        shown = ", ".join(map(str, others[:8])) + (", ..." if len(others) > 8 else "")
+        raise DataError(
+            f"{recipe.data.name}: the data or the tokenizer of rank {shown} are not those of rank 0; copy the same "
+            "files to every machine"
+        )
+    return task

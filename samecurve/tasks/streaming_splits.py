@@ -1,0 +1,108 @@
+"""`data.streaming`: text that is tokenised while training goes on, into a folder that stays small."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import astuple
+from pathlib import Path
+
+from samecurve.config.schema import Data, Recipe
+from samecurve.data import sources, stream_pieces, token_store
+from samecurve.data.datasets.base import Rows
+from samecurve.data.datasets.streaming import StreamRows
+from samecurve.data.encoder import Encoder
+from samecurve.errors import DataError
+from samecurve.specs.data_names import address
+from samecurve.storage.cache import digest, location
+from samecurve.tasks import splits
+
+
+def load(recipe: Recipe, encoder: Encoder, make_rows: Callable[[token_store.TokenStream], Rows]) -> splits.Parts:
+    """The first block is read now, so that most mistakes in the data are told before a model is loaded.
+
+    What is held out are the first block's documents that are chosen by their content; others that are chosen are
+    trained on nowhere, either. Errors: DataError for unusable data.
+    """
+    data, fraction = recipe.data, sources.held_out_fraction(recipe)
+    files = stream_pieces.find(data.path, data.pattern, data.text_column, sources.Selection.of(recipe, data))
+    buffer_bytes = data.shuffle_buffer_mib * 2**20
+    pieces = stream_pieces.cut(files, buffer_bytes)
+    if not pieces:
+        raise DataError(f"{data.path}: its files are empty; correct data.path or data.pattern")
+    blocks = stream_pieces.Blocks(pieces, buffer_bytes, recipe.seed)
+    folder = _Folder(recipe)
+
+    def read(block: int) -> token_store.Corpus:
+        source = stream_pieces.PieceSource(data.path, (), data.text_column, blocks[block])
+        key = digest(data.text_column, fraction, encoder.identity, *map(astuple, source.pieces))
+        return token_store.load_into(folder.of(block, key), key, source, encoder, fraction)
+
+    first = read(0)
+    read_as = (data.text_column, data.shuffle_buffer_mib, fraction, encoder.identity)
+    fingerprint = digest(stream_pieces.fingerprint(files), *read_as)
+    facts = {
+        "files": len(files),
+        "megabytes": round(sum(file.size for file in files) / 1e6, 1),
+        "blocks_per_epoch": blocks.per_epoch,
+        "first_block_documents": len(first.train.offsets) - 1,
+        "first_block_tokens": len(first.train.tokens),
+    }
+    train = StreamRows(lambda block: make_rows(read(block).train), folder.drop, blocks.per_epoch, fingerprint, facts)
+    held_out = None
+    if recipe.evaluation is not None:
+        held_out = make_rows(_evaluated(recipe, recipe.evaluation, encoder).train)
+    elif fraction > 0:
+        held_out = make_rows(first.held_out)
+    loaded = splits.Parts(train, held_out, first.empty_documents, _origin(data, files))
+    if recipe.evaluation is not None:
+        splits.check_held_out(loaded, recipe)
+    elif held_out is not None and not len(held_out):
+        raise DataError(
+            f"{data.path}: no document is held out (data.held_out_fraction={fraction:g} of the "
+            f"{len(first.train.offsets) - 1} documents of the first block); raise it, or data.shuffle_buffer_mib, or "
+            "set evaluate.path"
+        )
+    return loaded
+
+
+def _origin(data: Data, files: tuple[stream_pieces.File, ...]) -> dict[str, str]:
+    """Of a split of the hub, as parts.Parts.counts has it."""
+    if not files[0].name.startswith("hf://") or "@" not in files[0].relative:
+        return {}
+    name, commit = "/".join(files[0].relative.split("/")[:2]).split("@")
+    return {splits.ORIGIN: f"{name}, config {data.config or 'default'}, split {data.split}, commit {commit}"}
+
+
+def _evaluated(recipe: Recipe, data: Data, encoder: Encoder) -> token_store.Corpus:
+    """All of what is evaluated on. Of the hub the split's files are read alone, and not all of the data set first."""
+    cache, selection = location(data.cache_dir), sources.Selection.of(recipe, data)
+    if address(data.path) is None:
+        source = sources.find(data.path, data.pattern, data.text_column, selection)
+        return token_store.load(source, encoder, 0.0, cache)
+    files = stream_pieces.find(data.path, data.pattern, data.text_column, selection)
+    pieces = tuple(stream_pieces.cut(files, data.shuffle_buffer_mib * 2**20))
+    source = stream_pieces.PieceSource(data.path, (), data.text_column, pieces)
+    key = digest("evaluated", data.text_column, encoder.identity, *map(astuple, pieces))
+    return token_store.load_into(cache / "tokens" / key, key, source, encoder, 0.0)
+
+
+class _Folder:
+    """Where the blocks of a run lie: the first one, for what is held out, and those about the position that is read.
+
+    Each run has its own, because it takes away what it does not need any more; the first process of each machine does.
+    """
+
+    def __init__(self, recipe: Recipe):
+        run = digest(str(Path(recipe.output_dir).absolute()))
+        self._path = location(recipe.data.cache_dir) / "streams" / run
+        self._clears = os.environ.get("LOCAL_RANK", "0") == "0"
+
+    def of(self, block: int, key: str) -> Path:
+        return self._path / f"{block:08d}_{key}"
+
+    def drop(self, before: int) -> None:
+        for folder in self._path.glob("[0-9]*_*") if self._clears else ():
+            if 0 < int(folder.name.split("_")[0]) < before:
+                shutil.rmtree(folder, ignore_errors=True)

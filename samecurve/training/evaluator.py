@@ -1,0 +1,49 @@
+"""The metrics of everything that is held out; while a model is trained, and afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from samecurve.data.batches import EvaluationBatches
+from samecurve.data.datasets.base import Rows
+from samecurve.interfaces.engine import EvalResult
+
+if TYPE_CHECKING:
+    from samecurve.interfaces.engine import Engine
+    from samecurve.interfaces.task import Task
+
+
+class Evaluation:
+    """Each source of a mixture is evaluated by itself, so that its loss is known under every engine."""
+
+    def __init__(
+        self, rows: Rows, micro_batch_size: int, shard: tuple[int, int], alive: Callable[[], None] = lambda: None
+    ):
+        """See EvaluationBatches."""
+        self._sources = {
+            source: EvaluationBatches(part, micro_batch_size, shard, alive)
+            for source, part in enumerate(rows.parts)
+            if len(part)
+        }
+        self._mixed = len(rows.parts) > 1
+
+    @property
+    def num_micro_batches(self) -> int:
+        return sum(map(len, self._sources.values()))
+
+    def metrics(self, engine: Engine, task: Task) -> dict[str, float]:
+        """The task's over all rows, each counted once; of a mixture also eval_loss_source_N."""
+        results = {source: engine.evaluate(batches) for source, batches in self._sources.items()}
+        if not self._mixed:
+            return task.metrics(results[0])
+        losses = {f"eval_loss_source_{source}": result.loss for source, result in results.items()}
+        return task.metrics(_merged(list(results.values()))) | losses
+
+
+def _merged(results: list[EvalResult]) -> EvalResult:
+    """Of several evaluations the one over the rows of all of them."""
+    tokens = sum(result.tokens for result in results)
+    loss = sum(result.loss * result.tokens for result in results) / max(tokens, 1)
+    statistics = zip(*(result.statistics for result in results), strict=True)
+    return EvalResult(loss, tokens, tuple(map(sum, statistics)))

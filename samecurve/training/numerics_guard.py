@@ -1,0 +1,138 @@
+"""What keeps a run from training on after something went wrong in its numbers. The same decision on every rank."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from samecurve.errors import DataError, NumericError
+
+if TYPE_CHECKING:
+    from samecurve.config.schema import Guard as Settings
+    from samecurve.data.batches import StepBatches
+    from samecurve.distributed.control_group import World
+    from samecurve.interfaces.engine import Engine, StepResult
+    from samecurve.run.run_directory import RunDirectory
+
+MOST_ROLLBACKS = 3
+
+
+class Guard:
+    def __init__(self, settings: Settings, run: RunDirectory, world: World):
+        self._settings, self._run, self._world = settings, run, world
+        self._skipped_in_a_row = self._rollbacks = 0
+        self._first_skipped = self._num_tokens = 0
+
+    def check(self, step: int, result: StepResult, batches: StepBatches) -> None:
+        """Write a refused step and its rows down. Raises NumericError after guard.max_skipped_steps in a row.
+
+        Only an update ends such a row: a step without trained tokens and an fp16 overflow say nothing of the weights.
+        """
+        self._num_tokens += result.tokens
+        if result.applied:
+            self._skipped_in_a_row = 0
+        if not result.refused:
+            return
+        self._skipped_in_a_row += 1
+        if self._skipped_in_a_row == 1:
+            self._first_skipped = step
+        self._write(step, result, result.refused, batches)
+        if self._skipped_in_a_row > self._settings.max_skipped_steps:
+            raise NumericError(
+                f"step {step}: {result.refused}; it was not applied and the weights were not touched. "
+                f"That is {self._skipped_in_a_row} in a row, and guard.max_skipped_steps is "
+                f"{self._settings.max_skipped_steps}; the rows are in {self._run.path / 'skipped.jsonl'}"
+            )
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether steps were refused and none was applied since: nothing has shown that the weights are still good.
+
+        No checkpoint is written then. A run that is resumed does these steps again, and counts them.
+        """
+        return self._skipped_in_a_row > 0
+
+    def check_last(self, step: int, updates: int) -> None:
+        """After the last step, before it is saved. updates: how many the weights have seen, earlier sessions included.
+
+        Raises NumericError where the last steps were refused, however few: no later one shows whether their rows were
+        bad or the weights are. Raises NumericError or DataError where nothing was trained at all.
+        """
+        if self._skipped_in_a_row:
+            good = self._first_skipped - 1
+            raise NumericError(
+                f"the run ends without an update after step {good}: what came then was not applied, and no later step "
+                "shows whether the weights are still good, so they are not exported. Lower optimizer.learning_rate, or "
+                f"correct the rows in {self._run.path / 'skipped.jsonl'}"
+            )
+        if updates:
+            return
+        if not self._num_tokens:
+            raise DataError(
+                f"none of the rows of {step} steps has a trained token, so nothing was trained; python -m samecurve "
+                "inspect shows what is trained in each row"
+            )
+        raise NumericError(
+            f"none of {step} steps was applied: the gradients of all of them were out of fp16's range, and the loss "
+            "scale is still being lowered; train more steps, or set precision to bf16 or fp32"
+        )
+
+    def spiked(self, step: int, result: StepResult, smoothed_loss: float | None, batches: StepBatches) -> bool:
+        """Whether the loss is so far above the smoothed one that the run should go back to a checkpoint's weights.
+
+        After Chowdhery et al. 2022 (PaLM, arXiv:2204.02311, section 5.1): weights from before the spike, rows after it.
+        Raises NumericError when that has not helped several times in a row.
+        """
+        ratio = self._settings.rollback_ratio
+        if ratio is None or smoothed_loss is None or result.refused or result.tokens == 0:
+            return False
+        if not result.loss > ratio * smoothed_loss:
+            self._rollbacks = 0
+            return False
+        self._rollbacks += 1
+        reason = f"the loss is {result.loss:.6g}, {result.loss / smoothed_loss:.2f} times the smoothed one"
+        self._write(step, result, reason, batches)
+        if self._rollbacks > MOST_ROLLBACKS:
+            raise NumericError(f"step {step}: {reason}, after {MOST_ROLLBACKS} roll-backs in a row")
+        return True
+
+    def compare_replicas(self, step: int, engine: Engine) -> bool:
+        """Every guard.compare_replicas_every_steps: whether it was this step.
+
+        Raises NumericError that names the rank whose weights differ.
+        """
+        every = self._settings.compare_replicas_every_steps
+        if not every or step % every:
+            return False
+        own = {label: _digest(tensor) for label, tensor in engine.state.replicas()}
+        found = _differing(self._world.exchange(own))
+        if found:
+            listed = "\n".join(f"  rank {rank}: {len(labels)} differ, first {labels[0]}" for rank, labels in found)
+            raise NumericError(
+                f"step {step}: weights that ranks hold alike are not equal, so one of them computed or kept something "
+                f"wrong (memory, device, network); go on from the last checkpoint without that machine\n{listed}"
+            )
+        return True
+
+    def _write(self, step: int, result: StepResult, reason: str, batches: StepBatches) -> None:
+        record = {"step": step, "reason": reason, "loss": str(result.loss), "grad_norm": str(result.grad_norm)}
+        self._run.append_skipped(record | {"rows": batches.rows_of(step - 1).tolist()})
+
+
+def _differing(of_all: list[dict[str, str]]) -> list[tuple[int, list[str]]]:
+    """(rank, labels) of those that are not as the majority has them; with two ranks, of both."""
+    found = []
+    labels_of_all = {label for own in of_all for label in own}
+    values = {label: Counter(own[label] for own in of_all if label in own) for label in labels_of_all}
+    for rank, own in enumerate(of_all):
+        labels = [label for label, digest in own.items() if 2 * values[label][digest] <= values[label].total()]
+        if labels:
+            found.append((rank, labels))
+    return found
+
+
+def _digest(tensor) -> str:
+    import torch
+
+    return hashlib.sha256(tensor.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy()).hexdigest()

@@ -1,0 +1,210 @@
+"""What the training loop works with, put together in the order in which one part needs another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING
+
+from samecurve.checkpoint.manager import Checkpoints, Position
+from samecurve.checkpoint.resume import read_state
+from samecurve.data.batches import StepBatches
+from samecurve.distributed.control_group import World
+from samecurve.engines import factory
+from samecurve.errors import NothingToDo, NumericError, Preempted
+from samecurve.export.hf_export import export
+from samecurve.export.model_card import Made, write_card
+from samecurve.metrics.console import Progress
+from samecurve.metrics.data_wait import WaitAdvice
+from samecurve.metrics.meter import Meter
+from samecurve.metrics.profiling import recorder
+from samecurve.models import fp8, liger, matmul_speed, weights
+from samecurve.models.compilation import Recompilations
+from samecurve.run.metadata import decisive, run_facts
+from samecurve.specs.model_families import check_packing
+from samecurve.tasks import registry
+from samecurve.training.evaluator import Evaluation
+from samecurve.training.gc_schedule import on_schedule
+from samecurve.training.numerics_guard import Guard
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from accelerate import Accelerator
+    from torch import Tensor
+
+    from samecurve.data.batches import MicroBatch
+    from samecurve.run.lifecycle import Surroundings
+    from samecurve.run.run_directory import RunDirectory
+    from samecurve.strategy.plan import Plan
+
+
+class Session:
+    """One start of train.py: from the first step, or from where an earlier session's checkpoint is, to the end.
+
+    start: the Position that it began from. See Plan, RunDirectory and Surroundings for the rest.
+    """
+
+    def __init__(self, plan: Plan, accelerator: Accelerator, run: RunDirectory, watch: Surroundings):
+        recipe = plan.recipe
+        self.recipe, self.accelerator, self.run, self.watch = recipe, accelerator, run, watch
+        self.world = World()  # all ranks are there
+        watch.phase("build")
+        self.task = task = registry.load_together(recipe, self.world)
+        self.skeleton = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
+        check_packing(self.skeleton.config.model_type, recipe.data.packing)
+        liger.check_family(recipe.model.kernels, self.skeleton.config.model_type)
+        self.progress = Progress(recipe.steps, recipe.logging.every_steps, enabled=accelerator.is_main_process)
+
+        facts = decisive(plan, self.skeleton, self.task)
+        background = _saves_in_background(plan)
+        self.checkpoints = Checkpoints(run, facts, self.world, self.progress.say, watch.busy, background)
+        found = self.checkpoints.find(plan.resume)
+        self._end_if_done(found)
+        self.engine = factory.build(accelerator, plan, self.skeleton, self.task)
+        watch.phase("prepare")
+        task.prepare(self.engine, recipe, self.skeleton, self.world, watch.alive)
+        watch.phase("load")
+        self.start = self.checkpoints.load(found, self.engine) if found else Position()
+        run.begin(self.start.step, self.start.record, watch.busy)
+
+        shard, batch = self.engine.shard, recipe.batch
+        self.batches = StepBatches(
+            self.task.train,
+            recipe.seed,
+            batch,
+            shard,
+            recipe.steps,
+            self.start.step,
+            self.start.samples,
+            self.start.anchor,
+            recipe.data.num_workers,
+        )
+        self.held_out = None
+        if self.task.held_out is not None:
+            self.held_out = Evaluation(self.task.held_out, batch.micro_batch_size, shard, watch.alive)
+        self._logging = True
+        earlier = self.start.record.get("recompilations", 0)
+        self.recompilations = Recompilations(recipe.compile != "off", self.progress.say, earlier)
+        self.guard = Guard(recipe.guard, run, self.world)
+        chunked = self.engine.describe()["loss_implementation"] != "full"
+        self.meter = Meter.for_run(recipe, self.skeleton, accelerator, task, chunked)
+        self.meter.state = self.start.meter
+        self._advice = WaitAdvice(recipe.data)
+        self._introduce(plan, found, facts["adapter"])
+
+    def profiled_batches(self) -> Iterator[list[MicroBatch]]:
+        """`batches`, with a recording of the steps that profile.steps asks for, and what is due between steps."""
+        around = recorder.Surroundings(
+            folder=self.run.profile,
+            rank=self.world.rank,
+            say=self.progress.say if self.world.is_main else print,
+            alive=self.watch.busy,
+            restart_clock=self.meter.start,
+            held=self.engine.held_bytes,
+        )
+        steps = recorder.recorded(self.batches, self.recipe.profile, around)
+        every = self.recipe.memory.garbage_collection_steps
+        others = (self.recipe.evaluate.every_steps, self.recipe.checkpoint.every_steps)
+        return on_schedule(steps, self.start.step + 1, every, others, self.meter.start)
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """An error that all ranks raise alike leaves the checkpoint that is being written time to be committed."""
+        try:
+            yield
+        except NumericError:
+            with suppress(NumericError):  # the first one says more
+                self.checkpoints.wait()
+            raise
+
+    def log(self, record: dict) -> None:
+        """To the trackers. A disk that takes no more events is told once, and no reason to end the run."""
+        self.progress.say(self._advice.after(record))
+        self.progress.say(self.meter.doubt(record))
+        if not self._logging:
+            return
+        try:
+            self.accelerator.log(self.meter.scalars(record), step=record["step"])
+        except OSError as error:
+            self._logging = False
+            self.progress.say(
+                f"{self.run.tensorboard}: {error}; nothing more is written there, metrics.jsonl has it all"
+            )
+
+    def roll_back(self, updates: int) -> int:
+        """After a loss spike. Returns the number of updates that the weights have seen now."""
+        position = self.checkpoints.roll_back(self.engine)
+        if position is None:
+            return updates
+        self.meter.state = position.meter
+        self.meter.start()
+        return position.updates
+
+    def stop_if_asked(self, here: Position) -> None:
+        """When any rank was asked to stop: a committed checkpoint of this step, then Preempted on all ranks."""
+        self.watch.phase("boundary", here.step)
+        reason = self.world.agree(self.watch.requested)
+        if reason:
+            self.watch.phase("save", here.step)
+            self.checkpoints.secure(self.engine, here)
+            raise Preempted(f"{reason}: saved after step {here.step}; the same command goes on from there")
+
+    def export(self) -> None:
+        self.watch.phase("export", self.recipe.steps)
+        where, is_main = self.run.model, self.accelerator.is_main_process
+        card = partial(write_card, self.run.path, Made())
+        beside = self.task.write_beside
+        export(
+            self._parameters(),
+            self.skeleton,
+            self.task.tokenizer,
+            where,
+            is_main,
+            card=card,
+            write_beside=beside,
+            busy=self.watch.busy,
+        )
+        self.run.sync_metrics()
+        self.progress.say(f"the trained model is in {self.run.model}")
+
+    def _end_if_done(self, found: Path | None) -> None:
+        """Raises NothingToDo, on all ranks, where the same command was given again after it had come to its end."""
+        is_done = self.world.exchange(self.run.is_done)[0]
+        if found and is_done and read_state(found)["step"] >= self.recipe.steps:
+            raise NothingToDo(
+                f"already done at step {self.recipe.steps}, nothing to train: the model is in {self.run.model}; more "
+                "steps=..., another output_dir or --start_over would train"
+            )
+
+    def _parameters(self) -> Iterator[tuple[str, Tensor | None]]:
+        for pair in self.engine.parameters():
+            self.watch.alive()
+            yield pair
+
+    def _introduce(self, plan: Plan, found, adapter: dict | None) -> None:
+        described = weights.describe(self.skeleton, self.recipe) | self.engine.describe() | {"adapter": adapter}
+        described |= {"allocator": factory.allocator(self.accelerator)}
+        described |= {"num_fp8_modules": fp8.count(self.skeleton, self.recipe.fp8)}
+        facts = run_facts(plan, described, self.task.describe(), factory.device_name(self.accelerator))
+        facts |= {"flops": self.meter.flops, "counts": self.task.counts}
+        device = self.accelerator.device
+        slow = matmul_speed.warning(self.recipe, self.skeleton, device) if self.accelerator.is_main_process else ""
+        facts |= {"precision_warning": slow or None}
+        facts |= {"resumed_from": found and str(found), "start_step": self.start.step}
+        parts = {"train": self.task.train, "held_out": self.task.held_out}
+        facts |= {"data_fingerprints": {name: rows.fingerprint for name, rows in parts.items() if rows is not None}}
+        self.run.write_run(facts)
+        # steps that are done again replace those that the earlier session wrote after its checkpoint
+        purge = {"purge_step": self.start.step + 1}
+        self.accelerator.init_trackers(self.run.tensorboard.name, init_kwargs={"tensorboard": purge})
+        self.progress.say(self.run.notice)
+        self.progress.header(facts)
+        self.progress.say(factory.core_advice(self.accelerator, plan.strategy, self.world))
+
+
+def _saves_in_background(plan: Plan) -> bool:
+    """By default, unless what is to be saved lies on NVMe: the copy would not fit into host memory."""
+    chosen = plan.recipe.checkpoint.background
+    return "optimizer:nvme" not in plan.strategy.offload if chosen is None else chosen

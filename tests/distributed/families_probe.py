@@ -1,0 +1,60 @@
+"""Run under a launcher with train.py's arguments, after a folder: each model in it is loaded, trained and exported.
+
+One process group serves all of them. FOLDER/FAMILY/start holds what transformers wrote; FOLDER/FAMILY/NAME_OF_RUN gets
+the export and logits.pt: the losses of the steps, and the live model's logits with the rows that gave them.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from samecurve.config.schema import Model
+from samecurve.data.batches import EvaluationBatches, StepBatches
+from samecurve.engines import factory
+from samecurve.export.hf_export import export
+from samecurve.models import weights
+from samecurve.run import lifecycle
+from samecurve.tasks import registry
+
+STEPS = 2
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    plan = factory.plan(sys.argv[2:], os.environ)
+    accelerator = factory.start(plan)
+    task = registry.load(plan.recipe)
+    loss, kept = task.loss, []
+    task.loss = lambda logits, labels: kept.append((logits.detach().clone(), labels)) or loss(logits, labels)
+    for start in sorted(folder.glob("*/start")):
+        recipe = plan.recipe.model_copy(update={"model": Model(path=str(start))})
+        found = trained(accelerator, replace(plan, recipe=recipe), task, kept)
+        if accelerator.is_main_process:
+            torch.save(found, start.parent / Path(recipe.output_dir).name / "logits.pt")
+        gc.collect()
+    accelerator.end_training()
+
+
+def trained(accelerator, plan, task, kept: list) -> dict:
+    recipe = plan.recipe
+    skeleton = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens)
+    engine = factory.build(accelerator, plan, skeleton, task)
+    steps = StepBatches(task.train, recipe.seed, recipe.batch, engine.shard, num_steps=STEPS)
+    losses = [engine.step(micro_batches, 1e-3).loss for micro_batches in steps]
+    kept.clear()
+    held_out = EvaluationBatches(task.held_out, recipe.batch.micro_batch_size, engine.shard)
+    engine.evaluate(held_out)
+    target = Path(recipe.model.path).with_name(Path(recipe.output_dir).name)
+    export(engine.parameters(), skeleton, task.tokenizer, target, accelerator.is_main_process)
+    described = {"engine": engine.describe()["engine"], "attention": weights.describe(skeleton, recipe)["attention"]}
+    return {"losses": losses, "logits": kept[0][0], "inputs": held_out[0].inputs, **described}
+
+
+if __name__ == "__main__":
+    lifecycle.end_with(main)

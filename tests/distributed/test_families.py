@@ -1,0 +1,74 @@
+"""What transformers wrote, loaded by a strategy, trained, exported and read by plain transformers: family by family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from harness import launch_command
+from test_equal_curves import ENGINES
+from tiny_families import STORED_ALIKE, STORED_OTHERWISE, round_trip_config
+from transformers import AutoModelForCausalLM
+
+from samecurve.models.weight_files import weight_files
+
+FAMILIES = [*STORED_OTHERWISE, *STORED_ALIKE]
+EVERY_DAY = ["gpt_neox", "mixtral", "bloom"]
+WITHOUT_SDPA = {"bloom": "eager", "gpt_oss": "eager", "mamba": "none"}
+STRATEGIES = {"single": 1, "fsdp": 2, "zero3": 2}
+
+
+def folders(families: list[str], folder: Path) -> None:
+    for family in families:
+        torch.manual_seed(0)
+        config = round_trip_config(family)
+        config.vocab_size = 300
+        model = AutoModelForCausalLM.from_config(config)
+        model.save_pretrained(folder / family / "start", max_shard_size="100KB")
+
+
+def trained(workspace, strategy: str, folder: Path) -> None:
+    path = workspace.strategy(strategy)
+    script = str(Path(__file__).with_name("families_probe.py"))
+    world = STRATEGIES[strategy]
+    arguments = [str(folder), str(workspace.recipe), f"output_dir={folder / strategy}"]
+    arguments += [f"batch.micro_batch_size={8 // world}", "--strategy", str(path)]
+    run = workspace.execute([*launch_command("fork", path, world, folder, script), *arguments], folder)
+    assert run.returncode == 0, run.output
+
+
+def stored(folder: Path) -> dict[str, tuple[int, ...]]:
+    return {name: tensor.shape for name, tensor in weight_files(str(folder)).items()}
+
+
+def check(family: str, strategy: str, folder: Path) -> None:
+    exported = folder / family / strategy
+    live = torch.load(exported / "logits.pt", weights_only=True)
+    alone = torch.load(folder / family / "single" / "logits.pt", weights_only=True)
+    name = AutoModelForCausalLM._model_mapping[type(round_trip_config(family))].__name__
+    assert live["engine"] == ENGINES[strategy].replace("LlamaForCausalLM", name)
+    assert live["attention"] == WITHOUT_SDPA.get(family, live["attention"])
+    assert live["losses"] == pytest.approx(alone["losses"], rel=2e-5) and live["losses"][0] != live["losses"][1]
+    assert stored(exported) == stored(folder / family / "start")
+    model, found = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
+    assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), found
+    with torch.no_grad():
+        logits = model.eval()(**live["inputs"], use_cache=False).logits
+    torch.testing.assert_close(logits.flatten(0, 1), live["logits"].flatten(0, -2), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("families", [EVERY_DAY, pytest.param(FAMILIES, marks=pytest.mark.full)], ids=["some", "all"])
+def test_round_trip_under_each_strategy(families, workspace, tmp_path):
+    assert len(FAMILIES) >= 25
+    folders(families, tmp_path)
+    for strategy in STRATEGIES:
+        trained(workspace, strategy, tmp_path)
+    problems = []
+    for family in families:
+        for strategy in STRATEGIES:
+            try:
+                check(family, strategy, tmp_path)
+            except AssertionError as error:
+                problems.append(f"{family} under {strategy}: {error}")
+    assert not problems, "\n".join(problems)

@@ -1,0 +1,136 @@
+"""The documentation is consistent: links and anchors, paths, recipe keys, the generated reference, the site."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from pages import PAGES, ROOT, anchors, prose, text
+
+from samecurve.config import reference
+from samecurve.config.schema import Recipe
+from samecurve.config.section import Section
+
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+MKDOCS = os.environ.get("SAMECURVE_MKDOCS", "")
+
+
+def broken_links(name: str, markdown: str) -> list[str]:
+    """Links of a page to files that are not there, or to headings that they do not have."""
+    wrong = []
+    for link in LINK.findall(markdown):
+        path, _, anchor = link.partition("#")
+        target = (ROOT / name).parent / path if path else ROOT / name
+        if "://" in link:
+            continue
+        if not target.exists() or (anchor and anchor not in anchors(target.read_text())):
+            wrong.append(link)
+    return wrong
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_to_files_and_headings(name):
+    assert broken_links(name, prose(name)) == []
+
+
+def test_enough_links_are_seen():
+    assert sum(len(LINK.findall(prose(name))) for name in PAGES) > 100
+    assert broken_links("docs/data.md", "[a](nowhere.md) [b](data.md#nothing) [c](#columns) [d](../README.md)") == [
+        "nowhere.md",
+        "data.md#nothing",
+    ]
+
+
+def test_every_page_is_linked_from_the_readme_and_the_index():
+    pages = {Path(name).name for name in PAGES if name.startswith("docs/")} - {"index.md"}
+    for name in ("README.md", "docs/index.md"):
+        assert {Path(link).name for link in LINK.findall(text(name))} >= pages - {"architecture.md"}, name
+    listed = re.findall(r"^\s+- [^:]+: (\S+\.md)$", text_of("mkdocs.yml"), re.MULTILINE)
+    assert set(listed) | {"architecture.md"} == pages | {"index.md", "architecture.md"}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_paths_are_there(name):
+    """Those in backticks that name a file or a folder of the repository."""
+    top = {path.name for path in ROOT.iterdir()} - {"runs"}
+    spans = [span for span in re.findall(r"`([\w./-]+)`", prose(name)) if "/" in span and span.split("/")[0] in top]
+    assert [span for span in spans if not (ROOT / span).exists()] == []
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_recipe_keys_are_keys(name):
+    """`data.path`, `memory.selective_keeps: attention`, data.path=books/; the example of an error has wrong ones."""
+    sections = {key: field.annotation for key, field in Recipe.model_fields.items()}
+    sections = {key: kind for key, kind in sections.items() if isinstance(kind, type) and issubclass(kind, Section)}
+    found = re.findall(
+        rf"(?<![\w./-])({'|'.join(sections)})\.(\w+)\b",
+        re.sub(r"^ConfigurationError.*?^```", "", text(name), flags=re.M | re.S),
+    )
+    found = [(section, key) for section, key in found if key not in ("md", "py", "yaml", "jsonl")]
+    assert [f"{section}.{key}" for section, key in found if key not in sections[section].model_fields] == []
+
+
+def test_the_recipe_reference_is_current():
+    fix = "python -m samecurve.config.reference > docs/recipe_reference.md"
+    assert text("docs/recipe_reference.md") == reference.page(), f"the schema has changed: {fix}"
+
+
+class Grown(Section):
+    """A section."""
+
+    old: int = 0
+    """A meaning
+    of two lines."""
+    new: int = 0
+
+
+def test_a_new_key_has_to_be_explained():
+    assert reference.meanings(Grown) == {"old": "A meaning of two lines."}
+    with pytest.raises(KeyError, match="new"):
+        list(reference._tables(Grown, "grown."))
+
+
+def test_the_reference_has_every_key():
+    def keys(section: type[Section], prefix: str) -> list[str]:
+        found = []
+        for key, field in section.model_fields.items():
+            kind = field.annotation
+            inner = isinstance(kind, type) and issubclass(kind, Section)
+            found += keys(kind, f"{prefix}{key}.") if inner else [f"{prefix}{key}"]
+        return found
+
+    listed = re.findall(r"^\| `([\w.\[\]]+)` \|", text("docs/recipe_reference.md"), re.MULTILINE)
+    expected = keys(Recipe, "")
+    assert sorted(key for key in listed if "[]" not in key) == sorted(expected) and len(expected) > 90
+    assert "data.mixture[].weight" in listed
+
+
+def text_of(file: str) -> str:
+    return (ROOT / file).read_text()
+
+
+def test_the_site_names_its_files():
+    """What mkdocs.yml names exists. The build itself is below, where mkdocs is installed."""
+    settings = yaml.safe_load(text_of("mkdocs.yml"))
+    assert settings["strict"] is True and settings["docs_dir"] == "docs"
+    assert all((ROOT / hook).is_file() for hook in settings["hooks"])
+    assert all("==" in line for line in text_of("requirements-docs.txt").splitlines())
+
+
+@pytest.mark.full
+@pytest.mark.skipif(
+    not Path(MKDOCS, "mkdocs").is_dir(), reason="SAMECURVE_MKDOCS names no folder that mkdocs is installed in"
+)
+def test_the_site_builds_without_a_warning(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path / "site"]
+    environment = os.environ | {"PYTHONPATH": MKDOCS, "PYTHONDONTWRITEBYTECODE": "1"}
+    built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout + built.stderr
+    pages = [Path(name).stem for name in PAGES if name.startswith("docs/") and name != "docs/index.md"]
+    assert all((tmp_path / "site" / page / "index.html").is_file() for page in pages)
+    assert (tmp_path / "site" / "repository" / "benchmarks" / "compare.svg").is_file()

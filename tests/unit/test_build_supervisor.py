@@ -1,0 +1,170 @@
+"""A build by the real ninja, whose compilers sleep: it ends with the process that asked for it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from surrounded import wait_until
+
+from samecurve.strategy import build_supervisor, preflight
+
+ROOT = Path(__file__).resolve().parents[2]
+NUM_COMPILERS = 2
+# as torch writes it: relative outputs in the working directory. ninja gives each compiler a process group of its own.
+SLOW = """
+rule compile
+  command = sh -c 'echo x >> $out.started; sleep 60; touch $out'
+build a.o: compile
+build b.o: compile
+"""
+ASKS = """
+import os, subprocess, sys
+from samecurve.strategy import preflight
+preflight.prepare_environment()
+if {supervised}:
+    preflight.supervise_builds()
+sys.exit(subprocess.run(["ninja", "-v", "-j", "2"], cwd=sys.argv[1], stdout=subprocess.PIPE).returncode)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "build.ninja").write_text(SLOW)
+    yield tmp_path
+    for process in builders(tmp_path):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def ask(folder: Path, supervised: bool = True) -> subprocess.Popen:
+    """As a rank does: torch runs ninja by its name."""
+    code = ASKS.format(supervised=supervised)
+    return subprocess.Popen([sys.executable, "-c", code, str(folder)], env=os.environ | {"PYTHONPATH": str(ROOT)})
+
+
+def builders(folder: Path) -> list[psutil.Process]:
+    """ninja, its shells and what they run."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE and process.cwd() == str(folder):
+                found.append(process)
+    return found
+
+
+def compiles(folder: Path) -> bool:
+    """ninja, the supervisor where there is one, two shells and what each of them waits for."""
+    started = sum(len(path.read_text().split()) for path in folder.glob("*.started"))
+    return started == NUM_COMPILERS and sum(each.name() == "sleep" for each in builders(folder)) == NUM_COMPILERS
+
+
+def supervisor(folder: Path) -> psutil.Process:
+    return next(each for each in builders(folder) if any("build_supervisor" in word for word in each.cmdline()))
+
+
+def kill(process: psutil.Process | subprocess.Popen) -> None:
+    process.kill()
+    process.wait()
+
+
+def test_without_a_supervisor_it_goes_on(folder):
+    """What the supervisor is for. When this fails, ninja or torch have learned it."""
+    rank = ask(folder, supervised=False)
+    wait_until(lambda: compiles(folder), "compilers")
+    kill(rank)
+    time.sleep(1)
+    assert compiles(folder)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_it_ends_with_the_process_that_asked(number, folder):
+    rank = ask(folder)
+    wait_until(lambda: compiles(folder), "compilers")
+    rank.send_signal(number)
+    rank.wait()
+    wait_until(lambda: not builders(folder), "no builder", seconds=5)
+    assert not list(folder.glob("*.o"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the signal of a parent's death is Linux's")
+def test_it_ends_when_the_supervisor_is_killed_too(folder):
+    rank = ask(folder)
+    wait_until(lambda: compiles(folder), "compilers")
+    watching = supervisor(folder)
+    kill(rank)
+    watching.kill()
+    wait_until(lambda: not builders(folder), "no builder", seconds=5)
+
+
+def test_the_next_build_ends_what_is_left_of_the_one_before_it(folder):
+    """As where nothing ended it in time; a process that is only there by chance stays."""
+    left = subprocess.Popen(["sleep", "60"], cwd=folder, start_new_session=True)
+    other = subprocess.Popen(["sleep", "60"], cwd=folder, start_new_session=True)
+    try:
+        (folder / build_supervisor.BUILDER).write_text(str(left.pid))
+        (folder / "build.ninja").write_text("rule touch\n  command = touch $out\nbuild a.o: touch\n")
+        assert ask(folder).wait() == 0
+        assert left.poll() == -signal.SIGKILL and other.poll() is None
+        assert (folder / build_supervisor.BUILDER).read_text() == "" and (folder / "a.o").exists()
+    finally:
+        left.kill(), other.kill()
+
+
+def test_two_builds_do_not_share_a_folder(folder):
+    """The second compiles when the first is killed, and not before."""
+    first = ask(folder)
+    wait_until(lambda: compiles(folder), "compilers")
+    second = ask(folder)
+    wait_until(lambda: len([each for each in builders(folder) if each.name().startswith("python")]) == 2, "the second")
+    time.sleep(0.5)
+    assert compiles(folder)
+    for path in folder.glob("*.started"):
+        path.unlink()
+    kill(first)
+    wait_until(lambda: compiles(folder), "the second's compilers")
+    kill(second)
+    wait_until(lambda: not builders(folder), "no builder", seconds=5)
+
+
+def test_one_that_waits_ends_with_the_process_that_asked(folder):
+    ask(folder)
+    wait_until(lambda: compiles(folder), "compilers")
+    before = {each.pid for each in builders(folder)}
+    second = ask(folder)
+    wait_until(lambda: {each.pid for each in builders(folder)} - before, "the second")
+    kill(second)
+    wait_until(lambda: {each.pid for each in builders(folder)} == before, "only the first", seconds=5)
+
+
+@pytest.mark.parametrize(("command", "code"), [("touch $out", 0), ("false", 1)])
+def test_it_is_ninja_to_who_asks(command, code, folder, monkeypatch):
+    monkeypatch.setenv("PATH", os.environ["PATH"])
+    for name in ("SAMECURVE_PYTHON", build_supervisor.RANK):
+        monkeypatch.setenv(name, "")
+    preflight.prepare_environment()
+    plain = subprocess.run(["ninja", "--version"], capture_output=True, text=True, check=True)
+    preflight.supervise_builds()
+    assert subprocess.run(["ninja", "--version"], capture_output=True, text=True).stdout == plain.stdout
+    (folder / "build.ninja").write_text(f"rule run\n  command = {command}\nbuild a.o: run\n")
+    done = subprocess.run(["ninja", "-v"], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == code and command.partition(" ")[0] in done.stdout
+
+
+def test_it_does_not_pass_for_an_installed_ninja(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(build_supervisor.SUPERVISED))
+    done = subprocess.run(
+        [sys.executable, build_supervisor.__file__, "-v"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 127 and "ninja: not found" in done.stderr
+
+
+def test_the_script_may_be_run():
+    assert os.access(build_supervisor.SUPERVISED / "ninja", os.X_OK)

@@ -1,0 +1,66 @@
+"""Epochs of every task against a loop of transformers and torch on the same set of rows, which it reads by itself.
+
+Where a step takes the whole data set, nothing about the order of rows is asked of samecurve: the first gradient is that
+of all rows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TASKS = ("pretrain", "continue_pretrain", "sft", "distill", "dpo", "reward", "classify", "embed", "mlm")
+# (rows, rows per step, steps): all rows at once; two epochs, the end of the first one inside of a step
+SHORT, LONG = ([12, 12, 2], [14, 4, 7]), ([60, 60, 3], [60, 8, 15], [100, 64, 25])
+PACKED_STEPS = 12  # of texts that are cut into rows there are more, and so are the steps of an epoch
+
+
+def run(folder: Path, shapes) -> dict[str, list[dict]]:
+    probe = Path(__file__).with_name("epoch_probe.py")
+    wanted = dict.fromkeys(TASKS, shapes)
+    wanted["pretrain"] = [[*sizes, max(steps, PACKED_STEPS)] for *sizes, steps in shapes]
+    command = [sys.executable, str(probe), str(folder), json.dumps(wanted)]
+    around = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=around, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {task: [line for line in lines if line["task"] == task] for task in TASKS}
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("epochs"), SHORT)
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("epochs"), LONG)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_two_epochs_are_those_of_a_plain_loop(task, short):
+    check(short[task], len(SHORT))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("task", TASKS)
+def test_long_epochs_are_those_of_a_plain_loop(task, long):
+    check(long[task], len(LONG))
+
+
+def check(found: list[dict], num_shapes: int) -> None:
+    assert len(found) == num_shapes
+    for line in found:
+        read = [row for step in line["steps"] for row in step]
+        assert len(read) >= line["rows"] and all(len(set(step)) == len(step) for step in line["steps"])
+        for start in range(0, len(read) - line["rows"] + 1, line["rows"]):
+            assert sorted(read[start : start + line["rows"]]) == list(range(line["rows"]))
+        for (loss, norm), (expected_loss, expected_norm) in zip(line["ours"], line["plain"], strict=True):
+            assert loss == pytest.approx(expected_loss, rel=2e-5)
+            assert norm == pytest.approx(expected_norm, rel=2e-4)

@@ -1,0 +1,133 @@
+"""What status.json says of a start that was refused, and that every reader bears a damaged one."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from test_cli import finished
+from test_rundir import DAMAGED, finished_run
+
+from samecurve.bench import jobs
+from samecurve.cli import commands
+from samecurve.errors import ConfigurationError, NothingToDo, TopologyError
+from samecurve.reports.run_summary import Run
+from samecurve.run import lifecycle
+from samecurve.run.run_directory import RunDirectory
+from samecurve.run.sessions import sessions
+from samecurve.run.status import read_status, refusals
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def done(tmp_path) -> Path:
+    """The status file of a run that is done."""
+    return finished_run(tmp_path / "run").path / "status.json"
+
+
+def refuse(directory: Path, kind: type = ConfigurationError, rank: str = "0") -> None:
+    error = kind("2 problems\n  a\n  b")
+    error.output_dir = str(directory)
+    with pytest.raises(kind), refusals({"RANK": rank}):
+        raise error
+
+
+@pytest.mark.parametrize(("kind", "code"), [(ConfigurationError, 2), (TopologyError, 6)])
+def test_the_earlier_state_stays_and_the_refused_start_is_beside_it(kind, code, done):
+    before = json.loads(done.read_text())
+    for _ in range(2):
+        refuse(done.parent, kind)
+    told = json.loads(done.read_text())
+    refused = told.pop("refused_start")
+    assert told == before and refused.keys() == {"reason", "exit_code", "time"}
+    assert (refused["reason"], refused["exit_code"]) == ("2 problems\n  a\n  b", code)
+
+
+def test_only_rank_0_writes(done):
+    before = done.read_bytes()
+    refuse(done.parent, rank="1")
+    assert done.read_bytes() == before
+
+
+def test_no_directory_is_made_and_none_but_a_runs_is_touched(tmp_path):
+    refuse(tmp_path / "new")
+    (tmp_path / "other").mkdir()
+    refuse(tmp_path / "other")
+    assert [path.name for path in tmp_path.rglob("*")] == ["other"]
+
+
+def test_the_status_of_a_live_run_is_its_own(tmp_path):
+    run = RunDirectory(tmp_path)
+    run.status("running")
+    before = (tmp_path / "status.json").read_bytes()
+    refuse(tmp_path)
+    assert (tmp_path / "status.json").read_bytes() == before
+
+
+def test_a_start_that_is_accepted_removes_it(done):
+    refuse(done.parent)
+    run = RunDirectory(done.parent)
+    run.begin()
+    assert json.loads(done.read_text())["state"] == "running" and "refused_start" not in json.loads(done.read_text())
+
+
+def test_a_start_that_has_nothing_to_do_removes_it(done):
+    before = done.read_bytes()
+    refuse(done.parent)
+    with pytest.raises(NothingToDo), lifecycle.recorded(RunDirectory(done.parent)):
+        raise NothingToDo("already done")
+    assert done.read_bytes() == before
+
+
+def test_one_that_was_killed_while_it_started_is_over(done):
+    """What counts how often a step failed is kept."""
+    status = {"state": "running", "earlier": {"state": "preempted", "step": 4}, "failing_step": 5, "failures": 2}
+    done.write_text(json.dumps(status))
+    refuse(done.parent)
+    told = json.loads(done.read_text())
+    refused = told.pop("refused_start")
+    assert told == {"state": "preempted", "step": 4}
+    assert (refused["failing_step"], refused["failures"]) == (5, 2)
+
+
+def test_summary_and_report_say_it(tmp_path, capsys):
+    finished(tmp_path, "r.yaml")
+    refuse(tmp_path)
+    assert commands.main(["summary", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "state         done"
+    assert re.fullmatch(r"refused start exit code 2, \d{4}-.*\+00:00: 2 problems", lines[1])
+    assert lines[2:4] == ["                a", "                b"]
+    assert commands.main(["report", str(tmp_path)]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert re.search(r'<p class="bad">A later start was refused \(exit code 2, [^ ]+: 2 problems\n  a\n  b\)</p>', page)
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_every_reader_bears_a_damaged_one(content, tmp_path, capsys):
+    finished(tmp_path, "r.yaml")
+    (tmp_path / "status.json").write_bytes(content)
+    assert commands.main(["summary", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "state         unknown"
+    assert commands.main(["report", str(tmp_path)]) == 0
+    assert Run.read(tmp_path).state == sessions(tmp_path)[-1].ended == "not known"
+    log = tmp_path / "log"
+    log.write_text("exitcode : 3")
+    assert jobs._exit_code(tmp_path, log, 1) == 3
+    assert jobs._reason(tmp_path, log, 3) == f"ended with code 3, see {log}"
+
+
+def test_there_is_one_reader():
+    readers = re.compile(r"""read_json\([^)]*(status\.json|STATUS)|status\.json"\)\.read_""")
+    files = [*(ROOT / "samecurve").rglob("*.py"), *(ROOT / "scripts").rglob("*.py")]
+    assert len(files) > 150
+    assert [str(path) for path in files if readers.search(path.read_text())] == []
+
+
+def test_a_status_that_cannot_be_read_is_damaged(tmp_path):
+    (tmp_path / "status.json").mkdir()
+    assert "Is a directory" in read_status(tmp_path / "status.json")["damaged"]
+    assert read_status(tmp_path / "none" / "status.json") == {}
