@@ -16,12 +16,11 @@ import numpy as np
 from samecurve.data import sources
 from samecurve.data.formats import parse_row, unreadable
 from samecurve.data.sampler import rows_in_steps
-from samecurve.data.stream_files import File, find
+from samecurve.data.stream_files import File
 from samecurve.errors import DataError
 from samecurve.specs.file_kinds import COMPRESSED, table_kind
 from samecurve.storage.cache import digest
 
-__all__ = ["Blocks", "File", "Piece", "PieceSource", "cut", "find", "fingerprint"]
 _PIECES_PER_BLOCK = 16
 _FOOTERS_AT_ONCE = 16
 
@@ -58,26 +57,27 @@ class PieceSource(sources.Source):
 
 
 class Blocks:
-    """Pieces in a random order of each epoch's own, some of which are a block: what is tokenised and shuffled at once.
+    """Pieces in a random order of each epoch's own, cut into blocks: what is tokenised and shuffled at once.
 
-    Which pieces a block holds is a pure function of (seed, block), blocks being counted over all epochs. An epoch's
-    first block has no piece of the block before it (nor of the one before that, where the last is not full), so that no
-    step reads a text twice if its rows fit into a block. With too few pieces for that, all epochs have the same order.
+    Which pieces a block holds is a pure function of (seed, block), blocks being counted over all epochs. The blocks of
+    an epoch differ by one piece at most, and its first shares none with the last of the epoch before: no step reads a
+    text twice if its rows fit into a block. Where an epoch is a single block, all epochs read the same pieces.
     """
 
     def __init__(self, pieces: Sequence[Piece], buffer_bytes: float, seed: int):
         self._pieces, self._seed = pieces, seed
         mean = sum(piece.num_bytes for piece in pieces) / len(pieces)
-        self._size = max(1, round(buffer_bytes / max(mean, 1)))
-        self.per_epoch = -(-len(pieces) // self._size)
-        last = len(pieces) % self._size
-        self._joints = _Joints(len(pieces), min(len(pieces), last + self._size), self._size)
+        self.per_epoch = -(-len(pieces) // max(1, round(buffer_bytes / max(mean, 1))))
+        self._joints = _Joints(len(pieces), len(pieces) - self._start(self.per_epoch - 1), self._start(1))
 
     def __getitem__(self, block: int) -> tuple[Piece, ...]:
         epoch, nth = divmod(block, self.per_epoch)
-        places = np.arange(nth * self._size, min((nth + 1) * self._size, len(self._pieces)))
+        places = np.arange(self._start(nth), self._start(nth + 1))
         positions = epoch * len(self._pieces) + places
         return tuple(self._pieces[i] for i in rows_in_steps(positions, len(self._pieces), self._seed, self._joints))
+
+    def _start(self, nth: int) -> int:
+        return nth * len(self._pieces) // self.per_epoch
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from samecurve.errors import HangError, NothingToDo, PeerError, Preempted, SamecurveError, StorageError
 from samecurve.run.signals import StopRequest
+from samecurve.run.status import refused_elsewhere
 from samecurve.run.watchdog import LAST_RESORT_SECONDS, Watchdog, last_resort
 
 if TYPE_CHECKING:
@@ -131,6 +132,7 @@ class Surroundings:
 
     def __init__(self, run: RunDirectory, launcher: str, step_seconds: float, interval: float):
         self._run = run
+        self._began = time.time()
         self._ending = threading.Lock()  # taken once: of several reasons to end, the first one is told
         self.watchdog = Watchdog(run.path, step_seconds, self._end, interval)
         self.stop = StopRequest(self._end_stopped, self._tell_request, self.watchdog.stacks.show, launcher)
@@ -181,7 +183,7 @@ class Surroundings:
         self.watchdog.let_it_speak()
         heartbeats = self.watchdog.heartbeats
         if not heartbeats.started:  # files of this session there are none, as far as is known here
-            return error
+            return self._refused_elsewhere() or error
         heartbeats.look()
         deadline = time.monotonic() + DEATH_SECONDS
         while heartbeats.peers and not self.watchdog.cause() and time.monotonic() < deadline:
@@ -194,6 +196,12 @@ class Surroundings:
         told = PeerError(f"{cause}\n(then here: {type(error).__name__}: {lines[0][:200]})", cause.exit_code)
         told.speaks = self.watchdog.speaks()
         return told
+
+    def _refused_elsewhere(self) -> PeerError | None:
+        """Before all ranks are there, rank 0 may be ended because another host refused the start."""
+        if self.watchdog.rank or self.watchdog.heartbeats.started:
+            return None
+        return refused_elsewhere(self._run.path, self._began)
 
     def _take_the_end(self) -> None:
         """When another thread was first, this one waits for it to end the process."""
@@ -234,7 +242,7 @@ class Surroundings:
             self.watchdog.let_it_speak()
             if self.watchdog.heartbeats.started:
                 self.watchdog.heartbeats.look()
-            cause = self.watchdog.cause()
+            cause = self.watchdog.cause() or self._refused_elsewhere()
         if cause is not None and cause.exit_code < SIGNAL_CODES:
             self._end(cause)
         elif self._ending.acquire(blocking=False):

@@ -9,16 +9,19 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from samecurve.errors import SamecurveError
+from samecurve.errors import PeerError, SamecurveError
 from samecurve.storage.atomic import now, write_json
 from samecurve.storage.file_lock import lock
 
 STATUS = "status.json"
 REFUSED = "refused_start"
 COUNTED = ("failing_step", "failures")
+_NOTE = "heartbeats/refused_{}.json"
+_STARTED_WITHIN_SECONDS = 120  # the hosts of a job, one after the other
 _TYPES = {
     "state": str,
     "reason": str,
@@ -85,15 +88,41 @@ def refused_text(status: dict) -> str:
 def refusals(environ: Mapping[str, str] = os.environ) -> Iterator[None]:
     """Write an error of the body that names a run directory (SamecurveError.output_dir) beside the state of its run.
 
-    Nothing is written where no run is, nor while one is alive: the file is that process's.
+    Nothing is written where no run is, nor while one is alive: the file is that process's. Another host may refuse what
+    rank 0 accepts (it has no compiler): its first rank leaves a note, which rank 0 finds when it is ended for that.
     """
     try:
         yield
     except SamecurveError as error:
-        if error.output_dir and environ.get("RANK", "0") == "0":
-            with contextlib.suppress(SamecurveError, OSError):  # the error itself says more
+        with contextlib.suppress(SamecurveError, OSError):  # the error itself says more
+            if error.output_dir and environ.get("RANK", "0") == "0":
                 _record(Path(error.output_dir), error)
+            elif error.output_dir and environ.get("LOCAL_RANK", "0") == "0":
+                _leave_note(Path(error.output_dir), error, int(environ["RANK"]))
         raise
+
+
+def refused_elsewhere(folder: Path, since: float) -> PeerError | None:
+    """Why another host refused the start that this process is part of. since: when this process began, as time.time().
+
+    A note is taken away with the first call, so that no later start takes it for its own.
+    """
+    found = None
+    for path in sorted(folder.glob(_NOTE.format("*"))):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # gone, or cut off
+            is_of_this_start = path.stat().st_mtime > since - _STARTED_WITHIN_SECONDS
+            note = json.loads(path.read_text(encoding="utf-8"))
+            if is_of_this_start and found is None:
+                found = PeerError(f"rank {note['rank']} on {note['host']}: {note['reason']}", note["exit_code"])
+            path.unlink()
+    return found
+
+
+def _leave_note(folder: Path, error: SamecurveError, rank: int) -> None:
+    path = folder / _NOTE.format(f"{rank:05d}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    host = socket.gethostname()
+    write_json(path, {"rank": rank, "host": host, "reason": str(error), "exit_code": error.exit_code})
 
 
 def _record(folder: Path, error: SamecurveError) -> None:

@@ -9,7 +9,7 @@ from dataclasses import astuple
 from pathlib import Path
 
 from samecurve.config.schema import Data, Recipe
-from samecurve.data import sources, stream_pieces, token_store
+from samecurve.data import sources, stream_files, stream_pieces, token_store
 from samecurve.data.datasets.base import Rows
 from samecurve.data.datasets.streaming import StreamRows
 from samecurve.data.encoder import Encoder
@@ -26,7 +26,7 @@ def load(recipe: Recipe, encoder: Encoder, make_rows: Callable[[token_store.Toke
     trained on nowhere, either. Errors: DataError for unusable data.
     """
     data, fraction = recipe.data, sources.held_out_fraction(recipe)
-    files = stream_pieces.find(data.path, data.pattern, data.text_column, sources.Selection.of(recipe, data))
+    files = stream_files.find(data.path, data.pattern, data.text_column, sources.Selection.of(recipe, data))
     buffer_bytes = data.shuffle_buffer_mib * 2**20
     pieces = stream_pieces.cut(files, buffer_bytes)
     if not pieces:
@@ -67,7 +67,7 @@ def load(recipe: Recipe, encoder: Encoder, make_rows: Callable[[token_store.Toke
     return loaded
 
 
-def _origin(data: Data, files: tuple[stream_pieces.File, ...]) -> dict[str, str]:
+def _origin(data: Data, files: tuple[stream_files.File, ...]) -> dict[str, str]:
     """Of a split of the hub, as parts.Parts.counts has it."""
     if not files[0].name.startswith("hf://") or "@" not in files[0].relative:
         return {}
@@ -81,7 +81,7 @@ def _evaluated(recipe: Recipe, data: Data, encoder: Encoder) -> token_store.Corp
     if address(data.path) is None:
         source = sources.find(data.path, data.pattern, data.text_column, selection)
         return token_store.load(source, encoder, 0.0, cache)
-    files = stream_pieces.find(data.path, data.pattern, data.text_column, selection)
+    files = stream_files.find(data.path, data.pattern, data.text_column, selection)
     pieces = tuple(stream_pieces.cut(files, data.shuffle_buffer_mib * 2**20))
     source = stream_pieces.PieceSource(data.path, (), data.text_column, pieces)
     key = digest("evaluated", data.text_column, encoder.identity, *map(astuple, pieces))

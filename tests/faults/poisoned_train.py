@@ -2,8 +2,9 @@
 
     SAMECURVE_POISON="input@7-8:1"      kind@first-last:rank, "*" for all ranks
 
-Kinds: loss, gradient, input (of the embedding) become NaN; weight: one becomes NaN and stays it; flip: one differs from
-the other ranks'; spike: the loss is 100 times what it is.
+Kinds: loss, gradient, input (of the embedding) become NaN; weight: one becomes NaN before the step and stays it;
+updated_weight: the same behind the step's update; flip: one differs from the other ranks'; spike: the loss is 100 times
+what it is.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ class Poison:
             if self.acts("weight", "flip"):
                 self.harm(engine)
             result = intact(*arguments)
+            if self.acts("updated_weight"):
+                self.harm(engine)
             self.step = 0
             return result
 

@@ -132,13 +132,13 @@ READ = """
 import json, os, sys
 from pathlib import Path
 from samecurve.data import sources
-from samecurve.data import stream_pieces as streaming
+from samecurve.data import stream_files, stream_pieces as streaming
 from samecurve.errors import DataError
 
 def texts(name, pattern=None, stream=False, **selection):
     chosen = sources.Selection(**selection)
     if stream:
-        files = streaming.find(name, pattern, "text", chosen)
+        files = stream_files.find(name, pattern, "text", chosen)
         source = streaming.PieceSource(name, (), "text", tuple(streaming.cut(files, 1e6)))
         return list(source.documents()), streaming.fingerprint(files)
     source = sources.find(name, pattern, "text", chosen)

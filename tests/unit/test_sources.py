@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from samecurve.config import loader
-from samecurve.data import formats, sources, stream_pieces
+from samecurve.data import formats, sources, stream_files
 from samecurve.errors import DataError
 from samecurve.run.run_directory import RunDirectory
 from samecurve.specs.data_names import BUILTIN
@@ -416,7 +416,7 @@ def test_a_file_without_read_permission_is_an_error_that_names_it(name, monkeypa
         os.seteuid(65534 if me == 0 else me)
         source = sources.find(str(folder))
         readers = [lambda: sources.fingerprint(source, folder / "cache"), lambda: list(source.documents())]
-        readers += [] if name.endswith((".csv", ".json")) else [lambda: stream_pieces.find(str(folder), None, "text")]
+        readers += [] if name.endswith((".csv", ".json")) else [lambda: stream_files.find(str(folder), None, "text")]
         for read in readers:
             with pytest.raises(DataError) as caught:
                 read()
@@ -507,7 +507,7 @@ def test_what_runs_write_below_the_data_is_no_data(tmp_path, kind, capsys):
     line = f"{folder}: 9 files that runs of samecurve wrote are left out of the data {where}\n"
     assert told.count(line) == 1
     if kind == "txt":
-        streamed = stream_pieces.find(str(folder), None, "text", sources.Selection.of(found, found.data))
+        streamed = stream_files.find(str(folder), None, "text", sources.Selection.of(found, found.data))
         assert {Path(file.name).parent.name for file in streamed} == {"books"}
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import time
 from pathlib import Path
 
 import pytest
+from surrounded import ranks
 from test_cli import finished
 from test_rundir import DAMAGED, finished_run
 
@@ -28,10 +31,10 @@ def done(tmp_path) -> Path:
     return finished_run(tmp_path / "run").path / "status.json"
 
 
-def refuse(directory: Path, kind: type = ConfigurationError, rank: str = "0") -> None:
+def refuse(directory: Path, kind: type = ConfigurationError, rank: str = "0", local_rank: str = "1") -> None:
     error = kind("2 problems\n  a\n  b")
     error.output_dir = str(directory)
-    with pytest.raises(kind), refusals({"RANK": rank}):
+    with pytest.raises(kind), refusals({"RANK": rank, "LOCAL_RANK": local_rank}):
         raise error
 
 
@@ -46,10 +49,30 @@ def test_the_earlier_state_stays_and_the_refused_start_is_beside_it(kind, code, 
     assert (refused["reason"], refused["exit_code"]) == ("2 problems\n  a\n  b", code)
 
 
-def test_only_rank_0_writes(done):
-    before = done.read_bytes()
+def test_the_other_ranks_of_a_host_write_nothing(done):
+    before = sorted(done.parent.rglob("*")), done.read_bytes()
     refuse(done.parent, rank="1")
-    assert done.read_bytes() == before
+    assert (sorted(done.parent.rglob("*")), done.read_bytes()) == before
+
+
+@pytest.mark.parametrize("age", [0, 3600])
+def test_what_another_host_refuses_is_told_by_rank_0_when_it_is_ended(age, done):
+    before = json.loads(done.read_text())
+    with ranks(done.parent, "ready()\nwait()", launcher="torchrun") as (first,):
+        first.wait_until("ready")
+        refuse(done.parent, TopologyError, rank="8", local_rank="0")
+        (note,) = (done.parent / "heartbeats").glob("refused*")
+        os.utime(note, (time.time() - age,) * 2)  # of a start that nobody asked about
+        first.process.terminate()
+        first.ends()
+    told = json.loads(done.read_text())
+    refused = told.pop("refused_start")
+    assert told == before and not note.exists()
+    if age:
+        assert refused["exit_code"] > 128 and "rank 8" not in first.said
+    else:
+        assert refused["exit_code"] == 6 and refused["reason"].startswith("rank 8 on ")
+        assert "2 problems\n  a\n  b" in refused["reason"] and refused["reason"] in first.said
 
 
 def test_no_directory_is_made_and_none_but_a_runs_is_touched(tmp_path):
