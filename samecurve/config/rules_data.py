@@ -117,8 +117,8 @@ def _part_of_the_hub(block: str, key: str, default: str | None, value: Callable[
 
 def _no_split(value: Callable[[str], Any]) -> Iterator[Finding]:
     where = value("evaluate.path")
-    named = where is not None and address(where) is not None
-    if named and value("evaluate.split") is None and value("data.pattern") is None:
+    hub = None if where is None else address(where)
+    if hub is not None and not hub.is_file and value("evaluate.split") is None and value("data.pattern") is None:
         yield "evaluate.split", f"missing; name the split of {where} to measure on, for example validation or test"
 
 
@@ -140,26 +140,35 @@ def _another_split(value: Callable[[str], Any]) -> Iterator[Finding]:
         what = "data.pattern" if value("data.pattern") else "data.path"
         text = f"found {describe(split)}, but {what} names the files that are read, of whatever split; name the data "
         yield "evaluate.split", text + "to measure on: evaluate.path"
-    elif split == value("data.split") and value("evaluate.config") in (None, value("data.config")):
-        yield "evaluate.split", f"found {describe(split)}, which is what is trained on; name another split"
-    elif value("evaluate.revision") not in (None, value("data.revision")):
-        text = f"found {describe(value('evaluate.revision'))}, but data.revision is {describe(value('data.revision'))}"
-        text += ", and a split of another revision may hold rows that are trained on: leave it out"
-        yield "evaluate.revision", text
 
 
 def _measured_as_trained(value: Callable[[str], Any]) -> Iterator[Finding]:
-    """The evaluation names the split that is trained on, of the same data set."""
-    path, split = value("evaluate.path"), value("evaluate.split")
-    if path is None or split is None:
-        return
-    own = [split, value("evaluate.config"), value("evaluate.revision")]
-    mixture = value("data.mixture")
+    """The evaluation reads rows that are trained on: the same split of the same data set, or one of another revision.
+
+    A data set has several spellings: OWNER/NAME and its URL, no config and "default", no revision and "main".
+    """
+    split, path = value("evaluate.split"), value("evaluate.path")
     data = {"path": value("data.path"), **{key: value(f"data.{key}") for key in ("pattern", *_HUB_KEYS)}}
-    for source in [data] if mixture is None else mixture:
-        trained = [source.get(key, default) for key, default in _HUB_KEYS.items()]
-        if source["path"] == path and not source.get("pattern") and trained == own:
+    measured = address(path or data["path"] or "")
+    if split is None or measured is None or measured.is_file:
+        return
+    inherited = data if path is None else {}
+    config = value("evaluate.config") or inherited.get("config") or "default"
+    revision = value("evaluate.revision") or inherited.get("revision") or measured.revision or "main"
+    mixture = value("data.mixture")
+    sources = {"data": data} if mixture is None else {f"data.mixture.{nth}": each for nth, each in enumerate(mixture)}
+    for block, source in sources.items():
+        trained = address(source["path"] or "")
+        if trained is None or trained.name != measured.name or trained.is_file or source.get("pattern"):
+            continue
+        other = source.get("revision") or trained.revision or "main"
+        is_within = "" in (trained.inside, measured.inside) or trained.inside == measured.inside
+        if (source.get("split", "train"), source.get("config") or "default") == (split, config) and is_within:
             yield "evaluate.split", f"found {describe(split)}, which is what is trained on; name another split"
+            return
+        if other != revision:
+            text = f"{revision} is evaluated on, but {block}.revision is {other}, and a split of another revision may "
+            yield "evaluate.revision", f"{text}hold rows that are trained on; set it to {other}"
             return
 
 

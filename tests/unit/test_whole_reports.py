@@ -20,6 +20,10 @@ PATHS = [path for path in schema_paths(Recipe) if "*" not in path]
 LEAVES = sorted(".".join(path) for path in PATHS if not any(other[:-1] == path for other in PATHS))
 TABLES = test_config.CASES, test_strategy_reports.CASES
 CASES = {name: case for table in TABLES for name, *case in table if case[1][0] == "r.yaml"}
+MEASURED = [
+    *("data.path", "data.mixture", "data.pattern", "data.split", "data.config", "data.revision"),
+    *("evaluate.path", "evaluate.config", "evaluate.revision"),
+]
 # What a finding rests on without naming it.
 NEEDED = {
     "no data": ["task"],
@@ -29,17 +33,16 @@ NEEDED = {
     "batch ranks": ["batch.micro_batch_size"],
     "pipeline: bf16 without zero": ["precision"],
     "eval": ["evaluate.split"],
-    "the split that is trained on": ["evaluate.path", "data.pattern", "data.split", "data.config", "evaluate.config"],
-    "the split that is trained on, by its path": [
-        *("data.mixture", "data.pattern", "data.split", "data.config", "data.revision"),
-        *("evaluate.config", "evaluate.revision"),
-    ],
+    "the split that is trained on": MEASURED,
+    "the split that is trained on, by its path": MEASURED,
+    "the split that is trained on, in other words": MEASURED,
+    "the split that is trained on, of a URL": MEASURED,
     "a split beside files": ["evaluate.path"],
     "a split beside a file": ["evaluate.path", "data.pattern"],
     "the hub's keys of a file": ["data.mixture"],
     "the hub's keys of what is built in": ["data.mixture"],
     "a revision of a URL": ["data.mixture"],
-    "another revision to measure on": ["evaluate.path", "data.pattern", "data.split", "data.config", "evaluate.config"],
+    "another revision to measure on": MEASURED,
     "no split to measure on": ["evaluate.split", "data.pattern"],
     "a config that nothing reads": ["evaluate.path", "evaluate.split"],
 }
