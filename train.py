@@ -12,26 +12,27 @@ goes on when it is started again, also under another strategy or with another nu
 import os
 import sys
 
-from samecurve.engines import factory
+from samecurve.optim.schedule import learning_rate
 from samecurve.run import lifecycle, status
+from samecurve.run.run_directory import RunDirectory
+from samecurve.strategy import preflight
 
 
 def main() -> None:
     # every mistake in the recipe, the strategy and the command line is told here, before torch is loaded
     with status.refusals():
-        plan = factory.plan(sys.argv[1:], os.environ)
-
-    from samecurve.run.run_directory import RunDirectory
-
+        plan = preflight.plan(sys.argv[1:], os.environ)
     recipe = plan.recipe
     sources = (source.path for source in recipe.data.sources())
     reads = (recipe.model.path, recipe.distill.teacher, recipe.tokenizer.path, recipe.evaluate.path, *sources)
     is_main = os.environ.get("RANK", "0") == "0"
     run = RunDirectory(recipe.output_dir, is_main, reads, plan.resume, plan.start_over)
     with lifecycle.recorded(run, plan.strategy.launcher, recipe.timeout.step_seconds) as watch:
+        from samecurve.engines import factory  # loads torch: seconds
+
         accelerator = factory.start(plan)
 
-        from samecurve.training.session import Session
+        from samecurve.training.session import Session  # loads transformers, once all ranks are there
 
         session = Session(plan, accelerator, run, watch)
         train(session)
@@ -40,15 +41,15 @@ def main() -> None:
 
 
 def train(session) -> None:
-    from samecurve.checkpoint.manager import Position
-    from samecurve.optim.factory import learning_rate
+    from samecurve.checkpoint.manager import Position  # torch is loaded by now
 
     recipe, engine, batches = session.recipe, session.engine, session.batches
     meter, guard, checkpoints = session.meter, session.guard, session.checkpoints
     updates = session.start.updates  # a skipped step does not move the schedule on
-    with session.progress as progress, session.watch.deferred(), session.saving():
+    with session.progress as progress, session.watch.deferred(), session.saving(), session.garbage as garbage:
         meter.start()
-        for step, micro_batches in enumerate(session.profiled_batches(), start=session.start.step + 1):
+        profiler = session.profiler()
+        for step, micro_batches in enumerate(batches, start=session.start.step + 1):
             session.watch.phase("step", step)
             rate = learning_rate(recipe, updates + 1)
             usual_loss = meter.smoothed_loss
@@ -82,6 +83,8 @@ def train(session) -> None:
             session.run.append_metrics(record)
             session.log(record)
             session.stop_if_asked(here)
+            garbage.after(step)
+            profiler.after(step)
 
 
 def due(step: int, every_steps: int, last_step: int) -> bool:

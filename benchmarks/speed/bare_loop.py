@@ -9,7 +9,6 @@ around.
 from __future__ import annotations
 
 import argparse
-from contextlib import nullcontext
 from pathlib import Path
 
 import rows
@@ -17,7 +16,7 @@ import torch
 
 from samecurve.config.loader import checked
 from samecurve.distributed.allocator import keep_freed_memory
-from samecurve.losses.chunked_cross_entropy import ChunkedHead, trained_positions
+from samecurve.losses.chunked_cross_entropy import TokenSums, install, trained_positions
 from samecurve.losses.cross_entropy import token_loss_sum
 from samecurve.optim.factory import parameter_groups
 
@@ -31,7 +30,10 @@ def main(arguments: argparse.Namespace) -> None:
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     groups = parameter_groups(model.named_parameters(), shapes, settings)
     optimizer = torch.optim.AdamW(groups, settings.learning_rate, settings.betas, settings.epsilon, fused=True)
-    head = ChunkedHead(model.get_output_embeddings()) if arguments.chunked else None
+    if arguments.chunked:
+        with torch.device("meta"):
+            skeleton = type(model)(model.config)
+        install(model, skeleton, "chunked")
     if arguments.compile and arguments.chunked:
         for layer in model.model.layers:
             layer.compile()
@@ -43,7 +45,7 @@ def main(arguments: argparse.Namespace) -> None:
         tokens, loss_sum = sum(map(rows.trained, micro_batches)), 0.0
         for batch in micro_batches:
             with torch.autocast("cpu", torch.bfloat16, enabled=recipe.precision == "bf16"):
-                loss = _loss(model, head, batch)
+                loss = _loss(model, batch, arguments.chunked)
             (loss / tokens).backward()
             loss_sum += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
@@ -55,13 +57,10 @@ def main(arguments: argparse.Namespace) -> None:
     record.write()
 
 
-def _loss(model, head, batch) -> torch.Tensor:
-    measuring = nullcontext()
-    if head is not None:
-        measuring = head.measuring(token_loss_sum, batch.targets, trained_positions(batch.labels))
-    with measuring:
-        found = model(**batch.inputs).logits
-    return found if head is not None else token_loss_sum(found, batch.labels)
+def _loss(model, batch, chunked: bool) -> torch.Tensor:
+    if chunked:
+        return model(**batch.inputs, sums=TokenSums(token_loss_sum, batch.targets, trained_positions(batch.labels)))
+    return token_loss_sum(model(**batch.inputs).logits, batch.labels)
 
 
 if __name__ == "__main__":

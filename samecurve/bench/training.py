@@ -7,11 +7,12 @@ import sys
 
 from samecurve.engines import factory
 from samecurve.run import lifecycle
+from samecurve.strategy import preflight
 from train import train
 
 
 def main() -> None:
-    plan = factory.plan(sys.argv[1:], os.environ)
+    plan = preflight.plan(sys.argv[1:], os.environ)
 
     from samecurve.run.run_directory import RunDirectory
     from samecurve.training.session import Session

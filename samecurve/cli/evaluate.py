@@ -144,7 +144,7 @@ def _classes(recipe: Recipe, folder: Path) -> tuple[str, ...] | None:
 def measured(recipe: Recipe, folder: Path) -> tuple[dict[str, Any], dict[str, float]]:
     """(what was measured and how, the task's `eval_*` numbers): the model in `folder` on the recipe's held-out rows."""
     from samecurve.engines import factory
-    from samecurve.engines.evaluation_engine import LoadedEngine
+    from samecurve.engines.evaluation_engine import EvaluationEngine
     from samecurve.models.attention.choice import chosen_attention
     from samecurve.specs.environment import versions
     from samecurve.tasks import registry
@@ -154,7 +154,7 @@ def measured(recipe: Recipe, folder: Path) -> tuple[dict[str, Any], dict[str, fl
     config = loading.stored_config(folder)
     attention = chosen_attention(recipe, config, task.head.model_class(config), task.head.kind)
     model, _ = loading.load(folder, task.head, attention)
-    engine = LoadedEngine(model, task, recipe)
+    engine = EvaluationEngine(model, task, recipe)
     with _shown() as (start, advance):
         if task.has_reference:
             _prepare(task, recipe, advance)
@@ -169,12 +169,12 @@ def _prepare(task: Task, recipe: Recipe, alive: Callable[[], None]) -> None:
     """For a task that compares with the model that the run began with: it is made again as training made it."""
     from samecurve.config.schema import Adapter
     from samecurve.distributed.control_group import World
-    from samecurve.engines.evaluation_engine import Beginning
+    from samecurve.engines.evaluation_engine import InitialModel
     from samecurve.models.weights import skeleton
 
     plain = recipe.model_copy(update={"adapter": Adapter()})  # a new adapter adds nothing
     shape = skeleton(plain, task.vocabulary_size, task.special_tokens, task.head)
-    task.prepare(Beginning(shape, plain, task), plain, shape, World(), alive, held_out_only=True)
+    task.prepare(InitialModel(shape, plain, task), plain, shape, World(), alive, held_out_only=True)
 
 
 @contextmanager

@@ -7,10 +7,10 @@ What cannot be read this way is None here, and checked once transformers is load
 from __future__ import annotations
 
 import ast
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ def family(model_type: str) -> Family | None:
 
 @lru_cache
 def _root() -> Path:
-    spec = importlib.util.find_spec("transformers")  # of a package that is not inside another: nothing is imported
+    spec = find_spec("transformers")  # of a package that is not inside another: nothing is imported
     return Path(spec.origin).parent if spec and spec.origin else Path("/nowhere")
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 from torch.utils.data import DataLoader, Dataset
 
 from samecurve.data.datasets.base import RowArrays, Rows
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from samecurve.config.schema import Batch
 
 _PREFETCHED_STEPS = 2
+DATA_WAIT = "samecurve: data wait"  # in a profile
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,8 @@ class StepBatches:
         with closing(self._by_workers() if self.num_workers else self._by_thread()) as prepared:
             while True:
                 began = time.perf_counter()
-                whole = next(prepared, None)
+                with record_function(DATA_WAIT):
+                    whole = next(prepared, None)
                 if whole is None:
                     return
                 self.last_wait_seconds = time.perf_counter() - began

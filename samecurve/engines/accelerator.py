@@ -26,12 +26,12 @@ from samecurve.distributed.cpu_workers import share_of_cores
 from samecurve.engines import cpu_bridge, launch_env
 from samecurve.errors import TopologyError
 from samecurve.models import fp8, liger
+from samecurve.specs.precision import compute_dtype, torch_dtype
 from samecurve.strategy.deepspeed_config import concrete
 
 if TYPE_CHECKING:
     from samecurve.strategy.plan import Plan
 
-_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Kept until the process is gone. DDP's Reducer would else be the last to let go of its group: its destructor joins
 # gloo's threads while it holds the interpreter's lock, for which they may be waiting (torch 2.13: a rank that had done
 # all its work then hung for ever, in one of twenty runs on busy cores).
@@ -125,8 +125,8 @@ def _fsdp_policy(plan: Plan):
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    reduced = _DTYPE.get(_fsdp_key(plan, "fsdp_reduce_dtype", "fp32"), torch.float32)
-    return MixedPrecisionPolicy(param_dtype=_DTYPE.get(plan.recipe.precision), reduce_dtype=reduced)
+    reduced = torch_dtype(_fsdp_key(plan, "fsdp_reduce_dtype", "fp32"))
+    return MixedPrecisionPolicy(param_dtype=compute_dtype(plan.recipe.precision), reduce_dtype=reduced)
 
 
 def _fsdp_key(plan: Plan, key: str, default):

@@ -18,7 +18,7 @@ def precision(engine: deepspeed.DeepSpeedEngine) -> str:
 
 
 def numbers(engine: deepspeed.DeepSpeedEngine) -> dict:
-    """The part of an engine's `describe` that DeepSpeed knows."""
+    """The fields of an EngineDescription that DeepSpeed knows."""
     return {
         "optimizer": type(engine.optimizer).__name__,
         "precision": precision(engine),
@@ -27,7 +27,6 @@ def numbers(engine: deepspeed.DeepSpeedEngine) -> dict:
         "gradient_clipping": engine.gradient_clipping(),
         "reduce_dtype": dtype_name(engine.communication_data_type),
         "zero_stage": int(engine.zero_optimization_stage()),
-        "replicate_size": 1,
     }
 
 

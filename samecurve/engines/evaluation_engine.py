@@ -10,8 +10,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from samecurve.engines import cpu_bridge, teacher
-from samecurve.engines.accelerate_engine import AcceleratedEngine
-from samecurve.engines.forward import Forward, chunked_head
+from samecurve.engines.forward import Forward, install_loss
 from samecurve.errors import ConfigurationError
 from samecurve.models.weights import build, fill
 
@@ -25,12 +24,14 @@ if TYPE_CHECKING:
     from samecurve.interfaces.task import Task
 
 
-class LoadedEngine(AcceleratedEngine):
-    """`evaluate` of an fp32 model on the device at hand, computed in the recipe's precision as in training.
+class EvaluationEngine:
+    """`evaluate` and `features` of an fp32 model on the device at hand, computed in the recipe's precision.
 
-    It is the training engine's own code, so both give the same numbers; the verbs that train are not for it.
-    Raises ConfigurationError for fp16 without a GPU, which Accelerate would ignore.
+    The forward pass is the training engines' own, so both give the same numbers. Raises ConfigurationError for fp16
+    without a GPU, which Accelerate would ignore.
     """
+
+    shard = (0, 1)
 
     def __init__(self, model: PreTrainedModel, task: Task, recipe: Recipe):
         precision = recipe.precision
@@ -39,36 +40,35 @@ class LoadedEngine(AcceleratedEngine):
                 raise ConfigurationError("precision: fp16 needs a GPU; compute in another one: --precision fp32")
             os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")  # else Apple's GPU, which lacks float64
         self.accelerator = Accelerator(mixed_precision="no" if precision == "fp32" else precision)
-        self.task, self.device = task, self.accelerator.device
         # As in training. With a cache transformers builds no mask that keeps packed documents apart: an eval_loss of
         # 4.60 came out as 4.69.
         model.config.use_cache = False
-        self.model = self.accelerator.prepare_model(model, evaluation_mode=True)
         alone = getattr(model, "get_base_model", lambda: model)()  # without the wrapper that peft puts around it
         skeleton = build(type(alone), alone.config, torch.device("meta"))
-        self.forward = Forward(self.model, task, self.device, chunked_head(model, skeleton, task, recipe))
+        loss_implementation = install_loss(alone, skeleton, task, recipe)
+        prepared = self.accelerator.prepare_model(model, evaluation_mode=True)
+        beside = None
         if task.teacher is not None:
-            self.forward.teacher = teacher.build(self.accelerator, None, task.teacher, task.vocabulary_size)
+            beside = teacher.build(self.accelerator, None, task.teacher, task.vocabulary_size)
+        forward = Forward(self.accelerator, prepared, task, loss_implementation, beside)
+        self.evaluate, self.features = forward.evaluate, forward.features
 
 
-class Beginning:
-    """For Task.prepare: the model with the weights that its run began with, made when it is first asked: what it is
-    asked may be in the cache. recipe: without an adapter, as the skeleton."""
+class InitialModel:
+    """For Task.prepare: the model with the weights that its run began with, built lazily; what it is asked may be in
+    the cache. recipe: without an adapter, as the skeleton."""
 
     shard = (0, 1)
 
     def __init__(self, skeleton: PreTrainedModel, recipe: Recipe, task: Task):
         self._skeleton, self._recipe, self._task = skeleton, recipe, task
-        self._engine: LoadedEngine | None = None
+        self._engine: EvaluationEngine | None = None
 
     def features(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         if self._engine is None:
-            self._engine = LoadedEngine(self._initial(), self._task, self._recipe)
+            model = build(type(self._skeleton), self._skeleton.config, torch.device("cpu"))
+            tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+            with torch.no_grad():
+                fill(self._skeleton, self._recipe, lambda name, full: tensors[name].copy_(full))
+            self._engine = EvaluationEngine(model, self._task, self._recipe)
         return self._engine.features(micro_batches)
-
-    def _initial(self) -> PreTrainedModel:
-        model = build(type(self._skeleton), self._skeleton.config, torch.device("cpu"))
-        tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
-        with torch.no_grad():
-            fill(self._skeleton, self._recipe, lambda name, full: tensors[name].copy_(full))
-        return model

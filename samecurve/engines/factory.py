@@ -1,11 +1,16 @@
-"""The only place where strategy words live: `plan` resolves, `start` makes the Accelerator, `build` the engine."""
+"""From a plan to processes and an engine. The one place that chooses an engine by the strategy."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from samecurve.errors import SamecurveError
+import torch
+
+from samecurve.distributed.affinity import advice, seat
+from samecurve.engines.accelerator import start
+from samecurve.engines.torch_engine import TorchEngine
+from samecurve.engines.verify import verify
+from samecurve.strategy.preflight import allocator_settings, check_room
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -16,64 +21,38 @@ if TYPE_CHECKING:
     from samecurve.interfaces.task import Task
     from samecurve.strategy.plan import Plan, Strategy
 
-
-def plan(argv: Sequence[str], environ: Mapping[str, str]) -> Plan:
-    """Command line and environment -> the recipe and the strategy, or one report of all problems. Loads no torch."""
-    from samecurve.strategy.preflight import check
-    from samecurve.strategy.resolve import resolve
-
-    resolved = resolve(argv, environ)
-    try:
-        check(resolved, environ)
-    except SamecurveError as error:
-        error.output_dir = resolved.recipe.output_dir
-        raise
-    return resolved
-
-
-def start(plan: Plan) -> Accelerator:
-    """Processes, devices, precision and trackers of the plan. Raises TopologyError when the world is another one."""
-    from samecurve.engines.accelerator import start as start_accelerator
-
-    return start_accelerator(plan)
+__all__ = ["allocator", "build", "core_advice", "device_name", "start"]
 
 
 def build(accelerator: Accelerator, plan: Plan, skeleton: PreTrainedModel, task: Task) -> Engine:
     """The strategy's engine around the architecture `skeleton`, weights filled in and checked against the plan."""
-    from samecurve.engines.verify import verify
-    from samecurve.strategy.preflight import check_room
-
     check_room(plan.strategy, sum(parameter.numel() for parameter in skeleton.parameters()))
+    # DeepSpeed takes seconds to import, and what does not use it runs without it
     if plan.strategy.family == "pipeline":
-        from samecurve.engines.pipeline import PipelineEngine as Chosen
+        from samecurve.engines.pipeline import PipelineEngine
+
+        engine = PipelineEngine(accelerator, plan, skeleton, task)
     elif plan.strategy.family == "zero":
-        from samecurve.engines.zero import ZeroEngine as Chosen
+        from samecurve.engines.zero import ZeroEngine
+
+        engine = ZeroEngine(accelerator, plan, skeleton, task)
     else:
-        from samecurve.engines.accelerate_engine import AcceleratedEngine as Chosen
-    engine = Chosen(accelerator, plan, skeleton, task)
+        engine = TorchEngine(accelerator, plan, skeleton, task)
     verify(plan, engine.describe())
     return engine
 
 
 def device_name(accelerator: Accelerator) -> str:
     """The kind of device that this process trains on, as its maker calls it."""
-    import torch
-
     return torch.cuda.get_device_name() if accelerator.device.type == "cuda" else accelerator.device.type
 
 
 def allocator(accelerator: Accelerator) -> str:
     """How PyTorch allocates this process's device memory, as its environment says; "" on a CPU."""
-    from samecurve.strategy.preflight import allocator_settings
-
     return allocator_settings() if accelerator.device.type == "cuda" else ""
 
 
 def core_advice(accelerator: Accelerator, strategy: Strategy, world: World) -> str:
     """A line for the user where processes of one host are in each other's way, "" otherwise. Collective."""
-    import torch
-
-    from samecurve.distributed.affinity import advice, seat
-
     on_gpu = accelerator.device.type == "cuda"
     return advice(world.exchange(seat(torch.get_num_threads())), strategy.launcher, on_gpu)

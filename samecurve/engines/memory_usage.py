@@ -9,18 +9,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from samecurve.interfaces.engine import EngineDescription
 from samecurve.interfaces.memory import Held
 
 
-def held_bytes(module: nn.Module, optimizer: object, facts: dict) -> Held:
-    """Between two steps. facts: Engine.describe."""
+def held_bytes(module: nn.Module, optimizer: object, described: EngineDescription) -> Held:
+    """Between two steps."""
     weights = list(_storages([*module.parameters(), *module.buffers()]))
     chain = [optimizer]
     while hasattr(chain[-1], "optimizer"):  # accelerate's and DeepSpeed's wrappers
         chain.append(chain[-1].optimizer)
     own = {storage.data_ptr() for storage in weights}
     kept = _storages(_tensors_of(chain[-1]))
-    gradients = _gradients(module, facts)
+    gradients = _gradients(module, described)
     return Held(
         weights=sum(storage.nbytes() for storage in weights),
         optimizer=sum(storage.nbytes() for storage in kept if storage.data_ptr() not in own),
@@ -42,13 +43,13 @@ def _kept_gradients(module: nn.Module, optimizers: list[object], gradients: int)
     return sum(storage.nbytes() for storage in _storages(tensor for tensor in kept if tensor is not None))
 
 
-def _gradients(module: nn.Module, facts: dict) -> int:
+def _gradients(module: nn.Module, described: EngineDescription) -> int:
     fp32 = torch.float32.itemsize
-    if facts.get("whole_gradient_bytes"):
-        return facts["whole_gradient_bytes"]
-    if facts["zero_stage"] >= 2:
-        return -(-facts["num_trained_parameters"] // facts["data_parallel_size"]) * fp32
-    by_deepspeed = facts["zero_stage"] or facts["pipeline_stages"] > 1
+    if described.whole_gradient_bytes:
+        return described.whole_gradient_bytes
+    if described.zero_stage >= 2:
+        return -(-described.num_trained_parameters // described.data_parallel_size) * fp32
+    by_deepspeed = described.zero_stage or described.pipeline_stages > 1
     trained = [_local(each) for each in module.parameters() if each.requires_grad]
     return sum(each.numel() * (fp32 if by_deepspeed else each.element_size()) for each in trained)
 

@@ -27,7 +27,7 @@ from samecurve.engines.memory_usage import held_bytes
 from samecurve.engines.pipeline_stage import build_stage
 from samecurve.engines.sharded_state import FragmentState, LiveState
 from samecurve.errors import ConfigurationError
-from samecurve.interfaces.engine import EvalResult, StepResult, dtype_name, finished
+from samecurve.interfaces.engine import EngineDescription, EvalResult, StepResult, dtype_name
 from samecurve.interfaces.memory import Held
 from samecurve.interfaces.sharded_state import State
 from samecurve.models import compilation, liger
@@ -55,7 +55,7 @@ class PipelineEngine:
         self.shapes, self._num_parameters = trained_shapes(skeleton), skeleton.num_parameters()
         model = copy.deepcopy(skeleton)
         compilation.prepare(model, plan.recipe, self.device, but="full")  # which the stage does itself
-        self._kernels = liger.replaced(model)
+        self._kernels = tuple(liger.replaced(model))
         module = build_stage(plan, cut(model), self._loss, self.device)
         self._weights, self._stages = module.named_weights(), module.stages_by_name()
         _check_trained({self._stages[name] for name in self.shapes}, module.num_stages)
@@ -78,7 +78,7 @@ class PipelineEngine:
         local = sum(self._task.count(**batch.targets) for batch in micro_batches)
         tokens = int(_sum([local], self.device, self._grid.get_data_parallel_group())[0])
         if tokens == 0:
-            return StepResult(loss=0.0, grad_norm=0.0, tokens=0, applied=False)
+            return StepResult.of_nothing()
         set_learning_rate(self._engine.optimizer, learning_rate)
         # DeepSpeed takes the mean over micro-batches and data-parallel ranks; the factor turns it into the token mean
         self._loss_factor = len(micro_batches) * self.shard[1] / tokens
@@ -89,7 +89,7 @@ class PipelineEngine:
         statistics = tuple(_sum(self._sums.tolist(), self.device)) if self._task.num_step_statistics else ()
         guard = self._guard
         applied = not guard.refused and self._engine.was_step_applied()
-        return finished(guard.loss, guard.grad_norm, tokens, applied, not guard.refused, statistics)
+        return StepResult.of(guard.loss, guard.grad_norm, tokens, applied, not guard.refused, statistics)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         def measure(logits: Tensor, **targets: Tensor) -> Tensor:
@@ -129,27 +129,25 @@ class PipelineEngine:
     def held_bytes(self) -> Held:
         return held_bytes(self._engine.module, self._engine.optimizer, self.describe())
 
-    def describe(self) -> dict:
+    def describe(self) -> EngineDescription:
         engine = self._engine
-        return {
-            "engine": type(engine).__name__,
+        return EngineDescription(
+            engine=type(engine).__name__,
             **deepspeed_introspection.numbers(engine),
-            "world_size": dist.get_world_size(),
-            "data_parallel_size": self.shard[1],
-            "pipeline_stages": engine.num_stages,
-            "layers_per_stage": engine.module.layers_per_stage(),
-            "device": str(engine.device),
-            "num_parameters": self._num_parameters,
-            "num_trained_parameters": sum(shape.numel() for shape in self.shapes.values()),
-            "num_parameters_per_rank": sum(weight.numel() for weight in self._weights.values()),
-            "activation_checkpoint_interval": engine.module.activation_checkpoint_interval,
-            "weight_dtype": dtype_name(next(engine.module.parameters()).dtype),
-            "accumulation_dtype": dtype_name(engine.get_data_types()[1]),
-            "loss_implementation": "full",
-            "kernels": self._kernels,
-            "sharded": False,
-            "offload": [],
-        }
+            world_size=dist.get_world_size(),
+            data_parallel_size=self.shard[1],
+            pipeline_stages=engine.num_stages,
+            layers_per_stage=tuple(engine.module.layers_per_stage()),
+            device=str(engine.device),
+            num_parameters=self._num_parameters,
+            num_trained_parameters=sum(shape.numel() for shape in self.shapes.values()),
+            num_parameters_per_rank=sum(weight.numel() for weight in self._weights.values()),
+            activation_checkpoint_interval=engine.module.activation_checkpoint_interval,
+            weight_dtype=dtype_name(next(engine.module.parameters()).dtype),
+            accumulation_dtype=dtype_name(engine.get_data_types()[1]),
+            kernels=self._kernels,
+            sharded=False,
+        )
 
     def _state(self) -> State:
         optimizer, stage = self._engine.optimizer, self._grid.get_stage_id()
@@ -189,7 +187,7 @@ class PipelineEngine:
         return everything.flatten(0, 1)
 
     def _contexts(self, micro_batches: Sequence[MicroBatch]) -> list[dict[str, Tensor]]:
-        """Without dropout, other than in AcceleratedEngine: DeepSpeed's pass without gradients is an evaluation."""
+        """Without dropout, other than in Forward: DeepSpeed's pass without gradients is an evaluation."""
         if self._task.context is None:
             return [{}] * len(micro_batches)
         return grad_cache.cut(self._task.context(self.features(micro_batches)), self.shard, len(micro_batches))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from samecurve.engines import fsdp
 from samecurve.models import weights as models
 from samecurve.specs.model_families import check_packing
+from samecurve.specs.precision import torch_dtype
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
 
     from samecurve.config.schema import Recipe
     from samecurve.strategy.plan import Plan
-
-_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def build(accelerator: Accelerator, plan: Plan | None, recipe: Recipe, vocabulary_size: int) -> nn.Module:
@@ -35,7 +34,7 @@ def build(accelerator: Accelerator, plan: Plan | None, recipe: Recipe, vocabular
         found = _partitioned(accelerator, skeleton)
     elif family == "zero":
         # DeepSpeed computes in the weights' own precision
-        found = _frozen(skeleton, torch.device(accelerator.device)).to(_DTYPE.get(recipe.precision))
+        found = _frozen(skeleton, torch.device(accelerator.device)).to(torch_dtype(recipe.precision))
     else:
         found = accelerator.prepare_model(_frozen(skeleton, torch.device(accelerator.device)), evaluation_mode=True)
     _fill(found, skeleton, recipe)

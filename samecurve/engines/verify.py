@@ -5,20 +5,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from samecurve.errors import TopologyError
+from samecurve.specs.precision import DTYPE_NAMES
 
 if TYPE_CHECKING:
+    from samecurve.interfaces.engine import EngineDescription
     from samecurve.strategy.plan import Plan
 
 _WRAPPERS = {"ddp": "DistributedDataParallel", "zero": "DeepSpeedEngine", "pipeline": "PipelineEngine"}
 
 
-def verify(plan: Plan, running: dict) -> None:
+def verify(plan: Plan, running: EngineDescription) -> None:
     """Raises TopologyError (exit code 6) that names both values of every difference."""
-    asked = _asked(plan, running)
+    asked = _asked(plan)
     differences = [
-        f"  {key}: asked for {value!r}, but {running.get(key)!r} runs"
+        f"  {key}: asked for {value!r}, but {getattr(running, key)!r} runs"
         for key, value in asked.items()
-        if running.get(key) != value
+        if getattr(running, key) != value
     ]
     if differences:
         raise TopologyError(
@@ -26,7 +28,7 @@ def verify(plan: Plan, running: dict) -> None:
         )
 
 
-def _asked(plan: Plan, running: dict) -> dict:
+def _asked(plan: Plan) -> dict:
     recipe, strategy = plan.recipe, plan.strategy
     asked = {
         "world_size": strategy.world_size,
@@ -39,10 +41,10 @@ def _asked(plan: Plan, running: dict) -> dict:
         "zero_stage": strategy.zero_stage,
         "sharded": strategy.family == "fsdp" or strategy.zero_stage == 3,
         "replicate_size": strategy.replicate_size,
-        "offload": list(strategy.offload),
+        "offload": tuple(strategy.offload),
     }
     if strategy.family in _WRAPPERS:
         asked["engine"] = _WRAPPERS[strategy.family]
     if strategy.family in ("zero", "pipeline"):
-        asked["weight_dtype"] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[recipe.precision]
+        asked["weight_dtype"] = DTYPE_NAMES[recipe.precision]
     return asked

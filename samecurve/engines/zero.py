@@ -2,69 +2,69 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import deepspeed
 import torch
+from accelerate import Accelerator
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param, safe_set_local_fp32_param
 from torch import Tensor, nn
 from torch.nn import functional
 
-from samecurve.engines import deepspeed_introspection
-from samecurve.engines.accelerate_engine import AcceleratedEngine
+from samecurve.engines import deepspeed_introspection, teacher
+from samecurve.engines.forward import Forward, install_loss
+from samecurve.engines.memory_usage import held_bytes
 from samecurve.engines.sharded_state import FragmentState, PartitionState
-from samecurve.interfaces.engine import dtype_name
+from samecurve.interfaces.engine import EngineDescription, EvalResult, StepResult, dtype_name
+from samecurve.interfaces.memory import Held
 from samecurve.interfaces.sharded_state import State
-from samecurve.models import compilation
-from samecurve.models.weights import build
-from samecurve.optim.factory import build_optimizer, parameter_groups, state_names
+from samecurve.models import compilation, liger
+from samecurve.models.lora import trained_shapes
+from samecurve.models.weights import build, fill
+from samecurve.optim.factory import build_optimizer, parameter_groups, set_learning_rate, state_names
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from samecurve.data.batches import MicroBatch
+    from samecurve.interfaces.task import Task
+    from samecurve.strategy.plan import Plan
 
 
-class ZeroEngine(AcceleratedEngine):
-    """DeepSpeed owns backward, clipping, loss scaling and the update; the arithmetic around them is shared."""
+class ZeroEngine:
+    """Implements interfaces.engine.Engine. DeepSpeed owns backward, clipping, loss scaling and the update.
 
-    def _prepare(self) -> tuple[nn.Module, torch.optim.Optimizer]:
-        config = self.accelerator.deepspeed_plugin.deepspeed_config
-        model = build(type(self.skeleton), self.skeleton.config, self._construction(config), self.recipe.adapter)
-        compilation.prepare(model, self.recipe, self.device)
+    `skeleton`: the model on the meta device, which stays there.
+    """
+
+    def __init__(self, accelerator: Accelerator, plan: Plan, skeleton: PreTrainedModel, task: Task):
+        self.accelerator, self.skeleton, self.task = accelerator, skeleton, task
+        self.device, self.shapes = accelerator.device, trained_shapes(skeleton)
+        recipe, settings = plan.recipe, plan.recipe.optimizer
+        where = torch.device(self.device)
+        if plan.strategy.zero_stage == 3:
+            where = deepspeed.zero.Init(config_dict_or_path=accelerator.deepspeed_plugin.deepspeed_config)
+        model = build(type(skeleton), skeleton.config, where, recipe.adapter)
+        compilation.prepare(model, recipe, self.device)
+        loss_implementation = install_loss(model, skeleton, task, recipe)
         # ZeRO-3 replaces every shape by an empty one, so the groups go by the skeleton's
-        groups = parameter_groups(model.named_parameters(), self.shapes, self.recipe.optimizer)
-        engine, optimizer = self.accelerator.prepare(model, build_optimizer(groups, self.recipe.optimizer))
-        deepspeed_introspection.skip_at_smallest_scale(engine)
-        return engine, optimizer
-
-    def _construction(self, config: dict) -> AbstractContextManager:
-        if self.plan.strategy.zero_stage < 3:
-            return torch.device(self.device)
-        return deepspeed.zero.Init(config_dict_or_path=config)
-
-    def _accumulating(self, last: bool) -> AbstractContextManager:
-        self.model.set_gradient_accumulation_boundary(last)
-        return nullcontext()
-
-    def _backward(self, loss: Tensor, last: bool) -> None:
-        self.model.backward(loss, scale_wrt_gas=False)
-
-    def _update(self) -> tuple[float, bool]:
-        self.model.step()
-        return float(self.model.get_global_grad_norm()), self.model.was_step_applied()
-
-    def _may_rescale(self) -> bool:
-        return deepspeed_introspection.may_rescale(self.model)
-
-    @property
-    def loss_scale_state(self) -> dict:
-        return deepspeed_introspection.loss_scale_state(self.model)
-
-    @loss_scale_state.setter
-    def loss_scale_state(self, values: dict) -> None:
-        deepspeed_introspection.set_loss_scale(self.model, values)
-
-    def _state(self, parameters: dict[str, nn.Parameter]) -> State:
-        optimizer, states = self.model.optimizer, state_names(self.recipe.optimizer, self.shapes)
-        if self.model.zero_optimization_stage() < 3:
-            return FragmentState(parameters, optimizer, states, saved=set(parameters))
-        return PartitionState(parameters, optimizer, states, self.shard[0])
+        groups = parameter_groups(model.named_parameters(), self.shapes, settings)
+        self.model, self.optimizer = accelerator.prepare(model, build_optimizer(groups, settings))
+        deepspeed_introspection.skip_at_smallest_scale(self.model)
+        module = self.model.module
+        self.tensors = {**dict(module.named_buffers()), **dict(module.named_parameters())}
+        trained, states = {name: self.tensors[name] for name in self.shapes}, state_names(settings, self.shapes)
+        self.state: State = (
+            PartitionState(trained, self.model.optimizer, states, self.shard[0])
+            if self.model.zero_optimization_stage() == 3
+            else FragmentState(trained, self.model.optimizer, states, saved=set(trained))
+        )
+        with torch.no_grad():
+            fill(skeleton, recipe, self._write)
+        beside = teacher.build(accelerator, plan, task.teacher, task.vocabulary_size) if task.teacher else None
+        self.forward = Forward(accelerator, self.model, task, loss_implementation, beside)
 
     def _write(self, name: str, full: Tensor) -> None:
         """Both the working weight and its fp32 master, which DeepSpeed would otherwise make from the rounded one."""
@@ -89,25 +89,85 @@ class ZeroEngine(AcceleratedEngine):
         padded = functional.pad(full.flatten(), (0, length * world - full.numel()))
         safe_set_local_fp32_param(parameter, padded.narrow(0, rank * length, length).to(self.device))
 
-    def _read(self, parameter: nn.Parameter) -> Tensor:
-        return safe_get_full_fp32_param(parameter)
+    @property
+    def shard(self) -> tuple[int, int]:
+        return self.accelerator.process_index, self.accelerator.num_processes
 
-    def _local_numel(self, parameter: nn.Parameter) -> int:
-        return parameter.ds_tensor.ds_numel if hasattr(parameter, "ds_tensor") else parameter.numel()
+    def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
+        forward = self.forward
+        set_learning_rate(self.optimizer, learning_rate)
+        tokens = forward.count(micro_batches)
+        if tokens == 0:
+            return StepResult.of_nothing()
+        # ZeRO averages gradients over the ranks; the loss is a mean over tokens, not over ranks
+        weight = self.accelerator.num_processes / tokens
+        loss_sum = torch.zeros((), device=self.device)
+        statistics = torch.zeros(self.task.num_step_statistics, dtype=torch.float64, device=self.device)
+        for batch, context, is_last in forward.with_contexts(micro_batches):
+            self.model.set_gradient_accumulation_boundary(is_last)
+            loss, found = forward.loss(batch, context)
+            statistics += found
+            loss_sum += loss.detach()
+            if is_last:
+                mean = forward.total(loss_sum) / tokens
+                # a loss can overflow where its gradient does not; this makes every engine skip the update
+                weight *= 1.0 if math.isfinite(mean) else math.nan
+            self.model.backward(loss * weight, scale_wrt_gas=False)
+        may_rescale = deepspeed_introspection.may_rescale(self.model)
+        self.model.step()  # clips, too
+        grad_norm, applied = float(self.model.get_global_grad_norm()), self.model.was_step_applied()
+        return StepResult.of(mean, grad_norm, tokens, applied, may_rescale, tuple(forward.total(statistics)))
 
-    def _describe_numbers(self) -> dict:
-        return {
-            **deepspeed_introspection.numbers(self.model),
-            "weight_dtype": dtype_name(self.model.get_data_types()[0]),
-            "sharded": hasattr(next(self.model.parameters()), "ds_id"),
-            "offload": [*_placed("optimizer", self.model.zero_offload_optimizer()), *self._offloaded_weights()],
-        }
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
+        return self.forward.evaluate(micro_batches)
 
-    def _offloaded_weights(self) -> list[str]:
-        return _placed("param", self.model.zero_offload_param()) if self.model.zero_optimization_stage() == 3 else []
+    def features(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        return self.forward.features(micro_batches)
+
+    def parameters(self) -> Iterator[tuple[str, Tensor | None]]:
+        for name in self.shapes:
+            full = safe_get_full_fp32_param(self.tensors[name])
+            yield name, full.float().cpu() if self.accelerator.is_main_process else None
+
+    @property
+    def loss_scale_state(self) -> dict:
+        return deepspeed_introspection.loss_scale_state(self.model)
+
+    @loss_scale_state.setter
+    def loss_scale_state(self, values: dict) -> None:
+        deepspeed_introspection.set_loss_scale(self.model, values)
+
+    def held_bytes(self) -> Held:
+        return held_bytes(self.model, self.optimizer, self.describe())
+
+    def describe(self) -> EngineDescription:
+        engine, taught = self.model, self.forward.teacher
+        offload = _placed("optimizer", engine.zero_offload_optimizer())
+        if engine.zero_optimization_stage() == 3:
+            offload += _placed("param", engine.zero_offload_param())
+        return EngineDescription(
+            engine=type(engine).__name__,
+            **deepspeed_introspection.numbers(engine),
+            world_size=self.accelerator.num_processes,
+            data_parallel_size=self.accelerator.num_processes,
+            device=str(self.device),
+            num_parameters=self.skeleton.num_parameters(),
+            num_trained_parameters=sum(shape.numel() for shape in self.shapes.values()),
+            num_parameters_per_rank=_local_numel(self.tensors[name] for name, _ in self.skeleton.named_parameters()),
+            num_teacher_parameters_per_rank=_local_numel(taught.parameters()) if taught else 0,
+            weight_dtype=dtype_name(engine.get_data_types()[0]),
+            sharded=hasattr(next(engine.parameters()), "ds_id"),
+            offload=offload,
+            loss_implementation=self.forward.loss_implementation,
+            kernels=tuple(liger.replaced(engine.module)),
+        )
 
 
-def _placed(part: str, offload) -> list[str]:
+def _local_numel(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(p.ds_tensor.ds_numel if hasattr(p, "ds_tensor") else p.numel() for p in parameters)
+
+
+def _placed(part: str, offload) -> tuple[str, ...]:
     """offload: DeepSpeed's block for that part, or None."""
     device = "none" if offload is None else getattr(offload.device, "value", offload.device)
-    return [] if device == "none" else [f"{part}:{device}"]
+    return () if device == "none" else (f"{part}:{device}",)

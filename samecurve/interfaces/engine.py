@@ -36,6 +36,79 @@ class StepResult:
     refused: str = ""
     statistics: tuple[float, ...] = ()
 
+    @classmethod
+    def of_nothing(cls) -> StepResult:
+        """No row of the step trains a token."""
+        return cls(loss=0.0, grad_norm=0.0, tokens=0, applied=False)
+
+    @classmethod
+    def of(
+        cls,
+        loss: float,
+        grad_norm: float,
+        tokens: int,
+        applied: bool,
+        may_rescale: bool,
+        statistics: tuple[float, ...] = (),
+    ) -> StepResult:
+        """The result of a step that trained something; the same rule everywhere for what is refused.
+
+        may_rescale: a gradient that is not finite may only be out of fp16's range, which a smaller loss scale cures.
+        """
+        refused = ""
+        if not math.isfinite(loss):
+            refused = f"the loss is {loss}"
+        elif not applied and not may_rescale:
+            refused = f"the gradient norm is {grad_norm} at a loss of {loss:.6g}"
+        return cls(loss, grad_norm, tokens, applied, refused, statistics)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineDescription:
+    """What really runs, asked of the live objects; `verify` compares it with what was asked for, run.json holds it.
+
+    Attributes:
+        engine, optimizer: class names.
+        device: as torch has it, e.g. cuda:1.
+        num_parameters_per_rank: how many this rank holds between two steps.
+        precision: what the forward pass computes in: fp32, bf16 or fp16.
+        gradient_clipping: the largest gradient norm.
+        weight_dtype, reduce_dtype, accumulation_dtype: of weights, of gradients on their way between ranks, and of sums
+            of gradients; None: there is none, or it is not known.
+        sharded: whether a rank holds only a part of each weight. replicate_size: over how many ranks that is repeated.
+        offload: parts and where they are, e.g. optimizer:cpu.
+        loss_implementation: full, chunked or liger. kernels: layers that were replaced by faster ones.
+        whole_gradient_bytes: of gradients that FSDP2 has not reduced yet, on each rank.
+        layers_per_stage, activation_checkpoint_interval: of a pipeline.
+    """
+
+    engine: str
+    optimizer: str
+    world_size: int
+    data_parallel_size: int
+    device: str
+    num_parameters: int
+    num_trained_parameters: int
+    num_parameters_per_rank: int
+    precision: str
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    gradient_clipping: float
+    weight_dtype: str
+    reduce_dtype: str | None
+    sharded: bool
+    zero_stage: int = 0
+    replicate_size: int = 1
+    pipeline_stages: int = 1
+    offload: tuple[str, ...] = ()
+    loss_implementation: str = "full"
+    kernels: tuple[str, ...] = ()
+    whole_gradient_bytes: int = 0
+    num_teacher_parameters_per_rank: int = 0
+    accumulation_dtype: str | None = None
+    layers_per_stage: tuple[int, ...] | None = None
+    activation_checkpoint_interval: int | None = None
+
 
 @dataclass(frozen=True)
 class EvalResult:
@@ -49,21 +122,6 @@ class EvalResult:
     tokens: int
     statistics: tuple[float, ...] = ()
     features: Tensor | None = None
-
-
-def finished(
-    loss: float, grad_norm: float, tokens: int, applied: bool, may_rescale: bool, statistics: tuple[float, ...] = ()
-) -> StepResult:
-    """The result of a step that trained something; the same rule everywhere for what is refused.
-
-    may_rescale: a gradient that is not finite may only be out of fp16's range, which a smaller loss scale cures.
-    """
-    refused = ""
-    if not math.isfinite(loss):
-        refused = f"the loss is {loss}"
-    elif not applied and not may_rescale:
-        refused = f"the gradient norm is {grad_norm} at a loss of {loss:.6g}"
-    return StepResult(loss, grad_norm, tokens, applied, refused, statistics)
 
 
 def dtype_name(dtype: torch.dtype | None) -> str | None:
@@ -95,8 +153,8 @@ class Engine(Protocol):
     def held_bytes(self) -> Held:
         """What this rank holds between two steps. Not collective."""
 
-    def describe(self) -> dict:
-        """What really runs, asked of the live objects."""
+    def describe(self) -> EngineDescription:
+        """What really runs. Not collective."""
 
     shapes: dict[str, torch.Size]
     """Full shape by Hugging Face name of every parameter that is trained."""

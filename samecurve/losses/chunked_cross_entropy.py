@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -39,64 +38,51 @@ _CPU_BYTES, _GPU_BYTES, _GPU_SHARE = 2**25, 2**30, 64
 Measure = Callable[..., Tensor]
 
 
-@dataclass
-class _Wanted:
-    """measure: (logits (n, vocabulary), **targets (n, ...)) -> sums over these tokens, a scalar or 1-D."""
+@dataclass(frozen=True)
+class TokenSums:
+    """Sums over the tokens of a micro-batch, which may be taken of some tokens at a time.
+
+    measure: (logits (n, vocabulary), **targets (n, ...)) -> sums over these tokens, a scalar or 1-D.
+    targets: (sequences, sequence_length, ...), on the model's device. positions: see `trained_positions`.
+    """
 
     measure: Measure
     targets: dict[str, Tensor]
-    positions: Tensor | None
+    positions: Tensor | None = None
+
+    def by_token(self) -> TokenSums:
+        """With the targets of the trained tokens alone, (n, ...)."""
+        flat = {name: target.flatten(0, 1) for name, target in self.targets.items()}
+        if self.positions is not None:
+            flat = {name: target.index_select(0, self.positions) for name, target in flat.items()}
+        return replace(self, targets=flat)
 
 
-class ChunkedHead:
-    """Stands in for the forward of a model's output head, with its place among the modules, weights and hooks.
+@torch.compiler.disable
+def chunked_sums(
+    hidden: Tensor, head: nn.Linear, wanted: TokenSums, kind: str = "chunked", compiles: bool = False
+) -> Tensor:
+    """What `wanted` measures of head(hidden), without all logits at once: fp32 in training.
 
-    head: see `chunkable`. kind: chunked, or liger, by which gradients are taken where `measure` is token_loss_sum.
-    compiles: whether what is measured of logits in training may be compiled. Outside of `measuring` it gives logits as
-    ever.
+    hidden: (sequences, sequence_length, hidden_size). kind: chunked, or liger, by which gradients are taken where the
+    measure is token_loss_sum. compiles: whether what is measured in training may be compiled.
     """
-
-    def __init__(self, head: nn.Linear, kind: str = "chunked", compiles: bool = False):
-        self.kind, self.compiles = kind, compiles
-        self._head, self._wanted = head, None
-        head.forward = self._forward
-
-    @contextmanager
-    def measuring(self, measure: Measure, targets: dict[str, Tensor], positions: Tensor | None) -> Iterator[None]:
-        """In here the model's `logits` are what `measure` finds, summed over all tokens that are trained.
-
-        targets: (sequences, sequence_length, ...), on the model's device. positions: see `trained_positions`.
-        """
-        flat = {name: target.flatten(0, 1) for name, target in targets.items()}
-        if positions is not None:
-            flat = {name: target.index_select(0, positions) for name, target in flat.items()}
-        self._wanted = _Wanted(measure, flat, positions)
-        try:
-            yield
-        finally:
-            self._wanted = None
-
-    @torch.compiler.disable
-    def _forward(self, hidden: Tensor) -> Tensor:
-        head, wanted = self._head, self._wanted
-        if wanted is None:
-            return nn.functional.linear(hidden, head.weight, head.bias)
-        hidden = hidden.flatten(0, 1)
-        if wanted.positions is not None:
-            hidden = hidden.index_select(0, wanted.positions)
-        device = hidden.device.type
-        if torch.is_autocast_enabled(device):
-            hidden = hidden.to(torch.get_autocast_dtype(device))
-        with torch.autocast(device, enabled=False):
-            if torch.is_grad_enabled():
-                if self.kind == "liger" and len(hidden):
-                    return _liger(hidden, head.weight, head.bias, **wanted.targets)
-                if self.compiles and len(hidden):
-                    wanted = replace(wanted, measure=_compiled(wanted.measure))
-                return _SumWithGradients.apply(hidden, head.weight, head.bias, wanted)
-            weight, bias = _as(hidden, head.weight, head.bias)
-            parts = [wanted.measure(_logits(hidden[at], weight, bias), **t) for at, t in _chunks(wanted, weight)]
-            return torch.stack(parts).sum(dim=0)
+    wanted, hidden = wanted.by_token(), hidden.flatten(0, 1)
+    if wanted.positions is not None:
+        hidden = hidden.index_select(0, wanted.positions)
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        hidden = hidden.to(torch.get_autocast_dtype(device))
+    with torch.autocast(device, enabled=False):
+        if torch.is_grad_enabled():
+            if kind == "liger" and len(hidden):
+                return _liger(hidden, head.weight, head.bias, **wanted.targets)
+            if compiles and len(hidden):
+                wanted = replace(wanted, measure=_compiled(wanted.measure))
+            return _SumWithGradients.apply(hidden, head.weight, head.bias, wanted)
+        weight, bias = _as(hidden, head.weight, head.bias)
+        parts = [wanted.measure(_logits(hidden[at], weight, bias), **t) for at, t in _chunks(wanted, weight)]
+        return torch.stack(parts).sum(dim=0)
 
 
 @lru_cache(maxsize=4)
@@ -106,23 +92,56 @@ def _compiled(measure: Measure) -> Measure:
     return torch.compile(measure)
 
 
-def install(
-    model: PreTrainedModel, skeleton: PreTrainedModel, wanted: str, compiles: bool = False
-) -> ChunkedHead | None:
-    """None where the head is not `chunkable`; ConfigurationError where it is required.
+def install(model: PreTrainedModel, skeleton: PreTrainedModel, wanted: str, compiles: bool = False) -> str | None:
+    """Let `model(**inputs, sums=TokenSums(...))` give those sums in place of its output.
 
-    model: with memory, or sharded. skeleton: the same model on the meta device. wanted: auto, chunked or liger.
+    Everything before the head runs as ever, and then the head is called with what came to it. Both happen inside of the
+    model's own forward, where FSDP2 and ZeRO-3 have gathered its weights.
+
+    Args:
+        model: with memory, or on the meta device; before a strategy wraps it.
+        skeleton: the same model on the meta device.
+        wanted: auto, chunked or liger.
+    Returns:
+        chunked or liger; None where the head is not `chunkable`, and nothing is changed.
+    Raises:
+        ConfigurationError: where the head is not chunkable and `wanted` is not auto.
     """
     head = model.get_output_embeddings()
     plain = isinstance(head, nn.Linear) and head.weight.is_floating_point()  # neither adapted nor in 4 bits
-    if plain and chunkable(skeleton):
-        return ChunkedHead(head, "liger" if wanted == "liger" else "chunked", compiles)
-    if wanted != "auto":
+    if not plain or not chunkable(skeleton):
+        if wanted == "auto":
+            return None
         raise ConfigurationError(
             f"loss.implementation: found {wanted}, but {skeleton.config.model_type} changes what its output head gives "
             "before it is the logits, or an adapter stands around the head; use auto or full"
         )
-    return None
+    kind = "liger" if wanted == "liger" else "chunked"
+    whole, (parent, name), identity = model.forward, _place(model, head), nn.Identity()
+
+    def forward(*args, sums: TokenSums | None = None, **inputs):
+        if sums is None:
+            return whole(*args, **inputs)
+        setattr(parent, name, identity)  # the place of the logits holds what comes to the head
+        try:
+            hidden = whole(*args, **inputs).logits
+        finally:
+            setattr(parent, name, head)
+        return head(hidden, sums)  # as a module: ZeRO-3 gathers its weights by a hook
+
+    def head_forward(hidden: Tensor, sums: TokenSums | None = None) -> Tensor:
+        if sums is None:
+            return nn.functional.linear(hidden, head.weight, head.bias)
+        return chunked_sums(hidden, head, sums, kind, compiles)
+
+    model.forward, head.forward = forward, head_forward
+    return kind
+
+
+def _place(model: nn.Module, head: nn.Module) -> tuple[nn.Module, str]:
+    """The module that holds `head`, and its name there."""
+    places = ((parent, name) for parent in model.modules() for name, child in parent.named_children() if child is head)
+    return next(places)
 
 
 def chunkable(model: PreTrainedModel) -> bool:
@@ -167,7 +186,7 @@ class _Body(BaseModelOutput):
 
 class _SumWithGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: _Wanted) -> Tensor:
+    def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: TokenSums) -> Tensor:
         """hidden: (n, hidden_size), in the dtype that is computed in. Gradients of weight and bias are summed in fp32,
         where the logits' rounding to bf16 would otherwise be followed by one of the sums."""
         computed, shift = _as(hidden, weight, bias)
@@ -215,7 +234,7 @@ def _logits(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return nn.functional.linear(states, weight, bias).detach()
 
 
-def _chunks(wanted: _Wanted, weight: Tensor) -> Iterator[tuple[slice, dict[str, Tensor]]]:
+def _chunks(wanted: TokenSums, weight: Tensor) -> Iterator[tuple[slice, dict[str, Tensor]]]:
     """At least one, which is empty where nothing is trained."""
     total = len(next(iter(wanted.targets.values())))
     size = chunk_size(weight.shape[0], weight.device)

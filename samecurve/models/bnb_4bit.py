@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from samecurve.models import weights as models
+from samecurve.specs.precision import torch_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from samecurve.config.schema import Recipe
 
 BLOCK_SIZE = 64  # weights that share a scale, as in the paper
-_COMPUTED_IN = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def build(skeleton: PreTrainedModel, recipe: Recipe, device: torch.device) -> PreTrainedModel:
@@ -28,7 +28,7 @@ def build(skeleton: PreTrainedModel, recipe: Recipe, device: torch.device) -> Pr
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and not child.weight.requires_grad and child is not _head(model):
-                setattr(parent, name, _layer(child, device, _COMPUTED_IN[recipe.precision]))
+                setattr(parent, name, _layer(child, device, torch_dtype(recipe.precision)))
     for module in model.modules():
         if not is_quantized(getattr(module, "weight", None)):
             module.to_empty(device=device, recurse=False)

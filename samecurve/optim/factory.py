@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 
 import torch
 
-from samecurve.config.schema import Optimizer, Recipe
+from samecurve.config.schema import Optimizer
 from samecurve.optim.adafactor import Adafactor
 from samecurve.optim.adamw_bf16 import AdamWBf16
 from samecurve.optim.lion import Lion
@@ -74,26 +74,6 @@ def hidden_matrices(model: torch.nn.Module, shapes: Mapping[str, Sequence[int]])
         for name, _ in module.named_parameters()
     }
     return {name for name, shape in shapes.items() if len(shape) == 2 and name not in owned}
-
-
-def learning_rate(recipe: Recipe, update: int) -> float:
-    """Learning rate of the `update`-th applied update, 1-based; it depends on nothing else, so it resumes for free.
-
-    Warm-up is linear and reaches the full rate at update `warmup_steps`. After it, with r = `final_ratio`:
-    constant stays; linear and cosine reach r at the last step; wsd (warm-up, stable, decay) stays until the last
-    `decay_steps` updates and falls linearly to r in them (Hu et al. 2024, arXiv:2404.06395).
-    """
-    schedule, peak = recipe.schedule, recipe.optimizer.learning_rate
-    if update < schedule.warmup_steps:
-        return peak * update / schedule.warmup_steps
-    if schedule.name == "constant":
-        return peak
-    decay_steps = recipe.steps - schedule.warmup_steps
-    if schedule.name == "wsd" and schedule.decay_steps is not None:
-        decay_steps = schedule.decay_steps
-    progress = min(max(update - (recipe.steps - decay_steps), 0) / max(decay_steps, 1), 1.0)
-    falling = 0.5 * (1 + math.cos(math.pi * progress)) if schedule.name == "cosine" else 1 - progress
-    return peak * (schedule.final_ratio + (1 - schedule.final_ratio) * falling)
 
 
 def cast_weights(model: torch.nn.Module, settings: Optimizer) -> torch.nn.Module:

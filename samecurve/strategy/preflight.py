@@ -17,13 +17,14 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from samecurve.errors import ConfigurationError, StorageError
+from samecurve.errors import ConfigurationError, SamecurveError, StorageError
 from samecurve.strategy import build_supervisor, op_build_locks
+from samecurve.strategy.resolve import resolve
 
 if TYPE_CHECKING:
     from samecurve.config.schema import Recipe
@@ -34,6 +35,17 @@ NVME_BYTES_PER_PARAMETER = 18
 # c10/cuda/CUDAAllocatorConfig.h: the first since torch 2.9, the others still
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 ALLOCATOR_SETTINGS = "expandable_segments:True"
+
+
+def plan(argv: Sequence[str], environ: Mapping[str, str]) -> Plan:
+    """Command line and environment -> the recipe and the strategy, or one report of all problems. Loads no torch."""
+    resolved = resolve(argv, environ)
+    try:
+        check(resolved, environ)
+    except SamecurveError as error:
+        error.output_dir = resolved.recipe.output_dir
+        raise
+    return resolved
 
 
 def prepare_environment() -> None:

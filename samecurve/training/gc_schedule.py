@@ -9,34 +9,38 @@ at once and never again (gc.freeze); each collection after that took 2 ms on two
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
-
-Step = TypeVar("Step")
+from collections.abc import Callable, Sequence
 
 
-def on_schedule(
-    steps: Iterable[Step], first: int, every: int, also_every: Sequence[int], restart_clock: Callable[[], None]
-) -> Iterator[Step]:
-    """The steps as they are. The garbage that they leave goes when the next one is asked for, and never on its own.
+class GarbageCollection:
+    """As a context manager: Python collects nothing by itself in here, and `after` does at the end of some steps.
 
-    first: the first step's number. every: memory.garbage_collection_steps; 0 leaves it all to Python. also_every: of
-    what makes all ranks stand still anyway (evaluation, checkpoint), 0: never. restart_clock: called after the first
-    collection, the long one, which is no step's time.
+    Args:
+        first: the number of the first step. What it leaves is collected: it imports and compiles what the start did
+            not.
+        every: memory.garbage_collection_steps; 0 leaves it all to Python.
+        also_every: periods of what makes all ranks stand still anyway (evaluation, checkpoint); 0: never.
+        restart_clock: called after the first collection, the long one, which is no step's time.
     """
-    if not every:
-        yield from steps
-        return
-    gc.disable()
-    try:
-        for number, step in enumerate(steps, start=first):
-            yield step
-            if number == first:  # it imports and compiles what the start did not
-                gc.collect()
-                gc.freeze()
-                restart_clock()
-            elif any(period and number % period == 0 for period in (every, *also_every)):
-                gc.collect()
-    finally:
-        gc.unfreeze()
-        gc.enable()
+
+    def __init__(self, first: int, every: int, also_every: Sequence[int], restart_clock: Callable[[], None]):
+        self._first, self._restart_clock = first, restart_clock
+        self._periods = [period for period in (every, *also_every) if period] if every else []
+
+    def __enter__(self) -> GarbageCollection:
+        if self._periods:
+            gc.disable()
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._periods:
+            gc.unfreeze()
+            gc.enable()
+
+    def after(self, step: int) -> None:
+        if self._periods and step == self._first:
+            gc.collect()
+            gc.freeze()
+            self._restart_clock()
+        elif any(step % period == 0 for period in self._periods):
+            gc.collect()

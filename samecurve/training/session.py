@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,14 +19,14 @@ from samecurve.export.model_card import Made, write_card
 from samecurve.metrics.console import Progress
 from samecurve.metrics.data_wait import WaitAdvice
 from samecurve.metrics.meter import Meter
-from samecurve.metrics.profiling import recorder
+from samecurve.metrics.profiling.recorder import Profiler, ProfilerHooks
 from samecurve.models import fp8, liger, matmul_speed, weights
 from samecurve.models.compilation import Recompilations
 from samecurve.run.metadata import decisive, run_facts
 from samecurve.specs.model_families import check_packing
 from samecurve.tasks import registry
 from samecurve.training.evaluator import Evaluation
-from samecurve.training.gc_schedule import on_schedule
+from samecurve.training.gc_schedule import GarbageCollection
 from samecurve.training.numerics_guard import Guard
 
 if TYPE_CHECKING:
@@ -33,11 +34,31 @@ if TYPE_CHECKING:
 
     from accelerate import Accelerator
     from torch import Tensor
+    from transformers import PreTrainedModel
 
-    from samecurve.data.batches import MicroBatch
+    from samecurve.interfaces.task import Task
     from samecurve.run.lifecycle import Surroundings
     from samecurve.run.run_directory import RunDirectory
     from samecurve.strategy.plan import Plan
+
+
+@dataclass(frozen=True)
+class Built:
+    """The task and its architecture on the meta device, and what of both a checkpoint has to agree with."""
+
+    task: Task
+    skeleton: PreTrainedModel
+    identity: dict
+
+
+def build_model(plan: Plan, world: World) -> Built:
+    """The same on every rank. Raises DataError, ConfigurationError."""
+    recipe = plan.recipe
+    task = registry.load_together(recipe, world)
+    skeleton = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
+    check_packing(skeleton.config.model_type, recipe.data.packing)
+    liger.check_family(recipe.model.kernels, skeleton.config.model_type)
+    return Built(task, skeleton, decisive(plan, skeleton, task))
 
 
 class Session:
@@ -47,56 +68,80 @@ class Session:
     """
 
     def __init__(self, plan: Plan, accelerator: Accelerator, run: RunDirectory, watch: Surroundings):
-        recipe = plan.recipe
-        self.recipe, self.accelerator, self.run, self.watch = recipe, accelerator, run, watch
+        self.plan, self.recipe, self.accelerator, self.run, self.watch = plan, plan.recipe, accelerator, run, watch
         self.world = World()  # all ranks are there
+        self.progress = Progress(
+            self.recipe.steps, self.recipe.logging.every_steps, enabled=accelerator.is_main_process
+        )
         watch.phase("build")
-        self.task = task = registry.load_together(recipe, self.world)
-        self.skeleton = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
-        check_packing(self.skeleton.config.model_type, recipe.data.packing)
-        liger.check_family(recipe.model.kernels, self.skeleton.config.model_type)
-        self.progress = Progress(recipe.steps, recipe.logging.every_steps, enabled=accelerator.is_main_process)
-
-        facts = decisive(plan, self.skeleton, self.task)
-        background = _saves_in_background(plan)
-        self.checkpoints = Checkpoints(run, facts, self.world, self.progress.say, watch.busy, background)
-        found = self.checkpoints.find(plan.resume)
-        self._end_if_done(found)
+        built = build_model(plan, self.world)
+        self.task, self.skeleton = built.task, built.skeleton
+        found = self._find_checkpoint(built.identity)
         self.engine = factory.build(accelerator, plan, self.skeleton, self.task)
         watch.phase("prepare")
-        task.prepare(self.engine, recipe, self.skeleton, self.world, watch.alive)
+        self.task.prepare(self.engine, self.recipe, self.skeleton, self.world, watch.alive)
         watch.phase("load")
         self.start = self.checkpoints.load(found, self.engine) if found else Position()
         run.begin(self.start.step, self.start.record, watch.busy)
+        self._open_data()
+        self._open_records()
+        self._introduce(found, built.identity["adapter"])
 
-        shard, batch = self.engine.shard, recipe.batch
+    def _find_checkpoint(self, identity: dict) -> Path | None:
+        """The one to go on from. Raises NothingToDo, on all ranks, where the same command has come to its end before.
+
+        The default is to save in the background, unless the state lies on NVMe: the copy would not fit into host
+        memory.
+        """
+        background = self.recipe.checkpoint.background
+        if background is None:
+            background = "optimizer:nvme" not in self.plan.strategy.offload
+        self.checkpoints = Checkpoints(self.run, identity, self.world, self.progress.say, self.watch.busy, background)
+        found = self.checkpoints.find(self.plan.resume)
+        is_done = self.world.exchange(self.run.is_done)[0]
+        if found and is_done and read_state(found)["step"] >= self.recipe.steps:
+            raise NothingToDo(
+                f"already done at step {self.recipe.steps}, nothing to train: the model is in {self.run.model}; more "
+                "steps=..., another output_dir or --start_over would train"
+            )
+        return found
+
+    def _open_data(self) -> None:
+        """The rows from where this session begins, and those that are held out."""
+        shard, batch = self.engine.shard, self.recipe.batch
         self.batches = StepBatches(
             self.task.train,
-            recipe.seed,
+            self.recipe.seed,
             batch,
             shard,
-            recipe.steps,
+            self.recipe.steps,
             self.start.step,
             self.start.samples,
             self.start.anchor,
-            recipe.data.num_workers,
+            self.recipe.data.num_workers,
         )
         self.held_out = None
         if self.task.held_out is not None:
-            self.held_out = Evaluation(self.task.held_out, batch.micro_batch_size, shard, watch.alive)
-        self._logging = True
-        earlier = self.start.record.get("recompilations", 0)
-        self.recompilations = Recompilations(recipe.compile != "off", self.progress.say, earlier)
-        self.guard = Guard(recipe.guard, run, self.world)
-        chunked = self.engine.describe()["loss_implementation"] != "full"
-        self.meter = Meter.for_run(recipe, self.skeleton, accelerator, task, chunked)
-        self.meter.state = self.start.meter
-        self._advice = WaitAdvice(recipe.data)
-        self._introduce(plan, found, facts["adapter"])
+            self.held_out = Evaluation(self.task.held_out, batch.micro_batch_size, shard, self.watch.alive)
 
-    def profiled_batches(self) -> Iterator[list[MicroBatch]]:
-        """`batches`, with a recording of the steps that profile.steps asks for, and what is due between steps."""
-        around = recorder.Surroundings(
+    def _open_records(self) -> None:
+        """What measures the steps and watches their numbers."""
+        recipe, say = self.recipe, self.progress.say
+        chunked = self.engine.describe().loss_implementation != "full"
+        self.meter = Meter.for_run(recipe, self.skeleton, self.accelerator, self.task, chunked)
+        self.meter.state = self.start.meter
+        self.guard = Guard(recipe.guard, self.run, self.world)
+        earlier = self.start.record.get("recompilations", 0)
+        self.recompilations = Recompilations(recipe.compile != "off", say, earlier)
+        every = recipe.memory.garbage_collection_steps
+        others = (recipe.evaluate.every_steps, recipe.checkpoint.every_steps)
+        self.garbage = GarbageCollection(self.start.step + 1, every, others, self.meter.start)
+        self._advice = WaitAdvice(recipe.data)
+        self._logging = True
+
+    def profiler(self) -> Profiler:
+        """Of the steps that profile.steps asks for. To be made when the clock runs."""
+        hooks = ProfilerHooks(
             folder=self.run.profile,
             rank=self.world.rank,
             say=self.progress.say if self.world.is_main else print,
@@ -104,10 +149,7 @@ class Session:
             restart_clock=self.meter.start,
             held=self.engine.held_bytes,
         )
-        steps = recorder.recorded(self.batches, self.recipe.profile, around)
-        every = self.recipe.memory.garbage_collection_steps
-        others = (self.recipe.evaluate.every_steps, self.recipe.checkpoint.every_steps)
-        return on_schedule(steps, self.start.step + 1, every, others, self.meter.start)
+        return Profiler(self.recipe.profile, self.start.step, hooks)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -169,25 +211,17 @@ class Session:
         self.run.sync_metrics()
         self.progress.say(f"the trained model is in {self.run.model}")
 
-    def _end_if_done(self, found: Path | None) -> None:
-        """Raises NothingToDo, on all ranks, where the same command was given again after it had come to its end."""
-        is_done = self.world.exchange(self.run.is_done)[0]
-        if found and is_done and read_state(found)["step"] >= self.recipe.steps:
-            raise NothingToDo(
-                f"already done at step {self.recipe.steps}, nothing to train: the model is in {self.run.model}; more "
-                "steps=..., another output_dir or --start_over would train"
-            )
-
     def _parameters(self) -> Iterator[tuple[str, Tensor | None]]:
         for pair in self.engine.parameters():
             self.watch.alive()
             yield pair
 
-    def _introduce(self, plan: Plan, found, adapter: dict | None) -> None:
-        described = weights.describe(self.skeleton, self.recipe) | self.engine.describe() | {"adapter": adapter}
+    def _introduce(self, found: Path | None, adapter: dict | None) -> None:
+        """run.json and the header, of what really runs."""
+        described = weights.describe(self.skeleton, self.recipe) | asdict(self.engine.describe()) | {"adapter": adapter}
         described |= {"allocator": factory.allocator(self.accelerator)}
         described |= {"num_fp8_modules": fp8.count(self.skeleton, self.recipe.fp8)}
-        facts = run_facts(plan, described, self.task.describe(), factory.device_name(self.accelerator))
+        facts = run_facts(self.plan, described, self.task.describe(), factory.device_name(self.accelerator))
         facts |= {"flops": self.meter.flops, "counts": self.task.counts}
         device = self.accelerator.device
         slow = matmul_speed.warning(self.recipe, self.skeleton, device) if self.accelerator.is_main_process else ""
@@ -201,10 +235,4 @@ class Session:
         self.accelerator.init_trackers(self.run.tensorboard.name, init_kwargs={"tensorboard": purge})
         self.progress.say(self.run.notice)
         self.progress.header(facts)
-        self.progress.say(factory.core_advice(self.accelerator, plan.strategy, self.world))
-
-
-def _saves_in_background(plan: Plan) -> bool:
-    """By default, unless what is to be saved lies on NVMe: the copy would not fit into host memory."""
-    chosen = plan.recipe.checkpoint.background
-    return "optimizer:nvme" not in plan.strategy.offload if chosen is None else chosen
+        self.progress.say(factory.core_advice(self.accelerator, self.plan.strategy, self.world))

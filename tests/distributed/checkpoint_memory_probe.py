@@ -22,13 +22,14 @@ from samecurve.models import weights
 from samecurve.run import lifecycle
 from samecurve.run.metadata import decisive
 from samecurve.run.run_directory import RunDirectory
+from samecurve.strategy import preflight
 from samecurve.tasks import registry
 
 OWN = Path("/proc/self")
 
 
 def main() -> None:
-    plan = factory.plan(sys.argv[1:], os.environ)
+    plan = preflight.plan(sys.argv[1:], os.environ)
     run = RunDirectory(plan.recipe.output_dir, is_main=os.environ.get("RANK", "0") == "0")
     accelerator = factory.start(plan)
     task = registry.load(plan.recipe)
@@ -47,7 +48,7 @@ def main() -> None:
     folder = run.checkpoints / "step_00000002"
     streamed.save(engine, Position(step=1, updates=2), wait=True)  # libraries load what they need
     found = {
-        "engine": engine.describe()["engine"],
+        "engine": engine.describe().engine,
         "weights_mib": 4 * sum(sizes) / 2**20,
         "largest_parameter": max(sizes) / sum(sizes),
         "streamed": growth(lambda: streamed.save(engine, Position(step=2, updates=2), wait=True)),

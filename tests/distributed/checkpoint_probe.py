@@ -15,12 +15,13 @@ from samecurve.models import weights
 from samecurve.run import lifecycle
 from samecurve.run.metadata import decisive
 from samecurve.run.run_directory import RunDirectory
+from samecurve.strategy import preflight
 from samecurve.tasks import registry
 
 
 def main() -> None:
     folder, *arguments = sys.argv[1:]
-    plan = factory.plan(arguments, os.environ)
+    plan = preflight.plan(arguments, os.environ)
     run = RunDirectory(plan.recipe.output_dir, is_main=os.environ.get("RANK", "0") == "0")
     accelerator = factory.start(plan)
     task = registry.load(plan.recipe)
@@ -29,7 +30,7 @@ def main() -> None:
     engine = factory.build(accelerator, plan, skeleton, task)
     position = checkpoints.load(checkpoints.find(folder), engine)
     checkpoints.save(engine, position, wait=True)
-    accelerator.print("ENGINE", engine.describe()["engine"])
+    accelerator.print("ENGINE", engine.describe().engine)
     accelerator.end_training()
 
 

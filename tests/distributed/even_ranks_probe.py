@@ -21,6 +21,7 @@ from samecurve.data.batches import StepBatches
 from samecurve.engines import factory
 from samecurve.models import weights
 from samecurve.run import lifecycle
+from samecurve.strategy import preflight
 from samecurve.tasks import registry
 
 STEPS = 3
@@ -53,7 +54,7 @@ def measured(accelerator, plan, task) -> dict:
     before, after_the_first = live[-2:]  # of the last step: everything else is there by then
     return {
         "held": after_the_first - before,
-        "said": engine.describe()["whole_gradient_bytes"],
+        "said": engine.describe().whole_gradient_bytes,
         "said_of_all": engine.held_bytes().gradients,
         "loss": [result.loss for result in results],
         "norm": [result.grad_norm for result in results],
@@ -63,7 +64,7 @@ def measured(accelerator, plan, task) -> dict:
 def main() -> None:
     cases = json.loads(os.environ["CASES"])
     if cases:
-        plan = factory.plan(sys.argv[1:], os.environ)
+        plan = preflight.plan(sys.argv[1:], os.environ)
         accelerator = factory.start(plan)
         task = registry.load(plan.recipe)
         found = {}
@@ -71,7 +72,7 @@ def main() -> None:
             recipe = Recipe.model_validate({**plan.recipe.model_dump(), **keys})
             found[name] = measured(accelerator, replace(plan, recipe=recipe), task)
         accelerator.print("CASES " + json.dumps(found))
-        train.factory.start = lambda plan: accelerator
+        factory.start = lambda plan: accelerator
     train.train = watched(train.train)
     train.main()
 

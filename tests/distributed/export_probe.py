@@ -17,11 +17,12 @@ from samecurve.engines import factory
 from samecurve.export.hf_export import export
 from samecurve.models import weights
 from samecurve.run import lifecycle
+from samecurve.strategy import preflight
 from samecurve.tasks import registry
 
 
 def main() -> None:
-    plan = factory.plan(sys.argv[1:], os.environ)
+    plan = preflight.plan(sys.argv[1:], os.environ)
     recipe, folder = plan.recipe, Path(plan.recipe.output_dir)
     accelerator = factory.start(plan)
     task = registry.load(recipe)

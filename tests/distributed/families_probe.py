@@ -20,6 +20,7 @@ from samecurve.engines import factory
 from samecurve.export.hf_export import export
 from samecurve.models import weights
 from samecurve.run import lifecycle
+from samecurve.strategy import preflight
 from samecurve.tasks import registry
 
 STEPS = 2
@@ -27,7 +28,7 @@ STEPS = 2
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    plan = factory.plan(sys.argv[2:], os.environ)
+    plan = preflight.plan(sys.argv[2:], os.environ)
     accelerator = factory.start(plan)
     task = registry.load(plan.recipe)
     loss, kept = task.loss, []
@@ -52,7 +53,7 @@ def trained(accelerator, plan, task, kept: list) -> dict:
     engine.evaluate(held_out)
     target = Path(recipe.model.path).with_name(Path(recipe.output_dir).name)
     export(engine.parameters(), skeleton, task.tokenizer, target, accelerator.is_main_process)
-    described = {"engine": engine.describe()["engine"], "attention": weights.describe(skeleton, recipe)["attention"]}
+    described = {"engine": engine.describe().engine, "attention": weights.describe(skeleton, recipe)["attention"]}
     return {"losses": losses, "logits": kept[0][0], "inputs": held_out[0].inputs, **described}
 
 

@@ -19,11 +19,12 @@ from samecurve.engines import factory
 from samecurve.losses.cross_entropy import IGNORE_INDEX
 from samecurve.models import weights
 from samecurve.run import lifecycle
+from samecurve.strategy import preflight
 from samecurve.tasks import registry
 
 
 def main() -> None:
-    plan = factory.plan(sys.argv[1:], os.environ)
+    plan = preflight.plan(sys.argv[1:], os.environ)
     accelerator = factory.start(plan)
     recipe, task = plan.recipe, registry.load(plan.recipe)
     task.features, task.statistics, task.loss = features, statistics, loss
@@ -40,7 +41,7 @@ def main() -> None:
     together = expected(skeleton, recipe, weighted(EvaluationBatches(task.held_out, 8, (0, 1))))
     rows = len(task.held_out)
     result = {
-        "engine": engine.describe()["engine"],
+        "engine": engine.describe().engine,
         "rows": rows,
         "filling": found[rows:].tolist(),
         "features": float((found[:rows] - together["features"][:rows]).abs().max()),

@@ -9,16 +9,17 @@ from pathlib import Path
 from samecurve.engines import factory
 from samecurve.models import weights
 from samecurve.run import lifecycle
+from samecurve.strategy import preflight
 from samecurve.tasks import registry
 
 
 def main() -> None:
-    plan = factory.plan(sys.argv[1:], os.environ)
+    plan = preflight.plan(sys.argv[1:], os.environ)
     accelerator = factory.start(plan)
     task = registry.load(plan.recipe)
     skeleton = weights.skeleton(plan.recipe, task.vocabulary_size, task.special_tokens)
     engine = factory.build(accelerator, plan, skeleton, task)
-    accelerator.print("ENGINE", engine.describe()["engine"])
+    accelerator.print("ENGINE", engine.describe().engine)
     accelerator.wait_for_everyone()
     accelerator.end_training()
 

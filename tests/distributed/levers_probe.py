@@ -23,13 +23,14 @@ from samecurve.engines import factory
 from samecurve.models import weights
 from samecurve.models.compilation import Recompilations
 from samecurve.run import lifecycle
+from samecurve.strategy import preflight
 from samecurve.tasks import registry
 
 STEPS = 3
 
 
 def main() -> None:
-    plan = factory.plan(sys.argv[1:], os.environ)
+    plan = preflight.plan(sys.argv[1:], os.environ)
     accelerator = factory.start(plan)
     task = registry.load(plan.recipe)
     found = {}
@@ -66,12 +67,12 @@ def measured(accelerator, plan, task) -> dict:
     evaluated = [engine.evaluate(held_out).loss for _ in range(2)]
     modules = (getattr(engine, "model", None) or engine._engine).modules()
     return {
-        "engine": engine.describe()["engine"],
+        "engine": engine.describe().engine,
         "loss": [result.loss for result in results],
         "norm": [result.grad_norm for result in results],
         "eval_loss": evaluated,
         "fp8_modules": sum(type(module).__name__ == "Float8Linear" for module in modules),  # on this rank
-        **{key: engine.describe()[key] for key in ("kernels", "loss_implementation")},
+        **{key: getattr(engine.describe(), key) for key in ("kernels", "loss_implementation")},
         "mlp_calls": len(counted),  # of layers on this rank
         # a compiled loss does not show that layers are
         "compiled": sum(entry.co_filename not in (None, registry.__file__) for entry in get_compilation_metrics()),

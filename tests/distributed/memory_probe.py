@@ -15,11 +15,12 @@ from samecurve.engines import factory
 from samecurve.metrics.meter import peak_memory_bytes
 from samecurve.models import weights as model
 from samecurve.run import lifecycle
+from samecurve.strategy import preflight
 from samecurve.tasks import registry
 
 
 def main() -> None:
-    plan = factory.plan(sys.argv[1:], os.environ)
+    plan = preflight.plan(sys.argv[1:], os.environ)
     accelerator = factory.start(plan)
     task = registry.load(plan.recipe)
     skeleton = model.skeleton(plan.recipe, task.vocabulary_size, task.special_tokens)
@@ -28,7 +29,7 @@ def main() -> None:
     engine = factory.build(accelerator, plan, skeleton, task)
     growth = torch.tensor([(peak_memory_bytes(accelerator.device) - before) / weights])
     largest = accelerator.gather(growth).max().item()
-    facts = {"engine": engine.describe()["engine"], "weights_mib": weights / 2**20, "growth": largest}
+    facts = {"engine": engine.describe().engine, "weights_mib": weights / 2**20, "growth": largest}
     accelerator.print("FOUND " + json.dumps(facts))
     accelerator.end_training()
 

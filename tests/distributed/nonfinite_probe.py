@@ -16,6 +16,7 @@ from samecurve.data.batches import StepBatches
 from samecurve.engines import factory
 from samecurve.models import weights
 from samecurve.run import lifecycle
+from samecurve.strategy import preflight
 from samecurve.tasks import registry
 
 
@@ -30,7 +31,7 @@ class BrokenGradient(torch.autograd.Function):
 
 
 def main() -> None:
-    plan = factory.plan(sys.argv[1:], os.environ)
+    plan = preflight.plan(sys.argv[1:], os.environ)
     accelerator = factory.start(plan)
     task = registry.load(plan.recipe)
     intact, broken = task.loss, {"by": None}
@@ -47,7 +48,7 @@ def main() -> None:
     engine = factory.build(accelerator, plan, skeleton, task)
     batches = iter(StepBatches(task.train, plan.recipe.seed, plan.recipe.batch, engine.shard, 7))
     engine.step(next(batches), 1e-3)
-    found = {"engine": engine.describe()["engine"], "after": []}
+    found = {"engine": engine.describe().engine, "after": []}
     for by in ("loss", "gradient"):
         broken["by"] = by
         before = kept(engine)

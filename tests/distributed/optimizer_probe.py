@@ -23,10 +23,11 @@ from samecurve.data.batches import StepBatches
 from samecurve.distributed.control_group import World
 from samecurve.engines import factory
 from samecurve.models import weights
-from samecurve.optim.factory import learning_rate
+from samecurve.optim.schedule import learning_rate
 from samecurve.run import lifecycle
 from samecurve.run.metadata import decisive
 from samecurve.run.run_directory import RunDirectory
+from samecurve.strategy import preflight
 from samecurve.tasks import registry
 
 STEPS, SAVED = 8, 4
@@ -36,7 +37,7 @@ def main() -> None:
     wanted = json.loads(Path(sys.argv[1]).read_text())
     accelerator = task = skeleton = None
     for name, overrides in wanted["optimizers"].items():
-        plan = factory.plan(once([*sys.argv[2:], *overrides, f"output_dir={wanted['folder']}/{name}"]), os.environ)
+        plan = preflight.plan(once([*sys.argv[2:], *overrides, f"output_dir={wanted['folder']}/{name}"]), os.environ)
         if accelerator is None:
             accelerator = factory.start(plan)
             task = registry.load(plan.recipe)

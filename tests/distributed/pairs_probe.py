@@ -19,16 +19,17 @@ from samecurve.data.batches import StepBatches
 from samecurve.distributed.control_group import World
 from samecurve.engines import factory
 from samecurve.models import weights
-from samecurve.optim.factory import learning_rate
+from samecurve.optim.schedule import learning_rate
 from samecurve.run import lifecycle
 from samecurve.run.metadata import decisive
 from samecurve.run.run_directory import RunDirectory
+from samecurve.strategy import preflight
 from samecurve.tasks import registry
 
 
 def main() -> None:
     wanted = json.loads(Path(sys.argv[1]).read_text())
-    plan = factory.plan(sys.argv[2:], os.environ)
+    plan = preflight.plan(sys.argv[2:], os.environ)
     recipe = plan.recipe
     run = RunDirectory(recipe.output_dir, is_main=os.environ.get("RANK", "0") == "0")
     accelerator = factory.start(plan)
@@ -49,7 +50,7 @@ def main() -> None:
             for step, micro_batches in enumerate(batches, start=position.step + 1)
         ]
         found = {"source": name, "unequal": sorted(set().union(*world.exchange(unequal)))}
-        found |= {"engine": engine.describe()["engine"], "world_size": world.size, "start_step": position.step}
+        found |= {"engine": engine.describe().engine, "world_size": world.size, "start_step": position.step}
         found |= {"losses": [result.loss for result in results], "norms": [result.grad_norm for result in results]}
         if world.is_main:
             with open(wanted["results"], "a", encoding="utf-8") as stream:

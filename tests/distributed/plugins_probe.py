@@ -9,10 +9,11 @@ import sys
 
 from samecurve.engines import factory
 from samecurve.run import lifecycle
+from samecurve.strategy import preflight
 
 
 def main() -> None:
-    plan = factory.plan(sys.argv[1:], os.environ)
+    plan = preflight.plan(sys.argv[1:], os.environ)
     accelerator = factory.start(plan)
     state = accelerator.state
     plugins = [getattr(state, name, None) for name in ("deepspeed_plugin", "fsdp_plugin", "parallelism_config")]

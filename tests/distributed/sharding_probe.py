@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections import Counter
+from dataclasses import asdict
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -22,8 +23,9 @@ from samecurve.data.batches import StepBatches
 from samecurve.engines import factory
 from samecurve.interfaces.engine import dtype_name
 from samecurve.models import weights
-from samecurve.optim.factory import learning_rate
+from samecurve.optim.schedule import learning_rate
 from samecurve.run import lifecycle
+from samecurve.strategy import preflight
 from samecurve.tasks import registry
 
 STEPS = 8
@@ -42,7 +44,7 @@ class Collectives(TorchDispatchMode):
 
 
 def main() -> None:
-    plan = factory.plan(sys.argv[1:], os.environ)
+    plan = preflight.plan(sys.argv[1:], os.environ)
     accelerator, recipe = factory.start(plan), plan.recipe
     task = registry.load(recipe)
     skeleton = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens)
@@ -54,7 +56,7 @@ def main() -> None:
         with Collectives() as collectives:
             results.append(engine.step(rows, learning_rate(recipe, step)))
     found = {"loss": [each.loss for each in results], "grad_norm": [each.grad_norm for each in results]}
-    found |= {"described": engine.describe(), "collectives": dict(collectives.seen), "live": live(engine)}
+    found |= {"described": asdict(engine.describe()), "collectives": dict(collectives.seen), "live": live(engine)}
     accelerator.print("FOUND " + json.dumps(found))
     accelerator.end_training()
 

@@ -27,6 +27,7 @@ from samecurve.data.batches import StepBatches
 from samecurve.distributed.control_group import World
 from samecurve.engines import factory
 from samecurve.models import weights
+from samecurve.strategy import preflight
 from samecurve.tasks import registry
 
 RATE, BETA, TEMPERATURE, LENGTH = 3e-3, 0.3, 0.2, 96
@@ -73,7 +74,7 @@ def main() -> None:
             models = save_models(folder, recipe, task)
             recipe["model"] = recipe["tokenizer"] = {"path": str(models["student"])}
             recipe |= {"distill": {"teacher": str(models["teacher"])}} if task == "distill" else {}
-            plan = factory.plan([write(folder, recipe)], os.environ)
+            plan = preflight.plan([write(folder, recipe)], os.environ)
             accelerator = accelerator or factory.start(plan)  # one for all
             num_trained, steps, ours = train(plan, accelerator)
             everything = [list(range(num_rows))] * num_steps
@@ -119,7 +120,7 @@ def save_models(folder: Path, recipe: dict, task: str) -> dict[str, Path]:
     """As transformers writes and initialises them, with the tokenizer that was trained on the data."""
     if task in ("continue_pretrain", "distill"):  # these want a model's folder
         recipe = recipe | {"task": {"continue_pretrain": "pretrain", "distill": "sft"}[task]}
-    plan = factory.plan([write(folder, recipe)], os.environ)
+    plan = preflight.plan([write(folder, recipe)], os.environ)
     tokenizer = registry.load(plan.recipe).tokenizer
     sizes, found = dict(recipe["model"]["config"]), {}
     config = AutoConfig.for_model(sizes.pop("model_type"), vocab_size=len(tokenizer), initializer_range=0.2, **sizes)

@@ -9,16 +9,38 @@ import json
 import os
 import socket
 import sys
+from types import SimpleNamespace
 
 import deepspeed
 import torch
+from accelerate import Accelerator
 from deepspeed.accelerator import get_accelerator
 
+from samecurve.data.batches import MicroBatch
 from samecurve.engines import cpu_bridge, deepspeed_introspection
+from samecurve.engines.forward import Forward
 from samecurve.engines.zero import ZeroEngine
+from samecurve.interfaces.task import Task
+from samecurve.losses.cross_entropy import count_trained
 
 SMALLEST = 2
 BROKEN = (False, True, True, False)
+
+
+class Product(Task):
+    """The loss is what the model gives; its gradient is multiplied by `factor`."""
+
+    def loss(self, logits: torch.Tensor, labels: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        logits.register_hook(lambda gradient: gradient * factor.to(gradient.dtype))
+        return logits.float().sum()
+
+    def count(self, labels: torch.Tensor, factor: torch.Tensor) -> int:
+        return count_trained(labels)
+
+
+class Dot(torch.nn.Linear):
+    def forward(self, rows: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=super().forward(rows))
 
 
 def wrapped(stage: int) -> ZeroEngine:
@@ -27,7 +49,7 @@ def wrapped(stage: int) -> ZeroEngine:
     cpu.supported_dtypes = lambda self: [torch.float, torch.half]
     cpu_bridge._leave_out_shared_memory()
     deepspeed.init_distributed("gloo")
-    model = torch.nn.Linear(4, 1, bias=False)
+    model = Dot(4, 1, bias=False)
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": stage},
@@ -35,10 +57,17 @@ def wrapped(stage: int) -> ZeroEngine:
         "fp16": {"enabled": True, "initial_scale_power": 1, "min_loss_scale": SMALLEST, "hysteresis": 1},
     }
     made = ZeroEngine.__new__(ZeroEngine)
-    made.model, *_ = deepspeed.initialize(
+    made.accelerator, made.device, made.task = Accelerator(cpu=True), torch.device("cpu"), Product()
+    made.model, made.optimizer, *_ = deepspeed.initialize(
         model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), config=config
     )
+    made.forward = Forward(made.accelerator, made.model, made.task)
     return made
+
+
+def micro_batch(factor: float = 1.0) -> MicroBatch:
+    rows = torch.ones(1, 4, dtype=torch.half)
+    return MicroBatch({"rows": rows}, {"labels": torch.zeros(1, dtype=torch.long), "factor": torch.tensor(factor)})
 
 
 def main() -> None:
@@ -50,18 +79,15 @@ def main() -> None:
     deepspeed_introspection.skip_at_smallest_scale(engine.model)
     found = {"optimizer": type(engine.model.optimizer).__name__, "steps": []}
     for broken in BROKEN:
-        loss = engine.model(torch.ones(1, 4, dtype=torch.half)).float().sum()
-        engine.model.backward(loss * float("inf") if broken else loss)
-        may_rescale = engine._may_rescale()
-        found["steps"].append([*map(str, engine._update()), may_rescale])
+        result = engine.step([micro_batch(float("inf") if broken else 1.0)], learning_rate=1e-2)
+        found["steps"].append([str(result.grad_norm), result.applied, result.refused])
 
     def no_memory(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    engine.model.backward(engine.model(torch.ones(1, 4, dtype=torch.half)).float().sum())
     engine.model.optimizer.step = no_memory
     try:
-        found["without memory"] = str(engine._update())
+        found["without memory"] = str(engine.step([micro_batch()], learning_rate=1e-2))
     except torch.OutOfMemoryError as error:
         found["without memory"] = f"{type(error).__name__}: {error}"
     print("FOUND " + json.dumps(found), flush=True)

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from samecurve.config.schema import Adapter, Memory
 from samecurve.errors import ConfigurationError
-from samecurve.losses.chunked_cross_entropy import ChunkedHead, trained_positions
+from samecurve.losses.chunked_cross_entropy import TokenSums, chunked_sums, trained_positions
 from samecurve.losses.cross_entropy import IGNORE_INDEX, token_loss_sum
 from samecurve.models import liger, lora
 from samecurve.models.activation_checkpointing import checkpoint_layers
@@ -113,8 +113,8 @@ def head_gradients(kind: str, trained: str) -> dict[str, torch.Tensor]:
     if kind == "full":
         loss = token_loss_sum(head(states), labels)
     else:
-        with ChunkedHead(head, kind).measuring(token_loss_sum, {"labels": labels}, trained_positions(labels)):
-            loss = head(states)
+        wanted = TokenSums(token_loss_sum, {"labels": labels}, trained_positions(labels))
+        loss = chunked_sums(states, head, wanted, kind)
     (loss * 0.01).backward()
     return {"loss": loss.detach(), "states": states.grad, "weight": head.weight.grad, "bias": head.bias.grad}
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from samecurve.errors import ConfigurationError
 from samecurve.losses import chunked_cross_entropy
-from samecurve.losses.chunked_cross_entropy import ChunkedHead, chunkable, install, trained_positions
+from samecurve.losses.chunked_cross_entropy import TokenSums, chunkable, chunked_sums, install, trained_positions
 from samecurve.losses.cross_entropy import IGNORE_INDEX, token_loss_sum
 
 SIZES = {
@@ -54,16 +54,21 @@ def gradients(model):
     return found
 
 
+def chunked_loss(model, measure, ids, labels, compiles=False):
+    """By a second installation in the place of the first, where there is one."""
+    vars(model).pop("forward", None)
+    vars(model.get_output_embeddings()).pop("forward", None)
+    assert install(model, on_meta(model), "chunked", compiles) == "chunked"
+    return model(input_ids=ids, sums=TokenSums(measure, {"labels": labels}, trained_positions(labels)))
+
+
 def both(model, labels, ids, dtype, compiles=False):
     """(loss, gradients) of the plain way and of the chunked one, each scaled as an engine does."""
     results = []
     for chunked in (False, True):
         with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
             if chunked:
-                with ChunkedHead(model.get_output_embeddings(), compiles=compiles).measuring(
-                    token_loss_sum, {"labels": labels}, trained_positions(labels)
-                ):
-                    loss = model(input_ids=ids).logits
+                loss = chunked_loss(model, token_loss_sum, ids, labels, compiles)
             else:
                 loss = token_loss_sum(model(input_ids=ids).logits, labels)
         (loss * 0.01).backward()
@@ -132,8 +137,7 @@ def test_without_gradients_any_sums_are_taken():
 
     with torch.no_grad():
         expected = measure(model(input_ids=ids).logits, labels)
-        with ChunkedHead(model.lm_head).measuring(measure, {"labels": labels}, trained_positions(labels)):
-            found = model(input_ids=ids).logits
+        found = chunked_loss(model, measure, ids, labels)
         torch.testing.assert_close(found, expected)
         assert model(input_ids=ids).logits.shape == (3, 16, 512)  # and outside it is as ever
 
@@ -148,8 +152,7 @@ def test_no_tensor_is_as_large_as_the_logits_and_prompts_cost_nothing():
         seen.append(tuple(logits.shape))
         return token_loss_sum(logits, labels)
 
-    with ChunkedHead(model.lm_head).measuring(measure, {"labels": labels}, trained_positions(labels)):
-        model(input_ids=ids).logits.backward()
+    chunked_loss(model, measure, ids, labels).backward()
     assert seen == [(7, 512), (3, 512)]
 
 
@@ -179,8 +182,7 @@ def test_the_loss_of_one_token_by_hand():
     head.weight.data = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
     states = torch.tensor([[[2.0, 0.0]]], requires_grad=True)
     labels = torch.tensor([[1]])
-    with ChunkedHead(head).measuring(token_loss_sum, {"labels": labels}, None):
-        loss = head(states)
+    loss = chunked_sums(states, head, TokenSums(token_loss_sum, {"labels": labels}))
     loss.backward()
     p = F.softmax(torch.tensor([2.0, 0.0, 0.0]), dim=0)
     torch.testing.assert_close(loss, -p[1].log())

@@ -10,9 +10,9 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from samecurve.data.batches import MicroBatch
-from samecurve.engines.accelerate_engine import AcceleratedEngine
 from samecurve.engines.forward import Forward
 from samecurve.engines.loss_scaler import LossScale
+from samecurve.engines.torch_engine import TorchEngine
 from samecurve.interfaces.task import Task
 from samecurve.losses.cross_entropy import IGNORE_INDEX, count_trained
 
@@ -45,21 +45,19 @@ def rows(*gradients, trained=None) -> MicroBatch:
     return MicroBatch({}, {"labels": labels, "gradients": torch.tensor(gradients, dtype=torch.float32)})
 
 
-def engine(
-    max_grad_norm: float = 100.0, loss_scale: LossScale | None = None, accumulation: int = 1
-) -> AcceleratedEngine:
-    made = AcceleratedEngine.__new__(AcceleratedEngine)
+def engine(max_grad_norm: float = 100.0, loss_scale: LossScale | None = None, accumulation: int = 1) -> TorchEngine:
+    made = TorchEngine.__new__(TorchEngine)
     made.accelerator, made.device = Accelerator(cpu=True), torch.device("cpu")
     made.accumulation_steps = accumulation
-    made.plan = SimpleNamespace(strategy=SimpleNamespace(family="single"))
+    made.plan, made.sharded = SimpleNamespace(strategy=SimpleNamespace(family="single")), False
     made.recipe = SimpleNamespace(optimizer=SimpleNamespace(max_grad_norm=max_grad_norm))
     made.model, made.task, made.loss_scale = Dot(), Task(), loss_scale
-    made.forward = Forward(made.model, made.task, made.device)
+    made.forward = Forward(made.accelerator, made.model, made.task)
     made.optimizer = torch.optim.SGD(made.model.parameters(), lr=1.0)
     return made
 
 
-def weight(of: AcceleratedEngine) -> list[float]:
+def weight(of: TorchEngine) -> list[float]:
     return of.model.weight.tolist()
 
 

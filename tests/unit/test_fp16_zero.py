@@ -27,6 +27,8 @@ def test_only_an_overflow_counts_as_one(stage, optimizer):
     assert "FOUND " in done.stdout, done.stdout + done.stderr
     found = json.loads(done.stdout.split("FOUND ", 1)[1].splitlines()[0])
     assert found["optimizer"] == optimizer
-    good, skipped = ["2.0", "True", False], ["inf", "False", False]
-    assert found["steps"] == [good, skipped, skipped, good]  # and nothing of a skipped gradient is left in the last one
+    # nothing of a skipped gradient is left in the last one
+    assert [step[:2] for step in found["steps"]] == [["2.0", True], ["inf", False], ["inf", False], ["2.0", True]]
+    # and it is refused: no smaller scale would cure it
+    assert [step[2].split(" at ")[0] for step in found["steps"]] == ["", *["the gradient norm is inf"] * 2, ""]
     assert found["without memory"] == "OutOfMemoryError: CUDA out of memory"

@@ -10,7 +10,7 @@ import torch
 from test_activations import KINDS, build, forward
 
 from samecurve.models.activation_checkpointing import checkpoint_layers
-from samecurve.training.gc_schedule import on_schedule
+from samecurve.training.gc_schedule import GarbageCollection
 
 MANY = 5_000  # objects, far beyond what Python waits for before it collects by itself
 
@@ -47,15 +47,12 @@ def trained(first, last, every, also_every=(), each=lambda: [Cycle() for _ in ra
     """The steps after which garbage was collected, and the most cycles that were alive then."""
     most, clock = 0, []
     with collections() as noted:
-
-        def steps():
+        with GarbageCollection(first, every, also_every, lambda: clock.append(None)) as garbage:
             for noted.at in range(first, last + 1):
-                yield noted.at
+                each()
+                most = max(most, Cycle.alive)
+                garbage.after(noted.at)
             noted.at = None
-
-        for _ in on_schedule(steps(), first, every, also_every, lambda: clock.append(None)):
-            each()
-            most = max(most, Cycle.alive)
         seen = [at for at in noted.seen if at is not None]
     assert len(clock) == (every > 0)
     assert gc.isenabled() and gc.get_freeze_count() == 0

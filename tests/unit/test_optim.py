@@ -13,7 +13,8 @@ from transformers import (
 )
 
 from samecurve.config.schema import Optimizer, Schedule
-from samecurve.optim.factory import build_optimizer, learning_rate, parameter_groups, set_learning_rate
+from samecurve.optim.factory import build_optimizer, parameter_groups, set_learning_rate
+from samecurve.optim.schedule import learning_rate
 
 PEAK = 0.01
 

@@ -10,16 +10,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.profiler import record_function
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from samecurve.config.schema import Profile
+from samecurve.data.batches import DATA_WAIT
 from samecurve.engines.memory_usage import held_bytes
 from samecurve.interfaces.memory import Held
-from samecurve.losses.chunked_cross_entropy import ChunkedHead
+from samecurve.losses.chunked_cross_entropy import TokenSums, chunked_sums
 from samecurve.losses.cross_entropy import LOSS, token_loss_sum
 from samecurve.metrics.profiling import recorder
 from samecurve.metrics.profiling.deepspeed_comms import _by_size, begin, logged
-from samecurve.metrics.profiling.op_kinds import DATA_WAIT, KINDS, listed
+from samecurve.metrics.profiling.op_kinds import KINDS, listed
 from samecurve.metrics.profiling.summary import memory
 from samecurve.metrics.profiling.trace import Breakdown, breakdown, read
 
@@ -227,14 +229,15 @@ class Batches:
 
     def __iter__(self):
         for _ in self._steps:
-            time.sleep(0.02)
+            with record_function(DATA_WAIT):
+                time.sleep(0.02)
             self.step += 1
             yield [torch.randint(0, 64, (2, 32))]
 
 
-def surroundings(folder, said, rank=0):
+def hooks(folder, said, rank=0):
     held = Held(weights=1, optimizer=2, gradients=3)
-    return recorder.Surroundings(folder, rank, said.append, lambda: None, lambda: said.append("clock"), lambda: held)
+    return recorder.ProfilerHooks(folder, rank, said.append, lambda: None, lambda: said.append("clock"), lambda: held)
 
 
 def trained(batches, settings, around):
@@ -245,19 +248,21 @@ def trained(batches, settings, around):
     model = LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters())
     steps = []
-    for micro_batches in recorder.recorded(batches, settings, around):
+    profiler = recorder.Profiler(settings, batches.step, around)
+    for micro_batches in batches:
         (tokens,) = micro_batches
         token_loss_sum(model(input_ids=tokens).logits, tokens).backward()
         optimizer.step()
         optimizer.zero_grad()
         steps.append(batches.step)
+        profiler.after(batches.step)
     return steps
 
 
 @pytest.fixture(scope="module")
 def recording(tmp_path_factory):
     folder, said = tmp_path_factory.mktemp("profile"), []
-    steps = trained(Batches(), Profile(steps=(3, 4)), surroundings(folder, said))
+    steps = trained(Batches(), Profile(steps=(3, 4)), hooks(folder, said))
     return folder, said, steps
 
 
@@ -280,7 +285,7 @@ def test_every_kind_of_work_is_found_in_a_real_trace(recording):
 
 
 def test_a_run_that_goes_on_records_what_is_left(tmp_path):
-    assert trained(Batches(step=3), Profile(steps=(2, 5)), surroundings(tmp_path, [])) == [4, 5, 6]
+    assert trained(Batches(step=3), Profile(steps=(2, 5)), hooks(tmp_path, [])) == [4, 5, 6]
     assert breakdown(read(tmp_path / "step_00000004" / "rank0.pt.trace.json.gz")).steps == (4, 5)
 
 
@@ -306,8 +311,9 @@ def test_nothing_is_touched_where_nothing_is_recorded(tmp_path, monkeypatch):
     monkeypatch.setattr(recorder, "profile", forbidden)
     said = []
     for settings, rank, step in ((Profile(), 0, 0), (Profile(steps=(2, 3)), 1, 0), (Profile(steps=(2, 3)), 0, 3)):
-        found = recorder.recorded(Batches(step), settings, surroundings(tmp_path, said, rank))
-        assert found.gi_code is Batches.__iter__.__code__
+        profiler = recorder.Profiler(settings, step, hooks(tmp_path, said, rank))
+        for number in range(step + 1, 6):
+            profiler.after(number)
     assert said == ["profile.steps: the run goes on after step 3, so steps 2 to 3 are not seen"]
     assert list(tmp_path.iterdir()) == []
 
@@ -315,7 +321,7 @@ def test_nothing_is_touched_where_nothing_is_recorded(tmp_path, monkeypatch):
 def test_a_disk_that_takes_no_trace_does_not_end_the_run(tmp_path):
     (tmp_path / "profile").write_text("no folder")
     said = []
-    steps = trained(Batches(num_steps=2), Profile(steps=(1, 1)), surroundings(tmp_path / "profile", said))
+    steps = trained(Batches(num_steps=2), Profile(steps=(1, 1)), hooks(tmp_path / "profile", said))
     assert steps == [1, 2]
     assert any("the profile is not whole" in line for line in said)
 
@@ -328,7 +334,7 @@ def test_a_trace_that_cannot_be_read_does_not_end_the_run(tmp_path, monkeypatch)
 
     said = []
     monkeypatch.setattr(recorder, "read", half)
-    assert trained(Batches(num_steps=2), Profile(steps=(1, 1)), surroundings(tmp_path, said)) == [1, 2]
+    assert trained(Batches(num_steps=2), Profile(steps=(1, 1)), hooks(tmp_path, said)) == [1, 2]
     assert "profile.steps: ValueError: Expecting ',' delimiter: line 9; the profile is not whole" in said
 
 
@@ -339,10 +345,21 @@ def test_memory_is_not_recorded_on_where_the_trace_cannot_be_written(tmp_path, m
     histories, said = [], []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda enabled: histories.append(enabled))
-    one = recorder._Recorder(1, 1, Profile(steps=(1, 1)), surroundings(tmp_path, said))
+    one = recorder.Profiler(Profile(steps=(5, 5)), 0, hooks(tmp_path, said))
     one._write(SimpleNamespace(export_chrome_trace=full))
     assert histories == [None]
     assert "the profile is not whole" in said[-1]
+
+
+def described(zero_stage: int = 0, pipeline_stages: int = 1) -> SimpleNamespace:
+    """What of an EngineDescription decides about gradients."""
+    return SimpleNamespace(
+        zero_stage=zero_stage,
+        pipeline_stages=pipeline_stages,
+        num_trained_parameters=20,
+        data_parallel_size=3,
+        whole_gradient_bytes=0,
+    )
 
 
 def test_held_bytes_by_hand():
@@ -352,14 +369,14 @@ def test_held_bytes_by_hand():
     model[0](torch.ones(3)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    facts = {"zero_stage": 0, "num_trained_parameters": 20, "data_parallel_size": 3, "pipeline_stages": 1}
+    facts = described()
     expected = Held(weights=4 * 40, optimizer=2 * 4 * 20 + 2 * 4, gradients=4 * 20)
     assert held_bytes(model, optimizer, facts) == expected
-    assert held_bytes(model, optimizer, facts | {"zero_stage": 2}).gradients == 4 * 7
+    assert held_bytes(model, optimizer, described(zero_stage=2)).gradients == 4 * 7
     half = model.bfloat16()  # as adamw_bf16 has it; DeepSpeed sums what its bf16 weights give in fp32
     assert held_bytes(half, optimizer, facts).gradients == 2 * 20
-    assert held_bytes(half, optimizer, facts | {"zero_stage": 1}).gradients == 4 * 20
-    assert held_bytes(half, optimizer, facts | {"pipeline_stages": 2}).gradients == 4 * 20
+    assert held_bytes(half, optimizer, described(zero_stage=1)).gradients == 4 * 20
+    assert held_bytes(half, optimizer, described(pipeline_stages=2)).gradients == 4 * 20
 
 
 def zero3s(optimizer):
@@ -373,7 +390,7 @@ def zero3s(optimizer):
 def test_gradients_that_stay_between_steps_by_hand(wrap, zero_stage, expected):
     model = torch.nn.Linear(3, 5)
     optimizer = torch.optim.SGD(model.parameters())
-    facts = {"zero_stage": zero_stage, "num_trained_parameters": 20, "data_parallel_size": 3, "pipeline_stages": 1}
+    facts = described(zero_stage=zero_stage)
     if zero_stage == 0:
         model(torch.ones(3)).sum().backward()
     held = held_bytes(model, wrap(optimizer), facts)
@@ -405,9 +422,8 @@ def test_a_compiled_loss_is_loss():
 def test_the_chunked_head_says_what_is_loss():
     head = torch.nn.Linear(4, 8, bias=False)
     hidden, labels = torch.randn(1, 6, 4, requires_grad=True), torch.zeros(1, 6, dtype=torch.long)
-    chunked = ChunkedHead(head)
-    with torch.profiler.profile() as profiler, chunked.measuring(token_loss_sum, {"labels": labels}, None):
-        head(hidden)
+    with torch.profiler.profile() as profiler:
+        chunked_sums(hidden, head, TokenSums(token_loss_sum, {"labels": labels}))
     inside = [found.name for found in profiler.events() if within(found, LOSS)]
     assert any("log_softmax" in name for name in inside) and not any("mm" in name for name in inside)
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from samecurve.data.batches import MicroBatch
 from samecurve.engines import grad_cache
-from samecurve.engines.accelerate_engine import AcceleratedEngine
 from samecurve.engines.forward import Forward
+from samecurve.engines.torch_engine import TorchEngine
 from samecurve.interfaces.task import Task
 from samecurve.losses.cross_entropy import IGNORE_INDEX, count_trained
 
@@ -57,14 +57,14 @@ class Meeting(Task):
         return count_trained(labels)
 
 
-def engine(accumulation: int, dropout: float = 0.0) -> AcceleratedEngine:
-    made = AcceleratedEngine.__new__(AcceleratedEngine)
+def engine(accumulation: int, dropout: float = 0.0) -> TorchEngine:
+    made = TorchEngine.__new__(TorchEngine)
     made.accelerator, made.device = Accelerator(cpu=True), torch.device("cpu")
     made.accumulation_steps = accumulation
-    made.plan = SimpleNamespace(strategy=SimpleNamespace(family="single"))
+    made.plan, made.sharded = SimpleNamespace(strategy=SimpleNamespace(family="single")), False
     made.recipe = SimpleNamespace(optimizer=SimpleNamespace(max_grad_norm=1e9))
     made.model, made.task, made.loss_scale = Projection(dropout), Meeting(), None
-    made.forward = Forward(made.model, made.task, made.device)
+    made.forward = Forward(made.accelerator, made.model, made.task)
     made.optimizer = torch.optim.SGD(made.model.parameters(), lr=1.0)
     return made
 

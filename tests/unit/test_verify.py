@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from samecurve.config.schema import Recipe
 from samecurve.engines.verify import verify
 from samecurve.errors import TopologyError
+from samecurve.interfaces.engine import EngineDescription
 
 RECIPE = Recipe(
     output_dir="runs/x",
@@ -27,21 +29,25 @@ STRATEGY = SimpleNamespace(
     replicate_size=1,
     offload=("optimizer:cpu",),
 )
-RUNNING = {
-    "engine": "DeepSpeedEngine",
-    "world_size": 2,
-    "data_parallel_size": 2,
-    "pipeline_stages": 1,
-    "micro_batch_size": 2,
-    "gradient_accumulation_steps": 2,
-    "gradient_clipping": 0.5,
-    "precision": "bf16",
-    "weight_dtype": "bfloat16",
-    "zero_stage": 3,
-    "sharded": True,
-    "replicate_size": 1,
-    "offload": ["optimizer:cpu"],
-}
+RUNNING = EngineDescription(
+    engine="DeepSpeedEngine",
+    optimizer="DeepSpeedZeroOptimizer_Stage3",
+    world_size=2,
+    data_parallel_size=2,
+    device="cpu",
+    num_parameters=10,
+    num_trained_parameters=10,
+    num_parameters_per_rank=5,
+    micro_batch_size=2,
+    gradient_accumulation_steps=2,
+    gradient_clipping=0.5,
+    precision="bf16",
+    weight_dtype="bfloat16",
+    reduce_dtype=None,
+    zero_stage=3,
+    sharded=True,
+    offload=("optimizer:cpu",),
+)
 
 
 def plan(**strategy) -> SimpleNamespace:
@@ -67,22 +73,22 @@ def test_what_was_asked_for_passes():
         ("zero_stage", 2),
         ("sharded", False),
         ("replicate_size", 2),
-        ("offload", []),
+        ("offload", ()),
     ],
 )
 def test_a_difference_names_both_values(key, running):
     with pytest.raises(TopologyError) as error:
-        verify(plan(), {**RUNNING, key: running})
+        verify(plan(), replace(RUNNING, **{key: running}))
     assert str(error.value) == (
         "strategy zero3: what runs is not what was asked for\n"
-        f"  {key}: asked for {RUNNING[key]!r}, but {running!r} runs"
+        f"  {key}: asked for {getattr(RUNNING, key)!r}, but {running!r} runs"
     )
     assert error.value.exit_code == 6
 
 
 def test_fsdp_that_did_not_shard_is_told():
-    running = {**RUNNING, "engine": "LlamaForCausalLM", "zero_stage": 0, "weight_dtype": "float32"}
+    running = replace(RUNNING, engine="LlamaForCausalLM", zero_stage=0, weight_dtype="float32")
     fsdp = plan(name="fsdp", family="fsdp", zero_stage=0)
     verify(fsdp, running)
     with pytest.raises(TopologyError, match="sharded: asked for True, but False runs"):
-        verify(fsdp, {**running, "sharded": False})
+        verify(fsdp, replace(running, sharded=False))

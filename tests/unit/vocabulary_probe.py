@@ -15,13 +15,14 @@ from samecurve.data.batches import EvaluationBatches, StepBatches
 from samecurve.engines import factory
 from samecurve.metrics.meter import peak_memory_bytes
 from samecurve.models import weights
+from samecurve.strategy import preflight
 from samecurve.tasks import registry
 
 VOCABULARY = 128_256
 
 
 def main() -> None:
-    plan = factory.plan(sys.argv[1:], os.environ)
+    plan = preflight.plan(sys.argv[1:], os.environ)
     accelerator, recipe = factory.start(plan), plan.recipe
     task = registry.load(recipe)
     skeleton = weights.skeleton(recipe, VOCABULARY, task.special_tokens)

@@ -6,10 +6,8 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
+from samecurve.data.batches import DATA_WAIT
 from samecurve.losses.cross_entropy import LOSS
-
-DATA_WAIT = "samecurve: data wait"
-"""The range that the recorder puts around asking for a step's rows."""
 
 KINDS = {
     "matmul": "matrix multiplications",

@@ -1,34 +1,31 @@
-"""Records the steps that profile.steps asks for, around the loop's own iteration, so that the loop need not know."""
+"""Records the steps that profile.steps asks for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch.profiler import ProfilerAction, profile, record_function
+from torch.profiler import ProfilerAction, profile
 
 from samecurve.errors import StorageError
 from samecurve.metrics.profiling import deepspeed_comms
-from samecurve.metrics.profiling.op_kinds import DATA_WAIT
 from samecurve.metrics.profiling.summary import content, lines, page
 from samecurve.metrics.profiling.trace import breakdown, read
 from samecurve.storage.atomic import write_json, write_text, writing
 
 if TYPE_CHECKING:
     from samecurve.config.schema import Profile
-    from samecurve.data.batches import MicroBatch, StepBatches
     from samecurve.interfaces.memory import Held
 
 _MOST_ALLOCATIONS = 200_000
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """What the recorder has to do with besides the steps.
+class ProfilerHooks:
+    """What a recording has to do with besides the steps.
 
     say: a line for the user. alive: writing a trace may take long. restart_clock: recording is not a step's time.
     held: what this rank holds now (Engine.held_bytes).
@@ -42,49 +39,51 @@ class Surroundings:
     held: Callable[[], Held]
 
 
-def recorded(batches: StepBatches, settings: Profile, around: Surroundings) -> Iterator[list[MicroBatch]]:
-    """The batches as they are; a trace and a summary of the steps `settings.steps` when those are through.
+class Profiler:
+    """A trace and a summary of the steps `settings.steps`, which are 1-based, both included.
 
-    Where nothing is to be recorded (any more) on this rank it is the batches' own iterator.
+    Made before the first batch is asked for; `after` is called at the end of each step. Where nothing is to be recorded
+    (any more) on this rank, both do nothing. done: the steps that an earlier session made.
     """
-    if settings.steps is None or around.rank not in settings.ranks:
-        return iter(batches)
-    first, last = settings.steps
-    if last <= batches.step:
-        around.say(f"profile.steps: the run goes on after step {batches.step}, so steps {first} to {last} are not seen")
-        return iter(batches)
-    return _Recorder(max(first, batches.step + 1), last, settings, around).over(batches)
 
-
-class _Recorder:
-    """One recording, of the steps first to last; 1-based, both included."""
-
-    def __init__(self, first: int, last: int, settings: Profile, around: Surroundings):
-        self._first, self._last, self._around = first, last, around
-        self._folder = around.folder / f"step_{first:08d}"
+    def __init__(self, settings: Profile, done: int, around: ProfilerHooks):
+        self._around = around
+        self._recording: profile | None = None
+        self._first, self._last = settings.steps or (0, 0)
+        self._starts_at = 0  # never
+        if settings.steps is None or around.rank not in settings.ranks:
+            return
+        if self._last <= done:
+            which = f"steps {self._first} to {self._last} are not seen"
+            around.say(f"profile.steps: the run goes on after step {done}, so {which}")
+            return
+        self._first = max(self._first, done + 1)
+        self._starts_at = max(self._first - 1, done + 1)  # the step before the first one warms up
+        self._folder = around.folder / f"step_{self._first:08d}"
         self._name = f"rank{around.rank}"
         self._speaks = around.rank == min(settings.ranks)
+        self._before(done + 1)
 
-    def over(self, batches: StepBatches) -> Iterator[list[MicroBatch]]:
-        step, upcoming = batches.step + 1, iter(batches)
-        warm_up = max(self._first - 1, step)
-        yield from islice(upcoming, warm_up - step)
-        profiler = self._profiler(warm_up)
-        profiler.start()
-        if torch.cuda.is_available():
-            # not C++'s stacks, too: taking them would lengthen the steps that are recorded
-            torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MOST_ALLOCATIONS)
-        for number in range(warm_up, self._last + 1):
-            if number == self._first:
+    def after(self, step: int) -> None:
+        if self._recording is not None:
+            self._recording.step()
+            if step == self._last:
+                self._recording.stop()
+                self._recording = None
+                self._around.restart_clock()
+        self._before(step + 1)
+
+    def _before(self, step: int) -> None:
+        if step == self._starts_at:
+            self._recording = self._profiler(step)
+            self._recording.start()
+            if torch.cuda.is_available():
+                # not C++'s stacks, too: taking them would lengthen the steps that are recorded
+                torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MOST_ALLOCATIONS)
+        if self._recording is not None:
+            if step == self._first:
                 deepspeed_comms.begin()
             self._around.restart_clock()
-            with record_function(DATA_WAIT):
-                micro_batches = next(upcoming)
-            yield micro_batches
-            profiler.step()
-        profiler.stop()
-        self._around.restart_clock()
-        yield from upcoming
 
     def _profiler(self, step: int) -> profile:
         """With the types and sizes of what operators read, and what they allocate. Not with Python's stacks, which

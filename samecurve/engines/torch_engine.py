@@ -1,0 +1,199 @@
+"""One optimizer step on one device, under DDP, FSDP2 and HSDP, through accelerate.Accelerator."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from samecurve.engines import fsdp, teacher
+from samecurve.engines.forward import Forward, install_loss
+from samecurve.engines.gradient_norm import norms
+from samecurve.engines.loss_scaler import LossScale
+from samecurve.engines.memory_usage import held_bytes
+from samecurve.engines.sharded_state import LiveState
+from samecurve.interfaces.engine import EngineDescription, EvalResult, StepResult, dtype_name
+from samecurve.interfaces.memory import Held
+from samecurve.interfaces.sharded_state import State
+from samecurve.models import bnb_4bit, compilation, liger
+from samecurve.models.lora import trained_shapes
+from samecurve.models.weights import build, fill
+from samecurve.optim import factory
+from samecurve.optim.dtensor import local
+from samecurve.specs.precision import PRECISIONS
+from samecurve.strategy import validate_optimizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from samecurve.data.batches import MicroBatch
+    from samecurve.interfaces.task import Task
+    from samecurve.strategy.plan import Plan
+
+
+class TorchEngine:
+    """Implements interfaces.engine.Engine. `skeleton`: the model on the meta device, which stays there."""
+
+    def __init__(self, accelerator: Accelerator, plan: Plan, skeleton: PreTrainedModel, task: Task):
+        self.accelerator, self.plan, self.skeleton, self.task = accelerator, plan, skeleton, task
+        self.recipe, self.device = plan.recipe, accelerator.device
+        self.accumulation_steps = self.recipe.batch.accumulation_steps(accelerator.num_processes)
+        self.loss_scale = LossScale() if self.recipe.precision == "fp16" else None
+        self.shapes, settings = trained_shapes(skeleton), self.recipe.optimizer
+        matrices = factory.hidden_matrices(skeleton, self.shapes)
+        self.sharded = plan.strategy.family == "fsdp"
+        if self.sharded:
+            shards = accelerator.num_processes // plan.strategy.replicate_size
+            validate_optimizer.check_shards(settings.name, self.shapes, shards)
+            model = build(type(skeleton), skeleton.config, torch.device("meta"), self.recipe.adapter)
+        elif self.recipe.adapter.quantization:
+            model = bnb_4bit.build(skeleton, self.recipe, self.device)
+        else:
+            model = build(type(skeleton), skeleton.config, torch.device(self.device), self.recipe.adapter)
+        model = factory.cast_weights(model, settings)
+        compilation.prepare(model, self.recipe, self.device)
+        loss_implementation = install_loss(model, skeleton, task, self.recipe)
+        self.model = fsdp.shard(accelerator, model) if self.sharded else accelerator.prepare_model(model)
+        # `accelerator.unwrap_model` would load deepspeed
+        self.module = getattr(self.model, "module", self.model)
+        groups = factory.parameter_groups(self.module.named_parameters(), self.shapes, settings, matrices)
+        self.optimizer = factory.build_optimizer(groups, settings, self.recipe.precision, self.recipe.seed)
+        self.tensors = {**dict(self.module.named_buffers()), **dict(self.module.named_parameters())}
+        self.state: State = LiveState(
+            {name: self.tensors[name] for name in self.shapes},
+            self.optimizer,
+            factory.state_names(settings, self.shapes, matrices),
+            replica=self.shard,
+            factors=factory.factor_shapes(settings, self.shapes),
+        )
+        with torch.no_grad():
+            fill(skeleton, self.recipe, self._write)
+        beside = teacher.build(accelerator, plan, task.teacher, task.vocabulary_size) if task.teacher else None
+        self.forward = Forward(accelerator, self.model, task, loss_implementation, beside)
+
+    def _write(self, name: str, full: Tensor) -> None:
+        if bnb_4bit.is_quantized(self.tensors[name]):
+            bnb_4bit.write(self.tensors[name], full)
+        else:
+            fsdp.write(self.tensors[name].detach(), full)
+
+    @property
+    def shard(self) -> tuple[int, int]:
+        return self.accelerator.process_index, self.accelerator.num_processes
+
+    def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
+        assert len(micro_batches) == self.accumulation_steps, "the loop's batch is not the recipe's"
+        forward, scale = self.forward, self.loss_scale.value if self.loss_scale else 1.0
+        factory.set_learning_rate(self.optimizer, learning_rate)
+        tokens = forward.count(micro_batches)
+        if tokens == 0:
+            return StepResult.of_nothing()
+        # DDP and FSDP average gradients over the ranks; the loss is a mean over tokens, not over ranks
+        weight = self.accelerator.num_processes / tokens
+        loss_sum = torch.zeros((), device=self.device)
+        statistics = torch.zeros(self.task.num_step_statistics, dtype=torch.float64, device=self.device)
+        for batch, context, is_last in forward.with_contexts(micro_batches):
+            reduces = is_last or not fsdp.reduces_once(self.plan)
+            with nullcontext() if reduces else self.accelerator.no_sync(self.model):
+                loss, found = forward.loss(batch, context)
+                statistics += found
+                loss_sum += loss.detach()
+                if is_last:
+                    mean = forward.total(loss_sum) / tokens
+                    # a loss can overflow where its gradient does not; this makes every engine skip the update
+                    weight *= 1.0 if math.isfinite(mean) else math.nan
+                (loss * weight * scale).backward()
+
+        gradients = [local(p.grad) for p in self.model.parameters() if p.grad is not None]
+        squares = norms(gradients).square().sum()
+        # replicas of a shard are counted once
+        whole = forward.total(squares) / self.plan.strategy.replicate_size if self.sharded else squares.item()
+        grad_norm = math.sqrt(whole) / scale
+        applied = math.isfinite(grad_norm)
+        if applied:
+            factor = min(1.0, self.recipe.optimizer.max_grad_norm / (grad_norm + 1e-6)) / scale
+            if factor != 1.0:
+                torch._foreach_mul_(gradients, factor)
+            self.optimizer.step()
+        # kept, they stay views of DDP's buckets; new ones would lie beside these until the last micro-batch
+        in_buckets = isinstance(self.model, DistributedDataParallel) and self.accumulation_steps > 1
+        self.optimizer.zero_grad(set_to_none=not in_buckets)
+        may_rescale = self.loss_scale is not None and not self.loss_scale.exhausted
+        if self.loss_scale:
+            self.loss_scale.update(applied)
+        return StepResult.of(mean, grad_norm, tokens, applied, may_rescale, tuple(forward.total(statistics)))
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
+        return self.forward.evaluate(micro_batches)
+
+    def features(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        return self.forward.features(micro_batches)
+
+    def parameters(self) -> Iterator[tuple[str, Tensor | None]]:
+        for name in self.shapes:
+            full = self.tensors[name].detach()
+            if isinstance(full, DTensor):
+                full = full.to(full.device_mesh.device_type).full_tensor()
+            yield name, full.float().cpu() if self.accelerator.is_main_process else None
+
+    @property
+    def loss_scale_state(self) -> dict:
+        return {"value": self.loss_scale.value, "good_steps": self.loss_scale.good_steps} if self.loss_scale else {}
+
+    @loss_scale_state.setter
+    def loss_scale_state(self, values: dict) -> None:
+        if self.loss_scale and values:
+            self.loss_scale.value, self.loss_scale.good_steps = values["value"], values["good_steps"]
+
+    def held_bytes(self) -> Held:
+        return held_bytes(self.model, self.optimizer, self.describe())
+
+    def describe(self) -> EngineDescription:
+        """Batch and clipping are this loop's own arithmetic; the rest is asked of the live objects."""
+        weight = next(self.model.parameters())
+        # Accelerate ignores a precision that it does not support somewhere
+        precision = self.accelerator.mixed_precision if self.accelerator.native_amp else "fp32"
+        reduced = weight.dtype if self.accelerator.num_processes > 1 else None
+        replicate_size, offload = 1, ()
+        if isinstance(weight, DTensor):
+            policy = self.model._get_fsdp_state()._mp_policy
+            precision = PRECISIONS[dtype_name(policy.param_dtype or torch.float32)]
+            reduced = policy.reduce_dtype
+            replicate_size = weight.device_mesh.shape[0] if weight.device_mesh.ndim == 2 else 1
+            if weight.to_local().device.type != self.device.type:
+                offload = ("optimizer:cpu", "param:cpu")
+        taught = self.forward.teacher
+        return EngineDescription(
+            engine=type(self.model).__name__,
+            optimizer=type(self.optimizer).__name__,
+            world_size=self.accelerator.num_processes,
+            data_parallel_size=self.accelerator.num_processes,
+            device=str(self.device),
+            num_parameters=self.skeleton.num_parameters(),
+            num_trained_parameters=sum(shape.numel() for shape in self.shapes.values()),
+            num_parameters_per_rank=_local_numel(self.tensors[name] for name, _ in self.skeleton.named_parameters()),
+            num_teacher_parameters_per_rank=_local_numel(taught.parameters()) if taught else 0,
+            precision=precision,
+            micro_batch_size=self.recipe.batch.micro_batch_size,
+            gradient_accumulation_steps=self.accumulation_steps,
+            gradient_clipping=self.recipe.optimizer.max_grad_norm,
+            weight_dtype=dtype_name(weight.dtype),
+            reduce_dtype=dtype_name(reduced),
+            whole_gradient_bytes=fsdp.whole_gradient_bytes(self.plan, self.shapes, reduced),
+            sharded=isinstance(weight, DTensor),
+            replicate_size=replicate_size,
+            offload=offload,
+            loss_implementation=self.forward.loss_implementation,
+            kernels=tuple(liger.replaced(self.module)),
+        )
+
+
+def _local_numel(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(local(parameter).numel() for parameter in parameters)

@@ -1,0 +1,29 @@
+"""The learning rate of each update."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from samecurve.config.schema import Recipe
+
+
+def learning_rate(recipe: Recipe, update: int) -> float:
+    """Learning rate of the `update`-th applied update, 1-based; it depends on nothing else, so it resumes for free.
+
+    Warm-up is linear and reaches the full rate at update `warmup_steps`. After it, with r = `final_ratio`:
+    constant stays; linear and cosine reach r at the last step; wsd (warm-up, stable, decay) stays until the last
+    `decay_steps` updates and falls linearly to r in them (Hu et al. 2024, arXiv:2404.06395).
+    """
+    schedule, peak = recipe.schedule, recipe.optimizer.learning_rate
+    if update < schedule.warmup_steps:
+        return peak * update / schedule.warmup_steps
+    if schedule.name == "constant":
+        return peak
+    decay_steps = recipe.steps - schedule.warmup_steps
+    if schedule.name == "wsd" and schedule.decay_steps is not None:
+        decay_steps = schedule.decay_steps
+    progress = min(max(update - (recipe.steps - decay_steps), 0) / max(decay_steps, 1), 1.0)
+    falling = 0.5 * (1 + math.cos(math.pi * progress)) if schedule.name == "cosine" else 1 - progress
+    return peak * (schedule.final_ratio + (1 - schedule.final_ratio) * falling)
