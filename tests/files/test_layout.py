@@ -218,3 +218,16 @@ def test_importing_the_configuration_loads_nothing_heavy():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_documentation_has_the_rooms_in_their_order():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", page, re.MULTILINE)
+    assert [set(re.findall(r"\w+", row)) for row in rows] == list(LAYERS)
+
+
+def test_a_step_under_zero_is_followed_in_ten_files():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    files = re.findall(r"^\| `([\w/]+\.py)` \|", page, re.MULTILINE)
+    assert len(set(files)) == 10 and {"train.py", "samecurve/engines/zero.py"} <= set(files)
+    assert sum(len((ROOT / file).read_text().splitlines()) for file in files) <= 1500
