@@ -40,14 +40,15 @@ def measured(accelerator, plan, task) -> dict:
     skeleton = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens)
     engine = factory.build(accelerator, plan, skeleton, task)
     steps = list(StepBatches(task.train, recipe.seed, recipe.batch, engine.shard, STEPS))
-    backward, live, results = engine._backward, [], []
+    each, live, results = engine.forward.with_contexts, [], []
 
-    def noted(loss, last):
-        backward(loss, last)
-        if not last:
-            live.append(live_bytes())
+    def noted(micro_batches):
+        for batch, context, is_last in each(micro_batches):
+            yield batch, context, is_last
+            if not is_last:  # and it has been through its backward pass
+                live.append(live_bytes())
 
-    engine._backward = noted
+    engine.forward.with_contexts = noted
     for micro_batches in steps:
         live.append(live_bytes())
         results.append(engine.step(micro_batches, 1e-3))

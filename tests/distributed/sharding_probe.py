@@ -77,15 +77,16 @@ def live(engine) -> dict:
 
 def note_gradients(engine) -> None:
     """How many storages all gradients lie in, after each micro-batch; of the last step."""
-    backward, engine.gradient_storages = engine._backward, []
+    each, engine.gradient_storages = engine.forward.with_contexts, []
 
-    def noted(loss, last):
-        backward(loss, last)
-        gradients = [parameter.grad for parameter in engine.model.parameters()]
-        engine.gradient_storages.append(len({each.untyped_storage().data_ptr() for each in gradients}))
-        del engine.gradient_storages[: -engine.accumulation_steps]
+    def noted(micro_batches):
+        for found in each(micro_batches):
+            yield found  # and when the next one is asked for, this one has been through its backward pass
+            gradients = [parameter.grad for parameter in engine.model.parameters()]
+            engine.gradient_storages.append(len({gradient.untyped_storage().data_ptr() for gradient in gradients}))
+            del engine.gradient_storages[: -engine.accumulation_steps]
 
-    engine._backward = noted
+    engine.forward.with_contexts = noted
 
 
 def is_unit(module) -> bool:
