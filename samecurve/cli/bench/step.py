@@ -21,7 +21,6 @@ from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError
 from samecurve.storage.atomic import writing
 
-SCRIPT = ("-m", "samecurve.bench.training")
 COLUMNS = "variant", "tokens/s", "ratio", "lowest", "highest", "memory GiB", "ratio", "loss difference"
 
 
@@ -46,7 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
     repository_root()
     if arguments.rounds < 1 or not 0 <= arguments.warm_up < arguments.steps:
         raise ConfigurationError("--rounds has to be above 0, and --warm_up below --steps")
-    settings = jobs.shortened(arguments.recipe, arguments.overrides, arguments.steps)
+    # of a large model the export takes longer than the steps that are timed
+    settings = jobs.shortened(arguments.recipe, arguments.overrides, arguments.steps, **{"export.enabled": "false"})
     (job,) = jobs.jobs([Path(arguments.strategy).stem], arguments.num_processes or jobs.default_processes())
 
     found = _variants(recipes.checked(arguments.recipe, settings), arguments.levers)
@@ -127,7 +127,7 @@ def _changed(job, variant, folder: Path) -> tuple:
 
 def _run(job, recipe: str, settings: Sequence[str], directory: Path, label: str) -> jobs.Outcome:
     with printing.console().status(label):
-        return jobs.run(job, jobs.command(job, recipe, settings, directory, SCRIPT), directory, lambda steps: None)
+        return jobs.run(job, jobs.command(job, recipe, settings, directory), directory, lambda steps: None)
 
 
 def _show(verdicts: Sequence, job, arguments: argparse.Namespace) -> None:
