@@ -1,1 +1,1 @@
-"""What `python -m samecurve bench` measures. Numbers only: cli/bench prints them. May import everything but cli."""
+"""What the commands of `python -m samecurve bench` measure and print. May import everything but cli."""
