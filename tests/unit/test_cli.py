@@ -65,7 +65,9 @@ def test_help_and_errors_need_no_torch(tmp_path):
     code = (
         "import sys\nfrom samecurve.cli import commands as cli\n"
         f"assert cli.main(['summary', {str(tmp_path)!r}]) == 2\n"
-        "import samecurve.cli.compare, samecurve.cli.generate\n"
+        "import importlib, samecurve.cli.bench.commands as bench\n"
+        "for name in [*cli.COMMANDS, *(f'bench.{name}' for name in bench.COMMANDS)]:\n"
+        "    importlib.import_module(f'samecurve.cli.{name}')\n"
         "assert not {'torch', 'transformers', 'accelerate'} & sys.modules.keys()\n"
         "cli.main(['--help'])\n"
     )
