@@ -1,1 +1,1 @@
-"""What the commands of `python -m samecurve bench` measure and print. May import everything but cli."""
+"""What `python -m samecurve bench` measures and prints, and how good a model is. May import everything but cli."""
