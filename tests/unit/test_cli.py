@@ -19,7 +19,7 @@ from samecurve.cli import commands, compare, summary
 from samecurve.config import loader, rules_memory
 from samecurve.errors import ConfigurationError
 from samecurve.export.hf_export import export
-from samecurve.inference import loading
+from samecurve.inference import folders
 from samecurve.run.run_directory import RunDirectory
 
 RECIPE = """
@@ -463,4 +463,4 @@ def test_generate_without_temperature_ignores_the_seed(trained, capsys):
 
 def test_generate_needs_a_model(tmp_path):
     with pytest.raises(ConfigurationError, match="holds an exported model"):
-        loading.model_folder(tmp_path)
+        folders.model_folder(tmp_path)
