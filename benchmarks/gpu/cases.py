@@ -194,7 +194,7 @@ def _devices(num_devices: int) -> Iterator[Case]:
 
 
 def _levers() -> Iterator[Case]:
-    from samecurve.bench.step import variants
+    from samecurve.bench.levers import variants
 
     found = [variant.overrides for variant in variants(_resolved("llama_1b.yaml"), LEVERS)[1:]]
     for overrides in [*found, *(tuple(pair.split()) for pair in PAIRS)]:

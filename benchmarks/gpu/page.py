@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks.markdown import table
-from samecurve.bench.step import UNCHANGED, Measured, Variant, verdicts
+from samecurve.bench.levers import UNCHANGED, Measured, Variant, verdicts
 
 from .cases import GROUPS, MEASURED, WARM_UP, Case, cases
 

@@ -17,7 +17,6 @@ from pathlib import Path
 import psutil
 
 from samecurve.bench.jobs import Job, command, set_aside
-from samecurve.cli.bench.step import SCRIPT
 from samecurve.config.overrides import latest
 from samecurve.distributed.cpu_workers import share_of_cores
 from samecurve.run.run_directory import read_metrics
@@ -74,7 +73,8 @@ def arguments(case: Case, places: Places, output: Path) -> list[str]:
         return [sys.executable, str(TRAINER), recipe, f"{output}.json", *case.arguments, *given]
     path = None if case.strategy == "single" else Path("configs", f"{case.strategy}.yaml")
     job = Job(case.strategy, path, case.num_processes)
-    return command(job, recipe, settings(case, places), output, SCRIPT)
+    # the export takes longer than the steps that are timed
+    return command(job, recipe, [*settings(case, places), "export.enabled=false"], output)
 
 
 def environment(case: Case, places: Places) -> dict[str, str]:

@@ -1,1 +1,1 @@
-"""What `python -m samecurve bench` measures. Numbers only: cli/bench prints them. May import everything but cli."""
+"""What `python -m samecurve bench` measures and prints, and how good a model is. May import everything but cli."""

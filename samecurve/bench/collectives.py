@@ -9,52 +9,111 @@ what reduce_scatter and scatter hand out, what each process gives to all_to_all.
 
 from __future__ import annotations
 
+import argparse
+import os
 import re
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 
 import torch
-from torch import Tensor
 from torch import distributed as dist
+
+from samecurve.bench import jobs, printing, timing
+from samecurve.bench.collective_calls import COLLECTIVES, Buffers, Collective
+from samecurve.errors import ConfigurationError
 
 FEWEST, MOST = 3, 200  # calls per size
 _LACKING = re.compile(
     r"not (?:support|implement|offer)|unsupported|cannot be used|no backend type|is not available", re.IGNORECASE
 )
-# torch 2.13 has new names, and warns of those that 2.11 knows
-_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class Buffers:
-    """fp32 on this rank. whole: the size, in equal parts for all ranks; part: one of them. Each holds rank + 1."""
-
-    def __init__(self, num_bytes: int, device: torch.device):
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        each = max(1, num_bytes // 4 // self.world)
-        self.whole = torch.full((each * self.world,), self.rank + 1.0, device=device)
-        self.other, self.part = torch.zeros_like(self.whole), self.whole[:each].clone()
-
-    @property
-    def num_bytes(self) -> int:
-        return 4 * self.whole.numel()
-
-    def parts(self) -> list[Tensor] | None:
-        """Of `other`, on the first rank."""
-        return list(self.other.chunk(self.world)) if self.rank == 0 else None
+def run(arguments: argparse.Namespace, sizes: Sequence[int]) -> int:
+    """`bench collectives`: in the processes of a launcher, or else in processes that this one starts."""
+    backend = _backend(arguments.backend)
+    names = printing.chosen("--collectives", arguments.collectives, COLLECTIVES, COLLECTIVES)
+    if "RANK" not in os.environ:
+        return _start(arguments, backend)
+    return _measure(arguments, backend, names, sizes)
 
 
-@dataclass(frozen=True)
-class Collective:
-    """run: call it once and give the result. expected: (rank, n) -> what equal parts of the first call's result hold.
+def _backend(asked: str | None) -> str:
+    if asked == "nccl" and not torch.cuda.is_available():
+        raise ConfigurationError("--backend: found nccl, which needs GPUs, and PyTorch finds none; use gloo")
+    return asked or ("nccl" if torch.cuda.is_available() else "gloo")
 
-    None: this rank gets nothing.
-    """
 
-    factor: Callable[[int], float]
-    run: Callable[[Buffers], Tensor]
-    expected: Callable[[int, int], list[float] | None]
+def _start(arguments: argparse.Namespace, backend: str) -> int:
+    """The same command under torchrun. The exit code."""
+    num_gpus = torch.cuda.device_count()
+    processes = arguments.processes or (num_gpus if backend == "nccl" else 2)
+    if processes < 2 or (backend == "nccl" and processes > num_gpus):
+        each = f", and NCCL needs a GPU for each, of which there are {num_gpus}; try --backend gloo --processes 2"
+        raise ConfigurationError(
+            f"--processes: found {processes}; at least 2 are needed to send anything{each * (backend == 'nccl')}"
+        )
+    start = [sys.executable, *jobs.TORCHRUN, "--nproc_per_node", str(processes), "-m", "samecurve"]
+    options = [f"--{name}={value}" for name, value in vars(arguments).items() if value is not None]
+    with jobs.processes([*start, "bench", "collectives", *options], None, processes) as process:
+        return process.wait()
+
+
+def _measure(arguments: argparse.Namespace, backend: str, names: Sequence[str], sizes: Sequence[int]) -> int:
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend)
+    try:
+        machines = _machines(device)
+        found = list(measure(names, sizes, device, arguments.seconds))
+        if dist.get_rank() == 0:
+            _tell(arguments, found, backend, machines, timing.environment(device))
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+def _machines(device: torch.device) -> int:
+    """Each has one first process; not every launcher says how many processes a machine has."""
+    first = torch.tensor(int(os.environ["LOCAL_RANK"] == "0"), device=device)
+    dist.all_reduce(first)
+    return int(first)
+
+
+def _tell(arguments: argparse.Namespace, found: Sequence, backend: str, machines: int, facts: dict) -> None:
+    printing.say(timing.told(facts))
+    timings = [each for each in found if isinstance(each, Timing)]
+    lacking = dict(each for each in found if not isinstance(each, Timing))
+    rows = [
+        [
+            each.name,
+            shown_bytes(each.num_bytes),
+            f"{1e6 * each.seconds:,.1f}",
+            f"{each.algorithm_gb_per_second:.3g}",
+            f"{each.bus_gb_per_second:.3g}",
+        ]
+        for each in timings
+    ]
+    processes = int(os.environ["WORLD_SIZE"])
+    title = f"{backend}, {processes} processes on {machines} machine{'s' * (machines > 1)}, fp32"
+    printing.show(["collective", "size", "microseconds", "algorithm GB/s", "bus GB/s"], rows, title)
+    for name, why in lacking.items():
+        printing.say(f"{name}: not offered by {backend} ({why})")
+    printing.say(
+        "algorithm: size / time. bus: that times 2 (n - 1) / n for all_reduce, (n - 1) / n for gather, all_gather, "
+        "scatter, reduce_scatter and all_to_all, 1 for the others, as nccl-tests has it"
+    )
+    numbers = {"backend": backend, "processes": processes, "machines": machines, "not_offered": lacking}
+    printing.write(arguments.json, "collectives", facts, **numbers, timings=[asdict(each) for each in timings])
+
+
+def shown_bytes(number: int) -> str:
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if number >= unit:
+            return f"{number / unit:.4g} {name}"
+    return f"{number} B"
 
 
 @dataclass(frozen=True)
@@ -132,77 +191,3 @@ def _slowest(seconds: float, device: torch.device) -> float:
 def _finish(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _broadcast(buffers: Buffers) -> Tensor:
-    dist.broadcast(buffers.whole, src=0)
-    return buffers.whole
-
-
-def _reduce(buffers: Buffers) -> Tensor:
-    dist.reduce(buffers.whole, dst=0)
-    return buffers.whole
-
-
-def _all_reduce(buffers: Buffers) -> Tensor:
-    dist.all_reduce(buffers.whole)
-    return buffers.whole
-
-
-def _gather(buffers: Buffers) -> Tensor:
-    dist.gather(buffers.part, buffers.parts(), dst=0)
-    return buffers.other
-
-
-def _all_gather(buffers: Buffers) -> Tensor:
-    _ALL_GATHER(buffers.other, buffers.part)
-    return buffers.other
-
-
-def _scatter(buffers: Buffers) -> Tensor:
-    dist.scatter(buffers.part, list(buffers.whole.chunk(buffers.world)) if buffers.rank == 0 else None, src=0)
-    return buffers.part
-
-
-def _reduce_scatter(buffers: Buffers) -> Tensor:
-    _REDUCE_SCATTER(buffers.part, buffers.whole)
-    return buffers.part
-
-
-def _all_to_all(buffers: Buffers) -> Tensor:
-    dist.all_to_all_single(buffers.other, buffers.whole)
-    return buffers.other
-
-
-def _send_recv(buffers: Buffers) -> Tensor:
-    """Each rank to the next, around a ring, all at once."""
-    ahead, behind = (buffers.rank + 1) % buffers.world, (buffers.rank - 1) % buffers.world
-    sent = dist.P2POp(dist.isend, buffers.whole, ahead)
-    for work in dist.batch_isend_irecv([sent, dist.P2POp(dist.irecv, buffers.other, behind)]):
-        work.wait()
-    return buffers.other
-
-
-def _sum(rank: int, n: int) -> list[float]:
-    return [n * (n + 1) / 2]
-
-
-def _each(rank: int, n: int) -> list[float]:
-    return [other + 1.0 for other in range(n)]
-
-
-def _first(expected: Callable[[int, int], list[float]]) -> Callable[[int, int], list[float] | None]:
-    return lambda rank, n: expected(rank, n) if rank == 0 else None
-
-
-COLLECTIVES = {
-    "broadcast": Collective(lambda n: 1, _broadcast, lambda rank, n: [1.0]),
-    "reduce": Collective(lambda n: 1, _reduce, _first(_sum)),
-    "all_reduce": Collective(lambda n: 2 * (n - 1) / n, _all_reduce, _sum),
-    "gather": Collective(lambda n: (n - 1) / n, _gather, _first(_each)),
-    "all_gather": Collective(lambda n: (n - 1) / n, _all_gather, _each),
-    "scatter": Collective(lambda n: (n - 1) / n, _scatter, lambda rank, n: [1.0]),
-    "reduce_scatter": Collective(lambda n: (n - 1) / n, _reduce_scatter, _sum),
-    "all_to_all": Collective(lambda n: (n - 1) / n, _all_to_all, _each),
-    "send_recv": Collective(lambda n: 1, _send_recv, lambda rank, n: [(rank - 1) % n + 1.0]),
-}

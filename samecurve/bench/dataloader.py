@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import re
@@ -11,11 +12,13 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
+from samecurve.bench import printing, timing
 from samecurve.data.batches import StepBatches
 from samecurve.distributed.cpu_workers import num_cores, share_of_cores
 from samecurve.errors import ConfigurationError
 from samecurve.run.run_directory import read_metrics
 from samecurve.storage.atomic import read_json
+from samecurve.tasks import registry
 
 if TYPE_CHECKING:
     from samecurve.config.schema import Recipe
@@ -101,3 +104,37 @@ def enough(rates: Mapping[int, float], needed: float | None) -> int | None:
         return next((count for count in counts if rates[count] >= MARGIN * needed), None)
     best = max(rates.values())
     return next(count for count in counts if rates[count] * GAIN >= best)
+
+
+def run(arguments: argparse.Namespace, recipe: Recipe) -> int:
+    """`bench dataloader`."""
+    size, processes = arguments.data_parallel_size, arguments.processes_per_host
+    cores = share(processes)
+    facts = timing.environment(timing.default_device())
+    counts = printing.integers("--workers", arguments.workers) or _counts(len(cores))
+    needed = needed_by(arguments.run) if arguments.run else arguments.needed
+    rows = registry.load(recipe).train
+    printing.say(timing.told(facts))
+    with kept_to(cores):
+        rates = {count: rows_per_second(rows, recipe, count, size, arguments.seconds) for count in counts}
+    shown = [[str(count), f"{rate:,.0f}"] for count, rate in rates.items()]
+    title = f"of one rank that does nothing but read, on {len(cores)} of {facts['cores']} cores"
+    printing.show(["workers", "rows/s"], shown, title)
+    best = enough(rates, needed)
+    printing.say(_verdict(best, needed, processes))
+    numbers = {"processes_per_host": processes, "rows_per_second": rates, "needed": needed, "enough": best}
+    printing.write(arguments.json, "dataloader", facts, recipe=arguments.recipe, **numbers)
+    return 0
+
+
+def _counts(cores: int) -> list[int]:
+    return [0, *(1 << power for power in range(6) if 1 << power <= cores)]
+
+
+def _verdict(best: int | None, needed: float | None, processes: int) -> str:
+    where = f"with {processes} process{'es' * (processes > 1)} on this host"
+    if needed is None:
+        return f"data.num_workers={best}, {where}: more of them give hardly more (--run RUN says what training needs)"
+    if best is None:
+        return f"none is enough {where}: training needs {needed:,.0f} rows/s, and {MARGIN:g} times that to be safe"
+    return f"data.num_workers={best} is enough {where}: training needs {needed:,.0f} rows/s"

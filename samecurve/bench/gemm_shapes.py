@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
+from samecurve.bench import printing, timing
 from samecurve.bench.matmul import linear
 from samecurve.bench.timing import interleaved, precision_of
 
@@ -64,3 +66,29 @@ def recommended(measured: Sequence[Width], wanted: int, only_larger: bool = Fals
     best = max(each.tflops for each in measured)
     near = [each for each in measured if each.tflops >= best * (1 - TIE)]
     return min(near, key=lambda each: (abs(each.width - wanted), -each.width))
+
+
+def run(arguments: argparse.Namespace, multiples: Sequence[int]) -> int:
+    """`bench shapes`. multiples: --multiples, none of them for the usual ones."""
+    hidden_size, padded = arguments.hidden_size, arguments.vocabulary_size is not None
+    wanted = arguments.vocabulary_size or arguments.width or swiglu_width(hidden_size)
+    widths = candidates(wanted, [each for each in multiples if each] or MULTIPLES, padded)
+    device = timing.default_device()
+    facts = timing.environment(device)
+    printing.say(timing.told(facts))
+    measured = measure(hidden_size, widths, arguments.tokens, arguments.precision, device, arguments.seconds)
+    best = recommended(measured, wanted, padded)
+    rows = [[_named(each.width, wanted), f"{1e3 * each.seconds:.4g}", f"{each.tflops:.3g}"] for each in measured]
+    title = f"{hidden_size} x width, {arguments.tokens:,} tokens, {arguments.precision}: forward and both gradients"
+    printing.show(["width", "ms", "TFLOP/s"], rows, title)
+    printing.say(f"recommended: {best.width}" + (f", {best.width - wanted:+d}" if best.width != wanted else ""))
+    numbers = {"widths": [asdict(each) for each in measured], "wanted": wanted, "recommended": best.width}
+    printing.write(arguments.json, "shapes", facts, hidden_size=hidden_size, tokens=arguments.tokens, **numbers)
+    return 0
+
+
+def _named(width: int, wanted: int) -> str:
+    if width == wanted:
+        return f"{width} (wanted)"
+    factor = next((each for each in (256, 128, 64) if width % each == 0), None)
+    return f"{width} = {width // factor} x {factor}" if factor else str(width)

@@ -65,14 +65,11 @@ def jobs(names: Sequence[str], num_processes: int) -> list[Job]:
     return [Job(name, placement.path, placement.world_size) for name, placement in placements.items()]
 
 
-def command(
-    job: Job, recipe: str, overrides: Sequence[str], output_dir: Path, script: Sequence[str] = ("train.py",)
-) -> list[str]:
-    """script: or `-m` and a module that takes the same arguments."""
+def command(job: Job, recipe: str, overrides: Sequence[str], output_dir: Path) -> list[str]:
     start = [sys.executable, *(TORCHRUN if job.path is not None else ())]
     start += ["--nproc_per_node", str(job.world_size)] if job.path is not None else []
     strategy = ["--strategy", str(job.path)] if job.path is not None else []
-    return [*start, *script, recipe, *strategy, *latest([*overrides, f"output_dir={output_dir}"])]
+    return [*start, "train.py", recipe, *strategy, *latest([*overrides, f"output_dir={output_dir}"])]
 
 
 def shortened(recipe: str, given: Sequence[str], steps: int, **defaults: object) -> list[str]:

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from samecurve.bench import printing, timing
 from samecurve.bench.timing import interleaved, operand, precision_of, seconds_of
-from samecurve.models import lora
-from samecurve.models.matmul_speed import Shape, products
+from samecurve.models import lora, weights
+from samecurve.models.matmul_speed import PRODUCTS, Shape, products
+from samecurve.tasks import registry
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from samecurve.config.schema import Recipe
+
 ROUNDS = 3
+SIZES = {"cuda": (1024, 2048, 4096, 8192, 16384), "cpu": (256, 512, 1024, 2048)}
+LAYER_WIDTH = {"cuda": 4096, "cpu": 256}  # small on a CPU: what it emulates can be hundreds of times slower
+COPY_MIB = {"cuda": 1024, "cpu": 256}  # more than any cache holds
 
 
 @dataclass(frozen=True)
@@ -123,3 +131,50 @@ def copies(num_bytes: int, device: torch.device, at_least: float) -> dict[str, f
         to_host = seconds_of(lambda: host.copy_(one, non_blocking=True), at_least)
         found |= {"host to device": num_bytes / to_device / 1e9, "device to host": num_bytes / to_host / 1e9}
     return found
+
+
+def run(arguments: argparse.Namespace, recipe: Recipe | None) -> int:
+    """`bench matmul`. recipe: whose layers are measured, too."""
+    device = timing.default_device()
+    facts = timing.environment(device)
+    printing.say(timing.told(facts))
+    names = printing.chosen("--precisions", arguments.precisions, timing.DTYPES, timing.default_precisions(device))
+    sizes = printing.integers("--sizes", arguments.sizes) or SIZES[device.type]
+    squares = {name: {size: square(size, name, device, arguments.seconds) for size in sizes} for name in names}
+    rows = [[f"{size} x {size}", *(f"{squares[name][size]:.3g}" for name in names)] for size in sizes]
+    printing.show(["square", *names], rows, "TFLOP/s of matrix multiplications")
+    width = LAYER_WIDTH[device.type]
+    shape = Shape(width, width, width)
+    training = {name: layer_rates(shape, name, device, arguments.seconds) for name in names}
+    rows = [[product.replace("_", " "), *(f"{training[name][product]:.3g}" for name in names)] for product in PRODUCTS]
+    printing.show(["product", *names], rows, f"TFLOP/s of what trains a linear layer, {shape}")
+    rates = copies(COPY_MIB[device.type] * 2**20, device, arguments.seconds)
+    printing.show(["copy", "GB/s"], [[where, f"{rate:.3g}"] for where, rate in rates.items()])
+    measured = _recipe_layers(recipe, device, arguments.seconds) if recipe else {}
+    measured |= {"tflops": squares, "training_tflops": training, "copies_gb_per_second": rates}
+    printing.write(arguments.json, "matmul", facts, **measured)
+    return 0
+
+
+def _recipe_layers(recipe: Recipe, device: torch.device, seconds: float) -> dict[str, object]:
+    """As the recipe multiplies them: its precision, one micro-batch of tokens."""
+    task = registry.load(recipe)
+    skeleton = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
+    num_tokens = recipe.batch.micro_batch_size * recipe.batch.sequence_length
+    times = [layer_time(layer, num_tokens, recipe.precision, device, seconds) for layer in layers(skeleton)]
+    rows = [
+        [
+            ", ".join(time.layer.names),
+            str(time.layer.count),
+            f"{time.layer.num_inputs} -> {time.layer.num_outputs}",
+            *(f"{1e3 * each:.3g}" for each in (time.forward, time.input_gradient)),
+            "frozen" if time.weight_gradient is None else f"{1e3 * time.weight_gradient:.3g}",
+            f"{time.tflops:.3g}",
+        ]
+        for time in times
+    ]
+    columns = ["layer", "count", "shape", "forward ms", "input gradient ms", "weight gradient ms", "TFLOP/s"]
+    printing.show(columns, rows, f"the recipe's layers in {recipe.precision}, {num_tokens:,} tokens at a time")
+    limit = tokens_per_second(times, num_tokens)
+    printing.say(f"a device that did nothing else would train {limit:,.0f} tokens/s")
+    return {"layers": [asdict(time) for time in times], "tokens_per_second_limit": limit}

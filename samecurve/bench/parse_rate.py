@@ -14,10 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from samecurve.data import sources
 from samecurve.data.builtin import Function, FunctionSource, PreferenceSource, function
 from samecurve.errors import ConfigurationError
-from samecurve.inference.generator import Writer, Writing, load
+from samecurve.inference.generator import Writer, load
+from samecurve.inference.writing import Writing
 from samecurve.specs.data_names import FUNCTIONS, PREFERENCES
 
 if TYPE_CHECKING:
@@ -26,7 +29,6 @@ if TYPE_CHECKING:
     from samecurve.data.schemas.preference import Pair
 
 BATCH = 16
-LONGEST, TEMPERATURE = 256, 0.5
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,7 @@ class Answer:
     ended: bool
 
 
-def run(arguments: argparse.Namespace) -> int:
-    if arguments.prompt is not None or arguments.system is not None:
-        raise ConfigurationError("--share_that_parses: has prompts of its own; leave --prompt and --system out")
-    longest = LONGEST if arguments.max_new_tokens is None else arguments.max_new_tokens
-    how = Writing(longest, TEMPERATURE if arguments.temperature is None else arguments.temperature)
+def run(arguments: argparse.Namespace, how: Writing) -> int:
     writer = load(arguments.run, arguments.raw)
     prompts = held_out_prompts(arguments.share_that_parses, writer.recipe)
     answers = written(writer, prompts, how, arguments.seed)
@@ -51,12 +49,12 @@ def run(arguments: argparse.Namespace) -> int:
     good, left_out = sum(map(is_function, complete)), len(prompts) - len(answers)
     print(f"{writer.folder}: {good} of {len(answers)} functions parse ({good / max(len(answers), 1):.1%})")
     print(f"prompts  signature and docstring, held out of {FUNCTIONS}{', as turns' if writer.chat else ''}")
-    print(f"written  temperature {how.temperature:g}, seed {arguments.seed}, at most {longest} tokens")
+    print(f"written  temperature {how.temperature:g}, seed {arguments.seed}, at most {how.max_new_tokens} tokens")
     print(
         f"ended    {len(complete)} before that; the others count as not parsed, because half a function may parse too"
     )
     if left_out:
-        print(f"left out {left_out} prompts that leave the model no room for {longest} tokens")
+        print(f"left out {left_out} prompts that leave the model no room for {how.max_new_tokens} tokens")
     print("counted  what ast.parse accepts as one function with a body behind its docstring")
     return 0
 
@@ -86,8 +84,6 @@ def _prompt(document: Conversation | Pair) -> str:
 
 def written(writer: Writer, prompts: Sequence[str], how: Writing, seed: int) -> list[Answer]:
     """Several at a time, those of like length together. What leaves no room for the answer is left out."""
-    import torch
-
     torch.manual_seed(seed)
     texts = [writer.ask([{"role": "user", "content": p}]) if writer.chat else f"{p}\n" for p in prompts]
     lengths = [writer.encode([text], rendered=writer.chat)["input_ids"].shape[1] for text in texts]

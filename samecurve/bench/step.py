@@ -1,165 +1,100 @@
-"""A recipe's step with each lever of the recipe on and off: which there are, and what their runs say."""
+"""A recipe's step with each of its levers on and off: runs of all variants, round by round, and their table."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from statistics import median
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
 
-from pydantic import BaseModel
+from samecurve.bench import jobs, printing, strategy_variants, timing
+from samecurve.bench.jobs import Job, Outcome
+from samecurve.bench.levers import UNCHANGED, Measured, Variant, Verdict, verdicts
+from samecurve.config.overrides import latest
+from samecurve.errors import ConfigurationError
+from samecurve.storage.atomic import writing
 
-from samecurve.config.schema import Recipe
-from samecurve.reports.chart import relative_differences
-
-# Keys that change how a step is computed. One that the schema does not have is no lever; a block stands for those of
-# its keys that are true or false, or one of several names.
-LEVERS = (
-    "compile",
-    "fp8",
-    "loss",
-    "memory",
-    "model.attention",
-    "model.kernels",
-    "optimizer.name",
-    "optimizer.implementation",
-    "data.num_workers",
-)
-_NUMBERS = {"data.num_workers": (1, 2)}
-# Without the one the other is refused.
-_NEEDED = {"memory.selective_keeps": "memory.activation_checkpointing=selective"}
-UNCHANGED = "as it is"
+COLUMNS = "variant", "tokens/s", "ratio", "lowest", "highest", "memory GiB", "ratio", "loss difference"
 
 
-@dataclass(frozen=True)
-class Variant:
-    """overrides: `key=value`, beside those that all variants share."""
+def run(arguments: argparse.Namespace, job: Job, settings: Sequence[str], among: Sequence[Variant]) -> int:
+    """`bench step`. settings: of the recipe, for every variant.
 
-    name: str
-    overrides: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One run. losses: of its steps. tokens_per_second, step_seconds: the median of its steps, without the first ones;
-    tokens are those of all ranks."""
-
-    tokens_per_second: float
-    peak_memory_gib: float
-    losses: tuple[float, ...]
-    step_seconds: float = 0.0
-
-    @classmethod
-    def from_metrics(cls, metrics: Sequence[Mapping[str, Any]], warm_up_steps: int) -> Measured:
-        steady = metrics[warm_up_steps:]
-        return cls(
-            median(record["tokens_per_second"] for record in steady),
-            max(record["peak_memory_gib"] for record in metrics),
-            tuple(record["loss"] for record in metrics),
-            median(record["step_seconds"] for record in steady),
-        )
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """ratio: tokens/s over the unchanged recipe's of the same round, the median, lowest and highest of the rounds.
-
-    step_seconds: the median of the rounds. memory_ratio: of the highest peaks. loss_difference: the largest
-    relative one of any step, in the last round.
+    Raises ConfigurationError where the recipe as it is does not run; a variant that does not is told.
     """
-
-    variant: Variant
-    tokens_per_second: float
-    ratio: float
-    lowest: float
-    highest: float
-    peak_memory_gib: float
-    memory_ratio: float
-    loss_difference: float
-    step_seconds: float
-
-
-def variants(recipe: Recipe, keys: Sequence[str] = LEVERS) -> list[Variant]:
-    """The recipe as it is, and with each other value of each lever, one at a time, with what it cannot be without."""
-    found = [Variant(UNCHANGED)]
-    for key in keys:
-        for dotted, values in _levers(key):
-            now = _value(recipe, dotted)
-            for value in (value for value in values if value != now):
-                overrides = *filter(None, [_NEEDED.get(dotted)]), f"{dotted}={_shown(value)}"
-                found.append(Variant(" ".join(overrides), overrides))
-    return found
+    facts = timing.environment(timing.default_device())
+    printing.say(timing.told(facts, ("torch", "transformers", "accelerate", "deepspeed")))
+    output = arguments.output or Path("runs/bench_step") / Path(arguments.recipe).stem
+    with writing(output):
+        variants = {variant: _changed(job, variant, output / f"{nth:02d}") for nth, variant in enumerate(among)}
+    rounds, reasons = _measure(variants, arguments, settings, output)
+    if UNCHANGED in reasons:
+        raise ConfigurationError(f"the recipe itself does not run: {reasons[UNCHANGED]}")
+    measured = verdicts(rounds, [variant for variant in among if variant.name not in reasons])
+    _show(measured, job, arguments)
+    for name, reason in reasons.items():
+        printing.say(f"{name}: did not run: {reason}")
+    numbers = {"recipe": arguments.recipe, "overrides": settings, "strategy": job.name, "processes": job.world_size}
+    numbers |= {"rounds": arguments.rounds, "variants": [asdict(each) for each in measured], "not_measured": reasons}
+    printing.write(arguments.json, "step", facts, **numbers)
+    return 0
 
 
-def _levers(key: str) -> Iterator[tuple[str, tuple]]:
-    """(dotted key, its values) of a key, or of each key of a block that has a few."""
-    annotation: Any = Recipe
-    for part in key.split("."):
-        fields = _fields(annotation)
-        if part not in fields:
-            return
-        annotation = fields[part].annotation
-    if inside := _fields(annotation):
-        for name in inside:
-            yield from _levers(f"{key}.{name}")
-    elif values := _NUMBERS.get(key) or _few(annotation):
-        yield key, values
+def _measure(
+    variants: Mapping[Variant, tuple[Job, list[str]]],
+    arguments: argparse.Namespace,
+    settings: Sequence[str],
+    output: Path,
+) -> tuple[dict[str, list[Measured]], dict[str, str]]:
+    """({variant: what each round found}, {variant: why it did not run}). variants: each with its job and overrides."""
+    rounds: dict[str, list[Measured]] = {variant.name: [] for variant in variants}
+    reasons: dict[str, str] = {}
+    for nth in range(arguments.rounds):
+        for index, (variant, (job, overrides)) in enumerate(variants.items()):
+            if variant.name in reasons:
+                continue
+            directory = output / f"{index:02d}_{nth}"
+            label = f"round {nth + 1} of {arguments.rounds}, {variant.name}"
+            outcome = _run(job, arguments.recipe, latest([*settings, *overrides]), directory, label)
+            if outcome.reason:
+                reasons[variant.name] = outcome.reason
+                printing.say(f"{label}: {outcome.reason}")
+                continue
+            rounds[variant.name].append(Measured.from_metrics(outcome.metrics, arguments.warm_up))
+            printing.say(f"{label}: {rounds[variant.name][-1].tokens_per_second:,.0f} tokens/s")
+    return rounds, reasons
 
 
-def _fields(annotation: Any) -> dict:
-    return annotation.model_fields if isinstance(annotation, type) and issubclass(annotation, BaseModel) else {}
+def _changed(job: Job, variant: Variant, folder: Path) -> tuple[Job, list[str]]:
+    """(the job under the variant's strategy, whose files go to `folder`; its overrides of the recipe).
+
+    Raises ConfigurationError for a key of a file that there is not.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    keys = [each for each in variant.overrides if strategy_variants.is_key(each)]
+    if keys and job.path is None:
+        raise ConfigurationError(f"--variant: found {keys[0]}, but {job.name} has no processes to spread over")
+    overrides = [each for each in variant.overrides if each not in keys]
+    return (replace(job, path=strategy_variants.changed(job.path, keys, folder)) if keys else job), overrides
 
 
-def _few(annotation: Any) -> tuple:
-    """All values of a field that is true or false, one of several names, or one of them or nothing."""
-    if annotation is bool:
-        return True, False
-    if annotation is type(None):
-        return (None,)
-    if get_origin(annotation) is Literal:
-        return get_args(annotation)
-    if get_origin(annotation) in (Union, UnionType):
-        parts = [_few(part) for part in get_args(annotation)]
-        return tuple(value for part in parts for value in part) if all(parts) else ()
-    return ()
+def _run(job: Job, recipe: str, settings: Sequence[str], directory: Path, label: str) -> Outcome:
+    with printing.console().status(label):
+        return jobs.run(job, jobs.command(job, recipe, settings, directory), directory, lambda steps: None)
 
 
-def _value(recipe: Recipe, dotted: str) -> Any:
-    found: Any = recipe
-    for part in dotted.split("."):
-        found = getattr(found, part)
-    return found
-
-
-def _shown(value: Any) -> str:
-    """As YAML reads it on the command line."""
-    if value is None or isinstance(value, bool):
-        return {True: "true", False: "false", None: "null"}[value]
-    return str(value)
-
-
-def verdicts(rounds: Mapping[str, Sequence[Measured]], among: Sequence[Variant]) -> list[Verdict]:
-    """rounds: by the variant's name, what each round found; UNCHANGED is among them, and all have as many."""
-    base = rounds[UNCHANGED]
-    memory = max(run.peak_memory_gib for run in base)
-    found = []
-    for variant in among:
-        runs = rounds[variant.name]
-        ratios = [run.tokens_per_second / other.tokens_per_second for run, other in zip(runs, base, strict=True)]
-        peak = max(run.peak_memory_gib for run in runs)
-        differences = relative_differences(runs[-1].losses, base[-1].losses)
-        found.append(
-            Verdict(
-                variant,
-                median(run.tokens_per_second for run in runs),
-                median(ratios),
-                min(ratios),
-                max(ratios),
-                peak,
-                peak / memory,
-                max((each for each in differences if each is not None), default=0.0),
-                median(run.step_seconds for run in runs),
-            )
-        )
-    return found
+def _show(measured: Sequence[Verdict], job: Job, arguments: argparse.Namespace) -> None:
+    rows = [
+        [
+            each.variant.name,
+            f"{each.tokens_per_second:,.0f}",
+            *(f"{ratio:.2f}" for ratio in (each.ratio, each.lowest, each.highest)),
+            f"{each.peak_memory_gib:.2f}",
+            f"{each.memory_ratio:.2f}",
+            f"{each.loss_difference:.1e}",
+        ]
+        for each in measured
+    ]
+    processes = f"{job.world_size} process{'es' * (job.world_size > 1)}"
+    title = f"{arguments.recipe}, {job.name}, {processes}, {arguments.rounds} rounds of {arguments.steps} steps"
+    printing.show(COLUMNS, rows, f"{title}; ratios are to the recipe as it is, in the same round")

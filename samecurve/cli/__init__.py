@@ -1,1 +1,1 @@
-"""`python -m samecurve COMMAND`: one module per command. May import everything."""
+"""`python -m samecurve COMMAND`: one module per command, which checks its arguments without torch. May import all."""

@@ -1,6 +1,8 @@
 """python -m samecurve COMMAND: what there is to do before and after a run. Each command is a module of this package.
 
-One that has commands of its own (bench) is a package of them.
+A command's module has `add_arguments(parser)` and `run(arguments)`. It imports no torch, so that help and mistakes are
+told at once: what needs torch is in a module below cli/, which `run` names by returning `Work`. A command that has
+commands of its own (bench) is a package of them.
 """
 
 from __future__ import annotations
@@ -10,8 +12,10 @@ import importlib
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from samecurve.errors import ConfigurationError, SamecurveError
+from samecurve.strategy import preflight
 
 INTERRUPTED = 130  # the shell's number for SIGINT
 COMMANDS = {
@@ -28,6 +32,16 @@ COMMANDS = {
     "bench": "how fast this machine is: matmuls, collectives, data, and a recipe's step with each lever",
     "merge": "an adapter and its model as one model, and the proof that it is the same",
 }
+
+
+class Work(NamedTuple):
+    """What a command has left to do once its arguments are checked: `run(*arguments)` of `module`.
+
+    The module may import torch. It is named, not imported, so that only the command that needs it waits for it.
+    """
+
+    module: str
+    arguments: tuple
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,7 +74,11 @@ def _dispatch(program: str, package: str, commands: Mapping[str, str], argv: Seq
         return _dispatch(program, module.__name__, commands, argv[1:])
     arguments = argparse.ArgumentParser(program, description=module.__doc__)
     module.add_arguments(arguments)
-    return module.run(arguments.parse_intermixed_args(argv[1:]))
+    result = module.run(arguments.parse_intermixed_args(argv[1:]))
+    if isinstance(result, Work):
+        preflight.quiet()  # nearly all of them import transformers
+        return importlib.import_module(result.module).run(*result.arguments)
+    return result
 
 
 def repository_root() -> Path:

@@ -8,29 +8,20 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from samecurve.cli.commands import Work
 from samecurve.config import loader as recipes
 from samecurve.config.documents import Document, report
 from samecurve.config.overrides import override
 from samecurve.config.rules import columns_of
+from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError
-from samecurve.inference import loading
-from samecurve.metrics.console import number, spaced
-from samecurve.run.run_directory import read_metrics
+from samecurve.inference import folders
 from samecurve.specs.data_names import CHATML, is_hub_name
-from samecurve.storage.atomic import write_json
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from samecurve.config.schema import Recipe
-    from samecurve.interfaces.task import Task
-
-LABEL_WIDTH, NUMBER_WIDTH = 20, 14
 HUB_KEYS = ("data.split", "data.config", "data.revision")
 PRECISIONS = ("fp32", "bf16", "fp16")
 
@@ -45,30 +36,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers and what was measured there, too")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    directory = loading.run_directory(arguments.run) or arguments.run
-    of_the_run = loading.recipe(directory)
+def run(arguments: argparse.Namespace) -> Work:
+    directory = folders.run_directory(arguments.run) or arguments.run
+    of_the_run = folders.recipe(directory)
     trained = with_columns(of_the_run, arguments.data, arguments.columns)
-    folder = loading.model_folder(arguments.model or directory)
+    folder = folders.model_folder(arguments.model or directory)
     recipe = reading(trained, folder, arguments.data, arguments.micro_batch_size)
-    base = loading.base_path(folder)
-    if base is not None:
-        loading.check_base(directory, base)
     recipe = recipe.model_copy(update={"precision": arguments.precision or recipe.precision})
-    facts, metrics = measured(recipe, folder)
-    before = _last_evaluation(directory) if arguments.data is None else {}
-    source = arguments.data or (recipe.evaluation.path if recipe.evaluation else f"{recipe.data.name}, held out")
-    if any((arguments.data, trained.data.split) == (part.path, part.split) for part in of_the_run.data.sources()):
-        print(f"the run trained on {arguments.data}; without DATA only what it held out is measured")
-    if base is not None and recipe.adapter.quantization:
-        print(f"the run kept {base} in {recipe.adapter.quantization}; here it is whole, so losses differ a little")
-    print(f"{folder} on {facts['device']} in {facts['precision']}; {facts['rows']:,} rows of {source}")
-    print("\n".join(_table(metrics, before)))
-    if arguments.json:
-        about = {"run": directory, "model": folder, "data": source, **facts}
-        write_json(arguments.json, {**about, "metrics": metrics, "run_wrote": before or None})
-        print(arguments.json)
-    return 0
+    folders.base_path(folder)  # raises where an adapter has lost its model
+    sources = of_the_run.data.sources()
+    trained_on = any((arguments.data, trained.data.split) == (part.path, part.split) for part in sources)
+    return Work("samecurve.bench.evaluation", (arguments, directory, folder, recipe, trained_on))
 
 
 def with_columns(recipe: Recipe, data: str | None, columns: Sequence[str]) -> Recipe:
@@ -116,7 +94,7 @@ def reading(recipe: Recipe, folder: Path, data: str | None, micro_batch_size: in
         if not data.startswith("builtin:") and not is_hub_name(data) and not os.path.exists(os.path.expanduser(data)):
             raise ConfigurationError(f"DATA: no such file or folder: {Path(data).absolute()}")
         # Nothing is trained, but a task reads both parts; of the same path they are read once.
-        whole = {"path": data, "mixture": None, "streaming": False, "labels": _classes(recipe, folder)}
+        whole = {"path": data, "mixture": None, "streaming": False, "labels": None}
         if is_hub_name(data):
             whole["pattern"] = None
         changed["data"] = read = recipe.data.model_copy(update=whole)
@@ -131,76 +109,3 @@ def reading(recipe: Recipe, folder: Path, data: str | None, micro_batch_size: in
             "evaluate RUN DATA"
         )
     return recipe.model_copy(update={**changed, "batch": recipe.batch.model_copy(update=batch)})
-
-
-def _classes(recipe: Recipe, folder: Path) -> tuple[str, ...] | None:
-    """A classifier's own, in their order: data may lack some of them. None where there are no classes."""
-    if recipe.task != "classify":
-        return None
-    names = loading.stored_config(folder).id2label
-    return tuple(names[index] for index in sorted(names))
-
-
-def measured(recipe: Recipe, folder: Path) -> tuple[dict[str, Any], dict[str, float]]:
-    """(what was measured and how, the task's `eval_*` numbers): the model in `folder` on the recipe's held-out rows."""
-    from samecurve.engines import factory
-    from samecurve.engines.evaluation_engine import EvaluationEngine
-    from samecurve.models.attention.choice import chosen_attention
-    from samecurve.specs.environment import versions
-    from samecurve.tasks import registry
-    from samecurve.training.evaluator import Evaluation
-
-    task: Task = registry.load(recipe)
-    config = loading.stored_config(folder)
-    attention = chosen_attention(recipe, config, task.head.model_class(config), task.head.kind)
-    model, _ = loading.load(folder, task.head, attention)
-    engine = EvaluationEngine(model, task, recipe)
-    with _shown() as (start, advance):
-        if task.has_reference:
-            _prepare(task, recipe, advance)
-        held_out = Evaluation(task.held_out, recipe.batch.micro_batch_size, engine.shard, advance)
-        start(held_out.num_micro_batches)
-        metrics = held_out.metrics(engine, task)
-    facts = {"rows": len(task.held_out), "data_fingerprint": task.held_out.fingerprint, "precision": recipe.precision}
-    return facts | {"device": factory.device_name(engine.accelerator), "versions": versions()}, metrics
-
-
-def _prepare(task: Task, recipe: Recipe, alive: Callable[[], None]) -> None:
-    """For a task that compares with the model that the run began with: it is made again as training made it."""
-    from samecurve.config.schema import Adapter
-    from samecurve.distributed.control_group import World
-    from samecurve.engines.evaluation_engine import InitialModel
-    from samecurve.models.weights import skeleton
-
-    plain = recipe.model_copy(update={"adapter": Adapter()})  # a new adapter adds nothing
-    shape = skeleton(plain, task.vocabulary_size, task.special_tokens, task.head)
-    task.prepare(InitialModel(shape, plain, task), plain, shape, World(), alive, held_out_only=True)
-
-
-@contextmanager
-def _shown() -> Iterator[tuple[Callable[[int], None], Callable[[], None]]]:
-    """(to be told how many micro-batches there are, to be called for each). A bar on a terminal, else nothing."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        shown = bar.add_task("evaluating", total=None)
-        yield lambda total: bar.update(shown, total=total, completed=0), lambda: bar.advance(shown)
-
-
-def _last_evaluation(directory: Path) -> dict[str, float]:
-    """`step` and the `eval_*` numbers that training wrote last; {} when it never evaluated."""
-    for record in reversed(read_metrics(directory)):
-        if record.get("eval_loss") is not None:
-            return {key: value for key, value in record.items() if key == "step" or key.startswith("eval_")}
-    return {}
-
-
-def _table(metrics: dict[str, float], before: dict[str, float]) -> Iterator[str]:
-    """A line per number; beside it what training wrote, and after which step, where there is that."""
-    if before:
-        yield f"{'':<{LABEL_WIDTH}}{'now':>{NUMBER_WIDTH}}   the run, after step {before['step']}"
-    for name, value in metrics.items():
-        was = f"   {number(before[name])}" if name in before else ""
-        yield f"{spaced(name.removeprefix('eval_')):<{LABEL_WIDTH}}{number(value):>{NUMBER_WIDTH}}{was}"

@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from samecurve.cli.export import DTYPES, copy_as
-from samecurve.errors import ConfigurationError, NumericError, StorageError
-from samecurve.inference import loading
-from samecurve.storage.atomic import writing
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedModel
-
-ROWS, LENGTH = 4, 64
-# W x + s B (A x) and (W + s B A) x are rounded in other places. fp32 keeps 2^-24 = 6e-8 of a value, which the sums and
-# layers of a model make a few hundred times larger; an adapter that is merged wrongly is far beyond this.
-TOLERANCE = 1e-4
+from samecurve.cli.commands import Work
+from samecurve.errors import ConfigurationError, StorageError
+from samecurve.inference import folders
+from samecurve.specs.precision import DTYPES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,113 +17,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="default: RUN/merged, RUN/merged-DTYPE")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    folder = loading.model_folder(arguments.run)
-    base = loading.base_path(folder)
+def run(arguments: argparse.Namespace) -> Work:
+    folder = folders.model_folder(arguments.run)
+    base = folders.base_path(folder)
     if base is None:
         raise ConfigurationError(f"{folder} holds a whole model and no adapter: there is nothing to merge")
     suffix = "" if arguments.dtype == "fp32" else f"-{arguments.dtype}"
     output = arguments.output or arguments.run / f"merged{suffix}"
     if output.exists():
         raise StorageError(f"{output} is there already; name another folder with --output")
-    loading.check_base(arguments.run, base)
-    partial, cast = (output.with_name(f"{output.name}.{name}") for name in ("partial", "cast"))
-    try:
-        print(_merge(folder, base, partial))
-        if arguments.dtype != "fp32":
-            _cast(partial, cast, arguments.dtype)
-        _write_card(arguments.run, partial, arguments.dtype)
-        with writing(output):
-            partial.rename(output)
-    finally:
-        for leftover in (partial, cast):
-            shutil.rmtree(leftover, ignore_errors=True)
-    print(f"the merged model is in {output}")
-    return 0
-
-
-def _cast(partial: Path, cast: Path, dtype: str) -> None:
-    """What is proved in fp32 is stored in another dtype. Raises NumericError for values that do not fit into it."""
-    import torch
-
-    with writing(cast):
-        copy_as(partial, cast, getattr(torch, DTYPES[dtype]))
-        shutil.rmtree(partial)
-        cast.rename(partial)
-    print(f"its weights are stored in {dtype}: read back, its logits differ by what that rounds")
-
-
-def _write_card(run: Path, output: Path, dtype: str) -> None:
-    """Where the run is known; a folder with an adapter alone says nothing of it."""
-    directory = loading.run_directory(run)
-    if directory is not None:
-        from samecurve.export.model_card import Made, write_card
-
-        write_card(directory, Made(DTYPES[dtype], merged=True), output)
-
-
-def _merge(folder: Path, base: str, output: Path) -> str:
-    """What was proved, in a sentence. Raises NumericError when the model that is read back has other logits."""
-    head = loading.stored_head(folder)
-    adapted, _ = loading.load(folder, head)
-    rows = _rows(adapted)
-    alone, expected = _without_matrices(adapted, rows), _logits(adapted, rows)
-    # safe_merge: refuses weights that are not finite
-    merged = adapted.merge_and_unload(safe_merge=True)
-    with writing(output):
-        merged.save_pretrained(output)
-        _copy_the_rest(folder, output)
-    del adapted, merged
-    trusted = loading.trusts_remote_code(folder)
-    found = _logits(loading.load_model(str(output), head, trust_remote_code=trusted), rows)
-    difference, effect = ((other - expected).abs().max().item() for other in (found, alone))
-    limit = TOLERANCE * expected.abs().max().item()
-    what = "states" if head.kind == "embedding" else "logits"
-    text = (
-        f"on {ROWS} rows of {rows.shape[1]} tokens, read back from the disk: its {what} differ from those of {base} "
-        f"with the adapter by at most {difference:.1e} (allowed: {limit:.1e}); the adapter moves them by {effect:.1e}"
-    )
-    if not difference <= limit:
-        raise NumericError(f"the merged model is not the adapted one, so it was not kept: {text}")
-    return text
-
-
-def _rows(model: PreTrainedModel) -> Tensor:
-    """Token ids (ROWS, LENGTH) drawn from the whole vocabulary, fewer where the model has fewer positions."""
-    import torch
-
-    positions = getattr(model.config, "max_position_embeddings", None) or LENGTH
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(model.config.vocab_size, (ROWS, min(LENGTH, positions)), generator=generator)
-
-
-def _logits(model: PreTrainedModel, rows: Tensor) -> Tensor:
-    import torch
-
-    with torch.no_grad():
-        output = model(input_ids=rows)
-    return output.logits if "logits" in output else output.last_hidden_state
-
-
-def _without_matrices(model: PreTrainedModel, rows: Tensor) -> Tensor:
-    """`_logits` of the base model; a head that is trained with the adapter stays, as the base has none."""
-    from peft.tuners.lora import LoraLayer
-
-    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
-    for layer in layers:
-        layer.enable_adapters(False)
-    found = _logits(model, rows)
-    for layer in layers:
-        layer.enable_adapters(True)
-    return found
-
-
-def _copy_the_rest(folder: Path, output: Path) -> None:
-    """The tokenizer, and what the task wrote beside the adapter."""
-    from samecurve.export.model_card import ADAPTED_CONFIG, CARD, PICTURE
-
-    for path in folder.iterdir():
-        skipped = path.name.startswith("adapter_") or path.name in (CARD, PICTURE, ADAPTED_CONFIG)
-        if skipped or (output / path.name).exists():
-            continue
-        shutil.copytree(path, output / path.name) if path.is_dir() else shutil.copyfile(path, output / path.name)
+    return Work("samecurve.inference.merge_lora", (arguments, folder, base, output))

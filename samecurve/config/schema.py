@@ -106,6 +106,13 @@ class Checkpoint(Section):
     NVMe. false: training waits for the disk."""
 
 
+class Export(Section):
+    """The trained model as a Hugging Face folder."""
+
+    enabled: bool = True
+    """Write `model/` after the last step. `python -m samecurve export RUN` makes one of a checkpoint later."""
+
+
 class Guard(Section):
     """Checks of the numbers while a run trains."""
 
@@ -216,6 +223,7 @@ class Recipe(Section):
     """`regional` compiles one layer for all that are alike, and the chunked loss. `full` compiles the whole model."""
     evaluate: Evaluate = Evaluate()
     checkpoint: Checkpoint = Checkpoint()
+    export: Export = Export()
     guard: Guard = Guard()
     timeout: Timeout = Timeout()
     logging: Logging = Logging()

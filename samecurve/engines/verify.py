@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from samecurve.errors import TopologyError
-from samecurve.specs.precision import DTYPE_NAMES
+from samecurve.specs.precision import DTYPES
 
 if TYPE_CHECKING:
     from samecurve.interfaces.engine import EngineDescription
@@ -46,5 +46,5 @@ def _asked(plan: Plan) -> dict:
     if strategy.family in _WRAPPERS:
         asked["engine"] = _WRAPPERS[strategy.family]
     if strategy.family in ("zero", "pipeline"):
-        asked["weight_dtype"] = DTYPE_NAMES[recipe.precision]
+        asked["weight_dtype"] = DTYPES[recipe.precision]
     return asked

@@ -1,1 +1,1 @@
-"""A trained model without its strategy: load, generate, predict. May import export and everything below it."""
+"""A trained model without its strategy: find, load, generate, predict, merge. May import export and what is below."""

@@ -5,43 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from samecurve.data.chat_encoder import ChatEncoder
 from samecurve.data.schemas.conversation import Conversation, Schema
 from samecurve.errors import ConfigurationError, DataError
 from samecurve.inference import loading
-from samecurve.storage.atomic import read_json
+from samecurve.inference.writing import Writing, find_model, is_chat
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from samecurve.config.schema import Recipe
 
 Message = dict[str, str]
-PLAIN_TASKS = ("pretrain", "continue_pretrain")
-SILENT_TASKS = ("classify", "reward", "embed", "mlm")
-SILENT_HEADS = ("ForSequenceClassification", "ForMaskedLM")
-
-
-@dataclass(frozen=True)
-class Writing:
-    """max_new_tokens: at most, the turn's end included. temperature: 0 takes the likeliest token each time."""
-
-    max_new_tokens: int
-    temperature: float
-
-    def __post_init__(self) -> None:
-        """Raises ConfigurationError."""
-        if self.max_new_tokens < 1:
-            raise ConfigurationError(f"--max_new_tokens: found {self.max_new_tokens}, at least 1 is needed")
-        if self.temperature < 0:
-            raise ConfigurationError(f"--temperature: found {self.temperature:g}, 0 or more is needed")
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"do_sample": True, "temperature": self.temperature} if self.temperature else {"do_sample": False}
 
 
 @dataclass
@@ -79,8 +59,6 @@ class Writer:
 
         Raises ConfigurationError where the model has no positions left for what it is asked.
         """
-        import torch
-
         length = encoded["input_ids"].shape[1]
         room = self.positions - length
         if room < 1:
@@ -106,33 +84,10 @@ def load(run: Path, raw: bool = False) -> Writer:
 
     Raises ConfigurationError when it is no causal language model.
     """
-    folder, directory = loading.model_folder(run), loading.run_directory(run)
-    recipe = loading.recipe(directory) if directory else None
-    check_writes(run, folder, recipe)
+    folder, recipe = find_model(run)
     model, tokenizer = loading.load(folder)
     chat = not raw and is_chat(recipe, tokenizer)
     return Writer(folder, model.to(loading.device()), tokenizer, recipe, chat, _ends(model, tokenizer, chat))
-
-
-def check_writes(run: Path, folder: Path, recipe: Recipe | None) -> None:
-    """Raises ConfigurationError, before anything is loaded, for a model that writes nothing."""
-    known = read_json(folder / "config.json").get("architectures") or []
-    others = [name for name in known if not name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))]
-    if recipe is not None and recipe.task in SILENT_TASKS:
-        why = f"was trained by task {recipe.task}, so it writes nothing"
-    elif known and len(others) == len(known) and others[0].endswith(("Model", *SILENT_HEADS)):
-        why = f"holds a {others[0]}, which writes nothing"
-    else:
-        return
-    raise ConfigurationError(
-        f"{folder}: {why}; ask it by python -m samecurve predict {run}, or measure it: evaluate {run}"
-    )
-
-
-def is_chat(recipe: Recipe | None, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a model is asked in turns. recipe: what trained it; None: not known, so the template decides."""
-    trained_on_turns = recipe is None or (recipe.task not in PLAIN_TASKS and recipe.data.chat)
-    return bool(tokenizer.chat_template) and trained_on_turns
 
 
 def _ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chat: bool) -> list[int]:

@@ -20,7 +20,7 @@ from samecurve.data import chat_encoder, tokenizer
 from samecurve.data.schemas import conversation
 from samecurve.data.schemas.classification import Example, ExampleEncoder, text_of
 from samecurve.errors import ConfigurationError, DataError
-from samecurve.inference import loading
+from samecurve.inference import folders, loading
 from samecurve.losses import contrastive
 
 if TYPE_CHECKING:
@@ -244,7 +244,7 @@ def _encoded(encoder: ExampleEncoder, example: Example) -> Read:
 def load(run: Path, prompt: str | None = None, top: int | None = None) -> Predictor:
     """The model of a run or a folder. ConfigurationError for one that writes, and for what it does not ask for;
     CheckpointError for an adapter whose base has changed."""
-    folder, directory = loading.model_folder(run), loading.run_directory(run)
+    folder, directory = folders.model_folder(run), folders.run_directory(run)
     head, config = loading.stored_head(folder), loading.stored_config(folder)
     kind = "score" if head.kind == "sequence_classification" and config.num_labels == 1 else head.kind
     classes = {"sequence_classification": Classifier, "score": Scorer, "embedding": Embedder, "masked_lm": Filler}
@@ -256,7 +256,7 @@ def load(run: Path, prompt: str | None = None, top: int | None = None) -> Predic
         if given is not None and classes[kind] is not needed:
             what = "a reward model" if needed is Scorer else "a masked language model"
             raise ConfigurationError(f"--{name}: is for {what}, and {folder} holds another one; leave it out")
-    recipe, base = loading.recipe(directory) if directory else None, loading.base_path(folder)
+    recipe, base = folders.recipe(directory) if directory else None, folders.base_path(folder)
     if directory and base:
         loading.check_base(directory, base)
     model, found = loading.load(folder, head)

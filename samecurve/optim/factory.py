@@ -133,7 +133,7 @@ def build_optimizer(
         return AdamWBf16(groups, rate, betas, settings.epsilon, seed, _kahan(settings))
     if settings.name == "adamw_8bit":
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on a CPU it warns of what only a GPU has
-        from samecurve.optim.adamw_8bit import AdamW8bit
+        from samecurve.optim.adamw_8bit import AdamW8bit  # bitsandbytes is an extra, not everywhere installed
 
         return AdamW8bit(groups, lr=rate, betas=betas, eps=settings.epsilon, min_8bit_size=SMALLEST_8BIT)
     # fused: one kernel for the whole update, on CPUs and GPUs; left to itself torch takes foreach on a GPU, one kernel

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-PRECISIONS = {name: precision for precision, name in DTYPE_NAMES.items()}
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+PRECISIONS = {name: precision for precision, name in DTYPES.items()}
 
 
 def torch_dtype(precision: str) -> torch.dtype:
-    """precision: a key of DTYPE_NAMES."""
+    """precision: a key of DTYPES."""
     import torch
 
-    return getattr(torch, DTYPE_NAMES[precision])
+    return getattr(torch, DTYPES[precision])
 
 
 def compute_dtype(precision: str) -> torch.dtype | None:

@@ -194,6 +194,8 @@ class Session:
             raise Preempted(f"{reason}: saved after step {here.step}; the same command goes on from there")
 
     def export(self) -> None:
+        if not self.recipe.export.enabled:
+            return
         self.watch.phase("export", self.recipe.steps)
         where, is_main = self.run.model, self.accelerator.is_main_process
         card = partial(write_card, self.run.path, Made())

@@ -15,7 +15,7 @@ from samecurve.cli import commands as cli
 from samecurve.cli import summary
 from samecurve.config.overrides import latest
 from samecurve.config.schema import Recipe
-from samecurve.inference import generator
+from samecurve.inference import writing
 
 __all__ = ["folders"]
 
@@ -72,7 +72,7 @@ def test_what_writes_nothing_is_measured(command, task, tmp_path, capsys, monkey
 def test_causal_models_write(tmp_path):
     for name in ("LlamaForCausalLM", "GPT2LMHeadModel", "ToyModelForCausalLM"):
         (tmp_path / "config.json").write_text(json.dumps({"architectures": [name]}))
-        generator.check_writes(tmp_path, tmp_path, None)
+        writing.check_writes(tmp_path, tmp_path, None)
 
 
 def test_the_summary_recommends_what_works(tmp_path):

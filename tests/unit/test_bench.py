@@ -14,9 +14,18 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from samecurve.bench import collectives, dataloader, gemm_shapes, matmul, printing, step, strategy_variants, timing
+from samecurve.bench import (
+    collectives,
+    dataloader,
+    gemm_shapes,
+    levers,
+    matmul,
+    printing,
+    strategy_variants,
+    timing,
+)
 from samecurve.bench.gemm_shapes import Width
-from samecurve.bench.step import UNCHANGED, Measured, Variant
+from samecurve.bench.levers import UNCHANGED, Measured, Variant
 from samecurve.cli import commands
 from samecurve.cli.bench import collectives as command
 from samecurve.cli.bench import shapes as shapes_command
@@ -113,7 +122,7 @@ def test_sizes():
     sizes = [command.bytes_of("--largest", text) for text in ("64MiB", "64M", "1 KiB", "7", "3B")]
     assert sizes == [2**26, 2**26, 1024, 7, 3]
     assert command.steps(1024, 2**16, 8) == [1024, 8192, 65536]
-    assert [command.shown_bytes(number) for number in (12, 1536, 2**26)] == ["12 B", "1.5 KiB", "64 MiB"]
+    assert [collectives.shown_bytes(number) for number in (12, 1536, 2**26)] == ["12 B", "1.5 KiB", "64 MiB"]
     for text in ("64 apples", "", "0", "-1"):
         with pytest.raises(ConfigurationError, match="--largest: found"):
             command.bytes_of("--largest", text)
@@ -142,7 +151,7 @@ def test_collectives_at_two_processes(tmp_path):
     for each in found["timings"]:
         algorithm, bus = collectives.bandwidths(each["name"], each["num_bytes"], each["seconds"], 2)
         assert (each["algorithm_gb_per_second"], each["bus_gb_per_second"]) == (algorithm, bus)
-        size = command.shown_bytes(each["num_bytes"])
+        size = collectives.shown_bytes(each["num_bytes"])
         assert re.search(rf"^{each['name']} +{size} .* {bus:.3g}$", done.stdout, re.MULTILINE)
 
 
@@ -236,7 +245,7 @@ def test_a_frozen_layer_has_no_gradient_of_its_own(monkeypatch):
 @pytest.fixture
 def bench_matmul(recipe_file, tmp_path, capsys, monkeypatch):
     """Runs it in some precisions and sizes. Returns what it prints and what it keeps."""
-    monkeypatch.setattr("samecurve.cli.bench.matmul.COPY_MIB", {"cpu": 1})
+    monkeypatch.setattr("samecurve.bench.matmul.COPY_MIB", {"cpu": 1})
     monkeypatch.setattr(timing, "default_device", lambda: CPU)
 
     def run(precisions: str, sizes: str) -> tuple[str, dict]:
@@ -446,7 +455,7 @@ def test_workers_have_the_share(recipe_file, monkeypatch, tmp_path, capsys):
 
 
 def test_levers_come_from_the_schema(recipe_file):
-    found = step.variants(recipe.checked(recipe_file))
+    found = levers.variants(recipe.checked(recipe_file))
     names = [variant.name for variant in found]
     assert names[0] == UNCHANGED and found[0].overrides == ()
     assert {"memory.activation_checkpointing=full", "model.attention=eager", "data.num_workers=1"} <= set(names)
@@ -468,9 +477,9 @@ def test_kinds_of_levers(monkeypatch, recipe_file):
         "Compile", __base__=Section, mode=(Literal["off", "full"], "off"), cache=(bool, True), limit=(int, 8)
     )
     fields = {"compile": (compiled, compiled()), "loss": (Literal["plain", "chunked"] | None, None)}
-    monkeypatch.setattr(step, "Recipe", create_model("Recipe", __base__=Recipe, **fields))
+    monkeypatch.setattr(levers, "Recipe", create_model("Recipe", __base__=Recipe, **fields))
     now = SimpleNamespace(compile=compiled(), loss=None)
-    found = step.variants(now, ("compile", "loss", "absent.key", "steps"))
+    found = levers.variants(now, ("compile", "loss", "absent.key", "steps"))
     assert [variant.name for variant in found[1:]] == [
         "compile.mode=full",
         "compile.cache=false",
@@ -484,7 +493,7 @@ def test_verdicts_by_hand():
     base = [Measured(100.0, 2.0, (4.0, 2.0)), Measured(50.0, 2.5, (4.0, 2.0))]  # the machine was busy in round 2
     other = [Measured(150.0, 1.0, (9.0, 9.0)), Measured(60.0, 1.25, (4.0, 2.5))]
     among = [Variant(UNCHANGED), Variant("x")]
-    same, found = step.verdicts({UNCHANGED: base, "x": other}, among)
+    same, found = levers.verdicts({UNCHANGED: base, "x": other}, among)
     assert (same.ratio, same.memory_ratio, same.loss_difference) == (1, 1, 0)
     assert (found.tokens_per_second, found.lowest, found.highest) == (105, 1.2, 1.5)
     assert found.ratio == pytest.approx(1.35) and (found.peak_memory_gib, found.memory_ratio) == (1.25, 0.5)

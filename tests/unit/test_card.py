@@ -15,7 +15,7 @@ from huggingface_hub import ModelCard
 from samecurve.cli import commands, evaluate
 from samecurve.config.schema import Recipe
 from samecurve.export.model_card import Made, model_card, write_card
-from samecurve.inference import loading
+from samecurve.inference import folders
 from samecurve.run.sessions import sessions, unknown_origin
 
 RECIPE = {
@@ -251,7 +251,7 @@ def test_a_run_that_has_not_ended_is_sent_to_export(run, capsys):
 
 def test_columns_of_the_data_to_measure(run):
     written(run, facts(recipe={"task": "sft", "data": {"path": "my.jsonl", "messages_column": "turns"}}))
-    trained = loading.recipe(run)
+    trained = folders.recipe(run)
     given = ["data.messages_column=null", "data.prompt_column=1", "data.completion_column=answer"]
     found = evaluate.with_columns(trained, "other.jsonl", given)
     columns = {"messages_column": None, "prompt_column": "1", "completion_column": "answer"}
@@ -263,7 +263,7 @@ def test_a_file_takes_the_place_of_a_mixture(run):
     sources = [{"path": "a.jsonl", "weight": 0.75}, {"path": "b.jsonl", "weight": 0.25}]
     written(run, facts(recipe={"data": {"mixture": sources, "held_out_fraction": 0.1}}))
     assert "| data | a.jsonl (weight 0.75), b.jsonl (weight 0.25) |" in model_card(run, Made())
-    trained = loading.recipe(run)
+    trained = folders.recipe(run)
     other = evaluate.reading(trained, run, str(run / "metrics.jsonl"))
     assert (other.data.path, other.evaluate.path, other.data.mixture) == (*[str(run / "metrics.jsonl")] * 2, None)
     assert evaluate.reading(trained, run, None).data == trained.data

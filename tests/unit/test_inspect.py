@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from samecurve.cli import commands
-from samecurve.cli.inspect import bar_of
+from samecurve.reports.inspect_console import bar_of
 
 SHORT = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c <b>"}]
 LONG = [*SHORT, {"role": "user", "content": "x" * 40}, {"role": "assistant", "content": "y"}]

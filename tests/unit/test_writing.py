@@ -16,10 +16,12 @@ from tokenizers.models import BPE
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from samecurve.bench import parse_rate
-from samecurve.cli import chat, commands
+from samecurve.cli import commands
 from samecurve.data import sources
 from samecurve.data.tokenizer import BEGIN_OF_TEXT, BEGIN_OF_TURN, CHAT_TEMPLATE, END_OF_TEXT, END_OF_TURN
-from samecurve.inference.generator import Writing, load
+from samecurve.inference import chat
+from samecurve.inference.generator import load
+from samecurve.inference.writing import Writing
 
 HELLO = ["\n", "h", "i", END_OF_TURN]
 SOURCE = '''

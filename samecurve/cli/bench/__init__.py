@@ -1,1 +1,1 @@
-"""`python -m samecurve bench COMMAND`: one module per command. What they measure is in samecurve/bench."""
+"""`python -m samecurve bench COMMAND`: one module per command. What they do is in samecurve/bench."""

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from samecurve.bench import printing
+from samecurve.cli.commands import Work
 from samecurve.config import loader as recipes
 from samecurve.errors import ConfigurationError
 
@@ -24,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     printing.add_json(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> Work:
     recipe = recipes.checked(arguments.recipe, arguments.overrides)
     if recipe.data.streaming:
         text = "found true, but the rows of a stream are made by a thread of their own, whatever the number of workers"
@@ -34,36 +35,4 @@ def run(arguments: argparse.Namespace) -> int:
         if found < 1:
             raise ConfigurationError(f"--{option}: found {found}, a number above 0 is needed")
     recipe.batch.accumulation_steps(size)  # raises where the batch does not divide
-
-    from samecurve.bench import dataloader, timing
-    from samecurve.tasks import registry
-
-    cores = dataloader.share(processes)
-    facts = timing.environment(timing.default_device())
-    counts = printing.integers("--workers", arguments.workers) or _counts(len(cores))
-    needed = dataloader.needed_by(arguments.run) if arguments.run else arguments.needed
-    rows = registry.load(recipe).train
-    printing.say(timing.told(facts))
-    with dataloader.kept_to(cores):
-        rates = {count: dataloader.rows_per_second(rows, recipe, count, size, arguments.seconds) for count in counts}
-    shown = [[str(count), f"{rate:,.0f}"] for count, rate in rates.items()]
-    title = f"of one rank that does nothing but read, on {len(cores)} of {facts['cores']} cores"
-    printing.show(["workers", "rows/s"], shown, title)
-    best = dataloader.enough(rates, needed)
-    printing.say(_verdict(best, needed, dataloader.MARGIN, processes))
-    numbers = {"processes_per_host": processes, "rows_per_second": rates, "needed": needed, "enough": best}
-    printing.write(arguments.json, "dataloader", facts, recipe=arguments.recipe, **numbers)
-    return 0
-
-
-def _counts(cores: int) -> list[int]:
-    return [0, *(1 << power for power in range(6) if 1 << power <= cores)]
-
-
-def _verdict(best: int | None, needed: float | None, margin: float, processes: int) -> str:
-    where = f"with {processes} process{'es' * (processes > 1)} on this host"
-    if needed is None:
-        return f"data.num_workers={best}, {where}: more of them give hardly more (--run RUN says what training needs)"
-    if best is None:
-        return f"none is enough {where}: training needs {needed:,.0f} rows/s, and {margin:g} times that to be safe"
-    return f"data.num_workers={best} is enough {where}: training needs {needed:,.0f} rows/s"
+    return Work("samecurve.bench.dataloader", (arguments, recipe))

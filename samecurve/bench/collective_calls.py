@@ -1,0 +1,118 @@
+"""Each collective as one call: what it sends, the factor of its bus bandwidth, and what its result has to be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+# torch 2.13 has new names, and warns of those that 2.11 knows
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Buffers:
+    """fp32 on this rank. whole: the size, in equal parts for all ranks; part: one of them. Each holds rank + 1."""
+
+    def __init__(self, num_bytes: int, device: torch.device):
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        each = max(1, num_bytes // 4 // self.world)
+        self.whole = torch.full((each * self.world,), self.rank + 1.0, device=device)
+        self.other, self.part = torch.zeros_like(self.whole), self.whole[:each].clone()
+
+    @property
+    def num_bytes(self) -> int:
+        return 4 * self.whole.numel()
+
+    def parts(self) -> list[Tensor] | None:
+        """Of `other`, on the first rank."""
+        return list(self.other.chunk(self.world)) if self.rank == 0 else None
+
+
+@dataclass(frozen=True)
+class Collective:
+    """run: call it once and give the result. expected: (rank, n) -> what equal parts of the first call's result hold.
+
+    None: this rank gets nothing.
+    """
+
+    factor: Callable[[int], float]
+    run: Callable[[Buffers], Tensor]
+    expected: Callable[[int, int], list[float] | None]
+
+
+def _broadcast(buffers: Buffers) -> Tensor:
+    dist.broadcast(buffers.whole, src=0)
+    return buffers.whole
+
+
+def _reduce(buffers: Buffers) -> Tensor:
+    dist.reduce(buffers.whole, dst=0)
+    return buffers.whole
+
+
+def _all_reduce(buffers: Buffers) -> Tensor:
+    dist.all_reduce(buffers.whole)
+    return buffers.whole
+
+
+def _gather(buffers: Buffers) -> Tensor:
+    dist.gather(buffers.part, buffers.parts(), dst=0)
+    return buffers.other
+
+
+def _all_gather(buffers: Buffers) -> Tensor:
+    _ALL_GATHER(buffers.other, buffers.part)
+    return buffers.other
+
+
+def _scatter(buffers: Buffers) -> Tensor:
+    dist.scatter(buffers.part, list(buffers.whole.chunk(buffers.world)) if buffers.rank == 0 else None, src=0)
+    return buffers.part
+
+
+def _reduce_scatter(buffers: Buffers) -> Tensor:
+    _REDUCE_SCATTER(buffers.part, buffers.whole)
+    return buffers.part
+
+
+def _all_to_all(buffers: Buffers) -> Tensor:
+    dist.all_to_all_single(buffers.other, buffers.whole)
+    return buffers.other
+
+
+def _send_recv(buffers: Buffers) -> Tensor:
+    """Each rank to the next, around a ring, all at once."""
+    ahead, behind = (buffers.rank + 1) % buffers.world, (buffers.rank - 1) % buffers.world
+    sent = dist.P2POp(dist.isend, buffers.whole, ahead)
+    for work in dist.batch_isend_irecv([sent, dist.P2POp(dist.irecv, buffers.other, behind)]):
+        work.wait()
+    return buffers.other
+
+
+def _sum(rank: int, n: int) -> list[float]:
+    return [n * (n + 1) / 2]
+
+
+def _each(rank: int, n: int) -> list[float]:
+    return [other + 1.0 for other in range(n)]
+
+
+def _first(expected: Callable[[int, int], list[float]]) -> Callable[[int, int], list[float] | None]:
+    return lambda rank, n: expected(rank, n) if rank == 0 else None
+
+
+COLLECTIVES = {
+    "broadcast": Collective(lambda n: 1, _broadcast, lambda rank, n: [1.0]),
+    "reduce": Collective(lambda n: 1, _reduce, _first(_sum)),
+    "all_reduce": Collective(lambda n: 2 * (n - 1) / n, _all_reduce, _sum),
+    "gather": Collective(lambda n: (n - 1) / n, _gather, _first(_each)),
+    "all_gather": Collective(lambda n: (n - 1) / n, _all_gather, _each),
+    "scatter": Collective(lambda n: (n - 1) / n, _scatter, lambda rank, n: [1.0]),
+    "reduce_scatter": Collective(lambda n: (n - 1) / n, _reduce_scatter, _sum),
+    "all_to_all": Collective(lambda n: (n - 1) / n, _all_to_all, _each),
+    "send_recv": Collective(lambda n: 1, _send_recv, lambda rank, n: [(rank - 1) % n + 1.0]),
+}

@@ -1,0 +1,104 @@
+"""The metrics of a trained model on held-out data, without a strategy: `evaluate`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from samecurve.config.schema import Adapter, Recipe
+from samecurve.distributed.control_group import World
+from samecurve.engines import factory
+from samecurve.engines.evaluation_engine import EvaluationEngine, InitialModel
+from samecurve.inference import folders, loading
+from samecurve.interfaces.task import Task
+from samecurve.metrics.console import number, spaced
+from samecurve.models.attention.choice import chosen_attention
+from samecurve.models.weights import skeleton
+from samecurve.run.run_directory import read_metrics
+from samecurve.specs.environment import versions
+from samecurve.storage.atomic import write_json
+from samecurve.tasks import registry
+from samecurve.training.evaluator import Evaluation
+
+LABEL_WIDTH, NUMBER_WIDTH = 20, 14
+
+
+def run(arguments: argparse.Namespace, directory: Path, folder: Path, recipe: Recipe, trained_on: bool) -> int:
+    """`evaluate`. directory: the run's. folder: its model's. recipe: of what is read. trained_on: whether DATA was."""
+    base = folders.base_path(folder)
+    if arguments.data is not None and recipe.task == "classify":
+        names = loading.stored_config(folder).id2label  # the data may lack some of them
+        labels = tuple(names[index] for index in sorted(names))
+        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"labels": labels})})
+    if base is not None:
+        loading.check_base(directory, base)
+    facts, metrics = measured(recipe, folder)
+    before = _last_evaluation(directory) if arguments.data is None else {}
+    source = arguments.data or (recipe.evaluation.path if recipe.evaluation else f"{recipe.data.name}, held out")
+    if trained_on:
+        print(f"the run trained on {arguments.data}; without DATA only what it held out is measured")
+    if base is not None and recipe.adapter.quantization:
+        print(f"the run kept {base} in {recipe.adapter.quantization}; here it is whole, so losses differ a little")
+    print(f"{folder} on {facts['device']} in {facts['precision']}; {facts['rows']:,} rows of {source}")
+    print("\n".join(_table(metrics, before)))
+    if arguments.json:
+        about = {"run": directory, "model": folder, "data": source, **facts}
+        write_json(arguments.json, {**about, "metrics": metrics, "run_wrote": before or None})
+        print(arguments.json)
+    return 0
+
+
+def measured(recipe: Recipe, folder: Path) -> tuple[dict[str, Any], dict[str, float]]:
+    """(what was measured and how, the task's `eval_*` numbers): the model in `folder` on the recipe's held-out rows."""
+    task: Task = registry.load(recipe)
+    config = loading.stored_config(folder)
+    attention = chosen_attention(recipe, config, task.head.model_class(config), task.head.kind)
+    model, _ = loading.load(folder, task.head, attention)
+    engine = EvaluationEngine(model, task, recipe)
+    with _shown() as (start, advance):
+        if task.has_reference:
+            _prepare(task, recipe, advance)
+        held_out = Evaluation(task.held_out, recipe.batch.micro_batch_size, engine.shard, advance)
+        start(held_out.num_micro_batches)
+        metrics = held_out.metrics(engine, task)
+    facts = {"rows": len(task.held_out), "data_fingerprint": task.held_out.fingerprint, "precision": recipe.precision}
+    return facts | {"device": factory.device_name(engine.accelerator), "versions": versions()}, metrics
+
+
+def _prepare(task: Task, recipe: Recipe, alive: Callable[[], None]) -> None:
+    """For a task that compares with the model that the run began with: it is made again as training made it."""
+    plain = recipe.model_copy(update={"adapter": Adapter()})  # a new adapter adds nothing
+    shape = skeleton(plain, task.vocabulary_size, task.special_tokens, task.head)
+    task.prepare(InitialModel(shape, plain, task), plain, shape, World(), alive, held_out_only=True)
+
+
+@contextmanager
+def _shown() -> Iterator[tuple[Callable[[int], None], Callable[[], None]]]:
+    """(to be told how many micro-batches there are, to be called for each). A bar on a terminal, else nothing."""
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        shown = bar.add_task("evaluating", total=None)
+        yield lambda total: bar.update(shown, total=total, completed=0), lambda: bar.advance(shown)
+
+
+def _last_evaluation(directory: Path) -> dict[str, float]:
+    """`step` and the `eval_*` numbers that training wrote last; {} when it never evaluated."""
+    for record in reversed(read_metrics(directory)):
+        if record.get("eval_loss") is not None:
+            return {key: value for key, value in record.items() if key == "step" or key.startswith("eval_")}
+    return {}
+
+
+def _table(metrics: dict[str, float], before: dict[str, float]) -> Iterator[str]:
+    """A line per number; beside it what training wrote, and after which step, where there is that."""
+    if before:
+        yield f"{'':<{LABEL_WIDTH}}{'now':>{NUMBER_WIDTH}}   the run, after step {before['step']}"
+    for name, value in metrics.items():
+        was = f"   {number(before[name])}" if name in before else ""
+        yield f"{spaced(name.removeprefix('eval_')):<{LABEL_WIDTH}}{number(value):>{NUMBER_WIDTH}}{was}"

@@ -1,0 +1,112 @@
+"""A run's model in another dtype, with its card: the run's own export, or one that is made of a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from samecurve.checkpoint.compatibility import refusals
+from samecurve.checkpoint.format import Reader
+from samecurve.checkpoint.resume import read_state
+from samecurve.config.schema import Recipe
+from samecurve.errors import CheckpointError, DataError, NumericError
+from samecurve.export.hf_export import dtype_name, export, out_of_range, put_in_place
+from samecurve.export.model_card import Made, write_card
+from samecurve.interfaces.fingerprint import identity
+from samecurve.models import weights
+from samecurve.models.lora import trained_shapes
+from samecurve.specs.precision import DTYPES
+from samecurve.storage.atomic import plain, write_json, writing
+from samecurve.tasks import registry
+
+
+def run(directory: Path, source: Path, output: Path, made: Made, recipe: Recipe | None) -> int:
+    """`export`. directory: the run's. source: an export of it, or with its recipe a checkpoint."""
+    if recipe is None:
+        from_export(directory, source, output, made)
+    else:
+        from_checkpoint(directory, source, recipe, output, made)
+    size = sum(file.stat().st_size for file in output.rglob("*") if file.is_file())
+    (precision,) = (name for name, stored in DTYPES.items() if stored == made.dtype)
+    print(f"{source} in {precision}: {output} ({size / 1e6:,.1f} MB)")
+    return 0
+
+
+def from_export(directory: Path, source: Path, output: Path, made: Made) -> None:
+    """A copy of an export, its weights in another dtype. Raises NumericError for values that do not fit into it."""
+    partial_output = output.with_name(f"{output.name}.partial")
+    try:
+        with writing(output):
+            copy_as(source, partial_output, getattr(torch, made.dtype))
+            write_card(directory, made, partial_output)
+            put_in_place(partial_output, output)
+    finally:
+        shutil.rmtree(partial_output, ignore_errors=True)
+
+
+def copy_as(source: Path, target: Path, dtype: torch.dtype) -> None:
+    """A model's folder with its weights in another dtype. Raises NumericError for values that do not fit into it."""
+    target.mkdir(parents=True)
+    for path in source.iterdir():
+        _copy(path, target / path.name, dtype)
+
+
+def _copy(source: Path, target: Path, dtype: torch.dtype) -> None:
+    if source.is_dir():
+        shutil.copytree(source, target)
+    elif source.suffix == ".safetensors":
+        _cast(source, target, dtype)
+    elif source.name == "config.json":
+        content = json.loads(source.read_text(encoding="utf-8"))
+        write_json(target, {**content, "dtype": dtype_name(dtype)})
+    elif source.name.endswith(".safetensors.index.json"):
+        content = json.loads(source.read_text(encoding="utf-8"))
+        stored = json.loads(source.with_name("config.json").read_text(encoding="utf-8")).get("dtype") or "float32"
+        size = content["metadata"]["total_size"] // getattr(torch, stored).itemsize * dtype.itemsize
+        write_json(target, {**content, "metadata": {**content["metadata"], "total_size": size}})
+    else:
+        shutil.copyfile(source, target)
+
+
+def _cast(source: Path, target: Path, dtype: torch.dtype) -> None:
+    tensors = load_file(source)
+    problems = [str(found) for name, tensor in tensors.items() if (found := out_of_range(name, tensor, dtype))]
+    if problems:
+        raise NumericError("\n".join([f"{source}: not exported", *(f"  {problem}" for problem in problems)]))
+    save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, target, metadata={"format": "pt"})
+
+
+def from_checkpoint(directory: Path, folder: Path, recipe: Recipe, output: Path, made: Made) -> None:
+    """A checkpoint's weights, read name by name from the ranks' files, as the training would have exported them.
+
+    Tokenizer and names of classes come from the data that the recipe names. Raises CheckpointError when those or the
+    model are not what they were.
+    """
+    saved = read_state(folder)
+    try:
+        task = registry.load(recipe)
+    except DataError as error:
+        raise DataError(f"the tokenizer of a checkpoint comes from its recipe and data: {error}") from error
+    skeleton = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
+    now = plain(identity(skeleton.config, task))
+    if recipe.tokenizer.vocabulary_size is None:  # then nothing of the model was made from the rows
+        now["data"]["rows"] = saved["data"]["rows"]
+    _check_unchanged(folder, saved, now)
+    reader, shapes = Reader(folder), trained_shapes(skeleton)
+    reader.check_names(shapes)
+    tensors = ((name, reader.read(name, "weight", 0, shape.numel()).view(shape)) for name, shape in shapes.items())
+    card, dtype = partial(write_card, directory, made), getattr(torch, made.dtype)
+    beside = task.write_beside
+    export(tensors, skeleton, task.tokenizer, output, True, dtype=dtype, card=card, write_beside=beside)
+
+
+def _check_unchanged(folder: Path, saved: dict, now: dict) -> None:
+    found = refusals(saved, {**saved, **now})
+    if found:
+        listed = "\n".join(f"  {text}" for text in found)
+        raise CheckpointError(f"{folder}: its model or data are not what they were, put the same ones back\n{listed}")

@@ -1,0 +1,55 @@
+"""EleutherAI's lm-evaluation-harness as a program of its own, on an exported model."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from samecurve.config.schema import Recipe
+from samecurve.errors import ConfigurationError
+from samecurve.inference import folders, loading
+from samecurve.inference.writing import is_chat
+from samecurve.specs.precision import DTYPES
+
+INSTALL = "pip install -c constraints.txt -r requirements-eval.txt"
+
+
+def run(arguments: argparse.Namespace, folder: Path, base: str | None, recipe: Recipe | None) -> int:
+    """lm_eval's exit code, 1 for any failure of it. base: the model that an adapter in `folder` adapts."""
+    found = command(arguments, folder, base, recipe)
+    print(shlex.join(found), flush=True)
+    if arguments.show:
+        return 0
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ConfigurationError(f"lm_eval is not installed in {sys.prefix}; it is an extra: {INSTALL}")
+    return min(1, abs(subprocess.run(found).returncode))
+
+
+def command(arguments: argparse.Namespace, folder: Path, base: str | None, recipe: Recipe | None) -> list[str]:
+    """What is run. Raises ConfigurationError where there is no causal language model."""
+    trusted = folders.trusts_remote_code(folder)
+    loading.check_causal(folder)
+    loaded = {"pretrained": base or str(folder), "tokenizer": str(folder)} | ({"peft": str(folder)} if base else {})
+    loaded |= {"trust_remote_code": True} if trusted else {}
+    loaded["dtype"] = DTYPES[arguments.dtype or (recipe.precision if recipe else "fp32")]
+    found = [sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--model_args", json.dumps(loaded)]
+    found += ["--tasks", arguments.tasks, "--batch_size", arguments.batch_size, "--device", str(loading.device())]
+    found += ["--output_path", str(arguments.output or (folders.run_directory(arguments.run) or folder) / "lm_eval")]
+    if arguments.limit is not None:
+        found += ["--limit", arguments.limit]
+    if not arguments.raw and is_chat(recipe, loading.load_tokenizer(folder)):
+        found.append("--apply_chat_template")
+    return [*found, *_options(arguments.options)]
+
+
+def _options(text: str) -> Sequence[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ConfigurationError(f"--options: found {text!r}, which is no command line ({error})") from error

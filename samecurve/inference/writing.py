@@ -1,0 +1,70 @@
+"""Which models write, how they are asked to, and what is wrong with that: all that can be told without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from samecurve.config.schema import Recipe
+from samecurve.errors import ConfigurationError
+from samecurve.inference import folders
+from samecurve.storage.atomic import read_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PLAIN_TASKS = ("pretrain", "continue_pretrain")
+SILENT_TASKS = ("classify", "reward", "embed", "mlm")
+SILENT_HEADS = ("ForSequenceClassification", "ForMaskedLM")
+
+
+@dataclass(frozen=True)
+class Writing:
+    """max_new_tokens: at most, the turn's end included. temperature: 0 takes the likeliest token each time."""
+
+    max_new_tokens: int
+    temperature: float
+
+    def __post_init__(self) -> None:
+        """Raises ConfigurationError."""
+        if self.max_new_tokens < 1:
+            raise ConfigurationError(f"--max_new_tokens: found {self.max_new_tokens}, at least 1 is needed")
+        if self.temperature < 0:
+            raise ConfigurationError(f"--temperature: found {self.temperature:g}, 0 or more is needed")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"do_sample": True, "temperature": self.temperature} if self.temperature else {"do_sample": False}
+
+
+def find_model(run: Path) -> tuple[Path, Recipe | None]:
+    """The folder of a run's model, or of a model alone, and what trained it, where that is known.
+
+    Raises ConfigurationError when there is no model, or one that writes nothing.
+    """
+    folder, directory = folders.model_folder(run), folders.run_directory(run)
+    recipe = folders.recipe(directory) if directory else None
+    check_writes(run, folder, recipe)
+    return folder, recipe
+
+
+def check_writes(run: Path, folder: Path, recipe: Recipe | None) -> None:
+    """Raises ConfigurationError for a model that writes nothing."""
+    known = read_json(folder / "config.json").get("architectures") or []
+    others = [name for name in known if not name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))]
+    if recipe is not None and recipe.task in SILENT_TASKS:
+        why = f"was trained by task {recipe.task}, so it writes nothing"
+    elif known and len(others) == len(known) and others[0].endswith(("Model", *SILENT_HEADS)):
+        why = f"holds a {others[0]}, which writes nothing"
+    else:
+        return
+    raise ConfigurationError(
+        f"{folder}: {why}; ask it by python -m samecurve predict {run}, or measure it: evaluate {run}"
+    )
+
+
+def is_chat(recipe: Recipe | None, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a model is asked in turns. recipe: what trained it; None: not known, so the template decides."""
+    trained_on_turns = recipe is None or (recipe.task not in PLAIN_TASKS and recipe.data.chat)
+    return bool(tokenizer.chat_template) and trained_on_turns

@@ -1,0 +1,78 @@
+"""The findings of `inspect` on a terminal, or as plain lines in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from samecurve.config.schema import Recipe
+from samecurve.reports.data_inspection import Part, Sample, inspect, summary
+from samecurve.reports.inspect_report import page
+from samecurve.storage.atomic import write_text
+from samecurve.tasks import registry
+
+TRAINED = "black on green"
+BAR_WIDTH = 64
+LABEL_WIDTH = 22
+BLOCKS = "█▓"  # neighbours in a row differ
+
+
+def run(recipe: Recipe, title: str, num_samples: int, html: Path | None) -> int:
+    """`inspect`. title: of the page. html: where that goes."""
+    findings = inspect(title, registry.load(recipe), num_samples)
+    console = Console(highlight=False, soft_wrap=True, emoji=False)
+    for index, sample in enumerate(findings.samples):
+        console.print(f"\nsample {index + 1}: {summary(sample)}", markup=False)
+        console.print(marked(sample, console.is_terminal))
+    console.print()
+    for name, value in findings.details.items():
+        console.print(f"{name:<{LABEL_WIDTH + 8}}{value}", markup=False)
+    for part in findings.parts:
+        console.print("\n".join(["", *lines(part, findings.sequence_length)]), markup=False)
+    if html:
+        write_text(html, page(findings))
+        console.print(f"\n{html}", markup=False)
+    return 0
+
+
+def marked(sample: Sample, colours: bool) -> Text:
+    """Trained text in colour; where there is none, between ⟦ and ⟧."""
+    text = Text()
+    for piece, trained, _ in sample.runs:
+        if trained and not colours:
+            piece = f"⟦{piece}⟧"
+        text.append(piece, style=TRAINED if trained and colours else None)
+    return text
+
+
+def lines(part: Part, sequence_length: int) -> Iterator[str]:
+    yield part.name
+    for name, value in part.counts.items():
+        yield f"  {name:<{LABEL_WIDTH}}{value}"
+    ends = [f"{text!r} {count:,}" for text, count in part.ends.items() if text][:5]
+    ends += [f"cut off {part.ends['']:,}"] if "" in part.ends else []
+    if ends:
+        yield f"  {'last trained token':<{LABEL_WIDTH}}{', '.join(ends)}"
+    yield "  tokens per document"
+    most = max((count for _, _, count, _ in part.lengths), default=1)
+    for low, high, count, truncated in part.lengths:
+        bar = "█" * round(40 * count / max(most, 1))
+        yield f"  {f'{low:,}-{high - 1:,}':>{LABEL_WIDTH - 2}}  {bar} {count:,}" + (
+            f" ({truncated:,} truncated)" if truncated else ""
+        )
+    yield f"  the first {len(part.rows)} rows, {sequence_length} tokens wide"
+    for index, members in enumerate(part.rows):
+        number = f"{len(members)} document{'s' * (len(members) > 1)}"
+        yield f"  {index:>{LABEL_WIDTH - 2}}  {bar_of(members, sequence_length)} {number}"
+
+
+def bar_of(members: list[tuple[int, int]], sequence_length: int) -> str:
+    """A row as text of BAR_WIDTH characters, padding as dots."""
+    bar, place = "", 0
+    for index, (size, _) in enumerate(members):
+        place += size
+        bar += BLOCKS[index % 2] * (round(place * BAR_WIDTH / sequence_length) - len(bar))
+    return bar.ljust(BAR_WIDTH, "·")
