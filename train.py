@@ -27,8 +27,8 @@ def main() -> None:
     sources = (source.path for source in recipe.data.sources())
     reads = (recipe.model.path, recipe.distill.teacher, recipe.tokenizer.path, recipe.evaluate.path, *sources)
     is_main = os.environ.get("RANK", "0") == "0"
-    run = RunDirectory(recipe.output_dir, is_main, reads, plan.resume, plan.start_over)
-    with lifecycle.recorded(run, plan.strategy.launcher, recipe.timeout.step_seconds) as watch:
+    run = RunDirectory(recipe.output_dir, is_main, reads, plan.resume, plan.fresh)
+    with lifecycle.recorded(run, plan.strategy.launcher, recipe.watchdog.timeout_seconds) as watch:
         accelerator = factory.start(plan)
 
         from samecurve.training.session import Session

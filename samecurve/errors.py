@@ -67,7 +67,7 @@ class NothingToDo(SamecurveError):
 
 
 class HangError(SamecurveError):
-    """No progress for timeout.step_seconds."""
+    """No progress for watchdog.timeout_seconds."""
 
     exit_code = 124  # as timeout(1) of coreutils
 

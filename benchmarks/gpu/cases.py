@@ -38,7 +38,7 @@ LEVERS = (
 )
 # what several keys make together
 PAIRS = (
-    "memory.activation_checkpointing=selective memory.selective_keeps=attention",
+    "memory.activation_checkpointing=selective memory.selective_save=attention",
     "compile=regional memory.activation_checkpointing=selective",
     "model.kernels=liger loss.implementation=liger",
     "compile=regional model.kernels=liger",

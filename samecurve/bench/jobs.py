@@ -87,7 +87,7 @@ def shortened(recipe: str, given: Sequence[str], steps: int, **defaults: object)
         "schedule.decay_steps": schedule.decay_steps and min(schedule.decay_steps, steps // 4),
         "evaluate.every_steps": 0,
         "checkpoint.every_steps": 0,
-        "guard.rollback_ratio": None,  # it needs checkpoints
+        "numerics.rollback_ratio": None,  # it needs checkpoints
         "profile.steps": None,  # they may come after the last one
     }
     keys = {argument.partition("=")[0] for argument in given}

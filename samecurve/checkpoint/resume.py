@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from samecurve.checkpoint.compatibility import changes, refusals
 from samecurve.checkpoint.manifest import candidates, check, manifest_digest
+from samecurve.config.renamed_keys import in_new_names
 from samecurve.errors import CheckpointError
 from samecurve.storage.fault_injection import reach
 
@@ -47,7 +48,7 @@ class Finder:
         if rejected:
             raise CheckpointError(
                 f"no checkpoint of {chosen[0].parent} can be used; give another one (--resume FOLDER), or begin again, "
-                "which moves those of output_dir aside (--start_over)\n" + "\n".join(rejected)
+                "which moves those of output_dir aside (--fresh)\n" + "\n".join(rejected)
             )
         return None
 
@@ -81,7 +82,7 @@ class Finder:
             raise CheckpointError(
                 f"{folder}: the run may not go on from it, because this may not change:\n"
                 + "\n".join(f"  {text}" for text in refused)
-                + "\nundo it, choose another output_dir, or begin again (--start_over)"
+                + "\nundo it, choose another output_dir, or begin again (--fresh)"
             )
         changed = changes(saved, self._facts)
         if saved["step"] < self._facts["recipe"]["steps"] or changed:
@@ -89,11 +90,14 @@ class Finder:
 
 
 def read_state(folder: Path) -> dict:
-    """state.json of a checkpoint. Raises CheckpointError when it is none: a hash only says that it is unchanged."""
+    """state.json of a checkpoint, its recipe with the keys' present names.
+
+    Raises CheckpointError when it is none: a hash only says that it is unchanged.
+    """
     try:
         content = json.loads((folder / STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{folder / STATE}: cannot be read ({error})") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{folder / STATE}: found {type(content).__name__}, a JSON object is needed")
-    return content
+    return in_new_names(content)

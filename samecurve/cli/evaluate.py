@@ -125,9 +125,9 @@ def reading(recipe: Recipe, folder: Path, data: str | None, micro_batch_size: in
         changed["evaluate"] = recipe.evaluate.model_copy(update=part)
         if recipe.task != "embed":  # its loss depends on how many rows are told apart
             batch["global_batch_size"] = 1
-    elif recipe.evaluation is None and not recipe.data.held_out_fraction:
+    elif recipe.evaluation is None and not recipe.data.validation_fraction:
         raise ConfigurationError(
-            "the run held nothing out (data.held_out_fraction, evaluate.path); name what to measure on: "
+            "the run held nothing out (data.validation_fraction, evaluate.path); name what to measure on: "
             "evaluate RUN DATA"
         )
     return recipe.model_copy(update={**changed, "batch": recipe.batch.model_copy(update=batch)})

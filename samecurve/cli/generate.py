@@ -28,11 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", help="default: one that fits what the run was trained on")
     parser.add_argument("--system", metavar="TEXT", help="a system turn before the prompt, for a chat model")
     parser.add_argument("--raw", action="store_true", help="no chat template: the prompt is text to be continued")
-    parser.add_argument("--max_new_tokens", type=int, help=f"default: {LONGEST}; 256 with --share_that_parses")
+    parser.add_argument("--max_new_tokens", type=int, help=f"default: {LONGEST}; 256 with --parse_rate")
     parser.add_argument("--temperature", type=float, help="0: always the likeliest token; default: 0.5")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--share_that_parses",
+        "--parse_rate",
         metavar="N",
         type=int,
         help="instead of one sample: write the bodies of N functions of the Python library that were held out of "
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.share_that_parses is not None:
+    if arguments.parse_rate is not None:
         from samecurve.bench.parse_rate import run as measure
 
         return measure(arguments)

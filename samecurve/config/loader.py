@@ -14,6 +14,7 @@ from samecurve.config import inheritance, rules
 from samecurve.config.documents import Document, KeyPath, describe, read, report, suggest
 from samecurve.config.key_hints import block_as_value, called_here
 from samecurve.config.overrides import override
+from samecurve.config.renamed_keys import refuse_old_names
 from samecurve.config.schema import Recipe
 from samecurve.config.source import ANY_ITEM, Source, schema_paths
 from samecurve.errors import ConfigurationError
@@ -92,6 +93,7 @@ def _read_based(path: str, chain: tuple[str, ...]) -> Document:
 
 
 def _validate(document: Document) -> tuple[Recipe | None, frozenset[KeyPath]]:
+    refuse_old_names(document)
     for path in _text_fields(document):
         document.get(*path[:-1])[path[-1]] = document.typed[path]
     try:

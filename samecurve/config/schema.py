@@ -81,7 +81,7 @@ class Evaluate(Section):
     """Evaluation during training."""
 
     every_steps: Natural = 0
-    """Steps between evaluations. 0: never. Otherwise `path` or `data.held_out_fraction` is needed."""
+    """Steps between evaluations. 0: never. Otherwise `path` or `data.validation_fraction` is needed."""
     path: Name | None = None
     """The evaluation data, read like `data.path`. null: a split of `data.path`, or the held-out documents."""
     split: Name | None = None
@@ -106,7 +106,7 @@ class Checkpoint(Section):
     NVMe. false: training waits for the disk."""
 
 
-class Guard(Section):
+class Numerics(Section):
     """Checks of the numbers while a run trains."""
 
     max_skipped_steps: Natural = 3
@@ -117,10 +117,10 @@ class Guard(Section):
     """Steps between comparisons of the weights that ranks replicate, by hash. 0: off."""
 
 
-class Timeout(Section):
+class Watchdog(Section):
     """The watchdog."""
 
-    step_seconds: int = Field(600, ge=0, le=LONGEST_TIMEOUT)
+    timeout_seconds: int = Field(600, ge=0, le=LONGEST_TIMEOUT)
     """Seconds without progress after which the run writes the stacks of all ranks and exits with code 124. 0: never."""
 
 
@@ -216,8 +216,8 @@ class Recipe(Section):
     """`regional` compiles one layer for all that are alike, and the chunked loss. `full` compiles the whole model."""
     evaluate: Evaluate = Evaluate()
     checkpoint: Checkpoint = Checkpoint()
-    guard: Guard = Guard()
-    timeout: Timeout = Timeout()
+    numerics: Numerics = Numerics()
+    watchdog: Watchdog = Watchdog()
     logging: Logging = Logging()
     profile: Profile = Profile()
 

@@ -116,7 +116,7 @@ def _builder(where: Address, selection: Selection) -> DatasetBuilder:
     if not _SPLIT.fullmatch(selection.split):
         raise DataError(
             f"{name}: split {selection.split!r} is not the name of a split; name one of them, and hold rows out with "
-            "data.held_out_fraction"
+            "data.validation_fraction"
         )
     try:
         options = {"data_dir": where.inside} if where.inside else {}

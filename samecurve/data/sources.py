@@ -261,9 +261,9 @@ def text_of(place: str, row: dict, column: str) -> str:
     return row[column]
 
 
-def held_out_fraction(recipe: Recipe) -> float:
+def validation_fraction(recipe: Recipe) -> float:
     """The part of `data.path` that is not trained on: none where the evaluation has data of its own."""
-    return 0.0 if recipe.evaluation is not None else recipe.data.held_out_fraction
+    return 0.0 if recipe.evaluation is not None else recipe.data.validation_fraction
 
 
 def builtin_files() -> tuple[Path, ...]:

@@ -66,32 +66,32 @@ class DocumentEncoder(Encoder):
         return [Encoded(tokens) for tokens in self(documents)]
 
 
-def load(source: Source, encoder: Encoder, held_out_fraction: float, cache: Path) -> Corpus:
+def load(source: Source, encoder: Encoder, validation_fraction: float, cache: Path) -> Corpus:
     """The tokens of a source, from the cache or made now.
 
     Errors: DataError for unusable data, StorageError when the cache cannot be written.
     """
-    key = digest(_VERSION, fingerprint(source, cache), source.identity, held_out_fraction, encoder.identity)
-    return load_into(cache / "tokens" / key, key, source, encoder, held_out_fraction)
+    key = digest(_VERSION, fingerprint(source, cache), source.identity, validation_fraction, encoder.identity)
+    return load_into(cache / "tokens" / key, key, source, encoder, validation_fraction)
 
 
-def load_into(target: Path, key: str, source: Source, encoder: Encoder, held_out_fraction: float) -> Corpus:
+def load_into(target: Path, key: str, source: Source, encoder: Encoder, validation_fraction: float) -> Corpus:
     """The same in a folder of the caller's choice. key: changes when the tokens do."""
-    build = partial(_write, source=source, encoder=encoder, held_out_fraction=held_out_fraction)
+    build = partial(_write, source=source, encoder=encoder, validation_fraction=validation_fraction)
     directory = cached(target, build)
     meta = json.loads((directory / "meta.json").read_text())
     train, held_out = (_map(directory, part, meta, key) for part in PARTS)
     return Corpus(train, held_out, meta["empty_documents"], meta["counts"])
 
 
-def training_texts(source: Source, held_out_fraction: float) -> Iterator[str]:
+def training_texts(source: Source, validation_fraction: float) -> Iterator[str]:
     """The texts that are trained on, which are also the only ones that a tokenizer may learn from."""
     for document in source.documents():
-        if not is_held_out(str(document), held_out_fraction):
+        if not is_held_out(str(document), validation_fraction):
             yield from source.texts(document)
 
 
-def _write(directory: Path, source: Source, encoder: Encoder, held_out_fraction: float) -> None:
+def _write(directory: Path, source: Source, encoder: Encoder, validation_fraction: float) -> None:
     source.check()
     num_empty, before = 0, dict(encoder.counts)
     with ExitStack() as stack:
@@ -102,7 +102,7 @@ def _write(directory: Path, source: Source, encoder: Encoder, held_out_fraction:
                 if not len(one.tokens):
                     num_empty += 1
                     continue
-                part = "held_out" if is_held_out(str(document), held_out_fraction) else "train"
+                part = "held_out" if is_held_out(str(document), validation_fraction) else "train"
                 writers[part].append(one)
             advance(documents)
     counts = {part: writers[part].offsets[-1] for part in PARTS}

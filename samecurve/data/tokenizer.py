@@ -138,12 +138,12 @@ def _first_line(error: Exception) -> str:
 def _trained(recipe: Recipe, source: sources.Source) -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 
-    size, fraction = recipe.tokenizer.vocabulary_size, sources.held_out_fraction(recipe)
+    size, fraction = recipe.tokenizer.vocabulary_size, sources.validation_fraction(recipe)
     cache, chat = location(recipe.data.cache_dir), recipe.task in _CHATS
     more = (BEGIN_OF_TURN, END_OF_TURN) if chat else (MASK,) if recipe.task == "mlm" else ()
     markers = (BEGIN_OF_TEXT, END_OF_TEXT, *more)
     key = digest(_VERSION, sources.fingerprint(source, cache), source.identity, fraction, size, *markers[2:])
-    build = partial(_train, source=source, held_out_fraction=fraction, vocabulary_size=size, special_tokens=markers)
+    build = partial(_train, source=source, validation_fraction=fraction, vocabulary_size=size, special_tokens=markers)
     directory = cached(cache / "tokenizers" / key, build)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_file=str(directory / "tokenizer.json"),
@@ -162,7 +162,7 @@ def _trained(recipe: Recipe, source: sources.Source) -> PreTrainedTokenizerFast:
 def _train(
     directory: Path,
     source: sources.Source,
-    held_out_fraction: float,
+    validation_fraction: float,
     vocabulary_size: int,
     special_tokens: Sequence[str] = (BEGIN_OF_TEXT, END_OF_TEXT),
 ) -> None:
@@ -179,7 +179,7 @@ def _train(
         show_progress=False,
     )
     with reading("training a tokenizer on", source, "texts") as advance:
-        tokenizer.train_from_iterator(_watched(training_texts(source, held_out_fraction), advance), trainer)
+        tokenizer.train_from_iterator(_watched(training_texts(source, validation_fraction), advance), trainer)
     # For whoever loads the export: a prompt begins as every training document did.
     begin = (BEGIN_OF_TEXT, tokenizer.token_to_id(BEGIN_OF_TEXT))
     end = (END_OF_TEXT, tokenizer.token_to_id(END_OF_TEXT))

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-# An operation that a rank never joins is the watchdog's to end (timeout.step_seconds); this is only above it, and the
-# only end for the first World, which all ranks make before they see each other's heartbeats.
+# The watchdog ends an operation that a rank never joins (watchdog.timeout_seconds); this is only above it, and the only
+# end for the first World, which all ranks make before they see each other's heartbeats.
 TIMEOUT = timedelta(hours=24)
 
 

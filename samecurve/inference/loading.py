@@ -52,12 +52,13 @@ def recipe_of(facts: dict, file: Path) -> Recipe:
     """facts: the content of `file`. Raises ConfigurationError when no recipe of this version is in it."""
     from pydantic import ValidationError
 
+    from samecurve.config.renamed_keys import in_new_names
     from samecurve.config.schema import Recipe
 
     if "recipe" not in facts:
         raise ConfigurationError(f"{file}: holds no recipe; give a run's output_dir")
     try:
-        return Recipe.model_validate(facts["recipe"])
+        return Recipe.model_validate(in_new_names(facts)["recipe"])
     except ValidationError as error:
         keys = ", ".join(".".join(map(str, problem["loc"])) for problem in error.errors())
         wrote = facts.get("versions", {}).get("samecurve") or "unknown"

@@ -186,8 +186,8 @@ def _memory(memory: dict) -> str:
     return {
         "none": "",
         "full": "every layer's activations are recomputed",
-        "selective": f"layers keep the results of {memory.get('selective_keeps')} and recompute the rest",
-        "every_k": f"the activations of one layer in {memory.get('every_k')} are recomputed",
+        "selective": f"layers keep the results of {memory.get('selective_save')} and recompute the rest",
+        "every_n_layers": f"the activations of one layer in {memory.get('every_n_layers')} are recomputed",
         "offload": "every layer's activations are recomputed from inputs in host memory",
     }[memory["activation_checkpointing"]]
 
@@ -195,7 +195,8 @@ def _memory(memory: dict) -> str:
 def _gradients(whole_bytes: int) -> str:
     if not whole_bytes:
         return ""
-    return f"whole while accumulating: {whole_bytes / 2**20:,.1f} MiB on each rank (memory.gradient_sync: once)"
+    shown = f"{whole_bytes / 2**20:,.1f} MiB"
+    return f"whole while accumulating: {shown} on each rank (memory.gradient_sync: last_micro_batch)"
 
 
 def _data(described: dict) -> list[tuple[str, str]]:

@@ -102,14 +102,15 @@ def _let_the_first_process_speak() -> None:
 
 @contextlib.contextmanager
 def recorded(
-    run: RunDirectory, launcher: str = "python", step_seconds: float = 0, interval: float = 1.0
+    run: RunDirectory, launcher: str = "python", timeout_seconds: float = 0, interval: float = 1.0
 ) -> Iterator[Surroundings]:
     """Keep `status.json` true while the body runs: launchers turn every exit code into 1, the file does not.
 
-    launcher: see `engines.launchers.Launch`. step_seconds: timeout.step_seconds. interval: of the watchdog's looks.
+    launcher: see `engines.launchers.Launch`. timeout_seconds: watchdog.timeout_seconds. interval: of the watchdog's
+    looks.
     """
     run.status("running")
-    around = Surroundings(run, launcher, step_seconds, interval)
+    around = Surroundings(run, launcher, timeout_seconds, interval)
     with around.stop, around.watchdog:
         try:
             yield around
@@ -130,11 +131,11 @@ class Surroundings:
     deferred: see StopRequest. phase, alive, busy: see Watchdog.
     """
 
-    def __init__(self, run: RunDirectory, launcher: str, step_seconds: float, interval: float):
+    def __init__(self, run: RunDirectory, launcher: str, timeout_seconds: float, interval: float):
         self._run = run
         self._began = time.time()
         self._ending = threading.Lock()  # taken once: of several reasons to end, the first one is told
-        self.watchdog = Watchdog(run.path, step_seconds, self._end, interval)
+        self.watchdog = Watchdog(run.path, timeout_seconds, self._end, interval)
         self.stop = StopRequest(self._end_stopped, self._tell_request, self.watchdog.stacks.show, launcher)
         self.deferred = self.stop.deferred
         self.phase, self.alive, self.busy = self.watchdog.phase, self.watchdog.alive, self.watchdog.busy

@@ -42,7 +42,7 @@ class RunDirectory:
     (other data, another model) leaves an earlier run as it was, and status.json says so beside its state (status.py).
 
     reads: paths that this run will read (model, data). They must not be among the files that are moved aside.
-    resume, start_over: see engines.resolve.Plan.
+    resume, fresh: see engines.resolve.Plan.
     continues: there are checkpoints here to go on from. is_done: an earlier run ended well here and its model is still
     there; as this rank sees it. notice: one line about what was moved, "" when nothing was. step: the last one with a
     record.
@@ -57,7 +57,7 @@ class RunDirectory:
         is_main: bool = True,
         reads: Iterable[str | Path | None] = (),
         resume: str = "none",
-        start_over: bool = False,
+        fresh: bool = False,
     ):
         self.path = Path(path)
         self.is_main = is_main
@@ -78,25 +78,25 @@ class RunDirectory:
             return
         try:
             with writing(self.path):
-                self._claim([Path(read).resolve() for read in reads if read], resume, start_over)
+                self._claim([Path(read).resolve() for read in reads if read], resume, fresh)
         except SamecurveError as error:
             if self._is_run():
                 with suppress(SamecurveError):  # the error itself says more
                     self.status("failed", str(error), exit_code=error.exit_code)
             raise
 
-    def _claim(self, reads: list[Path], resume: str, start_over: bool) -> None:
+    def _claim(self, reads: list[Path], resume: str, fresh: bool) -> None:
         with suppress(ValueError):  # damaged, like anything on that disk; the checkpoints say whether they are good
             last, records = self._last_status(), read_metrics(self.path)
             self._failures = restarts.count_failures(last, records[-1]["step"] if records else 0)
             restarts.check(self._failures, last, os.environ)
-        self.continues = bool(candidates(LocalFileSystem(), self.checkpoints)) and not start_over
+        self.continues = bool(candidates(LocalFileSystem(), self.checkpoints)) and not fresh
         self._present = self._find_present()
         if self.continues:
             self._check_resume(resume)
         self._check_present(reads)
         self._move_stacks()
-        if start_over:
+        if fresh:
             (self.path / STARTING_OVER).touch()
         else:
             (self.path / STARTING_OVER).unlink(missing_ok=True)
@@ -215,7 +215,7 @@ class RunDirectory:
         how = "--resume none" if resume == "none" else f"--resume {resume}"
         raise CheckpointError(
             f"output_dir: {self.path} holds checkpoints of an earlier run, which {how} would leave behind; go on from "
-            "them (--resume auto), choose another output_dir, or add --start_over to move them aside"
+            "them (--resume auto), choose another output_dir, or add --fresh to move them aside"
         )
 
     def _last_status(self) -> dict:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from samecurve.config.renamed_keys import in_new_names
 from samecurve.run.run_directory import previous_folders
 from samecurve.run.status import STATUS, read_status, split
 from samecurve.storage.atomic import read_json
@@ -39,7 +40,7 @@ def unknown_origin(began: Began) -> str | None:
 
 def _backwards(run: Path) -> Iterator[Began]:
     for folder in (run, *reversed(previous_folders(run))):
-        facts = read_json(folder / "run.json")
+        facts = in_new_names(read_json(folder / "run.json"))
         if not facts:  # it ended before it had anything to say
             continue
         status = read_status(folder / STATUS)

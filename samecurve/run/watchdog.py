@@ -1,4 +1,4 @@
-"""Ends a run that does not get on: a rank died, failed, or nothing has moved for timeout.step_seconds.
+"""Ends a run that does not get on: a rank died, failed, or nothing has moved for watchdog.timeout_seconds.
 
 Every process has a thread that looks at its own progress and at the heartbeats of the others (heartbeat.py). A live
 main thread may tell its own error first; after that the process ends without it, because it may wait in a collective
@@ -30,7 +30,7 @@ LAST_RESORT_SECONDS = 30.0
 class Watchdog:
     """As a context manager. `phase` and `alive` are called by the loop and cost nothing.
 
-    limit: timeout.step_seconds, 0 for none. interval: seconds between two looks.
+    limit: watchdog.timeout_seconds, 0 for none. interval: seconds between two looks.
     end: called in the watchdog's thread; returns only when the main thread already tells an error of its own.
     """
 
@@ -174,7 +174,7 @@ class Watchdog:
         frozen = self._frozen()
         text = self._judge(frozen)
         self._collect({peer.beat.rank for peer in frozen})
-        limit = f"no progress for {self._limit:g} s (timeout.step_seconds)"
+        limit = f"no progress for {self._limit:g} s (watchdog.timeout_seconds)"
         return HangError(f"{limit}: {text}; the stacks of all ranks are in {self.stacks.folder}")
 
     def _stuck(self) -> bool:

@@ -24,7 +24,7 @@ TRAITS = {
     "sgd": Traits(("momentum_buffer",), ("momentum",)),
     "adafactor": Traits((), (), "takes the means of each row and column of a matrix"),
     "muon": Traits(("momentum_buffer",), ("betas", "epsilon", "momentum"), "orthogonalises whole matrices"),
-    "adamw_bf16": Traits(("exp_avg", "exp_avg_sq"), ("betas", "epsilon", "bf16_update")),
+    "adamw_bf16": Traits(("exp_avg", "exp_avg_sq"), ("betas", "epsilon", "bf16_rounding")),
     "adamw_8bit": Traits(("state1", "state2"), ("betas", "epsilon"), "quantizes blocks of 256 neighbouring values"),
 }
 

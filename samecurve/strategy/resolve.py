@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from samecurve.config import loader as recipes
 from samecurve.config.documents import COMMAND_LINE, ENVIRONMENT, Document, Problem, read, report
+from samecurve.config.renamed_keys import new_option_hint
 from samecurve.errors import ConfigurationError, TopologyError
 from samecurve.strategy import launchers, validate
 from samecurve.strategy.launchers import Ancestor, Launch
@@ -59,8 +60,8 @@ def resolve(
     )
     if goes_on(environ, source.recipe.output_dir):
         return plan  # what the command line said about resuming was for the first start
-    resume = "none" if arguments.start_over else arguments.resume
-    return replace(plan, resume=resume, start_over=arguments.start_over)
+    resume = "none" if arguments.fresh else arguments.resume
+    return replace(plan, resume=resume, fresh=arguments.fresh)
 
 
 def _resume_problems(arguments: argparse.Namespace) -> list[Problem]:
@@ -68,17 +69,15 @@ def _resume_problems(arguments: argparse.Namespace) -> list[Problem]:
     if found not in ("auto", "none") and not os.path.isdir(found):
         text = f"found {found}, but there is no such folder; give auto, none or RUN/checkpoints/step_00000040"
         problems.append(Problem(COMMAND_LINE, "--resume", text))
-    if arguments.start_over and found not in ("auto", "none"):
-        problems.append(
-            Problem(COMMAND_LINE, "--start_over", f"given together with --resume {found}; keep one of them")
-        )
+    if arguments.fresh and found not in ("auto", "none"):
+        problems.append(Problem(COMMAND_LINE, "--fresh", f"given together with --resume {found}; keep one of them"))
     return problems
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if message.startswith("unrecognized"):
-            message += "; recipe values are written steps=100, without dashes"
+            message += new_option_hint(message) or "; recipe values are written steps=100, without dashes"
         raise ConfigurationError(f"{report([Problem(COMMAND_LINE, '', message)])}\n{self.format_usage().strip()}")
 
 
@@ -98,7 +97,7 @@ def command_line() -> argparse.ArgumentParser:
         help="auto (default): the newest good checkpoint in output_dir, if it has any; none; or a checkpoint's folder",
     )
     parser.add_argument(
-        "--start_over",
+        "--fresh",
         action="store_true",
         help="from the first step, although output_dir has checkpoints: moves them aside",
     )

@@ -16,7 +16,7 @@ def is_restart(environ: Mapping[str, str]) -> bool:
 
 
 def goes_on(environ: Mapping[str, str], output_dir: str) -> bool:
-    """Whether a restart finds checkpoints of its own: what --start_over is to move aside may be there still."""
+    """Whether a restart finds checkpoints of its own: what --fresh is to move aside may be there still."""
     folder = Path(output_dir)
     own = any((folder / "checkpoints").glob("step_*")) and not (folder / STARTING_OVER).exists()
     return is_restart(environ) and own

@@ -101,8 +101,8 @@ def _fp8(value: Value, strategy: Strategy) -> Iterator[Finding]:
 
 
 def _gradient_sync(value: Value, strategy: Strategy) -> Iterator[Finding]:
-    if strategy.zero_stage >= 2 and value("memory.gradient_sync") == "once":
-        text = f"found once, but ZeRO-{strategy.zero_stage} shares gradients out as they are made; use auto"
+    if strategy.zero_stage >= 2 and value("memory.gradient_sync") == "last_micro_batch":
+        text = f"found last_micro_batch, but ZeRO-{strategy.zero_stage} shares gradients out as they are made; use auto"
         yield "memory.gradient_sync", text
 
 

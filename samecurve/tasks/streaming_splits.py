@@ -25,7 +25,7 @@ def load(recipe: Recipe, encoder: Encoder, make_rows: Callable[[token_store.Toke
     What is held out are the first block's documents that are chosen by their content; others that are chosen are
     trained on nowhere, either. Errors: DataError for unusable data.
     """
-    data, fraction = recipe.data, sources.held_out_fraction(recipe)
+    data, fraction = recipe.data, sources.validation_fraction(recipe)
     files = stream_files.find(data.path, data.pattern, data.text_column, sources.Selection.of(recipe, data))
     buffer_bytes = data.shuffle_buffer_mib * 2**20
     pieces = stream_pieces.cut(files, buffer_bytes)
@@ -60,7 +60,7 @@ def load(recipe: Recipe, encoder: Encoder, make_rows: Callable[[token_store.Toke
         splits.check_held_out(loaded, recipe)
     elif held_out is not None and not len(held_out):
         raise DataError(
-            f"{data.path}: no document is held out (data.held_out_fraction={fraction:g} of the "
+            f"{data.path}: no document is held out (data.validation_fraction={fraction:g} of the "
             f"{len(first.train.offsets) - 1} documents of the first block); raise it, or data.shuffle_buffer_mib, or "
             "set evaluate.path"
         )

@@ -87,7 +87,7 @@ class Session:
         self._logging = True
         earlier = self.start.record.get("recompilations", 0)
         self.recompilations = Recompilations(recipe.compile != "off", self.progress.say, earlier)
-        self.guard = Guard(recipe.guard, run, self.world)
+        self.guard = Guard(recipe.numerics, run, self.world)
         chunked = self.engine.describe()["loss_implementation"] != "full"
         self.meter = Meter.for_run(recipe, self.skeleton, accelerator, task, chunked)
         self.meter.state = self.start.meter
@@ -175,7 +175,7 @@ class Session:
         if found and is_done and read_state(found)["step"] >= self.recipe.steps:
             raise NothingToDo(
                 f"already done at step {self.recipe.steps}, nothing to train: the model is in {self.run.model}; more "
-                "steps=..., another output_dir or --start_over would train"
+                "steps=..., another output_dir or --fresh would train"
             )
 
     def _parameters(self) -> Iterator[tuple[str, Tensor | None]]:

@@ -44,7 +44,7 @@ RECIPE = {
     "model": {"config": LLAMA},
     "tokenizer": {"vocabulary_size": 300},
     # not packed: rows of very different lengths, so that a mean of means is wrong
-    "data": {"packing": False, "held_out_fraction": 0.1},
+    "data": {"packing": False, "validation_fraction": 0.1},
     "batch": {"global_batch_size": 8, "micro_batch_size": 4, "sequence_length": 32},
     "optimizer": {"learning_rate": 3e-3, "max_grad_norm": 0.8},
     "schedule": {"name": "cosine", "warmup_steps": 5},

@@ -78,7 +78,7 @@ def settings(workspace, rows) -> dict[str, tuple[str, ...]]:
 
 def overrides(workspace, rows, task: str) -> tuple[str, ...]:
     common = [f"task={task}", f"steps={STEPS}", f"checkpoint.every_steps={SAVED}", f"data.path={rows['train']}"]
-    common += [f"data.cache_dir={workspace.folder / 'cache'}", "data.packing=false", "data.held_out_fraction=0"]
+    common += [f"data.cache_dir={workspace.folder / 'cache'}", "data.packing=false", "data.validation_fraction=0"]
     common += [f"evaluate={{path: {rows['held_out']}, every_steps: {STEPS}}}", "schedule.warmup_steps=2"]
     common += [f"batch.sequence_length={SEQUENCE_LENGTH}", "batch.micro_batch_size=2"]
     common += ["data.chat=false"] if task == "reward" else []

@@ -121,7 +121,7 @@ def streaming(workspace, overrides) -> tuple[str, ...]:
         "data.shuffle_buffer_mib=0.0012",
     )
     kept = (text for text in overrides if not text.startswith(("data.mixture", "data.path")))
-    return (*kept, *data, "data.held_out_fraction=0.3")
+    return (*kept, *data, "data.validation_fraction=0.3")
 
 
 @pytest.fixture(scope="module")

@@ -65,7 +65,7 @@ def settings(workspace, files) -> Callable[[str], Setting]:
 
 def _setting(workspace, files, family: str) -> Setting:
     common = ["task=embed", f"steps={STEPS}", "checkpoint.every_steps=5", f"data.path={files['train']}"]
-    common += [f"data.cache_dir={workspace.folder / 'cache'}", "data.packing=false", "data.held_out_fraction=0"]
+    common += [f"data.cache_dir={workspace.folder / 'cache'}", "data.packing=false", "data.validation_fraction=0"]
     common += [f"evaluate={{path: {files['held_out']}, every_steps: {STEPS}}}"]
     common += [f"embed={{temperature: {TEMPERATURE}, pooling: {POOLING[family]}}}"]
     common += [f"batch.sequence_length={SEQUENCE_LENGTH}", "batch.micro_batch_size=2"]

@@ -60,7 +60,7 @@ def start(workspace, strategy: str | None, world: int, names, origin: Path | Non
 def overrides(name: str) -> list[str]:
     optimizer, _, update = name.partition(":")
     found = [f"optimizer.name={optimizer}", f"optimizer.learning_rate={RATES[optimizer]}"]
-    return [*found, f"optimizer.bf16_update={update}"] if update else found
+    return [*found, f"optimizer.bf16_rounding={update}"] if update else found
 
 
 @pytest.fixture(scope="module")

@@ -73,7 +73,7 @@ def settings(workspace, files) -> dict[str, Setting]:
 def setting(workspace, files, task: str) -> Setting:
     """The model and its tokenizer are on the disk as transformers writes them."""
     common = [f"task={task}", f"steps={STEPS}", f"checkpoint.every_steps={SAVED}", f"data.path={files['train']}"]
-    common += [f"data.cache_dir={workspace.folder / 'cache'}", "data.packing=false", "data.held_out_fraction=0"]
+    common += [f"data.cache_dir={workspace.folder / 'cache'}", "data.packing=false", "data.validation_fraction=0"]
     common += [f"evaluate={{path: {files['held_out']}, every_steps: {STEPS}}}"]
     common += [f"batch.sequence_length={LENGTH}", "batch.micro_batch_size=2"]
     common += [f"dpo.beta={BETA}"] if task == "dpo" else []

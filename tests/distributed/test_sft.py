@@ -45,7 +45,7 @@ def chats(workspace) -> Path:
 def overrides(workspace, chats) -> tuple[str, ...]:
     """A model and a tokenizer that transformers wrote, on the conversations."""
     common = ["task=sft", f"steps={STEPS}", f"data.path={chats}", f"data.cache_dir={workspace.folder / 'cache'}"]
-    common += ["data.held_out_fraction=0", "evaluate.every_steps=0", "checkpoint.every_steps=0"]
+    common += ["data.validation_fraction=0", "evaluate.every_steps=0", "checkpoint.every_steps=0"]
     common += [f"batch.sequence_length={SEQUENCE_LENGTH}", "batch.micro_batch_size=2"]
     tokenizer = registry.load(loader.load(str(workspace.recipe), common).recipe).tokenizer
     folder = workspace.folder / "chat_model"

@@ -58,11 +58,11 @@ ROUNDED = {
     "varlen compiled": {"model": {"config": CONFIG, "attention": "varlen"}, "compile": "regional"},
     "varlen selective": {
         "model": {"config": CONFIG, "attention": "varlen"},
-        "memory": {"activation_checkpointing": "selective", "selective_keeps": "attention"},
+        "memory": {"activation_checkpointing": "selective", "selective_save": "attention"},
     },
     "flex": {"model": {"config": CONFIG, "attention": "flex_attention"}},
     "adamw_bf16": {"optimizer": {**OPTIMIZER, "name": "adamw_bf16"}},
-    "kahan": {"optimizer": {**OPTIMIZER, "name": "adamw_bf16", "bf16_update": "kahan"}},
+    "kahan": {"optimizer": {**OPTIMIZER, "name": "adamw_bf16", "bf16_rounding": "kahan"}},
     "fp16": {"loss": {"implementation": "full"}},
 }
 if not ON_GPU:  # flex_attention has no gradients there, and fp16 no matrix products

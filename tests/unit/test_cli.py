@@ -128,7 +128,7 @@ def test_a_process_has_its_share_of_the_cores_that_may_be_used(world_size, threa
 
 def test_a_short_job_has_a_short_warmup(recipe_file):
     expected = ["seed=3", "precision=fp32", "schedule.warmup_steps=5", "schedule.decay_steps=null"]
-    expected += ["evaluate.every_steps=0", "checkpoint.every_steps=0", "guard.rollback_ratio=null"]
+    expected += ["evaluate.every_steps=0", "checkpoint.every_steps=0", "numerics.rollback_ratio=null"]
     expected += ["profile.steps=null", "steps=20"]
     assert jobs.shortened(recipe_file, ["seed=3"], 20, precision="fp32") == expected
     found = jobs.shortened(recipe_file, ["precision=bf16"], 20, precision="fp32")
@@ -138,11 +138,11 @@ def test_a_short_job_has_a_short_warmup(recipe_file):
 def test_what_a_short_job_has_no_room_for_is_off(tmp_path):
     """A recipe that is right for its own steps; nobody has said anything wrong."""
     file = tmp_path / "long.yaml"
-    more = "guard: {rollback_ratio: 3}\nprofile: {steps: [40, 42]}\n"
+    more = "numerics: {rollback_ratio: 3}\nprofile: {steps: [40, 42]}\n"
     file.write_text(RECIPE.replace("{warmup_steps: 40}", "{name: wsd, warmup_steps: 40, decay_steps: 40}") + more)
     assert loader.checked(str(file)).profile.steps == (40, 42)
     short = loader.checked(str(file), jobs.shortened(str(file), [], 20))
-    assert (short.guard.rollback_ratio, short.profile.steps, short.schedule.decay_steps) == (None, None, 5)
+    assert (short.numerics.rollback_ratio, short.profile.steps, short.schedule.decay_steps) == (None, None, 5)
     asked = loader.checked(str(file), jobs.shortened(str(file), ["profile.steps=[3, 4]"], 20))
     assert asked.profile.steps == (3, 4)
 

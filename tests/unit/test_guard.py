@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from samecurve.config.schema import Guard as Settings
+from samecurve.config.schema import Numerics as Settings
 from samecurve.distributed.control_group import World
 from samecurve.errors import DataError, NumericError
 from samecurve.interfaces.engine import StepResult

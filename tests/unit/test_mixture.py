@@ -170,7 +170,7 @@ def checked(folder, weights=(0.6, 0.3, 0.1), *overrides):
                 "tokenizer": {"vocabulary_size": 300},
                 "data": {
                     "cache_dir": str(folder / "cache"),
-                    "held_out_fraction": 0.15,
+                    "validation_fraction": 0.15,
                     "mixture": [
                         {"path": str(folder / "a.jsonl"), "weight": weights[0]},
                         {"path": str(folder / "b.jsonl"), "weight": weights[1], "text_column": "body"},
@@ -251,7 +251,7 @@ def test_a_source_with_less_than_a_batch_takes(folder):
     (folder / "b.jsonl").write_text('{"body": "short"}\n')
     (folder / "c.jsonl").write_text((folder / "a.jsonl").read_text())
     with pytest.raises(DataError) as caught:
-        registry.load(checked(folder, (6, 3, 1), "data.held_out_fraction=0", "evaluate.every_steps=0"))
+        registry.load(checked(folder, (6, 3, 1), "data.validation_fraction=0", "evaluate.every_steps=0"))
     small, twice = str(caught.value).splitlines()
     assert small.startswith(f"data.mixture.1: {folder / 'b.jsonl'}: 1 training rows of batch.sequence_length=32 are")
     assert "fewer than the 3 that its weight takes of a global batch of 8" in small

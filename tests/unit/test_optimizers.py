@@ -21,7 +21,7 @@ from samecurve.strategy.validate_optimizer import check_shards
 
 RATES = [0.01, 0.02, 0.005, 0.01, 0.01, 0.003]
 DECAY = 0.1
-KAHAN = {"bf16_update": "kahan"}
+KAHAN = {"bf16_rounding": "kahan"}
 
 
 def settings(name: str, **more) -> Optimizer:
@@ -225,7 +225,7 @@ def test_kahan_keeps_what_rounding_cuts_off():
 def test_updates_that_the_nearest_bf16_undoes_move_weights(update):
     """200 steps of 1e-3 from 1.0, where bf16 numbers are 2 ** -8 apart below and 2 ** -7 above: 0.8 in fp32."""
     weight = torch.nn.Parameter(torch.full((4096,), 1.0))
-    optimizer = ours("adamw_bf16", bf16_update=update)([weight])
+    optimizer = ours("adamw_bf16", bf16_rounding=update)([weight])
     for group in optimizer.param_groups:
         group["weight_decay"] = 0.0
     set_learning_rate(optimizer, 1e-3)
@@ -245,7 +245,7 @@ def test_one_kernel_updates_as_many_do(update, monkeypatch):
         monkeypatch.setattr(adamw_bf16, "compiles", lambda *_, compiled=compiled: compiled)
         sizes = (72, 64), (33,), (5, 7, 11)
         parameters = [torch.nn.Parameter(torch.linspace(-2, 2, math.prod(size)).view(size)) for size in sizes]
-        optimizer = ours("adamw_bf16", bf16_update=update)(parameters)
+        optimizer = ours("adamw_bf16", bf16_rounding=update)(parameters)
         before = counters["stats"]["unique_graphs"]
         for rate in RATES[:4]:
             set_learning_rate(optimizer, rate)

@@ -215,6 +215,6 @@ def test_the_command_line_is_declared_once():
     """A second parser of train.py's options would end every run that uses an option which it does not know."""
     package = Path(__file__).resolve().parents[2] / "samecurve"
     texts = {path.relative_to(package).as_posix(): path.read_text() for path in package.rglob("*.py")}
-    assert [name for name, text in texts.items() if '"--start_over"' in text and "add_argument" in text] == [
+    assert [name for name, text in texts.items() if '"--fresh"' in text and "add_argument" in text] == [
         "strategy/resolve.py"
     ]

@@ -132,7 +132,7 @@ def other_disk(old, new):
 
 
 def test_a_disk_that_takes_its_time_is_not_taken_for_a_hang(tmp_path, monkeypatch):
-    """timeout.step_seconds is without progress; reading, syncing, moving and removing what is large has some."""
+    """watchdog.timeout_seconds is without progress; reading, syncing, moving and removing what is large has some."""
     calls = []
     disk, folder = LocalFileSystem(lambda: calls.append(True)), tmp_path / "step_00000008"
     folder.mkdir()

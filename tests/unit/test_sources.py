@@ -538,8 +538,8 @@ NO_ROWS = [
     ),
     (
         [*"abc", ""],
-        {"held_out_fraction": 0.9999},
-        "(3 of 4 documents held out by data.held_out_fraction=0.9999; 1 of 4 documents are empty); lower that "
+        {"validation_fraction": 0.9999},
+        "(3 of 4 documents held out by data.validation_fraction=0.9999; 1 of 4 documents are empty); lower that "
         "fraction, or give more data, or lower batch.global_batch_size",
     ),
 ]

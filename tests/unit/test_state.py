@@ -23,7 +23,7 @@ def made(replica=(0, 1), saved=None, name="adamw"):
         "b": nn.Parameter(torch.tensor([7.0])),
     }
     kahan, name = name == KAHAN, name.partition(",")[0]
-    settings = Optimizer(name=name, learning_rate=0.1, bf16_update="kahan" if kahan else "stochastic")
+    settings = Optimizer(name=name, learning_rate=0.1, bf16_rounding="kahan" if kahan else "stochastic")
     if name == "adamw_bf16":
         for parameter in parameters.values():
             parameter.data = parameter.data.bfloat16()

@@ -186,7 +186,7 @@ def recipe_file(folder):
         "steps": 30,
         "model": {"config": {"model_type": "llama"}},
         "tokenizer": {"vocabulary_size": 300},
-        "data": {"path": str(folder / "data"), "cache_dir": str(folder / "cache"), "held_out_fraction": 0.1},
+        "data": {"path": str(folder / "data"), "cache_dir": str(folder / "cache"), "validation_fraction": 0.1},
         "batch": {"global_batch_size": 4, "sequence_length": 64},
         "optimizer": {"learning_rate": 1e-3},
         "schedule": {"warmup_steps": 2},
@@ -212,7 +212,7 @@ def test_a_stream_of_the_hub_reads_one_split_and_measures_another(recipe_file, m
         return [f"memory://hub_test/{selection.split}.jsonl"]
 
     monkeypatch.setattr("samecurve.data.hub.urls", urls)
-    overrides = ["data.path=org/name", "data.held_out_fraction=0", "data.revision=v1", "evaluate.split=validation"]
+    overrides = ["data.path=org/name", "data.validation_fraction=0", "data.revision=v1", "evaluate.split=validation"]
     task = registry.load(loader.checked(recipe_file, overrides))
     assert asked == [("org/name", "train", None, "v1"), ("org/name", "validation", None, "v1")]
     seen = task.tokenizer.decode(task.train._make(0).stream.tokens.tolist())
