@@ -16,7 +16,7 @@ from samecurve.config.key_hints import block_as_value, called_here
 from samecurve.config.overrides import override
 from samecurve.config.renamed_keys import refuse_old_names
 from samecurve.config.schema import Recipe
-from samecurve.config.source import ANY_ITEM, Source, schema_paths
+from samecurve.config.source import ANY_ITEM, RecipeSource, schema_paths
 from samecurve.errors import ConfigurationError
 
 _NEEDED = {
@@ -39,17 +39,17 @@ _NEEDED = {
 }
 
 
-def load(path: str, overrides: Sequence[str] = ()) -> Source:
+def load(path: str, overrides: Sequence[str] = ()) -> RecipeSource:
     """Read `path`, the files that it is based on, and `key.path=value` overrides; check schema and rules.
 
-    The problems are in `Source.document.problems`. Whether the batch divides is known only with the world size.
+    The problems are in `RecipeSource.document.problems`. Whether the batch divides is known only with the world size.
     """
     document = _read_based(path, ())
     for argument in overrides:
         override(document, argument)
     inheritance.settle_command_line(document)
     recipe, invalid = _validate(document)
-    source = Source(document, recipe, invalid)
+    source = RecipeSource(document, recipe, invalid)
     rules.apply(source)
     return source
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from samecurve.config.documents import Document, KeyPath, Problem, describe, merge
+from samecurve.config.documents import ConfigProblem, Document, KeyPath, describe, merge
 
 # A block stands after its keys: only what none of them names is left to be renamed with it.
 RENAMED_KEYS = {
@@ -38,7 +38,7 @@ def refuse_old_names(document: Document) -> None:
         inside = {path[len(old) :]: place for path, place in document.places.items() if path[: len(old)] == old}
         # `guard.key=1` gives the block no place of its own
         place = inside.get((), next(iter(inside.values()), document.place(old)))
-        document.problems.append(Problem(place, ".".join(old), f"renamed to {'.'.join(new)}"))
+        document.problems.append(ConfigProblem(place, ".".join(old), f"renamed to {'.'.join(new)}"))
         document.places |= {(*new, *path): place for path, place in inside.items()}
     for path, old_value, new_value in _rename_values(document.content):
         document.problem(path, f"found {describe(old_value)}, renamed to {new_value}")

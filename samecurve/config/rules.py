@@ -17,7 +17,7 @@ from samecurve.config.paths import path_problem, pattern_hint
 from samecurve.specs.data_names import BUILTIN, CHATML, DOCSTRINGS, FUNCTIONS, MODULES, PREFERENCES, is_hub_name
 
 if TYPE_CHECKING:
-    from samecurve.config.source import Source
+    from samecurve.config.source import RecipeSource
 
 Finding = tuple[str, str]
 Rule = Callable[[Callable[[str], Any]], Iterator[Finding]]
@@ -69,7 +69,7 @@ _BUILTINS = {
 _PACKED = ("pretrain", "continue_pretrain", "sft", "distill")
 
 
-def apply(source: Source) -> None:
+def apply(source: RecipeSource) -> None:
     """Add what the rules find to the source's problems."""
     parts = (rules_model, rules_memory, rules_tasks, rules_data, rules_optimizer, rules_profile)
     rules: list[Rule] = [*RULES, *(rule for part in parts for rule in part.RULES)]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from samecurve.config import loader as recipes
-from samecurve.config.documents import COMMAND_LINE, ENVIRONMENT, Document, Problem, read, report
+from samecurve.config.documents import COMMAND_LINE, ENVIRONMENT, ConfigProblem, Document, read, report
 from samecurve.config.renamed_keys import new_option_hint
 from samecurve.errors import ConfigurationError, TopologyError
 from samecurve.strategy import launchers, validate
@@ -36,7 +36,7 @@ def resolve(
     """
     arguments = command_line().parse_intermixed_args(argv)
     launch = launchers.detect(environ, arguments.local_rank, ancestors)
-    problems: list[Problem] = []
+    problems: list[ConfigProblem] = []
     source = recipes.load(arguments.recipe, arguments.overrides)
     chosen = _choose(arguments.strategy, launch, environ, problems)
     files = read_files(chosen)
@@ -64,13 +64,15 @@ def resolve(
     return replace(plan, resume=resume, fresh=arguments.fresh)
 
 
-def _resume_problems(arguments: argparse.Namespace) -> list[Problem]:
+def _resume_problems(arguments: argparse.Namespace) -> list[ConfigProblem]:
     found, problems = arguments.resume, []
     if found not in ("auto", "none") and not os.path.isdir(found):
         text = f"found {found}, but there is no such folder; give auto, none or RUN/checkpoints/step_00000040"
-        problems.append(Problem(COMMAND_LINE, "--resume", text))
+        problems.append(ConfigProblem(COMMAND_LINE, "--resume", text))
     if arguments.fresh and found not in ("auto", "none"):
-        problems.append(Problem(COMMAND_LINE, "--fresh", f"given together with --resume {found}; keep one of them"))
+        problems.append(
+            ConfigProblem(COMMAND_LINE, "--fresh", f"given together with --resume {found}; keep one of them")
+        )
     return problems
 
 
@@ -78,7 +80,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if message.startswith("unrecognized"):
             message += new_option_hint(message) or "; recipe values are written steps=100, without dashes"
-        raise ConfigurationError(f"{report([Problem(COMMAND_LINE, '', message)])}\n{self.format_usage().strip()}")
+        raise ConfigurationError(f"{report([ConfigProblem(COMMAND_LINE, '', message)])}\n{self.format_usage().strip()}")
 
 
 def command_line() -> argparse.ArgumentParser:
@@ -105,22 +107,22 @@ def command_line() -> argparse.ArgumentParser:
     return parser
 
 
-def _choose(given: str | None, launch: Launch, environ: Mapping[str, str], problems: list[Problem]) -> str | None:
+def _choose(given: str | None, launch: Launch, environ: Mapping[str, str], problems: list[ConfigProblem]) -> str | None:
     """The strategy's file: --strategy, or the config file of accelerate launch. Given both, they are the same one."""
     found = launch.config_file
     if given and found and os.path.realpath(given) != os.path.realpath(found):
         text = f"found {given}, but accelerate launch reads {found}; give both the same file, or leave --strategy out"
-        problems.append(Problem(COMMAND_LINE, "--strategy", text))
+        problems.append(ConfigProblem(COMMAND_LINE, "--strategy", text))
     if given or found:
         return given or found
     switches = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP")
     switched = [name for name in switches if environ.get(name, "false").lower() in ("true", "1", "yes")]
     if switched:
         text = "is set, but no strategy file is known; pass --strategy FILE, or --config_file FILE to accelerate launch"
-        problems.append(Problem(ENVIRONMENT, switched[0], text))
+        problems.append(ConfigProblem(ENVIRONMENT, switched[0], text))
     elif launch.launcher == "accelerate" and launch.flags is None:
         text = "accelerate launch started this process, but its config file cannot be seen; pass --strategy FILE too"
-        problems.append(Problem(ENVIRONMENT, "ACCELERATE_MIXED_PRECISION", text))
+        problems.append(ConfigProblem(ENVIRONMENT, "ACCELERATE_MIXED_PRECISION", text))
     return None
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from samecurve.config.documents import Document, KeyPath, describe, suggest
 from samecurve.config.rules_profile import check_ranks
 from samecurve.config.section import LARGEST_INTEGER
-from samecurve.config.source import Source
+from samecurve.config.source import RecipeSource
 from samecurve.strategy import validate_deepspeed, validate_optimizer
 from samecurve.strategy.accelerate_keys import ACCELERATE, Kind, Owned, Refused, Table
 from samecurve.strategy.deepspeed_keys import DEEPSPEED
@@ -29,7 +29,7 @@ _QUANTIZED = ("single", "ddp")
 _NO_LOGITS = ("chunked", "liger")  # loss.implementation
 
 
-def check(source: Source, files: Files, strategy: Strategy, launch: Launch) -> None:
+def check(source: RecipeSource, files: Files, strategy: Strategy, launch: Launch) -> None:
     """Add the problems of both files, of the number of processes and of the batch to their documents."""
     if files.accelerate.content:
         _walk(files.accelerate, ACCELERATE, source)
@@ -110,7 +110,7 @@ def _gradient_sync(value: Value, strategy: Strategy) -> Iterator[Finding]:
 _RULES = (_sorted_rows, _task, _loss, _quantization, _compile, _fp8, _gradient_sync)
 
 
-def _walk(document: Document, table: Table, source: Source, path: KeyPath = ()) -> None:
+def _walk(document: Document, table: Table, source: RecipeSource, path: KeyPath = ()) -> None:
     """Compare every key with the table, at every level."""
     block = document.get(*path)
     for key, value in block.items():
@@ -126,7 +126,7 @@ def _walk(document: Document, table: Table, source: Source, path: KeyPath = ()) 
                 document.problem(here, text)
 
 
-def _complaint(rule: Any, value: Any, source: Source) -> str | None:
+def _complaint(rule: Any, value: Any, source: RecipeSource) -> str | None:
     if isinstance(rule, dict):
         return None if value is None else f"found {describe(value)}, a block of keys is needed"
     if isinstance(rule, Kind):
