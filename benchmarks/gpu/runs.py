@@ -18,7 +18,7 @@ import psutil
 
 from samecurve.bench.jobs import Job, command, set_aside
 from samecurve.cli.bench.step import SCRIPT
-from samecurve.config.overrides import latest
+from samecurve.config.overrides import latest_overrides
 from samecurve.distributed.cpu_workers import share_of_cores
 from samecurve.run.run_directory import read_metrics
 from samecurve.storage.atomic import now, read_json
@@ -60,7 +60,7 @@ def settings(case: Case, places: Places) -> list[str]:
     found.append(f"model.path={places.weights(case)}")
     if case.profiled:
         found.append(f"profile.steps=[{WARM_UP + MEASURED + 2}, {case.num_steps}]")
-    return latest(found)
+    return latest_overrides(found)
 
 
 def arguments(case: Case, places: Places, output: Path) -> list[str]:

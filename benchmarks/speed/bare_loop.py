@@ -15,7 +15,7 @@ from pathlib import Path
 import rows
 import torch
 
-from samecurve.config.loader import checked
+from samecurve.config.loader import load_recipe
 from samecurve.distributed.allocator import keep_freed_memory
 from samecurve.losses.chunked_cross_entropy import ChunkedHead, trained_positions
 from samecurve.losses.cross_entropy import token_loss_sum
@@ -23,7 +23,7 @@ from samecurve.optim.factory import parameter_groups
 
 
 def main(arguments: argparse.Namespace) -> None:
-    recipe = checked(arguments.recipe, arguments.overrides)
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
     record, model = rows.Record(arguments.output), rows.model(recipe, ours=arguments.chunked)
     if arguments.chunked:
         keep_freed_memory()

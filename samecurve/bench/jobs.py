@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, NoReturn
 
 from samecurve.config import loader as recipes
-from samecurve.config.overrides import latest
+from samecurve.config.overrides import latest_overrides
 from samecurve.distributed.cpu_workers import share_of_cores
 from samecurve.errors import ConfigurationError
 from samecurve.run.run_directory import RunDirectory, read_metrics
@@ -72,7 +72,7 @@ def command(
     start = [sys.executable, *(TORCHRUN if job.path is not None else ())]
     start += ["--nproc_per_node", str(job.world_size)] if job.path is not None else []
     strategy = ["--strategy", str(job.path)] if job.path is not None else []
-    return [*start, *script, recipe, *strategy, *latest([*overrides, f"output_dir={output_dir}"])]
+    return [*start, *script, recipe, *strategy, *latest_overrides([*overrides, f"output_dir={output_dir}"])]
 
 
 def shortened(recipe: str, given: Sequence[str], steps: int, **defaults: object) -> list[str]:
@@ -80,7 +80,7 @@ def shortened(recipe: str, given: Sequence[str], steps: int, **defaults: object)
 
     Raises ConfigurationError with everything that is wrong with the recipe, before any process is started.
     """
-    schedule = recipes.checked(recipe, given).schedule
+    schedule = recipes.load_recipe(recipe, given).schedule
     short = {
         **defaults,
         "schedule.warmup_steps": min(schedule.warmup_steps, steps // 4),
@@ -92,8 +92,8 @@ def shortened(recipe: str, given: Sequence[str], steps: int, **defaults: object)
     }
     keys = {argument.partition("=")[0] for argument in given}
     added = [f"{key}={'null' if value is None else value}" for key, value in short.items() if key not in keys]
-    settings = latest([*given, *added, f"steps={steps}"])
-    recipes.checked(recipe, settings)
+    settings = latest_overrides([*given, *added, f"steps={steps}"])
+    recipes.load_recipe(recipe, settings)
     return settings
 
 

@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     repository_root()
     preferred = _preferred(arguments.recipe, arguments.overrides)
     settings = jobs.shortened(arguments.recipe, arguments.overrides, arguments.steps, **preferred)
-    precision = recipes.checked(arguments.recipe, settings).precision
+    precision = recipes.load_recipe(arguments.recipe, settings).precision
     tolerance = TOLERANCES[precision] if arguments.tolerance is None else arguments.tolerance
     names = [name for name in arguments.strategies.split(",") if name]
     chosen = jobs.jobs(names, arguments.num_processes or jobs.default_processes())
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _preferred(recipe: str, overrides: Sequence[str]) -> dict[str, str]:
     """fp32, where strategies agree to rounding; nothing where the recipe cannot be computed in it (adamw_bf16, fp8)."""
-    problems = recipes.load(recipe, [*overrides, "precision=fp32"]).document.problems
+    problems = recipes.read_recipe(recipe, [*overrides, "precision=fp32"]).document.problems
     return {} if problems else {"precision": "fp32"}
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from samecurve.config import loader as recipes
-from samecurve.config.documents import Document, report
-from samecurve.config.overrides import override
+from samecurve.config.documents import Document, format_problems
+from samecurve.config.overrides import apply_override
 from samecurve.config.rules import columns_of
 from samecurve.errors import ConfigurationError
 from samecurve.inference import loading
@@ -89,13 +89,13 @@ def with_columns(recipe: Recipe, data: str | None, columns: Sequence[str]) -> Re
     document = Document("the run's recipe", recipe.model_dump(mode="json"))
     document.content["data"] |= {"config": None, "revision": None}  # those of the data that were trained on
     for argument in columns:
-        override(document, argument)
+        apply_override(document, argument)
         key = argument.partition("=")[0]
         if key not in known and not document.problems:
             document.problem((key,), f"task {recipe.task} reads no such columns; it knows {', '.join(known)}")
     if document.problems:
-        raise ConfigurationError(report(document.problems))
-    return recipes.validated(document)
+        raise ConfigurationError(format_problems(document.problems))
+    return recipes.validate_recipe(document)
 
 
 def reading(recipe: Recipe, folder: Path, data: str | None, micro_batch_size: int | None = None) -> Recipe:

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from samecurve.config.overrides import latest
+from samecurve.config.overrides import latest_overrides
 from samecurve.config.renamed_keys import in_new_names
 from samecurve.errors import ConfigurationError
 from samecurve.metrics.console import duration, number, spaced
@@ -76,7 +76,8 @@ def _evaluation(evaluated: list[dict]) -> str:
 
 def commands(directory: Path, facts: dict) -> list[tuple[str, str]]:
     """(what for, the command). A new run has a new output_dir: an earlier run's files would be moved aside."""
-    recipe, overrides, world_size = facts["recipe_path"], latest(in_new_names(facts)["overrides"]), facts["world_size"]
+    recipe, world_size = facts["recipe_path"], facts["world_size"]
+    overrides = latest_overrides(in_new_names(facts)["overrides"])
     found = [("look at it", f"tensorboard --logdir {quoted(directory / 'tensorboard')}")]
     found.append(("or as one page", f"python -m samecurve report {quoted(directory)}"))
     if any((directory / "checkpoints").glob("step_*")) and read_status(directory / STATUS).get("state") != "done":

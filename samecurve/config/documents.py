@@ -47,7 +47,7 @@ class ConfigProblem:
         return f"{self.place}: {self.key}: {self.text}" if self.key else f"{self.place}: {self.text}"
 
 
-def report(problems: Iterable[ConfigProblem]) -> str:
+def format_problems(problems: Iterable[ConfigProblem]) -> str:
     """One text: a header, then each problem once; files by name and line, then the command line and the environment."""
 
     def position(problem: ConfigProblem) -> tuple:
@@ -202,7 +202,7 @@ def _parse_json(text: str, document: Document) -> Any:
     return content
 
 
-def read(path: str | os.PathLike) -> Document:
+def read_document(path: str | os.PathLike) -> Document:
     """Read a YAML or JSON file (by its ending). A missing file or a syntax error is a problem of the document."""
     document = Document(os.fspath(path))
     try:
@@ -221,10 +221,10 @@ def read(path: str | os.PathLike) -> Document:
     return document
 
 
-def merge(base: dict, over: dict) -> dict:
+def merge_blocks(base: dict, over: dict) -> dict:
     """`over` on top of `base`, block by block; lists and values are replaced."""
     merged = dict(base)
     for key, value in over.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = merge(merged[key], value) if both else value
+        merged[key] = merge_blocks(merged[key], value) if both else value
     return merged

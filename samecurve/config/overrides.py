@@ -9,7 +9,7 @@ from typing import Any
 from samecurve.config.documents import COMMAND_LINE, ConfigProblem, Document, KeyPath, describe, parse_yaml
 
 
-def override(document: Document, argument: str) -> None:
+def apply_override(document: Document, argument: str) -> None:
     """Apply one `key.path=value` of the command line. A key that an earlier one gave already is a problem.
 
     The value is YAML, or else text: of `data.pattern='**/*.md'` the shell leaves what YAML takes for a broken alias.
@@ -42,7 +42,7 @@ def override(document: Document, argument: str) -> None:
     document.typed[path] = text
 
 
-def latest(overrides: Sequence[str]) -> list[str]:
+def latest_overrides(overrides: Sequence[str]) -> list[str]:
     """One of each key: a later override replaces earlier ones of the key, of keys inside it, and its part of a block.
 
     For commands that add overrides of their own to the user's; two of one key by the user are refused.

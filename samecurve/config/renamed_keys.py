@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from samecurve.config.documents import ConfigProblem, Document, KeyPath, describe, merge
+from samecurve.config.documents import ConfigProblem, Document, KeyPath, describe, merge_blocks
 
 # A block stands after its keys: only what none of them names is left to be renamed with it.
 RENAMED_KEYS = {
@@ -79,7 +79,7 @@ def _rename_keys(recipe: dict[str, Any]) -> list[tuple[KeyPath, KeyPath]]:
         if new_block and not target:
             recipe[new_block[0]] = target
         both = isinstance(value, dict) and isinstance(target.get(new_key), dict)
-        target[new_key] = merge(target[new_key], value) if both else value
+        target[new_key] = merge_blocks(target[new_key], value) if both else value
         renamed.append(((*old_block, old_key), (*new_block, new_key)))
     return renamed
 

@@ -69,7 +69,7 @@ _BUILTINS = {
 _PACKED = ("pretrain", "continue_pretrain", "sft", "distill")
 
 
-def apply(source: RecipeSource) -> None:
+def apply_rules(source: RecipeSource) -> None:
     """Add what the rules find to the source's problems."""
     parts = (rules_model, rules_memory, rules_tasks, rules_data, rules_optimizer, rules_profile)
     rules: list[Rule] = [*RULES, *(rule for part in parts for rule in part.RULES)]

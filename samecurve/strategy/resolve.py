@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from samecurve.config import loader as recipes
-from samecurve.config.documents import COMMAND_LINE, ENVIRONMENT, ConfigProblem, Document, read, report
+from samecurve.config.documents import (
+    COMMAND_LINE,
+    ENVIRONMENT,
+    ConfigProblem,
+    Document,
+    format_problems,
+    read_document,
+)
 from samecurve.config.renamed_keys import new_option_hint
 from samecurve.errors import ConfigurationError, TopologyError
 from samecurve.strategy import launchers, validate
@@ -37,7 +44,7 @@ def resolve(
     arguments = command_line().parse_intermixed_args(argv)
     launch = launchers.detect(environ, arguments.local_rank, ancestors)
     problems: list[ConfigProblem] = []
-    source = recipes.load(arguments.recipe, arguments.overrides)
+    source = recipes.read_recipe(arguments.recipe, arguments.overrides)
     chosen = _choose(arguments.strategy, launch, environ, problems)
     files = read_files(chosen)
     strategy = describe_strategy(files, launch)
@@ -47,7 +54,7 @@ def resolve(
     problems += launchers.override_problems(launch, environ, files.accelerate)
     if problems:
         only_topology = all(problem.topology for problem in problems)
-        error = (TopologyError if only_topology else ConfigurationError)(report(problems))
+        error = (TopologyError if only_topology else ConfigurationError)(format_problems(problems))
         with contextlib.suppress(KeyError):  # it may be what is wrong
             error.output_dir = source.value("output_dir")
         raise error
@@ -80,7 +87,9 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if message.startswith("unrecognized"):
             message += new_option_hint(message) or "; recipe values are written steps=100, without dashes"
-        raise ConfigurationError(f"{report([ConfigProblem(COMMAND_LINE, '', message)])}\n{self.format_usage().strip()}")
+        raise ConfigurationError(
+            f"{format_problems([ConfigProblem(COMMAND_LINE, '', message)])}\n{self.format_usage().strip()}"
+        )
 
 
 def command_line() -> argparse.ArgumentParser:
@@ -131,8 +140,8 @@ def read_files(chosen: str | None) -> Files:
     if chosen is None:
         return Files(Document(""), Document(""))
     if chosen.endswith(".json"):
-        return Files(Document(""), read(chosen))
-    accelerate = read(chosen)
+        return Files(Document(""), read_document(chosen))
+    accelerate = read_document(chosen)
     json_path = accelerate.get("deepspeed_config", "deepspeed_config_file")
     if accelerate.get("distributed_type") != "DEEPSPEED" or not isinstance(json_path, str) or not json_path:
         return Files(accelerate, Document(""))
@@ -140,7 +149,7 @@ def read_files(chosen: str | None) -> Files:
         text = f"no such file: {os.path.abspath(json_path)}; the name is relative to the working directory"
         accelerate.problem(("deepspeed_config", "deepspeed_config_file"), text)
         return Files(accelerate, Document(""))
-    return Files(accelerate, read(json_path))
+    return Files(accelerate, read_document(json_path))
 
 
 def describe_strategy(files: Files, launch: Launch) -> Strategy:

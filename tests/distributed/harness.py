@@ -17,7 +17,7 @@ from pathlib import Path
 import forked
 import pytest
 
-from samecurve.config.overrides import latest
+from samecurve.config.overrides import latest_overrides
 from samecurve.storage.atomic import now
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -201,7 +201,7 @@ def once(command: list[str]) -> list[str]:
     others = [
         word for before, word in zip(after, command, strict=False) if not is_override(word) or before == "--variant"
     ]
-    return [*others, *latest(given)]
+    return [*others, *latest_overrides(given)]
 
 
 def long(*values) -> list:

@@ -83,7 +83,7 @@ def test_the_table_says_which_recipes_take_an_adapter():
     pretrained = ["model={path: owner/name}", "tokenizer.vocabulary_size=null", "adapter.name=lora"]
     taken = set()
     for name in rows:
-        source = loader.load(str(ROOT / "recipes" / f"{name}.yaml"), pretrained)
+        source = loader.read_recipe(str(ROOT / "recipes" / f"{name}.yaml"), pretrained)
         taken |= set() if [problem for problem in source.document.problems if problem.key == "adapter.name"] else {name}
     # the quickstart is there to need no pretrained model
     assert claimed == taken - {"quickstart"} and len(claimed) >= 11

@@ -10,7 +10,7 @@ import pytest
 from report_cases import GOOD, Plan, changed, expected, message, write
 
 from samecurve.config.documents import Document
-from samecurve.config.overrides import latest, override
+from samecurve.config.overrides import apply_override, latest_overrides
 from samecurve.config.schema import Batch
 from samecurve.errors import ConfigurationError
 from samecurve.strategy.resolve import resolve
@@ -473,10 +473,10 @@ def test_bytes_that_are_no_text(tmp_path, monkeypatch):
     ],
 )
 def test_commands_replace_what_they_add_to(given, kept):
-    assert latest(given) == kept
+    assert latest_overrides(given) == kept
     document = Document("r.yaml")
     for argument in kept:
-        override(document, argument)
+        apply_override(document, argument)
     assert document.problems == []
 
 

@@ -39,7 +39,7 @@ REFUSED = {"1b:attention=flash_attention_2": "set that to 1"}  # a row of the ta
 
 
 def shape(size: str):
-    config = dict(loader.checked(str(HERE / f"llama_{size}.yaml"), ["steps=10"]).model.config)
+    config = dict(loader.load_recipe(str(HERE / f"llama_{size}.yaml"), ["steps=10"]).model.config)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
 

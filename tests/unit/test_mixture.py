@@ -184,7 +184,7 @@ def checked(folder, weights=(0.6, 0.3, 0.1), *overrides):
             }
         )
     )
-    return loader.checked(str(folder / "recipe.json"), overrides)
+    return loader.load_recipe(str(folder / "recipe.json"), overrides)
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -285,7 +285,7 @@ MIXTURE_MISTAKES = [
 def test_mistakes_in_a_mixture(folder, text, message):
     checked(folder)
     with pytest.raises(ConfigurationError) as caught:
-        loader.checked(str(folder / "recipe.json"), [f"data.mixture={text}"])
+        loader.load_recipe(str(folder / "recipe.json"), [f"data.mixture={text}"])
     assert message in str(caught.value)
 
 
@@ -299,7 +299,7 @@ def test_mistakes_around_a_mixture_are_told_together(folder):
         "data.group_by_length=true",
     ]
     with pytest.raises(ConfigurationError) as caught:
-        loader.checked(str(folder / "recipe.json"), overrides)
+        loader.load_recipe(str(folder / "recipe.json"), overrides)
     assert "data.mixture: given together with data.path (.); set one of them to null" in str(caught.value)
     assert 'data.pattern: found "*.md" (text), but data.mixture is given' in str(caught.value)
     assert "data.group_by_length: found true, but the sources of data.mixture are not" in str(caught.value)
@@ -312,7 +312,7 @@ def test_the_place_of_a_mistake_is_its_line(folder):
     )
     checked(folder)
     with pytest.raises(ConfigurationError) as caught:
-        loader.checked(str(file))
+        loader.load_recipe(str(file))
     assert "lines.yaml:6: data.mixture.1.weight: found -2, a number above 0 is needed" in str(caught.value)
 
 
@@ -335,6 +335,6 @@ def test_conversations_are_mixed_too(tmp_path):
         "optimizer": {"learning_rate": 1e-3},
     }
     checked_recipe.write_text(json.dumps(content))
-    task = registry.load(loader.checked(str(checked_recipe)))
+    task = registry.load(loader.load_recipe(str(checked_recipe)))
     assert len(task.train) == 60
     assert {int(index) // 30 for index in task.train.at_positions(np.arange(2), 0)} == {0, 1}

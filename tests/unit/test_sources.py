@@ -469,7 +469,7 @@ def made_recipe(folder: Path, *overrides: str, **keys):
     }
     file = folder.parent / "recipe.json"
     file.write_text(json.dumps(content))
-    return loader.checked(str(file), overrides)
+    return loader.load_recipe(str(file), overrides)
 
 
 def trained_texts(task) -> set[str]:

@@ -103,7 +103,7 @@ def test_neighbouring_blocks_of_two_epochs_share_no_piece(size):
 
 def test_a_stream_of_one_block_reads_no_row_twice_in_a_step(recipe_file):
     """All data fit into the buffer, so that the end of an epoch has the same rows as the beginning of the next one."""
-    found = loader.checked(recipe_file, ["data.shuffle_buffer_mib=1", "steps=20", "batch.global_batch_size=7"])
+    found = loader.load_recipe(recipe_file, ["data.shuffle_buffer_mib=1", "steps=20", "batch.global_batch_size=7"])
     task = registry.load(found)
     assert task.train._blocks_per_epoch == 1
     num_rows = len(task.train._make(0))
@@ -193,7 +193,7 @@ def recipe_file(folder):
     }
     file = folder / "recipe.json"
     file.write_text(json.dumps(content))
-    registry.load(loader.checked(str(file))).tokenizer.save_pretrained(folder / "tokenizer")
+    registry.load(loader.load_recipe(str(file))).tokenizer.save_pretrained(folder / "tokenizer")
     content["tokenizer"] = {"path": str(folder / "tokenizer")}
     content["data"] |= {"streaming": True, "shuffle_buffer_mib": 4 * BUFFER / 2**20}
     file.write_text(json.dumps(content))
@@ -213,7 +213,7 @@ def test_a_stream_of_the_hub_reads_one_split_and_measures_another(recipe_file, m
 
     monkeypatch.setattr("samecurve.data.hub.urls", urls)
     overrides = ["data.path=org/name", "data.validation_fraction=0", "data.revision=v1", "evaluate.split=validation"]
-    task = registry.load(loader.checked(recipe_file, overrides))
+    task = registry.load(loader.load_recipe(recipe_file, overrides))
     assert asked == [("org/name", "train", None, "v1"), ("org/name", "validation", None, "v1")]
     seen = task.tokenizer.decode(task.train._make(0).stream.tokens.tolist())
     assert "train 7" in seen and "validation" not in seen
@@ -231,7 +231,7 @@ def read(steps: StepBatches) -> list[list[list[int]]]:
 
 
 def test_all_worlds_read_the_same_rows(recipe_file):
-    found = loader.checked(recipe_file)
+    found = loader.load_recipe(recipe_file)
     orders = []
     for world in (1, 2, 4):
         ranks = [read(batches(registry.load(found), found, rank, world)) for rank in range(world)]
@@ -241,7 +241,7 @@ def test_all_worlds_read_the_same_rows(recipe_file):
 
 
 def test_an_epoch_trains_each_document_once_and_never_what_is_held_out(recipe_file, folder):
-    found = loader.checked(recipe_file)
+    found = loader.load_recipe(recipe_file)
     task = registry.load(found)
     seen = Counter()
     for block in range(task.train._blocks_per_epoch):
@@ -256,7 +256,7 @@ def test_an_epoch_trains_each_document_once_and_never_what_is_held_out(recipe_fi
 
 
 def test_a_run_goes_on_from_its_anchor_and_makes_no_block_before_it(recipe_file, folder, monkeypatch):
-    found = loader.checked(recipe_file)
+    found = loader.load_recipe(recipe_file)
     whole = read(batches(registry.load(found), found))
     for stop in (3, 19):
         first = batches(registry.load(found), found)
@@ -280,7 +280,7 @@ def test_a_run_goes_on_from_its_anchor_and_makes_no_block_before_it(recipe_file,
 
 
 def test_the_disk_holds_some_blocks_only(recipe_file, folder):
-    found = loader.checked(recipe_file, ["steps=100"])
+    found = loader.load_recipe(recipe_file, ["steps=100"])
     steps = batches(registry.load(found), found)
     most = 0
     for _ in steps:
@@ -325,23 +325,23 @@ def test_a_stream_without_a_row_ends(tmp_path):
 def test_a_mistake_in_a_later_block_is_raised_where_it_is_read(recipe_file, folder):
     with open(folder / "data" / "a.jsonl", "a") as file:
         file.write("\n{\n")
-    found = loader.checked(recipe_file)
+    found = loader.load_recipe(recipe_file)
     with pytest.raises(DataError, match="a.jsonl: byte .*: not JSON: "):
         for step in batches(registry.load(found), found):
             assert step
 
 
 def test_other_data_do_not_go_on(recipe_file, folder):
-    before = registry.load(loader.checked(recipe_file)).train.fingerprint
-    assert registry.load(loader.checked(recipe_file)).train.fingerprint == before
-    assert registry.load(loader.checked(recipe_file, ["data.shuffle_buffer_mib=0.01"])).train.fingerprint != before
+    before = registry.load(loader.load_recipe(recipe_file)).train.fingerprint
+    assert registry.load(loader.load_recipe(recipe_file)).train.fingerprint == before
+    assert registry.load(loader.load_recipe(recipe_file, ["data.shuffle_buffer_mib=0.01"])).train.fingerprint != before
     with open(folder / "data" / "a.jsonl", "a") as file:
         file.write("\n" + json.dumps({"text": "more"}))
-    assert registry.load(loader.checked(recipe_file)).train.fingerprint != before
+    assert registry.load(loader.load_recipe(recipe_file)).train.fingerprint != before
 
 
 def test_what_is_described(recipe_file):
-    task = registry.load(loader.checked(recipe_file))
+    task = registry.load(loader.load_recipe(recipe_file))
     described = task.describe()
     assert described["train"]["files"] == 3 and described["train"]["blocks_per_epoch"] > 3
     labels = task.held_out[np.arange(len(task.held_out))].labels
@@ -375,5 +375,5 @@ def test_what_is_described(recipe_file):
 )
 def test_mistakes_around_streaming(recipe_file, overrides, message):
     with pytest.raises(ConfigurationError) as caught:
-        loader.checked(recipe_file, overrides)
+        loader.load_recipe(recipe_file, overrides)
     assert message in str(caught.value)

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    recipe = recipes.checked(arguments.recipe, arguments.overrides) if arguments.recipe else None
+    recipe = recipes.load_recipe(arguments.recipe, arguments.overrides) if arguments.recipe else None
 
     from samecurve.bench import matmul, timing
     from samecurve.models.matmul_speed import PRODUCTS, Shape

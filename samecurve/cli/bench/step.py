@@ -16,7 +16,7 @@ from pathlib import Path
 from samecurve.bench import jobs, printing
 from samecurve.cli.commands import repository_root
 from samecurve.config import loader as recipes
-from samecurve.config.overrides import latest
+from samecurve.config.overrides import latest_overrides
 from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError
 from samecurve.storage.atomic import writing
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings = jobs.shortened(arguments.recipe, arguments.overrides, arguments.steps)
     (job,) = jobs.jobs([Path(arguments.strategy).stem], arguments.num_processes or jobs.default_processes())
 
-    found = _variants(recipes.checked(arguments.recipe, settings), arguments.levers)
+    found = _variants(recipes.load_recipe(arguments.recipe, settings), arguments.levers)
 
     from samecurve.bench import step, timing
 
@@ -100,7 +100,7 @@ def _measure(variants: Mapping, arguments, settings: Sequence[str], output: Path
                 continue
             directory = output / f"{index:02d}_{nth}"
             label = f"round {nth + 1} of {arguments.rounds}, {variant.name}"
-            outcome = _run(job, arguments.recipe, latest([*settings, *overrides]), directory, label)
+            outcome = _run(job, arguments.recipe, latest_overrides([*settings, *overrides]), directory, label)
             if outcome.reason:
                 reasons[variant.name] = outcome.reason
                 printing.say(f"{label}: {outcome.reason}")
