@@ -19,7 +19,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from samecurve.data.formats import read_text, rows
+from samecurve.data.formats import read_rows, read_text
 from samecurve.errors import ConfigurationError, DataError
 from samecurve.specs.file_kinds import table_kind
 
@@ -85,7 +85,7 @@ def _asked(arguments: argparse.Namespace) -> Iterator[tuple[str, str | dict]]:
     if not arguments.file.is_file():
         raise ConfigurationError(f"--file: no such file: {arguments.file.absolute()}")
     if table_kind(arguments.file):
-        return rows(arguments.file)
+        return read_rows(arguments.file)
     return _text_lines(f"{arguments.file}", read_text(arguments.file).splitlines())
 
 

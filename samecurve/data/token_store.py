@@ -16,7 +16,7 @@ import numpy as np
 
 from samecurve.data.encoder import Encoded, Encoder
 from samecurve.data.parallel_encoding import encoded
-from samecurve.data.sources import Source, fingerprint, is_held_out
+from samecurve.data.sources import DataSource, fingerprint, is_held_out
 from samecurve.errors import DataError
 from samecurve.storage.cache import cached, digest, prints
 
@@ -66,16 +66,18 @@ class DocumentEncoder(Encoder):
         return [Encoded(tokens) for tokens in self(documents)]
 
 
-def load(source: Source, encoder: Encoder, validation_fraction: float, cache: Path) -> Corpus:
+def load_corpus(source: DataSource, encoder: Encoder, validation_fraction: float, cache: Path) -> Corpus:
     """The tokens of a source, from the cache or made now.
 
     Errors: DataError for unusable data, StorageError when the cache cannot be written.
     """
     key = digest(_VERSION, fingerprint(source, cache), source.identity, validation_fraction, encoder.identity)
-    return load_into(cache / "tokens" / key, key, source, encoder, validation_fraction)
+    return load_corpus_into(cache / "tokens" / key, key, source, encoder, validation_fraction)
 
 
-def load_into(target: Path, key: str, source: Source, encoder: Encoder, validation_fraction: float) -> Corpus:
+def load_corpus_into(
+    target: Path, key: str, source: DataSource, encoder: Encoder, validation_fraction: float
+) -> Corpus:
     """The same in a folder of the caller's choice. key: changes when the tokens do."""
     build = partial(_write, source=source, encoder=encoder, validation_fraction=validation_fraction)
     directory = cached(target, build)
@@ -84,14 +86,14 @@ def load_into(target: Path, key: str, source: Source, encoder: Encoder, validati
     return Corpus(train, held_out, meta["empty_documents"], meta["counts"])
 
 
-def training_texts(source: Source, validation_fraction: float) -> Iterator[str]:
+def training_texts(source: DataSource, validation_fraction: float) -> Iterator[str]:
     """The texts that are trained on, which are also the only ones that a tokenizer may learn from."""
     for document in source.documents():
         if not is_held_out(str(document), validation_fraction):
             yield from source.texts(document)
 
 
-def _write(directory: Path, source: Source, encoder: Encoder, validation_fraction: float) -> None:
+def _write(directory: Path, source: DataSource, encoder: Encoder, validation_fraction: float) -> None:
     source.check()
     num_empty, before = 0, dict(encoder.counts)
     with ExitStack() as stack:
@@ -180,7 +182,7 @@ def _map_file(file: Path, dtype: np.dtype, num_tokens: int) -> np.ndarray:
 
 
 @contextmanager
-def reading(title: str, source: Source, units: str = "documents") -> Iterator[Callable[[list], None]]:
+def reading(title: str, source: DataSource, units: str = "documents") -> Iterator[Callable[[list], None]]:
     """Shows how far the documents of a source are read: a bar on a terminal, else a line every 30 s and one at the
     end. units: what is counted.
 

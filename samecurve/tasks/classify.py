@@ -78,10 +78,10 @@ def load(recipe: Recipe) -> ClassifyTask:
     unnamed = find_examples(data, data.labels, sources.Selection.of(recipe, data))
     names = unnamed.names or classification.class_names(unnamed, cache)
 
-    def find(chosen: Data) -> sources.Source:
+    def find(chosen: Data) -> sources.DataSource:
         return find_examples(chosen, names, sources.Selection.of(recipe, chosen))
 
-    text_tokenizer = tokenizer.padding(tokenizer.load(recipe, find))
+    text_tokenizer = tokenizer.padding(tokenizer.load_tokenizer(recipe, find))
     length, pairs = recipe.batch.sequence_length, data.text_pair_column is not None
     encoder = classification.ExampleEncoder(text_tokenizer, length, names, pairs)
 

@@ -16,10 +16,10 @@ from samecurve.tasks import splits
 
 
 @dataclass(frozen=True)
-class WholeSource(sources.Source):
+class WholeSource(sources.DataSource):
     """All sources one after the other: what a tokenizer is trained on, whatever the weights."""
 
-    members: tuple[sources.Source, ...] = ()
+    members: tuple[sources.DataSource, ...] = ()
 
     @property
     def identity(self) -> str:
@@ -36,7 +36,7 @@ class WholeSource(sources.Source):
             yield from member.documents()
 
 
-def find(recipe: Recipe, find_one: Callable[[Data], sources.Source]) -> sources.Source:
+def find(recipe: Recipe, find_one: Callable[[Data], sources.DataSource]) -> sources.DataSource:
     """All training documents. Errors: DataError, of all sources together."""
     found = _together(lambda data=data: find_one(data) for data in recipe.data.sources())
     if len(found) == 1:
@@ -48,7 +48,7 @@ def find(recipe: Recipe, find_one: Callable[[Data], sources.Source]) -> sources.
 def load(
     recipe: Recipe,
     encoder: Encoder,
-    find_one: Callable[[Data], sources.Source],
+    find_one: Callable[[Data], sources.DataSource],
     make_rows: Callable[[token_store.TokenStream], Rows],
 ) -> splits.Parts:
     """find_one: what `data` says of one source to that source. Errors: as parts.load, of all sources together."""
@@ -60,7 +60,7 @@ def load(
         source = find_one(data)
         if source.origin:
             origins.setdefault(name, []).append(source.origin)
-        return token_store.load(source, encoder, validation_fraction, cache)
+        return token_store.load_corpus(source, encoder, validation_fraction, cache)
 
     found = _together(lambda data=data: read(data) for data in recipe.data.sources())
     train = MixedRows([make_rows(one.train) for one in found], [source.weight for source in recipe.data.mixture])

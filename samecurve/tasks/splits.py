@@ -71,7 +71,7 @@ class TextTask(Task):
 def load(
     recipe: Recipe,
     encoder: Encoder,
-    find: Callable[[Data], sources.Source],
+    find: Callable[[Data], sources.DataSource],
     make_rows: Callable[[token_store.TokenStream], Rows],
 ) -> Parts:
     """find: what `data` says of one path to its source.
@@ -84,7 +84,7 @@ def load(
     def read(data: Data, validation_fraction: float, name: str) -> token_store.Corpus:
         source = find(data)
         origins.update({name: source.origin} if source.origin else {})
-        return token_store.load(source, encoder, validation_fraction, location(recipe.data.cache_dir))
+        return token_store.load_corpus(source, encoder, validation_fraction, location(recipe.data.cache_dir))
 
     fraction = sources.validation_fraction(recipe)
     training = read(recipe.data, fraction, ORIGIN)

@@ -26,18 +26,20 @@ def load(recipe: Recipe, encoder: Encoder, make_rows: Callable[[token_store.Toke
     trained on nowhere, either. Errors: DataError for unusable data.
     """
     data, fraction = recipe.data, sources.validation_fraction(recipe)
-    files = stream_files.find(data.path, data.pattern, data.text_column, sources.Selection.of(recipe, data))
+    files = stream_files.find_stream_files(
+        data.path, data.pattern, data.text_column, sources.Selection.of(recipe, data)
+    )
     buffer_bytes = data.shuffle_buffer_mib * 2**20
-    pieces = stream_pieces.cut(files, buffer_bytes)
+    pieces = stream_pieces.cut_into_chunks(files, buffer_bytes)
     if not pieces:
         raise DataError(f"{data.path}: its files are empty; correct data.path or data.pattern")
-    blocks = stream_pieces.Blocks(pieces, buffer_bytes, recipe.seed)
+    blocks = stream_pieces.ShuffleBlocks(pieces, buffer_bytes, recipe.seed)
     folder = _Folder(recipe)
 
     def read(block: int) -> token_store.Corpus:
-        source = stream_pieces.PieceSource(data.path, (), data.text_column, blocks[block])
+        source = stream_pieces.ChunkSource(data.path, (), data.text_column, blocks[block])
         key = digest(data.text_column, fraction, encoder.identity, *map(astuple, source.pieces))
-        return token_store.load_into(folder.of(block, key), key, source, encoder, fraction)
+        return token_store.load_corpus_into(folder.of(block, key), key, source, encoder, fraction)
 
     first = read(0)
     read_as = (data.text_column, data.shuffle_buffer_mib, fraction, encoder.identity)
@@ -67,7 +69,7 @@ def load(recipe: Recipe, encoder: Encoder, make_rows: Callable[[token_store.Toke
     return loaded
 
 
-def _origin(data: Data, files: tuple[stream_files.File, ...]) -> dict[str, str]:
+def _origin(data: Data, files: tuple[stream_files.StreamFile, ...]) -> dict[str, str]:
     """Of a split of the hub, as parts.Parts.counts has it."""
     if not files[0].name.startswith("hf://") or "@" not in files[0].relative:
         return {}
@@ -79,13 +81,13 @@ def _evaluated(recipe: Recipe, data: Data, encoder: Encoder) -> token_store.Corp
     """All of what is evaluated on. Of the hub the split's files are read alone, and not all of the data set first."""
     cache, selection = location(data.cache_dir), sources.Selection.of(recipe, data)
     if address(data.path) is None:
-        source = sources.find(data.path, data.pattern, data.text_column, selection)
-        return token_store.load(source, encoder, 0.0, cache)
-    files = stream_files.find(data.path, data.pattern, data.text_column, selection)
-    pieces = tuple(stream_pieces.cut(files, data.shuffle_buffer_mib * 2**20))
-    source = stream_pieces.PieceSource(data.path, (), data.text_column, pieces)
+        source = sources.find_source(data.path, data.pattern, data.text_column, selection)
+        return token_store.load_corpus(source, encoder, 0.0, cache)
+    files = stream_files.find_stream_files(data.path, data.pattern, data.text_column, selection)
+    pieces = tuple(stream_pieces.cut_into_chunks(files, data.shuffle_buffer_mib * 2**20))
+    source = stream_pieces.ChunkSource(data.path, (), data.text_column, pieces)
     key = digest("evaluated", data.text_column, encoder.identity, *map(astuple, pieces))
-    return token_store.load_into(cache / "tokens" / key, key, source, encoder, 0.0)
+    return token_store.load_corpus_into(cache / "tokens" / key, key, source, encoder, 0.0)
 
 
 class _Folder:

@@ -138,10 +138,10 @@ from samecurve.errors import DataError
 def texts(name, pattern=None, stream=False, **selection):
     chosen = sources.Selection(**selection)
     if stream:
-        files = stream_files.find(name, pattern, "text", chosen)
-        source = streaming.PieceSource(name, (), "text", tuple(streaming.cut(files, 1e6)))
+        files = stream_files.find_stream_files(name, pattern, "text", chosen)
+        source = streaming.ChunkSource(name, (), "text", tuple(streaming.cut_into_chunks(files, 1e6)))
         return list(source.documents()), streaming.fingerprint(files)
-    source = sources.find(name, pattern, "text", chosen)
+    source = sources.find_source(name, pattern, "text", chosen)
     source.check()
     return list(source.documents()), sources.fingerprint(source, Path(os.environ["HF_HOME"], "ours"))
 
@@ -272,7 +272,7 @@ CONTENT = {
 @pytest.mark.parametrize("task", ["pretrain", "sft", "dpo", "reward", "classify", "mlm", "embed"])
 def test_every_task_trains_on_one_split_and_measures_on_the_other(task, tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(hub, "read", lambda name, chosen: asked.append(chosen) or made_split(name, chosen))
+    monkeypatch.setattr(hub, "read_hub_split", lambda name, chosen: asked.append(chosen) or made_split(name, chosen))
     monkeypatch.chdir(tmp_path)
     Path("r.json").write_text(json.dumps(CONTENT | {"task": task}))
     task = registry.load(loader.load_recipe("r.json"))
@@ -322,4 +322,4 @@ def test_what_is_a_name_on_the_hub(path, expected, tmp_path, monkeypatch):
     assert is_hub_name(path) is expected
     if not expected and ":" not in path:
         with pytest.raises(DataError, match="does not exist"):
-            sources.find(path)
+            sources.find_source(path)

@@ -13,7 +13,7 @@ from samecurve.config.schema import Batch
 from samecurve.data import token_store
 from samecurve.data.batches import EvaluationBatches, StepBatches
 from samecurve.data.datasets.base import PackedRows
-from samecurve.data.datasets.mixture import MixedRows, Turns
+from samecurve.data.datasets.mixture import MixedRows, WeightedInterleaver
 from samecurve.errors import ConfigurationError, DataError
 from samecurve.losses.cross_entropy import IGNORE_INDEX
 from samecurve.tasks import registry
@@ -25,14 +25,31 @@ def bound(num_sources: int) -> float:
 
 def test_turns_worked_out_by_hand():
     """round(0.75 n) = 0, 1, 2, 2, 3, 4, 5, 5, 6: the first source has the turns 0, 1, 3, 4, 5, 7."""
-    sources, counts = Turns([0.75, 0.25]).at(np.arange(8))
+    sources, counts = WeightedInterleaver([0.75, 0.25]).at(np.arange(8))
     assert sources.tolist() == [0, 0, 1, 0, 0, 0, 1, 0]
     assert counts.tolist() == [0, 1, 0, 2, 3, 4, 1, 5]
 
 
 def test_turns_are_pinned():
     """A change of these numbers changes what every mixture's run reads, and breaks going on from an older one."""
-    assert Turns([1, 5, 2]).at(np.arange(16))[0].tolist() == [1, 2, 1, 1, 0, 1, 2, 1, 1, 2, 1, 1, 0, 1, 2, 1]
+    assert WeightedInterleaver([1, 5, 2]).at(np.arange(16))[0].tolist() == [
+        1,
+        2,
+        1,
+        1,
+        0,
+        1,
+        2,
+        1,
+        1,
+        2,
+        1,
+        1,
+        0,
+        1,
+        2,
+        1,
+    ]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -40,7 +57,7 @@ def test_the_most_turns_in_a_step_are_what_the_worst_step_takes(seed):
     """More than the share rounded up, in some steps: a source of that many rows would give one of them twice."""
     draw = random.Random(seed)
     weights = [draw.randint(1, 9) for _ in range(draw.randint(2, 4))]
-    size, turns = draw.randint(2, 12), Turns(weights)
+    size, turns = draw.randint(2, 12), WeightedInterleaver(weights)
     sources, _ = turns.at(np.arange(4000))
     for source in range(len(weights)):
         worst = np.convolve(sources == source, np.ones(size, dtype=int), "valid").max()
@@ -53,7 +70,7 @@ def test_random_weights_keep_their_proportions_everywhere(seed):
     draw = random.Random(seed)
     weights = [round(10 ** draw.uniform(-3, 3), draw.randint(2, 6)) + 1e-6 for _ in range(draw.randint(1, 12))]
     start = draw.choice([0, draw.randrange(10**4), draw.randrange(10**12)])
-    turns = Turns(weights)
+    turns = WeightedInterleaver(weights)
     positions = np.arange(start, start + 3000)
     sources, counts = turns.at(positions)
     exact = [Fraction(str(weight)) for weight in weights]
@@ -70,7 +87,7 @@ def test_random_weights_keep_their_proportions_everywhere(seed):
 
 
 def test_a_turn_depends_on_its_position_alone():
-    turns = Turns([3, 1, 0.5, 0.123456])
+    turns = WeightedInterleaver([3, 1, 0.5, 0.123456])
     positions = np.random.default_rng(0).permutation(np.arange(10**9, 10**9 + 500))
     sources, counts = turns.at(positions)
     for place in (0, 77, 499):
@@ -104,7 +121,7 @@ def test_no_step_reads_a_row_of_any_source_twice(seed):
     """Sources of many sizes, from what a step takes of them at most; the last session has another batch size."""
     draw = random.Random(seed)
     weights = [round(10 ** draw.uniform(-1.5, 1.5), 3) + 1e-3 for _ in range(draw.randint(2, 5))]
-    size, turns = draw.choice([4, 12, 32]), Turns(weights)
+    size, turns = draw.choice([4, 12, 32]), WeightedInterleaver(weights)
     num_steps = 200
     sources, _ = turns.at(np.arange(num_steps * size))
     taken = np.stack([(sources == source).reshape(-1, size).sum(axis=1) for source in range(len(weights))])
@@ -130,7 +147,7 @@ def test_no_step_reads_a_row_of_any_source_twice(seed):
 
 
 def test_where_a_turn_is_found_again():
-    turns = Turns([3, 1, 0.5, 0.0123])
+    turns = WeightedInterleaver([3, 1, 0.5, 0.0123])
     sources, counts = turns.at(np.arange(3000))
     for position in (0, 1, 77, 1234, 2999):
         source, count = int(sources[position]), int(counts[position])

@@ -50,14 +50,14 @@ def folder(tmp_path):
 
 def documents(path, buffer_bytes: float) -> list[list[str]]:
     """Of each piece."""
-    pieces = stream_pieces.cut(stream_files.find(str(path), None, "text"), buffer_bytes)
-    return [list(stream_pieces.PieceSource("x", (), "text", (piece,)).documents()) for piece in pieces]
+    pieces = stream_pieces.cut_into_chunks(stream_files.find_stream_files(str(path), None, "text"), buffer_bytes)
+    return [list(stream_pieces.ChunkSource("x", (), "text", (piece,)).documents()) for piece in pieces]
 
 
 @pytest.mark.parametrize("name", ["data", "texts", "data/a.jsonl", "data/b.jsonl.gz", "data/c.parquet"])
 @pytest.mark.parametrize("buffer_bytes", [25, 333, 10**6])
 def test_every_document_is_in_one_piece_whatever_its_size(folder, name, buffer_bytes):
-    expected = list(sources.find(str(folder / name)).documents())
+    expected = list(sources.find_source(str(folder / name)).documents())
     found = documents(folder / name, buffer_bytes * 16)
     assert [text for piece in found for text in piece] == expected
     assert len(expected) >= 25
@@ -65,15 +65,18 @@ def test_every_document_is_in_one_piece_whatever_its_size(folder, name, buffer_b
 
 def test_pieces_are_cut_where_the_format_lets_them(folder):
     kinds = Counter(
-        piece.kind for piece in stream_pieces.cut(stream_files.find(str(folder / "data"), None, "text"), BUFFER)
+        piece.kind
+        for piece in stream_pieces.cut_into_chunks(
+            stream_files.find_stream_files(str(folder / "data"), None, "text"), BUFFER
+        )
     )
     size = (folder / "data" / "a.jsonl").stat().st_size
     assert kinds == {"lines": -(-size // (BUFFER // 16)), "compressed": 1, "parquet": 8}
 
 
 def test_every_epoch_has_every_piece_once_in_an_order_of_its_own(folder):
-    pieces = stream_pieces.cut(stream_files.find(str(folder / "data"), None, "text"), BUFFER)
-    blocks = stream_pieces.Blocks(pieces, BUFFER, seed=1)
+    pieces = stream_pieces.cut_into_chunks(stream_files.find_stream_files(str(folder / "data"), None, "text"), BUFFER)
+    blocks = stream_pieces.ShuffleBlocks(pieces, BUFFER, seed=1)
     assert 1 < blocks.per_epoch < len(pieces)
     orders = []
     for epoch in range(3):
@@ -86,8 +89,8 @@ def test_every_epoch_has_every_piece_once_in_an_order_of_its_own(folder):
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
 def test_neighbouring_blocks_of_two_epochs_share_no_piece(size):
     for num_pieces in range(1, 6 * size + 2):
-        pieces = [stream_pieces.Piece("lines", (), nth, nth + 1, 1) for nth in range(num_pieces)]
-        blocks = stream_pieces.Blocks(pieces, size, seed=3)
+        pieces = [stream_pieces.FileChunk("lines", (), nth, nth + 1, 1) for nth in range(num_pieces)]
+        blocks = stream_pieces.ShuffleBlocks(pieces, size, seed=3)
         sizes = {len(blocks[nth]) for nth in range(blocks.per_epoch)}
         assert max(sizes) <= size and max(sizes) - min(sizes) <= 1
         orders = set()
@@ -125,19 +128,21 @@ def test_a_stream_of_one_block_reads_no_row_twice_in_a_step(recipe_file):
 def test_a_url_holds_the_same_as_the_folder(folder):
     remote = fsspec.filesystem("memory")
     remote.put(str(folder / "data"), "/samecurve_test", recursive=True)
-    pieces = stream_pieces.cut(stream_files.find("memory://samecurve_test", None, "text"), BUFFER)
-    here = stream_pieces.cut(stream_files.find(str(folder / "data"), None, "text"), BUFFER)
-    assert [text for text in stream_pieces.PieceSource("x", (), "text", tuple(pieces)).documents()] == [
-        text for text in stream_pieces.PieceSource("x", (), "text", tuple(here)).documents()
+    pieces = stream_pieces.cut_into_chunks(
+        stream_files.find_stream_files("memory://samecurve_test", None, "text"), BUFFER
+    )
+    here = stream_pieces.cut_into_chunks(stream_files.find_stream_files(str(folder / "data"), None, "text"), BUFFER)
+    assert [text for text in stream_pieces.ChunkSource("x", (), "text", tuple(pieces)).documents()] == [
+        text for text in stream_pieces.ChunkSource("x", (), "text", tuple(here)).documents()
     ]
     assert stream_pieces.fingerprint(
-        stream_files.find("memory://samecurve_test", None, "text")
-    ) == stream_pieces.fingerprint(stream_files.find(str(folder / "data"), None, "text"))
+        stream_files.find_stream_files("memory://samecurve_test", None, "text")
+    ) == stream_pieces.fingerprint(stream_files.find_stream_files(str(folder / "data"), None, "text"))
     assert {piece.files[0].relative for piece in pieces} == {"a.jsonl", "b.jsonl.gz", "c.parquet"}
-    chosen = stream_files.find("memory://samecurve_test", "*.parquet", "text")
+    chosen = stream_files.find_stream_files("memory://samecurve_test", "*.parquet", "text")
     assert [file.relative for file in chosen] == ["c.parquet"]
     with pytest.raises(DataError, match="memory://nowhere: "):
-        stream_files.find("memory://nowhere", None, "text")
+        stream_files.find_stream_files("memory://nowhere", None, "text")
 
 
 MISTAKES = [
@@ -171,7 +176,7 @@ def test_compressed_texts_are_streamed(tmp_path):
 def test_files_that_cannot_be_streamed_are_refused(tmp_path):
     (tmp_path / "a.csv").write_text("text\nx\n")
     with pytest.raises(DataError, match="a.csv: streaming reads text, jsonl .also compressed. and parquet; convert it"):
-        stream_files.find(str(tmp_path), None, "text")
+        stream_files.find_stream_files(str(tmp_path), None, "text")
     (tmp_path / "b.jsonl.gz").write_bytes(b"not gzip")
     with pytest.raises(DataError, match="b.jsonl.gz: could not be read: "):
         documents(tmp_path / "b.jsonl.gz", BUFFER)
@@ -211,7 +216,7 @@ def test_a_stream_of_the_hub_reads_one_split_and_measures_another(recipe_file, m
         asked.append((where.name, selection.split, selection.config, selection.revision))
         return [f"memory://hub_test/{selection.split}.jsonl"]
 
-    monkeypatch.setattr("samecurve.data.hub.urls", urls)
+    monkeypatch.setattr("samecurve.data.hub.hub_urls", urls)
     overrides = ["data.path=org/name", "data.validation_fraction=0", "data.revision=v1", "evaluate.split=validation"]
     task = registry.load(loader.load_recipe(recipe_file, overrides))
     assert asked == [("org/name", "train", None, "v1"), ("org/name", "validation", None, "v1")]
@@ -248,7 +253,7 @@ def test_an_epoch_trains_each_document_once_and_never_what_is_held_out(recipe_fi
         rows = task.train._make(block)
         for start, end in zip(rows.stream.offsets[:-1], rows.stream.offsets[1:], strict=True):
             seen[task.tokenizer.decode(rows.stream.tokens[start:end].tolist(), skip_special_tokens=True)] += 1
-    texts = list(sources.find(str(folder / "data")).documents())
+    texts = list(sources.find_source(str(folder / "data")).documents())
     held_out = {text for text in texts if sources.is_held_out(text, 0.1)}
     assert seen == Counter(text for text in texts if text not in held_out) and held_out
     evaluated = task.tokenizer.decode(task.held_out.stream.tokens.tolist(), skip_special_tokens=True)

@@ -79,7 +79,7 @@ class ExampleSource(sources.TableSource):
 _FIX = "correct or remove the row, or name all classes in data.labels"
 
 
-def class_names(source: sources.Source, cache: Path) -> tuple[str, ...]:
+def class_names(source: sources.DataSource, cache: Path) -> tuple[str, ...]:
     """The classes of a source whose names nobody gave: sorted by name, or by number; read once and remembered.
 
     DataError for rows that cannot be used, for names mixed with numbers, numbers with a gap, and a single class.
@@ -89,7 +89,7 @@ def class_names(source: sources.Source, cache: Path) -> tuple[str, ...]:
     return tuple(json.loads((directory / "names.json").read_text()))
 
 
-def _write_names(directory: Path, source: sources.Source) -> None:
+def _write_names(directory: Path, source: sources.DataSource) -> None:
     source.check()
     first: dict[str, str] = {}
     for example in source.documents():
