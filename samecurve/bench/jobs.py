@@ -21,7 +21,7 @@ from samecurve.errors import ConfigurationError
 from samecurve.run.run_directory import RunDirectory, read_metrics
 from samecurve.run.status import STATUS, read_status
 from samecurve.storage.atomic import read_json
-from samecurve.strategy.placement import REFERENCE, place
+from samecurve.strategy.placement import REFERENCE, place_strategy
 
 POLL_SECONDS = 0.5
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
@@ -61,7 +61,7 @@ def jobs(names: Sequence[str], num_processes: int) -> list[Job]:
     if unknown:
         raise ConfigurationError(f"--strategies: no configs/{unknown[0]}.yaml; there are {', '.join(known)}")
     chosen = names or sorted(known, key=lambda name: name != REFERENCE)
-    placements = {name: place(known[name], num_processes) for name in chosen}
+    placements = {name: place_strategy(known[name], num_processes) for name in chosen}
     return [Job(name, placement.path, placement.world_size) for name, placement in placements.items()]
 
 

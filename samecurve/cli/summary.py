@@ -14,7 +14,7 @@ from samecurve.metrics.console import duration, number, spaced
 from samecurve.run.run_directory import read_metrics
 from samecurve.run.status import STATUS, read_status, refused_text
 from samecurve.storage.atomic import read_json
-from samecurve.strategy.placement import REFERENCE, another, num_processes_again
+from samecurve.strategy.placement import REFERENCE, another_strategy, num_processes_again
 
 LABEL_WIDTH = 14
 LENGTH = ("output_dir", "steps", "schedule", "evaluate.every_steps")  # a comparison has its own
@@ -88,7 +88,7 @@ def commands(directory: Path, facts: dict) -> list[tuple[str, str]]:
         found.append(_asking(facts.get("recipe", {}).get("task"), directory))
         found.append(("share it", f"python -m samecurve export {quoted(directory)} --dtype bf16"))
         found.append(("go on from its weights", start))
-    other = another(facts["strategy"])
+    other = another_strategy(facts["strategy"])
     again = [recipe, *_without(overrides, ("output_dir",)), f"output_dir={directory}-{other}"]
     found.append(("try another strategy", launch(f"configs/{other}.yaml", num_processes_again(world_size), again)))
     found.append(("see that they agree", _compare([recipe, *_without(overrides, LENGTH)], other, world_size)))

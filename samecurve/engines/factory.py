@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 def plan(argv: Sequence[str], environ: Mapping[str, str]) -> Plan:
     """Command line and environment -> the recipe and the strategy, or one report of all problems. Loads no torch."""
-    from samecurve.strategy.preflight import check
-    from samecurve.strategy.resolve import resolve
+    from samecurve.strategy.preflight import check_machine
+    from samecurve.strategy.resolve import resolve_plan
 
-    resolved = resolve(argv, environ)
+    resolved = resolve_plan(argv, environ)
     try:
-        check(resolved, environ)
+        check_machine(resolved, environ)
     except SamecurveError as error:
         error.output_dir = resolved.recipe.output_dir
         raise

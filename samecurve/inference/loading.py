@@ -247,7 +247,7 @@ def _quiet() -> None:
     logging.getLogger("transformers.modeling_utils").addFilter(_no_load_report)
     # peft imports it where it is installed, and on a CPU it warns of a faster kernel that only a hub has
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    preflight.quiet()
+    preflight.quiet_libraries()
 
 
 def _no_load_report(record: logging.LogRecord) -> bool:

@@ -42,7 +42,7 @@ class Launch:
         return self.launcher != "python"
 
 
-def detect(
+def detect_launch(
     environ: Mapping[str, str], local_rank: int | None, ancestors: Callable[[], Sequence[Ancestor]] | None = None
 ) -> Launch:
     """`local_rank`: the argument that the deepspeed launcher adds. `ancestors`: for tests; asked only where needed."""

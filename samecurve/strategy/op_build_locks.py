@@ -20,7 +20,9 @@ _POLL_SECONDS = 1.0
 _OWN_DISKS = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "apfs", "tmpfs", "overlay"}
 
 
-def clear(operators: Iterable[str], say: Callable[[str], None], environ: Mapping[str, str] = os.environ) -> None:
+def clear_build_locks(
+    operators: Iterable[str], say: Callable[[str], None], environ: Mapping[str, str] = os.environ
+) -> None:
     """Remove the locks of `operators` whose builder is gone. One process of a machine calls it, before any builds.
 
     While a process of this machine holds a lock, torch's own wait will end. On a disk that hosts share, a lock without

@@ -56,7 +56,7 @@ def supervise_builds() -> None:
     os.environ |= {"SAMECURVE_PYTHON": sys.executable, build_supervisor.RANK: str(os.getpid())}
 
 
-def quiet() -> None:
+def quiet_libraries() -> None:
     """Before transformers is imported: it imports torchao where that is installed, which warns of operators that it has
     for other devices, and of a call of its own that torch 2.13 deprecates (seen with torchao 0.18)."""
     for name in ("torchao", "torch.utils._pytree"):
@@ -78,12 +78,12 @@ def allocator_settings(environ: Mapping[str, str] = os.environ) -> str:
     return ", ".join(found)
 
 
-def check(plan: Plan, environ: Mapping[str, str] = os.environ) -> None:
+def check_machine(plan: Plan, environ: Mapping[str, str] = os.environ) -> None:
     """Prepare the environment; raise ConfigurationError with everything that this machine lacks for the plan."""
     prepare_environment()
     prepare_allocator()
-    quiet()
-    found = problems(plan.strategy, plan.recipe.precision, environ)
+    quiet_libraries()
+    found = environment_problems(plan.strategy, plan.recipe.precision, environ)
     found += compiler_problems(plan.recipe, has_accelerator(environ), environ)
     if found:
         lines = ["this machine cannot run the strategy as it is", *(f"  {problem}" for problem in found)]
@@ -92,7 +92,7 @@ def check(plan: Plan, environ: Mapping[str, str] = os.environ) -> None:
     if needed and os.name == "posix":
         supervise_builds()
     if needed and environ.get("LOCAL_RANK", "0") == "0":
-        op_build_locks.clear({*needed, "pin_memory"}, print, environ)
+        op_build_locks.clear_build_locks({*needed, "pin_memory"}, print, environ)
 
 
 def check_room(strategy: Strategy, num_parameters: int, environ: Mapping[str, str] = os.environ) -> None:
@@ -111,7 +111,7 @@ def check_room(strategy: Strategy, num_parameters: int, environ: Mapping[str, st
             )
 
 
-def problems(strategy: Strategy, precision: str, environ: Mapping[str, str] = os.environ) -> list[str]:
+def environment_problems(strategy: Strategy, precision: str, environ: Mapping[str, str] = os.environ) -> list[str]:
     """Why this machine cannot run the strategy, each with what to do about it; empty when it can.
 
     `precision`: the recipe's.

@@ -27,13 +27,13 @@ from samecurve.errors import ConfigurationError, TopologyError
 from samecurve.strategy import launchers, validate
 from samecurve.strategy.launchers import Ancestor, Launch
 from samecurve.strategy.plan import Files, Plan, Strategy
-from samecurve.strategy.restarts import goes_on
+from samecurve.strategy.restarts import continues_own_run
 
 _USAGE = """Each key is given once. Strategies are the files in configs/; without one the run is a
 single process. Under `accelerate launch --config_file FILE` that file is the strategy."""
 
 
-def resolve(
+def resolve_plan(
     argv: Sequence[str], environ: Mapping[str, str], ancestors: Callable[[], Sequence[Ancestor]] | None = None
 ) -> Plan:
     """`argv` without the program's name. `ancestors`: for tests, instead of the processes above this one.
@@ -42,13 +42,13 @@ def resolve(
     their `output_dir` is the recipe's.
     """
     arguments = command_line().parse_intermixed_args(argv)
-    launch = launchers.detect(environ, arguments.local_rank, ancestors)
+    launch = launchers.detect_launch(environ, arguments.local_rank, ancestors)
     problems: list[ConfigProblem] = []
     source = recipes.read_recipe(arguments.recipe, arguments.overrides)
     chosen = _choose(arguments.strategy, launch, environ, problems)
     files = read_files(chosen)
     strategy = describe_strategy(files, launch)
-    validate.check(source, files, strategy, launch)
+    validate.check_strategy(source, files, strategy, launch)
     problems += _resume_problems(arguments)
     problems += source.document.problems + files.accelerate.problems + files.deepspeed.problems
     problems += launchers.override_problems(launch, environ, files.accelerate)
@@ -65,7 +65,7 @@ def resolve(
         overrides=tuple(arguments.overrides),
         notes=tuple(source.document.notes),
     )
-    if goes_on(environ, source.recipe.output_dir):
+    if continues_own_run(environ, source.recipe.output_dir):
         return plan  # what the command line said about resuming was for the first start
     resume = "none" if arguments.fresh else arguments.resume
     return replace(plan, resume=resume, fresh=arguments.fresh)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _STAGE = ("zero_optimization", "stage")
 
 
-def check(document: Document, strategy: Strategy, source: RecipeSource) -> None:
+def check_deepspeed(document: Document, strategy: Strategy, source: RecipeSource) -> None:
     _precision(document)
     _reduction(document, source)
     _offload(document, strategy)

@@ -16,7 +16,7 @@ from optimizer_probe import SAVED, STEPS
 from test_equal_curves import ENGINES
 from test_resume import whole
 
-from samecurve.specs.optimizers import TRAITS
+from samecurve.specs.optimizers import OPTIMIZERS
 
 RATES = {
     "adamw": 3e-3,
@@ -73,7 +73,7 @@ def single(workspace) -> dict[str, dict]:
 
 
 def test_all_optimizers_are_covered():
-    assert RATES.keys() == TRAITS.keys()
+    assert RATES.keys() == OPTIMIZERS.keys()
 
 
 @pytest.mark.parametrize(

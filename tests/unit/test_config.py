@@ -13,7 +13,7 @@ from samecurve.config.documents import Document
 from samecurve.config.overrides import apply_override, latest_overrides
 from samecurve.config.schema import Batch
 from samecurve.errors import ConfigurationError
-from samecurve.strategy.resolve import resolve
+from samecurve.strategy.resolve import resolve_plan
 
 R = ["r.yaml"]
 TRANSFORMERS = version("transformers")
@@ -482,7 +482,7 @@ def test_commands_replace_what_they_add_to(given, kept):
 
 def test_unknown_option_comes_with_the_usage():
     with pytest.raises(ConfigurationError) as error:
-        resolve(["r.yaml", "--stratgy", "x"], {})
+        resolve_plan(["r.yaml", "--stratgy", "x"], {})
     hint = "recipe values are written steps=100, without dashes"
     first = expected([f"command line: unrecognized arguments: --stratgy x; {hint}"])
     assert str(error.value).startswith(f"{first}\nusage: train.py [-h]")

@@ -16,7 +16,7 @@ from samecurve.optim import adamw_bf16
 from samecurve.optim.adamw_bf16 import first_hash, random_bits, rounded, to_nearest
 from samecurve.optim.factory import build_optimizer, hidden_matrices, num_bytes_per_parameter, set_learning_rate
 from samecurve.optim.muon import orthogonal
-from samecurve.specs.optimizers import SMALLEST_8BIT, TRAITS
+from samecurve.specs.optimizers import OPTIMIZERS, SMALLEST_8BIT
 from samecurve.strategy.validate_optimizer import check_shards
 
 RATES = [0.01, 0.02, 0.005, 0.01, 0.01, 0.003]
@@ -90,10 +90,10 @@ REFERENCES["adamw_8bit"] = REFERENCES["adamw_bf16"] = REFERENCES["adamw"]
 
 
 def test_every_optimizer_has_a_reference():
-    assert REFERENCES.keys() == TRAITS.keys()
+    assert REFERENCES.keys() == OPTIMIZERS.keys()
 
 
-@pytest.mark.parametrize("name", TRAITS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_updates_are_those_of_another_implementation(name):
     # torch's Muon orthogonalises in bf16 only, as ours does where the recipe computes in bf16
     precision = "bf16" if name == "muon" else "fp32"
@@ -310,7 +310,7 @@ BYTES = {
 
 
 @pytest.mark.parametrize(
-    ("name", "more", "expected"), [*((name, {}, BYTES[name]) for name in TRAITS), ("adamw_bf16", KAHAN, 10)]
+    ("name", "more", "expected"), [*((name, {}, BYTES[name]) for name in OPTIMIZERS), ("adamw_bf16", KAHAN, 10)]
 )
 def test_bytes_per_parameter_are_those_of_the_live_tensors(name, more, expected):
     weight = torch.nn.Parameter(torch.randn(1024, 2048))

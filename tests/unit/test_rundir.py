@@ -14,7 +14,7 @@ from samecurve.errors import CheckpointError, ConfigurationError, RepeatedFailur
 from samecurve.run.metadata import run_facts
 from samecurve.run.run_directory import RunDirectory, read_metrics
 from samecurve.storage import atomic
-from samecurve.strategy.restarts import goes_on
+from samecurve.strategy.restarts import continues_own_run
 
 
 def finished_run(path, loss=1.0):
@@ -404,11 +404,11 @@ def test_a_restart_of_one_that_starts_over_does_not_go_on_from_what_it_was_to_le
     restart = {"TORCHELASTIC_RESTART_COUNT": "1"}
     run = RunDirectory(tmp_path, fresh=True)
     run.close()  # it died before it began
-    assert not goes_on(restart, str(tmp_path))
+    assert not continues_own_run(restart, str(tmp_path))
     run = RunDirectory(tmp_path, fresh=True)
     run.begin()
     (run.checkpoints / "step_00000002").mkdir(parents=True)
-    assert goes_on(restart, str(tmp_path)) and not goes_on({}, str(tmp_path))
+    assert continues_own_run(restart, str(tmp_path)) and not continues_own_run({}, str(tmp_path))
 
 
 def test_stacks_of_an_earlier_session_are_not_mixed_with_this_ones(tmp_path):
