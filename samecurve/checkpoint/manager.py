@@ -27,7 +27,7 @@ from samecurve.storage.fault_injection import reach
 from samecurve.storage.filesystem import LocalFileSystem
 
 if TYPE_CHECKING:
-    from samecurve.distributed.control_group import World
+    from samecurve.distributed.control_group import ControlGroup
     from samecurve.interfaces.engine import Engine
 
 MOST_FAILURES = 3
@@ -78,7 +78,7 @@ class Checkpoints:
         self,
         run: RunFolder,
         facts: dict,
-        world: World,
+        world: ControlGroup,
         say: Callable[[str], None],
         busy: Callable[[], None] = lambda: None,
         background: bool = True,
@@ -87,7 +87,7 @@ class Checkpoints:
         self._settings, self._background = facts["recipe"]["checkpoint"], background
         self._files = LocalFileSystem(busy)
         self._finder = Finder(run.checkpoints, self._facts, world, say, self._files)
-        self._exchange = world.another().exchange  # the writing thread's
+        self._exchange = world.new().all_gather_object  # the writing thread's
         self._snapshot: Snapshot | None = None
         self._in_flight: _Save | None = None
         self._failures = 0  # in a row

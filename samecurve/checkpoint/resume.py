@@ -14,7 +14,7 @@ from samecurve.errors import CheckpointError
 from samecurve.storage.fault_injection import reach
 
 if TYPE_CHECKING:
-    from samecurve.distributed.control_group import World
+    from samecurve.distributed.control_group import ControlGroup
     from samecurve.storage.filesystem import FileSystem
 
 FORMAT = 1
@@ -24,7 +24,9 @@ STATE = "state.json"
 class Finder:
     """directory: output_dir/checkpoints. facts, say: see Checkpoints."""
 
-    def __init__(self, directory: Path, facts: dict, world: World, say: Callable[[str], None], files: FileSystem):
+    def __init__(
+        self, directory: Path, facts: dict, world: ControlGroup, say: Callable[[str], None], files: FileSystem
+    ):
         self._directory, self._facts, self._world, self._say = directory, facts, world, say
         self._files = files
 
@@ -57,7 +59,7 @@ class Finder:
         if resume not in ("auto", "none"):
             return [Path(resume)]
         own = candidates(self._files, self._directory) if resume == "auto" and self._world.is_main else []
-        return self._world.exchange(own)[0]
+        return self._world.all_gather_object(own)[0]
 
     def problems(self, folder: Path) -> list[str]:
         """Of all ranks: each reads the small files and its share of the files."""
@@ -67,7 +69,7 @@ class Finder:
             seen = None if problems else manifest_digest(self._files, folder)
         except OSError as error:  # the other ranks wait for this one's word
             problems, seen = [str(error)], None
-        of_all = self._world.exchange((problems, seen))
+        of_all = self._world.all_gather_object((problems, seen))
         found = sorted({problem for others, _ in of_all for problem in others})
         if not found and len({digest for _, digest in of_all}) > 1:
             found = ["ranks read different manifest.json; output_dir has to be the same folder on all machines"]

@@ -168,13 +168,13 @@ def measured(recipe: Recipe, folder: Path) -> tuple[dict[str, Any], dict[str, fl
 def _prepare(task: Task, recipe: Recipe, alive: Callable[[], None]) -> None:
     """For a task that compares with the model that the run began with: it is made again as training made it."""
     from samecurve.config.schema import Adapter
-    from samecurve.distributed.control_group import World
+    from samecurve.distributed.control_group import ControlGroup
     from samecurve.engines.evaluation_engine import Beginning
     from samecurve.models.weights import skeleton
 
     plain = recipe.model_copy(update={"adapter": Adapter()})  # a new adapter adds nothing
     shape = skeleton(plain, task.vocabulary_size, task.special_tokens, task.head)
-    task.prepare(Beginning(shape, plain, task), plain, shape, World(), alive, held_out_only=True)
+    task.prepare(Beginning(shape, plain, task), plain, shape, ControlGroup(), alive, held_out_only=True)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import PreTrainedModel
 
-    from samecurve.distributed.control_group import World
+    from samecurve.distributed.control_group import ControlGroup
     from samecurve.interfaces.engine import Engine
     from samecurve.interfaces.task import Task
     from samecurve.strategy.plan import Plan, Strategy
@@ -69,11 +69,13 @@ def allocator(accelerator: Accelerator) -> str:
     return allocator_settings() if accelerator.device.type == "cuda" else ""
 
 
-def core_advice(accelerator: Accelerator, strategy: Strategy, world: World) -> str:
+def core_advice(accelerator: Accelerator, strategy: Strategy, world: ControlGroup) -> str:
     """A line for the user where processes of one host are in each other's way, "" otherwise. Collective."""
     import torch
 
-    from samecurve.distributed.affinity import advice, seat
+    from samecurve.distributed.affinity import affinity_advice, read_cpu_binding
 
     on_gpu = accelerator.device.type == "cuda"
-    return advice(world.exchange(seat(torch.get_num_threads())), strategy.launcher, on_gpu)
+    return affinity_advice(
+        world.all_gather_object(read_cpu_binding(torch.get_num_threads())), strategy.launcher, on_gpu
+    )

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from samecurve.config.schema import Recipe
     from samecurve.data.datasets.preference import AnswerRows
-    from samecurve.distributed.control_group import World
+    from samecurve.distributed.control_group import ControlGroup
     from samecurve.interfaces.engine import Engine
     from samecurve.interfaces.task import Task
 
@@ -46,7 +46,7 @@ def provide(
     engine: Engine,
     recipe: Recipe,
     model: str,
-    world: World,
+    world: ControlGroup,
     alive: Callable[[], None],
 ) -> None:
     """Give rows their `reference`, from the cache or computed now; collective.
@@ -58,7 +58,7 @@ def provide(
     """
     key = digest(_VERSION, rows.fingerprint, model, recipe.precision)
     target = location(recipe.data.cache_dir) / "references" / key
-    if not all(world.exchange(target.is_dir())):
+    if not all(world.all_gather_object(target.is_dir())):
         progress = partial(_progress, f"reference log-probabilities of {len(rows):,} {title} pairs", world.is_main)
         values = compute(rows, engine, recipe.batch.micro_batch_size, alive, progress)
         _check_finite(values, title)
@@ -99,14 +99,14 @@ def compute(
     return found.reshape(-1, 2)[: len(rows)]
 
 
-def _together(world: World, call: Callable[[], Any]) -> Any:
+def _together(world: ControlGroup, call: Callable[[], Any]) -> Any:
     """What `call` returns. An error of one rank is raised on all of them; none goes on before all have called."""
     result, problem = None, None
     try:
         result = call()
     except SamecurveError as error:
         problem = error
-    verdict = next((found for found in world.exchange(problem) if found is not None), None)
+    verdict = next((found for found in world.all_gather_object(problem) if found is not None), None)
     if verdict is not None:
         raise verdict
     return result

@@ -11,7 +11,7 @@ from samecurve.errors import DataError, NumericError
 if TYPE_CHECKING:
     from samecurve.config.schema import Numerics as Settings
     from samecurve.data.batches import StepBatches
-    from samecurve.distributed.control_group import World
+    from samecurve.distributed.control_group import ControlGroup
     from samecurve.interfaces.engine import Engine, StepResult
     from samecurve.run.run_directory import RunDirectory
 
@@ -19,7 +19,7 @@ MOST_ROLLBACKS = 3
 
 
 class Guard:
-    def __init__(self, settings: Settings, run: RunDirectory, world: World):
+    def __init__(self, settings: Settings, run: RunDirectory, world: ControlGroup):
         self._settings, self._run, self._world = settings, run, world
         self._skipped_in_a_row = self._rollbacks = 0
         self._first_skipped = self._num_tokens = 0
@@ -106,7 +106,7 @@ class Guard:
         if not every or step % every:
             return False
         own = {label: _digest(tensor) for label, tensor in engine.state.replicas()}
-        found = _differing(self._world.exchange(own))
+        found = _differing(self._world.all_gather_object(own))
         if found:
             listed = "\n".join(f"  rank {rank}: {len(labels)} differ, first {labels[0]}" for rank, labels in found)
             raise NumericError(

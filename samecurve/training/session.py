@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from samecurve.checkpoint.manager import Checkpoints, Position
 from samecurve.checkpoint.resume import read_state
 from samecurve.data.batches import StepBatches
-from samecurve.distributed.control_group import World
+from samecurve.distributed.control_group import ControlGroup
 from samecurve.engines import factory
 from samecurve.errors import NothingToDo, NumericError, Preempted
 from samecurve.export.hf_export import export
@@ -49,7 +49,7 @@ class Session:
     def __init__(self, plan: Plan, accelerator: Accelerator, run: RunDirectory, watch: Surroundings):
         recipe = plan.recipe
         self.recipe, self.accelerator, self.run, self.watch = recipe, accelerator, run, watch
-        self.world = World()  # all ranks are there
+        self.world = ControlGroup()  # all ranks are there
         watch.phase("build")
         self.task = task = registry.load_together(recipe, self.world)
         self.skeleton = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
@@ -145,7 +145,7 @@ class Session:
     def stop_if_asked(self, here: Position) -> None:
         """When any rank was asked to stop: a committed checkpoint of this step, then Preempted on all ranks."""
         self.watch.phase("boundary", here.step)
-        reason = self.world.agree(self.watch.requested)
+        reason = self.world.first_nonempty(self.watch.requested)
         if reason:
             self.watch.phase("save", here.step)
             self.checkpoints.secure(self.engine, here)
@@ -171,7 +171,7 @@ class Session:
 
     def _end_if_done(self, found: Path | None) -> None:
         """Raises NothingToDo, on all ranks, where the same command was given again after it had come to its end."""
-        is_done = self.world.exchange(self.run.is_done)[0]
+        is_done = self.world.all_gather_object(self.run.is_done)[0]
         if found and is_done and read_state(found)["step"] >= self.recipe.steps:
             raise NothingToDo(
                 f"already done at step {self.recipe.steps}, nothing to train: the model is in {self.run.model}; more "

@@ -16,7 +16,7 @@ import torch
 
 from samecurve.checkpoint.manager import Checkpoints, Position
 from samecurve.data.batches import StepBatches
-from samecurve.distributed.control_group import World
+from samecurve.distributed.control_group import ControlGroup
 from samecurve.engines import factory
 from samecurve.models import weights
 from samecurve.run import lifecycle
@@ -41,7 +41,7 @@ def main() -> None:
     def checkpoints(background: bool) -> Checkpoints:
         changed = copy.deepcopy(facts)
         changed["recipe"]["checkpoint"]["background"] = background
-        return Checkpoints(run, changed, World(), accelerator.print)
+        return Checkpoints(run, changed, ControlGroup(), accelerator.print)
 
     streamed, copied = checkpoints(background=False), checkpoints(background=True)
     folder = run.checkpoints / "step_00000002"

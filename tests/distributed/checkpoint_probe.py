@@ -9,7 +9,7 @@ import os
 import sys
 
 from samecurve.checkpoint.manager import Checkpoints
-from samecurve.distributed.control_group import World
+from samecurve.distributed.control_group import ControlGroup
 from samecurve.engines import factory
 from samecurve.models import weights
 from samecurve.run import lifecycle
@@ -25,7 +25,7 @@ def main() -> None:
     accelerator = factory.start(plan)
     task = registry.load(plan.recipe)
     skeleton = weights.skeleton(plan.recipe, task.vocabulary_size, task.special_tokens)
-    checkpoints = Checkpoints(run, decisive(plan, skeleton, task), World(), accelerator.print)
+    checkpoints = Checkpoints(run, decisive(plan, skeleton, task), ControlGroup(), accelerator.print)
     engine = factory.build(accelerator, plan, skeleton, task)
     position = checkpoints.load(checkpoints.find(folder), engine)
     checkpoints.save(engine, position, wait=True)

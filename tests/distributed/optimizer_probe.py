@@ -20,7 +20,7 @@ from test_resume import whole
 
 from samecurve.checkpoint.manager import Checkpoints, Position
 from samecurve.data.batches import StepBatches
-from samecurve.distributed.control_group import World
+from samecurve.distributed.control_group import ControlGroup
 from samecurve.engines import factory
 from samecurve.models import weights
 from samecurve.optim.factory import learning_rate
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def one(plan, accelerator, task, skeleton, origin: Path | None) -> dict:
-    recipe, world = plan.recipe, World()
+    recipe, world = plan.recipe, ControlGroup()
     run = RunDirectory(recipe.output_dir, is_main=world.is_main)
     checkpoints = Checkpoints(run, decisive(plan, skeleton, task), world, accelerator.print, background=False)
     engine = factory.build(accelerator, plan, skeleton, task)
@@ -82,7 +82,7 @@ def one(plan, accelerator, task, skeleton, origin: Path | None) -> dict:
         unequal = {
             f"{kind}/{held.name}" for held, kind, tensor in engine.state.visit() if differs(stored, held, kind, tensor)
         }
-        found |= {"unequal": sorted(set().union(*world.exchange(unequal))), "after": train(SAVED)}
+        found |= {"unequal": sorted(set().union(*world.all_gather_object(unequal))), "after": train(SAVED)}
     return found
 
 

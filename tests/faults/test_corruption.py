@@ -12,7 +12,7 @@ from battery import SINGLE, Case, Expected, Record, write_result
 
 from samecurve.checkpoint.manifest import check
 from samecurve.checkpoint.resume import Finder, read_state
-from samecurve.distributed.control_group import World
+from samecurve.distributed.control_group import ControlGroup
 from samecurve.errors import CheckpointError
 from samecurve.storage.filesystem import LocalFileSystem
 
@@ -71,7 +71,7 @@ def directory(saved, tmp_path) -> Path:
 
 def finder(directory: Path, told: list[str]) -> Finder:
     facts = read_state(directory.parent / directory.name / "step_00000005")
-    return Finder(directory, facts, World(), told.append, LocalFileSystem())
+    return Finder(directory, facts, ControlGroup(), told.append, LocalFileSystem())
 
 
 def damage(directory: Path, step: int, name: str, how: str) -> Path:

@@ -425,11 +425,11 @@ def test_workers_have_the_share(recipe_file, monkeypatch, tmp_path, capsys):
         pytest.skip("there is one core")
     counted = tmp_path / "cores"
 
-    def serve(*_):
+    def init_worker(*_):
         with open(counted, "a") as file:
             file.write(f"{len(os.sched_getaffinity(0))}\n")
 
-    monkeypatch.setattr(batches, "serve", serve)
+    monkeypatch.setattr(batches, "init_worker", init_worker)
     file = tmp_path / "found.json"
     options = ["--seconds", "0.01", "--processes_per_host", str(len(before)), "--json", str(file)]
     assert commands.main(["bench", "dataloader", recipe_file, *options]) == 0

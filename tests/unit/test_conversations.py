@@ -428,7 +428,7 @@ class Ranks:
     def __init__(self, rank: int, other: list):
         self.is_main, self._rank, self._other = rank == 0, rank, iter(other)
 
-    def exchange(self, value):
+    def all_gather_object(self, value):
         values = [value, next(self._other)]
         return values if self.is_main else values[::-1]
 

@@ -15,7 +15,7 @@ from torch import nn
 from samecurve.checkpoint import commit
 from samecurve.checkpoint.manager import Checkpoints, Position
 from samecurve.config.schema import Optimizer
-from samecurve.distributed.control_group import World
+from samecurve.distributed.control_group import ControlGroup
 from samecurve.engines.sharded_state import LiveState, PartitionState
 from samecurve.errors import NumericError, StorageError
 from samecurve.optim.factory import build_optimizer, parameter_groups, state_names
@@ -40,7 +40,7 @@ def make(tmp_path):
     def made(background: bool = True) -> Checkpoints:
         settings = {"every_steps": EVERY, "keep": 9, "best": None}
         facts = {"recipe": {"seed": 0, "checkpoint": settings}}
-        return Checkpoints(RunDirectory(tmp_path), facts, World(), print, background=background)
+        return Checkpoints(RunDirectory(tmp_path), facts, ControlGroup(), print, background=background)
 
     return made
 
