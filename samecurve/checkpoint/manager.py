@@ -22,8 +22,8 @@ from samecurve.checkpoint.resume import FORMAT, STATE, Finder, read_state
 from samecurve.checkpoint.snapshot import Snapshot
 from samecurve.distributed import rng_state
 from samecurve.errors import NumericError, StorageError
-from samecurve.storage.atomic import now, plain, write_json
-from samecurve.storage.fault_injection import reach
+from samecurve.storage.atomic import json_values, utc_timestamp, write_json
+from samecurve.storage.fault_injection import fault_point
 from samecurve.storage.filesystem import LocalFileSystem
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Checkpoints:
         busy: Callable[[], None] = lambda: None,
         background: bool = True,
     ):
-        self._run, self._facts, self._world, self._say, self._busy = run, plain(facts), world, say, busy
+        self._run, self._facts, self._world, self._say, self._busy = run, json_values(facts), world, say, busy
         self._settings, self._background = facts["recipe"]["checkpoint"], background
         self._files = LocalFileSystem(busy)
         self._finder = Finder(run.checkpoints, self._facts, world, say, self._files)
@@ -104,7 +104,7 @@ class Checkpoints:
 
     def load(self, folder: Path, engine: Engine, generators: bool = True) -> Position:
         """Fill the engine from a checked checkpoint. generators: go on with dropout's random numbers too."""
-        reach("load.read")
+        fault_point("load.read")
         saved = read_state(folder)
         reader = format.Reader(folder)
         reader.check_names(engine.shapes | engine.state.factors)
@@ -119,7 +119,7 @@ class Checkpoints:
             rng_state.restore({name: reader.tensor(self._world.rank, f"rng/{name}") for name in names}, engine.device)
         elif generators:
             rng_state.reseed(self._facts["recipe"]["seed"], saved["step"], self._world.rank)
-        reach("load.done")
+        fault_point("load.done")
         return Position(**{key: saved[key] for key in Position.__dataclass_fields__ if key in saved})
 
     def roll_back(self, engine: Engine) -> Position | None:
@@ -203,8 +203,8 @@ class Checkpoints:
     def _start(self, engine: Engine, position: Position, began: float) -> None:
         self._snapshot = self._snapshot or Snapshot(engine)
         entries, values = self._snapshot.take(copy=self._background)
-        reach("save.staged")
-        state = json.dumps(plain(self._describe(engine, position))).encode()
+        fault_point("save.staged")
+        state = json.dumps(json_values(self._describe(engine, position))).encode()
         save = self._in_flight = _Save(position.step, began)
         self._tried_step = position.step
         work = partial(self._commit, save, entries, values, state)
@@ -240,7 +240,7 @@ class Checkpoints:
 
     def _describe(self, engine: Engine, position: Position) -> dict:
         state = {"format": FORMAT, **asdict(position), "loss_scale": engine.loss_scale_state}
-        return state | {"generators": self._generators(engine), "time": now(), **self._facts}
+        return state | {"generators": self._generators(engine), "time": utc_timestamp(), **self._facts}
 
     def _generators(self, engine: Engine) -> dict:
         """Where random numbers come from. Where it is the same, each rank goes on with its own."""

@@ -11,7 +11,7 @@ from samecurve.checkpoint.compatibility import changes, refusals
 from samecurve.checkpoint.manifest import candidates, check, manifest_digest
 from samecurve.config.renamed_keys import in_new_names
 from samecurve.errors import CheckpointError
-from samecurve.storage.fault_injection import reach
+from samecurve.storage.fault_injection import fault_point
 
 if TYPE_CHECKING:
     from samecurve.distributed.control_group import ControlGroup
@@ -64,7 +64,7 @@ class Finder:
     def problems(self, folder: Path) -> list[str]:
         """Of all ranks: each reads the small files and its share of the files."""
         try:
-            reach("load.verify")
+            fault_point("load.verify")
             problems = [str(p) for p in check(self._files, folder, (self._world.rank, self._world.size))]
             seen = None if problems else manifest_digest(self._files, folder)
         except OSError as error:  # the other ranks wait for this one's word

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from samecurve.errors import CheckpointError, ConfigurationError, DataError, NumericError, StorageError
 from samecurve.inference import loading
-from samecurve.storage.atomic import plain, write_json, writing
+from samecurve.storage.atomic import json_values, storage_errors, write_json
 
 if TYPE_CHECKING:
     import torch
@@ -119,7 +119,7 @@ def from_export(directory: Path, source: Path, output: Path, dtype: torch.dtype,
 
     partial_output = output.with_name(f"{output.name}.partial")
     try:
-        with writing(output):
+        with storage_errors(output):
             copy_as(source, partial_output, dtype)
             write_card(directory, made, partial_output)
             put_in_place(partial_output, output)
@@ -191,7 +191,7 @@ def from_checkpoint(directory: Path, folder: Path, output: Path, dtype: torch.dt
     except DataError as error:
         raise DataError(f"the tokenizer of a checkpoint comes from its recipe and data: {error}") from error
     skeleton = model.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
-    now = plain(identity(skeleton.config, task))
+    now = json_values(identity(skeleton.config, task))
     if recipe.tokenizer.vocabulary_size is None:  # then nothing of the model was made from the rows
         now["data"]["rows"] = saved["data"]["rows"]
     _check_unchanged(folder, saved, now)

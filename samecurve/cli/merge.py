@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from samecurve.cli.export import DTYPES, copy_as
 from samecurve.errors import ConfigurationError, NumericError, StorageError
 from samecurve.inference import loading
-from samecurve.storage.atomic import writing
+from samecurve.storage.atomic import storage_errors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.dtype != "fp32":
             _cast(partial, cast, arguments.dtype)
         _write_card(arguments.run, partial, arguments.dtype)
-        with writing(output):
+        with storage_errors(output):
             partial.rename(output)
     finally:
         for leftover in (partial, cast):
@@ -57,7 +57,7 @@ def _cast(partial: Path, cast: Path, dtype: str) -> None:
     """What is proved in fp32 is stored in another dtype. Raises NumericError for values that do not fit into it."""
     import torch
 
-    with writing(cast):
+    with storage_errors(cast):
         copy_as(partial, cast, getattr(torch, DTYPES[dtype]))
         shutil.rmtree(partial)
         cast.rename(partial)
@@ -81,7 +81,7 @@ def _merge(folder: Path, base: str, output: Path) -> str:
     alone, expected = _without_matrices(adapted, rows), _logits(adapted, rows)
     # safe_merge: refuses weights that are not finite
     merged = adapted.merge_and_unload(safe_merge=True)
-    with writing(output):
+    with storage_errors(output):
         merged.save_pretrained(output)
         _copy_the_rest(folder, output)
     del adapted, merged

@@ -18,7 +18,7 @@ from samecurve.data.encoder import Encoded, Encoder
 from samecurve.data.parallel_encoding import encoded
 from samecurve.data.sources import DataSource, fingerprint, is_held_out
 from samecurve.errors import DataError
-from samecurve.storage.cache import cached, digest, prints
+from samecurve.storage.cache import build_once, digest, is_main_process
 
 # Part of the cache key: raise it when the tokens written for the same input change.
 _VERSION = 5
@@ -80,7 +80,7 @@ def load_corpus_into(
 ) -> Corpus:
     """The same in a folder of the caller's choice. key: changes when the tokens do."""
     build = partial(_write, source=source, encoder=encoder, validation_fraction=validation_fraction)
-    directory = cached(target, build)
+    directory = build_once(target, build)
     meta = json.loads((directory / "meta.json").read_text())
     train, held_out = (_map(directory, part, meta, key) for part in PARTS)
     return Corpus(train, held_out, meta["empty_documents"], meta["counts"])
@@ -192,7 +192,7 @@ def reading(title: str, source: DataSource, units: str = "documents") -> Iterato
     from rich.console import Console
     from rich.progress import Progress
 
-    console = Console(quiet=source.quiet or not prints(), soft_wrap=True)
+    console = Console(quiet=source.quiet or not is_main_process(), soft_wrap=True)
     began = last_line = time.perf_counter()
     num_units = num_bytes = 0
 

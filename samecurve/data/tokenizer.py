@@ -18,7 +18,7 @@ from samecurve.data.formats import read_text
 from samecurve.data.token_store import reading, training_texts
 from samecurve.errors import ConfigurationError, DataError
 from samecurve.specs.data_names import CHATML
-from samecurve.storage.cache import cached, digest, location
+from samecurve.storage.cache import build_once, cache_folder, digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -139,12 +139,12 @@ def _trained(recipe: Recipe, source: sources.DataSource) -> PreTrainedTokenizerF
     from transformers import PreTrainedTokenizerFast
 
     size, fraction = recipe.tokenizer.vocabulary_size, sources.validation_fraction(recipe)
-    cache, chat = location(recipe.data.cache_dir), recipe.task in _CHATS
+    cache, chat = cache_folder(recipe.data.cache_dir), recipe.task in _CHATS
     more = (BEGIN_OF_TURN, END_OF_TURN) if chat else (MASK,) if recipe.task == "mlm" else ()
     markers = (BEGIN_OF_TEXT, END_OF_TEXT, *more)
     key = digest(_VERSION, sources.fingerprint(source, cache), source.identity, fraction, size, *markers[2:])
     build = partial(_train, source=source, validation_fraction=fraction, vocabulary_size=size, special_tokens=markers)
-    directory = cached(cache / "tokenizers" / key, build)
+    directory = build_once(cache / "tokenizers" / key, build)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_file=str(directory / "tokenizer.json"),
         bos_token=BEGIN_OF_TEXT,

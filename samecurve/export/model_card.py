@@ -17,7 +17,7 @@ from samecurve.metrics.console import duration, number, spaced
 from samecurve.reports.plot import Scale, loss_series, plot, session_marks
 from samecurve.run.run_directory import read_metrics
 from samecurve.run.sessions import Began, sessions, unknown_origin
-from samecurve.storage.atomic import now, write_text
+from samecurve.storage.atomic import utc_timestamp, write_text
 
 CARD, PICTURE = "README.md", "loss.svg"
 UNKNOWN = "not known"
@@ -172,7 +172,7 @@ def _where(facts: dict) -> Iterator[tuple[str, object]]:
     yield "hardware", f"{facts['world_size']} x {facts.get('device', UNKNOWN)}"
     versions = facts.get("versions", {})
     yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items() if version) or UNKNOWN
-    yield "card written", now()
+    yield "card written", utc_timestamp()
 
 
 def _curve(metrics: Sequence[dict]) -> Iterator[str]:

@@ -23,7 +23,7 @@ from samecurve.reports.plot import (
 from samecurve.reports.run_summary import NOT_KNOWN, Run, differences, parts, relative_losses, results
 from samecurve.run.sessions import unknown_origin
 from samecurve.run.status import refused_text
-from samecurve.storage.atomic import now
+from samecurve.storage.atomic import utc_timestamp
 
 NAMES = "AB"
 # A reader gets perplexity from the loss, and counts do not change.
@@ -55,7 +55,7 @@ def page(runs: Sequence[Run]) -> str:
 def _parts(runs: Sequence[Run]) -> Iterator[str]:
     for index, run in enumerate(runs):
         yield _introduction(run, index, len(runs) > 1)
-    yield f'<p class="small">Written {now()}.</p>\n<h2>Numbers</h2>'
+    yield f'<p class="small">Written {utc_timestamp()}.</p>\n<h2>Numbers</h2>'
     yield _side_by_side([results(run) for run in runs])
     if len(runs) > 1:
         yield from _what_differs(*runs)

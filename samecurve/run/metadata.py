@@ -9,7 +9,7 @@ from samecurve.interfaces.fingerprint import identity
 from samecurve.models.lora import fingerprint
 from samecurve.models.weight_files import weight_files
 from samecurve.specs.environment import processor, versions
-from samecurve.storage.atomic import now
+from samecurve.storage.atomic import utc_timestamp
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,7 +46,7 @@ def run_facts(plan: Plan, described: dict, data: dict, device: str) -> dict:
         "accelerate": strategy.accelerate,
         "deepspeed": strategy.deepspeed,
         "versions": versions(),
-        "started": now(),
+        "started": utc_timestamp(),
     }
 
 

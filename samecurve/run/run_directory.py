@@ -22,10 +22,10 @@ from samecurve.checkpoint.manifest import candidates, step_of
 from samecurve.errors import CheckpointError, ConfigurationError, SamecurveError
 from samecurve.run import failures as restarts
 from samecurve.run.status import STATUS, counted, read_status, split, with_refused
-from samecurve.storage.atomic import now, write_json, writing
-from samecurve.storage.file_lock import DEAD_HOST_SECONDS, lock
+from samecurve.storage.atomic import storage_errors, utc_timestamp, write_json
+from samecurve.storage.file_lock import DEAD_HOST_SECONDS, lock_folder
 from samecurve.storage.filesystem import LocalFileSystem
-from samecurve.storage.jsonl import Lines, read_lines
+from samecurve.storage.jsonl import JsonlFile, read_lines
 from samecurve.strategy.restarts import STARTING_OVER, is_restart
 
 State = Literal["running", "done", "failed", "preempted"]
@@ -67,17 +67,17 @@ class RunDirectory:
         self._failures: dict = {}
         self._present: list[Path] = []
         self._aside: Path | None = None
-        self._metrics, self._skipped = Lines(self.metrics), Lines(self.path / "skipped.jsonl")
+        self._metrics, self._skipped = JsonlFile(self.metrics), JsonlFile(self.path / "skipped.jsonl")
         if is_main:
-            with writing(self.path):
+            with storage_errors(self.path):
                 _make_durable(self.path)
-                self._lock = lock(self.path, DEAD_HOST_SECONDS if is_restart(os.environ) else 0)
+                self._lock = lock_folder(self.path, DEAD_HOST_SECONDS if is_restart(os.environ) else 0)
         self._before, self._refused = split(read_status(self.path / STATUS))
         self._keeps_status = self._before.get("state") == "done"
         if not is_main:
             return
         try:
-            with writing(self.path):
+            with storage_errors(self.path):
                 self._claim([Path(read).resolve() for read in reads if read], resume, fresh)
         except SamecurveError as error:
             if self._is_run():
@@ -131,7 +131,7 @@ class RunDirectory:
         if state == "failed" and before:
             write_json(file, with_refused(before, reason, exit_code, failures))
         elif not self._keeps_status:
-            content = {"state": state, "reason": reason, "step": step, "exit_code": exit_code, "time": now()}
+            content = {"state": state, "reason": reason, "step": step, "exit_code": exit_code, "time": utc_timestamp()}
             if before:
                 content["earlier"] = before  # until `begin` puts it where the earlier session's files go
             write_json(file, content | (failures if state != "done" else {}))
@@ -165,7 +165,7 @@ class RunDirectory:
         """
         self.step = step
         if self.is_main:
-            with writing(self.path):
+            with storage_errors(self.path):
                 if self.continues:
                     self._go_on(step, record, busy)
                 else:
@@ -188,8 +188,8 @@ class RunDirectory:
             if step_of(folder) > step:
                 (target / "checkpoints").mkdir(exist_ok=True)
                 LocalFileSystem(busy).move_folder(folder, target / "checkpoints")  # which may be a link elsewhere
-        num_later = self._metrics.cut(step, target, record)
-        self._skipped.cut(step, target)
+        num_later = self._metrics.truncate(step, target, record)
+        self._skipped.truncate(step, target)
         self.notice = f"going on after step {step} in {self.path}; the earlier session's files are in {target}"
         if num_later:
             self.notice += f", with {num_later} steps that came after the checkpoint and are done again"

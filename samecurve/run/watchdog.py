@@ -19,7 +19,7 @@ from samecurve.distributed.host import machine
 from samecurve.errors import HangError, PeerError, SamecurveError
 from samecurve.run.heartbeat import Beat, Heartbeats, Peer, where
 from samecurve.run.stack_dump import COLLECT_SECONDS, Stacks
-from samecurve.storage.fault_injection import reach
+from samecurve.storage.fault_injection import fault_point
 
 # How long these take depends on the model and the data, not on the step.
 UNLIMITED = ("start", "build")
@@ -65,7 +65,7 @@ class Watchdog:
 
     def phase(self, name: str, step: int = 0) -> None:
         """The main thread goes on to `name`. Every rank calls it alike, for the first time when all ranks are there."""
-        reach(name)
+        fault_point(name)
         self._phase, self.step = name, step
         self._num_phases += 1
         self._num_marks = 0

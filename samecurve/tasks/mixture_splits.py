@@ -11,7 +11,7 @@ from samecurve.data.datasets.base import Rows
 from samecurve.data.datasets.mixture import JoinedRows, MixedRows
 from samecurve.data.encoder import Encoder
 from samecurve.errors import DataError
-from samecurve.storage.cache import location
+from samecurve.storage.cache import cache_folder
 from samecurve.tasks import splits
 
 
@@ -52,7 +52,7 @@ def load(
     make_rows: Callable[[token_store.TokenStream], Rows],
 ) -> splits.Parts:
     """find_one: what `data` says of one source to that source. Errors: as parts.load, of all sources together."""
-    fraction, cache = sources.validation_fraction(recipe), location(recipe.data.cache_dir)
+    fraction, cache = sources.validation_fraction(recipe), cache_folder(recipe.data.cache_dir)
 
     origins: dict[str, list[str]] = {}
 

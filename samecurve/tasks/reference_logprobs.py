@@ -22,7 +22,7 @@ from samecurve.interfaces.fingerprint import identity
 from samecurve.models.lora import fingerprint
 from samecurve.models.weight_files import weight_files
 from samecurve.specs.environment import versions
-from samecurve.storage.cache import cached, digest, location
+from samecurve.storage.cache import build_once, cache_folder, digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,13 +57,13 @@ def provide(
     whose log-probabilities are not finite.
     """
     key = digest(_VERSION, rows.fingerprint, model, recipe.precision)
-    target = location(recipe.data.cache_dir) / "references" / key
+    target = cache_folder(recipe.data.cache_dir) / "references" / key
     if not all(world.all_gather_object(target.is_dir())):
         progress = partial(_progress, f"reference log-probabilities of {len(rows):,} {title} pairs", world.is_main)
         values = compute(rows, engine, recipe.batch.micro_batch_size, alive, progress)
         _check_finite(values, title)
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            _together(world, lambda: cached(target, lambda folder: np.save(folder / _FILE, values)))
+            _together(world, lambda: build_once(target, lambda folder: np.save(folder / _FILE, values)))
         else:
             _together(world, lambda: None)
     rows.reference = _together(world, lambda: _read(target / _FILE, len(rows)))

@@ -15,7 +15,7 @@ from samecurve.data.datasets.streaming import StreamRows
 from samecurve.data.encoder import Encoder, vocabulary_size
 from samecurve.errors import DataError
 from samecurve.interfaces.task import Task
-from samecurve.storage.cache import location
+from samecurve.storage.cache import cache_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -84,7 +84,7 @@ def load(
     def read(data: Data, validation_fraction: float, name: str) -> token_store.Corpus:
         source = find(data)
         origins.update({name: source.origin} if source.origin else {})
-        return token_store.load_corpus(source, encoder, validation_fraction, location(recipe.data.cache_dir))
+        return token_store.load_corpus(source, encoder, validation_fraction, cache_folder(recipe.data.cache_dir))
 
     fraction = sources.validation_fraction(recipe)
     training = read(recipe.data, fraction, ORIGIN)

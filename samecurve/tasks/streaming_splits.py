@@ -15,7 +15,7 @@ from samecurve.data.datasets.streaming import StreamRows
 from samecurve.data.encoder import Encoder
 from samecurve.errors import DataError
 from samecurve.specs.data_names import address
-from samecurve.storage.cache import digest, location
+from samecurve.storage.cache import cache_folder, digest
 from samecurve.tasks import splits
 
 
@@ -79,7 +79,7 @@ def _origin(data: Data, files: tuple[stream_files.StreamFile, ...]) -> dict[str,
 
 def _evaluated(recipe: Recipe, data: Data, encoder: Encoder) -> token_store.Corpus:
     """All of what is evaluated on. Of the hub the split's files are read alone, and not all of the data set first."""
-    cache, selection = location(data.cache_dir), sources.Selection.of(recipe, data)
+    cache, selection = cache_folder(data.cache_dir), sources.Selection.of(recipe, data)
     if address(data.path) is None:
         source = sources.find_source(data.path, data.pattern, data.text_column, selection)
         return token_store.load_corpus(source, encoder, 0.0, cache)
@@ -98,7 +98,7 @@ class _Folder:
 
     def __init__(self, recipe: Recipe):
         run = digest(str(Path(recipe.output_dir).absolute()))
-        self._path = location(recipe.data.cache_dir) / "streams" / run
+        self._path = cache_folder(recipe.data.cache_dir) / "streams" / run
         self._clears = os.environ.get("LOCAL_RANK", "0") == "0"
 
     def of(self, block: int, key: str) -> Path:

@@ -18,7 +18,7 @@ import forked
 import pytest
 
 from samecurve.config.overrides import latest_overrides
-from samecurve.storage.atomic import now
+from samecurve.storage.atomic import utc_timestamp
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = "SAMECURVE_FAULT_RESULTS"
@@ -222,7 +222,7 @@ def append_result(record: dict) -> None:
     """A line for scripts/reliability.py, when $SAMECURVE_FAULT_RESULTS names a file."""
     if RESULTS in os.environ:
         with open(os.environ[RESULTS], "a", encoding="utf-8") as stream:
-            stream.write(json.dumps(record | {"time": now()}) + "\n")
+            stream.write(json.dumps(record | {"time": utc_timestamp()}) + "\n")
 
 
 def free_port() -> int:

@@ -59,7 +59,7 @@ class Battery:
         team = self._restart()
         yield from self._undisturbed(team, self.step)
         for at, (rank, operation, path) in enumerate(team.operations):
-            self.phases |= {path.name} if operation == "reach" else set()
+            self.phases |= {path.name} if operation == "fault_point" else set()
             if not fault.can_hit(operation):
                 continue
             self.num_cases += 1

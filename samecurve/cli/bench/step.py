@@ -19,7 +19,7 @@ from samecurve.config import loader as recipes
 from samecurve.config.overrides import latest_overrides
 from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError
-from samecurve.storage.atomic import writing
+from samecurve.storage.atomic import storage_errors
 
 SCRIPT = ("-m", "samecurve.bench.training")
 COLUMNS = "variant", "tokens/s", "ratio", "lowest", "highest", "memory GiB", "ratio", "loss difference"
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     printing.say(timing.told(facts, ("torch", "transformers", "accelerate", "deepspeed")))
     found += [step.Variant(text, tuple(text.split())) for text in arguments.variant]
     output = arguments.output or Path("runs/bench_step") / Path(arguments.recipe).stem
-    with writing(output):
+    with storage_errors(output):
         variants = {variant: _changed(job, variant, output / f"{nth:02d}") for nth, variant in enumerate(found)}
     rounds, reasons = _measure(variants, arguments, settings, output)
     if step.UNCHANGED in reasons:

@@ -16,7 +16,7 @@ from samecurve.metrics.profiling import deepspeed_comms
 from samecurve.metrics.profiling.op_kinds import DATA_WAIT
 from samecurve.metrics.profiling.summary import content, lines, page
 from samecurve.metrics.profiling.trace import breakdown, read
-from samecurve.storage.atomic import write_json, write_text, writing
+from samecurve.storage.atomic import storage_errors, write_json, write_text
 
 if TYPE_CHECKING:
     from samecurve.config.schema import Profile
@@ -102,7 +102,7 @@ class _Recorder:
 
     def _write(self, profiler: profile) -> None:
         try:
-            with writing(self._folder):
+            with storage_errors(self._folder):
                 self._folder.mkdir(parents=True, exist_ok=True)
                 found = self._trace(profiler)
             self._summarise(found)
