@@ -28,7 +28,7 @@ def main() -> None:
     reads = (recipe.model.path, recipe.distill.teacher, recipe.tokenizer.path, recipe.evaluate.path, *sources)
     is_main = os.environ.get("RANK", "0") == "0"
     run = RunDirectory(recipe.output_dir, is_main, reads, plan.resume, plan.fresh)
-    with lifecycle.recorded(run, plan.strategy.launcher, recipe.watchdog.timeout_seconds) as watch:
+    with lifecycle.supervised(run, plan.strategy.launcher, recipe.watchdog.timeout_seconds) as watch:
         accelerator = factory.start(plan)
 
         from samecurve.training.session import Session
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def train(session) -> None:
-    from samecurve.checkpoint.manager import Position
+    from samecurve.checkpoint.manager import TrainProgress
     from samecurve.optim.factory import learning_rate
 
     recipe, engine, batches = session.recipe, session.engine, session.batches
@@ -73,7 +73,7 @@ def train(session) -> None:
                 record |= metrics
                 meter.start()
 
-            here = Position(step, updates, batches.samples, meter.state, record, batches.anchor)
+            here = TrainProgress(step, updates, batches.samples, meter.state, record, batches.anchor)
             if checkpoints.due(step, recipe.steps) and not guard.is_pending:
                 session.watch.phase("save", step)
                 record |= checkpoints.save(engine, here, wait=step == recipe.steps)

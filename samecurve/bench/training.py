@@ -18,7 +18,7 @@ def main() -> None:
 
     recipe = plan.recipe
     run = RunDirectory(recipe.output_dir, os.environ.get("RANK", "0") == "0")
-    with lifecycle.recorded(run, plan.strategy.launcher, recipe.watchdog.timeout_seconds) as watch:
+    with lifecycle.supervised(run, plan.strategy.launcher, recipe.watchdog.timeout_seconds) as watch:
         accelerator = factory.start(plan)
         train(Session(plan, accelerator, run, watch))
         accelerator.end_training()

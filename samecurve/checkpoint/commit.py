@@ -24,13 +24,21 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from samecurve.checkpoint.manifest import MANIFEST, MARKER, FileRecord, candidates, check, folder_name, manifest_digest
+from samecurve.checkpoint.manifest import (
+    MANIFEST,
+    MARKER,
+    FileRecord,
+    check_files,
+    folder_name,
+    list_checkpoints,
+    manifest_digest,
+)
 from samecurve.errors import NumericError, StorageError
 from samecurve.storage.atomic import storage_errors
 from samecurve.storage.fault_injection import fault_point
 from samecurve.storage.filesystem import PIECE_BYTES, FileSystem
 
-__all__ = ["FileRecord", "candidates", "check", "commit", "manifest_digest", "rotate", "write_file"]
+__all__ = ["FileRecord", "check_files", "commit", "list_checkpoints", "manifest_digest", "rotate", "write_file"]
 
 PARTIAL, DELETED = ".partial-", ".deleted-"
 SPARE_BYTES = 16 << 20  # for the small files, the files' headers and the file system's own blocks
@@ -221,8 +229,8 @@ def rotate(fs: FileSystem, directory: Path, keep: int, protected: Collection[str
     """
     try:
         good, damaged = [], []
-        for folder in candidates(fs, directory):
-            (damaged if check(fs, folder, shard=None) else good).append(folder)
+        for folder in list_checkpoints(fs, directory):
+            (damaged if check_files(fs, folder, shard=None) else good).append(folder)
         keep = max(keep, 1)
         for folder in (*good[keep:], *damaged[keep:]):
             if folder.name not in protected:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from samecurve.checkpoint import commit, format
 from samecurve.checkpoint.format import Entry
-from samecurve.checkpoint.manifest import candidates, check, file_name
-from samecurve.checkpoint.resume import FORMAT, STATE, Finder, read_state
+from samecurve.checkpoint.manifest import check_files, file_name, list_checkpoints
+from samecurve.checkpoint.resume import FORMAT, STATE, CheckpointSelector, read_state
 from samecurve.checkpoint.snapshot import Snapshot
 from samecurve.distributed import rng_state
 from samecurve.errors import NumericError, StorageError
@@ -34,7 +34,7 @@ MOST_FAILURES = 3
 
 
 @dataclass(frozen=True)
-class Position:
+class TrainProgress:
     """Where a run is. step: optimizer steps, skipped ones included. updates: those applied. samples: rows consumed.
 
     meter: `Meter.state()`. record: the step's line of metrics.jsonl. anchor: of the rows, see Rows.anchor.
@@ -86,7 +86,7 @@ class Checkpoints:
         self._run, self._facts, self._world, self._say, self._busy = run, json_values(facts), world, say, busy
         self._settings, self._background = facts["recipe"]["checkpoint"], background
         self._files = LocalFileSystem(busy)
-        self._finder = Finder(run.checkpoints, self._facts, world, say, self._files)
+        self._selector = CheckpointSelector(run.checkpoints, self._facts, world, say, self._files)
         self._exchange = world.new().all_gather_object  # the writing thread's
         self._snapshot: Snapshot | None = None
         self._in_flight: _Save | None = None
@@ -98,15 +98,15 @@ class Checkpoints:
     # Going on
 
     def find(self, resume: str) -> Path | None:
-        """See Finder.find."""
-        self._resumed_from = self._finder.find(resume)
+        """See CheckpointSelector.select."""
+        self._resumed_from = self._selector.select(resume)
         return self._resumed_from
 
-    def load(self, folder: Path, engine: Engine, generators: bool = True) -> Position:
+    def load(self, folder: Path, engine: Engine, generators: bool = True) -> TrainProgress:
         """Fill the engine from a checked checkpoint. generators: go on with dropout's random numbers too."""
         fault_point("load.read")
         saved = read_state(folder)
-        reader = format.Reader(folder)
+        reader = format.CheckpointReader(folder)
         reader.check_names(engine.shapes | engine.state.factors)
         with torch.no_grad():
             for held, kind, tensor in engine.state.visit(writing=True):
@@ -120,16 +120,16 @@ class Checkpoints:
         elif generators:
             rng_state.reseed(self._facts["recipe"]["seed"], saved["step"], self._world.rank)
         fault_point("load.done")
-        return Position(**{key: saved[key] for key in Position.__dataclass_fields__ if key in saved})
+        return TrainProgress(**{key: saved[key] for key in TrainProgress.__dataclass_fields__ if key in saved})
 
-    def roll_back(self, engine: Engine) -> Position | None:
-        """Weights and optimizer of the newest checkpoint, whose Position is returned; rows and steps go on.
+    def roll_back(self, engine: Engine) -> TrainProgress | None:
+        """Weights and optimizer of the newest checkpoint, whose TrainProgress is returned; rows and steps go on.
 
         None when there is none yet: that is told, and nothing changes.
         """
         self.wait()
-        chosen = [*self._finder.candidates("auto"), *filter(None, [self._resumed_from])]
-        folder = next((folder for folder in chosen if not self._finder.problems(folder)), None)
+        chosen = [*self._selector.candidates("auto"), *filter(None, [self._resumed_from])]
+        folder = next((folder for folder in chosen if not self._selector.problems(folder)), None)
         if folder is None:
             self._say("a loss spike, but there is no checkpoint to go back to yet; training goes on")
             return None
@@ -138,7 +138,7 @@ class Checkpoints:
 
     # Saving
 
-    def save(self, engine: Engine, position: Position, wait: bool = False) -> dict:
+    def save(self, engine: Engine, position: TrainProgress, wait: bool = False) -> dict:
         """Copy this rank's part and write it beside training. Returns what metrics say: `save_stall_seconds`.
 
         A failed save is told and training goes on; the third in a row raises StorageError on all ranks. wait: there is
@@ -156,7 +156,7 @@ class Checkpoints:
                 break
         return {"save_stall_seconds": time.perf_counter() - began}
 
-    def secure(self, engine: Engine, position: Position) -> None:
+    def secure(self, engine: Engine, position: TrainProgress) -> None:
         """A committed checkpoint of this very position: the one in flight, or a new one."""
         self.wait()
         if self._committed_step != position.step:
@@ -200,7 +200,7 @@ class Checkpoints:
         found, self._metrics = self._metrics, {}
         return found
 
-    def _start(self, engine: Engine, position: Position, began: float) -> None:
+    def _start(self, engine: Engine, position: TrainProgress, began: float) -> None:
         self._snapshot = self._snapshot or Snapshot(engine)
         entries, values = self._snapshot.take(copy=self._background)
         fault_point("save.staged")
@@ -220,12 +220,12 @@ class Checkpoints:
 
         def write(folder: Path) -> tuple[list, list]:
             with closing(values):
-                chunks = self._seen(format.chunks(entries, values))
+                chunks = self._seen(format.safetensors_chunks(entries, values))
                 return [commit.write_file(self._files, folder / file_name(rank), chunks)], snapshot.ranges
 
         def small_files(ranges: list) -> dict[str, bytes]:
             self._run.sync_metrics()  # the lines up to this step are as durable as the checkpoint
-            return {STATE: state, format.INDEX: format.index(snapshot.shapes, ranges)}
+            return {STATE: state, format.INDEX: format.safetensors_index(snapshot.shapes, ranges)}
 
         planned = sum(entry.nbytes for entry in entries)
         folder = self._run.checkpoints
@@ -238,7 +238,7 @@ class Checkpoints:
         else:
             self._tidy()
 
-    def _describe(self, engine: Engine, position: Position) -> dict:
+    def _describe(self, engine: Engine, position: TrainProgress) -> dict:
         state = {"format": FORMAT, **asdict(position), "loss_scale": engine.loss_scale_state}
         return state | {"generators": self._generators(engine), "time": utc_timestamp(), **self._facts}
 
@@ -261,8 +261,8 @@ class Checkpoints:
 
     def _find_best(self) -> Path | None:
         metric, values = self._settings["best"], {}
-        for folder in candidates(self._files, self._run.checkpoints):
-            damaged = check(self._files, folder, shard=None)
+        for folder in list_checkpoints(self._files, self._run.checkpoints):
+            damaged = check_files(self._files, folder, shard=None)
             value = None if damaged else read_state(folder)["record"].get(metric)
             if value is not None:
                 values[folder] = value

@@ -50,13 +50,13 @@ def file_name(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
 
 
-def candidates(fs: FileSystem, directory: Path) -> list[Path]:
+def list_checkpoints(fs: FileSystem, directory: Path) -> list[Path]:
     """The folders that are named as checkpoints, newest first. Whether they are good is `check`'s to say."""
     steps = {name: int(name[5:]) for name in fs.folders(directory) if re.fullmatch("step_[0-9]{8,}", name)}
     return [directory / name for name in sorted(steps, key=steps.__getitem__, reverse=True)]
 
 
-def check(fs: FileSystem, folder: Path, shard: tuple[int, int] | None = (0, 1)) -> list[FileDamage]:
+def check_files(fs: FileSystem, folder: Path, shard: tuple[int, int] | None = (0, 1)) -> list[FileDamage]:
     """Every problem of a checkpoint; [] when it is good. Files that the manifest does not name do not matter.
 
     shard: (rank, number of ranks) that share the work: each hashes the small files and every n-th rank file. Presence

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from samecurve.checkpoint.compatibility import changes, refusals
-from samecurve.checkpoint.manifest import candidates, check, manifest_digest
+from samecurve.checkpoint.manifest import check_files, list_checkpoints, manifest_digest
 from samecurve.config.renamed_keys import in_new_names
 from samecurve.errors import CheckpointError
 from samecurve.storage.fault_injection import fault_point
@@ -21,7 +21,7 @@ FORMAT = 1
 STATE = "state.json"
 
 
-class Finder:
+class CheckpointSelector:
     """directory: output_dir/checkpoints. facts, say: see Checkpoints."""
 
     def __init__(
@@ -30,7 +30,7 @@ class Finder:
         self._directory, self._facts, self._world, self._say = directory, facts, world, say
         self._files = files
 
-    def find(self, resume: str) -> Path | None:
+    def select(self, resume: str) -> Path | None:
         """The checkpoint to go on from, every byte of it checked; None for a fresh start.
 
         resume: "auto", "none", or a folder. Tells why others were rejected. Raises CheckpointError, on all ranks, when
@@ -58,14 +58,14 @@ class Finder:
         """As rank 0 sees them, newest first: all ranks have to look at the same."""
         if resume not in ("auto", "none"):
             return [Path(resume)]
-        own = candidates(self._files, self._directory) if resume == "auto" and self._world.is_main else []
+        own = list_checkpoints(self._files, self._directory) if resume == "auto" and self._world.is_main else []
         return self._world.all_gather_object(own)[0]
 
     def problems(self, folder: Path) -> list[str]:
         """Of all ranks: each reads the small files and its share of the files."""
         try:
             fault_point("load.verify")
-            problems = [str(p) for p in check(self._files, folder, (self._world.rank, self._world.size))]
+            problems = [str(p) for p in check_files(self._files, folder, (self._world.rank, self._world.size))]
             seen = None if problems else manifest_digest(self._files, folder)
         except OSError as error:  # the other ranks wait for this one's word
             problems, seen = [str(error)], None

@@ -86,19 +86,19 @@ def _checkpoint(directory: Path, given: str | None) -> Path | None:
     """
     if given is None and (directory / "model").is_dir():
         return None
-    from samecurve.checkpoint.manifest import candidates, check
+    from samecurve.checkpoint.manifest import check_files, list_checkpoints
     from samecurve.storage.filesystem import LocalFileSystem
 
     files = LocalFileSystem()
     newest = given in (None, "latest")
-    folders = candidates(files, directory / "checkpoints") if newest else [Path(given)]
+    folders = list_checkpoints(files, directory / "checkpoints") if newest else [Path(given)]
     if not folders or not folders[0].is_dir():
         what = f"{directory} holds no checkpoint" if newest else f"{given}: no such folder"
         what += "" if given else " and no model/ yet"
         raise ConfigurationError(f"{what}; give the output_dir of a run that got to its first checkpoint")
     rejected = []
     for folder in folders:
-        problems = check(files, folder)
+        problems = check_files(files, folder)
         if not problems:
             return folder
         rejected += [f"  {folder.name}/{problem}" for problem in problems]
@@ -175,7 +175,7 @@ def from_checkpoint(directory: Path, folder: Path, output: Path, dtype: torch.dt
     Tokenizer and names of classes come from the data that the recipe names. Raises CheckpointError when those or the
     model are not what they were.
     """
-    from samecurve.checkpoint.format import Reader
+    from samecurve.checkpoint.format import CheckpointReader
     from samecurve.checkpoint.resume import read_state
     from samecurve.export.hf_export import export
     from samecurve.export.model_card import write_card
@@ -195,7 +195,7 @@ def from_checkpoint(directory: Path, folder: Path, output: Path, dtype: torch.dt
     if recipe.tokenizer.vocabulary_size is None:  # then nothing of the model was made from the rows
         now["data"]["rows"] = saved["data"]["rows"]
     _check_unchanged(folder, saved, now)
-    reader, shapes = Reader(folder), trained_shapes(skeleton)
+    reader, shapes = CheckpointReader(folder), trained_shapes(skeleton)
     reader.check_names(shapes)
     weights = ((name, reader.read(name, "weight", 0, shape.numel()).view(shape)) for name, shape in shapes.items())
     card = partial(write_card, directory, made)

@@ -16,7 +16,7 @@ import yaml
 from samecurve.metrics.console import duration, number, spaced
 from samecurve.reports.plot import Scale, loss_series, plot, session_marks
 from samecurve.run.run_directory import read_metrics
-from samecurve.run.sessions import Began, sessions, unknown_origin
+from samecurve.run.sessions import SessionRecord, sessions, unknown_origin
 from samecurve.storage.atomic import utc_timestamp, write_text
 
 CARD, PICTURE = "README.md", "loss.svg"
@@ -208,7 +208,7 @@ def _evaluation(facts: dict, metrics: Sequence[dict]) -> Iterator[str]:
     yield _table([("metric", "value"), *found])
 
 
-def _sessions(known: Sequence[Began]) -> Iterator[str]:
+def _sessions(known: Sequence[SessionRecord]) -> Iterator[str]:
     yield "\n## Sessions\n"
     origin = unknown_origin(known[0])
     if origin:

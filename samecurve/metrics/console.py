@@ -15,7 +15,7 @@ from rich.table import Table
 LABEL_WIDTH = 12
 
 
-class Listener(Console):
+class TolerantConsole(Console):
     """A console whose reader may go away, a terminal or a launcher: nothing more is printed, and the run goes on."""
 
     def on_broken_pipe(self) -> None:
@@ -39,7 +39,7 @@ class Progress:
         started: float | None = None,
     ):
         self._total, self._every, self._enabled = total_steps, every_steps, enabled
-        self._console = console or Listener(highlight=False)
+        self._console = console or TolerantConsole(highlight=False)
         self._started = started
         self._seconds_of_steps: list[float] = []
         self._done = 0
@@ -57,7 +57,7 @@ class Progress:
 
     def say(self, line: str) -> None:
         if self._enabled and line:
-            with contextlib.suppress(OSError):  # see Listener
+            with contextlib.suppress(OSError):  # see TolerantConsole
                 self._console.print(line, markup=False, soft_wrap=True)
 
     def header(self, facts: dict) -> None:

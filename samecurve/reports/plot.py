@@ -12,7 +12,7 @@ from typing import Literal
 from xml.sax.saxutils import escape
 
 from samecurve.reports.chart import Box, Panel, linear_ticks, powers_of_ten
-from samecurve.run.sessions import Began
+from samecurve.run.sessions import SessionRecord
 
 WIDTH, HEIGHT = 440, 250
 LEFT, RIGHT, BOTTOM = 58, 16, 40  # margins
@@ -223,7 +223,7 @@ def loss_series(metrics: Sequence[dict], run: int = 0, who: str = "") -> list[Se
     return [*noisy(metrics, "loss", run, who), *([Series(f"{who}held out", held_out, run, "dots")] if held_out else [])]
 
 
-def session_marks(known: Sequence[Began], run: int = 0) -> list[Mark]:
+def session_marks(known: Sequence[SessionRecord], run: int = 0) -> list[Mark]:
     """Where a run went on: at the first step of each session but the one that began it, numbered as in a list from 1.
 
     Sessions that went on from the same step share a mark.
@@ -240,6 +240,6 @@ def session_marks(known: Sequence[Began], run: int = 0) -> list[Mark]:
     return marks
 
 
-def _began(number: int, session: Began) -> str:
+def _began(number: int, session: SessionRecord) -> str:
     strategy, world_size = (session.facts.get(key, "not known") for key in ("strategy", "world_size"))
     return f"session {number} went on after step {session.start_step}: {strategy}, world size {world_size}"

@@ -50,7 +50,7 @@ def run_facts(plan: Plan, described: dict, data: dict, device: str) -> dict:
     }
 
 
-def decisive(plan: Plan, skeleton: PreTrainedModel, task: Task) -> dict:
+def resume_identity(plan: Plan, skeleton: PreTrainedModel, task: Task) -> dict:
     """What decides whether a checkpoint's run may go on, and what a reader wants to know that changed since."""
     return {
         "recipe": plan.recipe.model_dump(),

@@ -18,10 +18,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from samecurve.checkpoint.manifest import candidates, step_of
+from samecurve.checkpoint.manifest import list_checkpoints, step_of
 from samecurve.errors import CheckpointError, ConfigurationError, SamecurveError
 from samecurve.run import failures as restarts
-from samecurve.run.status import STATUS, counted, read_status, split, with_refused
+from samecurve.run.status import STATUS, counted, read_status, split_refused, with_refused
 from samecurve.storage.atomic import storage_errors, utc_timestamp, write_json
 from samecurve.storage.file_lock import DEAD_HOST_SECONDS, lock_folder
 from samecurve.storage.filesystem import LocalFileSystem
@@ -72,7 +72,7 @@ class RunDirectory:
             with storage_errors(self.path):
                 _make_durable(self.path)
                 self._lock = lock_folder(self.path, DEAD_HOST_SECONDS if is_restart(os.environ) else 0)
-        self._before, self._refused = split(read_status(self.path / STATUS))
+        self._before, self._refused = split_refused(read_status(self.path / STATUS))
         self._keeps_status = self._before.get("state") == "done"
         if not is_main:
             return
@@ -89,8 +89,8 @@ class RunDirectory:
         with suppress(ValueError):  # damaged, like anything on that disk; the checkpoints say whether they are good
             last, records = self._last_status(), read_metrics(self.path)
             self._failures = restarts.count_failures(last, records[-1]["step"] if records else 0)
-            restarts.check(self._failures, last, os.environ)
-        self.continues = bool(candidates(LocalFileSystem(), self.checkpoints)) and not fresh
+            restarts.check_repeated_failures(self._failures, last, os.environ)
+        self.continues = bool(list_checkpoints(LocalFileSystem(), self.checkpoints)) and not fresh
         self._present = self._find_present()
         if self.continues:
             self._check_resume(resume)
@@ -184,7 +184,7 @@ class RunDirectory:
     def _go_on(self, step: int, record: dict | None, busy: Callable[[], None]) -> None:
         target = self._aside or self._next_previous()
         self._move(target)
-        for folder in candidates(LocalFileSystem(), self.checkpoints):
+        for folder in list_checkpoints(LocalFileSystem(), self.checkpoints):
             if step_of(folder) > step:
                 (target / "checkpoints").mkdir(exist_ok=True)
                 LocalFileSystem(busy).move_folder(folder, target / "checkpoints")  # which may be a link elsewhere
@@ -273,7 +273,7 @@ def _make_durable(path: Path) -> None:
 
 def _of_an_earlier_session(status: dict) -> dict:
     """How it ended, for a rank that replaces rank 0, which may have written this session's state over it."""
-    return status.get("earlier") or (split(status)[0] if status.get("state") == "done" else {})
+    return status.get("earlier") or (split_refused(status)[0] if status.get("state") == "done" else {})
 
 
 def previous_folders(run: Path) -> list[Path]:

@@ -57,7 +57,7 @@ def _is_whole(status: object) -> bool:
     return all(isinstance(value, kind) and (kind is not dict or _is_whole(value)) for value, kind in known)
 
 
-def split(status: dict) -> tuple[dict, dict]:
+def split_refused(status: dict) -> tuple[dict, dict]:
     """(how the last session ended, the start that was refused since then); {} for what there is not.
 
     A start that was killed has left its own state around the earlier one.
@@ -131,5 +131,5 @@ def _record(folder: Path, error: SamecurveError) -> None:
         return
     with lock_folder(folder):
         status = read_status(file)
-        earlier, refused = split(status)
+        earlier, refused = split_refused(status)
         write_json(file, with_refused(earlier, str(error), error.exit_code, counted(status) | counted(refused)))

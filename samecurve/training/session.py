@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
-from samecurve.checkpoint.manager import Checkpoints, Position
+from samecurve.checkpoint.manager import Checkpoints, TrainProgress
 from samecurve.checkpoint.resume import read_state
 from samecurve.data.batches import StepBatches
 from samecurve.distributed.control_group import ControlGroup
@@ -21,7 +21,7 @@ from samecurve.metrics.meter import Meter
 from samecurve.metrics.profiling import recorder
 from samecurve.models import fp8, liger, matmul_speed, weights
 from samecurve.models.compilation import Recompilations
-from samecurve.run.metadata import decisive, run_facts
+from samecurve.run.metadata import resume_identity, run_facts
 from samecurve.specs.model_families import check_packing
 from samecurve.tasks import registry
 from samecurve.training.evaluator import Evaluation
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from samecurve.data.batches import MicroBatch
-    from samecurve.run.lifecycle import Surroundings
+    from samecurve.run.lifecycle import RunSupervisor
     from samecurve.run.run_directory import RunDirectory
     from samecurve.strategy.plan import Plan
 
@@ -43,10 +43,10 @@ if TYPE_CHECKING:
 class Session:
     """One start of train.py: from the first step, or from where an earlier session's checkpoint is, to the end.
 
-    start: the Position that it began from. See Plan, RunDirectory and Surroundings for the rest.
+    start: the TrainProgress that it began from. See Plan, RunDirectory and RunSupervisor for the rest.
     """
 
-    def __init__(self, plan: Plan, accelerator: Accelerator, run: RunDirectory, watch: Surroundings):
+    def __init__(self, plan: Plan, accelerator: Accelerator, run: RunDirectory, watch: RunSupervisor):
         recipe = plan.recipe
         self.recipe, self.accelerator, self.run, self.watch = recipe, accelerator, run, watch
         self.world = ControlGroup()  # all ranks are there
@@ -57,17 +57,17 @@ class Session:
         liger.check_family(recipe.model.kernels, self.skeleton.config.model_type)
         self.progress = Progress(recipe.steps, recipe.logging.every_steps, enabled=accelerator.is_main_process)
 
-        facts = decisive(plan, self.skeleton, self.task)
+        facts = resume_identity(plan, self.skeleton, self.task)
         background = _saves_in_background(plan)
-        self.checkpoints = Checkpoints(run, facts, self.world, self.progress.say, watch.busy, background)
+        self.checkpoints = Checkpoints(run, facts, self.world, self.progress.say, watch.local_progress, background)
         found = self.checkpoints.find(plan.resume)
         self._end_if_done(found)
         self.engine = factory.build(accelerator, plan, self.skeleton, self.task)
         watch.phase("prepare")
-        task.prepare(self.engine, recipe, self.skeleton, self.world, watch.alive)
+        task.prepare(self.engine, recipe, self.skeleton, self.world, watch.progress)
         watch.phase("load")
-        self.start = self.checkpoints.load(found, self.engine) if found else Position()
-        run.begin(self.start.step, self.start.record, watch.busy)
+        self.start = self.checkpoints.load(found, self.engine) if found else TrainProgress()
+        run.begin(self.start.step, self.start.record, watch.local_progress)
 
         shard, batch = self.engine.shard, recipe.batch
         self.batches = StepBatches(
@@ -83,7 +83,7 @@ class Session:
         )
         self.held_out = None
         if self.task.held_out is not None:
-            self.held_out = Evaluation(self.task.held_out, batch.micro_batch_size, shard, watch.alive)
+            self.held_out = Evaluation(self.task.held_out, batch.micro_batch_size, shard, watch.progress)
         self._logging = True
         earlier = self.start.record.get("recompilations", 0)
         self.recompilations = Recompilations(recipe.compile != "off", self.progress.say, earlier)
@@ -96,15 +96,15 @@ class Session:
 
     def profiled_batches(self) -> Iterator[list[MicroBatch]]:
         """`batches`, with a recording of the steps that profile.steps asks for, and what is due between steps."""
-        around = recorder.Surroundings(
+        around = recorder.ProfilerHooks(
             folder=self.run.profile,
             rank=self.world.rank,
             say=self.progress.say if self.world.is_main else print,
-            alive=self.watch.busy,
+            progress=self.watch.local_progress,
             restart_clock=self.meter.start,
             held=self.engine.held_bytes,
         )
-        steps = recorder.recorded(self.batches, self.recipe.profile, around)
+        steps = recorder.profiled_steps(self.batches, self.recipe.profile, around)
         every = self.recipe.memory.garbage_collection_steps
         others = (self.recipe.evaluate.every_steps, self.recipe.checkpoint.every_steps)
         return on_schedule(steps, self.start.step + 1, every, others, self.meter.start)
@@ -142,7 +142,7 @@ class Session:
         self.meter.start()
         return position.updates
 
-    def stop_if_asked(self, here: Position) -> None:
+    def stop_if_asked(self, here: TrainProgress) -> None:
         """When any rank was asked to stop: a committed checkpoint of this step, then Preempted on all ranks."""
         self.watch.phase("boundary", here.step)
         reason = self.world.first_nonempty(self.watch.requested)
@@ -164,7 +164,7 @@ class Session:
             is_main,
             card=card,
             write_beside=beside,
-            busy=self.watch.busy,
+            busy=self.watch.local_progress,
         )
         self.run.sync_metrics()
         self.progress.say(f"the trained model is in {self.run.model}")
@@ -180,7 +180,7 @@ class Session:
 
     def _parameters(self) -> Iterator[tuple[str, Tensor | None]]:
         for pair in self.engine.parameters():
-            self.watch.alive()
+            self.watch.progress()
             yield pair
 
     def _introduce(self, plan: Plan, found, adapter: dict | None) -> None:

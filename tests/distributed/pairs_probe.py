@@ -21,7 +21,7 @@ from samecurve.engines import factory
 from samecurve.models import weights
 from samecurve.optim.factory import learning_rate
 from samecurve.run import lifecycle
-from samecurve.run.metadata import decisive
+from samecurve.run.metadata import resume_identity
 from samecurve.run.run_directory import RunDirectory
 from samecurve.tasks import registry
 
@@ -35,7 +35,7 @@ def main() -> None:
     task = registry.load(recipe)
     skeleton = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens)
     world = ControlGroup()
-    checkpoints = Checkpoints(run, decisive(plan, skeleton, task), world, accelerator.print)
+    checkpoints = Checkpoints(run, resume_identity(plan, skeleton, task), world, accelerator.print)
     engine = factory.build(accelerator, plan, skeleton, task)
     for name, folder in wanted["sources"].items():
         position = checkpoints.load(Path(folder), engine)

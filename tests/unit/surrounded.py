@@ -45,7 +45,7 @@ def wait():
 
 def main():
     run = RunDirectory(sys.argv[1], is_main=RANK == 0)
-    with outcome.recorded(run, launcher=sys.argv[2], timeout_seconds=float(sys.argv[3]), interval=0.1) as watch:
+    with outcome.supervised(run, launcher=sys.argv[2], timeout_seconds=float(sys.argv[3]), interval=0.1) as watch:
         body(run, watch)
 
 """

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from samecurve.reports.plot import MOST_BUCKETS, Mark, Scale, Series, plot, session_marks, smoothed, thinned, window
-from samecurve.run.sessions import Began
+from samecurve.run.sessions import SessionRecord
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -74,8 +74,8 @@ def test_scales():
     assert len([text for text in many if re.match(r"1e[+-]\d+", text)]) <= 8
 
 
-def session(start_step: int, strategy: str, world_size: int) -> Began:
-    return Began({"start_step": start_step, "strategy": strategy, "world_size": world_size}, "failed")
+def session(start_step: int, strategy: str, world_size: int) -> SessionRecord:
+    return SessionRecord({"start_step": start_step, "strategy": strategy, "world_size": world_size}, "failed")
 
 
 def test_sessions_that_went_on_are_marked_once_per_step():

@@ -21,7 +21,7 @@ from samecurve.metrics.profiling import recorder
 from samecurve.metrics.profiling.deepspeed_comms import _by_size, begin, logged
 from samecurve.metrics.profiling.op_kinds import DATA_WAIT, KINDS, listed
 from samecurve.metrics.profiling.summary import memory
-from samecurve.metrics.profiling.trace import Breakdown, breakdown, read
+from samecurve.metrics.profiling.trace import Breakdown, breakdown, read_trace
 
 MS = 1000.0  # in a trace's microseconds
 
@@ -234,7 +234,7 @@ class Batches:
 
 def surroundings(folder, said, rank=0):
     held = Held(weights=1, optimizer=2, gradients=3)
-    return recorder.Surroundings(folder, rank, said.append, lambda: None, lambda: said.append("clock"), lambda: held)
+    return recorder.ProfilerHooks(folder, rank, said.append, lambda: None, lambda: said.append("clock"), lambda: held)
 
 
 def trained(batches, settings, around):
@@ -245,7 +245,7 @@ def trained(batches, settings, around):
     model = LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters())
     steps = []
-    for micro_batches in recorder.recorded(batches, settings, around):
+    for micro_batches in recorder.profiled_steps(batches, settings, around):
         (tokens,) = micro_batches
         token_loss_sum(model(input_ids=tokens).logits, tokens).backward()
         optimizer.step()
@@ -264,7 +264,7 @@ def recording(tmp_path_factory):
 def test_every_kind_of_work_is_found_in_a_real_trace(recording):
     folder, _, steps = recording
     assert steps == [1, 2, 3, 4, 5, 6]
-    found = breakdown(read(folder / "step_00000003" / "rank0.pt.trace.json.gz"))
+    found = breakdown(read_trace(folder / "step_00000003" / "rank0.pt.trace.json.gz"))
     assert found.steps == (3, 4)
     assert found.shares.keys() == KINDS.keys()
     assert sum(found.shares.values()) == pytest.approx(1, abs=1e-6)
@@ -281,7 +281,7 @@ def test_every_kind_of_work_is_found_in_a_real_trace(recording):
 
 def test_a_run_that_goes_on_records_what_is_left(tmp_path):
     assert trained(Batches(step=3), Profile(steps=(2, 5)), surroundings(tmp_path, [])) == [4, 5, 6]
-    assert breakdown(read(tmp_path / "step_00000004" / "rank0.pt.trace.json.gz")).steps == (4, 5)
+    assert breakdown(read_trace(tmp_path / "step_00000004" / "rank0.pt.trace.json.gz")).steps == (4, 5)
 
 
 def test_the_page(recording):
@@ -306,7 +306,7 @@ def test_nothing_is_touched_where_nothing_is_recorded(tmp_path, monkeypatch):
     monkeypatch.setattr(recorder, "profile", forbidden)
     said = []
     for settings, rank, step in ((Profile(), 0, 0), (Profile(steps=(2, 3)), 1, 0), (Profile(steps=(2, 3)), 0, 3)):
-        found = recorder.recorded(Batches(step), settings, surroundings(tmp_path, said, rank))
+        found = recorder.profiled_steps(Batches(step), settings, surroundings(tmp_path, said, rank))
         assert found.gi_code is Batches.__iter__.__code__
     assert said == ["profile.steps: the run goes on after step 3, so steps 2 to 3 are not seen"]
     assert list(tmp_path.iterdir()) == []
@@ -327,7 +327,7 @@ def test_a_trace_that_cannot_be_read_does_not_end_the_run(tmp_path, monkeypatch)
         raise ValueError("Expecting ',' delimiter: line 9")
 
     said = []
-    monkeypatch.setattr(recorder, "read", half)
+    monkeypatch.setattr(recorder, "read_trace", half)
     assert trained(Batches(num_steps=2), Profile(steps=(1, 1)), surroundings(tmp_path, said)) == [1, 2]
     assert "profile.steps: ValueError: Expecting ',' delimiter: line 9; the profile is not whole" in said
 

@@ -147,7 +147,7 @@ def test_a_run_that_slept_as_a_whole_goes_on(tmp_path):
 
 
 def test_signs_of_life_count_as_progress(tmp_path):
-    body = "meet(watch)\nwatch.phase('evaluate', 12)\nfor _ in range(30):\n    time.sleep(0.2)\n    watch.alive()"
+    body = "meet(watch)\nwatch.phase('evaluate', 12)\nfor _ in range(30):\n    time.sleep(0.2)\n    watch.progress()"
     with ranks(tmp_path / "run", body, timeout_seconds=LIMIT) as [rank]:
         assert rank.ends() == 0, rank.said
 
@@ -354,16 +354,16 @@ def give(watchdog: Watchdog, *beats: Beat, age: float = 0.0, ended: float | None
 
 
 def test_who_speaks(watchdog):
-    assert watchdog.speaks() and not watchdog.replaces_rank_0()  # alone, as far as it sees
+    assert watchdog.is_reporter() and not watchdog.replaces_rank_0()  # alone, as far as it sees
     give(watchdog, beat(rank=2), beat(rank=0))
-    assert not watchdog.speaks()
+    assert not watchdog.is_reporter()
     give(watchdog, beat(rank=0), age=1000)
-    assert watchdog.speaks() and watchdog.replaces_rank_0()
+    assert watchdog.is_reporter() and watchdog.replaces_rank_0()
     give(watchdog, beat(rank=0))
     watchdog._given_up = {0}  # it was woken only to write its stacks
-    assert watchdog.speaks() and watchdog.replaces_rank_0()
+    assert watchdog.is_reporter() and watchdog.replaces_rank_0()
     give(watchdog, beat(rank=0, state="failed"), ended=1)
-    assert not watchdog.speaks() and not watchdog.replaces_rank_0()
+    assert not watchdog.is_reporter() and not watchdog.replaces_rank_0()
 
 
 def test_of_several_ends_the_one_with_words_is_told_first(watchdog):
@@ -379,10 +379,10 @@ def test_of_several_ends_the_one_with_words_is_told_first(watchdog):
 def test_whoever_gave_a_rank_up_says_why(watchdog):
     """Its end makes launchers and collectives speak, which know less."""
     start = time.monotonic()
-    watchdog.let_it_speak()
+    watchdog.wait_if_ending()
     assert time.monotonic() - start < 1
     watchdog._given_up = {2}
-    waiting = threading.Thread(target=watchdog.let_it_speak, daemon=True)
+    waiting = threading.Thread(target=watchdog.wait_if_ending, daemon=True)
     waiting.start()
     waiting.join(0.3)
     assert waiting.is_alive()

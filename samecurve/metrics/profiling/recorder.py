@@ -15,7 +15,7 @@ from samecurve.errors import StorageError
 from samecurve.metrics.profiling import deepspeed_comms
 from samecurve.metrics.profiling.op_kinds import DATA_WAIT
 from samecurve.metrics.profiling.summary import content, lines, page
-from samecurve.metrics.profiling.trace import breakdown, read
+from samecurve.metrics.profiling.trace import breakdown, read_trace
 from samecurve.storage.atomic import storage_errors, write_json, write_text
 
 if TYPE_CHECKING:
@@ -27,22 +27,22 @@ _MOST_ALLOCATIONS = 200_000
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class ProfilerHooks:
     """What the recorder has to do with besides the steps.
 
-    say: a line for the user. alive: writing a trace may take long. restart_clock: recording is not a step's time.
-    held: what this rank holds now (Engine.held_bytes).
+    say: a line for the user. progress: called because writing a trace may take long. restart_clock: recording is not a
+    step's time. held: what this rank holds now (Engine.held_bytes).
     """
 
     folder: Path
     rank: int
     say: Callable[[str], None]
-    alive: Callable[[], None]
+    progress: Callable[[], None]
     restart_clock: Callable[[], None]
     held: Callable[[], Held]
 
 
-def recorded(batches: StepBatches, settings: Profile, around: Surroundings) -> Iterator[list[MicroBatch]]:
+def profiled_steps(batches: StepBatches, settings: Profile, around: ProfilerHooks) -> Iterator[list[MicroBatch]]:
     """The batches as they are; a trace and a summary of the steps `settings.steps` when those are through.
 
     Where nothing is to be recorded (any more) on this rank it is the batches' own iterator.
@@ -59,7 +59,7 @@ def recorded(batches: StepBatches, settings: Profile, around: Surroundings) -> I
 class _Recorder:
     """One recording, of the steps first to last; 1-based, both included."""
 
-    def __init__(self, first: int, last: int, settings: Profile, around: Surroundings):
+    def __init__(self, first: int, last: int, settings: Profile, around: ProfilerHooks):
         self._first, self._last, self._around = first, last, around
         self._folder = around.folder / f"step_{first:08d}"
         self._name = f"rank{around.rank}"
@@ -116,9 +116,9 @@ class _Recorder:
     def _trace(self, profiler: profile) -> Path:
         # the suffix by which TensorBoard's profiler plugin knows its files; Perfetto and chrome://tracing take any
         path = self._folder / f"{self._name}.pt.trace.json.gz"
-        self._around.alive()
+        self._around.progress()
         profiler.export_chrome_trace(str(path))
-        self._around.alive()
+        self._around.progress()
         if torch.cuda.is_available():
             torch.cuda.memory._dump_snapshot(str(self._folder / f"{self._name}.memory.pickle"))
         return path
@@ -127,8 +127,8 @@ class _Recorder:
         if not self._speaks:
             return
         logged = deepspeed_comms.logged()
-        found, held = breakdown(read(path)), self._around.held()
-        self._around.alive()
+        found, held = breakdown(read_trace(path)), self._around.held()
+        self._around.progress()
         summary = self._around.folder / "summary.txt"
         write_json(summary.with_suffix(".json"), content(found, held, self._around.rank, logged))
         write_text(summary, page(found, held, self._around.rank, logged))
