@@ -118,9 +118,9 @@ def _together(exchange: Exchange, work: Callable[[], T]) -> list[T]:
         result = work()
     except Exception as caught:  # a bug too: the others wait in `exchange` and have to learn of it
         error = caught
-        told = isinstance(error, (StorageError, NumericError))
-        failure = str(error) if told else f"{type(error).__name__}: {error}"
-        if not told and not isinstance(error, OSError):
+        is_known = isinstance(error, (StorageError, NumericError))
+        failure = str(error) if is_known else f"{type(error).__name__}: {error}"
+        if not is_known and not isinstance(error, OSError):
             traceback.print_exception(error)  # of what is raised below only the message is
     outcomes = exchange((result, failure, isinstance(error, NumericError)))
     failures = [f"rank {rank}: {failure}" for rank, (_, failure, _) in enumerate(outcomes) if failure]

@@ -70,7 +70,7 @@ class RunFolder(Protocol):
 class Checkpoints:
     """facts: what decides whether a run may go on: `recipe`, `model`, `data`, `strategy`, `world_size`, `versions`.
 
-    say: prints a line (on rank 0 only). busy: called for each tensor, which says that a long save or load gets on.
+    log: prints a line (on rank 0 only). busy: called for each tensor, which says that a long save or load gets on.
     background: whether training goes on while a checkpoint is written; takes a copy of this rank's part in memory.
     """
 
@@ -79,14 +79,14 @@ class Checkpoints:
         run: RunFolder,
         facts: dict,
         world: ControlGroup,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         busy: Callable[[], None] = lambda: None,
         background: bool = True,
     ):
-        self._run, self._facts, self._world, self._say, self._busy = run, json_values(facts), world, say, busy
+        self._run, self._facts, self._world, self._log, self._busy = run, json_values(facts), world, log, busy
         self._settings, self._background = facts["recipe"]["checkpoint"], background
         self._files = LocalFileSystem(busy)
-        self._selector = CheckpointSelector(run.checkpoints, self._facts, world, say, self._files)
+        self._selector = CheckpointSelector(run.checkpoints, self._facts, world, log, self._files)
         self._exchange = world.new().all_gather_object  # the writing thread's
         self._snapshot: Snapshot | None = None
         self._in_flight: _Save | None = None
@@ -131,9 +131,9 @@ class Checkpoints:
         chosen = [*self._selector.candidates("auto"), *filter(None, [self._resumed_from])]
         folder = next((folder for folder in chosen if not self._selector.problems(folder)), None)
         if folder is None:
-            self._say("a loss spike, but there is no checkpoint to go back to yet; training goes on")
+            self._log("a loss spike, but there is no checkpoint to go back to yet; training goes on")
             return None
-        self._say(f"a loss spike: back to the weights of {folder}; the rows since then are not seen again")
+        self._log(f"a loss spike: back to the weights of {folder}; the rows since then are not seen again")
         return self.load(folder, engine, generators=False)
 
     # Saving
@@ -234,7 +234,7 @@ class Checkpoints:
             self._metrics = {"save_seconds": time.perf_counter() - save.began}
         except Exception as error:
             save.error = error
-            self._say(f"the checkpoint after step {save.step} was not written: {error}")
+            self._log(f"the checkpoint after step {save.step} was not written: {error}")
         else:
             self._tidy()
 
@@ -257,7 +257,7 @@ class Checkpoints:
         except Exception as error:
             problem = str(error)
         if problem:
-            self._say(f"old checkpoints in {self._run.checkpoints} were not all removed: {problem}")
+            self._log(f"old checkpoints in {self._run.checkpoints} were not all removed: {problem}")
 
     def _find_best(self) -> Path | None:
         metric, values = self._settings["best"], {}

@@ -51,7 +51,7 @@ def file_name(rank: int) -> str:
 
 
 def list_checkpoints(fs: FileSystem, directory: Path) -> list[Path]:
-    """The folders that are named as checkpoints, newest first. Whether they are good is `check`'s to say."""
+    """The folders that are named as checkpoints, newest first. See check_files for whether they are good."""
     steps = {name: int(name[5:]) for name in fs.folders(directory) if re.fullmatch("step_[0-9]{8,}", name)}
     return [directory / name for name in sorted(steps, key=steps.__getitem__, reverse=True)]
 

@@ -22,12 +22,12 @@ STATE = "state.json"
 
 
 class CheckpointSelector:
-    """directory: output_dir/checkpoints. facts, say: see Checkpoints."""
+    """directory: output_dir/checkpoints. facts, log: see Checkpoints."""
 
     def __init__(
-        self, directory: Path, facts: dict, world: ControlGroup, say: Callable[[str], None], files: FileSystem
+        self, directory: Path, facts: dict, world: ControlGroup, log: Callable[[str], None], files: FileSystem
     ):
-        self._directory, self._facts, self._world, self._say = directory, facts, world, say
+        self._directory, self._facts, self._world, self._log = directory, facts, world, log
         self._files = files
 
     def select(self, resume: str) -> Path | None:
@@ -45,7 +45,7 @@ class CheckpointSelector:
                 return folder
             text = "\n".join(f"  {folder.name}/{problem}" for problem in problems)
             if len(chosen) > 1:
-                self._say(f"a checkpoint in {folder.parent} is not used:\n{text}")
+                self._log(f"a checkpoint in {folder.parent} is not used:\n{text}")
             rejected.append(text)
         if rejected:
             raise CheckpointError(
@@ -88,7 +88,7 @@ class CheckpointSelector:
             )
         changed = changes(saved, self._facts)
         if saved["step"] < self._facts["recipe"]["steps"] or changed:
-            self._say("\n".join([f"going on from {folder}", *(f"  changed: {text}" for text in changed)]))
+            self._log("\n".join([f"going on from {folder}", *(f"  changed: {text}" for text in changed)]))
 
 
 def read_state(folder: Path) -> dict:

@@ -157,14 +157,14 @@ def find_source(
 def what_rows_are(files: Iterable[Path | hub.Split], one_is: str) -> str:
     """For a message about tables without a row: what each kind of them should hold."""
     kinds = {"hub" if isinstance(file, hub.Split) else table_kind(file) for file in files}
-    told = {
+    meanings = {
         "csv": f"each line of a csv file below its header is {one_is.replace('an object', 'a row')}",
         "jsonl": f"each line of a jsonl file is {one_is}",
         "json": f"a json file is a list, in which each entry is {one_is}",
         "parquet": f"each row of a parquet file is {one_is.replace('an object', 'a row')}",
         "hub": f"each row is {one_is.replace('an object', 'a row')}",
     }
-    return "; ".join(text for kind, text in told.items() if kind in kinds) or f"each row is {one_is}"
+    return "; ".join(text for kind, text in meanings.items() if kind in kinds) or f"each row is {one_is}"
 
 
 def check_rows(

@@ -55,7 +55,7 @@ class Progress:
                 self._live.stop()
             self._live = None
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         if self._enabled and line:
             with contextlib.suppress(OSError):  # see TolerantConsole
                 self._console.print(line, markup=False, soft_wrap=True)
@@ -63,7 +63,7 @@ class Progress:
     def header(self, facts: dict) -> None:
         """What really runs, before the first step. facts: run.json's content (see `header_lines`)."""
         for label, text in header_lines(facts):
-            self.say(f"{label:<{LABEL_WIDTH}}{text}")
+            self.log(f"{label:<{LABEL_WIDTH}}{text}")
 
     def step(self, record: dict, smoothed_loss: float | None) -> None:
         """record: the step's line of metrics.jsonl."""
@@ -76,14 +76,14 @@ class Progress:
             self._draw(record["step"], numbers)
         elif record["step"] in (1, self._total) or record["step"] % self._every == 0 or self._first():
             position = f"{record['step']:>{len(str(self._total))}}/{self._total}"
-            self.say("  ".join(filter(None, [f"step {position}", *numbers, self._rest()])))
+            self.log("  ".join(filter(None, [f"step {position}", *numbers, self._rest()])))
         if self._first():
-            self.say(f"first step done {time.time() - self._process_start():.1f} s after this process started")
+            self.log(f"first step done {time.time() - self._process_start():.1f} s after this process started")
 
     def evaluation(self, step: int, metrics: dict) -> None:
         """metrics: the task's eval_* numbers."""
         numbers = "  ".join(f"{name.removeprefix('eval_')} {number(value)}" for name, value in metrics.items())
-        self.say(f"evaluation after step {step}: {numbers}")
+        self.log(f"evaluation after step {step}: {numbers}")
 
     def _first(self) -> bool:
         return len(self._seconds_of_steps) == 1

@@ -53,7 +53,7 @@ class Mark:
 
     step: int
     label: str
-    told: str
+    tooltip: str
     run: int = 0
 
 
@@ -153,7 +153,7 @@ def _marks(panel: Panel, marks: Sequence[Mark]) -> Iterator[str]:
     free = -math.inf
     for mark in sorted(marks, key=lambda mark: mark.step):
         x, colour = panel.x(mark.step), COLOURS[mark.run]
-        told = f"<title>{escape(mark.told)}</title>"
+        title = f"<title>{escape(mark.tooltip)}</title>"
         ends = f'x1="{x:.1f}" x2="{x:.1f}" y1="{panel.box.top:g}" y2="{panel.box.bottom:g}"'
         line = f'<line class="run{mark.run}" {ends} stroke="{colour}" stroke-dasharray="1 3" stroke-width="1.5"/>'
         label = ""
@@ -161,7 +161,7 @@ def _marks(panel: Panel, marks: Sequence[Mark]) -> Iterator[str]:
             at = f'x="{x:.1f}" y="{panel.box.top - 3:g}" text-anchor="middle" font-size="10"'
             label = f'<text class="mark{mark.run}" {at} fill="{colour}">{escape(mark.label)}</text>'
             free = x + CHARACTER_WIDTH * (len(mark.label) + 1)
-        yield f"<g>{told}{line}{label}</g>"
+        yield f"<g>{title}{line}{label}</g>"
 
 
 def thinned(points: Sequence[Point], most: int = MOST_BUCKETS) -> list[list[tuple[int, float]]]:
@@ -235,8 +235,8 @@ def session_marks(known: Sequence[SessionRecord], run: int = 0) -> list[Mark]:
     marks = []
     for start, numbers in at.items():
         label = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
-        told = "\n".join(_began(number, known[number - 1]) for number in numbers)
-        marks.append(Mark(start + 1, label, told, run))
+        tooltip = "\n".join(_began(number, known[number - 1]) for number in numbers)
+        marks.append(Mark(start + 1, label, tooltip, run))
     return marks
 
 

@@ -77,10 +77,10 @@ def _introduction(run: Run, index: int, named: bool) -> str:
         where = [f"{facts.get('strategy', NOT_KNOWN)} ({facts.get('engine', NOT_KNOWN)})"]
         where += [f"{facts.get('world_size', NOT_KNOWN)} x {facts.get('device', NOT_KNOWN)}"]
         where += [str(facts.get("precision", NOT_KNOWN))]
-        told = f"{facts.get('recipe_path', NOT_KNOWN)} under {', '.join(where)}"
+        text = f"{facts.get('recipe_path', NOT_KNOWN)} under {', '.join(where)}"
     else:
-        told = "it ended before it had anything to say (no run.json)"
-    lines = [f"<p>{name}{escape(str(run.directory))}: {escape(told)}</p>"]
+        text = "it ended before it had anything to say (no run.json)"
+    lines = [f"<p>{name}{escape(str(run.directory))}: {escape(text)}</p>"]
     if run.status.get("reason"):
         lines.append(f'<p class="bad">{escape(run.state)}</p>')
     refused = refused_text(run.status)
@@ -107,8 +107,8 @@ def _what_differs(first: Run, second: Run) -> Iterator[str]:
     yield "<h2>What differs</h2>"
     distances = [value for _, value in relative_losses(first, second) if value is not None]
     if distances:
-        told = f"differ by at most {max(distances):.1e}, relative" if any(distances) else "are the same to the last bit"
-        yield f"<p>At the {len(distances):,} steps that both have a loss for, the two {told}.</p>"
+        text = f"differ by at most {max(distances):.1e}, relative" if any(distances) else "are the same to the last bit"
+        yield f"<p>At the {len(distances):,} steps that both have a loss for, the two {text}.</p>"
     here, there = parts(first), parts(second)
     for name in here:
         if not here[name] or not there[name]:

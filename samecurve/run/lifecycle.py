@@ -222,11 +222,11 @@ class RunSupervisor:
         once: all ranks have the same to tell.
         """
 
-        def say() -> None:
+        def report() -> None:
             if text and (not once or self.watchdog.is_reporter()):
                 _print_stderr_from_thread(text)
 
-        timer = last_resort(code, say)
+        timer = last_resort(code, report)
         try:
             yield
         finally:

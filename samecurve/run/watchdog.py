@@ -233,11 +233,14 @@ class Watchdog:
             self.stacks.collect({peer.beat.rank: peer.beat.pid for peer in local}, frozen)
 
 
-def last_resort(code: int, say: Callable[[], None] = lambda: None) -> threading.Timer:
-    """The process ends soon, even when neither the storage nor stderr take a word. say: called before, in a thread."""
+def last_resort(code: int, report: Callable[[], None] = lambda: None) -> threading.Timer:
+    """The process ends soon, even when neither the storage nor stderr take a word.
+
+    report: called before, in a thread.
+    """
 
     def end() -> None:
-        last_word = threading.Thread(target=say, daemon=True)
+        last_word = threading.Thread(target=report, daemon=True)
         last_word.start()
         last_word.join(GRACE_SECONDS)
         os._exit(code)

@@ -59,7 +59,7 @@ class Session:
 
         facts = resume_identity(plan, self.skeleton, self.task)
         background = _saves_in_background(plan)
-        self.checkpoints = Checkpoints(run, facts, self.world, self.progress.say, watch.local_progress, background)
+        self.checkpoints = Checkpoints(run, facts, self.world, self.progress.log, watch.local_progress, background)
         found = self.checkpoints.find(plan.resume)
         self._end_if_done(found)
         self.engine = factory.build(accelerator, plan, self.skeleton, self.task)
@@ -86,7 +86,7 @@ class Session:
             self.held_out = Evaluation(self.task.held_out, batch.micro_batch_size, shard, watch.progress)
         self._logging = True
         earlier = self.start.record.get("recompilations", 0)
-        self.recompilations = Recompilations(recipe.compile != "off", self.progress.say, earlier)
+        self.recompilations = Recompilations(recipe.compile != "off", self.progress.log, earlier)
         self.guard = Guard(recipe.numerics, run, self.world)
         chunked = self.engine.describe()["loss_implementation"] != "full"
         self.meter = Meter.for_run(recipe, self.skeleton, accelerator, task, chunked)
@@ -99,7 +99,7 @@ class Session:
         around = recorder.ProfilerHooks(
             folder=self.run.profile,
             rank=self.world.rank,
-            say=self.progress.say if self.world.is_main else print,
+            log=self.progress.log if self.world.is_main else print,
             progress=self.watch.local_progress,
             restart_clock=self.meter.start,
             held=self.engine.held_bytes,
@@ -121,15 +121,15 @@ class Session:
 
     def log(self, record: dict) -> None:
         """To the trackers. A disk that takes no more events is told once, and no reason to end the run."""
-        self.progress.say(self._advice.after(record))
-        self.progress.say(self.meter.doubt(record))
+        self.progress.log(self._advice.after(record))
+        self.progress.log(self.meter.doubt(record))
         if not self._logging:
             return
         try:
             self.accelerator.log(self.meter.scalars(record), step=record["step"])
         except OSError as error:
             self._logging = False
-            self.progress.say(
+            self.progress.log(
                 f"{self.run.tensorboard}: {error}; nothing more is written there, metrics.jsonl has it all"
             )
 
@@ -167,7 +167,7 @@ class Session:
             busy=self.watch.local_progress,
         )
         self.run.sync_metrics()
-        self.progress.say(f"the trained model is in {self.run.model}")
+        self.progress.log(f"the trained model is in {self.run.model}")
 
     def _end_if_done(self, found: Path | None) -> None:
         """Raises NothingToDo, on all ranks, where the same command was given again after it had come to its end."""
@@ -199,9 +199,9 @@ class Session:
         # steps that are done again replace those that the earlier session wrote after its checkpoint
         purge = {"purge_step": self.start.step + 1}
         self.accelerator.init_trackers(self.run.tensorboard.name, init_kwargs={"tensorboard": purge})
-        self.progress.say(self.run.notice)
+        self.progress.log(self.run.notice)
         self.progress.header(facts)
-        self.progress.say(factory.core_advice(self.accelerator, plan.strategy, self.world))
+        self.progress.log(factory.core_advice(self.accelerator, plan.strategy, self.world))
 
 
 def _saves_in_background(plan: Plan) -> bool:

@@ -82,7 +82,7 @@ def test_sessions_that_went_on_are_marked_once_per_step():
     known = [session(0, "ddp", 1), session(4, "fsdp", 2), session(6, "zero3", 4), session(6, "pipeline", 2)]
     marks = session_marks(known)
     assert [(mark.step, mark.label) for mark in marks] == [(5, "2"), (7, "3-4")]
-    assert marks[1].told == (
+    assert marks[1].tooltip == (
         "session 3 went on after step 6: zero3, world size 4\nsession 4 went on after step 6: pipeline, world size 2"
     )
 

@@ -134,7 +134,7 @@ def test_other_ranks_say_nothing():
 
 def test_brackets_are_not_markup():
     stream = io.StringIO()
-    Progress(1, console=Console(file=stream, width=200)).say("[red]x[/red]")
+    Progress(1, console=Console(file=stream, width=200)).log("[red]x[/red]")
     assert stream.getvalue() == "[red]x[/red]\n"
 
 
@@ -166,4 +166,4 @@ def test_the_run_goes_on_when_the_terminal_is_gone():
         progress.step(record(1), 3.0)
         os.close(master)
         progress.step(record(2), 3.0)
-        progress.say("a line")
+        progress.log("a line")

@@ -30,13 +30,13 @@ _MOST_ALLOCATIONS = 200_000
 class ProfilerHooks:
     """What the recorder has to do with besides the steps.
 
-    say: a line for the user. progress: called because writing a trace may take long. restart_clock: recording is not a
+    log: a line for the user. progress: called because writing a trace may take long. restart_clock: recording is not a
     step's time. held: what this rank holds now (Engine.held_bytes).
     """
 
     folder: Path
     rank: int
-    say: Callable[[str], None]
+    log: Callable[[str], None]
     progress: Callable[[], None]
     restart_clock: Callable[[], None]
     held: Callable[[], Held]
@@ -51,7 +51,7 @@ def profiled_steps(batches: StepBatches, settings: Profile, around: ProfilerHook
         return iter(batches)
     first, last = settings.steps
     if last <= batches.step:
-        around.say(f"profile.steps: the run goes on after step {batches.step}, so steps {first} to {last} are not seen")
+        around.log(f"profile.steps: the run goes on after step {batches.step}, so steps {first} to {last} are not seen")
         return iter(batches)
     return _Recorder(max(first, batches.step + 1), last, settings, around).over(batches)
 
@@ -108,7 +108,7 @@ class _Recorder:
             self._summarise(found)
         except Exception as error:  # no reason to end a run, whatever the profiler wrote
             text = error if isinstance(error, StorageError) else f"{type(error).__name__}: {error}"
-            self._around.say(f"profile.steps: {text}; the profile is not whole")
+            self._around.log(f"profile.steps: {text}; the profile is not whole")
         finally:  # or it would be recorded until the run ends
             if torch.cuda.is_available():
                 torch.cuda.memory._record_memory_history(enabled=None)
@@ -133,5 +133,5 @@ class _Recorder:
         write_json(summary.with_suffix(".json"), content(found, held, self._around.rank, logged))
         write_text(summary, page(found, held, self._around.rank, logged))
         for line in lines(found):
-            self._around.say(line)
-        self._around.say(f"traces in {self._folder} (for ui.perfetto.dev or TensorBoard), summary in {summary}")
+            self._around.log(line)
+        self._around.log(f"traces in {self._folder} (for ui.perfetto.dev or TensorBoard), summary in {summary}")

@@ -44,8 +44,8 @@ def content(found: Breakdown, held: Held, rank: int, logged: Sequence[Logged] = 
 def lines(found: Breakdown) -> Iterator[str]:
     """For the screen."""
     shares = sorted(found.shares.items(), key=lambda item: -item[1])
-    told = ", ".join(f"{kind.replace('_', ' ')} {share:.0%}" for kind, share in shares if share >= 0.005)
-    yield f"profile of {_steps(found)}: {told}"
+    listed = ", ".join(f"{kind.replace('_', ' ')} {share:.0%}" for kind, share in shares if share >= 0.005)
+    yield f"profile of {_steps(found)}: {listed}"
     handed = sum(each.num_bytes for each in found.collectives) / len(found.steps)
     calls = sum(each.calls for each in found.collectives) / len(found.steps)
     if calls:
