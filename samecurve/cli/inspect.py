@@ -12,7 +12,7 @@ from rich.text import Text
 from samecurve.config import loader as recipes
 from samecurve.errors import ConfigurationError
 from samecurve.reports.data_inspection import Part, Sample, inspect, summary
-from samecurve.reports.inspect_report import page
+from samecurve.reports.inspect_report import render_inspect_page
 from samecurve.storage.atomic import write_text
 
 TRAINED = "black on green"
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     for part in findings.parts:
         console.print("\n".join(["", *lines(part, findings.sequence_length)]), markup=False)
     if arguments.html:
-        write_text(arguments.html, page(findings))
+        write_text(arguments.html, render_inspect_page(findings))
         console.print(f"\n{arguments.html}", markup=False)
     return 0
 

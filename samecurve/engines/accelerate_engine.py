@@ -28,7 +28,7 @@ from samecurve.models import bnb_4bit, compilation, liger
 from samecurve.models.lora import trained_shapes
 from samecurve.models.weights import build, fill
 from samecurve.optim import factory
-from samecurve.optim.dtensor import local
+from samecurve.optim.dtensor import to_local
 from samecurve.strategy import validate_optimizer
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ class AcceleratedEngine:
 
     def _update(self) -> tuple[float, bool]:
         """(gradient norm before clipping, whether the weights changed)."""
-        gradients = [local(p.grad) for p in self.model.parameters() if p.grad is not None]
+        gradients = [to_local(p.grad) for p in self.model.parameters() if p.grad is not None]
         scale = self.loss_scale.value if self.loss_scale else 1.0
         norm = self._global_norm(gradients) / scale
         applied = math.isfinite(norm)
@@ -235,7 +235,7 @@ class AcceleratedEngine:
         return tensor
 
     def _local_numel(self, parameter: nn.Parameter) -> int:
-        return local(parameter).numel()
+        return to_local(parameter).numel()
 
     def _describe_teacher(self) -> dict:
         if self.forward.teacher is None:

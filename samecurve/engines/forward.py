@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from samecurve.losses.chunked_cross_entropy import ChunkedHead, Measure, install, trained_positions
+from samecurve.losses.chunked_cross_entropy import ChunkedHead, Measure, install_chunked_head, trained_positions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -61,14 +61,14 @@ class Forward:
 
 
 def chunked_head(module: PreTrainedModel, skeleton: PreTrainedModel, task: Task, recipe: Recipe) -> ChunkedHead | None:
-    """As loss.implementation asks, whose errors it raises (chunked_head.install). module: without its wrapper.
+    """As loss.implementation asks; raises what `install_chunked_head` does. module: without its wrapper.
 
     Not in fp16, where a gradient that is taken before the loss is scaled is often 0.
     """
     wanted = recipe.loss.implementation
     if wanted == "full" or recipe.precision == "fp16" or not task.by_token:
         return None
-    return install(module, skeleton, wanted, recipe.compile != "off")
+    return install_chunked_head(module, skeleton, wanted, recipe.compile != "off")
 
 
 def evaluation_sums(task: Task, logits: Tensor, **targets: Tensor) -> Tensor:

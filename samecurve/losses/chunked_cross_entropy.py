@@ -106,7 +106,7 @@ def _compiled(measure: Measure) -> Measure:
     return torch.compile(measure)
 
 
-def install(
+def install_chunked_head(
     model: PreTrainedModel, skeleton: PreTrainedModel, wanted: str, compiles: bool = False
 ) -> ChunkedHead | None:
     """None where the head is not `chunkable`; ConfigurationError where it is required.
@@ -115,7 +115,7 @@ def install(
     """
     head = model.get_output_embeddings()
     plain = isinstance(head, nn.Linear) and head.weight.is_floating_point()  # neither adapted nor in 4 bits
-    if plain and chunkable(skeleton):
+    if plain and is_chunkable(skeleton):
         return ChunkedHead(head, "liger" if wanted == "liger" else "chunked", compiles)
     if wanted != "auto":
         raise ConfigurationError(
@@ -125,7 +125,7 @@ def install(
     return None
 
 
-def chunkable(model: PreTrainedModel) -> bool:
+def is_chunkable(model: PreTrainedModel) -> bool:
     """Whether the output head is a linear layer whose outputs are the model's logits as they are.
 
     Some families scale or cap what the head gives, and an adapter may stand around it. model: on the meta device; what

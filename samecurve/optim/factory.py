@@ -104,7 +104,7 @@ def cast_weights(model: torch.nn.Module, settings: Optimizer) -> torch.nn.Module
     return model
 
 
-def decayed(shape: Iterable[int]) -> bool:
+def is_decayed(shape: Iterable[int]) -> bool:
     """Whether weight decay applies to a parameter of this shape: matrices and embeddings, not norms and biases."""
     return len(tuple(shape)) >= 2
 
@@ -123,7 +123,7 @@ def parameter_groups(
     groups: dict[tuple[bool, bool], dict] = {(True, True): {}, (True, False): {}, (False, False): {}}
     for name, parameter in named_parameters:
         if parameter.requires_grad:
-            groups[decayed(shapes[name]), settings.name == "muon" and name in matrices][name] = parameter
+            groups[is_decayed(shapes[name]), settings.name == "muon" and name in matrices][name] = parameter
     found = []
     for (decay, muon), named in groups.items():
         group = {"params": [*named.values()], "weight_decay": settings.weight_decay if decay else 0.0}

@@ -8,7 +8,7 @@ from html import escape
 import yaml
 
 from samecurve.metrics.console import spaced
-from samecurve.reports.html import document, table
+from samecurve.reports.html import html_document, html_table
 from samecurve.reports.plot import (
     LOGARITHMIC_FROM,
     Point,
@@ -47,9 +47,9 @@ _NOTE = (
 )
 
 
-def page(runs: Sequence[Run]) -> str:
+def render_run_page(runs: Sequence[Run]) -> str:
     title = " and ".join(run.name for run in runs)
-    return document(title, _STYLE, _parts(runs))
+    return html_document(title, _STYLE, _parts(runs))
 
 
 def _parts(runs: Sequence[Run]) -> Iterator[str]:
@@ -100,7 +100,7 @@ def _side_by_side(found: Sequence[dict[str, str]]) -> str:
     keys = dict.fromkeys(key for each in found for key in each)
     rows = [(key, *(each.get(key, "absent") for each in found)) for key in keys]
     header = ("", *NAMES[: len(found)]) if len(found) > 1 else ()
-    return table(rows, header, [index for index, row in enumerate(rows) if len(set(row[1:])) > 1])
+    return html_table(rows, header, [index for index, row in enumerate(rows) if len(set(row[1:])) > 1])
 
 
 def _what_differs(first: Run, second: Run) -> Iterator[str]:
@@ -118,7 +118,7 @@ def _what_differs(first: Run, second: Run) -> Iterator[str]:
         same = len(here[name].keys() | there[name].keys()) - len(found)
         yield f"<h3>{name.capitalize()}: {len(found)} of {same + len(found)} keys</h3>"
         if found:
-            yield table(found, ("", *NAMES))
+            yield html_table(found, ("", *NAMES))
 
 
 def _curves(runs: Sequence[Run]) -> Iterator[str]:
@@ -207,7 +207,7 @@ def _sessions(run: Run) -> str:
         ended = run.state if latest_is_listed and index == len(run.known) else session.ended
         rows.append((index, session.start_step + 1, *what, began, ended))
     header = ("", "from step", "strategy", "engine", "world size", "device", "began", "ended")
-    return f"{note}{table(rows, header)}"
+    return f"{note}{html_table(rows, header)}"
 
 
 def _configuration(run: Run, of: str) -> Iterator[str]:

@@ -137,7 +137,7 @@ def test_in_16_bits_a_lever_stays_near(name, probe, single):
 @pytest.mark.parametrize("kahan", [False, True])
 def test_adamw_bf16_updates_in_one_kernel(kahan):
     """Without one it only warns."""
-    assert adamw_bf16.agrees(torch.device("cuda" if ON_GPU else "cpu"), kahan)
+    assert adamw_bf16.compiled_update_agrees(torch.device("cuda" if ON_GPU else "cpu"), kahan)
 
 
 @pytest.mark.parametrize("precision", TOLERANCES)

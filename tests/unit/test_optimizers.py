@@ -15,7 +15,7 @@ from samecurve.errors import ConfigurationError
 from samecurve.optim import adamw_bf16
 from samecurve.optim.adamw_bf16 import first_hash, random_bits, rounded, to_nearest
 from samecurve.optim.factory import build_optimizer, hidden_matrices, num_bytes_per_parameter, set_learning_rate
-from samecurve.optim.muon import orthogonal
+from samecurve.optim.muon import orthogonalize
 from samecurve.specs.optimizers import OPTIMIZERS, SMALLEST_8BIT
 from samecurve.strategy.validate_optimizer import check_shards
 
@@ -145,7 +145,7 @@ def test_lion_by_hand():
 def test_muons_direction_is_near_the_orthogonal_factor(shape):
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(2))
     u, s, v = torch.linalg.svd(matrix, full_matrices=False)
-    found = orthogonal(matrix)
+    found = orthogonalize(matrix)
     values = u.T @ found @ v.T  # diagonal: the singular vectors stay, their values come near 1
     kept = torch.diagonal(values)[s > 0.05 * s[0]]
     assert len(kept) > 10 and kept.min() > 0.6 and kept.max() < 1.3
@@ -242,7 +242,7 @@ def test_one_kernel_updates_as_many_do(update, monkeypatch):
     made = []
     torch._dynamo.reset()  # another test may have compiled it
     for compiled in (False, True):
-        monkeypatch.setattr(adamw_bf16, "compiles", lambda *_, compiled=compiled: compiled)
+        monkeypatch.setattr(adamw_bf16, "can_compile_update", lambda *_, compiled=compiled: compiled)
         sizes = (72, 64), (33,), (5, 7, 11)
         parameters = [torch.nn.Parameter(torch.linspace(-2, 2, math.prod(size)).view(size)) for size in sizes]
         optimizer = ours("adamw_bf16", bf16_rounding=update)(parameters)
@@ -262,14 +262,14 @@ def test_one_kernel_updates_as_many_do(update, monkeypatch):
 @pytest.mark.parametrize("kahan", [False, True])
 def test_a_kernel_that_cannot_be_had_or_is_wrong_is_not_used(kahan, monkeypatch):
     cpu = torch.device("cpu")
-    assert adamw_bf16.agrees(cpu, kahan) and not adamw_bf16.compiles(cpu, kahan)
+    assert adamw_bf16.compiled_update_agrees(cpu, kahan) and not adamw_bf16.can_compile_update(cpu, kahan)
 
     def broken(*_):
         raise RuntimeError("no C compiler\nand more")
 
     monkeypatch.setattr(adamw_bf16, "compiled_update", lambda: broken)
     with pytest.warns(UserWarning, match=r"no update in one kernel \(RuntimeError: no C compiler\)"):
-        assert not adamw_bf16.agrees(cpu, kahan)
+        assert not adamw_bf16.compiled_update_agrees(cpu, kahan)
 
     def forgetful(numbers, hashed, *tensors):
         adamw_bf16.update_part(numbers, hashed, *tensors)
@@ -278,7 +278,7 @@ def test_a_kernel_that_cannot_be_had_or_is_wrong_is_not_used(kahan, monkeypatch)
     for wrong in (lambda *_: None, forgetful):
         monkeypatch.setattr(adamw_bf16, "compiled_update", lambda wrong=wrong: wrong)
         with pytest.warns(UserWarning, match="computes something else"):
-            assert not adamw_bf16.agrees(cpu, kahan)
+            assert not adamw_bf16.compiled_update_agrees(cpu, kahan)
 
 
 def test_bits_round_as_a_cast_does():

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerAction, profile, record_function
 from samecurve.errors import StorageError
 from samecurve.metrics.profiling import deepspeed_comms
 from samecurve.metrics.profiling.op_kinds import DATA_WAIT
-from samecurve.metrics.profiling.summary import content, lines, page
+from samecurve.metrics.profiling.summary import render_summary, summary_lines, summary_values
 from samecurve.metrics.profiling.trace import breakdown, read_trace
 from samecurve.storage.atomic import storage_errors, write_json, write_text
 
@@ -130,8 +130,8 @@ class _Recorder:
         found, held = breakdown(read_trace(path)), self._around.held()
         self._around.progress()
         summary = self._around.folder / "summary.txt"
-        write_json(summary.with_suffix(".json"), content(found, held, self._around.rank, logged))
-        write_text(summary, page(found, held, self._around.rank, logged))
-        for line in lines(found):
+        write_json(summary.with_suffix(".json"), summary_values(found, held, self._around.rank, logged))
+        write_text(summary, render_summary(found, held, self._around.rank, logged))
+        for line in summary_lines(found):
             self._around.log(line)
         self._around.log(f"traces in {self._folder} (for ui.perfetto.dev or TensorBoard), summary in {summary}")
