@@ -26,8 +26,8 @@ def main() -> None:
     sources = (source.path for source in recipe.data.sources())
     reads = (recipe.model.path, recipe.distill.teacher, recipe.tokenizer.path, recipe.evaluate.path, *sources)
     is_main = os.environ.get("RANK", "0") == "0"
-    run = RunDirectory(recipe.output_dir, is_main, reads, plan.resume, plan.start_over)
-    with lifecycle.recorded(run, plan.strategy.launcher, recipe.timeout.step_seconds) as watch:
+    run = RunDirectory(recipe.output_dir, is_main, reads, plan.resume, plan.fresh)
+    with lifecycle.supervised(run, plan.strategy.launcher, recipe.watchdog.timeout_seconds) as watch:
         from samecurve.engines import factory  # loads torch: seconds
 
         accelerator = factory.start(plan)
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def train(session) -> None:
-    from samecurve.checkpoint.manager import Position  # torch is loaded by now
+    from samecurve.checkpoint.manager import TrainProgress  # torch is loaded by now
 
     recipe, engine, batches = session.recipe, session.engine, session.batches
     meter, guard, checkpoints = session.meter, session.guard, session.checkpoints
@@ -74,7 +74,7 @@ def train(session) -> None:
                 record |= metrics
                 meter.start()
 
-            here = Position(step, updates, batches.samples, meter.state, record, batches.anchor)
+            here = TrainProgress(step, updates, batches.samples, meter.state, record, batches.anchor)
             if checkpoints.due(step, recipe.steps) and not guard.is_pending:
                 session.watch.phase("save", step)
                 record |= checkpoints.save(engine, here, wait=step == recipe.steps)

@@ -67,7 +67,7 @@ class NothingToDo(SamecurveError):
 
 
 class HangError(SamecurveError):
-    """No progress for timeout.step_seconds."""
+    """No progress for watchdog.timeout_seconds."""
 
     exit_code = 124  # as timeout(1) of coreutils
 
@@ -75,10 +75,10 @@ class HangError(SamecurveError):
 class PeerError(SamecurveError):
     """Another rank ended, so this one cannot go on; the code is that rank's, where it is known.
 
-    speaks: this is the lowest rank that can still tell it, so it does not wait for another one to.
+    is_reporter: True on the lowest surviving rank, which prints the message and waits for no other rank.
     """
 
-    speaks = False
+    is_reporter = False
 
     def __init__(self, message: str, exit_code: int = 1):
         super().__init__(message)

@@ -21,7 +21,7 @@ from benchmarks.gpu.page import page  # noqa: E402
 from benchmarks.machine import commit, said  # noqa: E402
 from samecurve.distributed.cpu_workers import num_cores  # noqa: E402
 from samecurve.specs.environment import versions  # noqa: E402
-from samecurve.storage.atomic import now, read_json, write_json, write_text  # noqa: E402
+from samecurve.storage.atomic import read_json, utc_timestamp, write_json, write_text  # noqa: E402
 
 SHORTEST_SECONDS = 45.0
 """A case is not begun where less than this is left of --minutes, or than another case of the same model took."""
@@ -141,7 +141,14 @@ def machine(toy: bool) -> dict:
     if toy and not found["num_devices"]:
         # two processes where there are more devices
         found = {"num_devices": 2, "device": "toy size on a CPU", "memory_gib": None}
-    return {**found, "driver": said(*DRIVER), "cores": num_cores(), "versions": versions(), "date": now(), "toy": toy}
+    return {
+        **found,
+        "driver": said(*DRIVER),
+        "cores": num_cores(),
+        "versions": versions(),
+        "date": utc_timestamp(),
+        "toy": toy,
+    }
 
 
 def _name(facts: dict) -> str:

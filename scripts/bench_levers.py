@@ -59,7 +59,7 @@ DEEP = (
     "model.config={model_type: llama, hidden_size: 256, intermediate_size: 688, num_hidden_layers: 24, "
     f"num_attention_heads: 4, {LLAMA}"
 )
-KINDS = ("full", "selective", "every_k", "offload")
+KINDS = ("full", "selective", "every_n_layers", "offload")
 PAGES = {
     "sharding": Page(
         "What the keys of ZeRO-3 and FSDP cost and save",
@@ -104,8 +104,8 @@ device's, so `offload` is as `full` here.""",
                 (DEEP, "batch.global_batch_size=4", "batch.micro_batch_size=4"),
                 (
                     *(f"memory.activation_checkpointing={kind}" for kind in KINDS),
-                    "memory.activation_checkpointing=selective memory.selective_keeps=attention",
-                    "memory.activation_checkpointing=every_k memory.every_k=4",
+                    "memory.activation_checkpointing=selective memory.selective_save=attention",
+                    "memory.activation_checkpointing=every_n_layers memory.every_n_layers=4",
                 ),
             ),
         ),

@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.machine import commit  # noqa: E402
 from benchmarks.speed.page import WARM_UP, Found, Measurement, page  # noqa: E402
-from samecurve.config.overrides import latest  # noqa: E402
+from samecurve.config.overrides import latest_overrides  # noqa: E402
 from samecurve.distributed.cpu_workers import num_cores  # noqa: E402
 from samecurve.specs.environment import processor, versions  # noqa: E402
 from samecurve.storage.atomic import read_json, write_json, write_text  # noqa: E402
@@ -213,7 +213,7 @@ def run(contestant: Contestant, recipe: Path, folder: Path, overrides: Sequence[
         if contestant.strategy:
             launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
         strategy = ["--strategy", f"configs/{contestant.strategy}.yaml"] if contestant.strategy else []
-        keys = latest([*contestant.arguments, *overrides, f"output_dir={output}/run"])
+        keys = latest_overrides([*contestant.arguments, *overrides, f"output_dir={output}/run"])
         command = [*launcher, "train.py", str(recipe), *strategy, *keys]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode:

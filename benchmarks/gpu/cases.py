@@ -38,7 +38,7 @@ LEVERS = (
 )
 # what several keys make together
 PAIRS = (
-    "memory.activation_checkpointing=selective memory.selective_keeps=attention",
+    "memory.activation_checkpointing=selective memory.selective_save=attention",
     "compile=regional memory.activation_checkpointing=selective",
     "model.kernels=liger loss.implementation=liger",
     "compile=regional model.kernels=liger",
@@ -108,7 +108,7 @@ def _digest_of_files(strategy: str) -> str:
 def _resolved(name: str) -> Recipe:
     from samecurve.config import loader
 
-    return loader.checked(str(HERE / name), ["steps=10"])
+    return loader.load_recipe(str(HERE / name), ["steps=10"])
 
 
 def cases(num_devices: int, toy: bool = False) -> list[Case]:

@@ -17,10 +17,10 @@ from pathlib import Path
 import psutil
 
 from samecurve.bench.jobs import Job, command, set_aside
-from samecurve.config.overrides import latest
+from samecurve.config.overrides import latest_overrides
 from samecurve.distributed.cpu_workers import share_of_cores
 from samecurve.run.run_directory import read_metrics
-from samecurve.storage.atomic import now, read_json
+from samecurve.storage.atomic import read_json, utc_timestamp
 from samecurve.strategy.preflight import prepare_allocator
 
 from .cases import HERE, MEASURED, ROOT, WARM_UP, Case
@@ -59,7 +59,7 @@ def settings(case: Case, places: Places) -> list[str]:
     found.append(f"model.path={places.weights(case)}")
     if case.profiled:
         found.append(f"profile.steps=[{WARM_UP + MEASURED + 2}, {case.num_steps}]")
-    return latest(found)
+    return latest_overrides(found)
 
 
 def arguments(case: Case, places: Places, output: Path) -> list[str]:
@@ -96,7 +96,7 @@ def measure(case: Case, places: Places, limit: float) -> dict:
     output, start = places.output(case), time.perf_counter()
     output.parent.mkdir(parents=True, exist_ok=True)
     set_aside(output)
-    row = {"definition": case.definition, "date": now()}
+    row = {"definition": case.definition, "date": utc_timestamp()}
     for step, log in _steps(case, places, output):
         code = execute(step, log, environment(case, places), limit - (time.perf_counter() - start))
         if code != 0:

@@ -14,15 +14,15 @@ from pathlib import Path
 import rows
 import torch
 
-from samecurve.config.loader import checked
+from samecurve.config.loader import load_recipe
 from samecurve.distributed.allocator import keep_freed_memory
-from samecurve.losses.chunked_cross_entropy import TokenSums, install, trained_positions
+from samecurve.losses.chunked_cross_entropy import TokenSums, install_chunked_head, trained_positions
 from samecurve.losses.cross_entropy import token_loss_sum
 from samecurve.optim.factory import parameter_groups
 
 
 def main(arguments: argparse.Namespace) -> None:
-    recipe = checked(arguments.recipe, arguments.overrides)
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
     record, model = rows.Record(arguments.output), rows.model(recipe, ours=arguments.chunked)
     if arguments.chunked:
         keep_freed_memory()
@@ -33,7 +33,7 @@ def main(arguments: argparse.Namespace) -> None:
     if arguments.chunked:
         with torch.device("meta"):
             skeleton = type(model)(model.config)
-        install(model, skeleton, "chunked")
+        install_chunked_head(model, skeleton, "chunked")
     if arguments.compile and arguments.chunked:
         for layer in model.model.layers:
             layer.compile()

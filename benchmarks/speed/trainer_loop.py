@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from samecurve.config.loader import checked
+from samecurve.config.loader import load_recipe
 
 OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw_bf16": "adamw_torch_fused", "adamw_8bit": "adamw_8bit"}
 
@@ -41,7 +41,7 @@ class Timed(TrainerCallback):
 
 
 def main(arguments: argparse.Namespace) -> None:
-    recipe = checked(arguments.recipe, arguments.overrides)
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
     steps = rows.batches(recipe)
     # labels that are shifted already go in as shift_labels; Trainer counts the tokens of `labels`
     samples = [

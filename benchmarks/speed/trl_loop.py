@@ -19,7 +19,7 @@ from torch.utils.data import SequentialSampler
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from samecurve.config.loader import checked
+from samecurve.config.loader import load_recipe
 from samecurve.config.schema import Recipe
 from samecurve.data.find import find_conversations
 from samecurve.data.schemas import conversation
@@ -49,7 +49,7 @@ class Timed(TrainerCallback):
 
 
 def main(arguments: argparse.Namespace) -> None:
-    recipe = checked(arguments.recipe, arguments.overrides)
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
     schema = conversation.Schema.of(recipe.data)
     source = find_conversations(recipe.data.path, recipe.data.pattern, schema)
     chats = [list(found.messages) for found in source.documents()]

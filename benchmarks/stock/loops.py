@@ -163,7 +163,7 @@ def write_recipe(path: Path) -> None:
         },
         "schedule": {"warmup_steps": toy.WARMUP_STEPS},
         "checkpoint": {"every_steps": toy.SAVE_EVERY, "keep": toy.KEEP},
-        "timeout": {"step_seconds": int(toy.TIMEOUT.total_seconds())},
+        "watchdog": {"timeout_seconds": int(toy.TIMEOUT.total_seconds())},
         "output_dir": str(path.parent / "unused"),
     }
     path.write_text(json.dumps(recipe))  # JSON is YAML

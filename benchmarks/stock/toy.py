@@ -14,7 +14,7 @@ from pathlib import Path
 SEED, STEPS, SAVE_EVERY, KEEP = 3, 30, 5, 2
 GLOBAL_BATCH, SEQUENCE, VOCABULARY = 8, 256, 300
 LEARNING_RATE, WARMUP_STEPS, WEIGHT_DECAY, MAX_GRAD_NORM = 3e-3, 5, 0.1, 1.0
-# The default of both libraries is 30 minutes. samecurve gets the same time, as timeout.step_seconds.
+# The default of both libraries is 30 minutes. samecurve gets the same time, as watchdog.timeout_seconds.
 TIMEOUT = timedelta(seconds=20)
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 RANK = int(os.environ.get("RANK", "0"))

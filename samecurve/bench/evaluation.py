@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from samecurve.config.schema import Adapter, Recipe
-from samecurve.distributed.control_group import World
+from samecurve.distributed.control_group import ControlGroup
 from samecurve.engines import factory
 from samecurve.engines.evaluation_engine import EvaluationEngine, InitialModel
 from samecurve.inference import folders, loading
@@ -75,7 +75,7 @@ def _prepare(task: Task, recipe: Recipe, alive: Callable[[], None]) -> None:
     """For a task that compares with the model that the run began with: it is made again as training made it."""
     plain = recipe.model_copy(update={"adapter": Adapter()})  # a new adapter adds nothing
     shape = skeleton(plain, task.vocabulary_size, task.special_tokens, task.head)
-    task.prepare(InitialModel(shape, plain, task), plain, shape, World(), alive, held_out_only=True)
+    task.prepare(InitialModel(shape, plain, task), plain, shape, ControlGroup(), alive, held_out_only=True)
 
 
 @contextmanager

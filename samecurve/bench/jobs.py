@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import IO, NoReturn
 
 from samecurve.config import loader as recipes
-from samecurve.config.overrides import latest
+from samecurve.config.overrides import latest_overrides
 from samecurve.distributed.cpu_workers import share_of_cores
 from samecurve.errors import ConfigurationError
 from samecurve.run.run_directory import RunDirectory, read_metrics
 from samecurve.run.status import STATUS, read_status
 from samecurve.storage.atomic import read_json
-from samecurve.strategy.placement import REFERENCE, place
+from samecurve.strategy.placement import REFERENCE, place_strategy
 
 POLL_SECONDS = 0.5
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
@@ -61,7 +61,7 @@ def jobs(names: Sequence[str], num_processes: int) -> list[Job]:
     if unknown:
         raise ConfigurationError(f"--strategies: no configs/{unknown[0]}.yaml; there are {', '.join(known)}")
     chosen = names or sorted(known, key=lambda name: name != REFERENCE)
-    placements = {name: place(known[name], num_processes) for name in chosen}
+    placements = {name: place_strategy(known[name], num_processes) for name in chosen}
     return [Job(name, placement.path, placement.world_size) for name, placement in placements.items()]
 
 
@@ -69,7 +69,7 @@ def command(job: Job, recipe: str, overrides: Sequence[str], output_dir: Path) -
     start = [sys.executable, *(TORCHRUN if job.path is not None else ())]
     start += ["--nproc_per_node", str(job.world_size)] if job.path is not None else []
     strategy = ["--strategy", str(job.path)] if job.path is not None else []
-    return [*start, "train.py", recipe, *strategy, *latest([*overrides, f"output_dir={output_dir}"])]
+    return [*start, "train.py", recipe, *strategy, *latest_overrides([*overrides, f"output_dir={output_dir}"])]
 
 
 def shortened(recipe: str, given: Sequence[str], steps: int, **defaults: object) -> list[str]:
@@ -77,20 +77,20 @@ def shortened(recipe: str, given: Sequence[str], steps: int, **defaults: object)
 
     Raises ConfigurationError with everything that is wrong with the recipe, before any process is started.
     """
-    schedule = recipes.checked(recipe, given).schedule
+    schedule = recipes.load_recipe(recipe, given).schedule
     short = {
         **defaults,
         "schedule.warmup_steps": min(schedule.warmup_steps, steps // 4),
         "schedule.decay_steps": schedule.decay_steps and min(schedule.decay_steps, steps // 4),
         "evaluate.every_steps": 0,
         "checkpoint.every_steps": 0,
-        "guard.rollback_ratio": None,  # it needs checkpoints
+        "numerics.rollback_ratio": None,  # it needs checkpoints
         "profile.steps": None,  # they may come after the last one
     }
     keys = {argument.partition("=")[0] for argument in given}
     added = [f"{key}={'null' if value is None else value}" for key, value in short.items() if key not in keys]
-    settings = latest([*given, *added, f"steps={steps}"])
-    recipes.checked(recipe, settings)
+    settings = latest_overrides([*given, *added, f"steps={steps}"])
+    recipes.load_recipe(recipe, settings)
     return settings
 
 

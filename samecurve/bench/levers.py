@@ -28,7 +28,7 @@ LEVERS = (
 )
 _NUMBERS = {"data.num_workers": (1, 2)}
 # Without the one the other is refused.
-_NEEDED = {"memory.selective_keeps": "memory.activation_checkpointing=selective"}
+_NEEDED = {"memory.selective_save": "memory.activation_checkpointing=selective"}
 UNCHANGED = "as it is"
 
 

@@ -1,4 +1,4 @@
-"""`generate --share_that_parses N`: of the functions that a model writes, how many Python can parse.
+"""`generate --parse_rate N`: of the functions that a model writes, how many Python can parse.
 
 A real metric without a download. The prompts are signatures and docstrings of the standard library that the run held
 out; those with the smallest hash are taken, which is a sample that does not depend on the order of the files.
@@ -42,7 +42,7 @@ class Answer:
 
 def run(arguments: argparse.Namespace, how: Writing) -> int:
     writer = load(arguments.run, arguments.raw)
-    prompts = held_out_prompts(arguments.share_that_parses, writer.recipe)
+    prompts = held_out_prompts(arguments.parse_rate, writer.recipe)
     answers = written(writer, prompts, how, arguments.seed)
     codes = [code_of(answer, writer.chat) for answer in answers]
     complete = [code for code in codes if code is not None]
@@ -62,17 +62,17 @@ def run(arguments: argparse.Namespace, how: Writing) -> int:
 def held_out_prompts(count: int, recipe: Recipe | None) -> list[str]:
     """Raises ConfigurationError when the run held fewer out, or trained on them."""
     if count < 1:
-        raise ConfigurationError(f"--share_that_parses: found {count}, at least 1 is needed")
+        raise ConfigurationError(f"--parse_rate: found {count}, at least 1 is needed")
     path = None if recipe is None else recipe.data.path
     trained = path in (FUNCTIONS, PREFERENCES)
-    fraction = sources.held_out_fraction(recipe) if trained else 1.0
+    fraction = sources.validation_fraction(recipe) if trained else 1.0
     source = PreferenceSource if path == PREFERENCES else FunctionSource
     documents = source(path if trained else FUNCTIONS, sources.builtin_files()).documents()
     held_out = {str(d): _prompt(d) for d in documents if sources.is_held_out(str(d), fraction)}
     if len(held_out) < count:
         raise ConfigurationError(
-            f"--share_that_parses: found {count}, but the run held out {len(held_out)} functions of "
-            f"{FUNCTIONS} (data.held_out_fraction={fraction:g}); ask for at most that many"
+            f"--parse_rate: found {count}, but the run held out {len(held_out)} functions of "
+            f"{FUNCTIONS} (data.validation_fraction={fraction:g}); ask for at most that many"
         )
     chosen = heapq.nsmallest(count, held_out, key=lambda text: hashlib.sha256(text.encode()).digest())
     return [held_out[text] for text in chosen]

@@ -10,9 +10,9 @@ from pathlib import Path
 from samecurve.bench import jobs, printing, strategy_variants, timing
 from samecurve.bench.jobs import Job, Outcome
 from samecurve.bench.levers import UNCHANGED, Measured, Variant, Verdict, verdicts
-from samecurve.config.overrides import latest
+from samecurve.config.overrides import latest_overrides
 from samecurve.errors import ConfigurationError
-from samecurve.storage.atomic import writing
+from samecurve.storage.atomic import storage_errors
 
 COLUMNS = "variant", "tokens/s", "ratio", "lowest", "highest", "memory GiB", "ratio", "loss difference"
 
@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace, job: Job, settings: Sequence[str], among:
     facts = timing.environment(timing.default_device())
     printing.say(timing.told(facts, ("torch", "transformers", "accelerate", "deepspeed")))
     output = arguments.output or Path("runs/bench_step") / Path(arguments.recipe).stem
-    with writing(output):
+    with storage_errors(output):
         variants = {variant: _changed(job, variant, output / f"{nth:02d}") for nth, variant in enumerate(among)}
     rounds, reasons = _measure(variants, arguments, settings, output)
     if UNCHANGED in reasons:
@@ -55,7 +55,7 @@ def _measure(
                 continue
             directory = output / f"{index:02d}_{nth}"
             label = f"round {nth + 1} of {arguments.rounds}, {variant.name}"
-            outcome = _run(job, arguments.recipe, latest([*settings, *overrides]), directory, label)
+            outcome = _run(job, arguments.recipe, latest_overrides([*settings, *overrides]), directory, label)
             if outcome.reason:
                 reasons[variant.name] = outcome.reason
                 printing.say(f"{label}: {outcome.reason}")

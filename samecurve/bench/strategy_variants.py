@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from samecurve.config.documents import Document, report
-from samecurve.config.overrides import override
+from samecurve.config.documents import Document, format_problems
+from samecurve.config.overrides import apply_override
 from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError
 from samecurve.strategy.accelerate_keys import ACCELERATE
@@ -33,10 +33,10 @@ def changed(path: Path, arguments: Sequence[str], folder: Path) -> Path:
         if not document.name:
             kind = "Accelerate YAML" if document is files.accelerate else "DeepSpeed JSON"
             raise ConfigurationError(f"{argument}: belongs into a {kind}, and {path} has none; take another strategy")
-        override(document, argument)
+        apply_override(document, argument)
     problems = files.accelerate.problems + files.deepspeed.problems
     if problems:
-        raise ConfigurationError(report(problems))
+        raise ConfigurationError(format_problems(problems))
     folder.mkdir(parents=True, exist_ok=True)
     if not files.deepspeed.name:
         return _written(files.accelerate, folder)

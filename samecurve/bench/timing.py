@@ -11,7 +11,7 @@ from torch.utils.benchmark import Timer
 
 from samecurve.distributed.cpu_workers import num_cores
 from samecurve.specs.environment import processor, versions
-from samecurve.storage.atomic import now
+from samecurve.storage.atomic import utc_timestamp
 
 # tf32: fp32 numbers whose products are rounded to 10 bits of mantissa, on NVIDIA's matrix units
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -64,7 +64,7 @@ def environment(device: torch.device) -> dict[str, object]:
         "cores": num_cores(),
         "threads": torch.get_num_threads(),
         "versions": versions(),
-        "date": now(),
+        "date": utc_timestamp(),
     }
 
 

@@ -24,13 +24,21 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from samecurve.checkpoint.manifest import MANIFEST, MARKER, FileRecord, candidates, check, folder_name, manifest_digest
+from samecurve.checkpoint.manifest import (
+    MANIFEST,
+    MARKER,
+    FileRecord,
+    check_files,
+    folder_name,
+    list_checkpoints,
+    manifest_digest,
+)
 from samecurve.errors import NumericError, StorageError
-from samecurve.storage.atomic import writing
-from samecurve.storage.fault_injection import reach
+from samecurve.storage.atomic import storage_errors
+from samecurve.storage.fault_injection import fault_point
 from samecurve.storage.filesystem import PIECE_BYTES, FileSystem
 
-__all__ = ["FileRecord", "candidates", "check", "commit", "manifest_digest", "rotate", "write_file"]
+__all__ = ["FileRecord", "check_files", "commit", "list_checkpoints", "manifest_digest", "rotate", "write_file"]
 
 PARTIAL, DELETED = ".partial-", ".deleted-"
 SPARE_BYTES = 16 << 20  # for the small files, the files' headers and the file system's own blocks
@@ -79,10 +87,10 @@ def write_file(fs: FileSystem, path: Path, chunks: Iterable[Any]) -> FileRecord:
     by piece keeps the disk busy meanwhile; with one sync at the end, the hash's time would be added to the disk's.
     """
     digest, size, unsynced = hashlib.sha256(), 0, 0
-    with writing(path), fs.create(path) as file, ThreadPoolExecutor(1) as hasher:
+    with storage_errors(path), fs.create(path) as file, ThreadPoolExecutor(1) as hasher:
         for number, piece in enumerate(_pieces(chunks)):
             if number == 1:
-                reach("save.write")
+                fault_point("save.write")
             hashed = hasher.submit(digest.update, piece)
             file.write(piece)
             size, unsynced = size + len(piece), unsynced + len(piece)
@@ -90,7 +98,7 @@ def write_file(fs: FileSystem, path: Path, chunks: Iterable[Any]) -> FileRecord:
                 fs.sync(file)
                 unsynced = 0
             hashed.result()
-        reach("save.fsync")
+        fault_point("save.fsync")
         fs.sync(file)
     return FileRecord(path.name, size, digest.hexdigest())
 
@@ -110,9 +118,9 @@ def _together(exchange: Exchange, work: Callable[[], T]) -> list[T]:
         result = work()
     except Exception as caught:  # a bug too: the others wait in `exchange` and have to learn of it
         error = caught
-        told = isinstance(error, (StorageError, NumericError))
-        failure = str(error) if told else f"{type(error).__name__}: {error}"
-        if not told and not isinstance(error, OSError):
+        is_known = isinstance(error, (StorageError, NumericError))
+        failure = str(error) if is_known else f"{type(error).__name__}: {error}"
+        if not is_known and not isinstance(error, OSError):
             traceback.print_exception(error)  # of what is raised below only the message is
     outcomes = exchange((result, failure, isinstance(error, NumericError)))
     failures = [f"rank {rank}: {failure}" for rank, (_, failure, _) in enumerate(outcomes) if failure]
@@ -123,14 +131,14 @@ def _together(exchange: Exchange, work: Callable[[], T]) -> list[T]:
 
 
 def _plan(directory: Path, planned_bytes: int) -> int:
-    with writing(directory):
-        reach("save.prepare")
+    with storage_errors(directory):
+        fault_point("save.prepare")
     return planned_bytes
 
 
 def _prepare(fs: FileSystem, partial: Path, planned_bytes: int) -> None:
     directory = partial.parent
-    with writing(directory):
+    with storage_errors(directory):
         if not fs.exists(directory):
             fs.make_folder(directory)
         # Also when it was there: a session that was killed may have made it and not synced it.
@@ -146,27 +154,27 @@ def _prepare(fs: FileSystem, partial: Path, planned_bytes: int) -> None:
 
 
 def _write(fs: FileSystem, partial: Path, write: Callable) -> tuple[list[FileRecord], Any]:
-    with writing(partial):
+    with storage_errors(partial):
         if not fs.exists(partial):
             raise StorageError(
                 f"{partial}: rank 0 made this folder and this rank does not see it; output_dir has to be the same "
                 "folder on all machines"
             )
         wrote = write(partial)
-        reach("save.agree")
+        fault_point("save.agree")
         return wrote
 
 
 def _finish(fs: FileSystem, partial: Path, step: int, wrote: list, small_files: Callable) -> None:
     """Rank 0, when all ranks' files are durable."""
-    with writing(partial):
+    with storage_errors(partial):
         records = [record for records, _ in wrote for record in records]
         for record in records:
             _check_visible(fs, partial, record)
         contents = small_files([note for _, note in wrote])
         records += [_write_small(fs, partial / name, content) for name, content in contents.items()]
         assert len({record.name for record in records}) == len(records), f"two files of one name: {records}"
-        reach("save.manifest")
+        fault_point("save.manifest")
         files = [record._asdict() for record in records]
         manifest = json.dumps({"step": step, "world_size": len(wrote), "files": files}, indent=1).encode()
         digest = _write_small(fs, partial / MANIFEST, manifest).sha256
@@ -189,21 +197,21 @@ def _check_visible(fs: FileSystem, partial: Path, record: FileRecord) -> None:
 
 
 def _write_marker(fs: FileSystem, folder: Path, digest: str) -> None:
-    reach("save.marker")
+    fault_point("save.marker")
     _write_small(fs, folder / MARKER, json.dumps({"manifest_sha256": digest}).encode())
 
 
 def _publish(fs: FileSystem, partial: Path, final: Path) -> None:
-    reach("save.rename")
+    fault_point("save.rename")
     if fs.exists(final):  # damaged and therefore not gone on from, or left by a save whose last sync failed
         fs.rename(final, final.with_name(f"{DELETED}{final.name}"))
     fs.rename(partial, final)
-    reach("save.renamed")
+    fault_point("save.renamed")
     fs.sync_folder(final.parent)
 
 
 def _write_small(fs: FileSystem, path: Path, content: bytes) -> FileRecord:
-    with writing(path), fs.create(path) as file:
+    with storage_errors(path), fs.create(path) as file:
         file.write(content)
         fs.sync(file)
     return FileRecord(path.name, len(content), hashlib.sha256(content).hexdigest())
@@ -221,12 +229,12 @@ def rotate(fs: FileSystem, directory: Path, keep: int, protected: Collection[str
     """
     try:
         good, damaged = [], []
-        for folder in candidates(fs, directory):
-            (damaged if check(fs, folder, shard=None) else good).append(folder)
+        for folder in list_checkpoints(fs, directory):
+            (damaged if check_files(fs, folder, shard=None) else good).append(folder)
         keep = max(keep, 1)
         for folder in (*good[keep:], *damaged[keep:]):
             if folder.name not in protected:
-                reach("save.rotate")
+                fault_point("save.rotate")
                 fs.rename(folder, directory / f"{DELETED}{folder.name}")
     except OSError as error:
         return str(error)

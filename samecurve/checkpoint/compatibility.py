@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 # What the model and the rows are is compared itself (`identity`), so the paths that they come from may change.
-FIXED = ("task", "seed", "optimizer.name", "optimizer.bf16_update")
-_BEFORE_THE_KEY = {"bf16_update": "stochastic"}  # what a checkpoint means that does not know it
+FIXED = ("task", "seed", "optimizer.name", "optimizer.bf16_rounding")
+_BEFORE_THE_KEY = {"bf16_rounding": "stochastic"}  # what a checkpoint means that does not know it
 SILENT = ("output_dir", "data.cache_dir", "data.num_workers", "logging.every_steps", "profile.steps", "profile.ranks")
 
 

@@ -42,7 +42,7 @@ class Entry(NamedTuple):
         return self.numel * self.dtype.itemsize
 
 
-def chunks(entries: list[Entry], values: Iterable[Tensor]) -> Iterator[memoryview | bytes]:
+def safetensors_chunks(entries: list[Entry], values: Iterable[Tensor]) -> Iterator[memoryview | bytes]:
     """A safetensors file, piece by piece: `values` are asked for one at a time and need not exist together.
 
     values: contiguous 1-D CPU tensors in the order of `entries`. The format: 8 bytes with the header's length, a JSON
@@ -65,7 +65,7 @@ def chunks(entries: list[Entry], values: Iterable[Tensor]) -> Iterator[memoryvie
             yield memoryview(tensor.numpy()).cast("B")
 
 
-class Reader:
+class CheckpointReader:
     """Ranges of a checkpoint's tensors, whoever wrote them. Holds nothing in memory but the index."""
 
     def __init__(self, folder: Path):
@@ -130,7 +130,7 @@ def _integers(values: list, length: int | None = None) -> tuple[int, ...]:
     return tuple(values)
 
 
-def index(shapes: Mapping[str, Iterable[int]], ranges: Iterable[Iterable[tuple[str, int, int]]]) -> bytes:
+def safetensors_index(shapes: Mapping[str, Iterable[int]], ranges: Iterable[Iterable[tuple[str, int, int]]]) -> bytes:
     """index.json's content. ranges: for each rank in order, the (name, start, stop) that it wrote."""
     content = {name: {"shape": list(shape), "ranges": []} for name, shape in shapes.items()}
     for rank, wrote in enumerate(ranges):

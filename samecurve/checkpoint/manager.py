@@ -17,24 +17,24 @@ from torch import Tensor
 
 from samecurve.checkpoint import commit, format
 from samecurve.checkpoint.format import Entry
-from samecurve.checkpoint.manifest import candidates, check, file_name
-from samecurve.checkpoint.resume import FORMAT, STATE, Finder, read_state
+from samecurve.checkpoint.manifest import check_files, file_name, list_checkpoints
+from samecurve.checkpoint.resume import FORMAT, STATE, CheckpointSelector, read_state
 from samecurve.checkpoint.snapshot import Snapshot
 from samecurve.distributed import rng_state
 from samecurve.errors import NumericError, StorageError
-from samecurve.storage.atomic import now, plain, write_json
-from samecurve.storage.fault_injection import reach
+from samecurve.storage.atomic import json_values, utc_timestamp, write_json
+from samecurve.storage.fault_injection import fault_point
 from samecurve.storage.filesystem import LocalFileSystem
 
 if TYPE_CHECKING:
-    from samecurve.distributed.control_group import World
+    from samecurve.distributed.control_group import ControlGroup
     from samecurve.interfaces.engine import Engine
 
 MOST_FAILURES = 3
 
 
 @dataclass(frozen=True)
-class Position:
+class TrainProgress:
     """Where a run is. step: optimizer steps, skipped ones included. updates: those applied. samples: rows consumed.
 
     meter: `Meter.state()`. record: the step's line of metrics.jsonl. anchor: of the rows, see Rows.anchor.
@@ -70,7 +70,7 @@ class RunFolder(Protocol):
 class Checkpoints:
     """facts: what decides whether a run may go on: `recipe`, `model`, `data`, `strategy`, `world_size`, `versions`.
 
-    say: prints a line (on rank 0 only). busy: called for each tensor, which says that a long save or load gets on.
+    log: prints a line (on rank 0 only). busy: called for each tensor, which says that a long save or load gets on.
     background: whether training goes on while a checkpoint is written; takes a copy of this rank's part in memory.
     """
 
@@ -78,16 +78,16 @@ class Checkpoints:
         self,
         run: RunFolder,
         facts: dict,
-        world: World,
-        say: Callable[[str], None],
+        world: ControlGroup,
+        log: Callable[[str], None],
         busy: Callable[[], None] = lambda: None,
         background: bool = True,
     ):
-        self._run, self._facts, self._world, self._say, self._busy = run, plain(facts), world, say, busy
+        self._run, self._facts, self._world, self._log, self._busy = run, json_values(facts), world, log, busy
         self._settings, self._background = facts["recipe"]["checkpoint"], background
         self._files = LocalFileSystem(busy)
-        self._finder = Finder(run.checkpoints, self._facts, world, say, self._files)
-        self._exchange = world.another().exchange  # the writing thread's
+        self._selector = CheckpointSelector(run.checkpoints, self._facts, world, log, self._files)
+        self._exchange = world.new().all_gather_object  # the writing thread's
         self._snapshot: Snapshot | None = None
         self._in_flight: _Save | None = None
         self._failures = 0  # in a row
@@ -98,15 +98,15 @@ class Checkpoints:
     # Going on
 
     def find(self, resume: str) -> Path | None:
-        """See Finder.find."""
-        self._resumed_from = self._finder.find(resume)
+        """See CheckpointSelector.select."""
+        self._resumed_from = self._selector.select(resume)
         return self._resumed_from
 
-    def load(self, folder: Path, engine: Engine, generators: bool = True) -> Position:
+    def load(self, folder: Path, engine: Engine, generators: bool = True) -> TrainProgress:
         """Fill the engine from a checked checkpoint. generators: go on with dropout's random numbers too."""
-        reach("load.read")
+        fault_point("load.read")
         saved = read_state(folder)
-        reader = format.Reader(folder)
+        reader = format.CheckpointReader(folder)
         reader.check_names(engine.shapes | engine.state.factors)
         with torch.no_grad():
             for held, kind, tensor in engine.state.visit(writing=True):
@@ -119,26 +119,26 @@ class Checkpoints:
             rng_state.restore({name: reader.tensor(self._world.rank, f"rng/{name}") for name in names}, engine.device)
         elif generators:
             rng_state.reseed(self._facts["recipe"]["seed"], saved["step"], self._world.rank)
-        reach("load.done")
-        return Position(**{key: saved[key] for key in Position.__dataclass_fields__ if key in saved})
+        fault_point("load.done")
+        return TrainProgress(**{key: saved[key] for key in TrainProgress.__dataclass_fields__ if key in saved})
 
-    def roll_back(self, engine: Engine) -> Position | None:
-        """Weights and optimizer of the newest checkpoint, whose Position is returned; rows and steps go on.
+    def roll_back(self, engine: Engine) -> TrainProgress | None:
+        """Weights and optimizer of the newest checkpoint, whose TrainProgress is returned; rows and steps go on.
 
         None when there is none yet: that is told, and nothing changes.
         """
         self.wait()
-        chosen = [*self._finder.candidates("auto"), *filter(None, [self._resumed_from])]
-        folder = next((folder for folder in chosen if not self._finder.problems(folder)), None)
+        chosen = [*self._selector.candidates("auto"), *filter(None, [self._resumed_from])]
+        folder = next((folder for folder in chosen if not self._selector.problems(folder)), None)
         if folder is None:
-            self._say("a loss spike, but there is no checkpoint to go back to yet; training goes on")
+            self._log("a loss spike, but there is no checkpoint to go back to yet; training goes on")
             return None
-        self._say(f"a loss spike: back to the weights of {folder}; the rows since then are not seen again")
+        self._log(f"a loss spike: back to the weights of {folder}; the rows since then are not seen again")
         return self.load(folder, engine, generators=False)
 
     # Saving
 
-    def save(self, engine: Engine, position: Position, wait: bool = False) -> dict:
+    def save(self, engine: Engine, position: TrainProgress, wait: bool = False) -> dict:
         """Copy this rank's part and write it beside training. Returns what metrics say: `save_stall_seconds`.
 
         A failed save is told and training goes on; the third in a row raises StorageError on all ranks. wait: there is
@@ -156,7 +156,7 @@ class Checkpoints:
                 break
         return {"save_stall_seconds": time.perf_counter() - began}
 
-    def secure(self, engine: Engine, position: Position) -> None:
+    def secure(self, engine: Engine, position: TrainProgress) -> None:
         """A committed checkpoint of this very position: the one in flight, or a new one."""
         self.wait()
         if self._committed_step != position.step:
@@ -200,11 +200,11 @@ class Checkpoints:
         found, self._metrics = self._metrics, {}
         return found
 
-    def _start(self, engine: Engine, position: Position, began: float) -> None:
+    def _start(self, engine: Engine, position: TrainProgress, began: float) -> None:
         self._snapshot = self._snapshot or Snapshot(engine)
         entries, values = self._snapshot.take(copy=self._background)
-        reach("save.staged")
-        state = json.dumps(plain(self._describe(engine, position))).encode()
+        fault_point("save.staged")
+        state = json.dumps(json_values(self._describe(engine, position))).encode()
         save = self._in_flight = _Save(position.step, began)
         self._tried_step = position.step
         work = partial(self._commit, save, entries, values, state)
@@ -220,12 +220,12 @@ class Checkpoints:
 
         def write(folder: Path) -> tuple[list, list]:
             with closing(values):
-                chunks = self._seen(format.chunks(entries, values))
+                chunks = self._seen(format.safetensors_chunks(entries, values))
                 return [commit.write_file(self._files, folder / file_name(rank), chunks)], snapshot.ranges
 
         def small_files(ranges: list) -> dict[str, bytes]:
             self._run.sync_metrics()  # the lines up to this step are as durable as the checkpoint
-            return {STATE: state, format.INDEX: format.index(snapshot.shapes, ranges)}
+            return {STATE: state, format.INDEX: format.safetensors_index(snapshot.shapes, ranges)}
 
         planned = sum(entry.nbytes for entry in entries)
         folder = self._run.checkpoints
@@ -234,13 +234,13 @@ class Checkpoints:
             self._metrics = {"save_seconds": time.perf_counter() - save.began}
         except Exception as error:
             save.error = error
-            self._say(f"the checkpoint after step {save.step} was not written: {error}")
+            self._log(f"the checkpoint after step {save.step} was not written: {error}")
         else:
             self._tidy()
 
-    def _describe(self, engine: Engine, position: Position) -> dict:
+    def _describe(self, engine: Engine, position: TrainProgress) -> dict:
         state = {"format": FORMAT, **asdict(position), "loss_scale": engine.loss_scale_state}
-        return state | {"generators": self._generators(engine), "time": now(), **self._facts}
+        return state | {"generators": self._generators(engine), "time": utc_timestamp(), **self._facts}
 
     def _generators(self, engine: Engine) -> dict:
         """Where random numbers come from. Where it is the same, each rank goes on with its own."""
@@ -257,12 +257,12 @@ class Checkpoints:
         except Exception as error:
             problem = str(error)
         if problem:
-            self._say(f"old checkpoints in {self._run.checkpoints} were not all removed: {problem}")
+            self._log(f"old checkpoints in {self._run.checkpoints} were not all removed: {problem}")
 
     def _find_best(self) -> Path | None:
         metric, values = self._settings["best"], {}
-        for folder in candidates(self._files, self._run.checkpoints):
-            damaged = check(self._files, folder, shard=None)
+        for folder in list_checkpoints(self._files, self._run.checkpoints):
+            damaged = check_files(self._files, folder, shard=None)
             value = None if damaged else read_state(folder)["record"].get(metric)
             if value is not None:
                 values[folder] = value

@@ -22,7 +22,7 @@ class FileRecord(NamedTuple):
     sha256: str
 
 
-class Problem(NamedTuple):
+class FileDamage(NamedTuple):
     """What is wrong with a checkpoint's file."""
 
     file: str
@@ -34,7 +34,7 @@ class Problem(NamedTuple):
 
 
 class _Damaged(Exception):
-    """The checkpoint's list of files cannot be used; carries a Problem's fields."""
+    """The checkpoint's list of files cannot be used; carries a FileDamage's fields."""
 
 
 def folder_name(step: int) -> str:
@@ -50,13 +50,13 @@ def file_name(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
 
 
-def candidates(fs: FileSystem, directory: Path) -> list[Path]:
-    """The folders that are named as checkpoints, newest first. Whether they are good is `check`'s to say."""
+def list_checkpoints(fs: FileSystem, directory: Path) -> list[Path]:
+    """The folders that are named as checkpoints, newest first. See check_files for whether they are good."""
     steps = {name: int(name[5:]) for name in fs.folders(directory) if re.fullmatch("step_[0-9]{8,}", name)}
     return [directory / name for name in sorted(steps, key=steps.__getitem__, reverse=True)]
 
 
-def check(fs: FileSystem, folder: Path, shard: tuple[int, int] | None = (0, 1)) -> list[Problem]:
+def check_files(fs: FileSystem, folder: Path, shard: tuple[int, int] | None = (0, 1)) -> list[FileDamage]:
     """Every problem of a checkpoint; [] when it is good. Files that the manifest does not name do not matter.
 
     shard: (rank, number of ranks) that share the work: each hashes the small files and every n-th rank file. Presence
@@ -65,7 +65,7 @@ def check(fs: FileSystem, folder: Path, shard: tuple[int, int] | None = (0, 1)) 
     try:
         files = _listed(fs, folder)
     except _Damaged as damage:
-        return [Problem(*damage.args)]
+        return [FileDamage(*damage.args)]
     big = sorted(record.name for record in files if record.name.startswith("rank_"))
     others = set(big) if shard is None else set(big) - set(big[shard[0] :: shard[1]])
     found = (_problem(fs, folder, record, hashes=record.name not in others) for record in files)
@@ -110,16 +110,16 @@ def _record(item: Any) -> FileRecord:
     return record
 
 
-def _problem(fs: FileSystem, folder: Path, record: FileRecord, hashes: bool) -> Problem | None:
+def _problem(fs: FileSystem, folder: Path, record: FileRecord, hashes: bool) -> FileDamage | None:
     path = folder / record.name
     try:
         size = fs.size(path)
         if size != record.size:
-            return Problem(record.name, f"{record.size} bytes", f"{size} bytes")
+            return FileDamage(record.name, f"{record.size} bytes", f"{size} bytes")
         digest = _digest(fs, path) if hashes else record.sha256
     except OSError as error:
-        return Problem(record.name, f"{record.size} bytes", _reason(error))
-    return None if digest == record.sha256 else Problem(record.name, f"sha256 {record.sha256}", digest)
+        return FileDamage(record.name, f"{record.size} bytes", _reason(error))
+    return None if digest == record.sha256 else FileDamage(record.name, f"sha256 {record.sha256}", digest)
 
 
 def _digest(fs: FileSystem, path: Path) -> str:

@@ -8,26 +8,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from samecurve.checkpoint.compatibility import changes, refusals
-from samecurve.checkpoint.manifest import candidates, check, manifest_digest
+from samecurve.checkpoint.manifest import check_files, list_checkpoints, manifest_digest
+from samecurve.config.renamed_keys import in_new_names
 from samecurve.errors import CheckpointError
-from samecurve.storage.fault_injection import reach
+from samecurve.storage.fault_injection import fault_point
 
 if TYPE_CHECKING:
-    from samecurve.distributed.control_group import World
+    from samecurve.distributed.control_group import ControlGroup
     from samecurve.storage.filesystem import FileSystem
 
 FORMAT = 1
 STATE = "state.json"
 
 
-class Finder:
-    """directory: output_dir/checkpoints. facts, say: see Checkpoints."""
+class CheckpointSelector:
+    """directory: output_dir/checkpoints. facts, log: see Checkpoints."""
 
-    def __init__(self, directory: Path, facts: dict, world: World, say: Callable[[str], None], files: FileSystem):
-        self._directory, self._facts, self._world, self._say = directory, facts, world, say
+    def __init__(
+        self, directory: Path, facts: dict, world: ControlGroup, log: Callable[[str], None], files: FileSystem
+    ):
+        self._directory, self._facts, self._world, self._log = directory, facts, world, log
         self._files = files
 
-    def find(self, resume: str) -> Path | None:
+    def select(self, resume: str) -> Path | None:
         """The checkpoint to go on from, every byte of it checked; None for a fresh start.
 
         resume: "auto", "none", or a folder. Tells why others were rejected. Raises CheckpointError, on all ranks, when
@@ -42,12 +45,12 @@ class Finder:
                 return folder
             text = "\n".join(f"  {folder.name}/{problem}" for problem in problems)
             if len(chosen) > 1:
-                self._say(f"a checkpoint in {folder.parent} is not used:\n{text}")
+                self._log(f"a checkpoint in {folder.parent} is not used:\n{text}")
             rejected.append(text)
         if rejected:
             raise CheckpointError(
                 f"no checkpoint of {chosen[0].parent} can be used; give another one (--resume FOLDER), or begin again, "
-                "which moves those of output_dir aside (--start_over)\n" + "\n".join(rejected)
+                "which moves those of output_dir aside (--fresh)\n" + "\n".join(rejected)
             )
         return None
 
@@ -55,18 +58,18 @@ class Finder:
         """As rank 0 sees them, newest first: all ranks have to look at the same."""
         if resume not in ("auto", "none"):
             return [Path(resume)]
-        own = candidates(self._files, self._directory) if resume == "auto" and self._world.is_main else []
-        return self._world.exchange(own)[0]
+        own = list_checkpoints(self._files, self._directory) if resume == "auto" and self._world.is_main else []
+        return self._world.all_gather_object(own)[0]
 
     def problems(self, folder: Path) -> list[str]:
         """Of all ranks: each reads the small files and its share of the files."""
         try:
-            reach("load.verify")
-            problems = [str(p) for p in check(self._files, folder, (self._world.rank, self._world.size))]
+            fault_point("load.verify")
+            problems = [str(p) for p in check_files(self._files, folder, (self._world.rank, self._world.size))]
             seen = None if problems else manifest_digest(self._files, folder)
         except OSError as error:  # the other ranks wait for this one's word
             problems, seen = [str(error)], None
-        of_all = self._world.exchange((problems, seen))
+        of_all = self._world.all_gather_object((problems, seen))
         found = sorted({problem for others, _ in of_all for problem in others})
         if not found and len({digest for _, digest in of_all}) > 1:
             found = ["ranks read different manifest.json; output_dir has to be the same folder on all machines"]
@@ -81,19 +84,22 @@ class Finder:
             raise CheckpointError(
                 f"{folder}: the run may not go on from it, because this may not change:\n"
                 + "\n".join(f"  {text}" for text in refused)
-                + "\nundo it, choose another output_dir, or begin again (--start_over)"
+                + "\nundo it, choose another output_dir, or begin again (--fresh)"
             )
         changed = changes(saved, self._facts)
         if saved["step"] < self._facts["recipe"]["steps"] or changed:
-            self._say("\n".join([f"going on from {folder}", *(f"  changed: {text}" for text in changed)]))
+            self._log("\n".join([f"going on from {folder}", *(f"  changed: {text}" for text in changed)]))
 
 
 def read_state(folder: Path) -> dict:
-    """state.json of a checkpoint. Raises CheckpointError when it is none: a hash only says that it is unchanged."""
+    """state.json of a checkpoint, its recipe with the keys' present names.
+
+    Raises CheckpointError when it is none: a hash only says that it is unchanged.
+    """
     try:
         content = json.loads((folder / STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{folder / STATE}: cannot be read ({error})") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{folder / STATE}: found {type(content).__name__}, a JSON object is needed")
-    return content
+    return in_new_names(content)

@@ -12,8 +12,9 @@ import importlib
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
+from samecurve.config.renamed_keys import new_option_hint
 from samecurve.errors import ConfigurationError, SamecurveError
 from samecurve.strategy import preflight
 
@@ -72,13 +73,18 @@ def _dispatch(program: str, package: str, commands: Mapping[str, str], argv: Seq
     if hasattr(module, "__path__"):  # a package: it has commands of its own
         commands = importlib.import_module(f"{module.__name__}.commands").COMMANDS
         return _dispatch(program, module.__name__, commands, argv[1:])
-    arguments = argparse.ArgumentParser(program, description=module.__doc__)
+    arguments = _Parser(program, description=module.__doc__)
     module.add_arguments(arguments)
     result = module.run(arguments.parse_intermixed_args(argv[1:]))
     if isinstance(result, Work):
-        preflight.quiet()  # nearly all of them import transformers
+        preflight.quiet_libraries()  # nearly all of them import transformers
         return importlib.import_module(result.module).run(*result.arguments)
     return result
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        super().error(message + new_option_hint(message))
 
 
 def repository_root() -> Path:

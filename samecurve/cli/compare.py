@@ -16,7 +16,7 @@ from samecurve.bench.jobs import Job, Outcome
 from samecurve.cli.commands import repository_root
 from samecurve.config import loader as recipes
 from samecurve.reports.chart import Curve, chart, relative_differences
-from samecurve.storage.atomic import writing
+from samecurve.storage.atomic import storage_errors
 
 COLUMNS = "strategy", "engine", "world", "loss", "max loss difference", "max norm difference", "tokens/s", "memory GiB"
 # the norm is the square root of a sum over all gradients, each with its own rounding
@@ -42,12 +42,12 @@ def run(arguments: argparse.Namespace) -> int:
     repository_root()
     preferred = _preferred(arguments.recipe, arguments.overrides)
     settings = jobs.shortened(arguments.recipe, arguments.overrides, arguments.steps, **preferred)
-    precision = recipes.checked(arguments.recipe, settings).precision
+    precision = recipes.load_recipe(arguments.recipe, settings).precision
     tolerance = TOLERANCES[precision] if arguments.tolerance is None else arguments.tolerance
     names = [name for name in arguments.strategies.split(",") if name]
     chosen = jobs.jobs(names, arguments.num_processes or jobs.default_processes())
     output = arguments.output or Path("runs/compare") / Path(arguments.recipe).stem
-    with writing(output):
+    with storage_errors(output):
         output.mkdir(parents=True, exist_ok=True)
     outcomes = _run_all(chosen, arguments.recipe, settings, output)
     text, agree = verdict(outcomes, tolerance, precision)
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     agree = agree and not (names and any(outcome.refused for outcome in outcomes))
     title = Path(arguments.recipe).stem
     curves = [Curve(outcome.job.name, losses(outcome)) for outcome in outcomes if not outcome.reason]
-    with writing(output):
+    with storage_errors(output):
         (output / "table.md").write_text(text, encoding="utf-8")
         if curves:
             (output / "chart.svg").write_text(chart(curves, title, tolerance), encoding="utf-8")
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _preferred(recipe: str, overrides: Sequence[str]) -> dict[str, str]:
     """fp32, where strategies agree to rounding; nothing where the recipe cannot be computed in it (adamw_bf16, fp8)."""
-    problems = recipes.load(recipe, [*overrides, "precision=fp32"]).document.problems
+    problems = recipes.read_recipe(recipe, [*overrides, "precision=fp32"]).document.problems
     return {} if problems else {"precision": "fp32"}
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from samecurve.cli.commands import Work
 from samecurve.config import loader as recipes
-from samecurve.config.documents import Document, report
-from samecurve.config.overrides import override
+from samecurve.config.documents import Document, format_problems
+from samecurve.config.overrides import apply_override
 from samecurve.config.rules import columns_of
 from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError
@@ -67,13 +67,13 @@ def with_columns(recipe: Recipe, data: str | None, columns: Sequence[str]) -> Re
     document = Document("the run's recipe", recipe.model_dump(mode="json"))
     document.content["data"] |= {"config": None, "revision": None}  # those of the data that were trained on
     for argument in columns:
-        override(document, argument)
+        apply_override(document, argument)
         key = argument.partition("=")[0]
         if key not in known and not document.problems:
             document.problem((key,), f"task {recipe.task} reads no such columns; it knows {', '.join(known)}")
     if document.problems:
-        raise ConfigurationError(report(document.problems))
-    return recipes.validated(document)
+        raise ConfigurationError(format_problems(document.problems))
+    return recipes.validate_recipe(document)
 
 
 def reading(recipe: Recipe, folder: Path, data: str | None, micro_batch_size: int | None = None) -> Recipe:
@@ -103,9 +103,9 @@ def reading(recipe: Recipe, folder: Path, data: str | None, micro_batch_size: in
         changed["evaluate"] = recipe.evaluate.model_copy(update=part)
         if recipe.task != "embed":  # its loss depends on how many rows are told apart
             batch["global_batch_size"] = 1
-    elif recipe.evaluation is None and not recipe.data.held_out_fraction:
+    elif recipe.evaluation is None and not recipe.data.validation_fraction:
         raise ConfigurationError(
-            "the run held nothing out (data.held_out_fraction, evaluate.path); name what to measure on: "
+            "the run held nothing out (data.validation_fraction, evaluate.path); name what to measure on: "
             "evaluate RUN DATA"
         )
     return recipe.model_copy(update={**changed, "batch": recipe.batch.model_copy(update=batch)})

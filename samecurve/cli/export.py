@@ -10,7 +10,7 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from samecurve.checkpoint.manifest import candidates, check
+from samecurve.checkpoint.manifest import check_files, list_checkpoints
 from samecurve.checkpoint.resume import read_state
 from samecurve.cli.commands import Work
 from samecurve.errors import CheckpointError, ConfigurationError, StorageError
@@ -72,14 +72,14 @@ def _checkpoint(directory: Path, given: str | None) -> Path | None:
         return None
     files = LocalFileSystem()
     newest = given in (None, "latest")
-    found = candidates(files, directory / "checkpoints") if newest else [Path(given)]
+    found = list_checkpoints(files, directory / "checkpoints") if newest else [Path(given)]
     if not found or not found[0].is_dir():
         what = f"{directory} holds no checkpoint" if newest else f"{given}: no such folder"
         what += "" if given else " and no model/ yet"
         raise ConfigurationError(f"{what}; give the output_dir of a run that got to its first checkpoint")
     rejected = []
     for folder in found:
-        problems = check(files, folder)
+        problems = check_files(files, folder)
         if not problems:
             return folder
         rejected += [f"  {folder.name}/{problem}" for problem in problems]

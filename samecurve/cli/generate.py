@@ -21,12 +21,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", help="default: one that fits what the run was trained on")
     parser.add_argument("--system", metavar="TEXT", help="a system turn before the prompt, for a chat model")
     parser.add_argument("--raw", action="store_true", help="no chat template: the prompt is text to be continued")
-    longest = f"default: {LONGEST}; {LONGEST_FUNCTION} with --share_that_parses"
+    longest = f"default: {LONGEST}; {LONGEST_FUNCTION} with --parse_rate"
     parser.add_argument("--max_new_tokens", type=int, help=longest)
     parser.add_argument("--temperature", type=float, help=f"0: always the likeliest token; default: {TEMPERATURE}")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--share_that_parses",
+        "--parse_rate",
         metavar="N",
         type=int,
         help="instead of one sample: write the bodies of N functions of the Python library that were held out of "
@@ -35,9 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Work:
-    counts_functions = arguments.share_that_parses is not None
+    counts_functions = arguments.parse_rate is not None
     if counts_functions and (arguments.prompt is not None or arguments.system is not None):
-        raise ConfigurationError("--share_that_parses: has prompts of its own; leave --prompt and --system out")
+        raise ConfigurationError("--parse_rate: has prompts of its own; leave --prompt and --system out")
     longest, temperature = arguments.max_new_tokens, arguments.temperature
     if longest is None:
         longest = LONGEST_FUNCTION if counts_functions else LONGEST

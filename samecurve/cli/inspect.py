@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Work:
-    recipe = recipes.checked(arguments.recipe, arguments.overrides)
+    recipe = recipes.load_recipe(arguments.recipe, arguments.overrides)
     if recipe.data.streaming:
         raise ConfigurationError(
             "data.streaming: found true, but inspect counts all documents; set it to false and data.path to one file"

@@ -18,7 +18,7 @@ from itertools import chain
 from pathlib import Path
 
 from samecurve.cli.commands import Work
-from samecurve.data.formats import read_text, rows
+from samecurve.data.formats import read_rows, read_text
 from samecurve.errors import ConfigurationError, DataError
 from samecurve.specs.file_kinds import table_kind
 
@@ -65,7 +65,7 @@ def _asked(arguments: argparse.Namespace) -> Iterator[tuple[str, str | dict]]:
     if not arguments.file.is_file():
         raise ConfigurationError(f"--file: no such file: {arguments.file.absolute()}")
     if table_kind(arguments.file):
-        return rows(arguments.file)
+        return read_rows(arguments.file)
     return _text_lines(f"{arguments.file}", read_text(arguments.file).splitlines())
 
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from samecurve.errors import ConfigurationError
-from samecurve.reports.run_report import page
+from samecurve.reports.run_report import render_run_page
 from samecurve.reports.run_summary import Run
 from samecurve.run.run_directory import RECORDS, REPORT
 from samecurve.storage.atomic import write_text
@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     path = arguments.html or directories[0] / REPORT
     if not arguments.html and len(runs) > 1:
         path = directories[0] / f"{path.stem}_{runs[1].name}{path.suffix}"
-    write_text(path, page(runs))
+    write_text(path, render_run_page(runs))
     print(path)
     return 0
 

@@ -7,13 +7,14 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from samecurve.config.overrides import latest
+from samecurve.config.overrides import latest_overrides
+from samecurve.config.renamed_keys import in_new_names
 from samecurve.errors import ConfigurationError
 from samecurve.metrics.console import duration, number, spaced
 from samecurve.run.run_directory import read_metrics
 from samecurve.run.status import STATUS, read_status, refused_text
 from samecurve.storage.atomic import read_json
-from samecurve.strategy.placement import REFERENCE, another, num_processes_again
+from samecurve.strategy.placement import REFERENCE, another_strategy, num_processes_again
 
 LABEL_WIDTH = 14
 LENGTH = ("output_dir", "steps", "schedule", "evaluate.every_steps")  # a comparison has its own
@@ -75,7 +76,8 @@ def _evaluation(evaluated: list[dict]) -> str:
 
 def commands(directory: Path, facts: dict) -> list[tuple[str, str]]:
     """(what for, the command). A new run has a new output_dir: an earlier run's files would be moved aside."""
-    recipe, overrides, world_size = facts["recipe_path"], latest(facts["overrides"]), facts["world_size"]
+    recipe, world_size = facts["recipe_path"], facts["world_size"]
+    overrides = latest_overrides(in_new_names(facts)["overrides"])
     found = [("look at it", f"tensorboard --logdir {quoted(directory / 'tensorboard')}")]
     found.append(("or as one page", f"python -m samecurve report {quoted(directory)}"))
     if any((directory / "checkpoints").glob("step_*")) and read_status(directory / STATUS).get("state") != "done":
@@ -86,7 +88,7 @@ def commands(directory: Path, facts: dict) -> list[tuple[str, str]]:
         found.append(_asking(facts.get("recipe", {}).get("task"), directory))
         found.append(("share it", f"python -m samecurve export {quoted(directory)} --dtype bf16"))
         found.append(("go on from its weights", start))
-    other = another(facts["strategy"])
+    other = another_strategy(facts["strategy"])
     again = [recipe, *_without(overrides, ("output_dir",)), f"output_dir={directory}-{other}"]
     found.append(("try another strategy", launch(f"configs/{other}.yaml", num_processes_again(world_size), again)))
     found.append(("see that they agree", _compare([recipe, *_without(overrides, LENGTH)], other, world_size)))

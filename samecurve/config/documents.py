@@ -1,6 +1,6 @@
 """YAML and JSON files as data with positions: what every key path holds, and which line of which file says so.
 
-Nothing here raises for the user's mistakes. They become `Problem`s, so that one report can show all of them.
+Nothing here raises for the user's mistakes. They become `ConfigProblem`s, so that one report can show all of them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ENVIRONMENT = Place("environment")
 
 
 @dataclass(frozen=True)
-class Problem:
+class ConfigProblem:
     """One thing that is wrong. `text`: what was found, the rule; the fix. `topology`: about the number of processes."""
 
     place: Place
@@ -47,10 +47,10 @@ class Problem:
         return f"{self.place}: {self.key}: {self.text}" if self.key else f"{self.place}: {self.text}"
 
 
-def report(problems: Iterable[Problem]) -> str:
+def format_problems(problems: Iterable[ConfigProblem]) -> str:
     """One text: a header, then each problem once; files by name and line, then the command line and the environment."""
 
-    def position(problem: Problem) -> tuple:
+    def position(problem: ConfigProblem) -> tuple:
         pseudo = problem.place in (COMMAND_LINE, ENVIRONMENT)
         return pseudo, problem.place.file, problem.place.line or 0, problem.key, problem.text
 
@@ -71,7 +71,7 @@ class Document:
     name: str
     content: dict[str, Any] = field(default_factory=dict)
     places: dict[KeyPath, Place] = field(default_factory=dict)
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[ConfigProblem] = field(default_factory=list)
     typed: dict[KeyPath, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     incomplete: bool = False
@@ -95,7 +95,7 @@ class Document:
         self.incomplete = True
 
     def problem(self, path: KeyPath, text: str, topology: bool = False) -> None:
-        self.problems.append(Problem(self.place(path), ".".join(path), text, topology))
+        self.problems.append(ConfigProblem(self.place(path), ".".join(path), text, topology))
 
 
 def describe(value: Any) -> str:
@@ -161,7 +161,7 @@ def _note_duplicates(node: yaml.MappingNode, path: KeyPath, document: Document) 
         key, line = str(key_node.value), key_node.start_mark.line + 1
         if key in first_lines:
             text = f"given twice, first in line {first_lines[key]}; keep one"
-            document.problems.append(Problem(Place(document.name, line), ".".join((*path, key)), text))
+            document.problems.append(ConfigProblem(Place(document.name, line), ".".join((*path, key)), text))
         first_lines.setdefault(key, line)
 
 
@@ -178,7 +178,7 @@ def parse_yaml(text: str, document: Document) -> Any:
         mark = getattr(error, "problem_mark", None)
         place = Place(document.name, mark.line + 1 if mark else None)
         what = getattr(error, "problem", None) or str(error).splitlines()[0]
-        document.problems.append(Problem(place, "", f"this is not YAML: {what}"))
+        document.problems.append(ConfigProblem(place, "", f"this is not YAML: {what}"))
         document.incomplete = True
         return {}
     finally:
@@ -194,7 +194,7 @@ def _parse_json(text: str, document: Document) -> Any:
         content = json.loads(text, parse_constant=_refuse_constant)
     except ValueError as error:
         place = Place(document.name, getattr(error, "lineno", None))
-        document.problems.append(Problem(place, "", f"this is not JSON: {getattr(error, 'msg', error)}"))
+        document.problems.append(ConfigProblem(place, "", f"this is not JSON: {getattr(error, 'msg', error)}"))
         document.incomplete = True
         return {}
     # JSON without tabs is YAML, and PyYAML's nodes know their lines, which json's objects do not. The data is json's.
@@ -202,7 +202,7 @@ def _parse_json(text: str, document: Document) -> Any:
     return content
 
 
-def read(path: str | os.PathLike) -> Document:
+def read_document(path: str | os.PathLike) -> Document:
     """Read a YAML or JSON file (by its ending). A missing file or a syntax error is a problem of the document."""
     document = Document(os.fspath(path))
     try:
@@ -221,10 +221,10 @@ def read(path: str | os.PathLike) -> Document:
     return document
 
 
-def merge(base: dict, over: dict) -> dict:
+def merge_blocks(base: dict, over: dict) -> dict:
     """`over` on top of `base`, block by block; lists and values are replaced."""
     merged = dict(base)
     for key, value in over.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = merge(merged[key], value) if both else value
+        merged[key] = merge_blocks(merged[key], value) if both else value
     return merged

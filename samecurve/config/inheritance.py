@@ -6,7 +6,7 @@ other one of an earlier layer, which goes, and that is told. Both in one layer i
 
 from __future__ import annotations
 
-from samecurve.config.documents import COMMAND_LINE, Document, KeyPath, Place, merge
+from samecurve.config.documents import COMMAND_LINE, Document, KeyPath, Place, merge_blocks
 
 # given -> what it takes the place of
 ALTERNATIVES: tuple[tuple[KeyPath, KeyPath], ...] = (
@@ -21,13 +21,13 @@ ALTERNATIVES: tuple[tuple[KeyPath, KeyPath], ...] = (
 )
 
 
-def over(below: Document, document: Document) -> Document:
+def merge_over_base(below: Document, document: Document) -> Document:
     """`document` on top of `below`, the file that it is based on."""
     given = {key for pair in ALTERNATIVES for key in pair if document.get(*key) is not None}
     notes = _replace(below, given)
     return Document(
         document.name,
-        merge(below.content, document.content),
+        merge_blocks(below.content, document.content),
         {**below.places, **document.places},
         below.problems + document.problems,
         notes=[*below.notes, *document.notes, *notes],

@@ -34,7 +34,7 @@ _HERE = {
     "evaluate.path": "eval_dataset eval_file validation_file",
     "evaluate.split": "eval_split test_split dataset_test_split",
     "evaluate.every_steps": "eval_steps eval_every",
-    "data.held_out_fraction": "val_size val_set_size validation_split test_size",
+    "data.validation_fraction": "val_size val_set_size validation_split test_size",
     "checkpoint.every_steps": "save_steps save_every",
     "checkpoint.keep": "save_total_limit",
     "logging.every_steps": "logging_steps log_every log_interval",

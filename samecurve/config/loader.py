@@ -11,11 +11,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from samecurve.config import inheritance, rules
-from samecurve.config.documents import Document, KeyPath, describe, read, report, suggest
+from samecurve.config.documents import Document, KeyPath, describe, format_problems, read_document, suggest
 from samecurve.config.key_hints import block_as_value, called_here
-from samecurve.config.overrides import override
+from samecurve.config.overrides import apply_override
+from samecurve.config.renamed_keys import refuse_old_names
 from samecurve.config.schema import Recipe
-from samecurve.config.source import ANY_ITEM, Source, schema_paths
+from samecurve.config.source import ANY_ITEM, RecipeSource, schema_paths
 from samecurve.errors import ConfigurationError
 
 _NEEDED = {
@@ -38,43 +39,43 @@ _NEEDED = {
 }
 
 
-def load(path: str, overrides: Sequence[str] = ()) -> Source:
+def read_recipe(path: str, overrides: Sequence[str] = ()) -> RecipeSource:
     """Read `path`, the files that it is based on, and `key.path=value` overrides; check schema and rules.
 
-    The problems are in `Source.document.problems`. Whether the batch divides is known only with the world size.
+    The problems are in `RecipeSource.document.problems`. Whether the batch divides is known only with the world size.
     """
     document = _read_based(path, ())
     for argument in overrides:
-        override(document, argument)
+        apply_override(document, argument)
     inheritance.settle_command_line(document)
     recipe, invalid = _validate(document)
-    source = Source(document, recipe, invalid)
-    rules.apply(source)
+    source = RecipeSource(document, recipe, invalid)
+    rules.apply_rules(source)
     return source
 
 
-def checked(path: str, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(path: str, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe. Raises ConfigurationError with everything that is wrong with it."""
-    source = load(path, overrides)
+    source = read_recipe(path, overrides)
     if source.document.problems:
-        raise ConfigurationError(report(source.document.problems))
+        raise ConfigurationError(format_problems(source.document.problems))
     return source.recipe
 
 
-def validated(document: Document) -> Recipe:
+def validate_recipe(document: Document) -> Recipe:
     """By the schema alone: what a run has trained is not asked whether its files are still there.
 
     Raises ConfigurationError with everything that is wrong with it.
     """
     recipe, _ = _validate(document)
     if document.problems:
-        raise ConfigurationError(report(document.problems))
+        raise ConfigurationError(format_problems(document.problems))
     return recipe
 
 
 def _read_based(path: str, chain: tuple[str, ...]) -> Document:
     """The file merged over the file that its `base` key names (relative to the file), and so on."""
-    document = read(path)
+    document = read_document(path)
     base = document.content.pop("base", None)
     if base is None:
         return document
@@ -88,10 +89,11 @@ def _read_based(path: str, chain: tuple[str, ...]) -> Document:
     if not os.path.isfile(base_path):
         document.unreadable(("base",), f"no such file: {base_path}; the name is relative to {path}")
         return document
-    return inheritance.over(_read_based(base_path, (*chain, os.path.normpath(path))), document)
+    return inheritance.merge_over_base(_read_based(base_path, (*chain, os.path.normpath(path))), document)
 
 
 def _validate(document: Document) -> tuple[Recipe | None, frozenset[KeyPath]]:
+    refuse_old_names(document)
     for path in _text_fields(document):
         document.get(*path[:-1])[path[-1]] = document.typed[path]
     try:

@@ -6,10 +6,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from samecurve.config.documents import COMMAND_LINE, Document, KeyPath, Problem, describe, parse_yaml
+from samecurve.config.documents import COMMAND_LINE, ConfigProblem, Document, KeyPath, describe, parse_yaml
 
 
-def override(document: Document, argument: str) -> None:
+def apply_override(document: Document, argument: str) -> None:
     """Apply one `key.path=value` of the command line. A key that an earlier one gave already is a problem.
 
     The value is YAML, or else text: of `data.pattern='**/*.md'` the shell leaves what YAML takes for a broken alias.
@@ -18,19 +18,21 @@ def override(document: Document, argument: str) -> None:
     path = tuple(dotted.split("."))
     if not equals or not all(path):
         text = f"found {describe(argument)}; an override is written key.path=value"
-        document.problems.append(Problem(COMMAND_LINE, "", text))
+        document.problems.append(ConfigProblem(COMMAND_LINE, "", text))
         return
     parsed, problems = _value(text)
     twice = _given_before(document, path)
     if problems or twice:
-        document.problems += [Problem(COMMAND_LINE, dotted, problem) for problem in [*problems, *filter(None, [twice])]]
+        document.problems += [
+            ConfigProblem(COMMAND_LINE, dotted, problem) for problem in [*problems, *filter(None, [twice])]
+        ]
         return
     block = document.content
     for depth, key in enumerate(path[:-1], start=1):
         if not isinstance(block.get(key), (dict, type(None))):
             found = describe(block[key])
             why = f"{'.'.join(path[:depth])} is {found}, which has no keys"
-            document.problems.append(Problem(COMMAND_LINE, dotted, why))
+            document.problems.append(ConfigProblem(COMMAND_LINE, dotted, why))
             return
         block[key] = dict(block.get(key) or {})
         block = block[key]
@@ -40,7 +42,7 @@ def override(document: Document, argument: str) -> None:
     document.typed[path] = text
 
 
-def latest(overrides: Sequence[str]) -> list[str]:
+def latest_overrides(overrides: Sequence[str]) -> list[str]:
     """One of each key: a later override replaces earlier ones of the key, of keys inside it, and its part of a block.
 
     For commands that add overrides of their own to the user's; two of one key by the user are refused.

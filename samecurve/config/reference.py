@@ -34,7 +34,7 @@ _LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusi
 _TYPES = {"integer": "integer", "number": "number", "string": "text", "boolean": "true, false", "object": "mapping"}
 
 
-def page() -> str:
+def render_reference() -> str:
     """The whole page, Markdown."""
     return "\n".join([_HEADER, *_tables(Recipe, "")])
 
@@ -96,4 +96,4 @@ def _type(schema: dict[str, Any], sections: list[type[Section]]) -> str:
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    print(render_reference(), end="")

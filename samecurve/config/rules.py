@@ -17,7 +17,7 @@ from samecurve.config.paths import path_problem, pattern_hint
 from samecurve.specs.data_names import BUILTIN, CHATML, DOCSTRINGS, FUNCTIONS, MODULES, PREFERENCES, is_hub_name
 
 if TYPE_CHECKING:
-    from samecurve.config.source import Source
+    from samecurve.config.source import RecipeSource
 
 Finding = tuple[str, str]
 Rule = Callable[[Callable[[str], Any]], Iterator[Finding]]
@@ -69,7 +69,7 @@ _BUILTINS = {
 _PACKED = ("pretrain", "continue_pretrain", "sft", "distill")
 
 
-def apply(source: Source) -> None:
+def apply_rules(source: RecipeSource) -> None:
     """Add what the rules find to the source's problems."""
     parts = (rules_model, rules_memory, rules_tasks, rules_data, rules_optimizer, rules_profile)
     rules: list[Rule] = [*RULES, *(rule for part in parts for rule in part.RULES)]
@@ -203,16 +203,16 @@ def _best(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 
 def _rollback(value: Callable[[str], Any]) -> Iterator[Finding]:
-    ratio = value("guard.rollback_ratio")
+    ratio = value("numerics.rollback_ratio")
     if ratio is not None and not value("checkpoint.every_steps"):
         text = f"found {ratio:g}, but checkpoint.every_steps is 0, so there is nothing to go back to; set it above 0"
-        yield "guard.rollback_ratio", text
+        yield "numerics.rollback_ratio", text
 
 
 def _evaluate(value: Callable[[str], Any]) -> Iterator[Finding]:
-    every, held_out = value("evaluate.every_steps"), value("data.held_out_fraction")
+    every, held_out = value("evaluate.every_steps"), value("data.validation_fraction")
     if every and not held_out and value("evaluate.path") is None and value("evaluate.split") is None:
-        text = f"found {every}, but nothing is held out; set data.held_out_fraction above 0 or evaluate.path"
+        text = f"found {every}, but nothing is held out; set data.validation_fraction above 0 or evaluate.path"
         yield "evaluate.every_steps", text
 
 

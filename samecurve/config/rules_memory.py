@@ -56,17 +56,17 @@ def _rotated_twice(value: Callable[[str], Any]) -> Iterator[Finding]:
     when the layer is recomputed, and gradients come out wrong below the same loss (tests/unit/test_kernels.py).
     """
     selective = value("memory.activation_checkpointing") == "selective"
-    if value("model.kernels") == "liger" and selective and value("memory.selective_keeps") == "matmul":
+    if value("model.kernels") == "liger" and selective and value("memory.selective_save") == "matmul":
         yield (
             "model.kernels",
-            "found liger, which rotates queries and keys in place, where memory.selective_keeps: matmul keeps them to "
+            "found liger, which rotates queries and keys in place, where memory.selective_save: matmul keeps them to "
             "be rotated again; set that to attention, or memory.activation_checkpointing to another kind, or use torch",
         )
 
 
 RULES = (
-    partial(_idle, "selective_keeps", "selective"),
-    partial(_idle, "every_k", "every_k"),
+    partial(_idle, "selective_save", "selective"),
+    partial(_idle, "every_n_layers", "every_n_layers"),
     *(_offload_compiled, _torchao, _fp8_of_bf16, _fp8_of_4bit),
     partial(_liger, "model.kernels", "torch"),
     partial(_liger, "loss.implementation", "auto"),

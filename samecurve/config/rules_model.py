@@ -16,7 +16,7 @@ from samecurve.config.rules_tasks import model_folder
 from samecurve.config.schema import Adapter
 
 if TYPE_CHECKING:
-    from samecurve.config.source import Source
+    from samecurve.config.source import RecipeSource
 
 Finding = tuple[str, str]
 
@@ -129,7 +129,7 @@ def architecture(value: Callable[[str], Any]) -> dict[str, Any]:
     return {}
 
 
-def hidden_layers(source: Source) -> int | None:
+def hidden_layers(source: RecipeSource) -> int | None:
     """How many decoder layers the model has, where that is known without loading it."""
     with contextlib.suppress(KeyError):
         fields = architecture(source.value)
@@ -138,7 +138,7 @@ def hidden_layers(source: Source) -> int | None:
     return None
 
 
-def model_type(source: Source) -> str | None:
+def model_type(source: RecipeSource) -> str | None:
     """The model's family in transformers, where that is known without loading it."""
     with contextlib.suppress(KeyError):
         found = architecture(source.value).get("model_type")

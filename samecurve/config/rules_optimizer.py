@@ -9,7 +9,7 @@ from typing import Any
 
 from samecurve.config.documents import describe
 from samecurve.config.schema import Optimizer
-from samecurve.specs.optimizers import TRAITS
+from samecurve.specs.optimizers import OPTIMIZERS
 
 Finding = tuple[str, str]
 # rounding to bf16 moves a number by up to 2 ** -9 of itself, 0.2 %; a mean has to move by more than that
@@ -26,8 +26,8 @@ def _idle(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
     """A key that the named optimizer has no use for: it would do nothing."""
     name, found = value("optimizer.name"), value(f"optimizer.{key}")
     default = Optimizer.model_fields[key].default
-    if key not in TRAITS[name].reads and (tuple(found) if isinstance(found, list) else found) != default:
-        *others, last = (other for other, traits in TRAITS.items() if key in traits.reads)
+    if key not in OPTIMIZERS[name].reads and (tuple(found) if isinstance(found, list) else found) != default:
+        *others, last = (other for other, spec in OPTIMIZERS.items() if key in spec.reads)
         readers = f"{', '.join(others)} and {last} read" if others else f"{last} reads"
         text = f"found {describe(found)}, but only {readers} it and optimizer.name is {name}; leave it out"
         yield f"optimizer.{key}", text
@@ -48,5 +48,5 @@ def _bf16_mean(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 RULES = (
     *(_bitsandbytes, _bf16_weights, _bf16_mean),
-    *(partial(_idle, key) for key in sorted({key for traits in TRAITS.values() for key in traits.reads})),
+    *(partial(_idle, key) for key in sorted({key for spec in OPTIMIZERS.values() for key in spec.reads})),
 )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from samecurve.config.source import Source
+    from samecurve.config.source import RecipeSource
 
 Finding = tuple[str, str]
 
@@ -27,7 +27,7 @@ def _end(value: Callable[[str], Any]) -> Iterator[Finding]:
 RULES = _order, _end
 
 
-def check_ranks(source: Source, world_size: int) -> None:
+def check_ranks(source: RecipeSource, world_size: int) -> None:
     """Add a problem where profile.ranks names a rank that is not there."""
     with contextlib.suppress(KeyError):
         absent = [rank for rank in source.value("profile.ranks") if rank >= world_size]

@@ -81,7 +81,7 @@ class Evaluate(Section):
     """Evaluation during training."""
 
     every_steps: Natural = 0
-    """Steps between evaluations. 0: never. Otherwise `path` or `data.held_out_fraction` is needed."""
+    """Steps between evaluations. 0: never. Otherwise `path` or `data.validation_fraction` is needed."""
     path: Name | None = None
     """The evaluation data, read like `data.path`. null: a split of `data.path`, or the held-out documents."""
     split: Name | None = None
@@ -113,7 +113,7 @@ class Export(Section):
     """Write `model/` after the last step. `python -m samecurve export RUN` makes one of a checkpoint later."""
 
 
-class Guard(Section):
+class Numerics(Section):
     """Checks of the numbers while a run trains."""
 
     max_skipped_steps: Natural = 3
@@ -124,10 +124,10 @@ class Guard(Section):
     """Steps between comparisons of the weights that ranks replicate, by hash. 0: off."""
 
 
-class Timeout(Section):
+class Watchdog(Section):
     """The watchdog."""
 
-    step_seconds: int = Field(600, ge=0, le=LONGEST_TIMEOUT)
+    timeout_seconds: int = Field(600, ge=0, le=LONGEST_TIMEOUT)
     """Seconds without progress after which the run writes the stacks of all ranks and exits with code 124. 0: never."""
 
 
@@ -224,8 +224,8 @@ class Recipe(Section):
     evaluate: Evaluate = Evaluate()
     checkpoint: Checkpoint = Checkpoint()
     export: Export = Export()
-    guard: Guard = Guard()
-    timeout: Timeout = Timeout()
+    numerics: Numerics = Numerics()
+    watchdog: Watchdog = Watchdog()
     logging: Logging = Logging()
     profile: Profile = Profile()
 

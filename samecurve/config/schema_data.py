@@ -110,7 +110,7 @@ class Data(Section):
     truncated and padded. The other tasks need false."""
     group_by_length: bool = False
     """Without packing: put rows of similar length into one step and pad to the longest of them."""
-    held_out_fraction: float = Field(0.0, ge=0.0, lt=1.0)
+    validation_fraction: float = Field(0.0, ge=0.0, lt=1.0)
     """The fraction of documents, chosen by their content, that is evaluated on and never trained on."""
     streaming: bool = False
     """`pretrain`, `continue_pretrain`: tokenize during training instead of ahead of it."""

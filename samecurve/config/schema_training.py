@@ -50,7 +50,7 @@ class Optimizer(Section):
     """Momentum of `sgd` and `muon`. The authors of Muon use 0.95."""
     epsilon: float = Field(1e-8, gt=0, lt=1)
     """Added to the denominator of the AdamW variants, including the one inside `muon`."""
-    bf16_update: Literal["stochastic", "kahan"] = "stochastic"
+    bf16_rounding: Literal["stochastic", "kahan"] = "stochastic"
     """How `adamw_bf16` updates a bf16 weight: stochastic rounding, or Kahan summation with 2 more bytes per weight."""
     implementation: Literal["fused", "foreach", "for_loop"] = "fused"
     """`adamw` only: one kernel per update, one per operation, or one per operation and tensor."""
@@ -69,7 +69,7 @@ class Schedule(Section):
     """Steps of linear warm-up. It must be less than `steps`."""
     decay_steps: Natural | None = None
     """`wsd` only, and required there: the length of the final decay in steps."""
-    final_ratio: float = Field(0.1, ge=0, le=1)
+    min_lr_ratio: float = Field(0.1, ge=0, le=1)
     """The last learning rate divided by the peak."""
 
 
@@ -84,15 +84,15 @@ class Loss(Section):
 class Memory(Section):
     """What the backward pass keeps, when gradients are reduced, and when Python collects garbage."""
 
-    activation_checkpointing: Literal["none", "full", "selective", "every_k", "offload"] = "none"
-    """`full` recomputes each layer from its input; `every_k` recomputes one layer in every_k; `selective` keeps the
-    results of some operators and recomputes the rest; `offload` is `full` with the inputs in host memory."""
-    selective_keeps: Literal["matmul", "attention"] = "matmul"
+    activation_checkpointing: Literal["none", "full", "selective", "every_n_layers", "offload"] = "none"
+    """`full` recomputes each layer from its input; `every_n_layers` recomputes one layer in that many; `selective`
+    keeps the results of some operators and recomputes the rest; `offload` is `full` with the inputs in host memory."""
+    selective_save: Literal["matmul", "attention"] = "matmul"
     """`selective` only: keep the results of matrix products and attention, or of attention alone."""
-    every_k: int = Field(2, ge=2, le=LARGEST_INTEGER)
-    """`every_k` only: one layer out of this many is recomputed."""
-    gradient_sync: Literal["auto", "once"] = "auto"
-    """When gradients are reduced during accumulation. `once` makes FSDP reduce after the last micro-batch only, at the
-    price of unsharded gradients; `auto` does so only where ranks hold whole gradients anyway (DDP, ZeRO-1)."""
+    every_n_layers: int = Field(2, ge=2, le=LARGEST_INTEGER)
+    """`every_n_layers` only: one layer out of this many is recomputed."""
+    gradient_sync: Literal["auto", "last_micro_batch"] = "auto"
+    """When gradients are reduced during accumulation. `last_micro_batch` makes FSDP reduce once per step,
+    at the price of unsharded gradients; `auto` does so only where ranks hold whole gradients anyway (DDP, ZeRO-1)."""
     garbage_collection_steps: Natural = 50
     """Steps between Python garbage collections, which run on all ranks after the same step. 0: Python decides."""

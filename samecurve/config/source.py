@@ -15,7 +15,7 @@ from samecurve.config.schema import Recipe
 ANY_ITEM = "*"
 
 
-class Source(NamedTuple):
+class RecipeSource(NamedTuple):
     """What the user wrote. `recipe` is None when anything in it breaks the schema."""
 
     document: Document

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from samecurve.data.datasets.base import RowArrays, Rows
 from samecurve.data.sampler import Steps
-from samecurve.distributed.cpu_workers import serve
+from samecurve.distributed.cpu_workers import init_worker
 from samecurve.losses.cross_entropy import IGNORE_INDEX
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ class StepBatches:
             num_workers=self.num_workers,
             prefetch_factor=_PREFETCHED_STEPS,
             pin_memory=torch.cuda.is_available(),
-            worker_init_fn=serve,
+            worker_init_fn=init_worker,
             # spawned ones would be sent a copy of all tokens; forked ones share the pages of the file
             multiprocessing_context="fork",
             # without one of its own it would draw from the generator that dropout draws from

@@ -22,7 +22,7 @@ CHAT_TEMPLATE = """\
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
 
-def speak(tokenizer: PreTrainedTokenizerFast) -> None:
+def apply_chatml(tokenizer: PreTrainedTokenizerFast) -> None:
     """Give it the template, the two tokens where it lacks them, and the end of a turn as what ends a text.
 
     New tokens take the ids behind the last one; whether the model's embedding holds them is architecture's question.

@@ -24,36 +24,36 @@ if TYPE_CHECKING:
 
 def find_conversations(
     name: str, pattern: str | None, schema: ChatSchema, selection: sources.Selection = sources.WHOLE
-) -> sources.Source:
-    """The conversations behind `data.path`. Errors: as sources.find."""
+) -> sources.DataSource:
+    """The conversations behind `data.path`. Errors: as sources.find_source."""
     if name == FUNCTIONS:
         return FunctionSource(name, sources.builtin_files())
-    return ConversationSource(name, sources.find(name, pattern, selection=selection).files, schema=schema)
+    return ConversationSource(name, sources.find_source(name, pattern, selection=selection).files, schema=schema)
 
 
 def find_pairs(
     name: str, pattern: str | None, schema: PairSchema, selection: sources.Selection = sources.WHOLE
-) -> sources.Source:
-    """The pairs behind `data.path`. Errors: as sources.find."""
+) -> sources.DataSource:
+    """The pairs behind `data.path`. Errors: as sources.find_source."""
     if name == PREFERENCES:
         return PreferenceSource(name, sources.builtin_files())
-    return PairSource(name, sources.find(name, pattern, selection=selection).files, schema=schema)
+    return PairSource(name, sources.find_source(name, pattern, selection=selection).files, schema=schema)
 
 
-def find_examples(data: Data, names: tuple[str, ...] | None, selection: sources.Selection) -> sources.Source:
-    """The examples behind `data.path`. names: of the classes. Errors: as sources.find."""
+def find_examples(data: Data, names: tuple[str, ...] | None, selection: sources.Selection) -> sources.DataSource:
+    """The examples behind `data.path`. names: of the classes. Errors: as sources.find_source."""
     name = data.path
     if name == MODULES:
         return ModuleSource(name, sources.builtin_files())
-    files = sources.find(name, data.pattern, selection=selection).files
+    files = sources.find_source(name, data.pattern, selection=selection).files
     return ExampleSource(name, files, data.text_column, data.text_pair_column, data.label_column, names)
 
 
-def find_matches(name: str, data: Data, selection: sources.Selection = sources.WHOLE) -> sources.Source:
-    """The matches behind `data.path`. Errors: as sources.find, and those of the first row's file."""
+def find_matches(name: str, data: Data, selection: sources.Selection = sources.WHOLE) -> sources.DataSource:
+    """The matches behind `data.path`. Errors: as sources.find_source, and those of the first row's file."""
     if name == DOCSTRINGS:
         return DocstringSource(name, sources.builtin_files())
-    files = sources.find(name, data.pattern, selection=selection).files
+    files = sources.find_source(name, data.pattern, selection=selection).files
     negatives = _negative_columns(files[0]) if data.negative_columns is None else data.negative_columns
     columns = [("anchor_column", data.anchor_column), ("positive_column", data.positive_column)]
     return MatchSource(name, files, columns=(*columns, *(("negative_columns", column) for column in negatives)))

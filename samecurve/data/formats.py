@@ -19,12 +19,12 @@ _TAIL_BYTES = 1 << 16
 _LARGEST_FIELD = 2**31 - 1  # bytes; csv's own limit of 128 KiB is less than some documents have
 
 
-def rows(file: Path) -> Iterator[tuple[str, dict]]:
+def read_rows(file: Path) -> Iterator[tuple[str, dict]]:
     """(place, row) of every row of a table: the place is what a message names, `file:line` or `file: row N`."""
     return _READERS[table_kind(file)](file)
 
 
-def last_row(file: Path) -> Iterator[tuple[str, dict]]:
+def read_last_row(file: Path) -> Iterator[tuple[str, dict]]:
     """(place, row) of a jsonl file's last line, which is where a copy that broke off shows; nothing of other files."""
     if table_kind(file) != "jsonl" or file.suffix.lower() in COMPRESSED:
         return

@@ -56,7 +56,7 @@ class Split:
             raise DataError(f"{self.name}, split {self.split}: after row {number}: {_reason(error)}") from error
 
 
-def folder(name: str, pattern: str, revision: str | None) -> Path:
+def download_hub_folder(name: str, pattern: str, revision: str | None) -> Path:
     """Where the data set's files that match `pattern` lie now.
 
     Raises DataError where they can be neither downloaded nor found in the hub's cache.
@@ -73,7 +73,7 @@ def folder(name: str, pattern: str, revision: str | None) -> Path:
         raise _unreadable(name, error) from error
 
 
-def read(name: str, selection: Selection) -> Split:
+def read_hub_split(name: str, selection: Selection) -> Split:
     """The split that is selected, downloaded now or before.
 
     Raises DataError where it cannot be had, with the splits or configurations that there are.
@@ -89,7 +89,7 @@ def read(name: str, selection: Selection) -> Split:
     return Split(name, builder.config.name, selection.split, builder.hash, table)
 
 
-def urls(where: Address, selection: Selection) -> list[str]:
+def hub_urls(where: Address, selection: Selection) -> list[str]:
     """The files of the split, for a stream; each with the commit. Errors: as read; DataError for other settings."""
     builder = _builder(where, selection)
     if _is_cached(builder):
@@ -116,7 +116,7 @@ def _builder(where: Address, selection: Selection) -> DatasetBuilder:
     if not _SPLIT.fullmatch(selection.split):
         raise DataError(
             f"{name}: split {selection.split!r} is not the name of a split; name one of them, and hold rows out with "
-            "data.held_out_fraction"
+            "data.validation_fraction"
         )
     try:
         options = {"data_dir": where.inside} if where.inside else {}

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
-from samecurve.distributed.cpu_workers import num_cores, serve
+from samecurve.distributed.cpu_workers import init_worker, num_cores
 
 if TYPE_CHECKING:
     from samecurve.data.encoder import Encoded, Encoder
@@ -53,7 +53,7 @@ def encoded(encoder: Encoder, batches: Iterable[list], num_bytes: int) -> Iterat
 
 def _begin(encoder: Encoder) -> None:
     global _worker_encoder
-    serve()
+    init_worker()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the cores are shared out already
     _worker_encoder = encoder
 

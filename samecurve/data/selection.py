@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from samecurve.errors import DataError
 from samecurve.specs.file_kinds import is_text, table_kind
-from samecurve.storage.cache import location, prints
+from samecurve.storage.cache import cache_folder, is_main_process
 
 if TYPE_CHECKING:
     from samecurve.config.schema import Data, Recipe
@@ -38,7 +38,7 @@ class Selection:
 
     @classmethod
     def of(cls, recipe: Recipe, data: Data) -> Selection:
-        own = (recipe.output_dir, str(location(recipe.data.cache_dir)))
+        own = (recipe.output_dir, str(cache_folder(recipe.data.cache_dir)))
         return cls(data.split, data.config, data.revision, own)
 
 
@@ -137,7 +137,7 @@ def is_run(folder: Path) -> bool:
 
 @lru_cache  # a tokenizer, the training and the held-out rows may all be read from one folder
 def _say_left_out(name: str, left_out: tuple[tuple[str, int], ...]) -> None:
-    if prints():
+    if is_main_process():
         total, folders = sum(count for _, count in left_out), [folder for folder, _ in left_out]
         more = f" and {len(folders) - 3} more" if len(folders) > 3 else ""
         where = ", ".join(folders[:3]) + more

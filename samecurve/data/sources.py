@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from samecurve.config.paths import path_problem, pattern_hint
 from samecurve.data import hub
-from samecurve.data.formats import check_characters, last_row, no_column, read_text, rows, unreadable
+from samecurve.data.formats import check_characters, no_column, read_last_row, read_rows, read_text, unreadable
 from samecurve.data.selection import WHOLE, Selection, folder_files
 from samecurve.errors import DataError
 from samecurve.specs.data_names import BUILTIN, is_hub_name
@@ -31,7 +31,7 @@ _CHECK_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """Files in a fixed order, or a split of the hub. `name`: the path as the user wrote it. `text_column`: of tables.
 
     A document is anything whose str() is its content: that decides whether it is held out, and how far a bar is.
@@ -79,7 +79,7 @@ class Source:
         if isinstance(file, hub.Split):
             yield from file.rows()
         else:
-            yield from rows(file) if table_kind(file) else [(str(file), {self.text_column: read_text(file)})]
+            yield from read_rows(file) if table_kind(file) else [(str(file), {self.text_column: read_text(file)})]
 
     def _first_look(self) -> Iterator[tuple[str, dict]]:
         """All rows; of files that take too long, the first ones, and the last one where it is found without them."""
@@ -89,12 +89,12 @@ class Source:
                 yield row
                 if time.monotonic() > deadline:
                     rest = (later for later in self.files[nth:] if not isinstance(later, hub.Split))
-                    yield from (last for later in rest for last in last_row(later))
+                    yield from (last for later in rest for last in read_last_row(later))
                     return
 
 
 @dataclass(frozen=True)
-class TableSource(Source):
+class TableSource(DataSource):
     """Tables each of whose rows is a document, which `read` makes of (place, row) or refuses with a DataError.
 
     documents_are, a_line_is: what messages call them.
@@ -125,22 +125,24 @@ def table_rows(file: Path | hub.Split, documents_are: str) -> Iterator[tuple[str
         return
     if table_kind(file) is None:
         raise DataError(f"{file}: {documents_are} are the rows of a jsonl, json, parquet or csv file")
-    yield from rows(file)
+    yield from read_rows(file)
 
 
-def find(name: str, pattern: str | None = None, text_column: str = "text", selection: Selection = WHOLE) -> Source:
+def find_source(
+    name: str, pattern: str | None = None, text_column: str = "text", selection: Selection = WHOLE
+) -> DataSource:
     """The files behind `data.path`, sorted by path: a file, or the data of a folder. `pattern`: a glob in it.
 
     Of OWNER/NAME on the hub it is the split that is selected, or the files that the pattern matches.
-    Errors: DataError for a path that cannot be read, as selection.folder_files and as hub.read.
+    Errors: DataError for a path that cannot be read, as selection.folder_files and as hub.read_hub_split.
     """
     if name == BUILTIN:
-        return Source(name, builtin_files())
+        return DataSource(name, builtin_files())
     if is_hub_name(name):
         if not pattern:
-            return Source(name, (hub.read(name, selection),), text_column)
-        root = hub.folder(name, pattern, selection.revision)
-        return Source(name, folder_files(root, name, pattern), text_column)
+            return DataSource(name, (hub.read_hub_split(name, selection),), text_column)
+        root = hub.download_hub_folder(name, pattern, selection.revision)
+        return DataSource(name, folder_files(root, name, pattern), text_column)
     root = Path(name).expanduser()
     problem = path_problem(root)
     if problem.startswith("no such"):
@@ -148,21 +150,21 @@ def find(name: str, pattern: str | None = None, text_column: str = "text", selec
     if problem:
         raise DataError(f"{name}: {problem}")
     if root.is_file():
-        return Source(name, (root,), text_column)
-    return Source(name, folder_files(root, name, pattern, selection.own), text_column)
+        return DataSource(name, (root,), text_column)
+    return DataSource(name, folder_files(root, name, pattern, selection.own), text_column)
 
 
 def what_rows_are(files: Iterable[Path | hub.Split], one_is: str) -> str:
     """For a message about tables without a row: what each kind of them should hold."""
     kinds = {"hub" if isinstance(file, hub.Split) else table_kind(file) for file in files}
-    told = {
+    meanings = {
         "csv": f"each line of a csv file below its header is {one_is.replace('an object', 'a row')}",
         "jsonl": f"each line of a jsonl file is {one_is}",
         "json": f"a json file is a list, in which each entry is {one_is}",
         "parquet": f"each row of a parquet file is {one_is.replace('an object', 'a row')}",
         "hub": f"each row is {one_is.replace('an object', 'a row')}",
     }
-    return "; ".join(text for kind, text in told.items() if kind in kinds) or f"each row is {one_is}"
+    return "; ".join(text for kind, text in meanings.items() if kind in kinds) or f"each row is {one_is}"
 
 
 def check_rows(
@@ -198,7 +200,7 @@ def _listed(name: str, problems: list[list[str]]) -> str:
     return "\n".join([f"{name}: {num_rows} rows cannot be used", *(f"  {line}" for line in lines)])
 
 
-def fingerprint(source: Source, cache: Path) -> str:
+def fingerprint(source: DataSource, cache: Path) -> str:
     """A digest of what the files hold; it is remembered by size and time of change, so they are read once.
 
     Of a split of the hub the commit says what it holds.
@@ -261,9 +263,9 @@ def text_of(place: str, row: dict, column: str) -> str:
     return row[column]
 
 
-def held_out_fraction(recipe: Recipe) -> float:
+def validation_fraction(recipe: Recipe) -> float:
     """The part of `data.path` that is not trained on: none where the evaluation has data of its own."""
-    return 0.0 if recipe.evaluation is not None else recipe.data.held_out_fraction
+    return 0.0 if recipe.evaluation is not None else recipe.data.validation_fraction
 
 
 def builtin_files() -> tuple[Path, ...]:

@@ -15,7 +15,7 @@ from samecurve.specs.file_kinds import is_text, table_kind
 _VERSIONS = ("ETag", "etag", "blob_id", "mtime", "created")  # where the kinds of file systems tell it
 
 
-class File(NamedTuple):
+class StreamFile(NamedTuple):
     """name: as fsspec takes it. relative: to the data's folder. version: changes when the content does."""
 
     name: str
@@ -24,14 +24,15 @@ class File(NamedTuple):
     version: str
 
 
-def find(
+def find_stream_files(
     name: str, pattern: str | None, text_column: str, selection: sources.Selection = sources.WHOLE
-) -> tuple[File, ...]:
+) -> tuple[StreamFile, ...]:
     """The files behind `data.path`, which may be a URL that fsspec knows (s3://, https://).
 
     Of OWNER/NAME on the hub, of hf://datasets/OWNER/NAME and a folder in it they are those of the selected split;
-    of a file there, or with a pattern, what is named. Errors: DataError as sources.find and hub.urls, and where the
-    URL cannot be listed.
+    of a file there, or with a pattern, what is named.
+
+    Errors: DataError as sources.find_source and hub.hub_urls, and where the URL cannot be listed.
     """
     where = address(name)
     if where is not None and not pattern and not where.is_file:
@@ -44,7 +45,7 @@ def find(
         name = name.removeprefix("file://")
         root = Path(name).expanduser()
         below = root if root.is_dir() else root.parent
-        found = [_local(file, below) for file in sources.find(name, pattern, text_column, selection).files]
+        found = [_local(file, below) for file in sources.find_source(name, pattern, text_column, selection).files]
     whole = [file.name for file in found if table_kind(Path(file.name)) in ("json", "csv")]
     if whole:
         raise DataError(
@@ -54,21 +55,21 @@ def find(
     return tuple(found)
 
 
-def _local(file: Path, below: Path) -> File:
+def _local(file: Path, below: Path) -> StreamFile:
     try:
         stat = file.stat()
         open(file, "rb").close()  # so that this is told now and not by the block that reads it
     except OSError as error:
         raise unreadable(file, error) from error
-    return File(str(file), os.path.relpath(file, below), stat.st_size, str(stat.st_mtime_ns))
+    return StreamFile(str(file), os.path.relpath(file, below), stat.st_size, str(stat.st_mtime_ns))
 
 
-def _of_split(where: Address, selection: sources.Selection) -> list[File]:
+def _of_split(where: Address, selection: sources.Selection) -> list[StreamFile]:
     """Named with the commit, which so is in the fingerprint."""
     from fsspec.core import url_to_fs
 
     files = []
-    for url in hub.urls(where, selection):
+    for url in hub.hub_urls(where, selection):
         if table_kind(Path(url)) not in ("jsonl", "json", "parquet"):
             raise DataError(
                 f"{url}: of the hub's data sets streaming reads jsonl (also compressed) and parquet; set "
@@ -81,7 +82,7 @@ def _of_split(where: Address, selection: sources.Selection) -> list[File]:
             raise
         except Exception as error:  # each kind of file system has errors of its own
             raise unreadable(url, error) from error
-        files.append(File(url, url.removeprefix("hf://datasets/"), facts["size"], _version(facts)))
+        files.append(StreamFile(url, url.removeprefix("hf://datasets/"), facts["size"], _version(facts)))
     return files
 
 
@@ -89,7 +90,7 @@ def _version(facts: dict[str, Any]) -> str:
     return next((str(facts[key]) for key in _VERSIONS if key in facts), "")
 
 
-def _listed(url: str, pattern: str | None) -> list[File]:
+def _listed(url: str, pattern: str | None) -> list[StreamFile]:
     from fsspec.core import url_to_fs
 
     try:
@@ -110,7 +111,7 @@ def _listed(url: str, pattern: str | None) -> list[File]:
         wanted = pattern or table_kind(Path(name)) or is_text(Path(name))
         if facts["type"] == "file" and wanted:
             relative = os.path.relpath(name, below)
-            files.append(File(system.unstrip_protocol(name), relative, facts["size"], _version(facts)))
+            files.append(StreamFile(system.unstrip_protocol(name), relative, facts["size"], _version(facts)))
     if not files:
         raise DataError(f"{url}: no text, jsonl or parquet file there; correct data.path or data.pattern")
     return files

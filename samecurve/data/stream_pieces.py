@@ -16,7 +16,7 @@ import numpy as np
 from samecurve.data import sources
 from samecurve.data.formats import parse_row, unreadable
 from samecurve.data.sampler import rows_in_steps
-from samecurve.data.stream_files import File
+from samecurve.data.stream_files import StreamFile
 from samecurve.errors import DataError
 from samecurve.specs.file_kinds import COMPRESSED, table_kind
 from samecurve.storage.cache import digest
@@ -26,21 +26,21 @@ _FOOTERS_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
-class Piece:
+class FileChunk:
     """Whole documents. kind: how they are read. start, stop: bytes, or row groups. num_bytes: about how large it is."""
 
     kind: str
-    files: tuple[File, ...]
+    files: tuple[StreamFile, ...]
     start: int
     stop: int
     num_bytes: int
 
 
 @dataclass(frozen=True)
-class PieceSource(sources.Source):
-    """Some pieces, in this order. Whether a row can be used is seen when it is read."""
+class ChunkSource(sources.DataSource):
+    """Some chunks, in this order. Whether a row can be used is seen when it is read."""
 
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[FileChunk, ...] = ()
     quiet: ClassVar[bool] = True
 
     @property
@@ -56,7 +56,7 @@ class PieceSource(sources.Source):
                 yield row if isinstance(row, str) else sources.text_of(place, row, self.text_column)
 
 
-class Blocks:
+class ShuffleBlocks:
     """Pieces in a random order of each epoch's own, cut into blocks: what is tokenised and shuffled at once.
 
     Which pieces a block holds is a pure function of (seed, block), blocks being counted over all epochs. The blocks of
@@ -64,13 +64,13 @@ class Blocks:
     text twice if its rows fit into a block. Where an epoch is a single block, all epochs read the same pieces.
     """
 
-    def __init__(self, pieces: Sequence[Piece], buffer_bytes: float, seed: int):
+    def __init__(self, pieces: Sequence[FileChunk], buffer_bytes: float, seed: int):
         self._pieces, self._seed = pieces, seed
         mean = sum(piece.num_bytes for piece in pieces) / len(pieces)
         self.per_epoch = -(-len(pieces) // max(1, round(buffer_bytes / max(mean, 1))))
         self._joints = _Joints(len(pieces), len(pieces) - self._start(self.per_epoch - 1), self._start(1))
 
-    def __getitem__(self, block: int) -> tuple[Piece, ...]:
+    def __getitem__(self, block: int) -> tuple[FileChunk, ...]:
         epoch, nth = divmod(block, self.per_epoch)
         places = np.arange(self._start(nth), self._start(nth + 1))
         positions = epoch * len(self._pieces) + places
@@ -96,15 +96,15 @@ class _Joints:
         return position - (self.before if epoch else 0), position + self.after
 
 
-def cut(files: Sequence[File], buffer_bytes: float) -> list[Piece]:
+def cut_into_chunks(files: Sequence[StreamFile], buffer_bytes: float) -> list[FileChunk]:
     """Pieces of about the same size, a part of the buffer; but a compressed file is one, and a row group of parquet."""
     wanted = max(1, int(buffer_bytes / _PIECES_PER_BLOCK))
     kinds = [_kind(file) for file in files]
     with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:  # each is a request, where the files are far away
         parquet = [file for file, kind in zip(files, kinds, strict=True) if kind == "parquet"]
         groups = dict(zip(parquet, pool.map(_row_groups, parquet), strict=True))
-    pieces: list[Piece] = []
-    texts: list[File] = []
+    pieces: list[FileChunk] = []
+    texts: list[StreamFile] = []
     collected = 0
     for file, kind in zip(files, kinds, strict=True):
         if kind == "text":
@@ -116,19 +116,19 @@ def cut(files: Sequence[File], buffer_bytes: float) -> list[Piece]:
         elif kind == "lines":
             starts = range(0, file.size, wanted)
             stops = [min(start + wanted, file.size) for start in starts]
-            pieces += [Piece(kind, (file,), *ends, ends[1] - ends[0]) for ends in zip(starts, stops, strict=True)]
+            pieces += [FileChunk(kind, (file,), *ends, ends[1] - ends[0]) for ends in zip(starts, stops, strict=True)]
         else:
             sizes = groups.get(file, [file.size])
-            pieces += [Piece(kind, (file,), nth, nth + 1, size) for nth, size in enumerate(sizes)]
+            pieces += [FileChunk(kind, (file,), nth, nth + 1, size) for nth, size in enumerate(sizes)]
     return pieces + ([_text_piece(texts)] if texts else [])
 
 
-def fingerprint(files: Sequence[File]) -> str:
+def fingerprint(files: Sequence[StreamFile]) -> str:
     """Of names and sizes: another copy of the same files is the same data."""
     return digest([(file.relative, file.size) for file in files])
 
 
-def _kind(file: File) -> str:
+def _kind(file: StreamFile) -> str:
     path = Path(file.name)
     kind = table_kind(path)
     if kind == "jsonl":
@@ -136,11 +136,11 @@ def _kind(file: File) -> str:
     return kind or "text"
 
 
-def _text_piece(texts: list[File]) -> Piece:
-    return Piece("text", tuple(texts), 0, len(texts), sum(text.size for text in texts))
+def _text_piece(texts: list[StreamFile]) -> FileChunk:
+    return FileChunk("text", tuple(texts), 0, len(texts), sum(text.size for text in texts))
 
 
-def _opened(file: File, read: Callable[[Any], Iterator], compression: str | None = None) -> Iterator:
+def _opened(file: StreamFile, read: Callable[[Any], Iterator], compression: str | None = None) -> Iterator:
     """What `read` makes of the open file. DataError for what goes wrong while reading."""
     import fsspec
 
@@ -153,7 +153,7 @@ def _opened(file: File, read: Callable[[Any], Iterator], compression: str | None
         raise unreadable(file.name, error) from error
 
 
-def _row_groups(file: File) -> list[int]:
+def _row_groups(file: StreamFile) -> list[int]:
     import pyarrow.parquet
 
     def sizes(stream) -> Iterator[int]:
@@ -163,7 +163,7 @@ def _row_groups(file: File) -> list[int]:
     return list(_opened(file, sizes))
 
 
-def _lines(piece: Piece, column: str) -> Iterator[tuple[str, dict]]:
+def _lines(piece: FileChunk, column: str) -> Iterator[tuple[str, dict]]:
     """A line belongs to the piece that its first byte lies in."""
     file = piece.files[0]
 
@@ -181,7 +181,7 @@ def _lines(piece: Piece, column: str) -> Iterator[tuple[str, dict]]:
     return _opened(file, read)
 
 
-def _compressed(piece: Piece, column: str) -> Iterator[tuple[str, dict]]:
+def _compressed(piece: FileChunk, column: str) -> Iterator[tuple[str, dict]]:
     file = piece.files[0]
 
     def read(stream) -> Iterator[tuple[str, dict]]:
@@ -195,7 +195,7 @@ def _compressed(piece: Piece, column: str) -> Iterator[tuple[str, dict]]:
     return _opened(file, read, compression="infer")
 
 
-def _row_group(piece: Piece, column: str) -> Iterator[tuple[str, dict]]:
+def _row_group(piece: FileChunk, column: str) -> Iterator[tuple[str, dict]]:
     import pyarrow.parquet
 
     file = piece.files[0]
@@ -211,7 +211,7 @@ def _row_group(piece: Piece, column: str) -> Iterator[tuple[str, dict]]:
     return _opened(file, read)
 
 
-def _texts(piece: Piece, column: str) -> Iterator[tuple[str, str]]:
+def _texts(piece: FileChunk, column: str) -> Iterator[tuple[str, str]]:
     for file in piece.files:
         packed = Path(file.name).suffix.lower() in COMPRESSED
         for data in _opened(file, lambda stream: iter([stream.read()]), "infer" if packed else None):

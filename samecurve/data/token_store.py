@@ -16,9 +16,9 @@ import numpy as np
 
 from samecurve.data.encoder import Encoded, Encoder
 from samecurve.data.parallel_encoding import encoded
-from samecurve.data.sources import Source, fingerprint, is_held_out
+from samecurve.data.sources import DataSource, fingerprint, is_held_out
 from samecurve.errors import DataError
-from samecurve.storage.cache import cached, digest, prints
+from samecurve.storage.cache import build_once, digest, is_main_process
 
 # Part of the cache key: raise it when the tokens written for the same input change.
 _VERSION = 5
@@ -66,32 +66,34 @@ class DocumentEncoder(Encoder):
         return [Encoded(tokens) for tokens in self(documents)]
 
 
-def load(source: Source, encoder: Encoder, held_out_fraction: float, cache: Path) -> Corpus:
+def load_corpus(source: DataSource, encoder: Encoder, validation_fraction: float, cache: Path) -> Corpus:
     """The tokens of a source, from the cache or made now.
 
     Errors: DataError for unusable data, StorageError when the cache cannot be written.
     """
-    key = digest(_VERSION, fingerprint(source, cache), source.identity, held_out_fraction, encoder.identity)
-    return load_into(cache / "tokens" / key, key, source, encoder, held_out_fraction)
+    key = digest(_VERSION, fingerprint(source, cache), source.identity, validation_fraction, encoder.identity)
+    return load_corpus_into(cache / "tokens" / key, key, source, encoder, validation_fraction)
 
 
-def load_into(target: Path, key: str, source: Source, encoder: Encoder, held_out_fraction: float) -> Corpus:
+def load_corpus_into(
+    target: Path, key: str, source: DataSource, encoder: Encoder, validation_fraction: float
+) -> Corpus:
     """The same in a folder of the caller's choice. key: changes when the tokens do."""
-    build = partial(_write, source=source, encoder=encoder, held_out_fraction=held_out_fraction)
-    directory = cached(target, build)
+    build = partial(_write, source=source, encoder=encoder, validation_fraction=validation_fraction)
+    directory = build_once(target, build)
     meta = json.loads((directory / "meta.json").read_text())
     train, held_out = (_map(directory, part, meta, key) for part in PARTS)
     return Corpus(train, held_out, meta["empty_documents"], meta["counts"])
 
 
-def training_texts(source: Source, held_out_fraction: float) -> Iterator[str]:
+def training_texts(source: DataSource, validation_fraction: float) -> Iterator[str]:
     """The texts that are trained on, which are also the only ones that a tokenizer may learn from."""
     for document in source.documents():
-        if not is_held_out(str(document), held_out_fraction):
+        if not is_held_out(str(document), validation_fraction):
             yield from source.texts(document)
 
 
-def _write(directory: Path, source: Source, encoder: Encoder, held_out_fraction: float) -> None:
+def _write(directory: Path, source: DataSource, encoder: Encoder, validation_fraction: float) -> None:
     source.check()
     num_empty, before = 0, dict(encoder.counts)
     with ExitStack() as stack:
@@ -102,7 +104,7 @@ def _write(directory: Path, source: Source, encoder: Encoder, held_out_fraction:
                 if not len(one.tokens):
                     num_empty += 1
                     continue
-                part = "held_out" if is_held_out(str(document), held_out_fraction) else "train"
+                part = "held_out" if is_held_out(str(document), validation_fraction) else "train"
                 writers[part].append(one)
             advance(documents)
     counts = {part: writers[part].offsets[-1] for part in PARTS}
@@ -180,7 +182,7 @@ def _map_file(file: Path, dtype: np.dtype, num_tokens: int) -> np.ndarray:
 
 
 @contextmanager
-def reading(title: str, source: Source, units: str = "documents") -> Iterator[Callable[[list], None]]:
+def reading(title: str, source: DataSource, units: str = "documents") -> Iterator[Callable[[list], None]]:
     """Shows how far the documents of a source are read: a bar on a terminal, else a line every 30 s and one at the
     end. units: what is counted.
 
@@ -190,7 +192,7 @@ def reading(title: str, source: Source, units: str = "documents") -> Iterator[Ca
     from rich.console import Console
     from rich.progress import Progress
 
-    console = Console(quiet=source.quiet or not prints(), soft_wrap=True)
+    console = Console(quiet=source.quiet or not is_main_process(), soft_wrap=True)
     began = last_line = time.perf_counter()
     num_units = num_bytes = 0
 

@@ -12,13 +12,13 @@ import numpy as np
 
 from samecurve.config.documents import describe
 from samecurve.data import sources
-from samecurve.data.chatml import BEGIN_OF_TURN, CHAT_TEMPLATE, END_OF_TURN, speak
+from samecurve.data.chatml import BEGIN_OF_TURN, CHAT_TEMPLATE, END_OF_TURN, apply_chatml
 from samecurve.data.encoder import vocabulary_size
 from samecurve.data.formats import read_text
 from samecurve.data.token_store import reading, training_texts
 from samecurve.errors import ConfigurationError, DataError
 from samecurve.specs.data_names import CHATML
-from samecurve.storage.cache import cached, digest, location
+from samecurve.storage.cache import build_once, cache_folder, digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -32,7 +32,7 @@ _CHATS = ("sft", "distill", "dpo", "reward")
 _VERSION = 3
 
 
-def load(recipe: Recipe, find: Callable[[Data], sources.Source] | None = None) -> PreTrainedTokenizerFast:
+def load_tokenizer(recipe: Recipe, find: Callable[[Data], sources.DataSource] | None = None) -> PreTrainedTokenizerFast:
     """The tokenizer of `tokenizer.path`, a trained one of `tokenizer.vocabulary_size`, else that of `model.path`.
 
     find: the recipe's data to what a tokenizer is trained on; default: plain documents.
@@ -40,7 +40,7 @@ def load(recipe: Recipe, find: Callable[[Data], sources.Source] | None = None) -
     """
     tokenizer = _load(recipe, find)
     if recipe.tokenizer.chat_template == CHATML:
-        speak(tokenizer)
+        apply_chatml(tokenizer)
     elif recipe.tokenizer.chat_template is not None:
         tokenizer.chat_template = read_text(Path(recipe.tokenizer.chat_template))
     if recipe.tokenizer.pad_token is not None:
@@ -59,18 +59,18 @@ def _known(tokenizer: PreTrainedTokenizerFast, token: str) -> str:
     )
 
 
-def _load(recipe: Recipe, find: Callable[[Data], sources.Source] | None) -> PreTrainedTokenizerFast:
+def _load(recipe: Recipe, find: Callable[[Data], sources.DataSource] | None) -> PreTrainedTokenizerFast:
     if recipe.tokenizer.vocabulary_size is not None:
         if find is None:
             data, selection = recipe.data, sources.Selection.of(recipe, recipe.data)
-            source = sources.find(data.path, data.pattern, data.text_column, selection)
+            source = sources.find_source(data.path, data.pattern, data.text_column, selection)
         else:
             source = find(recipe.data)
         return _trained(recipe, source)
     path = recipe.tokenizer.path or recipe.model.path
     if path is None:
         raise ConfigurationError("no tokenizer: set tokenizer.path, or tokenizer.vocabulary_size to train one")
-    return pretrained(path, recipe.model.trust_remote_code)
+    return load_pretrained_tokenizer(path, recipe.model.trust_remote_code)
 
 
 def padding(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
@@ -115,7 +115,7 @@ def _num_bytes(token: str) -> int:
     return len(token.replace("\u2581", " ").encode())
 
 
-def pretrained(path: str, trust_remote_code: bool) -> PreTrainedTokenizerFast:
+def load_pretrained_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerFast:
     """Of a folder or hub name. Raises ConfigurationError when its files are missing."""
     from transformers import AutoTokenizer
 
@@ -135,16 +135,16 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def _trained(recipe: Recipe, source: sources.Source) -> PreTrainedTokenizerFast:
+def _trained(recipe: Recipe, source: sources.DataSource) -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 
-    size, fraction = recipe.tokenizer.vocabulary_size, sources.held_out_fraction(recipe)
-    cache, chat = location(recipe.data.cache_dir), recipe.task in _CHATS
+    size, fraction = recipe.tokenizer.vocabulary_size, sources.validation_fraction(recipe)
+    cache, chat = cache_folder(recipe.data.cache_dir), recipe.task in _CHATS
     more = (BEGIN_OF_TURN, END_OF_TURN) if chat else (MASK,) if recipe.task == "mlm" else ()
     markers = (BEGIN_OF_TEXT, END_OF_TEXT, *more)
     key = digest(_VERSION, sources.fingerprint(source, cache), source.identity, fraction, size, *markers[2:])
-    build = partial(_train, source=source, held_out_fraction=fraction, vocabulary_size=size, special_tokens=markers)
-    directory = cached(cache / "tokenizers" / key, build)
+    build = partial(_train, source=source, validation_fraction=fraction, vocabulary_size=size, special_tokens=markers)
+    directory = build_once(cache / "tokenizers" / key, build)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_file=str(directory / "tokenizer.json"),
         bos_token=BEGIN_OF_TEXT,
@@ -161,8 +161,8 @@ def _trained(recipe: Recipe, source: sources.Source) -> PreTrainedTokenizerFast:
 
 def _train(
     directory: Path,
-    source: sources.Source,
-    held_out_fraction: float,
+    source: sources.DataSource,
+    validation_fraction: float,
     vocabulary_size: int,
     special_tokens: Sequence[str] = (BEGIN_OF_TEXT, END_OF_TEXT),
 ) -> None:
@@ -179,7 +179,7 @@ def _train(
         show_progress=False,
     )
     with reading("training a tokenizer on", source, "texts") as advance:
-        tokenizer.train_from_iterator(_watched(training_texts(source, held_out_fraction), advance), trainer)
+        tokenizer.train_from_iterator(_watched(training_texts(source, validation_fraction), advance), trainer)
     # For whoever loads the export: a prompt begins as every training document did.
     begin = (BEGIN_OF_TEXT, tokenizer.token_to_id(BEGIN_OF_TEXT))
     end = (END_OF_TEXT, tokenizer.token_to_id(END_OF_TEXT))

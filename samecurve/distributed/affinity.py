@@ -22,7 +22,7 @@ _BIND = "deepspeed --bind_cores_to_rank (which needs numactl)"
 
 
 @dataclass(frozen=True)
-class Seat:
+class CpuBinding:
     """What one process may use. cores: numbers of those that the system lets it run on. threads: of one operator.
 
     nodes: the cores of each NUMA node of the machine, those without cores left out.
@@ -40,27 +40,27 @@ class Seat:
         return sum(bool(self.cores & node) for node in self.nodes)
 
 
-def seat(threads: int, nodes: Path = NODES) -> Seat | None:
+def read_cpu_binding(threads: int, nodes: Path = NODES) -> CpuBinding | None:
     """Of this process; None where the system does not tell (macOS)."""
     if not hasattr(os, "sched_getaffinity"):
         return None
     cores = frozenset(os.sched_getaffinity(0))
-    return Seat(machine(), socket.gethostname(), cores, threads, tuple(_nodes(nodes)))
+    return CpuBinding(machine(), socket.gethostname(), cores, threads, tuple(_nodes(nodes)))
 
 
-def advice(seats: Sequence[Seat | None], launcher: str, on_gpu: bool) -> str:
+def affinity_advice(seats: Sequence[CpuBinding | None], launcher: str, on_gpu: bool) -> str:
     """One line about the first host where processes are in each other's way, "" where none are.
 
     seats: of all ranks. launcher: see `launchers.Launch`.
     """
-    hosts: dict[str, list[Seat]] = defaultdict(list)
+    hosts: dict[str, list[CpuBinding]] = defaultdict(list)
     for each in filter(None, seats):
         hosts[each.machine].append(each)
     shared = (local for local in hosts.values() if len(local) > 1)
     return next(filter(None, (_crossing(local, launcher, on_gpu) or _crowded(local) for local in shared)), "")
 
 
-def _crossing(local: Sequence[Seat], launcher: str, on_gpu: bool) -> str:
+def _crossing(local: Sequence[CpuBinding], launcher: str, on_gpu: bool) -> str:
     wide = [one for one in local if one.num_nodes > 1]
     crossing = [one for one in wide if any(one is not other and one.cores & other.cores for other in local)]
     if not crossing:
@@ -73,7 +73,7 @@ def _crossing(local: Sequence[Seat], launcher: str, on_gpu: bool) -> str:
     )
 
 
-def _crowded(local: Sequence[Seat]) -> str:
+def _crowded(local: Sequence[CpuBinding]) -> str:
     """A process with one thread has nothing to give away."""
     cores, threads = len(frozenset().union(*(one.cores for one in local))), sum(one.threads for one in local)
     if threads <= cores or all(one.threads == 1 for one in local):

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-# An operation that a rank never joins is the watchdog's to end (timeout.step_seconds); this is only above it, and the
-# only end for the first World, which all ranks make before they see each other's heartbeats.
+# The watchdog ends an operation that a rank never joins (watchdog.timeout_seconds); this is only above it, and the only
+# end for the first group, which all ranks make before they see each other's heartbeats.
 TIMEOUT = timedelta(hours=24)
 
 
-class World:
+class ControlGroup:
     """All ranks make it together, once the process group stands. Alone in the world everything is immediate.
 
-    Each World has a process group of its own.
+    Each instance has a process group of its own.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class World:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def exchange(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order; a barrier too."""
         if self._group is None:
             return [value]
@@ -37,14 +37,14 @@ class World:
         dist.all_gather_object(values, value, group=self._group)
         return values
 
-    def another(self) -> World:
+    def new(self) -> ControlGroup:
         """The same ranks in a group of its own, for a thread that runs beside training. Collective."""
-        return World()
+        return ControlGroup()
 
-    def agree(self, text: str) -> str:
+    def first_nonempty(self, text: str) -> str:
         """The text of the lowest rank that has one, "" when none has: one small all-reduce unless there is one."""
         if self._group is None:
             return text
         given = torch.tensor([1 if text else 0], dtype=torch.uint8)
         dist.all_reduce(given, op=dist.ReduceOp.MAX, group=self._group)
-        return next(filter(None, self.exchange(text)), "") if given.item() else ""
+        return next(filter(None, self.all_gather_object(text)), "") if given.item() else ""

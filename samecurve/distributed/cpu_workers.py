@@ -21,7 +21,7 @@ def share_of_cores(num_processes: int) -> int:
     return max(1, num_cores() // num_processes)
 
 
-def serve(*_: object) -> None:
+def init_worker(*_: object) -> None:
     """A worker's first act. It lives as long as its parent and answers to nobody else.
 
     What the terminal or a launcher tells all processes is for the one that trains: a forked worker has its handlers,

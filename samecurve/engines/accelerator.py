@@ -27,7 +27,7 @@ from samecurve.engines import cpu_bridge, launch_env
 from samecurve.errors import TopologyError
 from samecurve.models import fp8, liger
 from samecurve.specs.precision import compute_dtype, torch_dtype
-from samecurve.strategy.deepspeed_config import concrete
+from samecurve.strategy.deepspeed_config import resolve_auto
 
 if TYPE_CHECKING:
     from samecurve.strategy.plan import Plan
@@ -102,7 +102,7 @@ def _threads(environ: Mapping[str, str] = os.environ) -> int:
 def _plugins(plan: Plan) -> dict:
     strategy = plan.strategy
     if strategy.family in ("zero", "pipeline"):
-        return {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=concrete(plan))}
+        return {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=resolve_auto(plan))}
     if strategy.family != "fsdp":
         return {}
     plugin = FullyShardedDataParallelPlugin(mixed_precision_policy=_fsdp_policy(plan))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from samecurve.distributed.affinity import advice, seat
+from samecurve.distributed.affinity import affinity_advice, read_cpu_binding
 from samecurve.engines.accelerator import start
 from samecurve.engines.torch_engine import TorchEngine
 from samecurve.engines.verify import verify
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import PreTrainedModel
 
-    from samecurve.distributed.control_group import World
+    from samecurve.distributed.control_group import ControlGroup
     from samecurve.interfaces.engine import Engine
     from samecurve.interfaces.task import Task
     from samecurve.strategy.plan import Plan, Strategy
@@ -52,7 +52,9 @@ def allocator(accelerator: Accelerator) -> str:
     return allocator_settings() if accelerator.device.type == "cuda" else ""
 
 
-def core_advice(accelerator: Accelerator, strategy: Strategy, world: World) -> str:
+def core_advice(accelerator: Accelerator, strategy: Strategy, world: ControlGroup) -> str:
     """A line for the user where processes of one host are in each other's way, "" otherwise. Collective."""
     on_gpu = accelerator.device.type == "cuda"
-    return advice(world.exchange(seat(torch.get_num_threads())), strategy.launcher, on_gpu)
+    return affinity_advice(
+        world.all_gather_object(read_cpu_binding(torch.get_num_threads())), strategy.launcher, on_gpu
+    )

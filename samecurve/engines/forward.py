@@ -128,7 +128,7 @@ def install_loss(model: PreTrainedModel, skeleton: PreTrainedModel, task: Task, 
     wanted = recipe.loss.implementation
     if wanted == "full" or recipe.precision == "fp16" or not task.by_token:
         return "full"
-    return chunked_cross_entropy.install(model, skeleton, wanted, recipe.compile != "off") or "full"
+    return chunked_cross_entropy.install_chunked_head(model, skeleton, wanted, recipe.compile != "off") or "full"
 
 
 def evaluation_sums(task: Task, logits: Tensor, **targets: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ def shard(accelerator: Accelerator, model: PreTrainedModel) -> nn.Module:
 def reduces_once(plan: Plan) -> bool:
     """DDP reduces gradients once a step. FSDP2 reduces every micro-batch, or it would hold whole gradients."""
     family = plan.strategy.family
-    return family == "ddp" or (family == "fsdp" and plan.recipe.memory.gradient_sync == "once")
+    return family == "ddp" or (family == "fsdp" and plan.recipe.memory.gradient_sync == "last_micro_batch")
 
 
 def whole_gradient_bytes(plan: Plan, shapes: Mapping[str, torch.Size], reduced_in: torch.dtype | None) -> int:

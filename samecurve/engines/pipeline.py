@@ -35,7 +35,7 @@ from samecurve.models.lora import trained_shapes
 from samecurve.models.pipeline_split import cut
 from samecurve.models.weights import fill
 from samecurve.optim.factory import build_optimizer, parameter_groups, set_learning_rate, state_names
-from samecurve.strategy.deepspeed_config import concrete
+from samecurve.strategy.deepspeed_config import resolve_auto
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -62,7 +62,7 @@ class PipelineEngine:
 
         settings = self._settings = plan.recipe.optimizer
         optimizer = build_optimizer(parameter_groups(self._weights.items(), self.shapes, settings), settings)
-        self._engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=concrete(plan))
+        self._engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=resolve_auto(plan))
         self._grid = self._engine.grid
         self._guard = _Guard(self._engine)
         # after initialisation, because DeepSpeed casts weights to bf16 and makes its masters from the rounded ones

@@ -26,7 +26,7 @@ from samecurve.models import bnb_4bit, compilation, liger
 from samecurve.models.lora import trained_shapes
 from samecurve.models.weights import build, fill
 from samecurve.optim import factory
-from samecurve.optim.dtensor import local
+from samecurve.optim.dtensor import to_local
 from samecurve.specs.precision import PRECISIONS
 from samecurve.strategy import validate_optimizer
 
@@ -111,7 +111,7 @@ class TorchEngine:
                     weight *= 1.0 if math.isfinite(mean) else math.nan
                 (loss * weight * scale).backward()
 
-        gradients = [local(p.grad) for p in self.model.parameters() if p.grad is not None]
+        gradients = [to_local(p.grad) for p in self.model.parameters() if p.grad is not None]
         squares = norms(gradients).square().sum()
         # replicas of a shard are counted once
         whole = forward.total(squares) / self.plan.strategy.replicate_size if self.sharded else squares.item()
@@ -196,4 +196,4 @@ class TorchEngine:
 
 
 def _local_numel(parameters: Iterable[nn.Parameter]) -> int:
-    return sum(local(parameter).numel() for parameter in parameters)
+    return sum(to_local(parameter).numel() for parameter in parameters)

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from samecurve.checkpoint.compatibility import refusals
-from samecurve.checkpoint.format import Reader
+from samecurve.checkpoint.format import CheckpointReader
 from samecurve.checkpoint.resume import read_state
 from samecurve.config.schema import Recipe
 from samecurve.errors import CheckpointError, DataError, NumericError
@@ -21,7 +21,7 @@ from samecurve.interfaces.fingerprint import identity
 from samecurve.models import weights
 from samecurve.models.lora import trained_shapes
 from samecurve.specs.precision import DTYPES
-from samecurve.storage.atomic import plain, write_json, writing
+from samecurve.storage.atomic import json_values, storage_errors, write_json
 from samecurve.tasks import registry
 
 
@@ -41,7 +41,7 @@ def from_export(directory: Path, source: Path, output: Path, made: Made) -> None
     """A copy of an export, its weights in another dtype. Raises NumericError for values that do not fit into it."""
     partial_output = output.with_name(f"{output.name}.partial")
     try:
-        with writing(output):
+        with storage_errors(output):
             copy_as(source, partial_output, getattr(torch, made.dtype))
             write_card(directory, made, partial_output)
             put_in_place(partial_output, output)
@@ -93,11 +93,11 @@ def from_checkpoint(directory: Path, folder: Path, recipe: Recipe, output: Path,
     except DataError as error:
         raise DataError(f"the tokenizer of a checkpoint comes from its recipe and data: {error}") from error
     skeleton = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
-    now = plain(identity(skeleton.config, task))
+    now = json_values(identity(skeleton.config, task))
     if recipe.tokenizer.vocabulary_size is None:  # then nothing of the model was made from the rows
         now["data"]["rows"] = saved["data"]["rows"]
     _check_unchanged(folder, saved, now)
-    reader, shapes = Reader(folder), trained_shapes(skeleton)
+    reader, shapes = CheckpointReader(folder), trained_shapes(skeleton)
     reader.check_names(shapes)
     tensors = ((name, reader.read(name, "weight", 0, shape.numel()).view(shape)) for name, shape in shapes.items())
     card, dtype = partial(write_card, directory, made), getattr(torch, made.dtype)

@@ -21,7 +21,7 @@ from samecurve.export.model_card import ADAPTED_CONFIG
 from samecurve.models.hf_config import CAUSAL, is_remote, kind_of
 from samecurve.models.lora import is_adapted, stored_config, stored_names
 from samecurve.models.weight_conversion import Storage
-from samecurve.storage.atomic import write_json, writing
+from samecurve.storage.atomic import storage_errors, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -63,7 +63,7 @@ def export(
         for name, tensor in parameters:
             writer.take(name, tensor)
         writer.finish()
-        with writing(partial):
+        with storage_errors(partial):
             layout.write_config(skeleton, partial, dtype)
             tokenizer.save_pretrained(partial)
             card(partial)
@@ -170,7 +170,7 @@ class _Writer:
     def _flush(self) -> None:
         """An error here must not keep this rank from the parameters that are still to come, so it is kept."""
         try:
-            with writing(self._directory):
+            with storage_errors(self._directory):
                 self._directory.mkdir(parents=True, exist_ok=True)
                 save_file(self._shard, self._shard_path(len(self._shards)), metadata={"format": "pt"})
             self._shards.append(list(self._shard))
@@ -187,7 +187,7 @@ class _Writer:
     def _name_shards(self) -> None:
         """transformers' names: the number of shards is known only now."""
         count = len(self._shards)
-        with writing(self._directory):
+        with storage_errors(self._directory):
             if count == 1:
                 os.rename(self._shard_path(0), self._directory / f"{self._stem}.safetensors")
                 return

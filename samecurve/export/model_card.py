@@ -16,8 +16,8 @@ import yaml
 from samecurve.metrics.console import duration, number, spaced
 from samecurve.reports.plot import Scale, loss_series, plot, session_marks
 from samecurve.run.run_directory import read_metrics
-from samecurve.run.sessions import Began, sessions, unknown_origin
-from samecurve.storage.atomic import now, write_text
+from samecurve.run.sessions import SessionRecord, sessions, unknown_origin
+from samecurve.storage.atomic import utc_timestamp, write_text
 
 CARD, PICTURE = "README.md", "loss.svg"
 UNKNOWN = "not known"
@@ -172,7 +172,7 @@ def _where(facts: dict) -> Iterator[tuple[str, object]]:
     yield "hardware", f"{facts['world_size']} x {facts.get('device', UNKNOWN)}"
     versions = facts.get("versions", {})
     yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items() if version) or UNKNOWN
-    yield "card written", now()
+    yield "card written", utc_timestamp()
 
 
 def _curve(metrics: Sequence[dict]) -> Iterator[str]:
@@ -208,7 +208,7 @@ def _evaluation(facts: dict, metrics: Sequence[dict]) -> Iterator[str]:
     yield _table([("metric", "value"), *found])
 
 
-def _sessions(known: Sequence[Began]) -> Iterator[str]:
+def _sessions(known: Sequence[SessionRecord]) -> Iterator[str]:
     yield "\n## Sessions\n"
     origin = unknown_origin(known[0])
     if origin:

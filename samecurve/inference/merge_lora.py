@@ -15,7 +15,7 @@ from samecurve.export.convert import copy_as
 from samecurve.export.model_card import ADAPTED_CONFIG, CARD, PICTURE, Made, write_card
 from samecurve.inference import folders, loading
 from samecurve.specs.precision import DTYPES
-from samecurve.storage.atomic import writing
+from samecurve.storage.atomic import storage_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace, folder: Path, base: str, output: Path) ->
         if arguments.dtype != "fp32":
             _cast(partial, cast, arguments.dtype)
         _write_card(arguments.run, partial, arguments.dtype)
-        with writing(output):
+        with storage_errors(output):
             partial.rename(output)
     finally:
         for leftover in (partial, cast):
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace, folder: Path, base: str, output: Path) ->
 
 def _cast(partial: Path, cast: Path, dtype: str) -> None:
     """What is proved in fp32 is stored in another dtype. Raises NumericError for values that do not fit into it."""
-    with writing(cast):
+    with storage_errors(cast):
         copy_as(partial, cast, getattr(torch, DTYPES[dtype]))
         shutil.rmtree(partial)
         cast.rename(partial)
@@ -68,7 +68,7 @@ def _merge(folder: Path, base: str, output: Path) -> str:
     alone, expected = _without_matrices(adapted, rows), _logits(adapted, rows)
     # safe_merge: refuses weights that are not finite
     merged = adapted.merge_and_unload(safe_merge=True)
-    with writing(output):
+    with storage_errors(output):
         merged.save_pretrained(output)
         _copy_the_rest(folder, output)
     del adapted, merged

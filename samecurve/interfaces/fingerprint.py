@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from samecurve.storage.atomic import plain
+from samecurve.storage.atomic import json_values
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -16,7 +16,7 @@ _NOT_ARCHITECTURE = frozenset("_name_or_path transformers_version dtype torch_dt
 
 def identity(config: PreTrainedConfig, task: Task) -> dict:
     """What is trained, on what: the architecture's numbers and the rows' fingerprint."""
-    fields = plain(config.to_dict())  # as it comes back from state.json: names of classes have numbers as keys
+    fields = json_values(config.to_dict())  # as it comes back from state.json: names of classes have numbers as keys
     kept = {key for key in fields if key not in _NOT_ARCHITECTURE and "attn_implementation" not in key}
     data = {"rows": task.train.fingerprint, "vocabulary_size": task.vocabulary_size}
     if task.origin:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from samecurve.config.schema import Recipe
     from samecurve.data.datasets.base import Rows
-    from samecurve.distributed.control_group import World
+    from samecurve.distributed.control_group import ControlGroup
     from samecurve.interfaces.engine import Engine, EvalResult, StepResult
     from samecurve.models.hf_config import Head
 
@@ -90,7 +90,7 @@ class Task(Protocol):
         engine: Engine,
         recipe: Recipe,
         skeleton: PreTrainedModel,
-        world: World,
+        world: ControlGroup,
         alive: Callable[[], None],
         held_out_only: bool = False,
     ) -> None:

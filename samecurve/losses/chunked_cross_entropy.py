@@ -92,7 +92,9 @@ def _compiled(measure: Measure) -> Measure:
     return torch.compile(measure)
 
 
-def install(model: PreTrainedModel, skeleton: PreTrainedModel, wanted: str, compiles: bool = False) -> str | None:
+def install_chunked_head(
+    model: PreTrainedModel, skeleton: PreTrainedModel, wanted: str, compiles: bool = False
+) -> str | None:
     """Let `model(**inputs, sums=TokenSums(...))` give those sums in place of its output.
 
     Everything before the head runs as ever, and then the head is called with what came to it. Both happen inside of the
@@ -109,7 +111,7 @@ def install(model: PreTrainedModel, skeleton: PreTrainedModel, wanted: str, comp
     """
     head = model.get_output_embeddings()
     plain = isinstance(head, nn.Linear) and head.weight.is_floating_point()  # neither adapted nor in 4 bits
-    if not plain or not chunkable(skeleton):
+    if not plain or not is_chunkable(skeleton):
         if wanted == "auto":
             return None
         raise ConfigurationError(
@@ -144,7 +146,7 @@ def _place(model: nn.Module, head: nn.Module) -> tuple[nn.Module, str]:
     return next(places)
 
 
-def chunkable(model: PreTrainedModel) -> bool:
+def is_chunkable(model: PreTrainedModel) -> bool:
     """Whether the output head is a linear layer whose outputs are the model's logits as they are.
 
     Some families scale or cap what the head gives, and an adapter may stand around it. model: on the meta device; what

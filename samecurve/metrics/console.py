@@ -15,7 +15,7 @@ from rich.table import Table
 LABEL_WIDTH = 12
 
 
-class Listener(Console):
+class TolerantConsole(Console):
     """A console whose reader may go away, a terminal or a launcher: nothing more is printed, and the run goes on."""
 
     def on_broken_pipe(self) -> None:
@@ -39,7 +39,7 @@ class Progress:
         started: float | None = None,
     ):
         self._total, self._every, self._enabled = total_steps, every_steps, enabled
-        self._console = console or Listener(highlight=False)
+        self._console = console or TolerantConsole(highlight=False)
         self._started = started
         self._seconds_of_steps: list[float] = []
         self._done = 0
@@ -55,15 +55,15 @@ class Progress:
                 self._live.stop()
             self._live = None
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         if self._enabled and line:
-            with contextlib.suppress(OSError):  # see Listener
+            with contextlib.suppress(OSError):  # see TolerantConsole
                 self._console.print(line, markup=False, soft_wrap=True)
 
     def header(self, facts: dict) -> None:
         """What really runs, before the first step. facts: run.json's content (see `header_lines`)."""
         for label, text in header_lines(facts):
-            self.say(f"{label:<{LABEL_WIDTH}}{text}")
+            self.log(f"{label:<{LABEL_WIDTH}}{text}")
 
     def step(self, record: dict, smoothed_loss: float | None) -> None:
         """record: the step's line of metrics.jsonl."""
@@ -76,14 +76,14 @@ class Progress:
             self._draw(record["step"], numbers)
         elif record["step"] in (1, self._total) or record["step"] % self._every == 0 or self._first():
             position = f"{record['step']:>{len(str(self._total))}}/{self._total}"
-            self.say("  ".join(filter(None, [f"step {position}", *numbers, self._rest()])))
+            self.log("  ".join(filter(None, [f"step {position}", *numbers, self._rest()])))
         if self._first():
-            self.say(f"first step done {time.time() - self._process_start():.1f} s after this process started")
+            self.log(f"first step done {time.time() - self._process_start():.1f} s after this process started")
 
     def evaluation(self, step: int, metrics: dict) -> None:
         """metrics: the task's eval_* numbers."""
         numbers = "  ".join(f"{name.removeprefix('eval_')} {number(value)}" for name, value in metrics.items())
-        self.say(f"evaluation after step {step}: {numbers}")
+        self.log(f"evaluation after step {step}: {numbers}")
 
     def _first(self) -> bool:
         return len(self._seconds_of_steps) == 1
@@ -186,8 +186,8 @@ def _memory(memory: dict) -> str:
     return {
         "none": "",
         "full": "every layer's activations are recomputed",
-        "selective": f"layers keep the results of {memory.get('selective_keeps')} and recompute the rest",
-        "every_k": f"the activations of one layer in {memory.get('every_k')} are recomputed",
+        "selective": f"layers keep the results of {memory.get('selective_save')} and recompute the rest",
+        "every_n_layers": f"the activations of one layer in {memory.get('every_n_layers')} are recomputed",
         "offload": "every layer's activations are recomputed from inputs in host memory",
     }[memory["activation_checkpointing"]]
 
@@ -195,7 +195,8 @@ def _memory(memory: dict) -> str:
 def _gradients(whole_bytes: int) -> str:
     if not whole_bytes:
         return ""
-    return f"whole while accumulating: {whole_bytes / 2**20:,.1f} MiB on each rank (memory.gradient_sync: once)"
+    shown = f"{whole_bytes / 2**20:,.1f} MiB"
+    return f"whole while accumulating: {shown} on each rank (memory.gradient_sync: last_micro_batch)"
 
 
 def _data(described: dict) -> list[tuple[str, str]]:

@@ -19,11 +19,11 @@ class WaitAdvice:
     def __init__(self, data: Data):
         self._data = data
         self._steps: deque[tuple[float, float]] = deque(maxlen=WINDOW_STEPS)  # seconds of waiting, of the step
-        self._first, self._told = True, False
+        self._first, self._reported = True, False
 
     def after(self, record: dict) -> str:
         """One line the first time that THRESHOLD is passed, else "". record: the step's line of metrics.jsonl."""
-        if self._told or self._first:
+        if self._reported or self._first:
             self._first = False
             return ""
         seconds = record["step_seconds"]
@@ -31,7 +31,7 @@ class WaitAdvice:
         waited, all_seconds = map(sum, zip(*self._steps, strict=True))
         if len(self._steps) < FEWEST_STEPS or waited <= THRESHOLD * all_seconds:
             return ""
-        self._told = True
+        self._reported = True
         share = f"{waited / all_seconds:.0%} of the last {len(self._steps)} steps' time"
         return f"{share} went by waiting for rows: {self._fix()}"
 

@@ -4,7 +4,7 @@ A layer is what transformers repeats (its GradientCheckpointingLayer): a decoder
 `forward` is wrapped, so modules, the names of their weights and the hooks of a strategy stay as they are, and those
 hooks run once, outside of what is recomputed.
 
-full, every_k: Chen et al. 2016, arXiv:1604.06174. selective: Korthikanti et al. 2022, arXiv:2205.05198, here by
+full, every_n_layers: Chen et al. 2016, arXiv:1604.06174. selective: Korthikanti et al. 2022, arXiv:2205.05198, here by
 operator. A layer that is recomputed draws the random numbers of its dropout again.
 """
 
@@ -63,7 +63,7 @@ def checkpoint_layers(model: nn.Module, memory: Memory) -> None:
     if kind == "none":
         return
     found = layers(model)
-    wrap = {"selective": partial(_selective, keeps=memory.selective_keeps), "offload": _offloaded}.get(kind, _full)
+    wrap = {"selective": partial(_selective, keeps=memory.selective_save), "offload": _offloaded}.get(kind, _full)
     for index in recomputed(memory, len(found)):
         found[index].forward = _in_training(found[index], wrap)
 
@@ -72,7 +72,7 @@ def recomputed(memory: Memory, num_layers: int) -> range:
     """The indices of the layers that keep less than all."""
     if memory.activation_checkpointing == "none":
         return range(0)
-    return range(0, num_layers, memory.every_k if memory.activation_checkpointing == "every_k" else 1)
+    return range(0, num_layers, memory.every_n_layers if memory.activation_checkpointing == "every_n_layers" else 1)
 
 
 def repeated_share(memory: Memory, model: nn.Module, attention: str) -> tuple[float, float]:
@@ -86,7 +86,7 @@ def repeated_share(memory: Memory, model: nn.Module, attention: str) -> tuple[fl
     share = len(recomputed(memory, num_layers)) / num_layers
     if memory.activation_checkpointing != "selective":
         return share, share
-    products = 0.0 if memory.selective_keeps == "matmul" else share
+    products = 0.0 if memory.selective_save == "matmul" else share
     return products, share if attention == "eager" else 0.0
 
 

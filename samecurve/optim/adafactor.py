@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from samecurve.optim.dtensor import local, shards_of, summed
+from samecurve.optim.dtensor import all_reduce_sums, shards_of, to_local
 
 SMALLEST_VARIANCE = torch.finfo(torch.float32).eps
 SMALLEST_RMS = 1e-3
@@ -33,7 +33,7 @@ class Adafactor(torch.optim.Optimizer):
 
     def empty_state(self, weight: Tensor) -> dict:
         """What is kept of a weight before its first update; the counter of updates as an int."""
-        part = local(weight)
+        part = to_local(weight)
         if weight.dim() < 2:
             return {"step": 0, "variance": torch.zeros_like(weight)}
         return {"step": 0, "row_var": torch.zeros_like(part[..., :1]), "col_var": part.new_zeros(_columns(part))}
@@ -50,12 +50,12 @@ class Adafactor(torch.optim.Optimizer):
     def _update(self, group: dict, weights: list[Tensor]) -> None:
         shards, rate = shards_of(weights[0]), group["lr"]
         states = self._moments(weights, shards)
-        squares = summed([_squares(local(weight)) for weight in weights], shards)
-        lengths = summed(
+        squares = all_reduce_sums([_squares(to_local(weight)) for weight in weights], shards)
+        lengths = all_reduce_sums(
             [_squares(self._direction(w, state)) for w, state in zip(weights, states, strict=True)], shards
         )
         for weight, state, square, length in zip(weights, states, squares, lengths, strict=True):
-            own, numel = local(weight), weight.numel()
+            own, numel = to_local(weight), weight.numel()
             size = (square / numel).sqrt().clamp(min=SMALLEST_RMS) * min(rate, state["step"] ** -0.5)
             clipped = size / ((length / numel).sqrt() / CLIPPED_RMS).clamp(min=1)
             own.mul_(1 - rate * group["weight_decay"])
@@ -71,16 +71,16 @@ class Adafactor(torch.optim.Optimizer):
             state = self.state[weight]
             states.append(state)
             state["step"] += 1
-            squares = local(weight.grad).square()
+            squares = to_local(weight.grad).square()
             if weight.dim() < 2:
-                local(state["variance"]).lerp_(squares, _share(state))
+                to_local(state["variance"]).lerp_(squares, _share(state))
             else:
                 state["row_var"].lerp_(squares.mean(dim=-1, keepdim=True), _share(state))
                 sums.append((squares.sum(dim=-2, keepdim=True), state["row_var"].sum(dim=-2, keepdim=True)))
         # the shards of a matrix hold rows of it; those of a stack of matrices hold whole ones
         across = [weight.dim() == 2 for weight in weights if weight.dim() > 1]
         exchanged = iter(
-            summed([part for pair, over in zip(sums, across, strict=True) if over for part in pair], shards)
+            all_reduce_sums([part for pair, over in zip(sums, across, strict=True) if over for part in pair], shards)
         )
         means = iter(
             (next(exchanged), next(exchanged)) if over else pair for pair, over in zip(sums, across, strict=True)
@@ -97,10 +97,10 @@ class Adafactor(torch.optim.Optimizer):
     def _direction(self, weight: Tensor, state: dict) -> Tensor:
         """This rank's part of the gradient over the root of its estimated variance."""
         if weight.dim() < 2:
-            variance = local(state["variance"])
+            variance = to_local(state["variance"])
         else:
             variance = state["row_var"] @ state["col_var"] / state["row_mean"].clamp(min=SMALLEST_VARIANCE)
-        return local(weight.grad) * variance.clamp(min=SMALLEST_VARIANCE**2).rsqrt()
+        return to_local(weight.grad) * variance.clamp(min=SMALLEST_VARIANCE**2).rsqrt()
 
 
 def _share(state: dict) -> float:

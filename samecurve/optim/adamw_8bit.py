@@ -9,7 +9,7 @@ import bitsandbytes
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from samecurve.optim.dtensor import local
+from samecurve.optim.dtensor import to_local
 from samecurve.specs.optimizers import BLOCK_8BIT
 
 
@@ -28,7 +28,7 @@ class AdamW8bit(bitsandbytes.optim.AdamW8bit):
     def init_state(self, group: dict, p: Tensor, gindex: int, pindex: int) -> None:
         """A weight's whole size decides whether its moments are quantized, however it is cut."""
         super().init_state(group, p, gindex, pindex)
-        state, num_blocks = self.state[p], -(-local(p).numel() // BLOCK_8BIT)
+        state, num_blocks = self.state[p], -(-to_local(p).numel() // BLOCK_8BIT)
         state |= {key: state[key][:num_blocks].clone() for key in ("absmax1", "absmax2") if key in state}
 
     def update_step(self, group: dict, p: Tensor, gindex: int, pindex: int) -> None:
@@ -36,11 +36,13 @@ class AdamW8bit(bitsandbytes.optim.AdamW8bit):
         if not isinstance(p, DTensor):
             super().update_step(group, p, gindex, pindex)
             return
-        state, part = self.state[p], nn.Parameter(local(p.detach()))
-        part.grad = local(p.grad)
+        state, part = self.state[p], nn.Parameter(to_local(p.detach()))
+        part.grad = to_local(p.grad)
         if not part.numel():
             state["step"] += 1
             return
-        self.state[part] = {key: local(value) if isinstance(value, Tensor) else value for key, value in state.items()}
+        self.state[part] = {
+            key: to_local(value) if isinstance(value, Tensor) else value for key, value in state.items()
+        }
         super().update_step(group, part, gindex, pindex)
         state["step"] = self.state.pop(part)["step"]

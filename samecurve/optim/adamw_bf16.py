@@ -16,7 +16,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from samecurve.optim.dtensor import first_index, local
+from samecurve.optim.dtensor import first_index, to_local
 
 # The random bits are a hash of a value's place in its whole weight, of the step and of the weight, so they are the same
 # under any sharding and after a resume. The constants are those of MurmurHash3's finalizer, public domain.
@@ -59,10 +59,10 @@ class AdamWBf16(torch.optim.Optimizer):
         salt = int.from_bytes(key[:4], "little")
         whole = weight, weight.grad, *(state[name] for name in self._states)
         # data: torch.compile would take views of a matrix and of a vector for two programs
-        tensors = [local(tensor).view(-1).data for tensor in whole]
+        tensors = [to_local(tensor).view(-1).data for tensor in whole]
         numbers = _numbers(*group["betas"], group["lr"], group["weight_decay"], group["eps"], state["step"])
         update, size = update_part, _PART
-        if compiles(tensors[0].device, "compensation" in self._states):
+        if can_compile_update(tensors[0].device, "compensation" in self._states):
             update, size = compiled_update(), max(tensors[0].numel(), 1)
             numbers = _on_device(numbers, tensors[0].device)
         start = first_index(weight)
@@ -123,12 +123,12 @@ def compiled_update() -> Callable[..., None]:
 
 
 @lru_cache(maxsize=8)
-def compiles(device: torch.device, kahan: bool) -> bool:
+def can_compile_update(device: torch.device, kahan: bool) -> bool:
     """Whether `compiled_update` is for this device and works on it."""
-    return device.type == "cuda" and agrees(device, kahan)
+    return device.type == "cuda" and compiled_update_agrees(device, kahan)
 
 
-def agrees(device: torch.device, kahan: bool) -> bool:
+def compiled_update_agrees(device: torch.device, kahan: bool) -> bool:
     """Whether `compiled_update` can be had, which takes Triton and a C compiler, and computes what `update_part` does,
     with or without a compensation; a warning says why not."""
     numbers = _numbers(0.9, 0.95, 1e-3, 0.1, 1e-8, 1)

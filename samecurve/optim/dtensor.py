@@ -8,7 +8,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Shard
 
 
-def local(tensor: Tensor) -> Tensor:
+def to_local(tensor: Tensor) -> Tensor:
     """This rank's part: of a shard its rows, of anything else all."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -22,7 +22,7 @@ def shards_of(tensor: Tensor) -> ProcessGroup | None:
     return tensor.device_mesh.get_group(sharded[0]) if sharded else None
 
 
-def summed(tensors: list[Tensor], group: ProcessGroup | None) -> list[Tensor]:
+def all_reduce_sums(tensors: list[Tensor], group: ProcessGroup | None) -> list[Tensor]:
     """Each tensor's sum over the group, in one exchange."""
     if group is None or not tensors:
         return tensors

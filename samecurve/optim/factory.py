@@ -13,7 +13,7 @@ from samecurve.optim.adafactor import Adafactor
 from samecurve.optim.adamw_bf16 import AdamWBf16
 from samecurve.optim.lion import Lion
 from samecurve.optim.muon import Muon
-from samecurve.specs.optimizers import BLOCK_8BIT, SMALLEST_8BIT, TRAITS
+from samecurve.specs.optimizers import BLOCK_8BIT, OPTIMIZERS, SMALLEST_8BIT
 
 
 def state_names(
@@ -26,13 +26,13 @@ def state_names(
     if settings.name == "adafactor":
         return {name: () if len(shape) > 1 else ("variance",) for name, shape in shapes.items()}
     if settings.name == "muon":
-        kept = {True: TRAITS["muon"].states, False: TRAITS["adamw"].states}
+        kept = {True: OPTIMIZERS["muon"].states, False: OPTIMIZERS["adamw"].states}
         return {name: kept[name in matrices] for name in shapes}
-    return dict.fromkeys(shapes, (*TRAITS[settings.name].states, *(["compensation"] if _kahan(settings) else [])))
+    return dict.fromkeys(shapes, (*OPTIMIZERS[settings.name].states, *(["compensation"] if _kahan(settings) else [])))
 
 
 def _kahan(settings: Optimizer) -> bool:
-    return settings.name == "adamw_bf16" and settings.bf16_update == "kahan"
+    return settings.name == "adamw_bf16" and settings.bf16_rounding == "kahan"
 
 
 def factor_shapes(settings: Optimizer, shapes: Mapping[str, Sequence[int]]) -> dict[tuple[str, str], tuple[int, ...]]:
@@ -55,7 +55,7 @@ def num_bytes_per_parameter(settings: Optimizer) -> float:
         return 4 * 2 + 2 * (1 + 4 / BLOCK_8BIT)
     if settings.name == "adamw_bf16":
         return 2 * (4 + _kahan(settings))
-    return 4 * (2 + len(TRAITS[settings.name].states))
+    return 4 * (2 + len(OPTIMIZERS[settings.name].states))
 
 
 def hidden_matrices(model: torch.nn.Module, shapes: Mapping[str, Sequence[int]]) -> set[str]:
@@ -84,7 +84,7 @@ def cast_weights(model: torch.nn.Module, settings: Optimizer) -> torch.nn.Module
     return model
 
 
-def decayed(shape: Iterable[int]) -> bool:
+def is_decayed(shape: Iterable[int]) -> bool:
     """Whether weight decay applies to a parameter of this shape: matrices and embeddings, not norms and biases."""
     return len(tuple(shape)) >= 2
 
@@ -103,7 +103,7 @@ def parameter_groups(
     groups: dict[tuple[bool, bool], dict] = {(True, True): {}, (True, False): {}, (False, False): {}}
     for name, parameter in named_parameters:
         if parameter.requires_grad:
-            groups[decayed(shapes[name]), settings.name == "muon" and name in matrices][name] = parameter
+            groups[is_decayed(shapes[name]), settings.name == "muon" and name in matrices][name] = parameter
     found = []
     for (decay, muon), named in groups.items():
         group = {"params": [*named.values()], "weight_decay": settings.weight_decay if decay else 0.0}

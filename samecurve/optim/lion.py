@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from samecurve.optim.dtensor import local
+from samecurve.optim.dtensor import to_local
 
 
 class Lion(torch.optim.Optimizer):
@@ -33,8 +33,8 @@ class Lion(torch.optim.Optimizer):
         for weight in weights:
             if "exp_avg" not in self.state[weight]:
                 self.state[weight]["exp_avg"] = torch.zeros_like(weight)
-        means = [local(self.state[weight]["exp_avg"]) for weight in weights]
-        gradients, weights = [local(weight.grad) for weight in weights], [local(weight) for weight in weights]
+        means = [to_local(self.state[weight]["exp_avg"]) for weight in weights]
+        gradients, weights = [to_local(weight.grad) for weight in weights], [to_local(weight) for weight in weights]
         # elementwise, so a shard is updated by itself; a shard without elements is left out
         chosen = [index for index, weight in enumerate(weights) if weight.numel()]
         weights, gradients, means = ([tensors[i] for i in chosen] for tensors in (weights, gradients, means))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from samecurve.optim.dtensor import local
+from samecurve.optim.dtensor import to_local
 
 # of the polynomial that drives all singular values near 1 in five rounds
 A, B, C = 3.4445, -4.7750, 2.0315
@@ -72,15 +72,15 @@ class Muon(torch.optim.Optimizer):
         if not self.state[weight]:
             self.state[weight] = self.empty_state(weight)
         mean, gradient, momentum = self.state[weight]["momentum_buffer"], weight.grad, group["momentum"]
-        local(mean).lerp_(local(gradient), 1 - momentum)
-        local(gradient).lerp_(local(mean), momentum)  # in place: the gradient is not needed again
-        direction = _like(orthogonal(_full(gradient).to(self._dtype)), weight)
-        own, rate = local(weight), group["lr"]
+        to_local(mean).lerp_(to_local(gradient), 1 - momentum)
+        to_local(gradient).lerp_(to_local(mean), momentum)  # in place: the gradient is not needed again
+        direction = _like(orthogonalize(_full(gradient).to(self._dtype)), weight)
+        own, rate = to_local(weight), group["lr"]
         own.mul_(1 - rate * group["weight_decay"])
         own.add_(direction.to(own.dtype), alpha=-rate * RMS_OF_ADAMW * math.sqrt(max(weight.shape)))
 
 
-def orthogonal(matrix: Tensor) -> Tensor:
+def orthogonalize(matrix: Tensor) -> Tensor:
     """U V^T of the matrix U S V^T, nearly: the singular values come out between about 0.7 and 1.2."""
     upright = matrix.shape[0] > matrix.shape[1]
     found = matrix.T if upright else matrix

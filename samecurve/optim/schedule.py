@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 def learning_rate(recipe: Recipe, update: int) -> float:
     """Learning rate of the `update`-th applied update, 1-based; it depends on nothing else, so it resumes for free.
 
-    Warm-up is linear and reaches the full rate at update `warmup_steps`. After it, with r = `final_ratio`:
+    Warm-up is linear and reaches the full rate at update `warmup_steps`. After it, with r = `min_lr_ratio`:
     constant stays; linear and cosine reach r at the last step; wsd (warm-up, stable, decay) stays until the last
     `decay_steps` updates and falls linearly to r in them (Hu et al. 2024, arXiv:2404.06395).
     """
@@ -26,4 +26,4 @@ def learning_rate(recipe: Recipe, update: int) -> float:
         decay_steps = schedule.decay_steps
     progress = min(max(update - (recipe.steps - decay_steps), 0) / max(decay_steps, 1), 1.0)
     falling = 0.5 * (1 + math.cos(math.pi * progress)) if schedule.name == "cosine" else 1 - progress
-    return peak * (schedule.final_ratio + (1 - schedule.final_ratio) * falling)
+    return peak * (schedule.min_lr_ratio + (1 - schedule.min_lr_ratio) * falling)

@@ -76,13 +76,13 @@ def inspect(title: str, task: Task, num_samples: int) -> Findings:
     first = parts[0][1]
     shown, texts_per_row = _texts(first), len(_roles(first)) or 1
     num_documents = len(shown) if isinstance(shown, TextRows) else _num_documents(shown)
-    told = {name: value for name, value in task.describe().items() if name not in ("train", "held_out")}
+    facts = {name: value for name, value in task.describe().items() if name not in ("train", "held_out")}
     return Findings(
         title,
         task.train.sequence_length,
         [_sample(task, shown, index) for index in range(min(num_samples * texts_per_row, num_documents))],
         [_part(name, rows, task.tokenizer) for name, rows in parts],
-        {name.replace("_", " "): _text(value) for name, value in told.items()},
+        {name.replace("_", " "): _text(value) for name, value in facts.items()},
     )
 
 

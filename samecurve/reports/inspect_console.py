@@ -10,7 +10,7 @@ from rich.text import Text
 
 from samecurve.config.schema import Recipe
 from samecurve.reports.data_inspection import Part, Sample, inspect, summary
-from samecurve.reports.inspect_report import page
+from samecurve.reports.inspect_report import render_inspect_page
 from samecurve.storage.atomic import write_text
 from samecurve.tasks import registry
 
@@ -33,7 +33,7 @@ def run(recipe: Recipe, title: str, num_samples: int, html: Path | None) -> int:
     for part in findings.parts:
         console.print("\n".join(["", *lines(part, findings.sequence_length)]), markup=False)
     if html:
-        write_text(html, page(findings))
+        write_text(html, render_inspect_page(findings))
         console.print(f"\n{html}", markup=False)
     return 0
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from html import escape
 
 from samecurve.reports.data_inspection import Findings, Part, Sample, summary
-from samecurve.reports.html import document, table
+from samecurve.reports.html import html_document, html_table
 
 _STYLE = """
 mark { background: var(--mark); color: inherit }
@@ -17,15 +17,15 @@ td.bar div { background: #4a7fb5; height: .8rem; display: inline-block }
 """
 
 
-def page(findings: Findings) -> str:
-    return document(findings.title, _STYLE, _parts(findings))
+def render_inspect_page(findings: Findings) -> str:
+    return html_document(findings.title, _STYLE, _parts(findings))
 
 
 def _parts(findings: Findings) -> Iterator[str]:
     yield "<p>What is <mark>marked</mark> is trained.</p>"
     for index, sample in enumerate(findings.samples):
         yield f"<h2>sample {index + 1}: {escape(summary(sample))}</h2>\n<pre>{_text(sample)}</pre>"
-    yield table(findings.details.items())
+    yield html_table(findings.details.items())
     for part in findings.parts:
         yield from _part(part, findings.sequence_length)
 

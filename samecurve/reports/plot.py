@@ -12,7 +12,7 @@ from typing import Literal
 from xml.sax.saxutils import escape
 
 from samecurve.reports.chart import Box, Panel, linear_ticks, powers_of_ten
-from samecurve.run.sessions import Began
+from samecurve.run.sessions import SessionRecord
 
 WIDTH, HEIGHT = 440, 250
 LEFT, RIGHT, BOTTOM = 58, 16, 40  # margins
@@ -53,7 +53,7 @@ class Mark:
 
     step: int
     label: str
-    told: str
+    tooltip: str
     run: int = 0
 
 
@@ -153,7 +153,7 @@ def _marks(panel: Panel, marks: Sequence[Mark]) -> Iterator[str]:
     free = -math.inf
     for mark in sorted(marks, key=lambda mark: mark.step):
         x, colour = panel.x(mark.step), COLOURS[mark.run]
-        told = f"<title>{escape(mark.told)}</title>"
+        title = f"<title>{escape(mark.tooltip)}</title>"
         ends = f'x1="{x:.1f}" x2="{x:.1f}" y1="{panel.box.top:g}" y2="{panel.box.bottom:g}"'
         line = f'<line class="run{mark.run}" {ends} stroke="{colour}" stroke-dasharray="1 3" stroke-width="1.5"/>'
         label = ""
@@ -161,7 +161,7 @@ def _marks(panel: Panel, marks: Sequence[Mark]) -> Iterator[str]:
             at = f'x="{x:.1f}" y="{panel.box.top - 3:g}" text-anchor="middle" font-size="10"'
             label = f'<text class="mark{mark.run}" {at} fill="{colour}">{escape(mark.label)}</text>'
             free = x + CHARACTER_WIDTH * (len(mark.label) + 1)
-        yield f"<g>{told}{line}{label}</g>"
+        yield f"<g>{title}{line}{label}</g>"
 
 
 def thinned(points: Sequence[Point], most: int = MOST_BUCKETS) -> list[list[tuple[int, float]]]:
@@ -223,7 +223,7 @@ def loss_series(metrics: Sequence[dict], run: int = 0, who: str = "") -> list[Se
     return [*noisy(metrics, "loss", run, who), *([Series(f"{who}held out", held_out, run, "dots")] if held_out else [])]
 
 
-def session_marks(known: Sequence[Began], run: int = 0) -> list[Mark]:
+def session_marks(known: Sequence[SessionRecord], run: int = 0) -> list[Mark]:
     """Where a run went on: at the first step of each session but the one that began it, numbered as in a list from 1.
 
     Sessions that went on from the same step share a mark.
@@ -235,11 +235,11 @@ def session_marks(known: Sequence[Began], run: int = 0) -> list[Mark]:
     marks = []
     for start, numbers in at.items():
         label = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
-        told = "\n".join(_began(number, known[number - 1]) for number in numbers)
-        marks.append(Mark(start + 1, label, told, run))
+        tooltip = "\n".join(_began(number, known[number - 1]) for number in numbers)
+        marks.append(Mark(start + 1, label, tooltip, run))
     return marks
 
 
-def _began(number: int, session: Began) -> str:
+def _began(number: int, session: SessionRecord) -> str:
     strategy, world_size = (session.facts.get(key, "not known") for key in ("strategy", "world_size"))
     return f"session {number} went on after step {session.start_step}: {strategy}, world size {world_size}"

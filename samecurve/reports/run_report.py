@@ -8,7 +8,7 @@ from html import escape
 import yaml
 
 from samecurve.metrics.console import spaced
-from samecurve.reports.html import document, table
+from samecurve.reports.html import html_document, html_table
 from samecurve.reports.plot import (
     LOGARITHMIC_FROM,
     Point,
@@ -23,7 +23,7 @@ from samecurve.reports.plot import (
 from samecurve.reports.run_summary import NOT_KNOWN, Run, differences, parts, relative_losses, results
 from samecurve.run.sessions import unknown_origin
 from samecurve.run.status import refused_text
-from samecurve.storage.atomic import now
+from samecurve.storage.atomic import utc_timestamp
 
 NAMES = "AB"
 # A reader gets perplexity from the loss, and counts do not change.
@@ -47,15 +47,15 @@ _NOTE = (
 )
 
 
-def page(runs: Sequence[Run]) -> str:
+def render_run_page(runs: Sequence[Run]) -> str:
     title = " and ".join(run.name for run in runs)
-    return document(title, _STYLE, _parts(runs))
+    return html_document(title, _STYLE, _parts(runs))
 
 
 def _parts(runs: Sequence[Run]) -> Iterator[str]:
     for index, run in enumerate(runs):
         yield _introduction(run, index, len(runs) > 1)
-    yield f'<p class="small">Written {now()}.</p>\n<h2>Numbers</h2>'
+    yield f'<p class="small">Written {utc_timestamp()}.</p>\n<h2>Numbers</h2>'
     yield _side_by_side([results(run) for run in runs])
     if len(runs) > 1:
         yield from _what_differs(*runs)
@@ -77,10 +77,10 @@ def _introduction(run: Run, index: int, named: bool) -> str:
         where = [f"{facts.get('strategy', NOT_KNOWN)} ({facts.get('engine', NOT_KNOWN)})"]
         where += [f"{facts.get('world_size', NOT_KNOWN)} x {facts.get('device', NOT_KNOWN)}"]
         where += [str(facts.get("precision", NOT_KNOWN))]
-        told = f"{facts.get('recipe_path', NOT_KNOWN)} under {', '.join(where)}"
+        text = f"{facts.get('recipe_path', NOT_KNOWN)} under {', '.join(where)}"
     else:
-        told = "it ended before it had anything to say (no run.json)"
-    lines = [f"<p>{name}{escape(str(run.directory))}: {escape(told)}</p>"]
+        text = "it ended before it had anything to say (no run.json)"
+    lines = [f"<p>{name}{escape(str(run.directory))}: {escape(text)}</p>"]
     if run.status.get("reason"):
         lines.append(f'<p class="bad">{escape(run.state)}</p>')
     refused = refused_text(run.status)
@@ -100,15 +100,15 @@ def _side_by_side(found: Sequence[dict[str, str]]) -> str:
     keys = dict.fromkeys(key for each in found for key in each)
     rows = [(key, *(each.get(key, "absent") for each in found)) for key in keys]
     header = ("", *NAMES[: len(found)]) if len(found) > 1 else ()
-    return table(rows, header, [index for index, row in enumerate(rows) if len(set(row[1:])) > 1])
+    return html_table(rows, header, [index for index, row in enumerate(rows) if len(set(row[1:])) > 1])
 
 
 def _what_differs(first: Run, second: Run) -> Iterator[str]:
     yield "<h2>What differs</h2>"
     distances = [value for _, value in relative_losses(first, second) if value is not None]
     if distances:
-        told = f"differ by at most {max(distances):.1e}, relative" if any(distances) else "are the same to the last bit"
-        yield f"<p>At the {len(distances):,} steps that both have a loss for, the two {told}.</p>"
+        text = f"differ by at most {max(distances):.1e}, relative" if any(distances) else "are the same to the last bit"
+        yield f"<p>At the {len(distances):,} steps that both have a loss for, the two {text}.</p>"
     here, there = parts(first), parts(second)
     for name in here:
         if not here[name] or not there[name]:
@@ -118,7 +118,7 @@ def _what_differs(first: Run, second: Run) -> Iterator[str]:
         same = len(here[name].keys() | there[name].keys()) - len(found)
         yield f"<h3>{name.capitalize()}: {len(found)} of {same + len(found)} keys</h3>"
         if found:
-            yield table(found, ("", *NAMES))
+            yield html_table(found, ("", *NAMES))
 
 
 def _curves(runs: Sequence[Run]) -> Iterator[str]:
@@ -207,7 +207,7 @@ def _sessions(run: Run) -> str:
         ended = run.state if latest_is_listed and index == len(run.known) else session.ended
         rows.append((index, session.start_step + 1, *what, began, ended))
     header = ("", "from step", "strategy", "engine", "world size", "device", "began", "ended")
-    return f"{note}{table(rows, header)}"
+    return f"{note}{html_table(rows, header)}"
 
 
 def _configuration(run: Run, of: str) -> Iterator[str]:

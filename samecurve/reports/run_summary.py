@@ -13,7 +13,7 @@ from samecurve.metrics.console import duration, number, spaced
 from samecurve.reports.chart import relative_differences
 from samecurve.reports.plot import column
 from samecurve.run.run_directory import read_metrics
-from samecurve.run.sessions import Began, sessions
+from samecurve.run.sessions import SessionRecord, sessions
 from samecurve.run.status import STATUS, read_status
 
 NOT_KNOWN = "not known"
@@ -28,7 +28,7 @@ class Run:
 
     directory: Path
     status: dict
-    known: list[Began]
+    known: list[SessionRecord]
     metrics: list[dict]
 
     @classmethod

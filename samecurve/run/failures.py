@@ -26,7 +26,7 @@ def count_failures(status: Mapping, last_step: int) -> dict:
     return {"failing_step": step, "failures": min(times, MOST_FAILURES)}
 
 
-def check(failures: Mapping, status: Mapping, environ: Mapping[str, str]) -> None:
+def check_repeated_failures(failures: Mapping, status: Mapping, environ: Mapping[str, str]) -> None:
     """Raises RepeatedFailureError for a restart after MOST_FAILURES at one step. failures: see `count_failures`."""
     if failures.get("failures", 0) < MOST_FAILURES or not is_restart(environ):
         return

@@ -31,7 +31,7 @@ State = Literal["running", "hanging", "finished", "failed"]
 class Beat:
     """machine: the same text where process ids mean the same. time: of this beat, seconds since 1970.
 
-    num_phases, num_marks: calls of `phase`, and of `alive` since the last one. idle_seconds: since the last of both.
+    num_phases, num_marks: calls of `phase`, and of `progress` since the last one. idle_seconds: since the last of both.
     reason, exit_code: of a failure.
     """
 

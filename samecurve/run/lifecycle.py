@@ -33,24 +33,24 @@ def exit_code(main: Callable[[], None]) -> int:
         main()
     except Preempted as error:  # all ranks know the same, and a scheduler's time may be short
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            tell(f"\npreempted (exit code {error.exit_code}): {error}")
+            print_stderr(f"\npreempted (exit code {error.exit_code}): {error}")
         else:
             time.sleep(PREEMPTED_SECONDS)
         return error.exit_code
     except NothingToDo as error:
         if os.environ.get("RANK", "0") == "0":
-            tell(str(error))
+            print_stderr(str(error))
         return error.exit_code
     except SamecurveError as error:
-        if not (isinstance(error, PeerError) and error.speaks):
-            _let_the_first_process_speak()
-        tell(_told(error))
+        if not (isinstance(error, PeerError) and error.is_reporter):
+            _let_the_first_process_report()
+        print_stderr(_message(error))
         return error.exit_code
     except KeyboardInterrupt:
         return 130
     except Exception:
-        tell(f"\nprocess {os.environ.get('RANK', '0')}: {traceback.format_exc()}")
-        _let_the_first_process_speak()
+        print_stderr(f"\nprocess {os.environ.get('RANK', '0')}: {traceback.format_exc()}")
+        _let_the_first_process_report()
         return 1
     return 0
 
@@ -78,7 +78,7 @@ def leave(code: int) -> NoReturn:
     sys.exit(code)
 
 
-def tell(text: str) -> None:
+def print_stderr(text: str) -> None:
     with contextlib.suppress(OSError):  # the launcher or the terminal is gone
         print(text, file=sys.stderr, flush=True)
 
@@ -87,11 +87,11 @@ def _code(error: BaseException) -> int:
     return 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 1)
 
 
-def _told(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     return f"\n{type(error).__name__} (exit code {_code(error)})\n{error}"
 
 
-def _let_the_first_process_speak() -> None:
+def _let_the_first_process_report() -> None:
     """Launchers end the whole job at the first process that exits, so the others wait for the one that prints.
 
     One that is still alive after the wait has an error of its own, and tells it.
@@ -101,43 +101,45 @@ def _let_the_first_process_speak() -> None:
 
 
 @contextlib.contextmanager
-def recorded(
-    run: RunDirectory, launcher: str = "python", step_seconds: float = 0, interval: float = 1.0
-) -> Iterator[Surroundings]:
+def supervised(
+    run: RunDirectory, launcher: str = "python", timeout_seconds: float = 0, interval: float = 1.0
+) -> Iterator[RunSupervisor]:
     """Keep `status.json` true while the body runs: launchers turn every exit code into 1, the file does not.
 
-    launcher: see `engines.launchers.Launch`. step_seconds: timeout.step_seconds. interval: of the watchdog's looks.
+    launcher: see `engines.launchers.Launch`. timeout_seconds: watchdog.timeout_seconds. interval: of the watchdog's
+    looks.
     """
     run.status("running")
-    around = Surroundings(run, launcher, step_seconds, interval)
+    around = RunSupervisor(run, launcher, timeout_seconds, interval)
     with around.stop, around.watchdog:
         try:
             yield around
         except Exception as error:
-            told = around.failed(error)
-            if told is error:
+            reported = around.failed(error)
+            if reported is error:
                 raise
-            raise told from error
+            raise reported from error
         except BaseException as error:
             around.failed(error)
             raise
         around.done()
 
 
-class Surroundings:
+class RunSupervisor:
     """What can end a run from outside, for the loop: whether to stop, and where to tell that it gets on.
 
-    deferred: see StopRequest. phase, alive, busy: see Watchdog.
+    deferred: see StopRequest. phase, progress, local_progress: see Watchdog.
     """
 
-    def __init__(self, run: RunDirectory, launcher: str, step_seconds: float, interval: float):
+    def __init__(self, run: RunDirectory, launcher: str, timeout_seconds: float, interval: float):
         self._run = run
         self._began = time.time()
         self._ending = threading.Lock()  # taken once: of several reasons to end, the first one is told
-        self.watchdog = Watchdog(run.path, step_seconds, self._end, interval)
-        self.stop = StopRequest(self._end_stopped, self._tell_request, self.watchdog.stacks.show, launcher)
+        self.watchdog = Watchdog(run.path, timeout_seconds, self._end, interval)
+        self.stop = StopRequest(self._end_stopped, self._print_request, self.watchdog.stacks.show, launcher)
         self.deferred = self.stop.deferred
-        self.phase, self.alive, self.busy = self.watchdog.phase, self.watchdog.alive, self.watchdog.busy
+        self.phase = self.watchdog.phase
+        self.progress, self.local_progress = self.watchdog.progress, self.watchdog.local_progress
 
     @property
     def requested(self) -> str:
@@ -147,7 +149,7 @@ class Surroundings:
     def done(self) -> None:
         self._take_the_end()
         silent = StorageError(f"{self._run.path} does not answer, after the last step")
-        with self._in_time(silent.exit_code, _told(silent), once=True):
+        with self._in_time(silent.exit_code, _message(silent), once=True):
             self._run.status("done", step=self._run.step, exit_code=0)
         with self._in_time(0):
             self.watchdog.heartbeats.write("finished")
@@ -155,7 +157,7 @@ class Surroundings:
     def failed(self, error: BaseException) -> BaseException:
         """Write the main thread's error down. Returns the one to raise: another rank's, where that explains it."""
         known = isinstance(error, SamecurveError)
-        text = _told(error) if known else "".join(traceback.format_exception(error))
+        text = _message(error) if known else "".join(traceback.format_exception(error))
         with self._in_time(_code(error), text, once=isinstance(error, (Preempted, NothingToDo))):
             return self._failed(error)
 
@@ -180,7 +182,7 @@ class Surroundings:
         return error
 
     def _explained(self, error: Exception) -> Exception:
-        self.watchdog.let_it_speak()
+        self.watchdog.wait_if_ending()
         heartbeats = self.watchdog.heartbeats
         if not heartbeats.started:  # files of this session there are none, as far as is known here
             return self._refused_elsewhere() or error
@@ -193,9 +195,9 @@ class Surroundings:
         if cause is None or str(cause).endswith(f": {error}"):  # the same mistake everywhere
             return error
         lines = str(error).splitlines() or [""]
-        told = PeerError(f"{cause}\n(then here: {type(error).__name__}: {lines[0][:200]})", cause.exit_code)
-        told.speaks = self.watchdog.speaks()
-        return told
+        peer_error = PeerError(f"{cause}\n(then here: {type(error).__name__}: {lines[0][:200]})", cause.exit_code)
+        peer_error.is_reporter = self.watchdog.is_reporter()
+        return peer_error
 
     def _refused_elsewhere(self) -> PeerError | None:
         """Before all ranks are there, rank 0 may be ended because another host refused the start."""
@@ -220,26 +222,26 @@ class Surroundings:
         once: all ranks have the same to tell.
         """
 
-        def say() -> None:
-            if text and (not once or self.watchdog.speaks()):
-                _tell_from_thread(text)
+        def report() -> None:
+            if text and (not once or self.watchdog.is_reporter()):
+                _print_stderr_from_thread(text)
 
-        timer = last_resort(code, say)
+        timer = last_resort(code, report)
         try:
             yield
         finally:
             timer.cancel()
 
-    def _tell_request(self, text: str) -> None:
+    def _print_request(self, text: str) -> None:
         if self.watchdog.rank == 0:
-            _tell_from_thread(text)
+            _print_stderr_from_thread(text)
 
     def _end_stopped(self, reason: str, code: int) -> None:
         """A signal, or a launcher that is gone: it may have ended this process because another one failed."""
         reason = f"{reason} in {self.watchdog.where}"
         text = f"\n{reason} (exit code {code})"
         with self._in_time(code, text, once=True):
-            self.watchdog.let_it_speak()
+            self.watchdog.wait_if_ending()
             if self.watchdog.heartbeats.started:
                 self.watchdog.heartbeats.look()
             cause = self.watchdog.cause() or self._refused_elsewhere()
@@ -247,8 +249,8 @@ class Surroundings:
             self._end(cause)
         elif self._ending.acquire(blocking=False):
             last_resort(code)
-            if self.watchdog.speaks():
-                _tell_from_thread(text)
+            if self.watchdog.is_reporter():
+                _print_stderr_from_thread(text)
             self._write("failed", reason, code)
             self.watchdog.heartbeats.write("failed", f"rank {self.watchdog.rank}: {reason}", code)
             os._exit(code)
@@ -258,24 +260,24 @@ class Surroundings:
         if not self._ending.acquire(blocking=False):
             return
         last_resort(error.exit_code)
-        speaks = self.watchdog.speaks()
-        if speaks:
-            _tell_from_thread(_told(error))
+        is_reporter = self.watchdog.is_reporter()
+        if is_reporter:
+            _print_stderr_from_thread(_message(error))
         self._write("failed", str(error), error.exit_code)
-        if speaks or not isinstance(error, HangError):  # the one that speaks still asks where a hanging rank is
+        if is_reporter or not isinstance(error, HangError):  # the reporter still asks where a hanging rank is
             self.watchdog.heartbeats.write("failed", str(error), error.exit_code)
-        if not speaks:
-            self._wait_for_the_speaker()
+        if not is_reporter:
+            self._wait_for_the_reporter()
         os._exit(error.exit_code)
 
-    def _wait_for_the_speaker(self) -> None:
-        """As in _let_the_first_process_speak; the launcher's signal says that it has spoken."""
+    def _wait_for_the_reporter(self) -> None:
+        """As in _let_the_first_process_report; the launcher's signal says that it has spoken."""
         deadline = time.monotonic() + WAIT_SECONDS
         while time.monotonic() < deadline and not self.requested:
             time.sleep(0.1)
 
 
-def _tell_from_thread(text: str) -> None:
+def _print_stderr_from_thread(text: str) -> None:
     """Past Python's streams, whose locks the main thread may hold for ever."""
     show_cursor = "\x1b[?25h" if os.isatty(2) else ""  # a progress display hides it
     with contextlib.suppress(OSError):

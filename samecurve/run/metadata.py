@@ -9,7 +9,7 @@ from samecurve.interfaces.fingerprint import identity
 from samecurve.models.lora import fingerprint
 from samecurve.models.weight_files import weight_files
 from samecurve.specs.environment import processor, versions
-from samecurve.storage.atomic import now
+from samecurve.storage.atomic import utc_timestamp
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,11 +46,11 @@ def run_facts(plan: Plan, described: dict, data: dict, device: str) -> dict:
         "accelerate": strategy.accelerate,
         "deepspeed": strategy.deepspeed,
         "versions": versions(),
-        "started": now(),
+        "started": utc_timestamp(),
     }
 
 
-def decisive(plan: Plan, skeleton: PreTrainedModel, task: Task) -> dict:
+def resume_identity(plan: Plan, skeleton: PreTrainedModel, task: Task) -> dict:
     """What decides whether a checkpoint's run may go on, and what a reader wants to know that changed since."""
     return {
         "recipe": plan.recipe.model_dump(),

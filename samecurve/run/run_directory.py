@@ -18,14 +18,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from samecurve.checkpoint.manifest import candidates, step_of
+from samecurve.checkpoint.manifest import list_checkpoints, step_of
 from samecurve.errors import CheckpointError, ConfigurationError, SamecurveError
 from samecurve.run import failures as restarts
-from samecurve.run.status import STATUS, counted, read_status, split, with_refused
-from samecurve.storage.atomic import now, write_json, writing
-from samecurve.storage.file_lock import DEAD_HOST_SECONDS, lock
+from samecurve.run.status import STATUS, counted, read_status, split_refused, with_refused
+from samecurve.storage.atomic import storage_errors, utc_timestamp, write_json
+from samecurve.storage.file_lock import DEAD_HOST_SECONDS, lock_folder
 from samecurve.storage.filesystem import LocalFileSystem
-from samecurve.storage.jsonl import Lines, read_lines
+from samecurve.storage.jsonl import JsonlFile, read_lines
 from samecurve.strategy.restarts import STARTING_OVER, is_restart
 
 State = Literal["running", "done", "failed", "preempted"]
@@ -42,7 +42,7 @@ class RunDirectory:
     (other data, another model) leaves an earlier run as it was, and status.json says so beside its state (status.py).
 
     reads: paths that this run will read (model, data). They must not be among the files that are moved aside.
-    resume, start_over: see engines.resolve.Plan.
+    resume, fresh: see engines.resolve.Plan.
     continues: there are checkpoints here to go on from. is_done: an earlier run ended well here and its model is still
     there; as this rank sees it. notice: one line about what was moved, "" when nothing was. step: the last one with a
     record.
@@ -57,7 +57,7 @@ class RunDirectory:
         is_main: bool = True,
         reads: Iterable[str | Path | None] = (),
         resume: str = "none",
-        start_over: bool = False,
+        fresh: bool = False,
     ):
         self.path = Path(path)
         self.is_main = is_main
@@ -67,36 +67,36 @@ class RunDirectory:
         self._failures: dict = {}
         self._present: list[Path] = []
         self._aside: Path | None = None
-        self._metrics, self._skipped = Lines(self.metrics), Lines(self.path / "skipped.jsonl")
+        self._metrics, self._skipped = JsonlFile(self.metrics), JsonlFile(self.path / "skipped.jsonl")
         if is_main:
-            with writing(self.path):
+            with storage_errors(self.path):
                 _make_durable(self.path)
-                self._lock = lock(self.path, DEAD_HOST_SECONDS if is_restart(os.environ) else 0)
-        self._before, self._refused = split(read_status(self.path / STATUS))
+                self._lock = lock_folder(self.path, DEAD_HOST_SECONDS if is_restart(os.environ) else 0)
+        self._before, self._refused = split_refused(read_status(self.path / STATUS))
         self._keeps_status = self._before.get("state") == "done"
         if not is_main:
             return
         try:
-            with writing(self.path):
-                self._claim([Path(read).resolve() for read in reads if read], resume, start_over)
+            with storage_errors(self.path):
+                self._claim([Path(read).resolve() for read in reads if read], resume, fresh)
         except SamecurveError as error:
             if self._is_run():
                 with suppress(SamecurveError):  # the error itself says more
                     self.status("failed", str(error), exit_code=error.exit_code)
             raise
 
-    def _claim(self, reads: list[Path], resume: str, start_over: bool) -> None:
+    def _claim(self, reads: list[Path], resume: str, fresh: bool) -> None:
         with suppress(ValueError):  # damaged, like anything on that disk; the checkpoints say whether they are good
             last, records = self._last_status(), read_metrics(self.path)
             self._failures = restarts.count_failures(last, records[-1]["step"] if records else 0)
-            restarts.check(self._failures, last, os.environ)
-        self.continues = bool(candidates(LocalFileSystem(), self.checkpoints)) and not start_over
+            restarts.check_repeated_failures(self._failures, last, os.environ)
+        self.continues = bool(list_checkpoints(LocalFileSystem(), self.checkpoints)) and not fresh
         self._present = self._find_present()
         if self.continues:
             self._check_resume(resume)
         self._check_present(reads)
         self._move_stacks()
-        if start_over:
+        if fresh:
             (self.path / STARTING_OVER).touch()
         else:
             (self.path / STARTING_OVER).unlink(missing_ok=True)
@@ -131,7 +131,7 @@ class RunDirectory:
         if state == "failed" and before:
             write_json(file, with_refused(before, reason, exit_code, failures))
         elif not self._keeps_status:
-            content = {"state": state, "reason": reason, "step": step, "exit_code": exit_code, "time": now()}
+            content = {"state": state, "reason": reason, "step": step, "exit_code": exit_code, "time": utc_timestamp()}
             if before:
                 content["earlier"] = before  # until `begin` puts it where the earlier session's files go
             write_json(file, content | (failures if state != "done" else {}))
@@ -165,7 +165,7 @@ class RunDirectory:
         """
         self.step = step
         if self.is_main:
-            with writing(self.path):
+            with storage_errors(self.path):
                 if self.continues:
                     self._go_on(step, record, busy)
                 else:
@@ -184,12 +184,12 @@ class RunDirectory:
     def _go_on(self, step: int, record: dict | None, busy: Callable[[], None]) -> None:
         target = self._aside or self._next_previous()
         self._move(target)
-        for folder in candidates(LocalFileSystem(), self.checkpoints):
+        for folder in list_checkpoints(LocalFileSystem(), self.checkpoints):
             if step_of(folder) > step:
                 (target / "checkpoints").mkdir(exist_ok=True)
                 LocalFileSystem(busy).move_folder(folder, target / "checkpoints")  # which may be a link elsewhere
-        num_later = self._metrics.cut(step, target, record)
-        self._skipped.cut(step, target)
+        num_later = self._metrics.truncate(step, target, record)
+        self._skipped.truncate(step, target)
         self.notice = f"going on after step {step} in {self.path}; the earlier session's files are in {target}"
         if num_later:
             self.notice += f", with {num_later} steps that came after the checkpoint and are done again"
@@ -215,7 +215,7 @@ class RunDirectory:
         how = "--resume none" if resume == "none" else f"--resume {resume}"
         raise CheckpointError(
             f"output_dir: {self.path} holds checkpoints of an earlier run, which {how} would leave behind; go on from "
-            "them (--resume auto), choose another output_dir, or add --start_over to move them aside"
+            "them (--resume auto), choose another output_dir, or add --fresh to move them aside"
         )
 
     def _last_status(self) -> dict:
@@ -273,7 +273,7 @@ def _make_durable(path: Path) -> None:
 
 def _of_an_earlier_session(status: dict) -> dict:
     """How it ended, for a rank that replaces rank 0, which may have written this session's state over it."""
-    return status.get("earlier") or (split(status)[0] if status.get("state") == "done" else {})
+    return status.get("earlier") or (split_refused(status)[0] if status.get("state") == "done" else {})
 
 
 def previous_folders(run: Path) -> list[Path]:

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from samecurve.errors import PeerError, SamecurveError
-from samecurve.storage.atomic import now, write_json
-from samecurve.storage.file_lock import lock
+from samecurve.storage.atomic import utc_timestamp, write_json
+from samecurve.storage.file_lock import lock_folder
 
 STATUS = "status.json"
 REFUSED = "refused_start"
@@ -57,7 +57,7 @@ def _is_whole(status: object) -> bool:
     return all(isinstance(value, kind) and (kind is not dict or _is_whole(value)) for value, kind in known)
 
 
-def split(status: dict) -> tuple[dict, dict]:
+def split_refused(status: dict) -> tuple[dict, dict]:
     """(how the last session ended, the start that was refused since then); {} for what there is not.
 
     A start that was killed has left its own state around the earlier one.
@@ -68,7 +68,7 @@ def split(status: dict) -> tuple[dict, dict]:
 
 def with_refused(earlier: dict, reason: str, exit_code: int | None, counted: Mapping) -> dict:
     """The status of a run beside which a start was refused. counted: see RunDirectory; how often it failed."""
-    return {**earlier, REFUSED: {"reason": reason, "exit_code": exit_code, "time": now(), **counted}}
+    return {**earlier, REFUSED: {"reason": reason, "exit_code": exit_code, "time": utc_timestamp(), **counted}}
 
 
 def counted(status: Mapping) -> dict:
@@ -129,7 +129,7 @@ def _record(folder: Path, error: SamecurveError) -> None:
     file = folder / STATUS
     if not file.is_file():
         return
-    with lock(folder):
+    with lock_folder(folder):
         status = read_status(file)
-        earlier, refused = split(status)
+        earlier, refused = split_refused(status)
         write_json(file, with_refused(earlier, str(error), error.exit_code, counted(status) | counted(refused)))

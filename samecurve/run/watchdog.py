@@ -1,4 +1,4 @@
-"""Ends a run that does not get on: a rank died, failed, or nothing has moved for timeout.step_seconds.
+"""Ends a run that does not get on: a rank died, failed, or nothing has moved for watchdog.timeout_seconds.
 
 Every process has a thread that looks at its own progress and at the heartbeats of the others (heartbeat.py). A live
 main thread may tell its own error first; after that the process ends without it, because it may wait in a collective
@@ -19,7 +19,7 @@ from samecurve.distributed.host import machine
 from samecurve.errors import HangError, PeerError, SamecurveError
 from samecurve.run.heartbeat import Beat, Heartbeats, Peer, where
 from samecurve.run.stack_dump import COLLECT_SECONDS, Stacks
-from samecurve.storage.fault_injection import reach
+from samecurve.storage.fault_injection import fault_point
 
 # How long these take depends on the model and the data, not on the step.
 UNLIMITED = ("start", "build")
@@ -28,9 +28,9 @@ LAST_RESORT_SECONDS = 30.0
 
 
 class Watchdog:
-    """As a context manager. `phase` and `alive` are called by the loop and cost nothing.
+    """As a context manager. `phase` and `progress` are called by the loop and cost nothing.
 
-    limit: timeout.step_seconds, 0 for none. interval: seconds between two looks.
+    limit: watchdog.timeout_seconds, 0 for none. interval: seconds between two looks.
     end: called in the watchdog's thread; returns only when the main thread already tells an error of its own.
     """
 
@@ -65,7 +65,7 @@ class Watchdog:
 
     def phase(self, name: str, step: int = 0) -> None:
         """The main thread goes on to `name`. Every rank calls it alike, for the first time when all ranks are there."""
-        reach(name)
+        fault_point(name)
         self._phase, self.step = name, step
         self._num_phases += 1
         self._num_marks = 0
@@ -74,12 +74,12 @@ class Watchdog:
             self.stacks.open()
             self.heartbeats.start()
 
-    def alive(self) -> None:
+    def progress(self) -> None:
         """Progress inside a long phase; every rank calls it alike, so that the one that lags behind can be told."""
         self._num_marks += 1
-        self.busy()
+        self.local_progress()
 
-    def busy(self) -> None:
+    def local_progress(self) -> None:
         """Progress that ranks make differently, from any thread."""
         self._marked = time.monotonic()
 
@@ -90,7 +90,7 @@ class Watchdog:
     def cause(self, after_seconds: float = 0.0) -> PeerError | None:
         """The failure or death of another rank that was seen at least so long ago; of several, what explains most.
 
-        Not of one that this rank's watchdog gave up and ends: see `let_it_speak`.
+        Not of one that this rank's watchdog gave up and ends: see `wait_if_ending`.
         """
         found = [peer for peer in self._peers() if peer.ended and peer.beat.rank not in self._given_up]
         ended = [peer for peer in found if time.monotonic() - peer.ended >= after_seconds]
@@ -105,22 +105,22 @@ class Watchdog:
             "output and for the system's (dmesg: out of memory?)"
         )
 
-    def let_it_speak(self) -> None:
+    def wait_if_ending(self) -> None:
         """Returns at once, unless this rank gave others up: then the watchdog ends the process, and says why."""
         end = time.monotonic() + 3 * COLLECT_SECONDS
         while self._given_up and time.monotonic() < end:
             time.sleep(0.05)
 
-    def speaks(self) -> bool:
+    def is_reporter(self) -> bool:
         """Whether this is the lowest rank that can still tell why the run ends."""
         if self.rank == 0 or not self._num_phases:
             return self.rank == 0
-        told = any(peer.beat.rank == 0 and peer.beat.state in ("failed", "finished") for peer in self._peers())
-        return not told and all(peer.beat.rank > self.rank for peer in self._live())
+        reported = any(peer.beat.rank == 0 and peer.beat.state in ("failed", "finished") for peer in self._peers())
+        return not reported and all(peer.beat.rank > self.rank for peer in self._live())
 
     def replaces_rank_0(self) -> bool:
-        """Whether this rank has to write status.json: it speaks, and rank 0 was here and died or does not move."""
-        return self.rank > 0 and 0 in self.heartbeats.peers and self.speaks()
+        """Whether this rank has to write status.json: it reports, and rank 0 was here and died or does not move."""
+        return self.rank > 0 and 0 in self.heartbeats.peers and self.is_reporter()
 
     def _peers(self) -> list[Peer]:
         return sorted(self.heartbeats.peers.values(), key=lambda peer: peer.beat.rank)
@@ -174,7 +174,7 @@ class Watchdog:
         frozen = self._frozen()
         text = self._judge(frozen)
         self._collect({peer.beat.rank for peer in frozen})
-        limit = f"no progress for {self._limit:g} s (timeout.step_seconds)"
+        limit = f"no progress for {self._limit:g} s (watchdog.timeout_seconds)"
         return HangError(f"{limit}: {text}; the stacks of all ranks are in {self.stacks.folder}")
 
     def _stuck(self) -> bool:
@@ -233,11 +233,14 @@ class Watchdog:
             self.stacks.collect({peer.beat.rank: peer.beat.pid for peer in local}, frozen)
 
 
-def last_resort(code: int, say: Callable[[], None] = lambda: None) -> threading.Timer:
-    """The process ends soon, even when neither the storage nor stderr take a word. say: called before, in a thread."""
+def last_resort(code: int, report: Callable[[], None] = lambda: None) -> threading.Timer:
+    """The process ends soon, even when neither the storage nor stderr take a word.
+
+    report: called before, in a thread.
+    """
 
     def end() -> None:
-        last_word = threading.Thread(target=say, daemon=True)
+        last_word = threading.Thread(target=report, daemon=True)
         last_word.start()
         last_word.join(GRACE_SECONDS)
         os._exit(code)

@@ -28,9 +28,10 @@ def processor(about: Path = Path("/proc/cpuinfo")) -> str:
     with contextlib.suppress(OSError):
         lines = (line.partition(":") for line in about.read_text(encoding="utf-8").splitlines())
         found = {key.strip(): value.strip() for key, _, value in lines}
-        told = ", ".join(f"{key.removeprefix('cpu ')} {found[key]}" for key in ("cpu family", "model") if key in found)
+        keys = [key for key in ("cpu family", "model") if key in found]
+        details = ", ".join(f"{key.removeprefix('cpu ')} {found[key]}" for key in keys)
         if "model name" in found:
-            return f"{found['model name']} ({told})" if told else found["model name"]
+            return f"{found['model name']} ({details})" if details else found["model name"]
     return platform.processor() or platform.machine()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Traits(NamedTuple):
+class OptimizerSpec(NamedTuple):
     """What an optimizer is to strategies and checkpoints.
 
     states: what it keeps of a matrix beside it, tensors of the matrix's shape, by torch's or bitsandbytes' names.
@@ -18,14 +18,16 @@ class Traits(NamedTuple):
     whole: str = ""
 
 
-TRAITS = {
-    "adamw": Traits(("exp_avg", "exp_avg_sq"), ("betas", "epsilon", "implementation")),
-    "lion": Traits(("exp_avg",), ("betas",)),
-    "sgd": Traits(("momentum_buffer",), ("momentum",)),
-    "adafactor": Traits((), (), "takes the means of each row and column of a matrix"),
-    "muon": Traits(("momentum_buffer",), ("betas", "epsilon", "momentum"), "orthogonalises whole matrices"),
-    "adamw_bf16": Traits(("exp_avg", "exp_avg_sq"), ("betas", "epsilon", "bf16_update")),
-    "adamw_8bit": Traits(("state1", "state2"), ("betas", "epsilon"), "quantizes blocks of 256 neighbouring values"),
+OPTIMIZERS = {
+    "adamw": OptimizerSpec(("exp_avg", "exp_avg_sq"), ("betas", "epsilon", "implementation")),
+    "lion": OptimizerSpec(("exp_avg",), ("betas",)),
+    "sgd": OptimizerSpec(("momentum_buffer",), ("momentum",)),
+    "adafactor": OptimizerSpec((), (), "takes the means of each row and column of a matrix"),
+    "muon": OptimizerSpec(("momentum_buffer",), ("betas", "epsilon", "momentum"), "orthogonalises whole matrices"),
+    "adamw_bf16": OptimizerSpec(("exp_avg", "exp_avg_sq"), ("betas", "epsilon", "bf16_rounding")),
+    "adamw_8bit": OptimizerSpec(
+        ("state1", "state2"), ("betas", "epsilon"), "quantizes blocks of 256 neighbouring values"
+    ),
 }
 
 

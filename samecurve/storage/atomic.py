@@ -16,7 +16,7 @@ from samecurve.errors import StorageError
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def storage_errors(path: Path) -> Iterator[None]:
     """Turn an OSError (full disk, no permission) into a StorageError that names the path and the errno."""
     try:
         yield
@@ -28,12 +28,12 @@ def writing(path: Path) -> Iterator[None]:
 
 def write_json(path: Path, content: dict) -> None:
     """Whole or not at all: a reader never sees half a file, a full disk leaves the old one."""
-    write_text(path, json.dumps(plain(content), indent=2, allow_nan=False) + "\n")
+    write_text(path, json.dumps(json_values(content), indent=2, allow_nan=False) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.partial")
-    with writing(path):
+    with storage_errors(path):
         with open(temporary, "w", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()
@@ -41,18 +41,18 @@ def write_text(path: Path, text: str) -> None:
         os.replace(temporary, path)
 
 
-def plain(value: Any) -> Any:
+def json_values(value: Any) -> Any:
     """JSON's types only: floats that are not finite become None, paths strings, NumPy's scalars Python's."""
     if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): json_values(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
+        return [json_values(item) for item in value]
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if hasattr(value, "item"):
-        return plain(value.item())
+        return json_values(value.item())
     return str(value)
 
 
@@ -60,5 +60,5 @@ def read_json(path: Path) -> dict:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
-def now() -> str:
+def utc_timestamp() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -16,7 +16,7 @@ from samecurve.errors import StorageError
 _POLL_SECONDS = 0.2
 
 
-def location(cache_dir: str | None) -> Path:
+def cache_folder(cache_dir: str | None) -> Path:
     """Where the cache lies: the recipe's `data.cache_dir`, else $SAMECURVE_CACHE, else ~/.cache/samecurve."""
     return Path(cache_dir or os.environ.get("SAMECURVE_CACHE") or "~/.cache/samecurve").expanduser()
 
@@ -26,12 +26,12 @@ def digest(*parts: object) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def prints() -> bool:
+def is_main_process() -> bool:
     """Whether this process speaks for the job, by the launcher's environment: there is no process group yet."""
     return os.environ.get("RANK", "0") == "0"
 
 
-def cached(target: Path, build: Callable[[Path], None]) -> Path:
+def build_once(target: Path, build: Callable[[Path], None]) -> Path:
     """`target`, which `build(temporary directory)` fills if it is not there yet.
 
     One process per machine builds (LOCAL_RANK 0), the others wait for the finished directory. No collective is used:

@@ -2,8 +2,9 @@
 
     SAMECURVE_FAULTS="save.write@2:1:kill,step@7/0:0:hang"   phase[@occurrence][/restart]:rank:action, ...
 
-A phase is a place in the code that calls `reach`; `occurrence` counts this process's visits from 1 (default: 1) and
-"*" means every visit. With `restart`, only the processes that torchrun started the so-manieth time, from 0, fail.
+A phase is a place in the code that calls `fault_point`; `occurrence` counts this process's visits from 1 (default:
+1) and "*" means every visit. With `restart`, only the processes that torchrun started the so-manieth time, from 0,
+fail.
 """
 
 from __future__ import annotations
@@ -62,18 +63,18 @@ class Injector:
     """plan: SAMECURVE_FAULTS' text. Raises ValueError for text that it cannot read: a test that injects nothing."""
 
     def __init__(self, plan: str, rank: int, restart: str = "0"):
-        faults = map(parse, filter(None, plan.split(",")))
+        faults = map(parse_fault, filter(None, plan.split(",")))
         self._faults = [fault for fault in faults if fault.rank == rank and fault.restart in ("", restart)]
         self._visits: Counter[str] = Counter()
 
-    def reach(self, phase: str) -> None:
+    def visit(self, phase: str) -> None:
         self._visits[phase] += 1
         for fault in self._faults:
             if fault.phase == phase and fault.occurrence in (None, self._visits[phase]):
                 ACTIONS[fault.action]()
 
 
-def parse(text: str) -> Fault:
+def parse_fault(text: str) -> Fault:
     place, rank, action = text.strip().split(":")
     place, _, restart = place.partition("/")
     phase, _, occurrence = place.partition("@")
@@ -85,7 +86,7 @@ def parse(text: str) -> Fault:
 _injector: Injector | None = None
 
 
-def reach(phase: str) -> None:
+def fault_point(phase: str) -> None:
     """Fail here, if SAMECURVE_FAULTS says so for this process."""
     global _injector
     if "SAMECURVE_FAULTS" not in os.environ:
@@ -93,4 +94,4 @@ def reach(phase: str) -> None:
     if _injector is None:
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         _injector = Injector(os.environ["SAMECURVE_FAULTS"], int(os.environ.get("RANK", "0")), restart)
-    _injector.reach(phase)
+    _injector.visit(phase)

@@ -20,7 +20,7 @@ POLL_SECONDS = 1.0
 DEAD_HOST_SECONDS = 120.0
 
 
-def lock(path: Path, patience_seconds: float = 0.0) -> IO:
+def lock_folder(path: Path, patience_seconds: float = 0.0) -> IO:
     """An open file with an exclusive lock, which the kernel releases when the process ends, however it ends.
 
     Raises ConfigurationError where another process holds it, and still does after `patience_seconds`.

@@ -9,10 +9,10 @@ import threading
 from pathlib import Path
 
 from samecurve.errors import StorageError
-from samecurve.storage.atomic import plain, write_text, writing
+from samecurve.storage.atomic import json_values, storage_errors, write_text
 
 
-class Lines:
+class JsonlFile:
     """metrics.jsonl and its like, for the one process that writes them: its loop appends, and who saves syncs."""
 
     def __init__(self, path: Path):
@@ -25,7 +25,7 @@ class Lines:
 
         A line that the disk does not take is no reason to end the run: it is kept, and goes with the next one.
         """
-        line = json.dumps(plain(record), allow_nan=False) + "\n"
+        line = json.dumps(json_values(record), allow_nan=False) + "\n"
         with self._lock, contextlib.suppress(StorageError):
             self._unwritten += line
             self._write()
@@ -35,10 +35,10 @@ class Lines:
         with self._lock:
             self._write()
         if self.path.exists():
-            with writing(self.path), open(self.path, "a") as stream:
+            with storage_errors(self.path), open(self.path, "a") as stream:
                 os.fsync(stream.fileno())
 
-    def cut(self, step: int, target: Path, record: dict | None = None) -> int:
+    def truncate(self, step: int, target: Path, record: dict | None = None) -> int:
         """Lines up to `step` stay, whole and each once. Returns how many others went to the folder `target`.
 
         record: added where it is the one that is missing.
@@ -47,7 +47,7 @@ class Lines:
         kept = [line for line in lines if 0 <= _step(line) <= step]
         others = [line for line in lines if not 0 <= _step(line) <= step]
         if record and (_step(kept[-1]) if kept else 0) == step - 1:
-            kept.append(json.dumps(plain(record), allow_nan=False))
+            kept.append(json.dumps(json_values(record), allow_nan=False))
         if others:
             (target / self.path.name).write_text("".join(f"{line}\n" for line in others), encoding="utf-8")
         if kept != lines:
@@ -60,7 +60,7 @@ class Lines:
             return
         size = self.path.stat().st_size if self.path.exists() else 0
         try:
-            with writing(self.path), open(self.path, "ab") as stream:
+            with storage_errors(self.path), open(self.path, "ab") as stream:
                 stream.write(self._unwritten.encode())
         except StorageError:
             with contextlib.suppress(OSError):

@@ -1,7 +1,8 @@
 """The keys of an Accelerate YAML and a DeepSpeed JSON: which are honoured, which are refused, and why.
 
-A table maps a key to a `Kind` (honoured, checked), to another table (a block), to `Owned` (the recipe says it) or to
-`Refused`. Names are those of accelerate 1.15 and deepspeed 0.19; a test compares the tables with the installed ones.
+A table maps a key to a `ValueRule` (honoured, checked), to another table (a block), to `RecipeOwned` (the recipe says
+it) or to `Rejected`. Names are those of accelerate 1.15 and deepspeed 0.19; a test compares the tables with the
+installed ones.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Kind:
+class ValueRule:
     needed: str
     accepts: Callable[[Any], bool]
 
 
 @dataclass(frozen=True)
-class Owned:
+class RecipeOwned:
     """The recipe's key `by` says it: absent here, or "auto" where the file knows that word."""
 
     by: str
@@ -27,7 +28,7 @@ class Owned:
 
 
 @dataclass(frozen=True)
-class Refused:
+class Rejected:
     """`harmless`: values that `accelerate config` writes although they switch nothing on."""
 
     reason: str
@@ -50,42 +51,44 @@ def _texts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(text, str) for text in value)
 
 
-def one_of(*choices: Any) -> Kind:
+def one_of(*choices: Any) -> ValueRule:
     shown = ", ".join(str(choice) for choice in choices)
-    return Kind(f"one of {shown} is needed", lambda value: not isinstance(value, bool) and value in choices)
+    return ValueRule(f"one of {shown} is needed", lambda value: not isinstance(value, bool) and value in choices)
 
 
-def only(value: bool, reason: str) -> Kind:
-    return Kind(f"only {str(value).lower()} is possible: {reason}", lambda found: found is value)
+def only(value: bool, reason: str) -> ValueRule:
+    return ValueRule(f"only {str(value).lower()} is possible: {reason}", lambda found: found is value)
 
 
-def optional(kind: Kind) -> Kind:
-    return Kind(f"null or {kind.needed}", lambda value: value is None or kind.accepts(value))
+def optional(kind: ValueRule) -> ValueRule:
+    return ValueRule(f"null or {kind.needed}", lambda value: value is None or kind.accepts(value))
 
 
-def or_auto(kind: Kind) -> Kind:
-    return Kind(f'"auto" or {kind.needed}', lambda value: value == "auto" or kind.accepts(value))
+def or_auto(kind: ValueRule) -> ValueRule:
+    return ValueRule(f'"auto" or {kind.needed}', lambda value: value == "auto" or kind.accepts(value))
 
 
-BOOLEAN = Kind("true or false is needed", lambda value: isinstance(value, bool))
-COUNT = Kind("a whole number above 0 is needed", lambda value: _whole(value) and value > 0)
-NATURAL = Kind("a whole number from 0 is needed", lambda value: _whole(value) and value >= 0)
-NUMBER = Kind("a number is needed", _number)
-NOT_NEGATIVE = Kind("a number from 0 is needed", lambda value: _number(value) and value >= 0)
-FRACTION = Kind("a number from 0 to 1 is needed", lambda value: _number(value) and 0 <= value <= 1)
-PORT = Kind("a port from 0 to 65535 is needed", lambda value: _whole(value) and 0 <= value < 2**16)
-TEXT = Kind("text is needed", lambda value: isinstance(value, str) and value != "")
-TEXTS = Kind("a list of texts is needed", _texts)
-GPU_IDS = Kind(
+BOOLEAN = ValueRule("true or false is needed", lambda value: isinstance(value, bool))
+COUNT = ValueRule("a whole number above 0 is needed", lambda value: _whole(value) and value > 0)
+NATURAL = ValueRule("a whole number from 0 is needed", lambda value: _whole(value) and value >= 0)
+NUMBER = ValueRule("a number is needed", _number)
+NOT_NEGATIVE = ValueRule("a number from 0 is needed", lambda value: _number(value) and value >= 0)
+FRACTION = ValueRule("a number from 0 to 1 is needed", lambda value: _number(value) and 0 <= value <= 1)
+PORT = ValueRule("a port from 0 to 65535 is needed", lambda value: _whole(value) and 0 <= value < 2**16)
+TEXT = ValueRule("text is needed", lambda value: isinstance(value, str) and value != "")
+TEXTS = ValueRule("a list of texts is needed", _texts)
+GPU_IDS = ValueRule(
     '"all" or numbers with commas are needed', lambda value: isinstance(value, str) or NATURAL.accepts(value)
 )
 DTYPE = one_of("fp32", "bf16", "fp16")
 
-_TPU = Refused("TPUs are not supported; remove it", (None, False, "no", "", []))
-_INLINE = Refused("the DeepSpeed JSON owns it; move it there, under zero_optimization")
-_FSDP1 = Refused("only FSDP1 reads it, and this is FSDP2; remove it")
-_TENSOR = Refused("only data-parallel replicas and shards are supported; remove it", (None, 1))
-_COMPILE = Refused("the recipe owns torch.compile, by the key compile; remove it", (None, "NO", "no", False, "default"))
+_TPU = Rejected("TPUs are not supported; remove it", (None, False, "no", "", []))
+_INLINE = Rejected("the DeepSpeed JSON owns it; move it there, under zero_optimization")
+_FSDP1 = Rejected("only FSDP1 reads it, and this is FSDP2; remove it")
+_TENSOR = Rejected("only data-parallel replicas and shards are supported; remove it", (None, 1))
+_COMPILE = Rejected(
+    "the recipe owns torch.compile, by the key compile; remove it", (None, "NO", "no", False, "default")
+)
 
 # of Accelerate's YAML, but read here alone: Accelerate passes over nested keys that it does not know, and over
 # fsdp_forward_prefetch, which it has for FSDP1
@@ -93,7 +96,7 @@ OURS = ("fsdp_reduce_dtype",)
 
 ACCELERATE: Table = {
     "compute_environment": one_of("LOCAL_MACHINE"),
-    "distributed_type": Kind(
+    "distributed_type": ValueRule(
         'one of "NO" (in quotes, a bare NO is false in YAML), MULTI_GPU (on CPUs too), FSDP, DEEPSPEED is needed',
         lambda value: value in ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED"),
     ),
@@ -109,9 +112,9 @@ ACCELERATE: Table = {
     "enable_cpu_affinity": BOOLEAN,
     "debug": BOOLEAN,
     "use_cpu": only(False, "true silently turns FSDP and DeepSpeed off; without an accelerator the CPU is used anyway"),
-    "mixed_precision": Owned("precision"),
-    "fp16": Owned("precision"),
-    "fp8_config": Refused("the recipe's precision knows fp32, bf16 and fp16; remove it", (None, {})),
+    "mixed_precision": RecipeOwned("precision"),
+    "fp16": RecipeOwned("precision"),
+    "fp8_config": Rejected("the recipe's precision knows fp32, bf16 and fp16; remove it", (None, {})),
     "dynamo_backend": _COMPILE,
     "dynamo_config": {
         "dynamo_backend": _COMPILE,
@@ -120,8 +123,8 @@ ACCELERATE: Table = {
         "dynamo_use_dynamic": _COMPILE,
         "dynamo_use_regional_compilation": _COMPILE,
     },
-    "megatron_lm_config": Refused("Megatron-LM is not supported; remove it", (None, {})),
-    "mpirun_config": Refused("processes come from torchrun here, not from MPI; remove it", (None, {})),
+    "megatron_lm_config": Rejected("Megatron-LM is not supported; remove it", (None, {})),
+    "mpirun_config": Rejected("processes come from torchrun here, not from MPI; remove it", (None, {})),
     "downcast_bf16": _TPU,
     "tpu_name": _TPU,
     "tpu_zone": _TPU,
@@ -132,11 +135,13 @@ ACCELERATE: Table = {
     "command_file": _TPU,
     "commands": _TPU,
     "fsdp_config": {
-        "fsdp_version": Kind("2 is needed: FSDP1 clips, saves and rehearses differently", lambda value: value == 2),
+        "fsdp_version": ValueRule(
+            "2 is needed: FSDP1 clips, saves and rehearses differently", lambda value: value == 2
+        ),
         "fsdp_reshard_after_forward": BOOLEAN,
         "fsdp_reduce_dtype": one_of("fp32", "bf16"),
         "fsdp_forward_prefetch": BOOLEAN,
-        "fsdp_backward_prefetch": Refused(
+        "fsdp_backward_prefetch": Rejected(
             "FSDP2 always gathers the layer before while one is differentiated (BACKWARD_PRE); remove it",
             (None, "BACKWARD_PRE"),
         ),
@@ -146,8 +151,8 @@ ACCELERATE: Table = {
         "fsdp_offload_params": BOOLEAN,
         "fsdp_state_dict_type": one_of("SHARDED_STATE_DICT", "FULL_STATE_DICT"),
         "fsdp_cpu_ram_efficient_loading": only(False, "weights are written shard by shard, no rank loads them whole"),
-        "fsdp_activation_checkpointing": Owned("memory.activation_checkpointing"),
-        "fsdp_activation_checkpointing_offload": Refused(
+        "fsdp_activation_checkpointing": RecipeOwned("memory.activation_checkpointing"),
+        "fsdp_activation_checkpointing_offload": Rejected(
             "the recipe owns it, by memory.activation_checkpointing: offload; remove it", (None, False)
         ),
         "fsdp_sharding_strategy": _FSDP1,
@@ -174,14 +179,14 @@ ACCELERATE: Table = {
         "deepspeed_inclusion_filter": TEXT,
         "deepspeed_multinode_launcher": one_of("pdsh", "standard", "openmpi", "mvapich", "mpich", "nossh", "slurm"),
         "zero3_init_flag": BOOLEAN,
-        "gradient_accumulation_steps": Owned("batch.global_batch_size"),
-        "gradient_clipping": Owned("optimizer.max_grad_norm"),
+        "gradient_accumulation_steps": RecipeOwned("batch.global_batch_size"),
+        "gradient_clipping": RecipeOwned("optimizer.max_grad_norm"),
         "zero_stage": _INLINE,
         "offload_optimizer_device": _INLINE,
         "offload_param_device": _INLINE,
-        "offload_optimizer_nvme_path": Refused("accelerate drops it; nvme_path belongs in the DeepSpeed JSON"),
-        "offload_param_nvme_path": Refused("accelerate drops it; nvme_path belongs in the DeepSpeed JSON"),
-        "zero3_save_16bit_model": Refused("the export gathers the weights itself, in fp32; remove it", (None, False)),
-        "deepspeed_moe_layer_cls_names": Refused("it belongs in the DeepSpeed JSON: zero_optimization.leaf_module"),
+        "offload_optimizer_nvme_path": Rejected("accelerate drops it; nvme_path belongs in the DeepSpeed JSON"),
+        "offload_param_nvme_path": Rejected("accelerate drops it; nvme_path belongs in the DeepSpeed JSON"),
+        "zero3_save_16bit_model": Rejected("the export gathers the weights itself, in fp32; remove it", (None, False)),
+        "deepspeed_moe_layer_cls_names": Rejected("it belongs in the DeepSpeed JSON: zero_optimization.leaf_module"),
     },
 }

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from samecurve.strategy.plan import Plan
 
 
-def concrete(plan: Plan) -> dict:
+def resolve_auto(plan: Plan) -> dict:
     """A DeepSpeed config without "auto" where the recipe knows better: batch, accumulation, clipping, precision.
 
     The "pipeline" block is ours (DeepSpeed reads no stages from JSON), so it is left out.

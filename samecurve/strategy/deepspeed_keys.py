@@ -16,10 +16,10 @@ from samecurve.strategy.accelerate_keys import (
     NUMBER,
     TEXT,
     TEXTS,
-    Kind,
-    Owned,
-    Refused,
+    RecipeOwned,
+    Rejected,
     Table,
+    ValueRule,
     one_of,
     only,
     optional,
@@ -27,21 +27,21 @@ from samecurve.strategy.accelerate_keys import (
 )
 
 
-def _removed(what: str, instead: str = "remove it") -> Refused:
-    return Refused(f"DeepSpeed removed {what}; {instead}", ())
+def _removed(what: str, instead: str = "remove it") -> Rejected:
+    return Rejected(f"DeepSpeed removed {what}; {instead}", ())
 
 
-_PRECISION = Refused(
+_PRECISION = Rejected(
     "weights, gradients and states are kept in fp32 masters under every strategy; remove it", (None, False)
 )
-_QUANTISED = Refused("quantised communication (ZeRO++) changes the training; remove it", (None, False))
-_MONITOR = Refused("the run directory has metrics and TensorBoard under every strategy; remove it")
-_OLD_OFFLOAD = Refused("this name is deprecated; use offload_optimizer or offload_param", ())
-_EXPERTS = Refused("expert parallelism is not supported; remove it")
-_RECOMPUTATION = Refused(
+_QUANTISED = Rejected("quantised communication (ZeRO++) changes the training; remove it", (None, False))
+_MONITOR = Rejected("the run directory has metrics and TensorBoard under every strategy; remove it")
+_OLD_OFFLOAD = Rejected("this name is deprecated; use offload_optimizer or offload_param", ())
+_EXPERTS = Rejected("expert parallelism is not supported; remove it")
+_RECOMPUTATION = Rejected(
     "nothing reads it; recomputation is the recipe's memory.activation_checkpointing; remove it", (None, False)
 )
-_PARTITIONED = Refused("only tensor-parallel ranks have parts, and there are none; remove it", (None, False))
+_PARTITIONED = Rejected("only tensor-parallel ranks have parts, and there are none; remove it", (None, False))
 
 
 def _partition(value: Any) -> bool:
@@ -53,10 +53,10 @@ def _partition(value: Any) -> bool:
     return False
 
 
-_PARTITION = Kind('"parameters", "uniform" or "type:" and a regular expression is needed', _partition)
+_PARTITION = ValueRule('"parameters", "uniform" or "type:" and a regular expression is needed', _partition)
 
 # fp32 ends at 2 ** 128
-_SCALE_POWER = Kind("a whole number from 0 to 127 is needed", lambda value: NATURAL.accepts(value) and value < 128)
+_SCALE_POWER = ValueRule("a whole number from 0 to 127 is needed", lambda value: NATURAL.accepts(value) and value < 128)
 
 ZERO: Table = {
     "stage": one_of(0, 1, 2, 3),
@@ -97,7 +97,7 @@ ZERO: Table = {
         "pipeline_write": BOOLEAN,
         "fast_init": BOOLEAN,
         "ratio": FRACTION,
-        "super_offload": Refused("SuperOffload is not supported; remove it", (None, False)),
+        "super_offload": Rejected("SuperOffload is not supported; remove it", (None, False)),
         "cpuadam_cores_perc": FRACTION,
     },
     "offload_param": {
@@ -111,12 +111,12 @@ ZERO: Table = {
     "cpu_offload": _OLD_OFFLOAD,
     "cpu_offload_param": _OLD_OFFLOAD,
     "cpu_offload_use_pin_memory": _OLD_OFFLOAD,
-    "stage3_gather_fp16_weights_on_model_save": Refused("renamed: stage3_gather_16bit_weights_on_model_save", ()),
-    "elastic_checkpoint": Refused("DeepSpeed replaced it by universal checkpoints; remove it", (None, False)),
-    "legacy_stage1": Refused("DeepSpeed has no other stage 1 any more; remove it", (None, False)),
-    "pipeline_loading_checkpoint": Refused("checkpoints are the recipe's business; remove it", (None, False)),
-    "save_muon_momentum_buffer_in_memory": Refused("the recipe's optimizer is not Muon; remove it", (None, False)),
-    "zenflow": Refused("ZenFlow updates with stale gradients, which changes the loss curve; remove it"),
+    "stage3_gather_fp16_weights_on_model_save": Rejected("renamed: stage3_gather_16bit_weights_on_model_save", ()),
+    "elastic_checkpoint": Rejected("DeepSpeed replaced it by universal checkpoints; remove it", (None, False)),
+    "legacy_stage1": Rejected("DeepSpeed has no other stage 1 any more; remove it", (None, False)),
+    "pipeline_loading_checkpoint": Rejected("checkpoints are the recipe's business; remove it", (None, False)),
+    "save_muon_momentum_buffer_in_memory": Rejected("the recipe's optimizer is not Muon; remove it", (None, False)),
+    "zenflow": Rejected("ZenFlow updates with stale gradients, which changes the loss curve; remove it"),
     "zero_quantized_weights": _QUANTISED,
     "zero_quantized_nontrainable_weights": _QUANTISED,
     "zero_quantized_gradients": _QUANTISED,
@@ -137,21 +137,21 @@ STAGES = {key: (3,) for key in ZERO if key.startswith("stage3_")} | {
 }
 
 DEEPSPEED: Table = {
-    "train_batch_size": Owned("batch.global_batch_size", auto=True),
-    "train_micro_batch_size_per_gpu": Owned("batch.micro_batch_size", auto=True),
-    "gradient_accumulation_steps": Owned("batch.global_batch_size", auto=True),
-    "gradient_clipping": Owned("optimizer.max_grad_norm", auto=True),
-    "optimizer": Owned("optimizer.name"),
-    "scheduler": Owned("schedule.name"),
+    "train_batch_size": RecipeOwned("batch.global_batch_size", auto=True),
+    "train_micro_batch_size_per_gpu": RecipeOwned("batch.micro_batch_size", auto=True),
+    "gradient_accumulation_steps": RecipeOwned("batch.global_batch_size", auto=True),
+    "gradient_clipping": RecipeOwned("optimizer.max_grad_norm", auto=True),
+    "optimizer": RecipeOwned("optimizer.name"),
+    "scheduler": RecipeOwned("schedule.name"),
     "bf16": {
-        "enabled": Owned("precision", auto=True),
+        "enabled": RecipeOwned("precision", auto=True),
         "immediate_grad_update": BOOLEAN,
         "check_grad_overflow": BOOLEAN,
         "bf16_master_weights_and_grads": _PRECISION,
         "bf16_optimizer_states": _PRECISION,
     },
     "fp16": {
-        "enabled": Owned("precision", auto=True),
+        "enabled": RecipeOwned("precision", auto=True),
         "auto_cast": BOOLEAN,
         "loss_scale": NOT_NEGATIVE,
         "initial_scale_power": _SCALE_POWER,
@@ -166,13 +166,13 @@ DEEPSPEED: Table = {
         "stages": COUNT,
         "partition": _PARTITION,
         "activation_checkpoint_interval": NATURAL,
-        "use_reentrant": Refused(
+        "use_reentrant": Rejected(
             "recomputation, which is the recipe's memory.activation_checkpointing, is never reentrant; remove it",
             (None, False),
         ),
         "pipe_partitioned": _PARTITIONED,
         "grad_partitioned": _PARTITIONED,
-        "seed_layers": Refused("weights are seeded by name, the same under every strategy; remove it", (None, False)),
+        "seed_layers": Rejected("weights are seeded by name, the same under every strategy; remove it", (None, False)),
     },
     "activation_checkpointing": {
         "partition_activations": _RECOMPUTATION,
@@ -193,15 +193,17 @@ DEEPSPEED: Table = {
     "communication_data_type": DTYPE,
     "data_types": {
         "grad_accum_dtype": DTYPE,
-        "param_dtype": Owned("precision"),
-        "buffer_dtype": Owned("precision"),
+        "param_dtype": RecipeOwned("precision"),
+        "buffer_dtype": RecipeOwned("precision"),
         "keep_in_fp32_modules": or_auto(TEXTS),
     },
     "prescale_gradients": BOOLEAN,
-    "gradient_predivide_factor": Kind("a number above 0 is needed", lambda value: NUMBER.accepts(value) and value > 0),
+    "gradient_predivide_factor": ValueRule(
+        "a number above 0 is needed", lambda value: NUMBER.accepts(value) and value > 0
+    ),
     "gradient_allreduce_op": one_of("mean"),
     "disable_allgather": BOOLEAN,
-    "disable_python_gc": Owned("memory.garbage_collection_steps"),
+    "disable_python_gc": RecipeOwned("memory.garbage_collection_steps"),
     "zero_allow_untested_optimizer": BOOLEAN,
     "zero_force_ds_cpu_optimizer": BOOLEAN,
     "steps_per_print": optional(COUNT),
@@ -224,27 +226,27 @@ DEEPSPEED: Table = {
     "wandb": _MONITOR,
     "csv_monitor": _MONITOR,
     "comet": _MONITOR,
-    "torch_autocast": Refused("the recipe's precision decides what is cast; remove it"),
-    "bfloat16": Refused("the block is called bf16", ()),
-    "checkpoint": Refused("checkpoints are the recipe's business; remove it"),
-    "datastates_ckpt": Refused("checkpoints are the recipe's business; remove it"),
-    "dataloader_drop_last": Refused(
+    "torch_autocast": Rejected("the recipe's precision decides what is cast; remove it"),
+    "bfloat16": Rejected("the block is called bf16", ()),
+    "checkpoint": Rejected("checkpoints are the recipe's business; remove it"),
+    "datastates_ckpt": Rejected("checkpoints are the recipe's business; remove it"),
+    "dataloader_drop_last": Rejected(
         "the recipe's data has no rest to drop: every step is a whole global batch; remove it"
     ),
-    "managed_gradient_accumulation": Refused(
+    "managed_gradient_accumulation": Rejected(
         "the loop counts micro-batches by the global batch; remove it", (None, True)
     ),
-    "vocabulary_size": Refused("it only makes DeepSpeed warn; the tokenizer says it; remove it"),
-    "data_efficiency": Refused("it changes which data is seen; the recipe owns the data; remove it"),
-    "hybrid_engine": Refused("it is for generation inside training (RLHF); remove it"),
-    "autotuning": Refused("it starts other runs than the recipe's; remove it"),
-    "compile": Refused("DeepCompile is not supported; remove it"),
-    "tensor_parallel": Refused("tensor parallelism is not supported; remove it"),
-    "sequence_parallel_size": Refused("sequence parallelism is not supported; remove it", (None, 1)),
-    "seq_parallel_communication_data_type": Refused("sequence parallelism is not supported; remove it"),
+    "vocabulary_size": Rejected("it only makes DeepSpeed warn; the tokenizer says it; remove it"),
+    "data_efficiency": Rejected("it changes which data is seen; the recipe owns the data; remove it"),
+    "hybrid_engine": Rejected("it is for generation inside training (RLHF); remove it"),
+    "autotuning": Rejected("it starts other runs than the recipe's; remove it"),
+    "compile": Rejected("DeepCompile is not supported; remove it"),
+    "tensor_parallel": Rejected("tensor parallelism is not supported; remove it"),
+    "sequence_parallel_size": Rejected("sequence parallelism is not supported; remove it", (None, 1)),
+    "seq_parallel_communication_data_type": Rejected("sequence parallelism is not supported; remove it"),
     "expert_parallel": _EXPERTS,
     "use_data_before_expert_parallelism": _EXPERTS,
-    "weight_quantization": Refused("quantised weights change the training; remove it"),
+    "weight_quantization": Rejected("quantised weights change the training; remove it"),
     "nebula": _removed("Nebula checkpoints"),
     "compression_training": _removed("the compression library; the model would train uncompressed"),
     "amp": _removed("Apex AMP", "the recipe's precision replaces it"),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from samecurve.config.documents import COMMAND_LINE, ENVIRONMENT, Document, Problem, describe
+from samecurve.config.documents import COMMAND_LINE, ENVIRONMENT, ConfigProblem, Document, describe
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Launch:
     world_size: int
     flags: Mapping[str, str] | None = None
     config_file: str | None = None
-    problems: tuple[Problem, ...] = ()
+    problems: tuple[ConfigProblem, ...] = ()
 
     @property
     def counted(self) -> bool:
@@ -42,7 +42,7 @@ class Launch:
         return self.launcher != "python"
 
 
-def detect(
+def detect_launch(
     environ: Mapping[str, str], local_rank: int | None, ancestors: Callable[[], Sequence[Ancestor]] | None = None
 ) -> Launch:
     """`local_rank`: the argument that the deepspeed launcher adds. `ancestors`: for tests; asked only where needed."""
@@ -69,9 +69,9 @@ def running_ancestors() -> list[Ancestor]:
     return found
 
 
-def _bad_world_size(text: str) -> Problem:
+def _bad_world_size(text: str) -> ConfigProblem:
     what = f"found {describe(text)}, a whole number above 0 is needed; the launcher sets it"
-    return Problem(ENVIRONMENT, "WORLD_SIZE", what, topology=True)
+    return ConfigProblem(ENVIRONMENT, "WORLD_SIZE", what, topology=True)
 
 
 def _other_launcher(environ: Mapping[str, str], local_rank: int | None) -> str:
@@ -150,7 +150,7 @@ _FREE_FLAGS = frozenset(
 )
 
 
-def override_problems(launch: Launch, environ: Mapping[str, str], accelerate: Document) -> Iterator[Problem]:
+def override_problems(launch: Launch, environ: Mapping[str, str], accelerate: Document) -> Iterator[ConfigProblem]:
     """Flags and variables that would change what the recipe or the strategy's files say.
 
     What the YAML itself holds (and accelerate launch exports) is reported there and not here.
@@ -161,10 +161,12 @@ def override_problems(launch: Launch, environ: Mapping[str, str], accelerate: Do
         in_file = flag in accelerate.content or accelerate.get("deepspeed_config", flag) is not None
         if flag in flags:
             if flags.pop(flag).lower() not in harmless:
-                yield Problem(COMMAND_LINE, f"--{flag}", f"given to accelerate launch, but {reason}; remove the flag")
+                yield ConfigProblem(
+                    COMMAND_LINE, f"--{flag}", f"given to accelerate launch, but {reason}; remove the flag"
+                )
         elif value and value.lower() not in harmless and not in_file:
-            yield Problem(ENVIRONMENT, variable, f"found {describe(value)}, but {reason}; unset it")
+            yield ConfigProblem(ENVIRONMENT, variable, f"found {describe(value)}, but {reason}; unset it")
     for flag in flags:
         if flag not in _FREE_FLAGS:
             text = "given to accelerate launch, but the strategy's file owns it; remove the flag"
-            yield Problem(COMMAND_LINE, f"--{flag}", text)
+            yield ConfigProblem(COMMAND_LINE, f"--{flag}", text)

@@ -20,7 +20,9 @@ _POLL_SECONDS = 1.0
 _OWN_DISKS = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "apfs", "tmpfs", "overlay"}
 
 
-def clear(operators: Iterable[str], say: Callable[[str], None], environ: Mapping[str, str] = os.environ) -> None:
+def clear_build_locks(
+    operators: Iterable[str], log: Callable[[str], None], environ: Mapping[str, str] = os.environ
+) -> None:
     """Remove the locks of `operators` whose builder is gone. One process of a machine calls it, before any builds.
 
     While a process of this machine holds a lock, torch's own wait will end. On a disk that hosts share, a lock without
@@ -31,11 +33,11 @@ def clear(operators: Iterable[str], say: Callable[[str], None], environ: Mapping
         while not _is_held(lock) and (quiet := _quiet_seconds(lock)) is not None:
             if not _is_shared(lock) or quiet > UNSEEN_BUILDER_SECONDS:
                 lock.unlink(missing_ok=True)
-                say(f"{lock}: removed; the process that compiled {lock.parent.name} was killed and left it")
+                log(f"{lock}: removed; the process that compiled {lock.parent.name} was killed and left it")
                 break
             if not waits:
                 waits = True
-                say(
+                log(
                     f"{lock}: another host may be compiling {lock.parent.name}; waiting until it is done, or until "
                     f"nothing changed there for {UNSEEN_BUILDER_SECONDS:.0f} s. If nobody compiles, delete that file"
                 )

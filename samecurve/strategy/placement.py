@@ -20,7 +20,7 @@ class Placement:
     world_size: int
 
 
-def place(path: Path, num_processes: int) -> Placement:
+def place_strategy(path: Path, num_processes: int) -> Placement:
     """`num_processes`, raised to the next number that the strategy can be spread over; one where it never is.
 
     What is wrong in the files counts as absent: the run itself reports it.
@@ -35,7 +35,7 @@ def place(path: Path, num_processes: int) -> Placement:
     return Placement(path, max(-(-num_processes // unit), shards) * unit)
 
 
-def another(strategy: str) -> str:
+def another_strategy(strategy: str) -> str:
     """The strategy to suggest to somebody who has run this one: of another family, for models of any size."""
     return "fsdp" if strategy.startswith("zero3") else "zero3"
 

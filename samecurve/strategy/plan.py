@@ -39,7 +39,7 @@ class Strategy:
 
 @dataclass(frozen=True)
 class Plan:
-    """recipe_path, overrides: as typed. resume: "auto", "none" or a checkpoint's folder. start_over: an earlier run's
+    """recipe_path, overrides: as typed. resume: "auto", "none" or a checkpoint's folder. fresh: an earlier run's
     checkpoints may be moved aside. notes: what the user should hear of how the recipe came about.
     """
 
@@ -48,7 +48,7 @@ class Plan:
     recipe_path: str
     overrides: tuple[str, ...]
     resume: str = "auto"
-    start_over: bool = False
+    fresh: bool = False
     notes: tuple[str, ...] = ()
 
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from samecurve.errors import ConfigurationError, SamecurveError, StorageError
 from samecurve.strategy import build_supervisor, op_build_locks
-from samecurve.strategy.resolve import resolve
+from samecurve.strategy.resolve import resolve_plan
 
 if TYPE_CHECKING:
     from samecurve.config.schema import Recipe
@@ -39,9 +39,9 @@ ALLOCATOR_SETTINGS = "expandable_segments:True"
 
 def plan(argv: Sequence[str], environ: Mapping[str, str]) -> Plan:
     """Command line and environment -> the recipe and the strategy, or one report of all problems. Loads no torch."""
-    resolved = resolve(argv, environ)
+    resolved = resolve_plan(argv, environ)
     try:
-        check(resolved, environ)
+        check_machine(resolved, environ)
     except SamecurveError as error:
         error.output_dir = resolved.recipe.output_dir
         raise
@@ -68,7 +68,7 @@ def supervise_builds() -> None:
     os.environ |= {"SAMECURVE_PYTHON": sys.executable, build_supervisor.RANK: str(os.getpid())}
 
 
-def quiet() -> None:
+def quiet_libraries() -> None:
     """Before transformers is imported: it imports torchao where that is installed, which warns of operators that it has
     for other devices, and of a call of its own that torch 2.13 deprecates (seen with torchao 0.18)."""
     for name in ("torchao", "torch.utils._pytree"):
@@ -90,12 +90,12 @@ def allocator_settings(environ: Mapping[str, str] = os.environ) -> str:
     return ", ".join(found)
 
 
-def check(plan: Plan, environ: Mapping[str, str] = os.environ) -> None:
+def check_machine(plan: Plan, environ: Mapping[str, str] = os.environ) -> None:
     """Prepare the environment; raise ConfigurationError with everything that this machine lacks for the plan."""
     prepare_environment()
     prepare_allocator()
-    quiet()
-    found = problems(plan.strategy, plan.recipe.precision, environ)
+    quiet_libraries()
+    found = environment_problems(plan.strategy, plan.recipe.precision, environ)
     found += compiler_problems(plan.recipe, has_accelerator(environ), environ)
     if found:
         lines = ["this machine cannot run the strategy as it is", *(f"  {problem}" for problem in found)]
@@ -104,7 +104,7 @@ def check(plan: Plan, environ: Mapping[str, str] = os.environ) -> None:
     if needed and os.name == "posix":
         supervise_builds()
     if needed and environ.get("LOCAL_RANK", "0") == "0":
-        op_build_locks.clear({*needed, "pin_memory"}, print, environ)
+        op_build_locks.clear_build_locks({*needed, "pin_memory"}, print, environ)
 
 
 def check_room(strategy: Strategy, num_parameters: int, environ: Mapping[str, str] = os.environ) -> None:
@@ -123,7 +123,7 @@ def check_room(strategy: Strategy, num_parameters: int, environ: Mapping[str, st
             )
 
 
-def problems(strategy: Strategy, precision: str, environ: Mapping[str, str] = os.environ) -> list[str]:
+def environment_problems(strategy: Strategy, precision: str, environ: Mapping[str, str] = os.environ) -> list[str]:
     """Why this machine cannot run the strategy, each with what to do about it; empty when it can.
 
     `precision`: the recipe's.

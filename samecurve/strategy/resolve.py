@@ -14,18 +14,26 @@ from pathlib import Path
 from typing import NoReturn
 
 from samecurve.config import loader as recipes
-from samecurve.config.documents import COMMAND_LINE, ENVIRONMENT, Document, Problem, read, report
+from samecurve.config.documents import (
+    COMMAND_LINE,
+    ENVIRONMENT,
+    ConfigProblem,
+    Document,
+    format_problems,
+    read_document,
+)
+from samecurve.config.renamed_keys import new_option_hint
 from samecurve.errors import ConfigurationError, TopologyError
 from samecurve.strategy import launchers, validate
 from samecurve.strategy.launchers import Ancestor, Launch
 from samecurve.strategy.plan import Files, Plan, Strategy
-from samecurve.strategy.restarts import goes_on
+from samecurve.strategy.restarts import continues_own_run
 
 _USAGE = """Each key is given once. Strategies are the files in configs/; without one the run is a
 single process. Under `accelerate launch --config_file FILE` that file is the strategy."""
 
 
-def resolve(
+def resolve_plan(
     argv: Sequence[str], environ: Mapping[str, str], ancestors: Callable[[], Sequence[Ancestor]] | None = None
 ) -> Plan:
     """`argv` without the program's name. `ancestors`: for tests, instead of the processes above this one.
@@ -34,19 +42,19 @@ def resolve(
     their `output_dir` is the recipe's.
     """
     arguments = command_line().parse_intermixed_args(argv)
-    launch = launchers.detect(environ, arguments.local_rank, ancestors)
-    problems: list[Problem] = []
-    source = recipes.load(arguments.recipe, arguments.overrides)
+    launch = launchers.detect_launch(environ, arguments.local_rank, ancestors)
+    problems: list[ConfigProblem] = []
+    source = recipes.read_recipe(arguments.recipe, arguments.overrides)
     chosen = _choose(arguments.strategy, launch, environ, problems)
     files = read_files(chosen)
     strategy = describe_strategy(files, launch)
-    validate.check(source, files, strategy, launch)
+    validate.check_strategy(source, files, strategy, launch)
     problems += _resume_problems(arguments)
     problems += source.document.problems + files.accelerate.problems + files.deepspeed.problems
     problems += launchers.override_problems(launch, environ, files.accelerate)
     if problems:
         only_topology = all(problem.topology for problem in problems)
-        error = (TopologyError if only_topology else ConfigurationError)(report(problems))
+        error = (TopologyError if only_topology else ConfigurationError)(format_problems(problems))
         with contextlib.suppress(KeyError):  # it may be what is wrong
             error.output_dir = source.value("output_dir")
         raise error
@@ -57,20 +65,20 @@ def resolve(
         overrides=tuple(arguments.overrides),
         notes=tuple(source.document.notes),
     )
-    if goes_on(environ, source.recipe.output_dir):
+    if continues_own_run(environ, source.recipe.output_dir):
         return plan  # what the command line said about resuming was for the first start
-    resume = "none" if arguments.start_over else arguments.resume
-    return replace(plan, resume=resume, start_over=arguments.start_over)
+    resume = "none" if arguments.fresh else arguments.resume
+    return replace(plan, resume=resume, fresh=arguments.fresh)
 
 
-def _resume_problems(arguments: argparse.Namespace) -> list[Problem]:
+def _resume_problems(arguments: argparse.Namespace) -> list[ConfigProblem]:
     found, problems = arguments.resume, []
     if found not in ("auto", "none") and not os.path.isdir(found):
         text = f"found {found}, but there is no such folder; give auto, none or RUN/checkpoints/step_00000040"
-        problems.append(Problem(COMMAND_LINE, "--resume", text))
-    if arguments.start_over and found not in ("auto", "none"):
+        problems.append(ConfigProblem(COMMAND_LINE, "--resume", text))
+    if arguments.fresh and found not in ("auto", "none"):
         problems.append(
-            Problem(COMMAND_LINE, "--start_over", f"given together with --resume {found}; keep one of them")
+            ConfigProblem(COMMAND_LINE, "--fresh", f"given together with --resume {found}; keep one of them")
         )
     return problems
 
@@ -78,8 +86,10 @@ def _resume_problems(arguments: argparse.Namespace) -> list[Problem]:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if message.startswith("unrecognized"):
-            message += "; recipe values are written steps=100, without dashes"
-        raise ConfigurationError(f"{report([Problem(COMMAND_LINE, '', message)])}\n{self.format_usage().strip()}")
+            message += new_option_hint(message) or "; recipe values are written steps=100, without dashes"
+        raise ConfigurationError(
+            f"{format_problems([ConfigProblem(COMMAND_LINE, '', message)])}\n{self.format_usage().strip()}"
+        )
 
 
 def command_line() -> argparse.ArgumentParser:
@@ -98,7 +108,7 @@ def command_line() -> argparse.ArgumentParser:
         help="auto (default): the newest good checkpoint in output_dir, if it has any; none; or a checkpoint's folder",
     )
     parser.add_argument(
-        "--start_over",
+        "--fresh",
         action="store_true",
         help="from the first step, although output_dir has checkpoints: moves them aside",
     )
@@ -106,22 +116,22 @@ def command_line() -> argparse.ArgumentParser:
     return parser
 
 
-def _choose(given: str | None, launch: Launch, environ: Mapping[str, str], problems: list[Problem]) -> str | None:
+def _choose(given: str | None, launch: Launch, environ: Mapping[str, str], problems: list[ConfigProblem]) -> str | None:
     """The strategy's file: --strategy, or the config file of accelerate launch. Given both, they are the same one."""
     found = launch.config_file
     if given and found and os.path.realpath(given) != os.path.realpath(found):
         text = f"found {given}, but accelerate launch reads {found}; give both the same file, or leave --strategy out"
-        problems.append(Problem(COMMAND_LINE, "--strategy", text))
+        problems.append(ConfigProblem(COMMAND_LINE, "--strategy", text))
     if given or found:
         return given or found
     switches = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP")
     switched = [name for name in switches if environ.get(name, "false").lower() in ("true", "1", "yes")]
     if switched:
         text = "is set, but no strategy file is known; pass --strategy FILE, or --config_file FILE to accelerate launch"
-        problems.append(Problem(ENVIRONMENT, switched[0], text))
+        problems.append(ConfigProblem(ENVIRONMENT, switched[0], text))
     elif launch.launcher == "accelerate" and launch.flags is None:
         text = "accelerate launch started this process, but its config file cannot be seen; pass --strategy FILE too"
-        problems.append(Problem(ENVIRONMENT, "ACCELERATE_MIXED_PRECISION", text))
+        problems.append(ConfigProblem(ENVIRONMENT, "ACCELERATE_MIXED_PRECISION", text))
     return None
 
 
@@ -130,8 +140,8 @@ def read_files(chosen: str | None) -> Files:
     if chosen is None:
         return Files(Document(""), Document(""))
     if chosen.endswith(".json"):
-        return Files(Document(""), read(chosen))
-    accelerate = read(chosen)
+        return Files(Document(""), read_document(chosen))
+    accelerate = read_document(chosen)
     json_path = accelerate.get("deepspeed_config", "deepspeed_config_file")
     if accelerate.get("distributed_type") != "DEEPSPEED" or not isinstance(json_path, str) or not json_path:
         return Files(accelerate, Document(""))
@@ -139,7 +149,7 @@ def read_files(chosen: str | None) -> Files:
         text = f"no such file: {os.path.abspath(json_path)}; the name is relative to the working directory"
         accelerate.problem(("deepspeed_config", "deepspeed_config_file"), text)
         return Files(accelerate, Document(""))
-    return Files(accelerate, read(json_path))
+    return Files(accelerate, read_document(json_path))
 
 
 def describe_strategy(files: Files, launch: Launch) -> Strategy:

@@ -15,8 +15,8 @@ def is_restart(environ: Mapping[str, str]) -> bool:
     return any(environ.get(name, "0") not in ("", "0") for name in RESTART_COUNTS)
 
 
-def goes_on(environ: Mapping[str, str], output_dir: str) -> bool:
-    """Whether a restart finds checkpoints of its own: what --start_over is to move aside may be there still."""
+def continues_own_run(environ: Mapping[str, str], output_dir: str) -> bool:
+    """Whether a restart finds checkpoints of its own: what --fresh is to move aside may be there still."""
     folder = Path(output_dir)
     own = any((folder / "checkpoints").glob("step_*")) and not (folder / STARTING_OVER).exists()
     return is_restart(environ) and own

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from samecurve.config.documents import Document, KeyPath, describe, suggest
 from samecurve.config.rules_profile import check_ranks
 from samecurve.config.section import LARGEST_INTEGER
-from samecurve.config.source import Source
+from samecurve.config.source import RecipeSource
 from samecurve.strategy import validate_deepspeed, validate_optimizer
-from samecurve.strategy.accelerate_keys import ACCELERATE, Kind, Owned, Refused, Table
+from samecurve.strategy.accelerate_keys import ACCELERATE, RecipeOwned, Rejected, Table, ValueRule
 from samecurve.strategy.deepspeed_keys import DEEPSPEED
 from samecurve.strategy.world_size import check_batch, world_problems
 
@@ -29,14 +29,14 @@ _QUANTIZED = ("single", "ddp")
 _NO_LOGITS = ("chunked", "liger")  # loss.implementation
 
 
-def check(source: Source, files: Files, strategy: Strategy, launch: Launch) -> None:
+def check_strategy(source: RecipeSource, files: Files, strategy: Strategy, launch: Launch) -> None:
     """Add the problems of both files, of the number of processes and of the batch to their documents."""
     if files.accelerate.content:
         _walk(files.accelerate, ACCELERATE, source)
         _accelerate(files.accelerate)
     if files.deepspeed.content:
         _walk(files.deepspeed, DEEPSPEED, source)
-        validate_deepspeed.check(files.deepspeed, strategy, source)
+        validate_deepspeed.check_deepspeed(files.deepspeed, strategy, source)
     _names(files, strategy)
     for rule in (*_RULES, *validate_optimizer.RULES):
         with contextlib.suppress(KeyError):
@@ -101,8 +101,8 @@ def _fp8(value: Value, strategy: Strategy) -> Iterator[Finding]:
 
 
 def _gradient_sync(value: Value, strategy: Strategy) -> Iterator[Finding]:
-    if strategy.zero_stage >= 2 and value("memory.gradient_sync") == "once":
-        text = f"found once, but ZeRO-{strategy.zero_stage} shares gradients out as they are made; use auto"
+    if strategy.zero_stage >= 2 and value("memory.gradient_sync") == "last_micro_batch":
+        text = f"found last_micro_batch, but ZeRO-{strategy.zero_stage} shares gradients out as they are made; use auto"
         yield "memory.gradient_sync", text
 
 
@@ -110,7 +110,7 @@ def _gradient_sync(value: Value, strategy: Strategy) -> Iterator[Finding]:
 _RULES = (_sorted_rows, _task, _loss, _quantization, _compile, _fp8, _gradient_sync)
 
 
-def _walk(document: Document, table: Table, source: Source, path: KeyPath = ()) -> None:
+def _walk(document: Document, table: Table, source: RecipeSource, path: KeyPath = ()) -> None:
     """Compare every key with the table, at every level."""
     block = document.get(*path)
     for key, value in block.items():
@@ -126,15 +126,15 @@ def _walk(document: Document, table: Table, source: Source, path: KeyPath = ()) 
                 document.problem(here, text)
 
 
-def _complaint(rule: Any, value: Any, source: Source) -> str | None:
+def _complaint(rule: Any, value: Any, source: RecipeSource) -> str | None:
     if isinstance(rule, dict):
         return None if value is None else f"found {describe(value)}, a block of keys is needed"
-    if isinstance(rule, Kind):
+    if isinstance(rule, ValueRule):
         if not rule.accepts(value):
             return f"found {describe(value)}, {rule.needed}{_quotes_hint(value)}"
         too_large = isinstance(value, (int, float)) and abs(value) > LARGEST_INTEGER
         return f"found {describe(value)}, a number of at most {LARGEST_INTEGER} is needed" if too_large else None
-    if isinstance(rule, Owned):
+    if isinstance(rule, RecipeOwned):
         if rule.auto and value == "auto":
             return None
         fix = 'write "auto" or remove it' if rule.auto else "remove it"
@@ -142,7 +142,7 @@ def _complaint(rule: Any, value: Any, source: Source) -> str | None:
     return None if _harmless(rule, value) else f"found {describe(value)}: {rule.reason}"
 
 
-def _harmless(rule: Refused, value: Any) -> bool:
+def _harmless(rule: Rejected, value: Any) -> bool:
     return any(value == allowed and type(value) is type(allowed) for allowed in rule.harmless)
 
 
@@ -158,7 +158,7 @@ def _quotes_hint(value: Any) -> str:
 
 def _honoured(table: Table, path: KeyPath = ()) -> Iterator[KeyPath]:
     for key, rule in table.items():
-        if not isinstance(rule, Refused):
+        if not isinstance(rule, Rejected):
             yield (*path, key)
         if isinstance(rule, dict):
             yield from _honoured(rule, (*path, key))

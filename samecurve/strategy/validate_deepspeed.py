@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from samecurve.config.documents import Document, describe
 from samecurve.config.rules_model import hidden_layers, model_type
-from samecurve.config.source import Source
+from samecurve.config.source import RecipeSource
 from samecurve.specs.model_families import FAMILIES
 from samecurve.strategy.deepspeed_keys import STAGES
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _STAGE = ("zero_optimization", "stage")
 
 
-def check(document: Document, strategy: Strategy, source: Source) -> None:
+def check_deepspeed(document: Document, strategy: Strategy, source: RecipeSource) -> None:
     _precision(document)
     _reduction(document, source)
     _offload(document, strategy)
@@ -41,7 +41,7 @@ def _precision(document: Document) -> None:
         document.problem(("fp16", "enabled"), f"bf16 is on too ({place}), and DeepSpeed takes one of them")
 
 
-def _reduction(document: Document, source: Source) -> None:
+def _reduction(document: Document, source: RecipeSource) -> None:
     path = ("communication_data_type",)
     if document.get(*path) == "fp16" and _precision_asked(source) not in (None, "fp16"):
         text = f'found "fp16" (text), but gradients need a loss scale to fit into it, and {source.cite("precision")}'
@@ -96,7 +96,7 @@ def _pipeline(document: Document, strategy: Strategy) -> None:
             document.problem(("zero_optimization", key), text)
 
 
-def _stages(document: Document, strategy: Strategy, source: Source) -> None:
+def _stages(document: Document, strategy: Strategy, source: RecipeSource) -> None:
     stages, layers = document.get("pipeline", "stages"), hidden_layers(source)
     if stages is None:
         document.problem(("pipeline", "stages"), "missing; add how many stages the layers are cut into")
@@ -111,7 +111,7 @@ def _stages(document: Document, strategy: Strategy, source: Source) -> None:
         document.problem(("pipeline",), f"{text}; use one of these or another strategy")
 
 
-def _unsharded(document: Document, source: Source) -> None:
+def _unsharded(document: Document, source: RecipeSource) -> None:
     """What DeepSpeed's pipeline lacks without ZeRO: loss scaling and another dtype of accumulation than bf16's own."""
     precision, accumulation = _precision_asked(source), document.get("data_types", "grad_accum_dtype")
     if document.get(*_STAGE) not in (None, 0):
@@ -126,13 +126,13 @@ def _unsharded(document: Document, source: Source) -> None:
     document.problem(_STAGE, f"a pipeline of stage 0, which is also the default, {lack}; set it to 1")
 
 
-def _precision_asked(source: Source) -> str | None:
+def _precision_asked(source: RecipeSource) -> str | None:
     with contextlib.suppress(KeyError):
         return source.value("precision")
     return None
 
 
-def _recomputation(document: Document, source: Source) -> None:
+def _recomputation(document: Document, source: RecipeSource) -> None:
     """The recipe says whether to recompute; the interval only how many layers go together."""
     owner, path = "memory.activation_checkpointing", ("pipeline", "activation_checkpoint_interval")
     interval = document.get(*path)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from samecurve.errors import ConfigurationError
-from samecurve.specs.optimizers import BLOCK_8BIT, SMALLEST_8BIT, TRAITS
+from samecurve.specs.optimizers import BLOCK_8BIT, OPTIMIZERS, SMALLEST_8BIT
 
 if TYPE_CHECKING:
     from samecurve.strategy.plan import Strategy
@@ -44,7 +44,7 @@ def _refusal(name: str, strategy: Strategy) -> str | None:
             "DeepSpeed keeps fp32 copies of bf16 weights itself and hands those to the optimizer; use "
             "configs/fsdp.yaml or configs/ddp.yaml, or adamw"
         )
-    whole = TRAITS[name].whole
+    whole = OPTIMIZERS[name].whole
     if whole and strategy.family in _DEEPSPEED:
         return (
             f"it {whole}, and DeepSpeed hands an optimizer parts of many weights in one flat tensor; use "
@@ -70,7 +70,7 @@ def check_shards(name: str, shapes: Mapping[str, Sequence[int]], num_shards: int
         each = -(-rows // num_shards) * math.prod(others)
         if rows * math.prod(others) >= SMALLEST_8BIT and each % BLOCK_8BIT:
             raise ConfigurationError(
-                f"optimizer.name: found adamw_8bit, which {TRAITS[name].whole}, but each of {num_shards} shards of "
+                f"optimizer.name: found adamw_8bit, which {OPTIMIZERS[name].whole}, but each of {num_shards} shards of "
                 f"{parameter} {(rows, *others)} has {each} values, which is no multiple of {BLOCK_8BIT}; use another "
                 "number of processes, configs/ddp.yaml, or adamw"
             )

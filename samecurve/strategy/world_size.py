@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from samecurve.config.documents import ENVIRONMENT, Document, KeyPath, Problem
-from samecurve.config.source import Source
+from samecurve.config.documents import ENVIRONMENT, ConfigProblem, Document, KeyPath
+from samecurve.config.source import RecipeSource
 
 if TYPE_CHECKING:
     from samecurve.strategy.launchers import Launch
@@ -20,7 +20,7 @@ _STAGES = ("pipeline", "stages")
 _MOST_TRIED = 10_000
 
 
-def world_problems(files: Files, strategy: Strategy, launch: Launch) -> Iterator[Problem]:
+def world_problems(files: Files, strategy: Strategy, launch: Launch) -> Iterator[ConfigProblem]:
     """Everything about the number of processes."""
     wrong = [*_wrong_count(files.accelerate, launch), *_alone(files.accelerate, strategy, launch)]
     yield from wrong
@@ -36,15 +36,15 @@ def world_problems(files: Files, strategy: Strategy, launch: Launch) -> Iterator
         yield _at(files.deepspeed, _SECONDARY, f"found {secondary}, which does not divide the {world} processes")
 
 
-def _at(document: Document, path: KeyPath, text: str) -> Problem:
-    return Problem(document.place(path), ".".join(path), text, topology=True)
+def _at(document: Document, path: KeyPath, text: str) -> ConfigProblem:
+    return ConfigProblem(document.place(path), ".".join(path), text, topology=True)
 
 
-def _world_size(text: str) -> Problem:
-    return Problem(ENVIRONMENT, "WORLD_SIZE", text, topology=True)
+def _world_size(text: str) -> ConfigProblem:
+    return ConfigProblem(ENVIRONMENT, "WORLD_SIZE", text, topology=True)
 
 
-def _wrong_count(accelerate: Document, launch: Launch) -> Iterator[Problem]:
+def _wrong_count(accelerate: Document, launch: Launch) -> Iterator[ConfigProblem]:
     """A number given to the launcher wins over the file's `num_processes`, which is accelerate launch's default."""
     world, said, machines = launch.world_size, accelerate.get("num_processes"), accelerate.get("num_machines")
     given = (launch.flags or {}).get("num_processes", "")
@@ -66,7 +66,7 @@ def _wrong_count(accelerate: Document, launch: Launch) -> Iterator[Problem]:
     yield _world_size(f"{found}; {fix}")
 
 
-def _alone(accelerate: Document, strategy: Strategy, launch: Launch) -> Iterator[Problem]:
+def _alone(accelerate: Document, strategy: Strategy, launch: Launch) -> Iterator[ConfigProblem]:
     world = strategy.world_size
     config_unseen = launch.launcher == "accelerate" and launch.flags is None  # then the missing strategy is reported
     if world == 1 or strategy.family != "single":
@@ -80,7 +80,7 @@ def _alone(accelerate: Document, strategy: Strategy, launch: Launch) -> Iterator
         yield _world_size(text)
 
 
-def _wrong_mesh(accelerate: Document, strategy: Strategy) -> Iterator[Problem]:
+def _wrong_mesh(accelerate: Document, strategy: Strategy) -> Iterator[ConfigProblem]:
     """Accelerate refuses replicas of one shard each, after the model has been loaded."""
     world, replicas, shards = strategy.world_size, strategy.replicate_size, accelerate.get(*_SHARDS)
     if replicas > 1 and (world % replicas or world // replicas < 2):
@@ -91,7 +91,7 @@ def _wrong_mesh(accelerate: Document, strategy: Strategy) -> Iterator[Problem]:
         yield _at(accelerate, _SHARDS, f"{text}; remove it, it is derived")
 
 
-def check_batch(source: Source, data_parallel_size: int) -> None:
+def check_batch(source: RecipeSource, data_parallel_size: int) -> None:
     """The global batch is micro-batch x data-parallel ranks x a whole number of accumulation steps."""
     try:
         total, micro = source.value("batch.global_batch_size"), source.value("batch.micro_batch_size")

@@ -81,7 +81,7 @@ def load(
     recipe: Recipe,
     text_tokenizer: PreTrainedTokenizerFast,
     encoder: Encoder,
-    find: Callable[[Data], sources.Source],
+    find: Callable[[Data], sources.DataSource],
     make_rows: Callable[[token_store.TokenStream], Rows],
 ) -> CausalTask:
     """find: what `data` says of one path to its source. Errors: see parts.load."""
@@ -96,9 +96,12 @@ def load(
     return CausalTask(text_tokenizer, found.train, found.held_out, found.empty_documents, details | found.counts)
 
 
-def load_tokenizer(recipe: Recipe, find: Callable[[Data], sources.Source]) -> PreTrainedTokenizerFast:
-    """The recipe's. One that is trained here learns from all training documents. Errors: see tokenizer.load."""
-    return tokenizer.load(recipe, lambda data: mixture_splits.find(recipe, find))
+def load_tokenizer(recipe: Recipe, find: Callable[[Data], sources.DataSource]) -> PreTrainedTokenizerFast:
+    """The recipe's. One that is trained here learns from all training documents.
+
+    Errors: see tokenizer.load_tokenizer.
+    """
+    return tokenizer.load_tokenizer(recipe, lambda data: mixture_splits.find(recipe, find))
 
 
 def document_rows(recipe: Recipe, stream: token_store.TokenStream, padding_token: int) -> DocumentRows:

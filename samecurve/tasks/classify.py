@@ -16,7 +16,7 @@ from samecurve.data.schemas import classification
 from samecurve.errors import DataError
 from samecurve.losses.cross_entropy import IGNORE_INDEX
 from samecurve.models.hf_config import Head
-from samecurve.storage.cache import location
+from samecurve.storage.cache import cache_folder
 from samecurve.tasks import splits
 
 if TYPE_CHECKING:
@@ -74,14 +74,14 @@ class ClassifyTask(splits.TextTask):
 
 def load(recipe: Recipe) -> ClassifyTask:
     """Errors: see parts.load and examples.class_names; DataError for a tokenizer without a token that pads."""
-    data, cache = recipe.data, location(recipe.data.cache_dir)
+    data, cache = recipe.data, cache_folder(recipe.data.cache_dir)
     unnamed = find_examples(data, data.labels, sources.Selection.of(recipe, data))
     names = unnamed.names or classification.class_names(unnamed, cache)
 
-    def find(chosen: Data) -> sources.Source:
+    def find(chosen: Data) -> sources.DataSource:
         return find_examples(chosen, names, sources.Selection.of(recipe, chosen))
 
-    text_tokenizer = tokenizer.padding(tokenizer.load(recipe, find))
+    text_tokenizer = tokenizer.padding(tokenizer.load_tokenizer(recipe, find))
     length, pairs = recipe.batch.sequence_length, data.text_pair_column is not None
     encoder = classification.ExampleEncoder(text_tokenizer, length, names, pairs)
 

@@ -77,7 +77,8 @@ def load(recipe: Recipe) -> DistillTask:
 
 def _check_vocabulary(ours: PreTrainedTokenizerFast, recipe: Recipe) -> None:
     teacher = recipe.distill.teacher
-    known, theirs = ours.get_vocab(), tokenizer.pretrained(teacher, recipe.model.trust_remote_code).get_vocab()
+    known = ours.get_vocab()
+    theirs = tokenizer.load_pretrained_tokenizer(teacher, recipe.model.trust_remote_code).get_vocab()
     differing = sorted(token for token in known.keys() | theirs.keys() if known.get(token) != theirs.get(token))
     if differing:
         token = differing[0]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from samecurve.config.schema import Dpo, Recipe
     from samecurve.data.token_store import TokenStream
-    from samecurve.distributed.control_group import World
+    from samecurve.distributed.control_group import ControlGroup
     from samecurve.interfaces.engine import Engine
 
 
@@ -48,7 +48,7 @@ class DpoTask(pairwise.PairTask):
         engine: Engine,
         recipe: Recipe,
         skeleton: PreTrainedModel,
-        world: World,
+        world: ControlGroup,
         alive: Callable[[], None],
         held_out_only: bool = False,
     ) -> None:

@@ -116,10 +116,10 @@ class EmbedTask(splits.TextTask):
 def load(recipe: Recipe) -> EmbedTask:
     """Errors: see parts.load; DataError for a tokenizer without a token that pads."""
 
-    def find(data: Data) -> sources.Source:
+    def find(data: Data) -> sources.DataSource:
         return find_matches(data.path, data, sources.Selection.of(recipe, data))
 
-    text_tokenizer = tokenizer.padding(tokenizer.load(recipe, find))
+    text_tokenizer = tokenizer.padding(tokenizer.load_tokenizer(recipe, find))
     length = recipe.batch.sequence_length
 
     def make_rows(stream: token_store.TokenStream) -> RetrievalRows:

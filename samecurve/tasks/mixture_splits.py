@@ -11,15 +11,15 @@ from samecurve.data.datasets.base import Rows
 from samecurve.data.datasets.mixture import JoinedRows, MixedRows
 from samecurve.data.encoder import Encoder
 from samecurve.errors import DataError
-from samecurve.storage.cache import location
+from samecurve.storage.cache import cache_folder
 from samecurve.tasks import splits
 
 
 @dataclass(frozen=True)
-class WholeSource(sources.Source):
+class WholeSource(sources.DataSource):
     """All sources one after the other: what a tokenizer is trained on, whatever the weights."""
 
-    members: tuple[sources.Source, ...] = ()
+    members: tuple[sources.DataSource, ...] = ()
 
     @property
     def identity(self) -> str:
@@ -36,7 +36,7 @@ class WholeSource(sources.Source):
             yield from member.documents()
 
 
-def find(recipe: Recipe, find_one: Callable[[Data], sources.Source]) -> sources.Source:
+def find(recipe: Recipe, find_one: Callable[[Data], sources.DataSource]) -> sources.DataSource:
     """All training documents. Errors: DataError, of all sources together."""
     found = _together(lambda data=data: find_one(data) for data in recipe.data.sources())
     if len(found) == 1:
@@ -48,19 +48,19 @@ def find(recipe: Recipe, find_one: Callable[[Data], sources.Source]) -> sources.
 def load(
     recipe: Recipe,
     encoder: Encoder,
-    find_one: Callable[[Data], sources.Source],
+    find_one: Callable[[Data], sources.DataSource],
     make_rows: Callable[[token_store.TokenStream], Rows],
 ) -> splits.Parts:
     """find_one: what `data` says of one source to that source. Errors: as parts.load, of all sources together."""
-    fraction, cache = sources.held_out_fraction(recipe), location(recipe.data.cache_dir)
+    fraction, cache = sources.validation_fraction(recipe), cache_folder(recipe.data.cache_dir)
 
     origins: dict[str, list[str]] = {}
 
-    def read(data: Data, held_out_fraction: float = fraction, name: str = splits.ORIGIN) -> token_store.Corpus:
+    def read(data: Data, validation_fraction: float = fraction, name: str = splits.ORIGIN) -> token_store.Corpus:
         source = find_one(data)
         if source.origin:
             origins.setdefault(name, []).append(source.origin)
-        return token_store.load(source, encoder, held_out_fraction, cache)
+        return token_store.load_corpus(source, encoder, validation_fraction, cache)
 
     found = _together(lambda data=data: read(data) for data in recipe.data.sources())
     train = MixedRows([make_rows(one.train) for one in found], [source.weight for source in recipe.data.mixture])
@@ -98,7 +98,7 @@ def _check(train: MixedRows, found: list[token_store.Corpus], recipe: Recipe) ->
     for index, (source, rows) in enumerate(zip(recipe.data.mixture, train.parts, strict=True)):
         num_wanted = train.most_in_step(index, batch.global_batch_size)
         if len(rows) < num_wanted:
-            fraction = sources.held_out_fraction(recipe)
+            fraction = sources.validation_fraction(recipe)
             usual = "; give more data, or lower its weight or batch.global_batch_size"
             fix = splits.lost(rows, found[index], fraction) or usual
             problems.append(

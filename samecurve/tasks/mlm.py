@@ -55,10 +55,10 @@ class MaskedTask(splits.TextTask):
 def load(recipe: Recipe) -> MaskedTask:
     """Errors: see parts.load; DataError for a tokenizer without a mask token or without a token that pads."""
 
-    def find(data: Data) -> sources.Source:
-        return sources.find(data.path, data.pattern, data.text_column, sources.Selection.of(recipe, data))
+    def find(data: Data) -> sources.DataSource:
+        return sources.find_source(data.path, data.pattern, data.text_column, sources.Selection.of(recipe, data))
 
-    text_tokenizer = tokenizer.padding(tokenizer.load(recipe, find))
+    text_tokenizer = tokenizer.padding(tokenizer.load_tokenizer(recipe, find))
     if text_tokenizer.mask_token_id is None:
         raise DataError(
             f"{text_tokenizer.name_or_path}: has no mask_token; use an encoder's tokenizer, or name one in "

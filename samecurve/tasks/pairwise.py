@@ -86,10 +86,10 @@ def load(
     that, and without a chat template."""
     schema = preference.Schema.of(recipe.data)
 
-    def find(data: Data) -> sources.Source:
+    def find(data: Data) -> sources.DataSource:
         return find_pairs(data.path, data.pattern, schema, sources.Selection.of(recipe, data))
 
-    found = tokenizer.load(recipe, find)
+    found = tokenizer.load_tokenizer(recipe, find)
     if pads:
         tokenizer.padding(found)
     encoder = preference.PairEncoder(found, schema, recipe.data.train_on)

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 def load(recipe: Recipe) -> causal_lm.CausalTask:
     """Errors: see causal.load."""
 
-    def find(data: Data) -> sources.Source:
-        return sources.find(data.path, data.pattern, data.text_column, sources.Selection.of(recipe, data))
+    def find(data: Data) -> sources.DataSource:
+        return sources.find_source(data.path, data.pattern, data.text_column, sources.Selection.of(recipe, data))
 
     text_tokenizer = causal_lm.load_tokenizer(recipe, find)
 

@@ -22,14 +22,14 @@ from samecurve.interfaces.fingerprint import identity
 from samecurve.models.lora import fingerprint
 from samecurve.models.weight_files import weight_files
 from samecurve.specs.environment import versions
-from samecurve.storage.cache import cached, digest, location
+from samecurve.storage.cache import build_once, cache_folder, digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from samecurve.config.schema import Recipe
     from samecurve.data.datasets.preference import AnswerRows
-    from samecurve.distributed.control_group import World
+    from samecurve.distributed.control_group import ControlGroup
     from samecurve.interfaces.engine import Engine
     from samecurve.interfaces.task import Task
 
@@ -46,7 +46,7 @@ def provide(
     engine: Engine,
     recipe: Recipe,
     model: str,
-    world: World,
+    world: ControlGroup,
     alive: Callable[[], None],
 ) -> None:
     """Give rows their `reference`, from the cache or computed now; collective.
@@ -57,13 +57,13 @@ def provide(
     whose log-probabilities are not finite.
     """
     key = digest(_VERSION, rows.fingerprint, model, recipe.precision)
-    target = location(recipe.data.cache_dir) / "references" / key
-    if not all(world.exchange(target.is_dir())):
+    target = cache_folder(recipe.data.cache_dir) / "references" / key
+    if not all(world.all_gather_object(target.is_dir())):
         progress = partial(_progress, f"reference log-probabilities of {len(rows):,} {title} pairs", world.is_main)
         values = compute(rows, engine, recipe.batch.micro_batch_size, alive, progress)
         _check_finite(values, title)
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            _together(world, lambda: cached(target, lambda folder: np.save(folder / _FILE, values)))
+            _together(world, lambda: build_once(target, lambda folder: np.save(folder / _FILE, values)))
         else:
             _together(world, lambda: None)
     rows.reference = _together(world, lambda: _read(target / _FILE, len(rows)))
@@ -99,14 +99,14 @@ def compute(
     return found.reshape(-1, 2)[: len(rows)]
 
 
-def _together(world: World, call: Callable[[], Any]) -> Any:
+def _together(world: ControlGroup, call: Callable[[], Any]) -> Any:
     """What `call` returns. An error of one rank is raised on all of them; none goes on before all have called."""
     result, problem = None, None
     try:
         result = call()
     except SamecurveError as error:
         problem = error
-    verdict = next((found for found in world.exchange(problem) if found is not None), None)
+    verdict = next((found for found in world.all_gather_object(problem) if found is not None), None)
     if verdict is not None:
         raise verdict
     return result

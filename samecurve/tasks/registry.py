@@ -10,7 +10,7 @@ from samecurve.interfaces.task import Task
 
 if TYPE_CHECKING:
     from samecurve.config.schema import Recipe
-    from samecurve.distributed.control_group import World
+    from samecurve.distributed.control_group import ControlGroup
 
 
 def load(recipe: Recipe) -> Task:
@@ -18,7 +18,7 @@ def load(recipe: Recipe) -> Task:
     return import_module(f".{recipe.task}", __package__).load(recipe)
 
 
-def load_together(recipe: Recipe, world: World) -> Task:
+def load_together(recipe: Recipe, world: ControlGroup) -> Task:
     """The same task on every rank; all ranks call it.
 
     Rank 0 is the first, because it may have to tokenise; what it cannot use is every rank's error. Raises DataError
@@ -30,11 +30,13 @@ def load_together(recipe: Recipe, world: World) -> Task:
             task = load(recipe)
         except SamecurveError as error:
             problem = error
-    verdict = world.exchange(problem)[0]
+    verdict = world.all_gather_object(problem)[0]
     if verdict is not None:
         raise verdict
     task = task or load(recipe)
-    fingerprints = world.exchange([None if rows is None else rows.fingerprint for rows in (task.train, task.held_out)])
+    fingerprints = world.all_gather_object(
+        [None if rows is None else rows.fingerprint for rows in (task.train, task.held_out)]
+    )
     others = [rank for rank, found in enumerate(fingerprints) if found != fingerprints[0]]
     if others:
         shown = ", ".join(map(str, others[:8])) + (", ..." if len(others) > 8 else "")

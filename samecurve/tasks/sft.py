@@ -18,7 +18,7 @@ def load(recipe: Recipe) -> causal_lm.CausalTask:
     """Errors: see causal.load; DataError also for a tokenizer without a chat template."""
     schema = conversation.Schema.of(recipe.data)
 
-    def find(data: Data) -> sources.Source:
+    def find(data: Data) -> sources.DataSource:
         own_schema = conversation.Schema.of(data)
         return find_conversations(data.path, data.pattern, own_schema, sources.Selection.of(recipe, data))
 

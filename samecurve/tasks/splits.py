@@ -15,7 +15,7 @@ from samecurve.data.datasets.streaming import StreamRows
 from samecurve.data.encoder import Encoder, vocabulary_size
 from samecurve.errors import DataError
 from samecurve.interfaces.task import Task
-from samecurve.storage.cache import location
+from samecurve.storage.cache import cache_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -71,7 +71,7 @@ class TextTask(Task):
 def load(
     recipe: Recipe,
     encoder: Encoder,
-    find: Callable[[Data], sources.Source],
+    find: Callable[[Data], sources.DataSource],
     make_rows: Callable[[token_store.TokenStream], Rows],
 ) -> Parts:
     """find: what `data` says of one path to its source.
@@ -81,12 +81,12 @@ def load(
 
     origins: dict[str, str] = {}
 
-    def read(data: Data, held_out_fraction: float, name: str) -> token_store.Corpus:
+    def read(data: Data, validation_fraction: float, name: str) -> token_store.Corpus:
         source = find(data)
         origins.update({name: source.origin} if source.origin else {})
-        return token_store.load(source, encoder, held_out_fraction, location(recipe.data.cache_dir))
+        return token_store.load_corpus(source, encoder, validation_fraction, cache_folder(recipe.data.cache_dir))
 
-    fraction = sources.held_out_fraction(recipe)
+    fraction = sources.validation_fraction(recipe)
     training = read(recipe.data, fraction, ORIGIN)
     held_out = None
     if recipe.evaluation is not None:
@@ -116,14 +116,14 @@ def padded(
 
 def _too_few(rows: Rows, training: token_store.Corpus, recipe: Recipe) -> DataError:
     wanted, length = recipe.batch.global_batch_size, recipe.batch.sequence_length
-    fix = lost(rows, training, sources.held_out_fraction(recipe)) or "; give more data, or lower one of the two"
+    fix = lost(rows, training, sources.validation_fraction(recipe)) or "; give more data, or lower one of the two"
     return DataError(
         f"{recipe.data.path}: {len(rows)} training rows of batch.sequence_length={length} are fewer than "
         f"batch.global_batch_size={wanted}{fix}"
     )
 
 
-def lost(rows: Rows, training: token_store.Corpus, held_out_fraction: float) -> str:
+def lost(rows: Rows, training: token_store.Corpus, validation_fraction: float) -> str:
     """For a message about too few rows: how many documents are not among them, why, what to do; "" where none is."""
     counts, num_held_out = _describe(rows), len(training.held_out.offsets) - 1
     total = counts["documents"] + training.empty_documents + num_held_out
@@ -135,7 +135,9 @@ def lost(rows: Rows, training: token_store.Corpus, held_out_fraction: float) -> 
         )
         fixes.append("raise it")
     if num_held_out:
-        reasons.append(f"{num_held_out} of {total} documents held out by data.held_out_fraction={held_out_fraction:g}")
+        reasons.append(
+            f"{num_held_out} of {total} documents held out by data.validation_fraction={validation_fraction:g}"
+        )
         fixes.append("lower that fraction")
     if training.empty_documents:
         reasons.append(f"{training.empty_documents} of {total} documents are empty")
@@ -156,9 +158,9 @@ def check_held_out(parts: Parts, recipe: Recipe) -> None:
         )
     num_documents = describe_rows(parts.train)["documents"]
     raise DataError(
-        f"{recipe.data.name}: no document is held out (data.held_out_fraction={recipe.data.held_out_fraction:g} of "
+        f"{recipe.data.name}: no document is held out (data.validation_fraction={recipe.data.validation_fraction:g} of "
         f"{num_documents} documents, each kept whole); raise the fraction, or set evaluate.path to a file of its own, "
-        "or hold nothing out (data.held_out_fraction=0 evaluate.every_steps=0)"
+        "or hold nothing out (data.validation_fraction=0 evaluate.every_steps=0)"
     )
 
 

@@ -15,7 +15,7 @@ from samecurve.data.datasets.streaming import StreamRows
 from samecurve.data.encoder import Encoder
 from samecurve.errors import DataError
 from samecurve.specs.data_names import address
-from samecurve.storage.cache import digest, location
+from samecurve.storage.cache import cache_folder, digest
 from samecurve.tasks import splits
 
 
@@ -25,19 +25,21 @@ def load(recipe: Recipe, encoder: Encoder, make_rows: Callable[[token_store.Toke
     What is held out are the first block's documents that are chosen by their content; others that are chosen are
     trained on nowhere, either. Errors: DataError for unusable data.
     """
-    data, fraction = recipe.data, sources.held_out_fraction(recipe)
-    files = stream_files.find(data.path, data.pattern, data.text_column, sources.Selection.of(recipe, data))
+    data, fraction = recipe.data, sources.validation_fraction(recipe)
+    files = stream_files.find_stream_files(
+        data.path, data.pattern, data.text_column, sources.Selection.of(recipe, data)
+    )
     buffer_bytes = data.shuffle_buffer_mib * 2**20
-    pieces = stream_pieces.cut(files, buffer_bytes)
+    pieces = stream_pieces.cut_into_chunks(files, buffer_bytes)
     if not pieces:
         raise DataError(f"{data.path}: its files are empty; correct data.path or data.pattern")
-    blocks = stream_pieces.Blocks(pieces, buffer_bytes, recipe.seed)
+    blocks = stream_pieces.ShuffleBlocks(pieces, buffer_bytes, recipe.seed)
     folder = _Folder(recipe)
 
     def read(block: int) -> token_store.Corpus:
-        source = stream_pieces.PieceSource(data.path, (), data.text_column, blocks[block])
+        source = stream_pieces.ChunkSource(data.path, (), data.text_column, blocks[block])
         key = digest(data.text_column, fraction, encoder.identity, *map(astuple, source.pieces))
-        return token_store.load_into(folder.of(block, key), key, source, encoder, fraction)
+        return token_store.load_corpus_into(folder.of(block, key), key, source, encoder, fraction)
 
     first = read(0)
     read_as = (data.text_column, data.shuffle_buffer_mib, fraction, encoder.identity)
@@ -60,14 +62,14 @@ def load(recipe: Recipe, encoder: Encoder, make_rows: Callable[[token_store.Toke
         splits.check_held_out(loaded, recipe)
     elif held_out is not None and not len(held_out):
         raise DataError(
-            f"{data.path}: no document is held out (data.held_out_fraction={fraction:g} of the "
+            f"{data.path}: no document is held out (data.validation_fraction={fraction:g} of the "
             f"{len(first.train.offsets) - 1} documents of the first block); raise it, or data.shuffle_buffer_mib, or "
             "set evaluate.path"
         )
     return loaded
 
 
-def _origin(data: Data, files: tuple[stream_files.File, ...]) -> dict[str, str]:
+def _origin(data: Data, files: tuple[stream_files.StreamFile, ...]) -> dict[str, str]:
     """Of a split of the hub, as parts.Parts.counts has it."""
     if not files[0].name.startswith("hf://") or "@" not in files[0].relative:
         return {}
@@ -77,15 +79,15 @@ def _origin(data: Data, files: tuple[stream_files.File, ...]) -> dict[str, str]:
 
 def _evaluated(recipe: Recipe, data: Data, encoder: Encoder) -> token_store.Corpus:
     """All of what is evaluated on. Of the hub the split's files are read alone, and not all of the data set first."""
-    cache, selection = location(data.cache_dir), sources.Selection.of(recipe, data)
+    cache, selection = cache_folder(data.cache_dir), sources.Selection.of(recipe, data)
     if address(data.path) is None:
-        source = sources.find(data.path, data.pattern, data.text_column, selection)
-        return token_store.load(source, encoder, 0.0, cache)
-    files = stream_files.find(data.path, data.pattern, data.text_column, selection)
-    pieces = tuple(stream_pieces.cut(files, data.shuffle_buffer_mib * 2**20))
-    source = stream_pieces.PieceSource(data.path, (), data.text_column, pieces)
+        source = sources.find_source(data.path, data.pattern, data.text_column, selection)
+        return token_store.load_corpus(source, encoder, 0.0, cache)
+    files = stream_files.find_stream_files(data.path, data.pattern, data.text_column, selection)
+    pieces = tuple(stream_pieces.cut_into_chunks(files, data.shuffle_buffer_mib * 2**20))
+    source = stream_pieces.ChunkSource(data.path, (), data.text_column, pieces)
     key = digest("evaluated", data.text_column, encoder.identity, *map(astuple, pieces))
-    return token_store.load_into(cache / "tokens" / key, key, source, encoder, 0.0)
+    return token_store.load_corpus_into(cache / "tokens" / key, key, source, encoder, 0.0)
 
 
 class _Folder:
@@ -96,7 +98,7 @@ class _Folder:
 
     def __init__(self, recipe: Recipe):
         run = digest(str(Path(recipe.output_dir).absolute()))
-        self._path = location(recipe.data.cache_dir) / "streams" / run
+        self._path = cache_folder(recipe.data.cache_dir) / "streams" / run
         self._clears = os.environ.get("LOCAL_RANK", "0") == "0"
 
     def of(self, block: int, key: str) -> Path:

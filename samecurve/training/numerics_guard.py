@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from samecurve.errors import DataError, NumericError
 
 if TYPE_CHECKING:
-    from samecurve.config.schema import Guard as Settings
+    from samecurve.config.schema import Numerics as Settings
     from samecurve.data.batches import StepBatches
-    from samecurve.distributed.control_group import World
+    from samecurve.distributed.control_group import ControlGroup
     from samecurve.interfaces.engine import Engine, StepResult
     from samecurve.run.run_directory import RunDirectory
 
@@ -19,13 +19,13 @@ MOST_ROLLBACKS = 3
 
 
 class Guard:
-    def __init__(self, settings: Settings, run: RunDirectory, world: World):
+    def __init__(self, settings: Settings, run: RunDirectory, world: ControlGroup):
         self._settings, self._run, self._world = settings, run, world
         self._skipped_in_a_row = self._rollbacks = 0
         self._first_skipped = self._num_tokens = 0
 
     def check(self, step: int, result: StepResult, batches: StepBatches) -> None:
-        """Write a refused step and its rows down. Raises NumericError after guard.max_skipped_steps in a row.
+        """Write a refused step and its rows down. Raises NumericError after numerics.max_skipped_steps in a row.
 
         Only an update ends such a row: a step without trained tokens and an fp16 overflow say nothing of the weights.
         """
@@ -41,7 +41,7 @@ class Guard:
         if self._skipped_in_a_row > self._settings.max_skipped_steps:
             raise NumericError(
                 f"step {step}: {result.refused}; it was not applied and the weights were not touched. "
-                f"That is {self._skipped_in_a_row} in a row, and guard.max_skipped_steps is "
+                f"That is {self._skipped_in_a_row} in a row, and numerics.max_skipped_steps is "
                 f"{self._settings.max_skipped_steps}; the rows are in {self._run.path / 'skipped.jsonl'}"
             )
 
@@ -98,7 +98,7 @@ class Guard:
         return True
 
     def compare_replicas(self, step: int, engine: Engine) -> bool:
-        """Every guard.compare_replicas_every_steps: whether it was this step.
+        """Every numerics.compare_replicas_every_steps: whether it was this step.
 
         Raises NumericError that names the rank whose weights differ.
         """
@@ -106,7 +106,7 @@ class Guard:
         if not every or step % every:
             return False
         own = {label: _digest(tensor) for label, tensor in engine.state.replicas()}
-        found = _differing(self._world.exchange(own))
+        found = _differing(self._world.all_gather_object(own))
         if found:
             listed = "\n".join(f"  rank {rank}: {len(labels)} differ, first {labels[0]}" for rank, labels in found)
             raise NumericError(

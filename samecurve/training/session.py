@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from samecurve.checkpoint.manager import Checkpoints, Position
+from samecurve.checkpoint.manager import Checkpoints, TrainProgress
 from samecurve.checkpoint.resume import read_state
 from samecurve.data.batches import StepBatches
-from samecurve.distributed.control_group import World
+from samecurve.distributed.control_group import ControlGroup
 from samecurve.engines import factory
 from samecurve.errors import NothingToDo, NumericError, Preempted
 from samecurve.export.hf_export import export
@@ -22,7 +22,7 @@ from samecurve.metrics.meter import Meter
 from samecurve.metrics.profiling.recorder import Profiler, ProfilerHooks
 from samecurve.models import fp8, liger, matmul_speed, weights
 from samecurve.models.compilation import Recompilations
-from samecurve.run.metadata import decisive, run_facts
+from samecurve.run.metadata import resume_identity, run_facts
 from samecurve.specs.model_families import check_packing
 from samecurve.tasks import registry
 from samecurve.training.evaluator import Evaluation
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from samecurve.interfaces.task import Task
-    from samecurve.run.lifecycle import Surroundings
+    from samecurve.run.lifecycle import RunSupervisor
     from samecurve.run.run_directory import RunDirectory
     from samecurve.strategy.plan import Plan
 
@@ -51,25 +51,25 @@ class Built:
     identity: dict
 
 
-def build_model(plan: Plan, world: World) -> Built:
+def build_model(plan: Plan, world: ControlGroup) -> Built:
     """The same on every rank. Raises DataError, ConfigurationError."""
     recipe = plan.recipe
     task = registry.load_together(recipe, world)
     skeleton = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
     check_packing(skeleton.config.model_type, recipe.data.packing)
     liger.check_family(recipe.model.kernels, skeleton.config.model_type)
-    return Built(task, skeleton, decisive(plan, skeleton, task))
+    return Built(task, skeleton, resume_identity(plan, skeleton, task))
 
 
 class Session:
     """One start of train.py: from the first step, or from where an earlier session's checkpoint is, to the end.
 
-    start: the Position that it began from. See Plan, RunDirectory and Surroundings for the rest.
+    start: the TrainProgress that it began from. See Plan, RunDirectory and RunSupervisor for the rest.
     """
 
-    def __init__(self, plan: Plan, accelerator: Accelerator, run: RunDirectory, watch: Surroundings):
+    def __init__(self, plan: Plan, accelerator: Accelerator, run: RunDirectory, watch: RunSupervisor):
         self.plan, self.recipe, self.accelerator, self.run, self.watch = plan, plan.recipe, accelerator, run, watch
-        self.world = World()  # all ranks are there
+        self.world = ControlGroup()  # all ranks are there
         self.progress = Progress(
             self.recipe.steps, self.recipe.logging.every_steps, enabled=accelerator.is_main_process
         )
@@ -79,10 +79,10 @@ class Session:
         found = self._find_checkpoint(built.identity)
         self.engine = factory.build(accelerator, plan, self.skeleton, self.task)
         watch.phase("prepare")
-        self.task.prepare(self.engine, self.recipe, self.skeleton, self.world, watch.alive)
+        self.task.prepare(self.engine, self.recipe, self.skeleton, self.world, watch.progress)
         watch.phase("load")
-        self.start = self.checkpoints.load(found, self.engine) if found else Position()
-        run.begin(self.start.step, self.start.record, watch.busy)
+        self.start = self.checkpoints.load(found, self.engine) if found else TrainProgress()
+        run.begin(self.start.step, self.start.record, watch.local_progress)
         self._open_data()
         self._open_records()
         self._introduce(found, built.identity["adapter"])
@@ -96,13 +96,15 @@ class Session:
         background = self.recipe.checkpoint.background
         if background is None:
             background = "optimizer:nvme" not in self.plan.strategy.offload
-        self.checkpoints = Checkpoints(self.run, identity, self.world, self.progress.say, self.watch.busy, background)
+        self.checkpoints = Checkpoints(
+            self.run, identity, self.world, self.progress.log, self.watch.local_progress, background
+        )
         found = self.checkpoints.find(self.plan.resume)
-        is_done = self.world.exchange(self.run.is_done)[0]
+        is_done = self.world.all_gather_object(self.run.is_done)[0]
         if found and is_done and read_state(found)["step"] >= self.recipe.steps:
             raise NothingToDo(
                 f"already done at step {self.recipe.steps}, nothing to train: the model is in {self.run.model}; more "
-                "steps=..., another output_dir or --start_over would train"
+                "steps=..., another output_dir or --fresh would train"
             )
         return found
 
@@ -122,17 +124,17 @@ class Session:
         )
         self.held_out = None
         if self.task.held_out is not None:
-            self.held_out = Evaluation(self.task.held_out, batch.micro_batch_size, shard, self.watch.alive)
+            self.held_out = Evaluation(self.task.held_out, batch.micro_batch_size, shard, self.watch.progress)
 
     def _open_records(self) -> None:
         """What measures the steps and watches their numbers."""
-        recipe, say = self.recipe, self.progress.say
+        recipe, log = self.recipe, self.progress.log
         chunked = self.engine.describe().loss_implementation != "full"
         self.meter = Meter.for_run(recipe, self.skeleton, self.accelerator, self.task, chunked)
         self.meter.state = self.start.meter
-        self.guard = Guard(recipe.guard, self.run, self.world)
+        self.guard = Guard(recipe.numerics, self.run, self.world)
         earlier = self.start.record.get("recompilations", 0)
-        self.recompilations = Recompilations(recipe.compile != "off", say, earlier)
+        self.recompilations = Recompilations(recipe.compile != "off", log, earlier)
         every = recipe.memory.garbage_collection_steps
         others = (recipe.evaluate.every_steps, recipe.checkpoint.every_steps)
         self.garbage = GarbageCollection(self.start.step + 1, every, others, self.meter.start)
@@ -144,8 +146,8 @@ class Session:
         hooks = ProfilerHooks(
             folder=self.run.profile,
             rank=self.world.rank,
-            say=self.progress.say if self.world.is_main else print,
-            alive=self.watch.busy,
+            log=self.progress.log if self.world.is_main else print,
+            progress=self.watch.local_progress,
             restart_clock=self.meter.start,
             held=self.engine.held_bytes,
         )
@@ -163,15 +165,15 @@ class Session:
 
     def log(self, record: dict) -> None:
         """To the trackers. A disk that takes no more events is told once, and no reason to end the run."""
-        self.progress.say(self._advice.after(record))
-        self.progress.say(self.meter.doubt(record))
+        self.progress.log(self._advice.after(record))
+        self.progress.log(self.meter.doubt(record))
         if not self._logging:
             return
         try:
             self.accelerator.log(self.meter.scalars(record), step=record["step"])
         except OSError as error:
             self._logging = False
-            self.progress.say(
+            self.progress.log(
                 f"{self.run.tensorboard}: {error}; nothing more is written there, metrics.jsonl has it all"
             )
 
@@ -184,10 +186,10 @@ class Session:
         self.meter.start()
         return position.updates
 
-    def stop_if_asked(self, here: Position) -> None:
+    def stop_if_asked(self, here: TrainProgress) -> None:
         """When any rank was asked to stop: a committed checkpoint of this step, then Preempted on all ranks."""
         self.watch.phase("boundary", here.step)
-        reason = self.world.agree(self.watch.requested)
+        reason = self.world.first_nonempty(self.watch.requested)
         if reason:
             self.watch.phase("save", here.step)
             self.checkpoints.secure(self.engine, here)
@@ -208,14 +210,14 @@ class Session:
             is_main,
             card=card,
             write_beside=beside,
-            busy=self.watch.busy,
+            busy=self.watch.local_progress,
         )
         self.run.sync_metrics()
-        self.progress.say(f"the trained model is in {self.run.model}")
+        self.progress.log(f"the trained model is in {self.run.model}")
 
     def _parameters(self) -> Iterator[tuple[str, Tensor | None]]:
         for pair in self.engine.parameters():
-            self.watch.alive()
+            self.watch.progress()
             yield pair
 
     def _introduce(self, found: Path | None, adapter: dict | None) -> None:
@@ -235,6 +237,6 @@ class Session:
         # steps that are done again replace those that the earlier session wrote after its checkpoint
         purge = {"purge_step": self.start.step + 1}
         self.accelerator.init_trackers(self.run.tensorboard.name, init_kwargs={"tensorboard": purge})
-        self.progress.say(self.run.notice)
+        self.progress.log(self.run.notice)
         self.progress.header(facts)
-        self.progress.say(factory.core_advice(self.accelerator, self.plan.strategy, self.world))
+        self.progress.log(factory.core_advice(self.accelerator, self.plan.strategy, self.world))

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import torch
 
-from samecurve.checkpoint.manager import Checkpoints, Position
+from samecurve.checkpoint.manager import Checkpoints, TrainProgress
 from samecurve.data.batches import StepBatches
-from samecurve.distributed.control_group import World
+from samecurve.distributed.control_group import ControlGroup
 from samecurve.engines import factory
 from samecurve.models import weights
 from samecurve.run import lifecycle
-from samecurve.run.metadata import decisive
+from samecurve.run.metadata import resume_identity
 from samecurve.run.run_directory import RunDirectory
 from samecurve.strategy import preflight
 from samecurve.tasks import registry
@@ -37,23 +37,23 @@ def main() -> None:
     engine = factory.build(accelerator, plan, skeleton, task)
     for step, micro_batches in enumerate(StepBatches(task.train, 0, plan.recipe.batch, engine.shard, 2)):
         engine.step(micro_batches, 1e-3 * step)
-    facts, sizes = decisive(plan, skeleton, task), [parameter.numel() for parameter in skeleton.parameters()]
+    facts, sizes = resume_identity(plan, skeleton, task), [parameter.numel() for parameter in skeleton.parameters()]
 
     def checkpoints(background: bool) -> Checkpoints:
         changed = copy.deepcopy(facts)
         changed["recipe"]["checkpoint"]["background"] = background
-        return Checkpoints(run, changed, World(), accelerator.print)
+        return Checkpoints(run, changed, ControlGroup(), accelerator.print)
 
     streamed, copied = checkpoints(background=False), checkpoints(background=True)
     folder = run.checkpoints / "step_00000002"
-    streamed.save(engine, Position(step=1, updates=2), wait=True)  # libraries load what they need
+    streamed.save(engine, TrainProgress(step=1, updates=2), wait=True)  # libraries load what they need
     found = {
         "engine": engine.describe().engine,
         "weights_mib": 4 * sum(sizes) / 2**20,
         "largest_parameter": max(sizes) / sum(sizes),
-        "streamed": growth(lambda: streamed.save(engine, Position(step=2, updates=2), wait=True)),
+        "streamed": growth(lambda: streamed.save(engine, TrainProgress(step=2, updates=2), wait=True)),
         "loaded": growth(lambda: streamed.load(folder, engine)),
-        "copied": growth(lambda: copied.save(engine, Position(step=3, updates=2), wait=True)),
+        "copied": growth(lambda: copied.save(engine, TrainProgress(step=3, updates=2), wait=True)),
     }
     for key in ("streamed", "loaded", "copied"):
         most = accelerator.gather(torch.tensor([found[key]])).max().item()

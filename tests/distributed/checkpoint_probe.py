@@ -9,11 +9,11 @@ import os
 import sys
 
 from samecurve.checkpoint.manager import Checkpoints
-from samecurve.distributed.control_group import World
+from samecurve.distributed.control_group import ControlGroup
 from samecurve.engines import factory
 from samecurve.models import weights
 from samecurve.run import lifecycle
-from samecurve.run.metadata import decisive
+from samecurve.run.metadata import resume_identity
 from samecurve.run.run_directory import RunDirectory
 from samecurve.strategy import preflight
 from samecurve.tasks import registry
@@ -26,7 +26,7 @@ def main() -> None:
     accelerator = factory.start(plan)
     task = registry.load(plan.recipe)
     skeleton = weights.skeleton(plan.recipe, task.vocabulary_size, task.special_tokens)
-    checkpoints = Checkpoints(run, decisive(plan, skeleton, task), World(), accelerator.print)
+    checkpoints = Checkpoints(run, resume_identity(plan, skeleton, task), ControlGroup(), accelerator.print)
     engine = factory.build(accelerator, plan, skeleton, task)
     position = checkpoints.load(checkpoints.find(folder), engine)
     checkpoints.save(engine, position, wait=True)

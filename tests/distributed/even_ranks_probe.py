@@ -97,7 +97,7 @@ def watched(train_loop):
         train_loop(session)
         gc.set_debug(0)
         gc.callbacks.remove(note)
-        of_all = session.world.exchange(seen)
+        of_all = session.world.all_gather_object(seen)
         session.accelerator.print("COLLECTED " + json.dumps(of_all))
 
     return loop

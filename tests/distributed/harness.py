@@ -17,8 +17,8 @@ from pathlib import Path
 import forked
 import pytest
 
-from samecurve.config.overrides import latest
-from samecurve.storage.atomic import now
+from samecurve.config.overrides import latest_overrides
+from samecurve.storage.atomic import utc_timestamp
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = "SAMECURVE_FAULT_RESULTS"
@@ -44,7 +44,7 @@ RECIPE = {
     "model": {"config": LLAMA},
     "tokenizer": {"vocabulary_size": 300},
     # not packed: rows of very different lengths, so that a mean of means is wrong
-    "data": {"packing": False, "held_out_fraction": 0.1},
+    "data": {"packing": False, "validation_fraction": 0.1},
     "batch": {"global_batch_size": 8, "micro_batch_size": 4, "sequence_length": 32},
     "optimizer": {"learning_rate": 3e-3, "max_grad_norm": 0.8},
     "schedule": {"name": "cosine", "warmup_steps": 5},
@@ -201,7 +201,7 @@ def once(command: list[str]) -> list[str]:
     others = [
         word for before, word in zip(after, command, strict=False) if not is_override(word) or before == "--variant"
     ]
-    return [*others, *latest(given)]
+    return [*others, *latest_overrides(given)]
 
 
 def long(*values) -> list:
@@ -222,7 +222,7 @@ def append_result(record: dict) -> None:
     """A line for scripts/reliability.py, when $SAMECURVE_FAULT_RESULTS names a file."""
     if RESULTS in os.environ:
         with open(os.environ[RESULTS], "a", encoding="utf-8") as stream:
-            stream.write(json.dumps(record | {"time": now()}) + "\n")
+            stream.write(json.dumps(record | {"time": utc_timestamp()}) + "\n")
 
 
 def free_port() -> int:

@@ -18,14 +18,14 @@ from harness import once
 from pairs_probe import differs
 from test_resume import whole
 
-from samecurve.checkpoint.manager import Checkpoints, Position
+from samecurve.checkpoint.manager import Checkpoints, TrainProgress
 from samecurve.data.batches import StepBatches
-from samecurve.distributed.control_group import World
+from samecurve.distributed.control_group import ControlGroup
 from samecurve.engines import factory
 from samecurve.models import weights
 from samecurve.optim.schedule import learning_rate
 from samecurve.run import lifecycle
-from samecurve.run.metadata import decisive
+from samecurve.run.metadata import resume_identity
 from samecurve.run.run_directory import RunDirectory
 from samecurve.strategy import preflight
 from samecurve.tasks import registry
@@ -50,9 +50,9 @@ def main() -> None:
 
 
 def one(plan, accelerator, task, skeleton, origin: Path | None) -> dict:
-    recipe, world = plan.recipe, World()
+    recipe, world = plan.recipe, ControlGroup()
     run = RunDirectory(recipe.output_dir, is_main=world.is_main)
-    checkpoints = Checkpoints(run, decisive(plan, skeleton, task), world, accelerator.print, background=False)
+    checkpoints = Checkpoints(run, resume_identity(plan, skeleton, task), world, accelerator.print, background=False)
     engine = factory.build(accelerator, plan, skeleton, task)
 
     def train(start: int, save_after: int = 0) -> list[tuple[float, float]]:
@@ -61,7 +61,7 @@ def one(plan, accelerator, task, skeleton, origin: Path | None) -> dict:
         for step, micro_batches in enumerate(batches, start=start + 1):
             results.append(engine.step(micro_batches, learning_rate(recipe, step)))
             if step == save_after:
-                checkpoints.save(engine, Position(step, step, batches.samples), wait=True)
+                checkpoints.save(engine, TrainProgress(step, step, batches.samples), wait=True)
         return [(result.loss, result.grad_norm) for result in results]
 
     described = engine.describe()
@@ -83,7 +83,7 @@ def one(plan, accelerator, task, skeleton, origin: Path | None) -> dict:
         unequal = {
             f"{kind}/{held.name}" for held, kind, tensor in engine.state.visit() if differs(stored, held, kind, tensor)
         }
-        found |= {"unequal": sorted(set().union(*world.exchange(unequal))), "after": train(SAVED)}
+        found |= {"unequal": sorted(set().union(*world.all_gather_object(unequal))), "after": train(SAVED)}
     return found
 
 

@@ -16,12 +16,12 @@ from test_resume import whole
 
 from samecurve.checkpoint.manager import Checkpoints
 from samecurve.data.batches import StepBatches
-from samecurve.distributed.control_group import World
+from samecurve.distributed.control_group import ControlGroup
 from samecurve.engines import factory
 from samecurve.models import weights
 from samecurve.optim.schedule import learning_rate
 from samecurve.run import lifecycle
-from samecurve.run.metadata import decisive
+from samecurve.run.metadata import resume_identity
 from samecurve.run.run_directory import RunDirectory
 from samecurve.strategy import preflight
 from samecurve.tasks import registry
@@ -35,8 +35,8 @@ def main() -> None:
     accelerator = factory.start(plan)
     task = registry.load(recipe)
     skeleton = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens)
-    world = World()
-    checkpoints = Checkpoints(run, decisive(plan, skeleton, task), world, accelerator.print)
+    world = ControlGroup()
+    checkpoints = Checkpoints(run, resume_identity(plan, skeleton, task), world, accelerator.print)
     engine = factory.build(accelerator, plan, skeleton, task)
     for name, folder in wanted["sources"].items():
         position = checkpoints.load(Path(folder), engine)
@@ -49,7 +49,7 @@ def main() -> None:
             engine.step(micro_batches, learning_rate(recipe, step))
             for step, micro_batches in enumerate(batches, start=position.step + 1)
         ]
-        found = {"source": name, "unequal": sorted(set().union(*world.exchange(unequal)))}
+        found = {"source": name, "unequal": sorted(set().union(*world.all_gather_object(unequal)))}
         found |= {"engine": engine.describe().engine, "world_size": world.size, "start_step": position.step}
         found |= {"losses": [result.loss for result in results], "norms": [result.grad_norm for result in results]}
         if world.is_main:

@@ -78,11 +78,11 @@ def settings(workspace, rows) -> dict[str, tuple[str, ...]]:
 
 def overrides(workspace, rows, task: str) -> tuple[str, ...]:
     common = [f"task={task}", f"steps={STEPS}", f"checkpoint.every_steps={SAVED}", f"data.path={rows['train']}"]
-    common += [f"data.cache_dir={workspace.folder / 'cache'}", "data.packing=false", "data.held_out_fraction=0"]
+    common += [f"data.cache_dir={workspace.folder / 'cache'}", "data.packing=false", "data.validation_fraction=0"]
     common += [f"evaluate={{path: {rows['held_out']}, every_steps: {STEPS}}}", "schedule.warmup_steps=2"]
     common += [f"batch.sequence_length={SEQUENCE_LENGTH}", "batch.micro_batch_size=2"]
     common += ["data.chat=false"] if task == "reward" else []
-    tokenizer = registry.load(loader.load(str(workspace.recipe), common).recipe).tokenizer
+    tokenizer = registry.load(loader.read_recipe(str(workspace.recipe), common).recipe).tokenizer
     family = FAMILIES[task]
     fields = dict(BERT if family == "bert" else LLAMA)
     config = AutoConfig.for_model(
@@ -136,7 +136,7 @@ def assert_the_checkpoint_holds_what_is_trained(run: Run) -> None:
 
 def test_a_single_process_follows_a_loop_of_peft(workspace, rows, settings):
     """peft wraps what is in modules_to_save, and stores it; here it is trained in place."""
-    made = loader.load(str(workspace.recipe), settings["classify"]).recipe
+    made = loader.read_recipe(str(workspace.recipe), settings["classify"]).recipe
     model = AutoModelForSequenceClassification.from_pretrained(made.model.path, num_labels=3)
     whole = LoraConfig(
         r=4, lora_alpha=8, target_modules="all-linear", modules_to_save=["pooler"], task_type=TaskType.SEQ_CLS

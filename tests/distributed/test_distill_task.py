@@ -45,7 +45,7 @@ def setting(workspace, data) -> Setting:
     common = [f"steps={STEPS}", "checkpoint.every_steps=5", f"data.path={data}", "batch.sequence_length=64"]
     common += [f"data.cache_dir={workspace.folder / 'cache'}", f"evaluate.every_steps={STEPS}"]
     common += ["batch.micro_batch_size=2"]
-    tokenizer = registry.load(loader.load(str(workspace.recipe), ["task=sft", *common]).recipe).tokenizer
+    tokenizer = registry.load(loader.read_recipe(str(workspace.recipe), ["task=sft", *common]).recipe).tokenizer
     for name, seed, fields in (("student", 1, dict(LLAMA)), ("teacher", 2, dict(TEACHER))):
         more = 8 if name == "teacher" else 0  # an embedding may be padded
         config = AutoConfig.for_model(fields.pop("model_type"), vocab_size=len(tokenizer) + more, **fields)
@@ -62,7 +62,7 @@ def setting(workspace, data) -> Setting:
 
 
 def plain_loop(workspace, overrides):
-    found = loader.load(str(workspace.recipe), overrides).recipe
+    found = loader.read_recipe(str(workspace.recipe), overrides).recipe
     student = AutoModelForCausalLM.from_pretrained(found.model.path, dtype=torch.float32).train()
     teacher = AutoModelForCausalLM.from_pretrained(found.distill.teacher, dtype=torch.float32).eval()
     matrices, vectors = ([p for p in student.parameters() if (p.dim() >= 2) == wanted] for wanted in (True, False))
@@ -123,7 +123,7 @@ def test_bf16_stays_near(strategy, workspace, setting):
 @pytest.mark.parametrize("strategy", ["zero3"])
 def test_the_held_out_numbers_are_the_exports(strategy, workspace, setting):
     run = start(workspace, setting, strategy)
-    found = loader.load(str(workspace.recipe), setting.overrides).recipe
+    found = loader.read_recipe(str(workspace.recipe), setting.overrides).recipe
     student = AutoModelForCausalLM.from_pretrained(run.directory / "model").eval()
     teacher = AutoModelForCausalLM.from_pretrained(found.distill.teacher).eval()
     with torch.no_grad():

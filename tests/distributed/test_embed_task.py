@@ -65,11 +65,11 @@ def settings(workspace, files) -> Callable[[str], Setting]:
 
 def _setting(workspace, files, family: str) -> Setting:
     common = ["task=embed", f"steps={STEPS}", "checkpoint.every_steps=5", f"data.path={files['train']}"]
-    common += [f"data.cache_dir={workspace.folder / 'cache'}", "data.packing=false", "data.held_out_fraction=0"]
+    common += [f"data.cache_dir={workspace.folder / 'cache'}", "data.packing=false", "data.validation_fraction=0"]
     common += [f"evaluate={{path: {files['held_out']}, every_steps: {STEPS}}}"]
     common += [f"embed={{temperature: {TEMPERATURE}, pooling: {POOLING[family]}}}"]
     common += [f"batch.sequence_length={SEQUENCE_LENGTH}", "batch.micro_batch_size=2"]
-    tokenizer = registry.load(loader.load(str(workspace.recipe), common).recipe).tokenizer
+    tokenizer = registry.load(loader.read_recipe(str(workspace.recipe), common).recipe).tokenizer
     fields = dict(BERT if family == "bert" else LLAMA)
     config = AutoConfig.for_model(
         fields.pop("model_type"), vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **fields
@@ -89,7 +89,7 @@ def bare(folder: Path, family: str):
 
 
 def plain_loop(workspace, files, family, overrides):
-    found = loader.load(str(workspace.recipe), overrides).recipe
+    found = loader.read_recipe(str(workspace.recipe), overrides).recipe
     model = bare(found.model.path, family).train()
     tokenizer = AutoTokenizer.from_pretrained(found.model.path)
     matrices, vectors = ([p for p in model.parameters() if (p.dim() >= 2) == wanted] for wanted in (True, False))

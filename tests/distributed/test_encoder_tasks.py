@@ -84,10 +84,10 @@ def settings(workspace, files) -> dict[tuple[str, str], Setting]:
 def setting(workspace, files, task: str, family: str) -> Setting:
     """The model and its tokenizer are on the disk as transformers writes them."""
     common = [f"task={task}", f"steps={STEPS}", f"checkpoint.every_steps={SAVED}", f"data.path={files['train']}"]
-    common += [f"data.cache_dir={workspace.folder / 'cache'}", "data.packing=false", "data.held_out_fraction=0"]
+    common += [f"data.cache_dir={workspace.folder / 'cache'}", "data.packing=false", "data.validation_fraction=0"]
     common += [f"evaluate={{path: {files['held_out']}, every_steps: {STEPS}}}"]
     common += [f"batch.sequence_length={SEQUENCE_LENGTH}", "batch.micro_batch_size=2"]
-    tokenizer = registry.load(loader.load(str(workspace.recipe), common).recipe).tokenizer
+    tokenizer = registry.load(loader.read_recipe(str(workspace.recipe), common).recipe).tokenizer
     fields = dict(BERT if family == "bert" else LLAMA)
     config = AutoConfig.for_model(
         fields.pop("model_type"), vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **fields
@@ -103,7 +103,7 @@ def setting(workspace, files, task: str, family: str) -> Setting:
 
 
 def plain_loop(workspace, files, task, overrides):
-    found = loader.load(str(workspace.recipe), overrides).recipe
+    found = loader.read_recipe(str(workspace.recipe), overrides).recipe
     model = AUTO[task].from_pretrained(found.model.path, dtype=torch.float32).train()
     matrices, vectors = ([p for p in model.parameters() if (p.dim() >= 2) == wanted] for wanted in (True, False))
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]

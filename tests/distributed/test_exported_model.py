@@ -56,7 +56,7 @@ def held_out_loss(workspace, model) -> tuple[float, int]:
     from samecurve.data.batches import EvaluationBatches
     from samecurve.tasks import registry
 
-    task = registry.load(loader.load(str(workspace.recipe)).recipe)
+    task = registry.load(loader.read_recipe(str(workspace.recipe)).recipe)
     total, tokens = 0.0, 0
     for batch in EvaluationBatches(task.held_out, 8, (0, 1)):
         with torch.no_grad():

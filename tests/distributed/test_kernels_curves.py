@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.joi
 
 SMALL = {**LLAMA, "num_hidden_layers": 2}
 # one program of a kernel after the other, so as few tokens as there can be
-FEW = "batch.sequence_length=8", "batch.global_batch_size=4", "data.held_out_fraction=0.02"
+FEW = "batch.sequence_length=8", "batch.global_batch_size=4", "data.validation_fraction=0.02"
 OVERRIDES = ("model.config.num_hidden_layers=2", *FEW)
 SCRIPT = Path(__file__).with_name("kernels_curves_probe.py")
 FULL = {"memory": {"activation_checkpointing": "full"}}

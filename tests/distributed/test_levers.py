@@ -13,9 +13,9 @@ from test_equal_curves import ENGINES
 PLAIN = "none"
 KINDS = {
     "full": {"activation_checkpointing": "full"},
-    "every_k": {"activation_checkpointing": "every_k", "every_k": 3},
+    "every_n_layers": {"activation_checkpointing": "every_n_layers", "every_n_layers": 3},
     "matmul": {"activation_checkpointing": "selective"},
-    "attention": {"activation_checkpointing": "selective", "selective_keeps": "attention"},
+    "attention": {"activation_checkpointing": "selective", "selective_save": "attention"},
     "offload": {"activation_checkpointing": "offload"},
 }
 CHECKPOINTED = {PLAIN: {}, **{name: {"memory": memory} for name, memory in KINDS.items()}}
@@ -61,7 +61,7 @@ def assert_equal(found: dict, tolerance: float) -> None:
 def test_activation_checkpointing(strategy, workspace):
     found = probe(workspace, strategy, CHECKPOINTED)
     often = {name: case["mlp_calls"] / found[PLAIN]["mlp_calls"] for name, case in found.items()}
-    assert often == {PLAIN: 1.0, **dict.fromkeys(KINDS, 2.0), "every_k": 1.5}
+    assert often == {PLAIN: 1.0, **dict.fromkeys(KINDS, 2.0), "every_n_layers": 1.5}
     assert_equal(found, 1e-6)
 
 

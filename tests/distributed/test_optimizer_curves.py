@@ -16,7 +16,7 @@ from optimizer_probe import SAVED, STEPS
 from test_equal_curves import ENGINES
 from test_resume import whole
 
-from samecurve.specs.optimizers import TRAITS
+from samecurve.specs.optimizers import OPTIMIZERS
 
 RATES = {
     "adamw": 3e-3,
@@ -60,7 +60,7 @@ def start(workspace, strategy: str | None, world: int, names, origin: Path | Non
 def overrides(name: str) -> list[str]:
     optimizer, _, update = name.partition(":")
     found = [f"optimizer.name={optimizer}", f"optimizer.learning_rate={RATES[optimizer]}"]
-    return [*found, f"optimizer.bf16_update={update}"] if update else found
+    return [*found, f"optimizer.bf16_rounding={update}"] if update else found
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def single(workspace) -> dict[str, dict]:
 
 
 def test_all_optimizers_are_covered():
-    assert RATES.keys() == TRAITS.keys()
+    assert RATES.keys() == OPTIMIZERS.keys()
 
 
 @pytest.mark.parametrize(

@@ -73,11 +73,11 @@ def settings(workspace, files) -> dict[str, Setting]:
 def setting(workspace, files, task: str) -> Setting:
     """The model and its tokenizer are on the disk as transformers writes them."""
     common = [f"task={task}", f"steps={STEPS}", f"checkpoint.every_steps={SAVED}", f"data.path={files['train']}"]
-    common += [f"data.cache_dir={workspace.folder / 'cache'}", "data.packing=false", "data.held_out_fraction=0"]
+    common += [f"data.cache_dir={workspace.folder / 'cache'}", "data.packing=false", "data.validation_fraction=0"]
     common += [f"evaluate={{path: {files['held_out']}, every_steps: {STEPS}}}"]
     common += [f"batch.sequence_length={LENGTH}", "batch.micro_batch_size=2"]
     common += [f"dpo.beta={BETA}"] if task == "dpo" else []
-    loaded = registry.load(loader.load(str(workspace.recipe), common).recipe)
+    loaded = registry.load(loader.read_recipe(str(workspace.recipe), common).recipe)
     assert loaded.train.num_dropped == 0 < loaded.train.num_truncated
     tokenizer, fields = loaded.tokenizer, dict(LLAMA)
     config = AutoConfig.for_model(fields.pop("model_type"), vocab_size=len(tokenizer), **fields)
@@ -92,7 +92,7 @@ def setting(workspace, files, task: str) -> Setting:
 
 
 def plain_loop(workspace, files, task, folder, overrides):
-    found = loader.load(str(workspace.recipe), overrides).recipe
+    found = loader.read_recipe(str(workspace.recipe), overrides).recipe
     model, reference = (AUTO[task].from_pretrained(folder, dtype=torch.float32) for _ in range(2))
     matrices, vectors = ([p for p in model.parameters() if (p.dim() >= 2) == wanted] for wanted in (True, False))
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from harness import ROOT, Run
 
-from samecurve.strategy.resolve import resolve
+from samecurve.strategy.resolve import resolve_plan
 
 SHORT = {"steps": 12, "schedule.warmup_steps": 2, "model.config.num_hidden_layers": 1, "evaluate.every_steps": 6}
 ENVIRONMENT = ROOT / ".venv"
@@ -70,7 +70,7 @@ def test_the_other_commands_are_legal(quickstart, monkeypatch):
     words = shlex.split(quickstart.commands["try another strategy"])
     assert words[:5] == ["accelerate", "launch", "--config_file", "configs/zero3.yaml", "--num_processes"]
     world = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": words[5]}
-    plan = resolve([*words[words.index("train.py") + 1 :], "--strategy", words[3]], world)
+    plan = resolve_plan([*words[words.index("train.py") + 1 :], "--strategy", words[3]], world)
     assert plan.strategy.name == "zero3" and plan.recipe.steps == SHORT["steps"]
     assert quickstart.commands["see that they agree"].startswith("python -m samecurve compare recipes/quickstart.yaml ")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from harness import ROOT, Run, largest_relative_difference, launch_command, long
 
-from samecurve.config.loader import load
+from samecurve.config.loader import read_recipe
 
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml") if path.stem not in ("base", "tiny"))
 STRATEGIES = ["ddp", "fsdp", "zero2", "zero3"]
@@ -31,7 +31,7 @@ SETTINGS = (
     f"steps={STEPS}",
     f"batch.global_batch_size={ROWS}",
     "batch.sequence_length=64",
-    "data.held_out_fraction=0.2",
+    "data.validation_fraction=0.2",
     "evaluate.every_steps=2",
     "schedule.warmup_steps=1",
     "precision=fp32",
@@ -59,7 +59,7 @@ def file(workspace) -> Path:
 
 @cache
 def started(workspace, file: Path, recipe: str, strategy: str | None) -> Run:
-    content = load(str(ROOT / "recipes" / f"{recipe}.yaml")).document.content
+    content = read_recipe(str(ROOT / "recipes" / f"{recipe}.yaml")).document.content
     directory = workspace.folder / f"recipe_{recipe}_{strategy}"
     model = [f"tokenizer.vocabulary_size={300 if content['tokenizer']['vocabulary_size'] else 'null'}"]
     if recipe in PRETRAINED:

@@ -45,9 +45,9 @@ def chats(workspace) -> Path:
 def overrides(workspace, chats) -> tuple[str, ...]:
     """A model and a tokenizer that transformers wrote, on the conversations."""
     common = ["task=sft", f"steps={STEPS}", f"data.path={chats}", f"data.cache_dir={workspace.folder / 'cache'}"]
-    common += ["data.held_out_fraction=0", "evaluate.every_steps=0", "checkpoint.every_steps=0"]
+    common += ["data.validation_fraction=0", "evaluate.every_steps=0", "checkpoint.every_steps=0"]
     common += [f"batch.sequence_length={SEQUENCE_LENGTH}", "batch.micro_batch_size=2"]
-    tokenizer = registry.load(loader.load(str(workspace.recipe), common).recipe).tokenizer
+    tokenizer = registry.load(loader.read_recipe(str(workspace.recipe), common).recipe).tokenizer
     folder = workspace.folder / "chat_model"
     torch.manual_seed(1)
     fields = {key: value for key, value in LLAMA.items() if key != "model_type"}
@@ -67,7 +67,7 @@ def plain(workspace, chats, overrides):
 
 
 def plain_loop(workspace, chats, overrides):
-    found = loader.load(str(workspace.recipe), overrides).recipe
+    found = loader.read_recipe(str(workspace.recipe), overrides).recipe
     model = AutoModelForCausalLM.from_pretrained(found.model.path, dtype=torch.float32).train()
     steps = list(batches(found, chats))
     losses, norms = train(model, steps, STEPS)

@@ -16,7 +16,7 @@ from pathlib import Path
 from harness import ROOT, SAVE_EVERY, STEPS, Run, Workspace, append_result, launch_command, once, rank_hashes
 from started import LIMIT_SECONDS, Started
 
-from samecurve.checkpoint.manifest import candidates, check
+from samecurve.checkpoint.manifest import check_files, list_checkpoints
 from samecurve.run.run_directory import read_metrics
 from samecurve.storage.atomic import read_json
 from samecurve.storage.filesystem import LocalFileSystem
@@ -159,14 +159,14 @@ class Victim:
             assert expected.lost is None or lost <= expected.lost, record
 
     def newest(self) -> int:
-        found = candidates(LocalFileSystem(), self.directory / "checkpoints")
+        found = list_checkpoints(LocalFileSystem(), self.directory / "checkpoints")
         return int(found[0].name[5:]) if found else 0
 
     def damaged(self) -> list[str]:
         """Everything in a committed checkpoint that is not what the undisturbed run wrote at this step."""
         golden, found = self.battery.golden(self.case), []
-        for folder in candidates(LocalFileSystem(), self.directory / "checkpoints"):
-            found += [f"{folder}: {problem}" for problem in check(LocalFileSystem(), folder)]
+        for folder in list_checkpoints(LocalFileSystem(), self.directory / "checkpoints"):
+            found += [f"{folder}: {problem}" for problem in check_files(LocalFileSystem(), folder)]
             expected = golden.directory / "checkpoints" / folder.name
             if not found and expected.exists() and rank_hashes(folder) != rank_hashes(expected):
                 found.append(f"{folder}: not what the undisturbed run has at this step")

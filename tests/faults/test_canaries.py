@@ -18,8 +18,8 @@ from battery import SINGLE
 from harness import ROOT
 from safetensors.torch import load_file, save_file
 
-from samecurve.checkpoint.format import Reader
-from samecurve.checkpoint.manifest import check
+from samecurve.checkpoint.format import CheckpointReader
+from samecurve.checkpoint.manifest import check_files
 from samecurve.checkpoint.resume import read_state
 from samecurve.errors import CheckpointError
 from samecurve.storage.filesystem import LocalFileSystem
@@ -83,9 +83,9 @@ def _torch_saved(canary: Path, path: Path) -> None:
 
 def read_all(folder: Path) -> None:
     """What a run reads, in its order."""
-    assert check(LocalFileSystem(), folder) == []
+    assert check_files(LocalFileSystem(), folder) == []
     read_state(folder)
-    reader = Reader(folder)
+    reader = CheckpointReader(folder)
     for name, shape in reader.shapes.items():
         for kind in ("weight", "exp_avg", "exp_avg_sq"):
             reader.read(name, kind, 0, torch.Size(shape).numel())
@@ -166,7 +166,7 @@ MANIFESTS: dict[str, dict | bytes] = {
 @pytest.mark.parametrize("content", MANIFESTS.values(), ids=MANIFESTS.keys())
 def test_a_hostile_manifest_is_a_problem_and_nothing_else(content, folder):
     write_manifest(folder, content)
-    problems = check(LocalFileSystem(), folder)
+    problems = check_files(LocalFileSystem(), folder)
     assert len(problems) == 1 and len(str(problems[0])) < 400
 
 

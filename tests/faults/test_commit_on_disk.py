@@ -15,7 +15,7 @@ from threading import Barrier
 import pytest
 
 from samecurve.checkpoint import commit as protocol
-from samecurve.checkpoint.manifest import MANIFEST, MARKER, candidates, check, file_name, manifest_digest
+from samecurve.checkpoint.manifest import MANIFEST, MARKER, check_files, file_name, list_checkpoints, manifest_digest
 from samecurve.errors import StorageError
 from samecurve.storage.filesystem import PIECE_BYTES, LocalFileSystem
 
@@ -63,7 +63,7 @@ def test_what_is_written(checkpoint):
     assert {"name": RANK_1, "size": 8, "sha256": sha256} in manifest["files"]
     assert (checkpoint / RANK_1).read_bytes() == b"head1 40" and (checkpoint / "state.json").read_bytes() == b"[0, 1]"
     assert manifest_digest(DISK, checkpoint) == json.loads((checkpoint / MARKER).read_text())["manifest_sha256"]
-    assert candidates(DISK, checkpoint.parent) == [checkpoint] and check(DISK, checkpoint) == []
+    assert list_checkpoints(DISK, checkpoint.parent) == [checkpoint] and check_files(DISK, checkpoint) == []
 
 
 def test_a_file_of_many_pieces(tmp_path):
@@ -90,17 +90,17 @@ def replace_by_folder(path: Path) -> None:
 )
 def test_every_damage_of_every_file_is_found(checkpoint, name, damage):
     damage(checkpoint / name)
-    problems = check(DISK, checkpoint)
+    problems = check_files(DISK, checkpoint)
     assert [problem.file for problem in problems] == [name]
     assert problems[0].expected and problems[0].found and str(problems[0]).startswith(problems[0].file)
 
 
 def test_ranks_share_the_hashing(checkpoint):
     flip(checkpoint / RANK_1)
-    assert check(DISK, checkpoint, (0, 2)) == [] and check(DISK, checkpoint, None) == []
-    assert [problem.file for problem in check(DISK, checkpoint, (1, 2))] == [RANK_1]
+    assert check_files(DISK, checkpoint, (0, 2)) == [] and check_files(DISK, checkpoint, None) == []
+    assert [problem.file for problem in check_files(DISK, checkpoint, (1, 2))] == [RANK_1]
     flip(checkpoint / "state.json")
-    assert all(check(DISK, checkpoint, shard) for shard in ((0, 2), (1, 2), (7, 8), None))
+    assert all(check_files(DISK, checkpoint, shard) for shard in ((0, 2), (1, 2), (7, 8), None))
 
 
 HOSTILE = {
@@ -130,18 +130,18 @@ def test_a_manifest_that_somebody_made_is_not_believed(checkpoint, change):
     manifest = json.loads((checkpoint / MANIFEST).read_text())
     change(manifest)
     seal(checkpoint, json.dumps(manifest).encode())
-    assert [problem.file for problem in check(DISK, checkpoint)] == [MANIFEST]
+    assert [problem.file for problem in check_files(DISK, checkpoint)] == [MANIFEST]
 
 
 @pytest.mark.parametrize("text", [b"[]", b"\xff", b"[" * 100_000, b"{"])
 def test_a_manifest_that_is_no_object(checkpoint, text):
     seal(checkpoint, text)
-    assert [problem.file for problem in check(DISK, checkpoint)] == [MANIFEST]
+    assert [problem.file for problem in check_files(DISK, checkpoint)] == [MANIFEST]
 
 
 def test_another_manifest_than_the_marked_one(checkpoint):
     (checkpoint / MANIFEST).write_bytes((checkpoint / MANIFEST).read_bytes() + b" ")
-    [problem] = check(DISK, checkpoint)
+    [problem] = check_files(DISK, checkpoint)
     assert problem.file == MANIFEST and problem.expected.startswith("sha256") and MARKER in problem.expected
 
 
@@ -158,9 +158,13 @@ def test_only_checkpoints_are_candidates_and_rotated(checkpoint):
     (directory / "step_00000050").write_text("a file")
     for step in (20, 10**9):
         assert save([directory] * 2, step) == [None, None]
-    assert [path.name for path in candidates(DISK, directory)] == ["step_1000000000", "step_00000040", "step_00000020"]
+    assert [path.name for path in list_checkpoints(DISK, directory)] == [
+        "step_1000000000",
+        "step_00000040",
+        "step_00000020",
+    ]
     assert protocol.rotate(DISK, directory, 1, {"step_00000020"}) == ""
-    assert [path.name for path in candidates(DISK, directory)] == ["step_1000000000", "step_00000020"]
+    assert [path.name for path in list_checkpoints(DISK, directory)] == ["step_1000000000", "step_00000020"]
     assert all((directory / name).exists() for name in [*others, "step_00000050"])
 
 
@@ -170,9 +174,9 @@ def test_damaged_ones_are_kept_beside_the_good_ones(tmp_path):
     for step in (20, 40, 50, 70):
         (tmp_path / f"step_{step:08d}" / RANK_1).unlink()
     assert protocol.rotate(DISK, tmp_path, 2, ()) == ""
-    assert [path.name[-2:] for path in candidates(DISK, tmp_path)] == ["70", "60", "50", "30"]
+    assert [path.name[-2:] for path in list_checkpoints(DISK, tmp_path)] == ["70", "60", "50", "30"]
     assert protocol.rotate(DISK, tmp_path, 0, ()) == ""
-    assert [path.name[-2:] for path in candidates(DISK, tmp_path)] == ["70", "60"]
+    assert [path.name[-2:] for path in list_checkpoints(DISK, tmp_path)] == ["70", "60"]
 
 
 def test_a_bug_on_one_rank_ends_the_save_on_all(tmp_path):
@@ -228,8 +232,8 @@ def run(directory: Path, *steps: int, faults: str = "") -> subprocess.CompletedP
 
 def left(directory: Path) -> list[str]:
     """The good ones; the others must not be there."""
-    found = candidates(DISK, directory)
-    assert all(check(DISK, folder) == [] for folder in found)
+    found = list_checkpoints(DISK, directory)
+    assert all(check_files(DISK, folder) == [] for folder in found)
     return [folder.name[-2:] for folder in found]
 
 

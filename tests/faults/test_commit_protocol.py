@@ -17,7 +17,7 @@ from fake_filesystem import FakeFileSystem
 from two_ranks import DIRECTORY, ERRORS, KILL_ONE, STOP, Fault, Team, contents
 
 from samecurve.checkpoint import commit as protocol
-from samecurve.checkpoint.manifest import MANIFEST, MARKER, candidates, check, file_name
+from samecurve.checkpoint.manifest import MANIFEST, MARKER, check_files, file_name, list_checkpoints
 from samecurve.errors import StorageError
 
 STEPS = (20, 40, 60, 80)
@@ -59,7 +59,7 @@ class Battery:
         team = self._restart()
         yield from self._undisturbed(team, self.step)
         for at, (rank, operation, path) in enumerate(team.operations):
-            self.phases |= {path.name} if operation == "reach" else set()
+            self.phases |= {path.name} if operation == "fault_point" else set()
             if not fault.can_hit(operation):
                 continue
             self.num_cases += 1
@@ -134,7 +134,9 @@ class Battery:
     def _new_session(self, disk: FakeFileSystem, committed: list[int]) -> Iterator[str]:
         team = self._team(disk)
         team.committed = list(committed)
-        newest = next((step_of(folder) for folder in candidates(disk, DIRECTORY) if not check(disk, folder)), 0)
+        newest = next(
+            (step_of(folder) for folder in list_checkpoints(disk, DIRECTORY) if not check_files(disk, folder)), 0
+        )
         found = list(self._undisturbed(team, newest + 20, attempt=LAST_ATTEMPT))
         for _, left in disk.after_power_cut():
             found += [f"then a power cut: {text}" for text in self._judge(left, team.committed)]
@@ -143,8 +145,8 @@ class Battery:
 
     def _judge(self, disk: FakeFileSystem, committed: list[int]) -> Iterator[str]:
         good = []
-        for folder in candidates(disk, DIRECTORY):
-            problems, files = check(disk, folder), disk.files(folder)
+        for folder in list_checkpoints(disk, DIRECTORY):
+            problems, files = check_files(disk, folder), disk.files(folder)
             if problems and files != self._damage:
                 yield f"{folder.name} is there and damaged: {problems[0]}"
             elif not problems:
@@ -159,7 +161,7 @@ class Battery:
         names = disk.names(DIRECTORY)
         if any(name.startswith(".") for name in names):
             yield f"debris is left: {sorted(names)}"
-        if len(candidates(disk, DIRECTORY)) > self.keep + bool(self._damage):
+        if len(list_checkpoints(disk, DIRECTORY)) > self.keep + bool(self._damage):
             yield f"more than {self.keep} are kept: {sorted(names)}"
         if not {Path(name).parts[0] for name in self._not_ours} <= names:
             yield f"something that is not ours is gone: {sorted(names)}"

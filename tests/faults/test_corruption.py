@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from battery import SINGLE, Case, Expected, Record, write_result
 
-from samecurve.checkpoint.manifest import check
-from samecurve.checkpoint.resume import Finder, read_state
-from samecurve.distributed.control_group import World
+from samecurve.checkpoint.manifest import check_files
+from samecurve.checkpoint.resume import CheckpointSelector, read_state
+from samecurve.distributed.control_group import ControlGroup
 from samecurve.errors import CheckpointError
 from samecurve.storage.filesystem import LocalFileSystem
 
@@ -69,9 +69,9 @@ def directory(saved, tmp_path) -> Path:
     return tmp_path
 
 
-def finder(directory: Path, told: list[str]) -> Finder:
+def selector(directory: Path, told: list[str]) -> CheckpointSelector:
     facts = read_state(directory.parent / directory.name / "step_00000005")
-    return Finder(directory, facts, World(), told.append, LocalFileSystem())
+    return CheckpointSelector(directory, facts, ControlGroup(), told.append, LocalFileSystem())
 
 
 def damage(directory: Path, step: int, name: str, how: str) -> Path:
@@ -88,14 +88,14 @@ def damage(directory: Path, step: int, name: str, how: str) -> Path:
 @pytest.mark.parametrize(("name", "how"), list(product(FILES, DAMAGES)))
 def test_damage_is_named_and_the_older_one_is_taken(name, how, directory):
     damage(directory, 15, name, how)
-    problems = check(LocalFileSystem(), directory / "step_00000015")
+    problems = check_files(LocalFileSystem(), directory / "step_00000015")
     record = Record("-", 2, "-", "corruption", f"{name} {how}", corruption_accepted=not problems)
     write_result(record)
     assert len(problems) == 1
     assert problems[0].file == name or {problems[0].file, name} <= PAIR
     assert problems[0].expected and problems[0].found and problems[0].expected != problems[0].found
     told: list[str] = []
-    assert finder(directory, told).find("auto") == directory / "step_00000010"
+    assert selector(directory, told).select("auto") == directory / "step_00000010"
     assert f"step_00000015/{problems[0]}" in told[0]
 
 
@@ -113,10 +113,10 @@ def test_every_byte_of_the_manifest_matters_and_many_others(saved, tmp_path):
             changed = bytearray(content)
             changed[place] ^= 1 << place % 8
             (folder / name).write_bytes(changed)
-            assert check(LocalFileSystem(), folder, shard=None), f"byte {place} of {name} may change"
+            assert check_files(LocalFileSystem(), folder, shard=None), f"byte {place} of {name} may change"
             num_flips += 1
         (folder / name).write_bytes(content)
-    assert num_flips > 1500 and not check(LocalFileSystem(), folder)
+    assert num_flips > 1500 and not check_files(LocalFileSystem(), folder)
 
 
 def test_when_all_are_damaged_each_is_listed(directory):
@@ -124,10 +124,10 @@ def test_when_all_are_damaged_each_is_listed(directory):
     damage(directory, 10, "COMMITTED", "deleted")
     first = directory / "step_00000005" / "state.json"
     told: list[str] = []
-    facts = finder(directory, told)
+    facts = selector(directory, told)
     first.write_text("{}")
     with pytest.raises(CheckpointError) as caught:
-        facts.find("auto")
+        facts.select("auto")
     text = str(caught.value)
     for file in ("step_00000015/rank_00001.safetensors: ", "step_00000010/COMMITTED: ", "step_00000005/state.json: "):
         assert text.count(file) == 1

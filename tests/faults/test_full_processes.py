@@ -46,7 +46,7 @@ def test_killed_in_every_phase(case, battery):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_dead_and_frozen_ranks(strategy, battery):
     victim = battery.victim(Case(strategy))
-    limit = "timeout.step_seconds=10"
+    limit = "watchdog.timeout_seconds=10"
     for rank in (0, 1):
         place = f"step@{SAVE_EVERY + 2}:{rank}"
         dead = Expected(1, DEAD.format(rank), victim.newest() + SAVE_EVERY)

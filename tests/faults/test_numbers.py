@@ -76,7 +76,7 @@ def test_too_many_in_a_row_end_the_run_with_code_5(case, poison, battery):
     run = poisoned(battery, case, poison, "checkpoint.every_steps=25")
     assert run.status["state"] == "failed" and run.status["exit_code"] == 5, run.output
     assert run.output.count("NumericError (exit code 5)") == 1
-    assert "in a row, and guard.max_skipped_steps is 3" in run.output
+    assert "in a row, and numerics.max_skipped_steps is 3" in run.output
     first = skipped(run)[0]["step"]
     # a weight that only the optimizer holds shows after the next update
     assert first in (4, 5) and [line["step"] for line in skipped(run)] == list(range(first, first + 4))
@@ -93,7 +93,7 @@ def test_a_checkpoint_never_holds_a_weight_that_is_not_finite(case, battery):
 
 
 def test_a_loss_spike_goes_back_to_the_checkpoint(battery):
-    run = poisoned(battery, SINGLE, "spike@13-13:*", "guard.rollback_ratio=3")
+    run = poisoned(battery, SINGLE, "spike@13-13:*", "numerics.rollback_ratio=3")
     assert run.returncode == 0, run.output
     checkpoint = run.checkpoint(10)
     assert run.output.count(f"back to the weights of {checkpoint}") == 1
@@ -107,7 +107,7 @@ def test_a_loss_spike_goes_back_to_the_checkpoint(battery):
 # ZeRO gathers the weights that are computed with anew in every update, so a difference in them heals by itself
 @pytest.mark.parametrize("case", [Case(), *long(Case("ddp", 4))], ids=str)
 def test_replicas_that_differ_are_named(case, battery):
-    run = poisoned(battery, case, "flip@4-4:1", "guard.compare_replicas_every_steps=5")
+    run = poisoned(battery, case, "flip@4-4:1", "numerics.compare_replicas_every_steps=5")
     assert run.status["exit_code"] == 5, run.output
     assert run.output.count("NumericError (exit code 5)") == 1
     assert "rank 1: " in run.status["reason"] and "step 5: weights" in run.status["reason"]

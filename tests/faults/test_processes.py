@@ -64,9 +64,9 @@ def test_a_signal_to_accelerate_with_one_process(battery):
 
 def test_ranks_that_stop_answering(battery):
     victim = battery.victim()
-    says = r"no progress for 10 s \(timeout.step_seconds\): rank 1 \(pid \d+\) {} phase \w+"
+    says = r"no progress for 10 s \(watchdog.timeout_seconds\): rank 1 \(pid \d+\) {} phase \w+"
     frozen, stuck = says.format(r"shows no sign of life .* last seen in"), says.format("is in")
-    limit = "timeout.step_seconds=10"
+    limit = "watchdog.timeout_seconds=10"
     for fault, text, newest, faults in (
         ("SIGSTOP", frozen, 5, "step@7:1:stop"),
         ("deadlock", stuck + r" of step 11 .* while rank 0 is in phase step of step 12", 10, "step@7:1:hang"),
@@ -113,13 +113,13 @@ def test_what_fails_at_the_same_step_stops(battery):
     victim.write(None)
 
 
-def test_what_may_not_change_is_refused_and_start_over_moves_it_aside(battery):
+def test_what_may_not_change_is_refused_and_fresh_moves_it_aside(battery):
     victim = battery.victim(SINGLE)
     victim.hurt("kill", "SIGKILL of a single process", Expected(None, "", 10, "running"), faults="step@13:0:kill")
     before = contents(victim)
     started = victim.start("", "", "--resume", "none")
     started.wait()
-    assert started.process.returncode == 4 and "--start_over" in started.output
+    assert started.process.returncode == 4 and "--fresh" in started.output
     documents = victim.directory.parent / "other.jsonl"
     documents.write_text("".join(json.dumps({"text": f"other words {n}"}) + "\n" for n in range(50)))
     started = victim.start("", "", "seed=4", f"data.path={documents}", "model.config.num_hidden_layers=3", "steps=8")
@@ -129,7 +129,7 @@ def test_what_may_not_change_is_refused_and_start_over_moves_it_aside(battery):
     for reason in ("seed: 3 -> 4", "model.num_hidden_layers: 4 -> 3", "rows: ", "steps: 8, but"):
         assert started.output.count(reason) == 1, (reason, started.output)
     assert contents(victim) == before
-    run = victim.finish("--start_over")
+    run = victim.finish("--fresh")
     assert run.facts["resumed_from"] is None
     (moved,) = victim.directory.glob("previous/*/checkpoints")
     assert {path.relative_to(moved).as_posix(): path.read_bytes() for path in moved.rglob("*.*")} == before

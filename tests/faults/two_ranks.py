@@ -123,7 +123,7 @@ class Team:
         self.disk.before = self._before
         self.disk.ignores = lambda operation, path: self.ignores(self._phase, operation, path)
         small = mock.patch.object(protocol, "PIECE_BYTES", 20)  # so that a file is of several
-        with mock.patch.object(protocol, "reach", self._reach), small:
+        with mock.patch.object(protocol, "fault_point", self._reach), small:
             self._run()
         self.disk.before = lambda operation, path: None
         return Saved([rank.error for rank in self._ranks], self._operations, self._rotated)
@@ -186,7 +186,7 @@ class Team:
 
     def _reach(self, phase: str) -> None:
         self._phase = phase
-        self._before("reach", Path(phase))
+        self._before("fault_point", Path(phase))
         if phase == self.pauses and self._current == 1:
             self._ranks[1].hand_over(_PAUSE)
         if self.rotates_early and phase == "save.renamed":

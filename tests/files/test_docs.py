@@ -64,7 +64,7 @@ def test_paths_are_there(name):
 
 @pytest.mark.parametrize("name", PAGES)
 def test_recipe_keys_are_keys(name):
-    """`data.path`, `memory.selective_keeps: attention`, data.path=books/; the example of an error has wrong ones."""
+    """`data.path`, `memory.selective_save: attention`, data.path=books/; the example of an error has wrong ones."""
     sections = {key: field.annotation for key, field in Recipe.model_fields.items()}
     sections = {key: kind for key, kind in sections.items() if isinstance(kind, type) and issubclass(kind, Section)}
     found = re.findall(
@@ -77,7 +77,7 @@ def test_recipe_keys_are_keys(name):
 
 def test_the_recipe_reference_is_current():
     fix = "python -m samecurve.config.reference > docs/recipe_reference.md"
-    assert text("docs/recipe_reference.md") == reference.page(), f"the schema has changed: {fix}"
+    assert text("docs/recipe_reference.md") == reference.render_reference(), f"the schema has changed: {fix}"
 
 
 class Grown(Section):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from samecurve.strategy import validate
-from samecurve.strategy.accelerate_keys import ACCELERATE, OURS, Kind, Owned, Refused
+from samecurve.strategy.accelerate_keys import ACCELERATE, OURS, RecipeOwned, Rejected, ValueRule
 from samecurve.strategy.deepspeed_keys import DEEPSPEED, STAGES, ZERO
 
 FAMILIES = {"single": "single", "ddp": "ddp", "fsdp": "fsdp", "hsdp": "fsdp", "zero": "zero", "pipeline": "pipeline"}
@@ -153,13 +153,13 @@ def test_shipped_files_are_found():
 
 @pytest.mark.parametrize("path", SHIPPED, ids=str)
 def test_shipped_strategy_resolves(path, tmp_path, monkeypatch):
-    from samecurve.strategy.resolve import resolve
+    from samecurve.strategy.resolve import resolve_plan
 
     monkeypatch.chdir(ROOT)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE)
     world = {} if path.stem == "single" else {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "4"}
-    strategy = resolve([str(recipe), "--strategy", str(path)], world).strategy
+    strategy = resolve_plan([str(recipe), "--strategy", str(path)], world).strategy
     assert strategy.name == path.stem
     assert strategy.family == next(f for stem, f in FAMILIES.items() if path.stem.startswith(stem))
 
@@ -170,7 +170,7 @@ def test_removed_blocks_are_named():
     for table, removed in ((DEEPSPEED, _REMOVED_TOP_LEVEL_CONFIG_KEYS), (ZERO, _REMOVED_ZERO_CONFIG_KEYS)):
         assert removed
         for key in removed:
-            assert isinstance(table[key], Refused) and "removed" in table[key].reason
+            assert isinstance(table[key], Rejected) and "removed" in table[key].reason
 
 
 def test_stages_are_about_known_keys():
@@ -182,7 +182,7 @@ def numbers(table, path=()):
     for key, rule in table.items():
         if isinstance(rule, dict):
             yield from numbers(rule, (*path, key))
-        elif isinstance(rule, Kind) and any(rule.accepts(value) for value in (0.5, 5, 0)):
+        elif isinstance(rule, ValueRule) and any(rule.accepts(value) for value in (0.5, 5, 0)):
             yield ".".join((*path, key)), rule
 
 
@@ -198,7 +198,7 @@ def owners(table):
     for rule in table.values():
         if isinstance(rule, dict):
             yield from owners(rule)
-        elif isinstance(rule, Owned):
+        elif isinstance(rule, RecipeOwned):
             yield rule.by
 
 

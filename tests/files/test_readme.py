@@ -24,8 +24,8 @@ from samecurve.metrics.meter import Machine, Meter
 from samecurve.models.compilation import Recompilations
 from samecurve.optim.factory import num_bytes_per_parameter
 from samecurve.specs.model_families import FAMILIES, LIGER
-from samecurve.specs.optimizers import TRAITS
-from samecurve.strategy.accelerate_keys import ACCELERATE, Refused
+from samecurve.specs.optimizers import OPTIMIZERS
+from samecurve.strategy.accelerate_keys import ACCELERATE, Rejected
 from samecurve.strategy.deepspeed_keys import DEEPSPEED, ZERO
 from samecurve.strategy.resolve import command_line
 from samecurve.tasks.causal_lm import CausalTask
@@ -74,7 +74,7 @@ def test_keys_of_strategy_files_are_keys():
     keys = {re.match(r"\w+", names(row[1])[0])[0] for row in table}
     assert len(keys) == len(table) >= 9
     assert keys <= ACCELERATE["fsdp_config"].keys() | DEEPSPEED.keys() | ZERO.keys()
-    assert not any(isinstance({**ACCELERATE["fsdp_config"], **DEEPSPEED, **ZERO}[key], Refused) for key in keys)
+    assert not any(isinstance({**ACCELERATE["fsdp_config"], **DEEPSPEED, **ZERO}[key], Rejected) for key in keys)
 
 
 def test_the_table_says_which_recipes_take_an_adapter():
@@ -83,7 +83,7 @@ def test_the_table_says_which_recipes_take_an_adapter():
     pretrained = ["model={path: owner/name}", "tokenizer.vocabulary_size=null", "adapter.name=lora"]
     taken = set()
     for name in rows:
-        source = loader.load(str(ROOT / "recipes" / f"{name}.yaml"), pretrained)
+        source = loader.read_recipe(str(ROOT / "recipes" / f"{name}.yaml"), pretrained)
         taken |= set() if [problem for problem in source.document.problems if problem.key == "adapter.name"] else {name}
     # the quickstart is there to need no pretrained model
     assert claimed == taken - {"quickstart"} and len(claimed) >= 11
@@ -97,7 +97,7 @@ def test_the_table_of_optimizers_has_their_bytes():
         settings = Optimizer(name=name, learning_rate=1e-3, **dict(pair.split(": ") for pair in more))
         assert float(size.split()[0]) == round(num_bytes_per_parameter(settings), 2), cell
         found[name] = size
-    assert found.keys() == TRAITS.keys() and len(table) == len(found) + 1
+    assert found.keys() == OPTIMIZERS.keys() and len(table) == len(found) + 1
 
 
 def test_the_table_of_exit_codes_is_that_of_the_errors():

@@ -31,7 +31,7 @@ def test_a_recipe_is_short_and_headed(path):
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_model_and_data_of_ones_own_replace_the_recipes(path):
-    found = loader.load(str(path), ["model.path=org/model", f"data.path={__file__}"])
+    found = loader.read_recipe(str(path), ["model.path=org/model", f"data.path={__file__}"])
     assert found.document.problems == []
     assert (found.recipe.model.path, found.recipe.model.config) == ("org/model", None)
     assert found.recipe.tokenizer.vocabulary_size is None

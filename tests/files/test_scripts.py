@@ -11,7 +11,7 @@ import pytest
 import yaml
 from torch.distributed import run as torchrun
 
-from samecurve.strategy.resolve import resolve
+from samecurve.strategy.resolve import resolve_plan
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(path.name for path in (ROOT / "scripts").iterdir())
@@ -85,7 +85,7 @@ def test_kubernetes_pods_find_each_other_and_train(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     world = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "16"}
     arguments = [word for word in asked.training_script_args if not word.startswith("data.path=")]
-    plan = resolve([*arguments, f"data.path={tmp_path}"], world)
+    plan = resolve_plan([*arguments, f"data.path={tmp_path}"], world)
     assert (asked.training_script, plan.strategy.name) == ("train.py", "fsdp")
 
 
@@ -172,4 +172,4 @@ def test_quickstart_takes_the_gpus_that_are_there(gpus, strategy, processes, bat
     assert started == f"launch {options} train.py recipes/quickstart.yaml{changed} steps=3"
     monkeypatch.chdir(ROOT)
     world = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": str(processes)}
-    resolve(["recipes/quickstart.yaml", *changed.split(), "--strategy", f"configs/{strategy}.yaml"], world)
+    resolve_plan(["recipes/quickstart.yaml", *changed.split(), "--strategy", f"configs/{strategy}.yaml"], world)

@@ -58,11 +58,11 @@ ROUNDED = {
     "varlen compiled": {"model": {"config": CONFIG, "attention": "varlen"}, "compile": "regional"},
     "varlen selective": {
         "model": {"config": CONFIG, "attention": "varlen"},
-        "memory": {"activation_checkpointing": "selective", "selective_keeps": "attention"},
+        "memory": {"activation_checkpointing": "selective", "selective_save": "attention"},
     },
     "flex": {"model": {"config": CONFIG, "attention": "flex_attention"}},
     "adamw_bf16": {"optimizer": {**OPTIMIZER, "name": "adamw_bf16"}},
-    "kahan": {"optimizer": {**OPTIMIZER, "name": "adamw_bf16", "bf16_update": "kahan"}},
+    "kahan": {"optimizer": {**OPTIMIZER, "name": "adamw_bf16", "bf16_rounding": "kahan"}},
     "fp16": {"loss": {"implementation": "full"}},
 }
 if not ON_GPU:  # flex_attention has no gradients there, and fp16 no matrix products
@@ -137,7 +137,7 @@ def test_in_16_bits_a_lever_stays_near(name, probe, single):
 @pytest.mark.parametrize("kahan", [False, True])
 def test_adamw_bf16_updates_in_one_kernel(kahan):
     """Without one it only warns."""
-    assert adamw_bf16.agrees(torch.device("cuda" if ON_GPU else "cpu"), kahan)
+    assert adamw_bf16.compiled_update_agrees(torch.device("cuda" if ON_GPU else "cpu"), kahan)
 
 
 @pytest.mark.parametrize("precision", TOLERANCES)

@@ -37,7 +37,7 @@ SIZES = {
 MATMUL = Memory(activation_checkpointing="selective")
 MEMORIES = {
     "full": Memory(activation_checkpointing="full"),
-    "attention": Memory(activation_checkpointing="selective", selective_keeps="attention"),
+    "attention": Memory(activation_checkpointing="selective", selective_save="attention"),
     "matmul": MATMUL,
 }
 

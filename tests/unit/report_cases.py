@@ -9,7 +9,7 @@ from pathlib import Path
 from samecurve.errors import SamecurveError
 from samecurve.strategy.launchers import Ancestor
 from samecurve.strategy.plan import Plan
-from samecurve.strategy.resolve import resolve
+from samecurve.strategy.resolve import resolve_plan
 
 GOOD = {
     "r.yaml": """\
@@ -110,7 +110,7 @@ def launched(*words: str, directory: str = ".") -> Callable[[], list[Ancestor]]:
 def message(folder: Path, argv: Sequence[str], environ: Mapping[str, str], ancestors=None) -> tuple[str, int] | Plan:
     """The report without the test's folder, and the exit code; or the plan."""
     try:
-        return resolve(argv, environ, ancestors or (lambda: []))
+        return resolve_plan(argv, environ, ancestors or (lambda: []))
     except SamecurveError as error:
         return str(error).replace(f"{folder}/", ""), error.exit_code
 

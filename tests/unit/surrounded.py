@@ -45,7 +45,7 @@ def wait():
 
 def main():
     run = RunDirectory(sys.argv[1], is_main=RANK == 0)
-    with outcome.recorded(run, launcher=sys.argv[2], step_seconds=float(sys.argv[3]), interval=0.1) as watch:
+    with outcome.supervised(run, launcher=sys.argv[2], timeout_seconds=float(sys.argv[3]), interval=0.1) as watch:
         body(run, watch)
 
 """
@@ -57,7 +57,7 @@ outcome.end_with(main)
 class Rank:
     """A started process, with its output in a file and its standard input open."""
 
-    def __init__(self, folder: Path, rank: int, world_size: int, body: str, launcher: str, step_seconds: float):
+    def __init__(self, folder: Path, rank: int, world_size: int, body: str, launcher: str, timeout_seconds: float):
         self.folder, self.log = folder, folder.with_name(f"rank_{rank}.log")
         code = START + "def body(run, watch):\n" + "".join(f"    {line}\n" for line in body.strip().splitlines()) + END
         env = os.environ | {
@@ -68,7 +68,7 @@ class Rank:
         }
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", code, str(folder), launcher, str(step_seconds)],
+                [sys.executable, "-c", code, str(folder), launcher, str(timeout_seconds)],
                 env=env,
                 stdin=subprocess.PIPE,
                 stdout=log,
@@ -92,9 +92,9 @@ class Rank:
 
 
 @contextlib.contextmanager
-def ranks(folder: Path, *bodies: str, launcher: str = "python", step_seconds: float = 0) -> Iterator[list[Rank]]:
+def ranks(folder: Path, *bodies: str, launcher: str = "python", timeout_seconds: float = 0) -> Iterator[list[Rank]]:
     """One process per body; all are gone afterwards."""
-    found = [Rank(folder, rank, len(bodies), body, launcher, step_seconds) for rank, body in enumerate(bodies)]
+    found = [Rank(folder, rank, len(bodies), body, launcher, timeout_seconds) for rank, body in enumerate(bodies)]
     try:
         yield found
     finally:

@@ -36,9 +36,9 @@ FAMILIES = {
     "bert": ("bert", BERT, "sdpa"),
 }
 KINDS = {
-    "every_k": Memory(activation_checkpointing="every_k", every_k=2),
+    "every_n_layers": Memory(activation_checkpointing="every_n_layers", every_n_layers=2),
     "matmul": Memory(activation_checkpointing="selective"),
-    "attention": Memory(activation_checkpointing="selective", selective_keeps="attention"),
+    "attention": Memory(activation_checkpointing="selective", selective_save="attention"),
     "full": Memory(activation_checkpointing="full"),
     "offload": Memory(activation_checkpointing="offload"),
 }
@@ -102,8 +102,8 @@ def test_bytes_by_hand():
     assert kept["attention"] - kept["full"] == LAYERS * TOKENS * 4 * attention
     assert kept["matmul"] - kept["full"] == LAYERS * TOKENS * 4 * matmul
     half = (kept["none"] - kept["full"]) / 2
-    assert kept["every_k"] - kept["full"] == pytest.approx(half, rel=0.01)  # of four layers, two keep everything
-    assert kept["none"] > kept["every_k"] and kept["none"] > kept["matmul"] > kept["attention"] > kept["full"]
+    assert kept["every_n_layers"] - kept["full"] == pytest.approx(half, rel=0.01)  # of four layers, two keep everything
+    assert kept["none"] > kept["every_n_layers"] and kept["none"] > kept["matmul"] > kept["attention"] > kept["full"]
     assert kept["offload"] == kept["full"]  # the host is the device here
 
 
@@ -132,7 +132,7 @@ def test_offloaded_is_each_layers_input_and_nothing_else(monkeypatch):
     assert pinned == [False] * LAYERS  # on a CPU
 
 
-@pytest.mark.parametrize(("kind", "calls"), [("full", 8), ("every_k", 6), ("offload", 8), ("matmul", 8)])
+@pytest.mark.parametrize(("kind", "calls"), [("full", 8), ("every_n_layers", 6), ("offload", 8), ("matmul", 8)])
 def test_layers_run_again_in_the_backward_pass_and_only_then(kind, calls):
     model, seen = build(), []
     for layer in layers(model):
@@ -153,7 +153,7 @@ def test_layers_run_again_in_the_backward_pass_and_only_then(kind, calls):
     [
         ("full", "sdpa", (1.0, 1.0)),
         ("offload", "sdpa", (1.0, 1.0)),
-        ("every_k", "sdpa", (0.5, 0.5)),
+        ("every_n_layers", "sdpa", (0.5, 0.5)),
         ("matmul", "sdpa", (0.0, 0.0)),
         ("matmul", "eager", (0.0, 1.0)),
         ("attention", "sdpa", (1.0, 0.0)),
@@ -178,11 +178,11 @@ def test_a_model_without_layers_is_told():
     ("override", "text"),
     [
         (
-            "memory.every_k=3",
-            "memory.every_k: found 3, but only every_k reads it and memory.activation_checkpointing is none; "
-            "leave it out",
+            "memory.every_n_layers=3",
+            "memory.every_n_layers: found 3, but only every_n_layers reads it and memory.activation_checkpointing is "
+            "none; leave it out",
         ),
-        ("memory.every_k=1", "memory.every_k: found 1, a number of at least 2 is needed"),
+        ("memory.every_n_layers=1", "memory.every_n_layers: found 1, a number of at least 2 is needed"),
     ],
 )
 def test_a_key_that_would_do_nothing(override, text, tmp_path, monkeypatch):

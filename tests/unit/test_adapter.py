@@ -226,8 +226,10 @@ optimizer: {learning_rate: 1e-3}
 def test_recipes_that_cannot_be(folders, tmp_path, override, text):
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE % (folders["llama"], tmp_path))
-    assert loader.load(str(path)).recipe.adapter.rank == 16
-    source = loader.load(str(path), override.replace(": ", ":~").replace(" ", "|").replace(":~", ": ").split("|"))
+    assert loader.read_recipe(str(path)).recipe.adapter.rank == 16
+    source = loader.read_recipe(
+        str(path), override.replace(": ", ":~").replace(" ", "|").replace(":~", ": ").split("|")
+    )
     told = [f"{problem.key}: {problem.text}" for problem in source.document.problems]
     assert any(line.startswith(text) for line in told), told
 

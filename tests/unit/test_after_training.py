@@ -13,7 +13,7 @@ from test_card import facts
 
 from samecurve.cli import commands as cli
 from samecurve.cli import summary
-from samecurve.config.overrides import latest
+from samecurve.config.overrides import latest_overrides
 from samecurve.config.schema import Recipe
 from samecurve.inference import writing
 
@@ -82,5 +82,5 @@ def test_the_summary_recommends_what_works(tmp_path):
     commands = dict(summary.commands(tmp_path, {**found, "recipe": recipe}))
     assert commands["ask it"] == f"python -m samecurve predict {tmp_path} --prompt 'a question' 'an answer'"
     assert "let it write" not in commands
-    assert latest(found["overrides"]) == ["seed=2", "model={path: b}"]
+    assert latest_overrides(found["overrides"]) == ["seed=2", "model={path: b}"]
     assert "seed=1" not in commands["try another strategy"]

@@ -434,11 +434,11 @@ def test_workers_have_the_share(recipe_file, monkeypatch, tmp_path, capsys):
         pytest.skip("there is one core")
     counted = tmp_path / "cores"
 
-    def serve(*_):
+    def init_worker(*_):
         with open(counted, "a") as file:
             file.write(f"{len(os.sched_getaffinity(0))}\n")
 
-    monkeypatch.setattr(batches, "serve", serve)
+    monkeypatch.setattr(batches, "init_worker", init_worker)
     file = tmp_path / "found.json"
     options = ["--seconds", "0.01", "--processes_per_host", str(len(before)), "--json", str(file)]
     assert commands.main(["bench", "dataloader", recipe_file, *options]) == 0
@@ -455,14 +455,14 @@ def test_workers_have_the_share(recipe_file, monkeypatch, tmp_path, capsys):
 
 
 def test_levers_come_from_the_schema(recipe_file):
-    found = levers.variants(recipe.checked(recipe_file))
+    found = levers.variants(recipe.load_recipe(recipe_file))
     names = [variant.name for variant in found]
     assert names[0] == UNCHANGED and found[0].overrides == ()
     assert {"memory.activation_checkpointing=full", "model.attention=eager", "data.num_workers=1"} <= set(names)
     assert not {"memory.activation_checkpointing=none", "model.attention=auto"} & set(names)  # what the recipe has
     for variant in found[1:]:
         overrides = "precision=bf16", "batch.micro_batch_size=1", *variant.overrides  # some want the one or the other
-        assert recipe.load(recipe_file, overrides).document.problems == [], variant.name
+        assert recipe.read_recipe(recipe_file, overrides).document.problems == [], variant.name
 
 
 def test_kinds_of_levers(monkeypatch, recipe_file):

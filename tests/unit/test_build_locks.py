@@ -20,7 +20,9 @@ def lock(tmp_path):
 
 def clear(lock) -> list[str]:
     said: list[str] = []
-    op_build_locks.clear({"cpu_adam", "async_io"}, said.append, {"TORCH_EXTENSIONS_DIR": str(lock.parents[1])})
+    op_build_locks.clear_build_locks(
+        {"cpu_adam", "async_io"}, said.append, {"TORCH_EXTENSIONS_DIR": str(lock.parents[1])}
+    )
     return said
 
 

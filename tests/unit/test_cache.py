@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from samecurve.errors import StorageError
-from samecurve.storage.cache import cached, digest, location, prints
+from samecurve.storage.cache import build_once, cache_folder, digest, is_main_process
 
 
 def write(directory: Path) -> None:
@@ -15,8 +15,8 @@ def write(directory: Path) -> None:
 
 def test_builds_once(tmp_path):
     target = tmp_path / "x" / "key"
-    assert cached(target, write) == target
-    cached(target, lambda _: pytest.fail("built again"))
+    assert build_once(target, write) == target
+    build_once(target, lambda _: pytest.fail("built again"))
     assert (target / "a").read_text() == "made"
     assert list(target.parent.iterdir()) == [target]
 
@@ -27,7 +27,7 @@ def test_a_failed_build_leaves_nothing(tmp_path):
         raise ValueError("broken data")
 
     with pytest.raises(ValueError, match="broken data"):
-        cached(tmp_path / "key", fail)
+        build_once(tmp_path / "key", fail)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -37,7 +37,7 @@ def test_another_machine_may_be_first(tmp_path):
         write(tmp_path / "key")
         (directory / "a").write_text("too late")
 
-    assert (cached(tmp_path / "key", build) / "a").read_text() == "made"
+    assert (build_once(tmp_path / "key", build) / "a").read_text() == "made"
     assert [p.name for p in tmp_path.iterdir()] == ["key"]
 
 
@@ -45,7 +45,7 @@ def test_other_local_ranks_wait_for_the_finished_directory(tmp_path, monkeypatch
     monkeypatch.setenv("LOCAL_RANK", "1")
     found = []
     target = tmp_path / "key"
-    waiting = threading.Thread(target=lambda: found.append(cached(target, lambda _: pytest.fail("rank 1 built"))))
+    waiting = threading.Thread(target=lambda: found.append(build_once(target, lambda _: pytest.fail("rank 1 built"))))
     waiting.start()
     waiting.join(0.3)
     assert waiting.is_alive() and not found
@@ -57,7 +57,7 @@ def test_other_local_ranks_wait_for_the_finished_directory(tmp_path, monkeypatch
 def test_a_cache_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError) as caught:
-        cached(tmp_path / "file" / "key", write)
+        build_once(tmp_path / "file" / "key", write)
     assert str(tmp_path / "file") in str(caught.value)
     assert "SAMECURVE_CACHE" in str(caught.value)
 
@@ -65,10 +65,10 @@ def test_a_cache_that_cannot_be_written(tmp_path):
 def test_location(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", "/home/somebody")
     monkeypatch.delenv("SAMECURVE_CACHE", raising=False)
-    assert location(None) == Path("/home/somebody/.cache/samecurve")
+    assert cache_folder(None) == Path("/home/somebody/.cache/samecurve")
     monkeypatch.setenv("SAMECURVE_CACHE", str(tmp_path))
-    assert location(None) == tmp_path
-    assert location("~/elsewhere") == Path("/home/somebody/elsewhere")
+    assert cache_folder(None) == tmp_path
+    assert cache_folder("~/elsewhere") == Path("/home/somebody/elsewhere")
 
 
 def test_digest_depends_on_every_part():
@@ -81,4 +81,4 @@ def test_only_rank_zero_prints(monkeypatch, rank, expected):
     monkeypatch.delenv("RANK", raising=False)
     if rank is not None:
         monkeypatch.setenv("RANK", rank)
-    assert prints() is expected
+    assert is_main_process() is expected

@@ -261,7 +261,7 @@ def test_columns_of_the_data_to_measure(run):
 
 def test_a_file_takes_the_place_of_a_mixture(run):
     sources = [{"path": "a.jsonl", "weight": 0.75}, {"path": "b.jsonl", "weight": 0.25}]
-    written(run, facts(recipe={"data": {"mixture": sources, "held_out_fraction": 0.1}}))
+    written(run, facts(recipe={"data": {"mixture": sources, "validation_fraction": 0.1}}))
     assert "| data | a.jsonl (weight 0.75), b.jsonl (weight 0.25) |" in model_card(run, Made())
     trained = folders.recipe(run)
     other = evaluate.reading(trained, run, str(run / "metrics.jsonl"))

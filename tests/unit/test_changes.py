@@ -61,9 +61,9 @@ def test_another_reference_is_refused_and_an_older_checkpoint_has_none():
 def test_another_optimizer_is_refused():
     assert refusals(SAVED, now(recipe__optimizer__name="lion")) == ["optimizer.name: adamw -> lion"]
     # what an older checkpoint does not say
-    assert refusals(SAVED, now(recipe__optimizer__bf16_update="stochastic")) == []
-    told = refusals(SAVED, now(recipe__optimizer__bf16_update="kahan"))
-    assert told == ["optimizer.bf16_update: stochastic -> kahan"]
+    assert refusals(SAVED, now(recipe__optimizer__bf16_rounding="stochastic")) == []
+    told = refusals(SAVED, now(recipe__optimizer__bf16_rounding="kahan"))
+    assert told == ["optimizer.bf16_rounding: stochastic -> kahan"]
 
 
 def test_what_may_not_change_is_refused_all_at_once():

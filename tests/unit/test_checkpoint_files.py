@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from samecurve.checkpoint.format import INDEX, Entry, Reader, chunks, index
+from samecurve.checkpoint.format import INDEX, CheckpointReader, Entry, safetensors_chunks, safetensors_index
 from samecurve.checkpoint.manifest import file_name
 from samecurve.engines.sharded_state import split
 from samecurve.errors import CheckpointError
@@ -18,16 +18,16 @@ SHAPES = {"embed": (7, 5), "norm": (5,)}
 VALUES = {f"{kind}/{name}": torch.randn(torch.Size(shape).numel()) for name, shape in SHAPES.items() for kind in "wm"}
 
 
-def write(folder, num_ranks: int, cut=split) -> Reader:
+def write(folder, num_ranks: int, cut=split) -> CheckpointReader:
     ranges = []
     for rank in range(num_ranks):
         own = [(name, *cut(0, torch.Size(shape).numel(), rank, num_ranks)) for name, shape in SHAPES.items()]
         entries = [Entry(f"{kind}/{name}", stop - start) for name, start, stop in own for kind in "wm"]
         values = [VALUES[f"{kind}/{name}"][start:stop] for name, start, stop in own for kind in "wm"]
-        (folder / file_name(rank)).write_bytes(b"".join(bytes(chunk) for chunk in chunks(entries, values)))
+        (folder / file_name(rank)).write_bytes(b"".join(bytes(chunk) for chunk in safetensors_chunks(entries, values)))
         ranges.append(own)
-    (folder / INDEX).write_bytes(index(SHAPES, ranges))
-    return Reader(folder)
+    (folder / INDEX).write_bytes(safetensors_index(SHAPES, ranges))
+    return CheckpointReader(folder)
 
 
 def test_a_file_is_what_safetensors_reads(tmp_path):
@@ -60,7 +60,7 @@ def test_a_part_that_nobody_wrote_is_an_error(tmp_path):
 def test_an_index_that_is_none_is_an_error(content, tmp_path):
     (tmp_path / INDEX).write_text(content, encoding="latin-1")
     with pytest.raises(CheckpointError, match="index.json"):
-        Reader(tmp_path)
+        CheckpointReader(tmp_path)
 
 
 def test_another_model_is_named_parameter_by_parameter(tmp_path):
@@ -75,7 +75,7 @@ def test_another_model_is_named_parameter_by_parameter(tmp_path):
 
 
 def test_the_index_by_hand():
-    content = index({"w": (2, 3)}, [[("w", 0, 4)], [("w", 4, 6)]])
+    content = safetensors_index({"w": (2, 3)}, [[("w", 0, 4)], [("w", 4, 6)]])
     assert json.loads(content) == {"w": {"shape": [2, 3], "ranges": [[0, 0, 4], [1, 4, 6]]}}
 
 

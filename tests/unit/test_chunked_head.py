@@ -11,7 +11,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from samecurve.errors import ConfigurationError
 from samecurve.losses import chunked_cross_entropy
-from samecurve.losses.chunked_cross_entropy import TokenSums, chunkable, chunked_sums, install, trained_positions
+from samecurve.losses.chunked_cross_entropy import (
+    TokenSums,
+    chunked_sums,
+    install_chunked_head,
+    is_chunkable,
+    trained_positions,
+)
 from samecurve.losses.cross_entropy import IGNORE_INDEX, token_loss_sum
 
 SIZES = {
@@ -58,7 +64,7 @@ def chunked_loss(model, measure, ids, labels, compiles=False):
     """By a second installation in the place of the first, where there is one."""
     vars(model).pop("forward", None)
     vars(model.get_output_embeddings()).pop("forward", None)
-    assert install(model, on_meta(model), "chunked", compiles) == "chunked"
+    assert install_chunked_head(model, on_meta(model), "chunked", compiles) == "chunked"
     return model(input_ids=ids, sums=TokenSums(measure, {"labels": labels}, trained_positions(labels)))
 
 
@@ -113,7 +119,7 @@ def test_in_bf16_its_gradients_are_at_least_as_near_to_those_in_fp32():
 def test_a_bias_is_trained_and_a_frozen_weight_is_not():
     ids, labels = batch()
     model = tiny("bert", AutoModelForMaskedLM)
-    assert chunkable(on_meta(model))
+    assert is_chunkable(on_meta(model))
     (_, expected), (_, found) = both(model, labels, ids, torch.float32)
     assert found["cls.predictions.bias"].norm() > 0
     for name in expected:
@@ -158,7 +164,7 @@ def test_no_tensor_is_as_large_as_the_logits_and_prompts_cost_nothing():
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gpt2", "gemma", "phi3", "olmo2"])
 def test_families_whose_logits_are_the_heads_outputs(family):
-    assert chunkable(on_meta(tiny(family)))
+    assert is_chunkable(on_meta(tiny(family)))
 
 
 @pytest.mark.parametrize(
@@ -166,15 +172,15 @@ def test_families_whose_logits_are_the_heads_outputs(family):
 )
 def test_families_that_change_the_heads_outputs_are_left_alone(family, fields):
     model = tiny(family, **fields)
-    assert install(model, on_meta(model), wanted="auto") is None
+    assert install_chunked_head(model, on_meta(model), wanted="auto") is None
     with pytest.raises(ConfigurationError, match=f"loss.implementation: found chunked, but {family} changes"):
-        install(model, on_meta(model), wanted="chunked")
+        install_chunked_head(model, on_meta(model), wanted="chunked")
 
 
 def test_an_adapter_around_the_head_is_left_alone():
     model = on_meta(tiny())
     model.lm_head = nn.Sequential(model.lm_head)
-    assert not chunkable(model)
+    assert not is_chunkable(model)
 
 
 def test_the_loss_of_one_token_by_hand():

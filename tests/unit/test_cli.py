@@ -127,7 +127,7 @@ def test_a_process_has_its_share_of_the_cores_that_may_be_used(world_size, threa
 
 def test_a_short_job_has_a_short_warmup(recipe_file):
     expected = ["seed=3", "precision=fp32", "schedule.warmup_steps=5", "schedule.decay_steps=null"]
-    expected += ["evaluate.every_steps=0", "checkpoint.every_steps=0", "guard.rollback_ratio=null"]
+    expected += ["evaluate.every_steps=0", "checkpoint.every_steps=0", "numerics.rollback_ratio=null"]
     expected += ["profile.steps=null", "steps=20"]
     assert jobs.shortened(recipe_file, ["seed=3"], 20, precision="fp32") == expected
     found = jobs.shortened(recipe_file, ["precision=bf16"], 20, precision="fp32")
@@ -137,12 +137,12 @@ def test_a_short_job_has_a_short_warmup(recipe_file):
 def test_what_a_short_job_has_no_room_for_is_off(tmp_path):
     """A recipe that is right for its own steps; nobody has said anything wrong."""
     file = tmp_path / "long.yaml"
-    more = "guard: {rollback_ratio: 3}\nprofile: {steps: [40, 42]}\n"
+    more = "numerics: {rollback_ratio: 3}\nprofile: {steps: [40, 42]}\n"
     file.write_text(RECIPE.replace("{warmup_steps: 40}", "{name: wsd, warmup_steps: 40, decay_steps: 40}") + more)
-    assert loader.checked(str(file)).profile.steps == (40, 42)
-    short = loader.checked(str(file), jobs.shortened(str(file), [], 20))
-    assert (short.guard.rollback_ratio, short.profile.steps, short.schedule.decay_steps) == (None, None, 5)
-    asked = loader.checked(str(file), jobs.shortened(str(file), ["profile.steps=[3, 4]"], 20))
+    assert loader.load_recipe(str(file)).profile.steps == (40, 42)
+    short = loader.load_recipe(str(file), jobs.shortened(str(file), [], 20))
+    assert (short.numerics.rollback_ratio, short.profile.steps, short.schedule.decay_steps) == (None, None, 5)
+    asked = loader.load_recipe(str(file), jobs.shortened(str(file), ["profile.steps=[3, 4]"], 20))
     assert asked.profile.steps == (3, 4)
 
 
@@ -175,7 +175,7 @@ def test_what_is_compared_in_which_precision(more, given, precision, tolerance, 
     file = tmp_path / "tiny.yaml"
     file.write_text(f"{RECIPE}{more}\n")
     assert commands.main(["compare", str(file), *given, "--output", str(tmp_path)]) == 0
-    assert loader.checked(str(file), found[0]).precision == precision
+    assert loader.load_recipe(str(file), found[0]).precision == precision
     told = (tmp_path / "table.md").read_text()
     assert f"loss within {tolerance:g} and" in told
     assert ("at every step, in " in told) == (precision != "fp32")
@@ -398,7 +398,7 @@ def test_the_way_to_go_on_is_legal(tmp_path, recipe_file):
     overrides = summary.continued(typed, directory)
     keys = ["seed", "model.path", "tokenizer.path", "output_dir"]
     assert [override.partition("=")[0] for override in overrides] == keys
-    source = loader.load(recipe_file, overrides)
+    source = loader.read_recipe(recipe_file, overrides)
     assert source.document.problems == []
     assert (source.recipe.model.path, source.recipe.model.config) == (str(directory / "model"), None)
     assert source.recipe.output_dir == f"{directory}-continued" and source.recipe.seed == 3

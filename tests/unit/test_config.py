@@ -10,10 +10,10 @@ import pytest
 from report_cases import GOOD, Plan, changed, expected, message, write
 
 from samecurve.config.documents import Document
-from samecurve.config.overrides import latest, override
+from samecurve.config.overrides import apply_override, latest_overrides
 from samecurve.config.schema import Batch
 from samecurve.errors import ConfigurationError
-from samecurve.strategy.resolve import resolve
+from samecurve.strategy.resolve import resolve_plan
 
 R = ["r.yaml"]
 TRANSFORMERS = version("transformers")
@@ -37,8 +37,8 @@ CASES = [
      ["r.yaml:11: batch.micro_batch_sise: unknown key; did you mean micro_batch_size?"]),
     ("idle key", r("learning_rate: 1e-3", "learning_rate: 1e-3\n  betas: [0.9, 0.99]\n  name: sgd"), R, {},
      ["r.yaml:15: optimizer.betas: found a list, but only adamw, lion, muon, adamw_bf16 and adamw_8bit read it and optimizer.name is sgd; leave it out"]),
-    ("fp32 weights and kahan", {}, [*R, "optimizer.bf16_update=kahan"], {},
-     ['command line: optimizer.bf16_update: found "kahan" (text), but only adamw_bf16 reads it and optimizer.name is adamw; leave it out']),
+    ("fp32 weights and kahan", {}, [*R, "optimizer.bf16_rounding=kahan"], {},
+     ['command line: optimizer.bf16_rounding: found "kahan" (text), but only adamw_bf16 reads it and optimizer.name is adamw; leave it out']),
     ("bf16 weights", r("learning_rate: 1e-3", "learning_rate: 1e-3\n  name: adamw_bf16\n  betas: [0.9, 0.999]"), [*R, "precision=fp32"], {},
      ["r.yaml:15: optimizer.name: found adamw_bf16, whose weights are bf16, but precision is fp32; use bf16 there, or another optimizer",
       "r.yaml:16: optimizer.betas: found 0.999, but a bf16 mean does not see a change of 0.001 of itself, which rounding undoes; use at most 0.99, or adamw"]),
@@ -104,8 +104,8 @@ CASES = [
       'command line: model.path: found "" (text), text that is not empty is needed',
       'command line: output_dir: found "" (text), text that is not empty is needed',
       'command line: tokenizer.path: found "" (text), text that is not empty is needed']),
-    ("fraction", r("  path: text.txt", "  path: text.txt\n  held_out_fraction: 1.0"), R, {},
-     ["r.yaml:9: data.held_out_fraction: found 1.0, a number below 1 is needed"]),
+    ("fraction", r("  path: text.txt", "  path: text.txt\n  validation_fraction: 1.0"), R, {},
+     ["r.yaml:9: data.validation_fraction: found 1.0, a number below 1 is needed"]),
     ("betas short", r("1e-3", "1e-3\n  betas: [0.9]"), R, {},
      ["r.yaml:15: optimizer.betas.1: missing; add it"]),
     ("betas long", r("1e-3", "1e-3\n  betas: [0.9, 0.9, 0.9]"), R, {},
@@ -352,16 +352,16 @@ CASES = [
      ["r.yaml:18: schedule.decay_steps: found 6; with 5 warm-up steps that is more than the 10 steps"]),
     ("keep", add("checkpoint: {keep: 1}\n"), R, {},
      ["r.yaml:15: checkpoint.keep: found 1, a number of at least 2 is needed"]),
-    ("best", add("checkpoint: {best: eval_loss, every_steps: 3}\n"), [*R, "data.held_out_fraction=0.1", "evaluate.every_steps=2"], {},
+    ("best", add("checkpoint: {best: eval_loss, every_steps: 3}\n"), [*R, "data.validation_fraction=0.1", "evaluate.every_steps=2"], {},
      ["r.yaml:15: checkpoint.best: found eval_loss, but checkpoints are written every 3 steps and evaluate.every_steps is 2; set that to a divisor of checkpoint.every_steps, so that each has a number of its own"]),
-    ("rollback", add("guard: {rollback_ratio: 2.0}\n"), [*R, "checkpoint.every_steps=0"], {},
-     ["r.yaml:15: guard.rollback_ratio: found 2, but checkpoint.every_steps is 0, so there is nothing to go back to; set it above 0"]),
+    ("rollback", add("numerics: {rollback_ratio: 2.0}\n"), [*R, "checkpoint.every_steps=0"], {},
+     ["r.yaml:15: numerics.rollback_ratio: found 2, but checkpoint.every_steps is 0, so there is nothing to go back to; set it above 0"]),
     ("resume", {}, [*R, "--resume", "gone"], {},
      ["command line: --resume: found gone, but there is no such folder; give auto, none or RUN/checkpoints/step_00000040"]),
-    ("start over", {}, [*R, "--resume", ".", "--start_over"], {},
-     ["command line: --start_over: given together with --resume .; keep one of them"]),
+    ("fresh", {}, [*R, "--resume", ".", "--fresh"], {},
+     ["command line: --fresh: given together with --resume .; keep one of them"]),
     ("eval", add("evaluate: {every_steps: 100}\n"), R, {},
-     ["r.yaml:15: evaluate.every_steps: found 100, but nothing is held out; set data.held_out_fraction above 0 or evaluate.path"]),
+     ["r.yaml:15: evaluate.every_steps: found 100, but nothing is held out; set data.validation_fraction above 0 or evaluate.path"]),
     ("batch", r("global_batch_size: 8", "global_batch_size: 9"), [*R, "batch.micro_batch_size=2"], {},
      ["r.yaml:10: batch.global_batch_size: found 9, which is no multiple of micro_batch_size 2 x 1 data-parallel ranks; nearest global_batch_size: 8 or 10; micro_batch_size that fits: 1 or 3"]),
     ("huge micro-batch", {}, [*R, "batch.micro_batch_size=1000000000000"], {},
@@ -473,16 +473,16 @@ def test_bytes_that_are_no_text(tmp_path, monkeypatch):
     ],
 )
 def test_commands_replace_what_they_add_to(given, kept):
-    assert latest(given) == kept
+    assert latest_overrides(given) == kept
     document = Document("r.yaml")
     for argument in kept:
-        override(document, argument)
+        apply_override(document, argument)
     assert document.problems == []
 
 
 def test_unknown_option_comes_with_the_usage():
     with pytest.raises(ConfigurationError) as error:
-        resolve(["r.yaml", "--stratgy", "x"], {})
+        resolve_plan(["r.yaml", "--stratgy", "x"], {})
     hint = "recipe values are written steps=100, without dashes"
     first = expected([f"command line: unrecognized arguments: --stratgy x; {hint}"])
     assert str(error.value).startswith(f"{first}\nusage: train.py [-h]")

@@ -360,7 +360,7 @@ CASES = {
         "T/a.jsonl: 0 training rows of batch.sequence_length=2 are fewer than batch.global_batch_size=1 (4 of 4 "
         "documents dropped: nothing trained is left of them within batch.sequence_length=2); raise it, or give",
     ),
-    "nothing held out": (text(*[LINE] * 9), {"held_out_fraction": 1e-9}, "T/a.jsonl: no document is held out"),
+    "nothing held out": (text(*[LINE] * 9), {"validation_fraction": 1e-9}, "T/a.jsonl: no document is held out"),
 }
 
 
@@ -428,7 +428,7 @@ class Ranks:
     def __init__(self, rank: int, other: list):
         self.is_main, self._rank, self._other = rank == 0, rank, iter(other)
 
-    def exchange(self, value):
+    def all_gather_object(self, value):
         values = [value, next(self._other)]
         return values if self.is_main else values[::-1]
 

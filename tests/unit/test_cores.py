@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from samecurve.distributed import affinity
-from samecurve.distributed.affinity import Seat, advice, seat
+from samecurve.distributed.affinity import CpuBinding, affinity_advice, read_cpu_binding
 from samecurve.engines import cpu_bridge
 
 TWO_NODES = {"node0": "0-3,8-11\n", "node1": "4-7,12-15\n", "node2": "\n"}  # the last one is memory alone
@@ -25,21 +25,21 @@ def machine(folder, nodes):
 
 
 def seats(*of_ranks, threads=1, host="a", nodes=(LEFT, RIGHT)):
-    return [Seat(f"{host} 1", host, frozenset(each), threads, nodes) for each in of_ranks]
+    return [CpuBinding(f"{host} 1", host, frozenset(each), threads, nodes) for each in of_ranks]
 
 
 def test_a_process_says_what_it_may_use(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 3, 4}, raising=False)
-    found = seat(6, machine(tmp_path, TWO_NODES))
+    found = read_cpu_binding(6, machine(tmp_path, TWO_NODES))
     assert (found.cores, found.threads, found.nodes) == ({2, 3, 4}, 6, (LEFT, RIGHT))
     assert found.num_nodes == 2
-    assert seat(6, tmp_path / "none").nodes == ()
+    assert read_cpu_binding(6, tmp_path / "none").nodes == ()
 
 
 def test_macos_does_not_tell(monkeypatch):
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
-    assert seat(1) is None
-    assert advice([None, None], "torchrun", on_gpu=False) == ""
+    assert read_cpu_binding(1) is None
+    assert affinity_advice([None, None], "torchrun", on_gpu=False) == ""
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_macos_does_not_tell(monkeypatch):
     ],
 )
 def test_processes_that_run_anywhere(launcher, on_gpu, option):
-    found = advice(seats(ALL, ALL), launcher, on_gpu)
+    found = affinity_advice(seats(ALL, ALL), launcher, on_gpu)
     assert found.startswith(
         "2 processes on a may all run on the same 16 cores of 2 NUMA nodes, far from their memory and in each other's "
         f"way; bind them: {option}"
@@ -69,32 +69,32 @@ def test_processes_that_run_anywhere(launcher, on_gpu, option):
     ],
 )
 def test_processes_with_room(of_ranks):
-    assert advice(seats(*of_ranks), "torchrun", on_gpu=True) == ""
+    assert affinity_advice(seats(*of_ranks), "torchrun", on_gpu=True) == ""
 
 
 def test_one_node_has_no_far_memory():
-    assert advice(seats(ALL, ALL, nodes=(ALL,)), "torchrun", on_gpu=True) == ""
-    assert advice(seats(ALL, ALL, nodes=()), "torchrun", on_gpu=True) == ""
+    assert affinity_advice(seats(ALL, ALL, nodes=(ALL,)), "torchrun", on_gpu=True) == ""
+    assert affinity_advice(seats(ALL, ALL, nodes=()), "torchrun", on_gpu=True) == ""
 
 
 def test_more_threads_than_cores():
-    found = advice(seats(LEFT, LEFT, LEFT, threads=4), "deepspeed", on_gpu=False)
+    found = affinity_advice(seats(LEFT, LEFT, LEFT, threads=4), "deepspeed", on_gpu=False)
     assert found == (
         "3 processes on a compute with 12 threads in all on 8 cores, so they wait for each other; start them with "
         "OMP_NUM_THREADS=2"
     )
-    assert advice(seats(LEFT, LEFT, threads=4), "deepspeed", on_gpu=False) == ""
-    assert advice(seats({0}, {0}, threads=1), "torchrun", on_gpu=False) == ""  # nothing to give away
+    assert affinity_advice(seats(LEFT, LEFT, threads=4), "deepspeed", on_gpu=False) == ""
+    assert affinity_advice(seats({0}, {0}, threads=1), "torchrun", on_gpu=False) == ""  # nothing to give away
 
 
 def test_hosts_are_looked_at_one_by_one():
     alone = seats(ALL, host="a") + seats(ALL, host="b")
-    assert advice(alone, "torchrun", on_gpu=True) == ""
-    assert " on b " in advice(seats(ALL) + seats(ALL, ALL, host="b"), "torchrun", on_gpu=True)
+    assert affinity_advice(alone, "torchrun", on_gpu=True) == ""
+    assert " on b " in affinity_advice(seats(ALL) + seats(ALL, ALL, host="b"), "torchrun", on_gpu=True)
 
 
 def test_real_nodes_can_be_read():
-    found = seat(1)
+    found = read_cpu_binding(1)
     assert found is None or found.cores and (not affinity.NODES.is_dir() or found.num_nodes >= 1)
 
 

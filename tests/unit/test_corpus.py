@@ -29,11 +29,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return make_tokenizer(bos_token="<s>", eos_token="</s>")
 
 
-def write(folder, *texts: str) -> sources.Source:
+def write(folder, *texts: str) -> sources.DataSource:
     folder.mkdir(exist_ok=True)
     for index, text in enumerate(texts):
         (folder / f"{index:03}.txt").write_text(text)
-    return sources.find(str(folder))
+    return sources.find_source(str(folder))
 
 
 def documents(stream: token_store.TokenStream) -> list[list[int]]:
@@ -42,7 +42,7 @@ def documents(stream: token_store.TokenStream) -> list[list[int]]:
 
 def test_documents_carry_their_begin_and_end_tokens(tmp_path, tokenizer):
     source = write(tmp_path / "data", "a b c", " ", "c", "<s> a")
-    loaded = token_store.load(source, token_store.DocumentEncoder(tokenizer), 0.0, tmp_path / "cache")
+    loaded = token_store.load_corpus(source, token_store.DocumentEncoder(tokenizer), 0.0, tmp_path / "cache")
     assert documents(loaded.train) == [[7, 1, 2, 3, 8], [7, 3, 8], [7, 4, 5, 6, 1, 8]]
     assert loaded.empty_documents == 1
     assert (len(loaded.held_out.tokens), loaded.held_out.offsets.tolist()) == (0, [0])
@@ -61,7 +61,7 @@ def test_a_tokenizer_without_an_end_token():
 def test_the_held_out_part_is_disjoint_and_complete(tmp_path, tokenizer):
     texts = ["a " * n for n in range(1, 60)]
     source = write(tmp_path / "data", *texts, *texts)
-    loaded = token_store.load(source, token_store.DocumentEncoder(tokenizer), 0.3, tmp_path / "cache")
+    loaded = token_store.load_corpus(source, token_store.DocumentEncoder(tokenizer), 0.3, tmp_path / "cache")
     train, held_out = ([len(d) - 2 for d in documents(part)] for part in (loaded.train, loaded.held_out))
     assert not set(train) & set(held_out)
     assert sorted(train + held_out) == sorted([*range(1, 60), *range(1, 60)])
@@ -72,9 +72,9 @@ def test_the_held_out_part_is_disjoint_and_complete(tmp_path, tokenizer):
 
 def test_the_second_load_reads_the_cache(tmp_path, tokenizer, monkeypatch):
     source, encoder = write(tmp_path / "data", "a b", "c"), token_store.DocumentEncoder(tokenizer)
-    first = token_store.load(source, encoder, 0.0, tmp_path / "cache")
-    monkeypatch.setattr(sources.Source, "documents", lambda self: pytest.fail("read again"))
-    second = token_store.load(source, encoder, 0.0, tmp_path / "cache")
+    first = token_store.load_corpus(source, encoder, 0.0, tmp_path / "cache")
+    monkeypatch.setattr(sources.DataSource, "documents", lambda self: pytest.fail("read again"))
+    second = token_store.load_corpus(source, encoder, 0.0, tmp_path / "cache")
     assert documents(second.train) == documents(first.train)
     assert second.train.fingerprint == first.train.fingerprint
 
@@ -82,8 +82,8 @@ def test_the_second_load_reads_the_cache(tmp_path, tokenizer, monkeypatch):
 @pytest.mark.parametrize("change", ["text", "fraction", "eos", "nothing"])
 def test_what_the_cache_is_keyed_by(tmp_path, tokenizer, change):
     write(tmp_path / "data", "a b", "c")
-    token_store.load(
-        sources.find(str(tmp_path / "data")), token_store.DocumentEncoder(tokenizer), 0.0, tmp_path / "cache"
+    token_store.load_corpus(
+        sources.find_source(str(tmp_path / "data")), token_store.DocumentEncoder(tokenizer), 0.0, tmp_path / "cache"
     )
     if change == "text":
         (tmp_path / "data" / "000.txt").write_text("a c")
@@ -91,33 +91,35 @@ def test_what_the_cache_is_keyed_by(tmp_path, tokenizer, change):
         make_tokenizer(bos_token="<s>", eos_token="c") if change == "eos" else tokenizer
     )
     fraction = 0.5 if change == "fraction" else 0.0
-    token_store.load(sources.find(str(tmp_path / "data")), encoder, fraction, tmp_path / "cache")
+    token_store.load_corpus(sources.find_source(str(tmp_path / "data")), encoder, fraction, tmp_path / "cache")
     assert len(list((tmp_path / "cache" / "tokens").iterdir())) == (1 if change == "nothing" else 2)
 
 
 def test_a_damaged_cache_is_refused(tmp_path, tokenizer):
     source, encoder = write(tmp_path / "data", "a b"), token_store.DocumentEncoder(tokenizer)
-    token_store.load(source, encoder, 0.0, tmp_path / "cache")
+    token_store.load_corpus(source, encoder, 0.0, tmp_path / "cache")
     (file,) = (tmp_path / "cache").rglob("train.bin")
     file.write_bytes(b"")
     with pytest.raises(DataError, match=f"does not hold the 4 tokens .* delete {file.parent}"):
-        token_store.load(source, encoder, 0.0, tmp_path / "cache")
+        token_store.load_corpus(source, encoder, 0.0, tmp_path / "cache")
 
 
 def test_large_inputs_are_encoded_in_several_batches(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr(token_store, "_BATCH_CHARACTERS", 6)
     source = write(tmp_path / "data", *["a b", "b c", "c"] * 5)
-    loaded = token_store.load(source, token_store.DocumentEncoder(tokenizer), 0.0, tmp_path / "cache")
+    loaded = token_store.load_corpus(source, token_store.DocumentEncoder(tokenizer), 0.0, tmp_path / "cache")
     assert documents(loaded.train) == [[7, 1, 2, 8], [7, 2, 3, 8], [7, 3, 8]] * 5
 
 
 def test_progress_is_one_line_where_there_is_no_terminal(tmp_path, tokenizer, capsys, monkeypatch):
-    token_store.load(write(tmp_path / "d", "a b", "c"), token_store.DocumentEncoder(tokenizer), 0.0, tmp_path / "cache")
+    token_store.load_corpus(
+        write(tmp_path / "d", "a b", "c"), token_store.DocumentEncoder(tokenizer), 0.0, tmp_path / "cache"
+    )
     out = capsys.readouterr().out
     assert out.startswith(f"tokenising {tmp_path / 'd'}: 2 documents, 0.0 MB in ")
     assert out.count("\n") == 1
     monkeypatch.setenv("RANK", "1")
-    token_store.load(write(tmp_path / "e", "b"), token_store.DocumentEncoder(tokenizer), 0.0, tmp_path / "cache")
+    token_store.load_corpus(write(tmp_path / "e", "b"), token_store.DocumentEncoder(tokenizer), 0.0, tmp_path / "cache")
     assert capsys.readouterr().out == ""
 
 
@@ -130,8 +132,8 @@ from transformers import AutoTokenizer
 from samecurve.data import sources
 from samecurve.data import token_store as corpus
 encoder = corpus.DocumentEncoder(AutoTokenizer.from_pretrained({str(tmp_path / "tokenizer")!r}))
-source = sources.find({str(tmp_path / "a.parquet")!r})
-loaded = corpus.load(source, encoder, 0.0, pathlib.Path({str(tmp_path / "cache")!r}))
+source = sources.find_source({str(tmp_path / "a.parquet")!r})
+loaded = corpus.load_corpus(source, encoder, 0.0, pathlib.Path({str(tmp_path / "cache")!r}))
 print(loaded.train.tokens.tolist(), "datasets" in sys.modules)
 """
     runs = [subprocess.run([sys.executable, "-c", program], capture_output=True, text=True) for _ in range(2)]

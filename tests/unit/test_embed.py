@@ -207,7 +207,7 @@ def test_what_cannot_be_used_is_told_with_its_place(tmp_path, rows, data, messag
 
 def test_an_anchor_is_on_one_side_only(tmp_path):
     rows = [{"anchor": f"question {n // 5}", "positive": f"answer {n}"} for n in range(100)]
-    task = registry.load(made(tmp_path, rows, data={"held_out_fraction": 0.3}))
+    task = registry.load(made(tmp_path, rows, data={"validation_fraction": 0.3}))
     assert len(task.train) % 5 == len(task.held_out) % 5 == 0 and len(task.held_out) > 0
 
 

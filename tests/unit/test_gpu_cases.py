@@ -30,7 +30,7 @@ from benchmarks.gpu.cases import (
 from samecurve.config import loader
 from samecurve.errors import ConfigurationError
 from samecurve.models.flops import Peak, stated, token_flops
-from samecurve.strategy.resolve import resolve
+from samecurve.strategy.resolve import resolve_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 PARAMETERS = {"1b": 1_235_814_400, "3b": 3_212_749_824, "8b": 8_030_261_248}  # as published
@@ -39,7 +39,7 @@ REFUSED = {"1b:attention=flash_attention_2": "set that to 1"}  # a row of the ta
 
 
 def shape(size: str):
-    config = dict(loader.checked(str(HERE / f"llama_{size}.yaml"), ["steps=10"]).model.config)
+    config = dict(loader.load_recipe(str(HERE / f"llama_{size}.yaml"), ["steps=10"]).model.config)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
 
@@ -80,9 +80,9 @@ def test_samecurve_accepts_every_case_also_at_the_toy_size(case, places, monkeyp
         given = [str(HERE / each.recipe), *runs.settings(each, places), *strategy]
         if each.name in REFUSED:
             with pytest.raises(ConfigurationError, match=REFUSED[each.name]):
-                resolve(given, world)
+                resolve_plan(given, world)
             continue
-        plan = resolve(given, world)
+        plan = resolve_plan(given, world)
         assert (plan.strategy.name, plan.recipe.steps) == (each.strategy, each.num_steps)
         if each.profiled:
             assert plan.recipe.profile.steps == (WARM_UP + MEASURED + 2, each.num_steps)

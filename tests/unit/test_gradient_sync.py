@@ -26,8 +26,8 @@ def plan(family, sync, micro_batch_size=2):
 def test_zero_shares_gradients_out_as_they_are_made(stage, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path, {f"ds_configs/zero{stage}.json": f'{{"zero_optimization": {{"stage": {stage}}}}}'})
-    argv = ["r.yaml", "memory.gradient_sync=once", "--strategy", f"ds_configs/zero{stage}.json"]
-    text = f"found once, but ZeRO-{stage} shares gradients out as they are made; use auto"
+    argv = ["r.yaml", "memory.gradient_sync=last_micro_batch", "--strategy", f"ds_configs/zero{stage}.json"]
+    text = f"found last_micro_batch, but ZeRO-{stage} shares gradients out as they are made; use auto"
     assert message(tmp_path, argv, TORCHRUN) == (expected([f"command line: memory.gradient_sync: {text}"]), 2)
 
 
@@ -36,18 +36,17 @@ def test_what_can_wait_may(strategy, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path, {})
     assert isinstance(
-        message(tmp_path, ["r.yaml", "memory.gradient_sync=once", "--strategy", strategy], TORCHRUN), Plan
+        message(tmp_path, ["r.yaml", "memory.gradient_sync=last_micro_batch", "--strategy", strategy], TORCHRUN), Plan
     )
 
 
 def test_what_whole_gradients_take():
-    assert fsdp.whole_gradient_bytes(plan("fsdp", "once"), SHAPES, torch.float32) == 4 * (15 + 7)
+    last = "last_micro_batch"
+    assert fsdp.whole_gradient_bytes(plan("fsdp", last), SHAPES, torch.float32) == 4 * (15 + 7)
     assert fsdp.whole_gradient_bytes(plan("fsdp", "auto"), SHAPES, torch.float32) == 0
-    assert (
-        fsdp.whole_gradient_bytes(plan("fsdp", "once", micro_batch_size=4), SHAPES, torch.float32) == 0
-    )  # one micro-batch
-    assert fsdp.whole_gradient_bytes(plan("ddp", "once"), SHAPES, torch.float32) == 0  # it holds them in any case
-    assert [fsdp.reduces_once(plan(*each)) for each in (("ddp", "auto"), ("fsdp", "auto"), ("single", "once"))] == [
+    assert fsdp.whole_gradient_bytes(plan("fsdp", last, micro_batch_size=4), SHAPES, torch.float32) == 0  # one of them
+    assert fsdp.whole_gradient_bytes(plan("ddp", last), SHAPES, torch.float32) == 0  # it holds them in any case
+    assert [fsdp.reduces_once(plan(*each)) for each in (("ddp", "auto"), ("fsdp", "auto"), ("single", last))] == [
         True,
         False,
         False,
@@ -56,6 +55,8 @@ def test_what_whole_gradients_take():
 
 def test_it_is_said_before_the_first_step():
     told = dict(header_lines(FACTS | {"whole_gradient_bytes": 3 * 2**19, "allocator": "expandable_segments:True (X)"}))
-    assert told["gradients"] == "whole while accumulating: 1.5 MiB on each rank (memory.gradient_sync: once)"
+    assert (
+        told["gradients"] == "whole while accumulating: 1.5 MiB on each rank (memory.gradient_sync: last_micro_batch)"
+    )
     assert told["allocator"] == "expandable_segments:True (X)"
     assert not {"gradients", "allocator"} & dict(header_lines(FACTS)).keys()

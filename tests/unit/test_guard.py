@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from samecurve.config.schema import Guard as Settings
-from samecurve.distributed.control_group import World
+from samecurve.config.schema import Numerics as Settings
+from samecurve.distributed.control_group import ControlGroup
 from samecurve.errors import DataError, NumericError
 from samecurve.interfaces.engine import StepResult
 from samecurve.run.run_directory import RunDirectory
@@ -24,7 +24,7 @@ ROWS = Batches()
 
 
 def guard(tmp_path, **settings) -> Guard:
-    return Guard(Settings(**settings), RunDirectory(tmp_path), World())
+    return Guard(Settings(**settings), RunDirectory(tmp_path), ControlGroup())
 
 
 def result(loss: float = 2.0, refused: str = "") -> StepResult:
@@ -135,7 +135,7 @@ def test_off_by_default(tmp_path):
 class Ranks:
     """Three ranks, of which the last holds another value."""
 
-    def exchange(self, own):
+    def all_gather_object(self, own):
         return [own, own, {**own, "b": "0"}]
 
 
@@ -163,5 +163,5 @@ def test_a_comparison_that_took_time_is_said(tmp_path):
 
 
 class Alike:
-    def exchange(self, own):
+    def all_gather_object(self, own):
         return [own, own]

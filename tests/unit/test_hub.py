@@ -138,10 +138,10 @@ from samecurve.errors import DataError
 def texts(name, pattern=None, stream=False, **selection):
     chosen = sources.Selection(**selection)
     if stream:
-        files = stream_files.find(name, pattern, "text", chosen)
-        source = streaming.PieceSource(name, (), "text", tuple(streaming.cut(files, 1e6)))
+        files = stream_files.find_stream_files(name, pattern, "text", chosen)
+        source = streaming.ChunkSource(name, (), "text", tuple(streaming.cut_into_chunks(files, 1e6)))
         return list(source.documents()), streaming.fingerprint(files)
-    source = sources.find(name, pattern, "text", chosen)
+    source = sources.find_source(name, pattern, "text", chosen)
     source.check()
     return list(source.documents()), sources.fingerprint(source, Path(os.environ["HF_HOME"], "ours"))
 
@@ -272,24 +272,24 @@ CONTENT = {
 @pytest.mark.parametrize("task", ["pretrain", "sft", "dpo", "reward", "classify", "mlm", "embed"])
 def test_every_task_trains_on_one_split_and_measures_on_the_other(task, tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(hub, "read", lambda name, chosen: asked.append(chosen) or made_split(name, chosen))
+    monkeypatch.setattr(hub, "read_hub_split", lambda name, chosen: asked.append(chosen) or made_split(name, chosen))
     monkeypatch.chdir(tmp_path)
     Path("r.json").write_text(json.dumps(CONTENT | {"task": task}))
-    task = registry.load(loader.checked("r.json"))
+    task = registry.load(loader.load_recipe("r.json"))
     assert len(task.train) == 9 and len(task.held_out) == 4
     assert {chosen.split for chosen in asked} == {"train", "validation"}
     assert {chosen.revision for chosen in asked} == {"v1"}
     assert task.origin == "org/name, config default, split train, commit v1"
     assert identity(transformers.LlamaConfig(), task)["data"]["hub"] == task.origin == task.describe()["hub"]
     others = ["data.split=test", "data.config=b", "data.revision=v2"]
-    prints = {registry.load(loader.checked("r.json", [other])).train.fingerprint for other in others}
+    prints = {registry.load(loader.load_recipe("r.json", [other])).train.fingerprint for other in others}
     assert len(prints | {task.train.fingerprint}) == 4
 
 
 def test_a_data_set_is_measured_by_its_split(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("r.json").write_text(json.dumps(CONTENT))
-    trained = loader.checked("r.json")
+    trained = loader.load_recipe("r.json")
     with pytest.raises(ConfigurationError, match="org/name: a data set of the hub has splits; name the one to measure"):
         evaluate.with_columns(trained, "org/name", [])
     with pytest.raises(ConfigurationError, match="data.split: task pretrain reads no such columns"):
@@ -322,4 +322,4 @@ def test_what_is_a_name_on_the_hub(path, expected, tmp_path, monkeypatch):
     assert is_hub_name(path) is expected
     if not expected and ":" not in path:
         with pytest.raises(DataError, match="does not exist"):
-            sources.find(path)
+            sources.find_source(path)

@@ -16,7 +16,7 @@ steps: 2
 model:
   config: {{model_type: llama, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 2}}
 tokenizer: {{vocabulary_size: 300}}
-data: {{path: {folder}/texts, cache_dir: {folder}/cache, held_out_fraction: 0.5}}
+data: {{path: {folder}/texts, cache_dir: {folder}/cache, validation_fraction: 0.5}}
 batch: {{global_batch_size: 2, micro_batch_size: 1, sequence_length: 16}}
 optimizer: {{learning_rate: 1e-3}}
 evaluate: {{every_steps: 1}}

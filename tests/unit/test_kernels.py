@@ -79,7 +79,7 @@ def test_another_activation_than_ligers_is_refused(found):
 
 
 @needs_liger
-def test_what_selective_keeps_of_products_is_rotated_twice(found):
+def test_what_selective_save_of_products_is_rotated_twice(found):
     """Why rules_memory.kernels refuses it; with equal gradients here the rule may go."""
     assert found["matmul"]["loss"] < 1e-6 and found["matmul"]["gradients"] > 0.1
 
@@ -87,7 +87,7 @@ def test_what_selective_keeps_of_products_is_rotated_twice(found):
 REFUSED = [
     (
         ["model.kernels=liger", "memory.activation_checkpointing=selective"],
-        "model.kernels: found liger, which rotates queries and keys in place, where memory.selective_keeps: matmul "
+        "model.kernels: found liger, which rotates queries and keys in place, where memory.selective_save: matmul "
         "keeps them to be rotated again; set that to attention, or memory.activation_checkpointing to another kind, or "
         "use torch",
     ),
@@ -153,7 +153,7 @@ def test_attention_alone_may_be_kept(monkeypatch):
         "model.kernels": "liger",
         "loss.implementation": "auto",
         "memory.activation_checkpointing": "selective",
-        "memory.selective_keeps": "attention",
+        "memory.selective_save": "attention",
     }
     assert findings(rules_memory.RULES, values) == []
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 
-from samecurve.storage.jsonl import Lines, read_lines
+from samecurve.storage.jsonl import JsonlFile, read_lines
 
 NUM_LINES = 2000
 
 
 def test_each_line_is_there_once_whoever_writes_it(tmp_path):
-    lines, done = Lines(tmp_path / "metrics.jsonl"), threading.Event()
+    lines, done = JsonlFile(tmp_path / "metrics.jsonl"), threading.Event()
 
     def syncs():
         while not done.is_set():

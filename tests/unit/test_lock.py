@@ -10,7 +10,7 @@ import pytest
 from samecurve.errors import ConfigurationError
 from samecurve.run.run_directory import RunDirectory
 from samecurve.storage import file_lock as locking
-from samecurve.storage.file_lock import DEAD_HOST_SECONDS, lock
+from samecurve.storage.file_lock import DEAD_HOST_SECONDS, lock_folder
 
 HELD_SECONDS = 0.3
 
@@ -19,7 +19,7 @@ HELD_SECONDS = 0.3
 def held(tmp_path, monkeypatch):
     """Another open file holds the lock of tmp_path."""
     monkeypatch.setattr(locking, "POLL_SECONDS", 0.05)
-    with lock(tmp_path) as other:
+    with lock_folder(tmp_path) as other:
         yield other
 
 
@@ -33,7 +33,7 @@ def given_back(held):
 
 
 def test_patience_outlives_a_lock_that_is_given_back(given_back, tmp_path):
-    lock(tmp_path, patience_seconds=10).close()
+    lock_folder(tmp_path, patience_seconds=10).close()
     assert given_back.closed
 
 
@@ -41,7 +41,7 @@ def test_patience_outlives_a_lock_that_is_given_back(given_back, tmp_path):
 def test_patience_ends(held, tmp_path, patience_seconds):
     began = time.monotonic()
     with pytest.raises(ConfigurationError, match=f"another run is writing into {tmp_path}"):
-        lock(tmp_path, patience_seconds)
+        lock_folder(tmp_path, patience_seconds)
     assert patience_seconds <= time.monotonic() - began < DEAD_HOST_SECONDS / 2
 
 

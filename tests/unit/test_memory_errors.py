@@ -29,7 +29,7 @@ def test_lines(tmp_path, monkeypatch):
 def test_a_stream(monkeypatch):
     monkeypatch.setattr(fsspec, "open", no_memory)
     with pytest.raises(MemoryError, match="malloc"):
-        list(stream_pieces._opened(stream_files.File("a.jsonl", "a.jsonl", 1, ""), list))
+        list(stream_pieces._opened(stream_files.StreamFile("a.jsonl", "a.jsonl", 1, ""), list))
 
 
 def test_parquet(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from samecurve.config.schema import Batch
 from samecurve.data import token_store
 from samecurve.data.batches import EvaluationBatches, StepBatches
 from samecurve.data.datasets.base import PackedRows
-from samecurve.data.datasets.mixture import MixedRows, Turns
+from samecurve.data.datasets.mixture import MixedRows, WeightedInterleaver
 from samecurve.errors import ConfigurationError, DataError
 from samecurve.losses.cross_entropy import IGNORE_INDEX
 from samecurve.tasks import registry
@@ -25,14 +25,31 @@ def bound(num_sources: int) -> float:
 
 def test_turns_worked_out_by_hand():
     """round(0.75 n) = 0, 1, 2, 2, 3, 4, 5, 5, 6: the first source has the turns 0, 1, 3, 4, 5, 7."""
-    sources, counts = Turns([0.75, 0.25]).at(np.arange(8))
+    sources, counts = WeightedInterleaver([0.75, 0.25]).at(np.arange(8))
     assert sources.tolist() == [0, 0, 1, 0, 0, 0, 1, 0]
     assert counts.tolist() == [0, 1, 0, 2, 3, 4, 1, 5]
 
 
 def test_turns_are_pinned():
     """A change of these numbers changes what every mixture's run reads, and breaks going on from an older one."""
-    assert Turns([1, 5, 2]).at(np.arange(16))[0].tolist() == [1, 2, 1, 1, 0, 1, 2, 1, 1, 2, 1, 1, 0, 1, 2, 1]
+    assert WeightedInterleaver([1, 5, 2]).at(np.arange(16))[0].tolist() == [
+        1,
+        2,
+        1,
+        1,
+        0,
+        1,
+        2,
+        1,
+        1,
+        2,
+        1,
+        1,
+        0,
+        1,
+        2,
+        1,
+    ]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -40,7 +57,7 @@ def test_the_most_turns_in_a_step_are_what_the_worst_step_takes(seed):
     """More than the share rounded up, in some steps: a source of that many rows would give one of them twice."""
     draw = random.Random(seed)
     weights = [draw.randint(1, 9) for _ in range(draw.randint(2, 4))]
-    size, turns = draw.randint(2, 12), Turns(weights)
+    size, turns = draw.randint(2, 12), WeightedInterleaver(weights)
     sources, _ = turns.at(np.arange(4000))
     for source in range(len(weights)):
         worst = np.convolve(sources == source, np.ones(size, dtype=int), "valid").max()
@@ -53,7 +70,7 @@ def test_random_weights_keep_their_proportions_everywhere(seed):
     draw = random.Random(seed)
     weights = [round(10 ** draw.uniform(-3, 3), draw.randint(2, 6)) + 1e-6 for _ in range(draw.randint(1, 12))]
     start = draw.choice([0, draw.randrange(10**4), draw.randrange(10**12)])
-    turns = Turns(weights)
+    turns = WeightedInterleaver(weights)
     positions = np.arange(start, start + 3000)
     sources, counts = turns.at(positions)
     exact = [Fraction(str(weight)) for weight in weights]
@@ -70,7 +87,7 @@ def test_random_weights_keep_their_proportions_everywhere(seed):
 
 
 def test_a_turn_depends_on_its_position_alone():
-    turns = Turns([3, 1, 0.5, 0.123456])
+    turns = WeightedInterleaver([3, 1, 0.5, 0.123456])
     positions = np.random.default_rng(0).permutation(np.arange(10**9, 10**9 + 500))
     sources, counts = turns.at(positions)
     for place in (0, 77, 499):
@@ -104,7 +121,7 @@ def test_no_step_reads_a_row_of_any_source_twice(seed):
     """Sources of many sizes, from what a step takes of them at most; the last session has another batch size."""
     draw = random.Random(seed)
     weights = [round(10 ** draw.uniform(-1.5, 1.5), 3) + 1e-3 for _ in range(draw.randint(2, 5))]
-    size, turns = draw.choice([4, 12, 32]), Turns(weights)
+    size, turns = draw.choice([4, 12, 32]), WeightedInterleaver(weights)
     num_steps = 200
     sources, _ = turns.at(np.arange(num_steps * size))
     taken = np.stack([(sources == source).reshape(-1, size).sum(axis=1) for source in range(len(weights))])
@@ -130,7 +147,7 @@ def test_no_step_reads_a_row_of_any_source_twice(seed):
 
 
 def test_where_a_turn_is_found_again():
-    turns = Turns([3, 1, 0.5, 0.0123])
+    turns = WeightedInterleaver([3, 1, 0.5, 0.0123])
     sources, counts = turns.at(np.arange(3000))
     for position in (0, 1, 77, 1234, 2999):
         source, count = int(sources[position]), int(counts[position])
@@ -170,7 +187,7 @@ def checked(folder, weights=(0.6, 0.3, 0.1), *overrides):
                 "tokenizer": {"vocabulary_size": 300},
                 "data": {
                     "cache_dir": str(folder / "cache"),
-                    "held_out_fraction": 0.15,
+                    "validation_fraction": 0.15,
                     "mixture": [
                         {"path": str(folder / "a.jsonl"), "weight": weights[0]},
                         {"path": str(folder / "b.jsonl"), "weight": weights[1], "text_column": "body"},
@@ -184,7 +201,7 @@ def checked(folder, weights=(0.6, 0.3, 0.1), *overrides):
             }
         )
     )
-    return loader.checked(str(folder / "recipe.json"), overrides)
+    return loader.load_recipe(str(folder / "recipe.json"), overrides)
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -251,7 +268,7 @@ def test_a_source_with_less_than_a_batch_takes(folder):
     (folder / "b.jsonl").write_text('{"body": "short"}\n')
     (folder / "c.jsonl").write_text((folder / "a.jsonl").read_text())
     with pytest.raises(DataError) as caught:
-        registry.load(checked(folder, (6, 3, 1), "data.held_out_fraction=0", "evaluate.every_steps=0"))
+        registry.load(checked(folder, (6, 3, 1), "data.validation_fraction=0", "evaluate.every_steps=0"))
     small, twice = str(caught.value).splitlines()
     assert small.startswith(f"data.mixture.1: {folder / 'b.jsonl'}: 1 training rows of batch.sequence_length=32 are")
     assert "fewer than the 3 that its weight takes of a global batch of 8" in small
@@ -285,7 +302,7 @@ MIXTURE_MISTAKES = [
 def test_mistakes_in_a_mixture(folder, text, message):
     checked(folder)
     with pytest.raises(ConfigurationError) as caught:
-        loader.checked(str(folder / "recipe.json"), [f"data.mixture={text}"])
+        loader.load_recipe(str(folder / "recipe.json"), [f"data.mixture={text}"])
     assert message in str(caught.value)
 
 
@@ -299,7 +316,7 @@ def test_mistakes_around_a_mixture_are_told_together(folder):
         "data.group_by_length=true",
     ]
     with pytest.raises(ConfigurationError) as caught:
-        loader.checked(str(folder / "recipe.json"), overrides)
+        loader.load_recipe(str(folder / "recipe.json"), overrides)
     assert "data.mixture: given together with data.path (.); set one of them to null" in str(caught.value)
     assert 'data.pattern: found "*.md" (text), but data.mixture is given' in str(caught.value)
     assert "data.group_by_length: found true, but the sources of data.mixture are not" in str(caught.value)
@@ -312,7 +329,7 @@ def test_the_place_of_a_mistake_is_its_line(folder):
     )
     checked(folder)
     with pytest.raises(ConfigurationError) as caught:
-        loader.checked(str(file))
+        loader.load_recipe(str(file))
     assert "lines.yaml:6: data.mixture.1.weight: found -2, a number above 0 is needed" in str(caught.value)
 
 
@@ -335,6 +352,6 @@ def test_conversations_are_mixed_too(tmp_path):
         "optimizer": {"learning_rate": 1e-3},
     }
     checked_recipe.write_text(json.dumps(content))
-    task = registry.load(loader.checked(str(checked_recipe)))
+    task = registry.load(loader.load_recipe(str(checked_recipe)))
     assert len(task.train) == 60
     assert {int(index) // 30 for index in task.train.at_positions(np.arange(2), 0)} == {0, 1}

@@ -124,7 +124,7 @@ def test_where_there_is_no_head_to_make(expected, encoder):
     given = [f"model.path={encoder}", "model.config=null", "tokenizer.vocabulary_size=null", "model.new_head=true"]
     keys = given[-1:] if RULES[expected] == FROM_SCRATCH else given
     with pytest.raises(ConfigurationError) as error:
-        recipes.checked("recipes/mlm.yaml", [*keys, *RULES[expected]])
+        recipes.load_recipe("recipes/mlm.yaml", [*keys, *RULES[expected]])
     assert f"model.new_head: found true, but {expected}" in str(error.value)
 
 

@@ -15,7 +15,7 @@ ANY_SIZE = {
     "optimizer.learning_rate",
     "optimizer.weight_decay",
     "optimizer.max_grad_norm",
-    "guard.rollback_ratio",
+    "numerics.rollback_ratio",
     "data.mixture.*.weight",
     "dpo.beta",
     "dpo.gamma",

@@ -32,13 +32,13 @@ def recipe(steps: int = 20, **schedule) -> SimpleNamespace:
         ({"name": "constant", "warmup_steps": 4}, 4, PEAK),
         ({"name": "constant", "warmup_steps": 4}, 20, PEAK),
         ({"name": "constant"}, 1, PEAK),
-        ({"name": "linear", "warmup_steps": 4, "final_ratio": 0.0}, 12, PEAK * 0.5),  # half way from 4 to 20
-        ({"name": "linear", "warmup_steps": 4, "final_ratio": 0.2}, 20, PEAK * 0.2),
-        ({"name": "cosine", "warmup_steps": 4, "final_ratio": 0.1}, 4, PEAK),
-        ({"name": "cosine", "warmup_steps": 4, "final_ratio": 0.1}, 12, PEAK * 0.55),  # cos(pi/2) = 0
-        ({"name": "cosine", "warmup_steps": 4, "final_ratio": 0.1}, 20, PEAK * 0.1),
-        ({"name": "wsd", "warmup_steps": 4, "decay_steps": 8, "final_ratio": 0.0}, 12, PEAK),
-        ({"name": "wsd", "warmup_steps": 4, "decay_steps": 8, "final_ratio": 0.0}, 18, PEAK * 0.25),  # 6 of 8 decayed
+        ({"name": "linear", "warmup_steps": 4, "min_lr_ratio": 0.0}, 12, PEAK * 0.5),  # half way from 4 to 20
+        ({"name": "linear", "warmup_steps": 4, "min_lr_ratio": 0.2}, 20, PEAK * 0.2),
+        ({"name": "cosine", "warmup_steps": 4, "min_lr_ratio": 0.1}, 4, PEAK),
+        ({"name": "cosine", "warmup_steps": 4, "min_lr_ratio": 0.1}, 12, PEAK * 0.55),  # cos(pi/2) = 0
+        ({"name": "cosine", "warmup_steps": 4, "min_lr_ratio": 0.1}, 20, PEAK * 0.1),
+        ({"name": "wsd", "warmup_steps": 4, "decay_steps": 8, "min_lr_ratio": 0.0}, 12, PEAK),
+        ({"name": "wsd", "warmup_steps": 4, "decay_steps": 8, "min_lr_ratio": 0.0}, 18, PEAK * 0.25),  # 6 of 8 decayed
     ],
 )
 def test_rates_worked_out_by_hand(schedule, update, expected):
@@ -56,7 +56,7 @@ def test_rates_of_transformers(name):
     }[name]()
     rule = reference.lr_lambdas[0]
     made = recipe(
-        name=name, warmup_steps=5, decay_steps=8 if name == "wsd" else None, final_ratio=0.1 if name == "cosine" else 0
+        name=name, warmup_steps=5, decay_steps=8 if name == "wsd" else None, min_lr_ratio=0.1 if name == "cosine" else 0
     )
     for update in range(1, 21):
         assert learning_rate(made, update) == pytest.approx(PEAK * rule(update), rel=1e-9, abs=1e-12), update

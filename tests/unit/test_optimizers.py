@@ -15,13 +15,13 @@ from samecurve.errors import ConfigurationError
 from samecurve.optim import adamw_bf16
 from samecurve.optim.adamw_bf16 import first_hash, random_bits, rounded, to_nearest
 from samecurve.optim.factory import build_optimizer, hidden_matrices, num_bytes_per_parameter, set_learning_rate
-from samecurve.optim.muon import orthogonal
-from samecurve.specs.optimizers import SMALLEST_8BIT, TRAITS
+from samecurve.optim.muon import orthogonalize
+from samecurve.specs.optimizers import OPTIMIZERS, SMALLEST_8BIT
 from samecurve.strategy.validate_optimizer import check_shards
 
 RATES = [0.01, 0.02, 0.005, 0.01, 0.01, 0.003]
 DECAY = 0.1
-KAHAN = {"bf16_update": "kahan"}
+KAHAN = {"bf16_rounding": "kahan"}
 
 
 def settings(name: str, **more) -> Optimizer:
@@ -90,10 +90,10 @@ REFERENCES["adamw_8bit"] = REFERENCES["adamw_bf16"] = REFERENCES["adamw"]
 
 
 def test_every_optimizer_has_a_reference():
-    assert REFERENCES.keys() == TRAITS.keys()
+    assert REFERENCES.keys() == OPTIMIZERS.keys()
 
 
-@pytest.mark.parametrize("name", TRAITS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_updates_are_those_of_another_implementation(name):
     # torch's Muon orthogonalises in bf16 only, as ours does where the recipe computes in bf16
     precision = "bf16" if name == "muon" else "fp32"
@@ -145,7 +145,7 @@ def test_lion_by_hand():
 def test_muons_direction_is_near_the_orthogonal_factor(shape):
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(2))
     u, s, v = torch.linalg.svd(matrix, full_matrices=False)
-    found = orthogonal(matrix)
+    found = orthogonalize(matrix)
     values = u.T @ found @ v.T  # diagonal: the singular vectors stay, their values come near 1
     kept = torch.diagonal(values)[s > 0.05 * s[0]]
     assert len(kept) > 10 and kept.min() > 0.6 and kept.max() < 1.3
@@ -225,7 +225,7 @@ def test_kahan_keeps_what_rounding_cuts_off():
 def test_updates_that_the_nearest_bf16_undoes_move_weights(update):
     """200 steps of 1e-3 from 1.0, where bf16 numbers are 2 ** -8 apart below and 2 ** -7 above: 0.8 in fp32."""
     weight = torch.nn.Parameter(torch.full((4096,), 1.0))
-    optimizer = ours("adamw_bf16", bf16_update=update)([weight])
+    optimizer = ours("adamw_bf16", bf16_rounding=update)([weight])
     for group in optimizer.param_groups:
         group["weight_decay"] = 0.0
     set_learning_rate(optimizer, 1e-3)
@@ -242,10 +242,10 @@ def test_one_kernel_updates_as_many_do(update, monkeypatch):
     made = []
     torch._dynamo.reset()  # another test may have compiled it
     for compiled in (False, True):
-        monkeypatch.setattr(adamw_bf16, "compiles", lambda *_, compiled=compiled: compiled)
+        monkeypatch.setattr(adamw_bf16, "can_compile_update", lambda *_, compiled=compiled: compiled)
         sizes = (72, 64), (33,), (5, 7, 11)
         parameters = [torch.nn.Parameter(torch.linspace(-2, 2, math.prod(size)).view(size)) for size in sizes]
-        optimizer = ours("adamw_bf16", bf16_update=update)(parameters)
+        optimizer = ours("adamw_bf16", bf16_rounding=update)(parameters)
         before = counters["stats"]["unique_graphs"]
         for rate in RATES[:4]:
             set_learning_rate(optimizer, rate)
@@ -262,14 +262,14 @@ def test_one_kernel_updates_as_many_do(update, monkeypatch):
 @pytest.mark.parametrize("kahan", [False, True])
 def test_a_kernel_that_cannot_be_had_or_is_wrong_is_not_used(kahan, monkeypatch):
     cpu = torch.device("cpu")
-    assert adamw_bf16.agrees(cpu, kahan) and not adamw_bf16.compiles(cpu, kahan)
+    assert adamw_bf16.compiled_update_agrees(cpu, kahan) and not adamw_bf16.can_compile_update(cpu, kahan)
 
     def broken(*_):
         raise RuntimeError("no C compiler\nand more")
 
     monkeypatch.setattr(adamw_bf16, "compiled_update", lambda: broken)
     with pytest.warns(UserWarning, match=r"no update in one kernel \(RuntimeError: no C compiler\)"):
-        assert not adamw_bf16.agrees(cpu, kahan)
+        assert not adamw_bf16.compiled_update_agrees(cpu, kahan)
 
     def forgetful(numbers, hashed, *tensors):
         adamw_bf16.update_part(numbers, hashed, *tensors)
@@ -278,7 +278,7 @@ def test_a_kernel_that_cannot_be_had_or_is_wrong_is_not_used(kahan, monkeypatch)
     for wrong in (lambda *_: None, forgetful):
         monkeypatch.setattr(adamw_bf16, "compiled_update", lambda wrong=wrong: wrong)
         with pytest.warns(UserWarning, match="computes something else"):
-            assert not adamw_bf16.agrees(cpu, kahan)
+            assert not adamw_bf16.compiled_update_agrees(cpu, kahan)
 
 
 def test_bits_round_as_a_cast_does():
@@ -310,7 +310,7 @@ BYTES = {
 
 
 @pytest.mark.parametrize(
-    ("name", "more", "expected"), [*((name, {}, BYTES[name]) for name in TRAITS), ("adamw_bf16", KAHAN, 10)]
+    ("name", "more", "expected"), [*((name, {}, BYTES[name]) for name in OPTIMIZERS), ("adamw_bf16", KAHAN, 10)]
 )
 def test_bytes_per_parameter_are_those_of_the_live_tensors(name, more, expected):
     weight = torch.nn.Parameter(torch.randn(1024, 2048))

@@ -51,7 +51,7 @@ def test_other_processes_wait_so_that_the_first_one_can_speak(monkeypatch, capsy
 
 def test_the_status_file_follows_the_run(tmp_path):
     run = RunDirectory(tmp_path)
-    with lifecycle.recorded(run):
+    with lifecycle.supervised(run):
         assert status(tmp_path) == {"state": "running", "reason": "", "step": 0, "exit_code": None}
         run.append_metrics({"step": 7})
     assert status(tmp_path) == {"state": "done", "reason": "", "step": 7, "exit_code": 0}
@@ -67,7 +67,7 @@ def test_the_status_file_follows_the_run(tmp_path):
 )
 def test_a_failure_leaves_its_reason_and_code(error, code, tmp_path):
     run = RunDirectory(tmp_path)
-    with pytest.raises(type(error)), lifecycle.recorded(run):
+    with pytest.raises(type(error)), lifecycle.supervised(run):
         run.append_metrics({"step": 3})
         raise error
     reason = str(error) or "KeyboardInterrupt"
@@ -76,7 +76,7 @@ def test_a_failure_leaves_its_reason_and_code(error, code, tmp_path):
 
 def test_preempted_is_no_failure(tmp_path, capsys):
     def main():
-        with lifecycle.recorded(RunDirectory(tmp_path)):
+        with lifecycle.supervised(RunDirectory(tmp_path)):
             raise Preempted("SIGTERM: saved at step 3")
 
     assert lifecycle.exit_code(main) == 75
@@ -159,7 +159,7 @@ def test_before_all_ranks_are_there_only_rank_0_writes(tmp_path):
 
 def test_sigterm_is_left_alone_after_the_run(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
-    with lifecycle.recorded(RunDirectory(tmp_path)):
+    with lifecycle.supervised(RunDirectory(tmp_path)):
         assert signal.getsignal(signal.SIGTERM) != before
     assert signal.getsignal(signal.SIGTERM) == before
 

@@ -19,7 +19,7 @@ GIVEN = {"single": (1, 1, 1, 1), "hsdp": (4, 4, 4, 8), "pipeline": (2, 2, 4, 8)}
 @pytest.mark.parametrize("name", sorted(STRATEGIES))
 def test_processes(name, monkeypatch):
     monkeypatch.chdir(ROOT)
-    given = [placement.place(STRATEGIES[name], asked) for asked in ASKED]
+    given = [placement.place_strategy(STRATEGIES[name], asked) for asked in ASKED]
     assert tuple(each.world_size for each in given) == GIVEN.get(name, ASKED)
     assert {each.path for each in given} == {None if name == "single" else STRATEGIES[name]}
 
@@ -31,12 +31,12 @@ def test_the_table_is_about_files_that_exist():
 def test_a_broken_file_is_left_to_the_run(tmp_path):
     broken = tmp_path / "x.yaml"
     broken.write_text("distributed_type: FSDP\nparallelism_config: [1")
-    assert placement.place(broken, 3) == placement.Placement(broken, 3)
+    assert placement.place_strategy(broken, 3) == placement.Placement(broken, 3)
 
 
 @pytest.mark.parametrize("name", sorted(STRATEGIES))
 def test_another_strategy_is_another_one(name):
-    assert placement.another(name) in set(STRATEGIES) - {name, name.partition("_")[0]}
+    assert placement.another_strategy(name) in set(STRATEGIES) - {name, name.partition("_")[0]}
 
 
 @pytest.mark.parametrize(("world_size", "gpu", "again"), [(4, False, 4), (1, True, 1), (1, False, None)])

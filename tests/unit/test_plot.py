@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from samecurve.reports.plot import MOST_BUCKETS, Mark, Scale, Series, plot, session_marks, smoothed, thinned, window
-from samecurve.run.sessions import Began
+from samecurve.run.sessions import SessionRecord
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -74,15 +74,15 @@ def test_scales():
     assert len([text for text in many if re.match(r"1e[+-]\d+", text)]) <= 8
 
 
-def session(start_step: int, strategy: str, world_size: int) -> Began:
-    return Began({"start_step": start_step, "strategy": strategy, "world_size": world_size}, "failed")
+def session(start_step: int, strategy: str, world_size: int) -> SessionRecord:
+    return SessionRecord({"start_step": start_step, "strategy": strategy, "world_size": world_size}, "failed")
 
 
 def test_sessions_that_went_on_are_marked_once_per_step():
     known = [session(0, "ddp", 1), session(4, "fsdp", 2), session(6, "zero3", 4), session(6, "pipeline", 2)]
     marks = session_marks(known)
     assert [(mark.step, mark.label) for mark in marks] == [(5, "2"), (7, "3-4")]
-    assert marks[1].told == (
+    assert marks[1].tooltip == (
         "session 3 went on after step 6: zero3, world size 4\nsession 4 went on after step 6: pipeline, world size 2"
     )
 

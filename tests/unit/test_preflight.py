@@ -91,7 +91,7 @@ CASES = [
 
 @pytest.mark.parametrize("asked, lacks, precision, expected", [case[1:] for case in CASES], ids=[c[0] for c in CASES])
 def test_what_is_missing(machine, asked, lacks, precision, expected):
-    found = preflight.problems(asked, precision, machine(**lacks))
+    found = preflight.environment_problems(asked, precision, machine(**lacks))
     assert len(found) == len(expected), found
     for line, text in zip(found, expected, strict=True):
         assert line.startswith("strategy probed: ") and text in line
@@ -106,17 +106,17 @@ def test_check_raises_all_of_it(machine):
     environ = machine("")
     plan = SimpleNamespace(strategy=strategy("zero", CPU_OFFLOAD), recipe=plain_recipe(precision="fp16"))
     with pytest.raises(ConfigurationError) as error:
-        preflight.check(plan, environ)
+        preflight.check_machine(plan, environ)
     header, *lines = str(error.value).splitlines()
     assert header == "this machine cannot run the strategy as it is"
     assert [line[:19] for line in lines] == ["  strategy probed: "] * 3
     plan.strategy = strategy("ddp")
-    preflight.check(plan, environ)
+    preflight.check_machine(plan, environ)
 
 
 def test_a_compiler_named_in_the_environment_is_the_one_looked_for(machine):
     environ = machine("ninja clang++") | {"CXX": "clang++ -O1"}
-    assert preflight.problems(strategy("zero", CPU_OFFLOAD), "fp32", environ) == []
+    assert preflight.environment_problems(strategy("zero", CPU_OFFLOAD), "fp32", environ) == []
 
 
 def test_operators_built_with_deepspeed_need_no_compiler(tmp_path, monkeypatch):
@@ -128,23 +128,23 @@ def test_operators_built_with_deepspeed_need_no_compiler(tmp_path, monkeypatch):
     monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: spec)
     assert preflight._prebuilt() == {"cpu_adam"}
     monkeypatch.setattr(preflight, "has_accelerator", lambda environ: True)
-    assert preflight.problems(strategy("zero", CPU_OFFLOAD), "bf16", {"PATH": str(tmp_path)}) == []
+    assert preflight.environment_problems(strategy("zero", CPU_OFFLOAD), "bf16", {"PATH": str(tmp_path)}) == []
 
 
 def test_swap_folder_must_be_a_writable_folder_with_room(machine, tmp_path, monkeypatch):
     environ = machine()
     swap = strategy("zero", NVME, str(tmp_path / "made_later"))
-    assert preflight.problems(swap, "bf16", environ) == []
-    [line] = preflight.problems(strategy("zero", NVME, str(tmp_path / "no" / "swap")), "bf16", environ)
+    assert preflight.environment_problems(swap, "bf16", environ) == []
+    [line] = preflight.environment_problems(strategy("zero", NVME, str(tmp_path / "no" / "swap")), "bf16", environ)
     assert f"there is no folder {tmp_path / 'no'}; make it" in line
     monkeypatch.chdir(tmp_path)
-    assert preflight.problems(strategy("zero", NVME, "here"), "bf16", environ) == []
+    assert preflight.environment_problems(strategy("zero", NVME, "here"), "bf16", environ) == []
     a_file = tmp_path / "file"
     a_file.touch()
-    [line] = preflight.problems(strategy("zero", NVME, str(a_file / "swap")), "bf16", environ)
+    [line] = preflight.environment_problems(strategy("zero", NVME, str(a_file / "swap")), "bf16", environ)
     assert f"{a_file} is a file" in line
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
-    [line] = preflight.problems(swap, "bf16", environ)
+    [line] = preflight.environment_problems(swap, "bf16", environ)
     assert "is not writable" in line
 
 

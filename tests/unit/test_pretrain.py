@@ -65,7 +65,7 @@ def test_documents_are_rows_without_packing(tmp_path):
 
 
 def test_the_held_out_part_is_not_trained_on(tmp_path):
-    task = registry.load(make_recipe(tmp_path, {"held_out_fraction": 0.3, "packing": False}))
+    task = registry.load(make_recipe(tmp_path, {"validation_fraction": 0.3, "packing": False}))
     described = task.describe()
     assert described["train"]["documents"] + described["held_out"]["documents"] == len(TEXTS)
     assert 2 < described["held_out"]["documents"] < 25
@@ -74,7 +74,7 @@ def test_the_held_out_part_is_not_trained_on(tmp_path):
 def test_evaluation_from_a_path_of_its_own_holds_nothing_out(tmp_path):
     (tmp_path / "evaluation.txt").write_text("x = 1\n")
     evaluate = {"path": str(tmp_path / "evaluation.txt")}
-    described = registry.load(make_recipe(tmp_path, {"held_out_fraction": 0.3}, evaluate)).describe()
+    described = registry.load(make_recipe(tmp_path, {"validation_fraction": 0.3}, evaluate)).describe()
     assert (described["train"]["documents"], described["held_out"]["documents"]) == (len(TEXTS), 1)
 
 
@@ -85,7 +85,7 @@ def test_loss_is_the_token_sum(tmp_path):
 
 
 def test_bits_per_byte_worked_out_by_hand(tmp_path):
-    task = registry.load(make_recipe(tmp_path, {"held_out_fraction": 0.3}))
+    task = registry.load(make_recipe(tmp_path, {"validation_fraction": 0.3}))
     stream = task.held_out.stream
     text = task.tokenizer.decode(stream.tokens.tolist(), skip_special_tokens=True)
     num_targets = len(stream.tokens) - (len(stream.offsets) - 1)
@@ -98,14 +98,14 @@ def test_bits_per_byte_worked_out_by_hand(tmp_path):
 
 
 def test_a_hopeless_loss_is_still_a_number(tmp_path):
-    task = registry.load(make_recipe(tmp_path, {"held_out_fraction": 0.3}))
+    task = registry.load(make_recipe(tmp_path, {"validation_fraction": 0.3}))
     metrics = task.metrics(EvalResult(loss=5000.0, tokens=task.held_out.num_targets))
     assert math.isfinite(metrics["eval_perplexity"])
 
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_training_and_evaluation_batches_of_a_real_task(tmp_path, packing):
-    recipe = make_recipe(tmp_path, {"held_out_fraction": 0.3, "packing": packing})
+    recipe = make_recipe(tmp_path, {"validation_fraction": 0.3, "packing": packing})
     task = registry.load(recipe)
     (micro_batches,) = StepBatches(task.train, recipe.seed, recipe.batch, (1, 2), num_steps=1)
     assert [tuple(m.inputs["input_ids"].shape) for m in micro_batches] == [(1, 16), (1, 16)]
@@ -127,8 +127,8 @@ def test_training_and_evaluation_batches_of_a_real_task(tmp_path, packing):
             "lower one of the two",
         ),
         (
-            {"data": {"held_out_fraction": 1e-9}},
-            "no document is held out (data.held_out_fraction=1e-09 of 40 documents, each kept whole); "
+            {"data": {"validation_fraction": 1e-9}},
+            "no document is held out (data.validation_fraction=1e-09 of 40 documents, each kept whole); "
             "raise the fraction, or set evaluate.path to a file of its own",
         ),
     ],

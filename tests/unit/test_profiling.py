@@ -23,7 +23,7 @@ from samecurve.metrics.profiling import recorder
 from samecurve.metrics.profiling.deepspeed_comms import _by_size, begin, logged
 from samecurve.metrics.profiling.op_kinds import KINDS, listed
 from samecurve.metrics.profiling.summary import memory
-from samecurve.metrics.profiling.trace import Breakdown, breakdown, read
+from samecurve.metrics.profiling.trace import Breakdown, breakdown, read_trace
 
 MS = 1000.0  # in a trace's microseconds
 
@@ -269,7 +269,7 @@ def recording(tmp_path_factory):
 def test_every_kind_of_work_is_found_in_a_real_trace(recording):
     folder, _, steps = recording
     assert steps == [1, 2, 3, 4, 5, 6]
-    found = breakdown(read(folder / "step_00000003" / "rank0.pt.trace.json.gz"))
+    found = breakdown(read_trace(folder / "step_00000003" / "rank0.pt.trace.json.gz"))
     assert found.steps == (3, 4)
     assert found.shares.keys() == KINDS.keys()
     assert sum(found.shares.values()) == pytest.approx(1, abs=1e-6)
@@ -286,7 +286,7 @@ def test_every_kind_of_work_is_found_in_a_real_trace(recording):
 
 def test_a_run_that_goes_on_records_what_is_left(tmp_path):
     assert trained(Batches(step=3), Profile(steps=(2, 5)), hooks(tmp_path, [])) == [4, 5, 6]
-    assert breakdown(read(tmp_path / "step_00000004" / "rank0.pt.trace.json.gz")).steps == (4, 5)
+    assert breakdown(read_trace(tmp_path / "step_00000004" / "rank0.pt.trace.json.gz")).steps == (4, 5)
 
 
 def test_the_page(recording):
@@ -333,7 +333,7 @@ def test_a_trace_that_cannot_be_read_does_not_end_the_run(tmp_path, monkeypatch)
         raise ValueError("Expecting ',' delimiter: line 9")
 
     said = []
-    monkeypatch.setattr(recorder, "read", half)
+    monkeypatch.setattr(recorder, "read_trace", half)
     assert trained(Batches(num_steps=2), Profile(steps=(1, 1)), hooks(tmp_path, said)) == [1, 2]
     assert "profile.steps: ValueError: Expecting ',' delimiter: line 9; the profile is not whole" in said
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from samecurve.metrics.console import Listener, Progress, duration, header_lines
+from samecurve.metrics.console import Progress, TolerantConsole, duration, header_lines
 
 FACTS = {
     "recipe_path": "recipes/quickstart.yaml",
@@ -134,7 +134,7 @@ def test_other_ranks_say_nothing():
 
 def test_brackets_are_not_markup():
     stream = io.StringIO()
-    Progress(1, console=Console(file=stream, width=200)).say("[red]x[/red]")
+    Progress(1, console=Console(file=stream, width=200)).log("[red]x[/red]")
     assert stream.getvalue() == "[red]x[/red]\n"
 
 
@@ -148,7 +148,7 @@ def test_the_run_goes_on_when_the_pipe_is_broken():
     reader, writer = os.pipe()
     os.close(reader)
     stream = os.fdopen(writer, "w", buffering=1)
-    with Progress(9, 1, console=Listener(file=stream)) as progress:
+    with Progress(9, 1, console=TolerantConsole(file=stream)) as progress:
         for step in (1, 2):
             progress.step(record(step), 3.0)
         progress.evaluation(2, {"eval_loss": 1.0})
@@ -162,8 +162,8 @@ def test_the_run_goes_on_when_the_terminal_is_gone():
 
     master, slave = pty.openpty()
     stream = os.fdopen(slave, "w", buffering=1)
-    with Progress(9, console=Listener(file=stream, force_terminal=True)) as progress:
+    with Progress(9, console=TolerantConsole(file=stream, force_terminal=True)) as progress:
         progress.step(record(1), 3.0)
         os.close(master)
         progress.step(record(2), 3.0)
-        progress.say("a line")
+        progress.log("a line")

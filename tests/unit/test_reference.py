@@ -11,7 +11,7 @@ from test_preferences import stream
 
 from samecurve.data.batches import EvaluationBatches, MicroBatch
 from samecurve.data.datasets.preference import AnswerRows, GroupedAnswerRows
-from samecurve.distributed.control_group import World
+from samecurve.distributed.control_group import ControlGroup
 from samecurve.errors import DataError, NumericError, StorageError
 from samecurve.tasks import reference_logprobs
 
@@ -44,7 +44,7 @@ class Ranks:
 def give(rows, engine, cache, model=MODEL, precision="fp32"):
     batch = SimpleNamespace(micro_batch_size=2)
     recipe = SimpleNamespace(data=SimpleNamespace(cache_dir=str(cache)), precision=precision, batch=batch)
-    reference_logprobs.provide(rows, "training", engine, recipe, model, World(), lambda: None)
+    reference_logprobs.provide(rows, "training", engine, recipe, model, ControlGroup(), lambda: None)
     return np.asarray(rows.reference)
 
 

@@ -181,10 +181,10 @@ HEAVY = ("torch", "transformers", "accelerate", "deepspeed", "datasets")
 def test_a_mistake_is_told_before_torch_is_loaded(folder):
     script = f"""
 import os, sys
-from samecurve.strategy.resolve import resolve
+from samecurve.strategy.resolve import resolve_plan
 from samecurve.errors import ConfigurationError
 try:
-    resolve(["r.yaml", "steps=two", "--strategy", "configs/zero2.yaml"], {{**os.environ, **{A!r}}})
+    resolve_plan(["r.yaml", "steps=two", "--strategy", "configs/zero2.yaml"], {{**os.environ, **{A!r}}})
 except ConfigurationError as error:
     print([name for name in {HEAVY!r} if name in sys.modules], error.exit_code)
 """
@@ -196,7 +196,7 @@ except ConfigurationError as error:
 
 
 def test_help_needs_no_torch(folder):
-    script = f"import sys; from samecurve.strategy.resolve import resolve\ntry: resolve(['--help'], {{}})\nexcept SystemExit as e: print([name for name in {HEAVY!r} if name in sys.modules], e.code)"
+    script = f"import sys; from samecurve.strategy.resolve import resolve_plan\ntry: resolve_plan(['--help'], {{}})\nexcept SystemExit as e: print([name for name in {HEAVY!r} if name in sys.modules], e.code)"
     root = Path(__file__).resolve().parents[2]
     shown = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, env={"PYTHONPATH": str(root)}
@@ -215,6 +215,6 @@ def test_the_command_line_is_declared_once():
     """A second parser of train.py's options would end every run that uses an option which it does not know."""
     package = Path(__file__).resolve().parents[2] / "samecurve"
     texts = {path.relative_to(package).as_posix(): path.read_text() for path in package.rglob("*.py")}
-    assert [name for name, text in texts.items() if '"--start_over"' in text and "add_argument" in text] == [
+    assert [name for name, text in texts.items() if '"--fresh"' in text and "add_argument" in text] == [
         "strategy/resolve.py"
     ]

@@ -14,7 +14,7 @@ from samecurve.errors import CheckpointError, ConfigurationError, RepeatedFailur
 from samecurve.run.metadata import run_facts
 from samecurve.run.run_directory import RunDirectory, read_metrics
 from samecurve.storage import atomic
-from samecurve.strategy.restarts import goes_on
+from samecurve.strategy.restarts import continues_own_run
 
 
 def finished_run(path, loss=1.0):
@@ -194,7 +194,7 @@ def test_a_line_that_a_power_cut_took_comes_back_from_the_checkpoint(tmp_path):
 def test_checkpoints_are_not_left_behind_without_being_told_to(resume, tmp_path):
     interrupted_run(tmp_path, state="preempted")
     before = json.loads((tmp_path / "status.json").read_text())
-    with pytest.raises(CheckpointError, match=f"--resume {resume} would leave behind; .* --start_over"):
+    with pytest.raises(CheckpointError, match=f"--resume {resume} would leave behind; .* --fresh"):
         RunDirectory(tmp_path, resume=resume)
     assert len(list(tmp_path.glob("checkpoints/*"))) == 3
     told = json.loads((tmp_path / "status.json").read_text())
@@ -204,7 +204,7 @@ def test_checkpoints_are_not_left_behind_without_being_told_to(resume, tmp_path)
 
 def test_starting_over_moves_checkpoints_aside(tmp_path):
     interrupted_run(tmp_path)
-    run = RunDirectory(tmp_path, resume="none", start_over=True)
+    run = RunDirectory(tmp_path, resume="none", fresh=True)
     assert len(list(tmp_path.glob("checkpoints/*"))) == 3
     run.begin()
     assert not run.continues and not run.checkpoints.exists()
@@ -283,17 +283,17 @@ DAMAGED = [
 
 
 @pytest.mark.parametrize("content", DAMAGED)
-@pytest.mark.parametrize("start_over", [False, True])
-def test_a_damaged_status_stops_no_start_and_is_kept(content, start_over, tmp_path):
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_damaged_status_stops_no_start_and_is_kept(content, fresh, tmp_path):
     interrupted_run(tmp_path)
     (tmp_path / "status.json").write_bytes(content)
     for _ in range(2):  # also by a start that is refused
-        refused = RunDirectory(tmp_path, resume="auto", start_over=start_over)
+        refused = RunDirectory(tmp_path, resume="auto", fresh=fresh)
         assert not refused.is_done
         refused.status("running")
         refused.status("failed", "other data", exit_code=3)
         refused.close()
-    RunDirectory(tmp_path, resume="auto", start_over=start_over).begin(0 if start_over else 6)
+    RunDirectory(tmp_path, resume="auto", fresh=fresh).begin(0 if fresh else 6)
     kept = json.loads((tmp_path / "previous" / "1" / "status.json").read_text())
     assert kept == {"damaged": content.decode(errors="backslashreplace")}
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "running"
@@ -402,13 +402,13 @@ def test_a_run_that_goes_on_may_not_read_what_it_moves(tmp_path):
 def test_a_restart_of_one_that_starts_over_does_not_go_on_from_what_it_was_to_leave(tmp_path):
     interrupted_run(tmp_path)
     restart = {"TORCHELASTIC_RESTART_COUNT": "1"}
-    run = RunDirectory(tmp_path, start_over=True)
+    run = RunDirectory(tmp_path, fresh=True)
     run.close()  # it died before it began
-    assert not goes_on(restart, str(tmp_path))
-    run = RunDirectory(tmp_path, start_over=True)
+    assert not continues_own_run(restart, str(tmp_path))
+    run = RunDirectory(tmp_path, fresh=True)
     run.begin()
     (run.checkpoints / "step_00000002").mkdir(parents=True)
-    assert goes_on(restart, str(tmp_path)) and not goes_on({}, str(tmp_path))
+    assert continues_own_run(restart, str(tmp_path)) and not continues_own_run({}, str(tmp_path))
 
 
 def test_stacks_of_an_earlier_session_are_not_mixed_with_this_ones(tmp_path):

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from samecurve.checkpoint import commit
-from samecurve.checkpoint.manager import Checkpoints, Position
+from samecurve.checkpoint.manager import Checkpoints, TrainProgress
 from samecurve.config.schema import Optimizer
-from samecurve.distributed.control_group import World
+from samecurve.distributed.control_group import ControlGroup
 from samecurve.engines.sharded_state import LiveState, PartitionState
 from samecurve.errors import NumericError, StorageError
 from samecurve.optim.factory import build_optimizer, parameter_groups, state_names
@@ -40,7 +40,7 @@ def make(tmp_path):
     def made(background: bool = True) -> Checkpoints:
         settings = {"every_steps": EVERY, "keep": 9, "best": None}
         facts = {"recipe": {"seed": 0, "checkpoint": settings}}
-        return Checkpoints(RunDirectory(tmp_path), facts, World(), print, background=background)
+        return Checkpoints(RunDirectory(tmp_path), facts, ControlGroup(), print, background=background)
 
     return made
 
@@ -54,17 +54,17 @@ def test_the_wait_for_a_slow_save_is_told_as_a_stall(engine, make, tmp_path, mon
     checkpoints, go_on = make(), threading.Event()
     written = commit.write_file
     monkeypatch.setattr(commit, "write_file", lambda *what: go_on.wait(10) and written(*what))
-    checkpoints.save(engine, Position(EVERY))
+    checkpoints.save(engine, TrainProgress(EVERY))
     assert [step for step in range(EVERY + 1, 2 * EVERY) if checkpoints.due(step, 99)] == [EVERY + LOOK]
     threading.Timer(1.0, go_on.set).start()
-    assert checkpoints.save(engine, Position(EVERY + LOOK))["save_stall_seconds"] > 0.2
+    assert checkpoints.save(engine, TrainProgress(EVERY + LOOK))["save_stall_seconds"] > 0.2
     assert saved(tmp_path) == ["step_00000008"]
 
 
 def test_where_nothing_is_being_written_there_is_nothing_to_see(engine, make):
     checkpoints = make(background=False)
     assert not checkpoints.due(LOOK, 99)
-    checkpoints.save(engine, Position(EVERY))
+    checkpoints.save(engine, TrainProgress(EVERY))
     assert not checkpoints.due(EVERY + LOOK, 99)
 
 
@@ -75,17 +75,17 @@ def test_a_save_that_failed_is_made_up_for_soon(engine, make, tmp_path, monkeypa
     checkpoints = make()
     with monkeypatch.context() as disk:
         disk.setattr(commit, "write_file", full)
-        checkpoints.save(engine, Position(EVERY))
+        checkpoints.save(engine, TrainProgress(EVERY))
         checkpoints._in_flight.thread.join()
     assert checkpoints.due(EVERY + LOOK, 99)
-    checkpoints.save(engine, Position(EVERY + LOOK))
+    checkpoints.save(engine, TrainProgress(EVERY + LOOK))
     assert checkpoints.wait() and saved(tmp_path) == ["step_00000010"]
 
 
 def test_who_asks_for_this_very_step_gets_it(engine, make, tmp_path):
     checkpoints = make()
-    checkpoints.save(engine, Position(EVERY))
-    checkpoints.secure(engine, Position(EVERY + LOOK))
+    checkpoints.save(engine, TrainProgress(EVERY))
+    checkpoints.secure(engine, TrainProgress(EVERY + LOOK))
     assert saved(tmp_path) == ["step_00000008", "step_00000010"]
 
 
@@ -109,7 +109,7 @@ def test_after_a_save_that_failed_the_engine_has_nothing_open(harm, engine, make
     else:
         next(iter(visit()))[2][0] = torch.nan
     with pytest.raises(NumericError) if harm == "weights" else nullcontext():
-        make(background=False).save(engine, Position(EVERY))
+        make(background=False).save(engine, TrainProgress(EVERY))
     assert closed == [True] and saved(tmp_path) == []
 
 
@@ -132,7 +132,7 @@ def other_disk(old, new):
 
 
 def test_a_disk_that_takes_its_time_is_not_taken_for_a_hang(tmp_path, monkeypatch):
-    """timeout.step_seconds is without progress; reading, syncing, moving and removing what is large has some."""
+    """watchdog.timeout_seconds is without progress; reading, syncing, moving and removing what is large has some."""
     calls = []
     disk, folder = LocalFileSystem(lambda: calls.append(True)), tmp_path / "step_00000008"
     folder.mkdir()

@@ -35,7 +35,7 @@ def parquet(path: Path, **columns: list) -> Path:
 
 
 def texts(path: Path, **options) -> list[str]:
-    return list(sources.find(str(path), **options).documents())
+    return list(sources.find_source(str(path), **options).documents())
 
 
 def test_a_text_file_is_one_document_whatever_its_name(tmp_path):
@@ -154,7 +154,7 @@ def test_a_path_with_wildcards_is_told_where_they_belong():
     )
     assert sources.pattern_hint("data/books") == ""
     with pytest.raises(DataError, match="data.path does not exist; .*; a path has no wildcards"):
-        sources.find("data/*.txt")
+        sources.find_source("data/*.txt")
 
 
 def test_parquet_files_of_a_folder(tmp_path):
@@ -175,7 +175,7 @@ def test_a_json_array(tmp_path):
 
 
 def test_python_itself():
-    source = sources.find(BUILTIN)
+    source = sources.find_source(BUILTIN)
     names = {file.name for file in source.files}
     assert {"argparse.py", "dataclasses.py", "decoder.py"} <= names
     assert not any(
@@ -317,26 +317,26 @@ ERRORS = [
 @pytest.mark.parametrize(("prepare", "message"), ERRORS, ids=[case[0].__name__ for case in ERRORS])
 def test_errors_name_the_place_and_the_fix(tmp_path, prepare, message):
     with pytest.raises(DataError) as caught:
-        list(sources.find(**prepare(tmp_path)).documents())
+        list(sources.find_source(**prepare(tmp_path)).documents())
     found = str(caught.value).replace(str(tmp_path), "T")
     assert found.startswith(message) if message.endswith(": ") else found == message
 
 
 def test_fingerprint_is_of_the_content(tmp_path):
     (tmp_path / "a.txt").write_text("one")
-    first = sources.fingerprint(sources.find(str(tmp_path)), tmp_path / "cache")
+    first = sources.fingerprint(sources.find_source(str(tmp_path)), tmp_path / "cache")
     (tmp_path / "a.txt").rename(tmp_path / "b.txt")
-    assert sources.fingerprint(sources.find(str(tmp_path / "b.txt")), tmp_path / "cache") == first
+    assert sources.fingerprint(sources.find_source(str(tmp_path / "b.txt")), tmp_path / "cache") == first
     before = (tmp_path / "b.txt").stat()
     (tmp_path / "b.txt").write_text("two")
     os.utime(tmp_path / "b.txt", ns=(before.st_atime_ns, before.st_mtime_ns))  # within one tick of a coarse clock
-    assert sources.fingerprint(sources.find(str(tmp_path / "b.txt")), tmp_path / "cache") != first
+    assert sources.fingerprint(sources.find_source(str(tmp_path / "b.txt")), tmp_path / "cache") != first
 
 
 def test_an_old_file_is_read_once_for_its_fingerprint(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("one")
     os.utime(tmp_path / "a.txt", (1, 1))
-    source = sources.find(str(tmp_path / "a.txt"))
+    source = sources.find_source(str(tmp_path / "a.txt"))
     first = sources.fingerprint(source, tmp_path / "cache")
     monkeypatch.setattr(sources, "_file_hash", lambda file: pytest.fail("read again"))
     assert sources.fingerprint(source, tmp_path / "cache") == first
@@ -355,7 +355,7 @@ def test_a_first_look_finds_what_is_wrong_with_all_rows(tmp_path):
     (tmp_path / "b.csv").write_text("text,id\nx,1\ny\n")
     (tmp_path / "c.jsonl").write_text('{"text": 1}\n{"body": "x"}\n{"text": "x')
     with pytest.raises(DataError) as caught:
-        sources.find(str(tmp_path), "*.jsonl").check()
+        sources.find_source(str(tmp_path), "*.jsonl").check()
     assert str(caught.value).replace(str(tmp_path), "T").splitlines() == [
         "T: 3 rows cannot be used",
         "  T/c.jsonl:1: 'text' is 1, not text; remove or fill the row",
@@ -364,11 +364,11 @@ def test_a_first_look_finds_what_is_wrong_with_all_rows(tmp_path):
         "or remove the line",
     ]
     with pytest.raises(DataError, match="b.csv:3: has 1 fields and the header 2"):
-        sources.find(str(tmp_path / "b.csv")).check()
+        sources.find_source(str(tmp_path / "b.csv")).check()
     (tmp_path / "d.jsonl").write_text("\n")
     with pytest.raises(DataError, match="d.jsonl: holds no row; each line of a jsonl file is an object with its text"):
-        sources.find(str(tmp_path / "d.jsonl")).check()
-    sources.find(str(tmp_path / "a.jsonl")).check()
+        sources.find_source(str(tmp_path / "d.jsonl")).check()
+    sources.find_source(str(tmp_path / "a.jsonl")).check()
 
 
 def test_a_first_look_at_large_files_finds_a_last_line_that_broke_off(tmp_path, monkeypatch):
@@ -377,17 +377,17 @@ def test_a_first_look_at_large_files_finds_a_last_line_that_broke_off(tmp_path, 
     path = tmp_path / "a.jsonl"
     for end in ("", "\n", "\n\n"):
         path.write_text("\n".join(lines) + end)
-        monkeypatch.setattr(sources, "rows", lambda file: iter([("the first", {"text": "x"})]))
-        sources.find(str(path)).check()
-        assert [row for _, row in formats.last_row(path)] == [json.loads(lines[-1])]
+        monkeypatch.setattr(sources, "read_rows", lambda file: iter([("the first", {"text": "x"})]))
+        sources.find_source(str(path)).check()
+        assert [row for _, row in formats.read_last_row(path)] == [json.loads(lines[-1])]
     path.write_text("\n".join(lines)[:-2])
     with pytest.raises(DataError, match="a.jsonl: the last line: column 10: not JSON: Unterminated string"):
-        sources.find(str(path)).check()
+        sources.find_source(str(path)).check()
     path.write_bytes("\n".join(lines).encode()[:-3] + b"\xff")
     position = len("\n".join(lines)) - 3
     with pytest.raises(DataError, match=f"a.jsonl: the last line: byte {position} .0xff. is not UTF-8"):
-        sources.find(str(path)).check()
-    assert not list(formats.last_row(jsonl(tmp_path / "empty.jsonl")))
+        sources.find_source(str(path)).check()
+    assert not list(formats.read_last_row(jsonl(tmp_path / "empty.jsonl")))
 
 
 @contextmanager
@@ -414,9 +414,13 @@ def test_a_file_without_read_permission_is_an_error_that_names_it(name, monkeypa
         (folder / name).write_bytes(b"x")
         (folder / name).chmod(0 if me else 0o600)
         os.seteuid(65534 if me == 0 else me)
-        source = sources.find(str(folder))
+        source = sources.find_source(str(folder))
         readers = [lambda: sources.fingerprint(source, folder / "cache"), lambda: list(source.documents())]
-        readers += [] if name.endswith((".csv", ".json")) else [lambda: stream_files.find(str(folder), None, "text")]
+        readers += (
+            []
+            if name.endswith((".csv", ".json"))
+            else [lambda: stream_files.find_stream_files(str(folder), None, "text")]
+        )
         for read in readers:
             with pytest.raises(DataError) as caught:
                 read()
@@ -430,15 +434,15 @@ def test_a_file_without_read_permission_is_an_error_that_names_it(name, monkeypa
         (folder / "closed").mkdir(mode=0 if me else 0o700)
         os.seteuid(65534 if me == 0 else me)
         with pytest.raises(DataError, match="closed: the folder cannot be listed: Permission denied; give the user"):
-            sources.find(str(folder))
+            sources.find_source(str(folder))
         with pytest.raises(DataError, match="no permission to look at it; give the user of this process access to"):
-            sources.find(str(folder / "closed" / "a.txt"))
+            sources.find_source(str(folder / "closed" / "a.txt"))
 
 
 def test_a_fifo_is_not_missing(tmp_path):
     os.mkfifo(tmp_path / "a.jsonl")
     with pytest.raises(DataError, match=r"a.jsonl: is a FIFO \(named pipe\), and data are read more than once; write"):
-        sources.find(str(tmp_path / "a.jsonl"))
+        sources.find_source(str(tmp_path / "a.jsonl"))
 
 
 @pytest.mark.parametrize(
@@ -452,7 +456,7 @@ def test_a_fifo_is_not_missing(tmp_path):
 def test_a_table_without_a_row_is_called_what_it_is(tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
     with pytest.raises(DataError) as caught:
-        sources.find(str(tmp_path / name)).check()
+        sources.find_source(str(tmp_path / name)).check()
     assert str(caught.value) == f"{tmp_path / name}: holds no row; {message}"
 
 
@@ -469,7 +473,7 @@ def made_recipe(folder: Path, *overrides: str, **keys):
     }
     file = folder.parent / "recipe.json"
     file.write_text(json.dumps(content))
-    return loader.checked(str(file), overrides)
+    return loader.load_recipe(str(file), overrides)
 
 
 def trained_texts(task) -> set[str]:
@@ -507,7 +511,7 @@ def test_what_runs_write_below_the_data_is_no_data(tmp_path, kind, capsys):
     line = f"{folder}: 9 files that runs of samecurve wrote are left out of the data {where}\n"
     assert told.count(line) == 1
     if kind == "txt":
-        streamed = stream_files.find(str(folder), None, "text", sources.Selection.of(found, found.data))
+        streamed = stream_files.find_stream_files(str(folder), None, "text", sources.Selection.of(found, found.data))
         assert {Path(file.name).parent.name for file in streamed} == {"books"}
 
 
@@ -538,8 +542,8 @@ NO_ROWS = [
     ),
     (
         [*"abc", ""],
-        {"held_out_fraction": 0.9999},
-        "(3 of 4 documents held out by data.held_out_fraction=0.9999; 1 of 4 documents are empty); lower that "
+        {"validation_fraction": 0.9999},
+        "(3 of 4 documents held out by data.validation_fraction=0.9999; 1 of 4 documents are empty); lower that "
         "fraction, or give more data, or lower batch.global_batch_size",
     ),
 ]

@@ -11,7 +11,7 @@ from torch import nn
 from samecurve.config.schema import Optimizer
 from samecurve.engines.sharded_state import LiveState
 from samecurve.optim.factory import build_optimizer, factor_shapes, parameter_groups, state_names
-from samecurve.specs.optimizers import TRAITS
+from samecurve.specs.optimizers import OPTIMIZERS
 
 KAHAN = "adamw_bf16, kahan"
 
@@ -23,7 +23,7 @@ def made(replica=(0, 1), saved=None, name="adamw"):
         "b": nn.Parameter(torch.tensor([7.0])),
     }
     kahan, name = name == KAHAN, name.partition(",")[0]
-    settings = Optimizer(name=name, learning_rate=0.1, bf16_update="kahan" if kahan else "stochastic")
+    settings = Optimizer(name=name, learning_rate=0.1, bf16_rounding="kahan" if kahan else "stochastic")
     if name == "adamw_bf16":
         for parameter in parameters.values():
             parameter.data = parameter.data.bfloat16()
@@ -51,7 +51,7 @@ def test_a_second_copy_is_held_and_not_saved():
     assert [(held.name, held.save_stop - held.save_start) for held in state.held()] == [("a", 0), ("b", 1)]
 
 
-@pytest.mark.parametrize("name", [*TRAITS, KAHAN])
+@pytest.mark.parametrize("name", [*OPTIMIZERS, KAHAN])
 def test_what_is_visited_is_what_the_optimizer_uses(name):
     parameters, optimizer, state = made(name=name)
     update(parameters, optimizer)
@@ -75,7 +75,7 @@ def test_reading_before_the_first_update_gives_zeros_and_leaves_no_state():
     assert not optimizer.state
 
 
-@pytest.mark.parametrize("name", [*TRAITS, KAHAN])
+@pytest.mark.parametrize("name", [*OPTIMIZERS, KAHAN])
 def test_what_is_written_is_gone_on_from(name):
     """Ten updates at once, or five, a copy into a fresh optimizer, and five more: the same bits."""
     whole, copied = made(name=name), made(name=name)

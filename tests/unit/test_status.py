@@ -100,7 +100,7 @@ def test_a_start_that_is_accepted_removes_it(done):
 def test_a_start_that_has_nothing_to_do_removes_it(done):
     before = done.read_bytes()
     refuse(done.parent)
-    with pytest.raises(NothingToDo), lifecycle.recorded(RunDirectory(done.parent)):
+    with pytest.raises(NothingToDo), lifecycle.supervised(RunDirectory(done.parent)):
         raise NothingToDo("already done")
     assert done.read_bytes() == before
 

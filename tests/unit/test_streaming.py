@@ -50,14 +50,14 @@ def folder(tmp_path):
 
 def documents(path, buffer_bytes: float) -> list[list[str]]:
     """Of each piece."""
-    pieces = stream_pieces.cut(stream_files.find(str(path), None, "text"), buffer_bytes)
-    return [list(stream_pieces.PieceSource("x", (), "text", (piece,)).documents()) for piece in pieces]
+    pieces = stream_pieces.cut_into_chunks(stream_files.find_stream_files(str(path), None, "text"), buffer_bytes)
+    return [list(stream_pieces.ChunkSource("x", (), "text", (piece,)).documents()) for piece in pieces]
 
 
 @pytest.mark.parametrize("name", ["data", "texts", "data/a.jsonl", "data/b.jsonl.gz", "data/c.parquet"])
 @pytest.mark.parametrize("buffer_bytes", [25, 333, 10**6])
 def test_every_document_is_in_one_piece_whatever_its_size(folder, name, buffer_bytes):
-    expected = list(sources.find(str(folder / name)).documents())
+    expected = list(sources.find_source(str(folder / name)).documents())
     found = documents(folder / name, buffer_bytes * 16)
     assert [text for piece in found for text in piece] == expected
     assert len(expected) >= 25
@@ -65,15 +65,18 @@ def test_every_document_is_in_one_piece_whatever_its_size(folder, name, buffer_b
 
 def test_pieces_are_cut_where_the_format_lets_them(folder):
     kinds = Counter(
-        piece.kind for piece in stream_pieces.cut(stream_files.find(str(folder / "data"), None, "text"), BUFFER)
+        piece.kind
+        for piece in stream_pieces.cut_into_chunks(
+            stream_files.find_stream_files(str(folder / "data"), None, "text"), BUFFER
+        )
     )
     size = (folder / "data" / "a.jsonl").stat().st_size
     assert kinds == {"lines": -(-size // (BUFFER // 16)), "compressed": 1, "parquet": 8}
 
 
 def test_every_epoch_has_every_piece_once_in_an_order_of_its_own(folder):
-    pieces = stream_pieces.cut(stream_files.find(str(folder / "data"), None, "text"), BUFFER)
-    blocks = stream_pieces.Blocks(pieces, BUFFER, seed=1)
+    pieces = stream_pieces.cut_into_chunks(stream_files.find_stream_files(str(folder / "data"), None, "text"), BUFFER)
+    blocks = stream_pieces.ShuffleBlocks(pieces, BUFFER, seed=1)
     assert 1 < blocks.per_epoch < len(pieces)
     orders = []
     for epoch in range(3):
@@ -86,8 +89,8 @@ def test_every_epoch_has_every_piece_once_in_an_order_of_its_own(folder):
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
 def test_neighbouring_blocks_of_two_epochs_share_no_piece(size):
     for num_pieces in range(1, 6 * size + 2):
-        pieces = [stream_pieces.Piece("lines", (), nth, nth + 1, 1) for nth in range(num_pieces)]
-        blocks = stream_pieces.Blocks(pieces, size, seed=3)
+        pieces = [stream_pieces.FileChunk("lines", (), nth, nth + 1, 1) for nth in range(num_pieces)]
+        blocks = stream_pieces.ShuffleBlocks(pieces, size, seed=3)
         sizes = {len(blocks[nth]) for nth in range(blocks.per_epoch)}
         assert max(sizes) <= size and max(sizes) - min(sizes) <= 1
         orders = set()
@@ -103,7 +106,7 @@ def test_neighbouring_blocks_of_two_epochs_share_no_piece(size):
 
 def test_a_stream_of_one_block_reads_no_row_twice_in_a_step(recipe_file):
     """All data fit into the buffer, so that the end of an epoch has the same rows as the beginning of the next one."""
-    found = loader.checked(recipe_file, ["data.shuffle_buffer_mib=1", "steps=20", "batch.global_batch_size=7"])
+    found = loader.load_recipe(recipe_file, ["data.shuffle_buffer_mib=1", "steps=20", "batch.global_batch_size=7"])
     task = registry.load(found)
     assert task.train._blocks_per_epoch == 1
     num_rows = len(task.train._make(0))
@@ -125,19 +128,21 @@ def test_a_stream_of_one_block_reads_no_row_twice_in_a_step(recipe_file):
 def test_a_url_holds_the_same_as_the_folder(folder):
     remote = fsspec.filesystem("memory")
     remote.put(str(folder / "data"), "/samecurve_test", recursive=True)
-    pieces = stream_pieces.cut(stream_files.find("memory://samecurve_test", None, "text"), BUFFER)
-    here = stream_pieces.cut(stream_files.find(str(folder / "data"), None, "text"), BUFFER)
-    assert [text for text in stream_pieces.PieceSource("x", (), "text", tuple(pieces)).documents()] == [
-        text for text in stream_pieces.PieceSource("x", (), "text", tuple(here)).documents()
+    pieces = stream_pieces.cut_into_chunks(
+        stream_files.find_stream_files("memory://samecurve_test", None, "text"), BUFFER
+    )
+    here = stream_pieces.cut_into_chunks(stream_files.find_stream_files(str(folder / "data"), None, "text"), BUFFER)
+    assert [text for text in stream_pieces.ChunkSource("x", (), "text", tuple(pieces)).documents()] == [
+        text for text in stream_pieces.ChunkSource("x", (), "text", tuple(here)).documents()
     ]
     assert stream_pieces.fingerprint(
-        stream_files.find("memory://samecurve_test", None, "text")
-    ) == stream_pieces.fingerprint(stream_files.find(str(folder / "data"), None, "text"))
+        stream_files.find_stream_files("memory://samecurve_test", None, "text")
+    ) == stream_pieces.fingerprint(stream_files.find_stream_files(str(folder / "data"), None, "text"))
     assert {piece.files[0].relative for piece in pieces} == {"a.jsonl", "b.jsonl.gz", "c.parquet"}
-    chosen = stream_files.find("memory://samecurve_test", "*.parquet", "text")
+    chosen = stream_files.find_stream_files("memory://samecurve_test", "*.parquet", "text")
     assert [file.relative for file in chosen] == ["c.parquet"]
     with pytest.raises(DataError, match="memory://nowhere: "):
-        stream_files.find("memory://nowhere", None, "text")
+        stream_files.find_stream_files("memory://nowhere", None, "text")
 
 
 MISTAKES = [
@@ -171,7 +176,7 @@ def test_compressed_texts_are_streamed(tmp_path):
 def test_files_that_cannot_be_streamed_are_refused(tmp_path):
     (tmp_path / "a.csv").write_text("text\nx\n")
     with pytest.raises(DataError, match="a.csv: streaming reads text, jsonl .also compressed. and parquet; convert it"):
-        stream_files.find(str(tmp_path), None, "text")
+        stream_files.find_stream_files(str(tmp_path), None, "text")
     (tmp_path / "b.jsonl.gz").write_bytes(b"not gzip")
     with pytest.raises(DataError, match="b.jsonl.gz: could not be read: "):
         documents(tmp_path / "b.jsonl.gz", BUFFER)
@@ -186,14 +191,14 @@ def recipe_file(folder):
         "steps": 30,
         "model": {"config": {"model_type": "llama"}},
         "tokenizer": {"vocabulary_size": 300},
-        "data": {"path": str(folder / "data"), "cache_dir": str(folder / "cache"), "held_out_fraction": 0.1},
+        "data": {"path": str(folder / "data"), "cache_dir": str(folder / "cache"), "validation_fraction": 0.1},
         "batch": {"global_batch_size": 4, "sequence_length": 64},
         "optimizer": {"learning_rate": 1e-3},
         "schedule": {"warmup_steps": 2},
     }
     file = folder / "recipe.json"
     file.write_text(json.dumps(content))
-    registry.load(loader.checked(str(file))).tokenizer.save_pretrained(folder / "tokenizer")
+    registry.load(loader.load_recipe(str(file))).tokenizer.save_pretrained(folder / "tokenizer")
     content["tokenizer"] = {"path": str(folder / "tokenizer")}
     content["data"] |= {"streaming": True, "shuffle_buffer_mib": 4 * BUFFER / 2**20}
     file.write_text(json.dumps(content))
@@ -211,9 +216,9 @@ def test_a_stream_of_the_hub_reads_one_split_and_measures_another(recipe_file, m
         asked.append((where.name, selection.split, selection.config, selection.revision))
         return [f"memory://hub_test/{selection.split}.jsonl"]
 
-    monkeypatch.setattr("samecurve.data.hub.urls", urls)
-    overrides = ["data.path=org/name", "data.held_out_fraction=0", "data.revision=v1", "evaluate.split=validation"]
-    task = registry.load(loader.checked(recipe_file, overrides))
+    monkeypatch.setattr("samecurve.data.hub.hub_urls", urls)
+    overrides = ["data.path=org/name", "data.validation_fraction=0", "data.revision=v1", "evaluate.split=validation"]
+    task = registry.load(loader.load_recipe(recipe_file, overrides))
     assert asked == [("org/name", "train", None, "v1"), ("org/name", "validation", None, "v1")]
     seen = task.tokenizer.decode(task.train._make(0).stream.tokens.tolist())
     assert "train 7" in seen and "validation" not in seen
@@ -231,7 +236,7 @@ def read(steps: StepBatches) -> list[list[list[int]]]:
 
 
 def test_all_worlds_read_the_same_rows(recipe_file):
-    found = loader.checked(recipe_file)
+    found = loader.load_recipe(recipe_file)
     orders = []
     for world in (1, 2, 4):
         ranks = [read(batches(registry.load(found), found, rank, world)) for rank in range(world)]
@@ -241,14 +246,14 @@ def test_all_worlds_read_the_same_rows(recipe_file):
 
 
 def test_an_epoch_trains_each_document_once_and_never_what_is_held_out(recipe_file, folder):
-    found = loader.checked(recipe_file)
+    found = loader.load_recipe(recipe_file)
     task = registry.load(found)
     seen = Counter()
     for block in range(task.train._blocks_per_epoch):
         rows = task.train._make(block)
         for start, end in zip(rows.stream.offsets[:-1], rows.stream.offsets[1:], strict=True):
             seen[task.tokenizer.decode(rows.stream.tokens[start:end].tolist(), skip_special_tokens=True)] += 1
-    texts = list(sources.find(str(folder / "data")).documents())
+    texts = list(sources.find_source(str(folder / "data")).documents())
     held_out = {text for text in texts if sources.is_held_out(text, 0.1)}
     assert seen == Counter(text for text in texts if text not in held_out) and held_out
     evaluated = task.tokenizer.decode(task.held_out.stream.tokens.tolist(), skip_special_tokens=True)
@@ -256,7 +261,7 @@ def test_an_epoch_trains_each_document_once_and_never_what_is_held_out(recipe_fi
 
 
 def test_a_run_goes_on_from_its_anchor_and_makes_no_block_before_it(recipe_file, folder, monkeypatch):
-    found = loader.checked(recipe_file)
+    found = loader.load_recipe(recipe_file)
     whole = read(batches(registry.load(found), found))
     for stop in (3, 19):
         first = batches(registry.load(found), found)
@@ -280,7 +285,7 @@ def test_a_run_goes_on_from_its_anchor_and_makes_no_block_before_it(recipe_file,
 
 
 def test_the_disk_holds_some_blocks_only(recipe_file, folder):
-    found = loader.checked(recipe_file, ["steps=100"])
+    found = loader.load_recipe(recipe_file, ["steps=100"])
     steps = batches(registry.load(found), found)
     most = 0
     for _ in steps:
@@ -325,23 +330,23 @@ def test_a_stream_without_a_row_ends(tmp_path):
 def test_a_mistake_in_a_later_block_is_raised_where_it_is_read(recipe_file, folder):
     with open(folder / "data" / "a.jsonl", "a") as file:
         file.write("\n{\n")
-    found = loader.checked(recipe_file)
+    found = loader.load_recipe(recipe_file)
     with pytest.raises(DataError, match="a.jsonl: byte .*: not JSON: "):
         for step in batches(registry.load(found), found):
             assert step
 
 
 def test_other_data_do_not_go_on(recipe_file, folder):
-    before = registry.load(loader.checked(recipe_file)).train.fingerprint
-    assert registry.load(loader.checked(recipe_file)).train.fingerprint == before
-    assert registry.load(loader.checked(recipe_file, ["data.shuffle_buffer_mib=0.01"])).train.fingerprint != before
+    before = registry.load(loader.load_recipe(recipe_file)).train.fingerprint
+    assert registry.load(loader.load_recipe(recipe_file)).train.fingerprint == before
+    assert registry.load(loader.load_recipe(recipe_file, ["data.shuffle_buffer_mib=0.01"])).train.fingerprint != before
     with open(folder / "data" / "a.jsonl", "a") as file:
         file.write("\n" + json.dumps({"text": "more"}))
-    assert registry.load(loader.checked(recipe_file)).train.fingerprint != before
+    assert registry.load(loader.load_recipe(recipe_file)).train.fingerprint != before
 
 
 def test_what_is_described(recipe_file):
-    task = registry.load(loader.checked(recipe_file))
+    task = registry.load(loader.load_recipe(recipe_file))
     described = task.describe()
     assert described["train"]["files"] == 3 and described["train"]["blocks_per_epoch"] > 3
     labels = task.held_out[np.arange(len(task.held_out))].labels
@@ -375,5 +380,5 @@ def test_what_is_described(recipe_file):
 )
 def test_mistakes_around_streaming(recipe_file, overrides, message):
     with pytest.raises(ConfigurationError) as caught:
-        loader.checked(recipe_file, overrides)
+        loader.load_recipe(recipe_file, overrides)
     assert message in str(caught.value)

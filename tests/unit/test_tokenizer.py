@@ -39,7 +39,7 @@ def make_recipe(tmp_path, model: dict | None = None, vocabulary_size: int | None
 
 
 def test_trained_on_the_data(tmp_path):
-    tokenizer = tokenizers_of_recipes.load(make_recipe(tmp_path))
+    tokenizer = tokenizers_of_recipes.load_tokenizer(make_recipe(tmp_path))
     assert len(tokenizer) == 300
     assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == (
         "<|begin_of_text|>",
@@ -61,7 +61,7 @@ def test_training_is_deterministic_across_processes(tmp_path):
 import sys
 from pathlib import Path
 from samecurve.data import sources, tokenizer
-tokenizer._train(Path(sys.argv[2]), sources.find(sys.argv[1]), 0.0, 400)
+tokenizer._train(Path(sys.argv[2]), sources.find_source(sys.argv[1]), 0.0, 400)
 """
     make_recipe(tmp_path)
     for seed in "12":
@@ -74,24 +74,24 @@ tokenizer._train(Path(sys.argv[2]), sources.find(sys.argv[1]), 0.0, 400)
 
 
 def test_training_is_cached_and_keyed_by_content(tmp_path, monkeypatch):
-    tokenizers_of_recipes.load(make_recipe(tmp_path))
+    tokenizers_of_recipes.load_tokenizer(make_recipe(tmp_path))
     with monkeypatch.context() as patch:
         patch.setattr(tokenizers_of_recipes, "_train", lambda *_, **__: pytest.fail("trained again"))
-        tokenizers_of_recipes.load(make_recipe(tmp_path))
-    tokenizers_of_recipes.load(make_recipe(tmp_path, vocabulary_size=310))
+        tokenizers_of_recipes.load_tokenizer(make_recipe(tmp_path))
+    tokenizers_of_recipes.load_tokenizer(make_recipe(tmp_path, vocabulary_size=310))
     (tmp_path / "data" / "new.txt").write_text("more")
-    tokenizers_of_recipes.load(make_recipe(tmp_path))
+    tokenizers_of_recipes.load_tokenizer(make_recipe(tmp_path))
     assert len(list((tmp_path / "cache" / "tokenizers").iterdir())) == 3
 
 
 def test_saved_and_loaded_by_path(tmp_path):
-    trained = tokenizers_of_recipes.load(make_recipe(tmp_path))
+    trained = tokenizers_of_recipes.load_tokenizer(make_recipe(tmp_path))
     trained.save_pretrained(tmp_path / "saved")
     for recipe in (
         make_recipe(tmp_path, vocabulary_size=None, path=str(tmp_path / "saved")),
         make_recipe(tmp_path, vocabulary_size=None, model={"path": str(tmp_path / "saved")}),
     ):
-        loaded = tokenizers_of_recipes.load(recipe)
+        loaded = tokenizers_of_recipes.load_tokenizer(recipe)
         assert loaded(TEXTS[1])["input_ids"] == trained(TEXTS[1])["input_ids"]
         assert loaded.eos_token_id == trained.eos_token_id
     reloaded = AutoTokenizer.from_pretrained(tmp_path / "saved")
@@ -111,20 +111,20 @@ def test_errors_name_the_path_and_the_fix(tmp_path, options, message):
     if options.get("path") == "DATA":
         options["path"] = str(tmp_path / "data")
     with pytest.raises(ConfigurationError) as caught:
-        tokenizers_of_recipes.load(make_recipe(tmp_path, **options))
+        tokenizers_of_recipes.load_tokenizer(make_recipe(tmp_path, **options))
     assert str(caught.value).replace(str(tmp_path / "data"), "DATA").startswith(message)
 
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_byte_lengths_add_up_to_the_text(tmp_path, text):
-    tokenizer = tokenizers_of_recipes.load(make_recipe(tmp_path))
+    tokenizer = tokenizers_of_recipes.load_tokenizer(make_recipe(tmp_path))
     lengths = tokenizers_of_recipes.byte_lengths(tokenizer)
     ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
     assert lengths[ids].sum() == len(text.encode())
 
 
 def test_special_tokens_have_no_bytes_and_added_words_have_theirs(tmp_path):
-    tokenizer = tokenizers_of_recipes.load(make_recipe(tmp_path))
+    tokenizer = tokenizers_of_recipes.load_tokenizer(make_recipe(tmp_path))
     tokenizer.add_tokens(["größe"])
     lengths = tokenizers_of_recipes.byte_lengths(tokenizer)
     assert lengths.shape == (301,)

@@ -21,7 +21,7 @@ precision: {precision}
 model:
   config: {{model_type: llama, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 2}}
 tokenizer: {{vocabulary_size: 300}}
-data: {{path: {folder}/texts, cache_dir: {folder}/cache, held_out_fraction: 0.5}}
+data: {{path: {folder}/texts, cache_dir: {folder}/cache, validation_fraction: 0.5}}
 batch: {{global_batch_size: 4, micro_batch_size: 4, sequence_length: 512}}
 optimizer: {{learning_rate: 1e-3}}
 """

@@ -51,7 +51,7 @@ def test_a_killed_rank_ends_the_others(dead, tmp_path):
 
 def test_deaths_are_seen_while_the_model_is_built_too(tmp_path):
     body = "meet(watch)\nready()\nwait()\ntime.sleep(60)"
-    with ranks(tmp_path / "run", body, body, step_seconds=LIMIT) as (first, second):
+    with ranks(tmp_path / "run", body, body, timeout_seconds=LIMIT) as (first, second):
         for rank in (first, second):
             rank.wait_until("ready")
         second.process.kill()
@@ -69,9 +69,9 @@ def test_a_rank_that_is_through_is_not_dead(tmp_path):
 
 
 def test_one_lone_rank_that_hangs(tmp_path):
-    with ranks(tmp_path / "run", STEP, step_seconds=LIMIT) as [rank]:
+    with ranks(tmp_path / "run", STEP, timeout_seconds=LIMIT) as [rank]:
         assert rank.ends() == 124
-    text = "no progress for 2 s (timeout.step_seconds): rank 0 is in phase step of step 12"
+    text = "no progress for 2 s (watchdog.timeout_seconds): rank 0 is in phase step of step 12"
     reason = f"{text}; the stacks of all ranks are in {rank.folder / 'stacks'}"
     assert status(rank.folder) == {"state": "failed", "reason": reason, "step": 0, "exit_code": 124}
     assert rank.said == f"ready\n\nHangError (exit code 124)\n{reason}\n"
@@ -81,7 +81,7 @@ def test_one_lone_rank_that_hangs(tmp_path):
 
 
 def test_all_ranks_hang_in_one_phase(tmp_path):
-    with ranks(tmp_path / "run", STEP, STEP, step_seconds=LIMIT) as (first, second):
+    with ranks(tmp_path / "run", STEP, STEP, timeout_seconds=LIMIT) as (first, second):
         assert (first.ends(), second.ends()) == (124, 124)
     assert ": all 2 ranks that can be seen are in phase step of step 12;" in status(first.folder)["reason"]
     assert first.said.count("HangError") == 1 and "HangError" not in second.said
@@ -93,7 +93,7 @@ def test_all_ranks_hang_in_one_phase(tmp_path):
 def test_the_rank_that_lags_is_named(tmp_path):
     lagging = STEP.replace("watch.phase('step', 12)", "watch.phase('data', 12)")
     bodies = STEP.replace("watch.phase", "watch.phase('data', 12)\nwatch.phase"), lagging
-    with ranks(tmp_path / "run", *bodies, step_seconds=LIMIT) as (first, second):
+    with ranks(tmp_path / "run", *bodies, timeout_seconds=LIMIT) as (first, second):
         assert first.ends() == 124
         pid = second.process.pid
     reason = status(first.folder)["reason"]
@@ -103,7 +103,7 @@ def test_the_rank_that_lags_is_named(tmp_path):
 
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_a_stopped_rank_is_named_and_does_not_stay(frozen, tmp_path):
-    with ranks(tmp_path / "run", STEP, STEP, step_seconds=LIMIT) as pair:
+    with ranks(tmp_path / "run", STEP, STEP, timeout_seconds=LIMIT) as pair:
         for rank in pair:
             rank.wait_until("ready")
         victim, other = pair[frozen], pair[1 - frozen]
@@ -119,7 +119,7 @@ def test_a_stopped_rank_is_named_and_does_not_stay(frozen, tmp_path):
 
 def test_a_rank_that_stops_while_the_model_is_built(tmp_path):
     body = "meet(watch)\nready()\nwait()\ntime.sleep(60)"
-    with ranks(tmp_path / "run", body, body, step_seconds=LIMIT) as (first, second):
+    with ranks(tmp_path / "run", body, body, timeout_seconds=LIMIT) as (first, second):
         for rank in (first, second):
             rank.wait_until("ready")
         second.process.send_signal(signal.SIGSTOP)
@@ -132,7 +132,7 @@ def test_a_rank_that_stops_while_the_model_is_built(tmp_path):
 
 def test_a_run_that_slept_as_a_whole_goes_on(tmp_path):
     body = STEP.replace("time.sleep(60)", "")
-    with ranks(tmp_path / "run", body, body, step_seconds=4) as pair:
+    with ranks(tmp_path / "run", body, body, timeout_seconds=4) as pair:
         for rank in pair:
             rank.wait_until("ready")
         for rank in pair:
@@ -147,13 +147,13 @@ def test_a_run_that_slept_as_a_whole_goes_on(tmp_path):
 
 
 def test_signs_of_life_count_as_progress(tmp_path):
-    body = "meet(watch)\nwatch.phase('evaluate', 12)\nfor _ in range(30):\n    time.sleep(0.2)\n    watch.alive()"
-    with ranks(tmp_path / "run", body, step_seconds=LIMIT) as [rank]:
+    body = "meet(watch)\nwatch.phase('evaluate', 12)\nfor _ in range(30):\n    time.sleep(0.2)\n    watch.progress()"
+    with ranks(tmp_path / "run", body, timeout_seconds=LIMIT) as [rank]:
         assert rank.ends() == 0, rank.said
 
 
 def test_starting_may_take_its_time(tmp_path):
-    with ranks(tmp_path / "run", "ready()\ntime.sleep(4)", step_seconds=LIMIT) as [rank]:
+    with ranks(tmp_path / "run", "ready()\ntime.sleep(4)", timeout_seconds=LIMIT) as [rank]:
         assert rank.ends() == 0, rank.said
 
 
@@ -203,7 +203,7 @@ wait()
 @pytest.mark.skipif(sys.platform != "linux", reason="a signal to one thread of another process")
 def test_a_stopped_rank_writes_its_stacks_and_does_nothing_else(tmp_path):
     stops = "meet(watch)\nwatch.phase('step', 12)\nos.kill(os.getpid(), signal.SIGSTOP)\nopen(sys.argv[1] + '_on', 'w')"
-    with ranks(tmp_path / "run", STEP, stops, step_seconds=LIMIT) as (first, second):
+    with ranks(tmp_path / "run", STEP, stops, timeout_seconds=LIMIT) as (first, second):
         assert first.ends() == 124
         assert second.ends(5) == -signal.SIGVTALRM
     assert "in main\n" in stacks(first.folder)["rank_00001.txt"]
@@ -354,16 +354,16 @@ def give(watchdog: Watchdog, *beats: Beat, age: float = 0.0, ended: float | None
 
 
 def test_who_speaks(watchdog):
-    assert watchdog.speaks() and not watchdog.replaces_rank_0()  # alone, as far as it sees
+    assert watchdog.is_reporter() and not watchdog.replaces_rank_0()  # alone, as far as it sees
     give(watchdog, beat(rank=2), beat(rank=0))
-    assert not watchdog.speaks()
+    assert not watchdog.is_reporter()
     give(watchdog, beat(rank=0), age=1000)
-    assert watchdog.speaks() and watchdog.replaces_rank_0()
+    assert watchdog.is_reporter() and watchdog.replaces_rank_0()
     give(watchdog, beat(rank=0))
     watchdog._given_up = {0}  # it was woken only to write its stacks
-    assert watchdog.speaks() and watchdog.replaces_rank_0()
+    assert watchdog.is_reporter() and watchdog.replaces_rank_0()
     give(watchdog, beat(rank=0, state="failed"), ended=1)
-    assert not watchdog.speaks() and not watchdog.replaces_rank_0()
+    assert not watchdog.is_reporter() and not watchdog.replaces_rank_0()
 
 
 def test_of_several_ends_the_one_with_words_is_told_first(watchdog):
@@ -379,10 +379,10 @@ def test_of_several_ends_the_one_with_words_is_told_first(watchdog):
 def test_whoever_gave_a_rank_up_says_why(watchdog):
     """Its end makes launchers and collectives speak, which know less."""
     start = time.monotonic()
-    watchdog.let_it_speak()
+    watchdog.wait_if_ending()
     assert time.monotonic() - start < 1
     watchdog._given_up = {2}
-    waiting = threading.Thread(target=watchdog.let_it_speak, daemon=True)
+    waiting = threading.Thread(target=watchdog.wait_if_ending, daemon=True)
     waiting.start()
     waiting.join(0.3)
     assert waiting.is_alive()

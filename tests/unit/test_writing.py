@@ -197,9 +197,9 @@ def library(tmp_path, monkeypatch):
         (["\n", " ", "0", END_OF_TEXT], False, "0 of 2 functions parse (0.0%)", 2),  # another indentation
     ],
 )
-def test_the_share_that_parses(successors, template, line, ended, library, tmp_path, capsys):
+def test_the_parse_rate(successors, template, line, ended, library, tmp_path, capsys):
     folder = written(tmp_path / "model", successors, template)
-    arguments = ["--share_that_parses", "2", "--temperature", "0", "--max_new_tokens", "16"]
+    arguments = ["--parse_rate", "2", "--temperature", "0", "--max_new_tokens", "16"]
     assert commands.main(["generate", str(folder), *arguments]) == 0
     out = capsys.readouterr().out
     assert line in out and f"ended    {ended} before" in out
@@ -213,7 +213,7 @@ def test_prompts_are_held_out_ones(library):
 
 @pytest.mark.parametrize("path", ["builtin:python-functions", "builtin:python-preferences"])
 def test_prompts_that_a_run_trained_on_are_not_asked(path, library, monkeypatch):
-    data = SimpleNamespace(path=path, held_out_fraction=0.5)
+    data = SimpleNamespace(path=path, validation_fraction=0.5)
     recipe = SimpleNamespace(data=data, evaluation=None)
     asked = []
     monkeypatch.setattr(parse_rate.sources, "is_held_out", lambda text, part: asked.append((text, part)) or True)

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Work:
-    recipe = recipes.checked(arguments.recipe, arguments.overrides)
+    recipe = recipes.load_recipe(arguments.recipe, arguments.overrides)
     if recipe.data.streaming:
         text = "found true, but the rows of a stream are made by a thread of their own, whatever the number of workers"
         raise ConfigurationError(f"data.streaming: {text}; set it to false")

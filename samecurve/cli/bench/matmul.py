@@ -19,5 +19,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Work:
-    recipe = recipes.checked(arguments.recipe, arguments.overrides) if arguments.recipe else None
+    recipe = recipes.load_recipe(arguments.recipe, arguments.overrides) if arguments.recipe else None
     return Work("samecurve.bench.matmul", (arguments, recipe))

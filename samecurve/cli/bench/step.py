@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> Work:
     # of a large model the export takes longer than the steps that are timed
     settings = jobs.shortened(arguments.recipe, arguments.overrides, arguments.steps, **{"export.enabled": "false"})
     (job,) = jobs.jobs([Path(arguments.strategy).stem], arguments.num_processes or jobs.default_processes())
-    found = _variants(recipes.checked(arguments.recipe, settings), arguments.levers)
+    found = _variants(recipes.load_recipe(arguments.recipe, settings), arguments.levers)
     found += [levers.Variant(text, tuple(text.split())) for text in arguments.variant]
     return Work("samecurve.bench.step", (arguments, job, settings, found))
 

@@ -20,7 +20,7 @@ Numbers = TypeVar("Numbers", np.ndarray, int)
 _LARGEST_DENOMINATOR = 1 << 31  # the product of two of them fits into int64
 
 
-class Turns:
+class WeightedInterleaver:
     """Sources take turns in proportion to their weights, with no state: O(number of sources) at any position.
 
     The heaviest source has had round(share * n) of the first n turns; of what it left, the next one has its share of
@@ -81,7 +81,7 @@ class SourceSteps:
     """What steps take from one source, whose positions are counted by its own turns."""
 
     steps: Bounds
-    turns: Turns
+    turns: WeightedInterleaver
     source: int
 
     @property
@@ -168,7 +168,7 @@ class MixedRows(JoinedRows):
 
     def __init__(self, parts: Sequence[Rows], weights: Sequence[float]):
         super().__init__(parts)
-        self._turns = Turns(weights)
+        self._turns = WeightedInterleaver(weights)
         self.shares = self._turns.shares
         self.fingerprint = digest(self.fingerprint, self.shares)
 

@@ -102,7 +102,7 @@ class StreamRows(SplitRows):
             num_rows = len(self._rows(block))
             num_empty = 0 if num_rows else num_empty + 1
             if num_empty > self._blocks_per_epoch:
-                raise DataError("the stream holds no training row; correct data.path or lower data.held_out_fraction")
+                raise DataError("the stream holds no training row; correct data.path or lower data.validation_fraction")
             with self._lock:
                 if block == self._first_block + len(self._starts) - 1:
                     self._starts.append(end + num_rows)

@@ -11,7 +11,7 @@ from samecurve.data import sources
 from samecurve.data.encoder import Encoded, Encoder
 from samecurve.data.formats import check_characters, no_column
 from samecurve.errors import DataError
-from samecurve.storage.cache import cached, digest
+from samecurve.storage.cache import build_once, digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -79,17 +79,17 @@ class ExampleSource(sources.TableSource):
 _FIX = "correct or remove the row, or name all classes in data.labels"
 
 
-def class_names(source: sources.Source, cache: Path) -> tuple[str, ...]:
+def class_names(source: sources.DataSource, cache: Path) -> tuple[str, ...]:
     """The classes of a source whose names nobody gave: sorted by name, or by number; read once and remembered.
 
     DataError for rows that cannot be used, for names mixed with numbers, numbers with a gap, and a single class.
     """
     key = digest(_VERSION, sources.fingerprint(source, cache), source.identity)
-    directory = cached(cache / "classes" / key, lambda folder: _write_names(folder, source))
+    directory = build_once(cache / "classes" / key, lambda folder: _write_names(folder, source))
     return tuple(json.loads((directory / "names.json").read_text()))
 
 
-def _write_names(directory: Path, source: sources.Source) -> None:
+def _write_names(directory: Path, source: sources.DataSource) -> None:
     source.check()
     first: dict[str, str] = {}
     for example in source.documents():

@@ -12,9 +12,9 @@ from torch.profiler import ProfilerAction, profile
 
 from samecurve.errors import StorageError
 from samecurve.metrics.profiling import deepspeed_comms
-from samecurve.metrics.profiling.summary import content, lines, page
-from samecurve.metrics.profiling.trace import breakdown, read
-from samecurve.storage.atomic import write_json, write_text, writing
+from samecurve.metrics.profiling.summary import render_summary, summary_lines, summary_values
+from samecurve.metrics.profiling.trace import breakdown, read_trace
+from samecurve.storage.atomic import storage_errors, write_json, write_text
 
 if TYPE_CHECKING:
     from samecurve.config.schema import Profile
@@ -27,14 +27,14 @@ _MOST_ALLOCATIONS = 200_000
 class ProfilerHooks:
     """What a recording has to do with besides the steps.
 
-    say: a line for the user. alive: writing a trace may take long. restart_clock: recording is not a step's time.
-    held: what this rank holds now (Engine.held_bytes).
+    log: a line for the user. progress: called because writing a trace may take long. restart_clock: recording is not a
+    step's time. held: what this rank holds now (Engine.held_bytes).
     """
 
     folder: Path
     rank: int
-    say: Callable[[str], None]
-    alive: Callable[[], None]
+    log: Callable[[str], None]
+    progress: Callable[[], None]
     restart_clock: Callable[[], None]
     held: Callable[[], Held]
 
@@ -55,7 +55,7 @@ class Profiler:
             return
         if self._last <= done:
             which = f"steps {self._first} to {self._last} are not seen"
-            around.say(f"profile.steps: the run goes on after step {done}, so {which}")
+            around.log(f"profile.steps: the run goes on after step {done}, so {which}")
             return
         self._first = max(self._first, done + 1)
         self._starts_at = max(self._first - 1, done + 1)  # the step before the first one warms up
@@ -101,13 +101,13 @@ class Profiler:
 
     def _write(self, profiler: profile) -> None:
         try:
-            with writing(self._folder):
+            with storage_errors(self._folder):
                 self._folder.mkdir(parents=True, exist_ok=True)
                 found = self._trace(profiler)
             self._summarise(found)
         except Exception as error:  # no reason to end a run, whatever the profiler wrote
             text = error if isinstance(error, StorageError) else f"{type(error).__name__}: {error}"
-            self._around.say(f"profile.steps: {text}; the profile is not whole")
+            self._around.log(f"profile.steps: {text}; the profile is not whole")
         finally:  # or it would be recorded until the run ends
             if torch.cuda.is_available():
                 torch.cuda.memory._record_memory_history(enabled=None)
@@ -115,9 +115,9 @@ class Profiler:
     def _trace(self, profiler: profile) -> Path:
         # the suffix by which TensorBoard's profiler plugin knows its files; Perfetto and chrome://tracing take any
         path = self._folder / f"{self._name}.pt.trace.json.gz"
-        self._around.alive()
+        self._around.progress()
         profiler.export_chrome_trace(str(path))
-        self._around.alive()
+        self._around.progress()
         if torch.cuda.is_available():
             torch.cuda.memory._dump_snapshot(str(self._folder / f"{self._name}.memory.pickle"))
         return path
@@ -126,11 +126,11 @@ class Profiler:
         if not self._speaks:
             return
         logged = deepspeed_comms.logged()
-        found, held = breakdown(read(path)), self._around.held()
-        self._around.alive()
+        found, held = breakdown(read_trace(path)), self._around.held()
+        self._around.progress()
         summary = self._around.folder / "summary.txt"
-        write_json(summary.with_suffix(".json"), content(found, held, self._around.rank, logged))
-        write_text(summary, page(found, held, self._around.rank, logged))
-        for line in lines(found):
-            self._around.say(line)
-        self._around.say(f"traces in {self._folder} (for ui.perfetto.dev or TensorBoard), summary in {summary}")
+        write_json(summary.with_suffix(".json"), summary_values(found, held, self._around.rank, logged))
+        write_text(summary, render_summary(found, held, self._around.rank, logged))
+        for line in summary_lines(found):
+            self._around.log(line)
+        self._around.log(f"traces in {self._folder} (for ui.perfetto.dev or TensorBoard), summary in {summary}")

@@ -23,7 +23,7 @@ _MEMORY = {
 }
 
 
-def content(found: Breakdown, held: Held, rank: int, logged: Sequence[Logged] = ()) -> dict:
+def summary_values(found: Breakdown, held: Held, rank: int, logged: Sequence[Logged] = ()) -> dict:
     """For other programs: the page's numbers. Seconds and calls are of all recorded steps together."""
     return {
         "steps": list(found.steps),
@@ -41,11 +41,11 @@ def content(found: Breakdown, held: Held, rank: int, logged: Sequence[Logged] = 
     }
 
 
-def lines(found: Breakdown) -> Iterator[str]:
+def summary_lines(found: Breakdown) -> Iterator[str]:
     """For the screen."""
     shares = sorted(found.shares.items(), key=lambda item: -item[1])
-    told = ", ".join(f"{kind.replace('_', ' ')} {share:.0%}" for kind, share in shares if share >= 0.005)
-    yield f"profile of {_steps(found)}: {told}"
+    listed = ", ".join(f"{kind.replace('_', ' ')} {share:.0%}" for kind, share in shares if share >= 0.005)
+    yield f"profile of {_steps(found)}: {listed}"
     handed = sum(each.num_bytes for each in found.collectives) / len(found.steps)
     calls = sum(each.calls for each in found.collectives) / len(found.steps)
     if calls:
@@ -53,7 +53,7 @@ def lines(found: Breakdown) -> Iterator[str]:
         yield f"collectives per step: {calls:,.0f} with {_mib(handed)} MiB, under way for {ms:,.1f} ms"
 
 
-def page(found: Breakdown, held: Held, rank: int, logged: Sequence[Logged] = ()) -> str:
+def render_summary(found: Breakdown, held: Held, rank: int, logged: Sequence[Logged] = ()) -> str:
     parts = [_time(found, rank), _memory(found, held), _collectives(found)]
     parts += [_logged(logged, len(found.steps))] if logged else []
     return "\n".join(line for part in [*parts, _top(found)] for line in [*part, ""])

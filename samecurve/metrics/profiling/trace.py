@@ -69,7 +69,7 @@ class Breakdown:
         return {kind: seconds / self.total_seconds for kind, seconds in self.seconds.items()}
 
 
-def read(path: Path) -> list[dict]:
+def read_trace(path: Path) -> list[dict]:
     """The events of a trace that was written as gzipped JSON."""
     with gzip.open(path, "rt", encoding="utf-8") as stream:
         return json.load(stream)["traceEvents"]

@@ -1,0 +1,108 @@
+"""Recipe keys, values and options that had another name once.
+
+A recipe in the old spelling is refused with the new name. What an earlier version saved (run.json, a checkpoint's
+state.json) is read in the new spelling, so that its run can be resumed.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from samecurve.config.documents import ConfigProblem, Document, KeyPath, describe, merge_blocks
+
+# A block stands after its keys: only what none of them names is left to be renamed with it.
+RENAMED_KEYS = {
+    "data.held_out_fraction": "data.validation_fraction",
+    "memory.every_k": "memory.every_n_layers",
+    "memory.selective_keeps": "memory.selective_save",
+    "optimizer.bf16_update": "optimizer.bf16_rounding",
+    "schedule.final_ratio": "schedule.min_lr_ratio",
+    "guard.compare_replicas_every_steps": "numerics.compare_replicas_every_steps",
+    "guard.max_skipped_steps": "numerics.max_skipped_steps",
+    "guard.rollback_ratio": "numerics.rollback_ratio",
+    "timeout.step_seconds": "watchdog.timeout_seconds",
+    "guard": "numerics",
+    "timeout": "watchdog",
+}
+RENAMED_VALUES = {
+    "memory.activation_checkpointing": {"every_k": "every_n_layers"},
+    "memory.gradient_sync": {"once": "last_micro_batch"},
+}
+RENAMED_OPTIONS = {"--share_that_parses": "--parse_rate", "--start_over": "--fresh"}
+
+
+def refuse_old_names(document: Document) -> None:
+    """Report every old name, and put the new one in its place, so that the rules check what was meant."""
+    for old, new in _rename_keys(document.content):
+        inside = {path[len(old) :]: place for path, place in document.places.items() if path[: len(old)] == old}
+        # `guard.key=1` gives the block no place of its own
+        place = inside.get((), next(iter(inside.values()), document.place(old)))
+        document.problems.append(ConfigProblem(place, ".".join(old), f"renamed to {'.'.join(new)}"))
+        document.places |= {(*new, *path): place for path, place in inside.items()}
+    for path, old_value, new_value in _rename_values(document.content):
+        document.problem(path, f"found {describe(old_value)}, renamed to {new_value}")
+
+
+def in_new_names(saved: dict[str, Any]) -> dict[str, Any]:
+    """The content of run.json or state.json with `recipe` and `overrides` in the present spelling.
+
+    Names inside the value of an override (`guard={...}`) stay as they are.
+    """
+    saved = copy.deepcopy(saved)
+    if isinstance(saved.get("recipe"), dict):
+        _rename_keys(saved["recipe"])
+        _rename_values(saved["recipe"])
+    if isinstance(saved.get("overrides"), list):
+        saved["overrides"] = [_rename_override(override) for override in saved["overrides"]]
+    return saved
+
+
+def new_option_hint(message: str) -> str:
+    """The end of argparse's message about unknown options: the new names of those that were renamed."""
+    given = {word.partition("=")[0] for word in message.split()}
+    return "".join(f"; {old} was renamed to {new}" for old, new in RENAMED_OPTIONS.items() if old in given)
+
+
+def _rename_keys(recipe: dict[str, Any]) -> list[tuple[KeyPath, KeyPath]]:
+    """Move the value of each old key to the new one, over what is there. Returns the paths (old, new)."""
+    renamed = []
+    for old, new in RENAMED_KEYS.items():
+        (*old_block, old_key), (*new_block, new_key) = old.split("."), new.split(".")
+        source = _block(recipe, old_block)
+        if old_key not in source:
+            continue
+        value = source.pop(old_key)
+        if old_block and not source:
+            del recipe[old_block[0]]
+        target = _block(recipe, new_block)
+        if new_block and not target:
+            recipe[new_block[0]] = target
+        both = isinstance(value, dict) and isinstance(target.get(new_key), dict)
+        target[new_key] = merge_blocks(target[new_key], value) if both else value
+        renamed.append(((*old_block, old_key), (*new_block, new_key)))
+    return renamed
+
+
+def _rename_values(recipe: dict[str, Any]) -> list[tuple[KeyPath, str, str]]:
+    """Replace each old value. Returns (path, old value, new value)."""
+    renamed = []
+    for dotted, values in RENAMED_VALUES.items():
+        block_name, key = dotted.split(".")
+        block = _block(recipe, [block_name])
+        value = block.get(key)
+        if isinstance(value, str) and value in values:
+            block[key] = values[value]
+            renamed.append(((block_name, key), value, values[value]))
+    return renamed
+
+
+def _rename_override(override: str) -> str:
+    key, equals, value = override.partition("=")
+    return f"{RENAMED_KEYS.get(key, key)}{equals}{RENAMED_VALUES.get(key, {}).get(value, value)}"
+
+
+def _block(recipe: dict[str, Any], path: list[str]) -> dict[str, Any]:
+    """The top level or the block of that name; a new one where there is none."""
+    found = recipe.get(path[0]) if path else recipe
+    return found if isinstance(found, dict) else {}
