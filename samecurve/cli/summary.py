@@ -13,18 +13,12 @@ from samecurve.errors import ConfigurationError
 from samecurve.metrics.console import duration, number, spaced
 from samecurve.run.run_directory import read_metrics
 from samecurve.run.status import STATUS, read_status, refused_text
+from samecurve.specs.tasks import TASKS
 from samecurve.storage.atomic import read_json
 from samecurve.strategy.placement import REFERENCE, another_strategy, num_processes_again
 
 LABEL_WIDTH = 14
 LENGTH = ("output_dir", "steps", "schedule", "evaluate.every_steps")  # a comparison has its own
-# What `predict` is given, by the tasks whose models do not write.
-_ASKED = {
-    "classify": "'a text'",
-    "reward": "--prompt 'a question' 'an answer'",
-    "embed": "'a text' 'another text'",
-    "mlm": "'a [MASK] word'",
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,8 +90,8 @@ def commands(directory: Path, facts: dict) -> list[tuple[str, str]]:
 
 
 def _asking(task: str | None, directory: Path) -> tuple[str, str]:
-    if task in _ASKED:
-        return "ask it", f"python -m samecurve predict {quoted(directory)} {_ASKED[task]}"
+    if task in TASKS and TASKS[task].predicts:
+        return "ask it", f"python -m samecurve predict {quoted(directory)} {TASKS[task].predicts}"
     return "let it write", f"python -m samecurve generate {quoted(directory)}"
 
 

@@ -14,59 +14,15 @@ from typing import TYPE_CHECKING, Any
 from samecurve.config import rules_data, rules_memory, rules_model, rules_optimizer, rules_profile, rules_tasks
 from samecurve.config.documents import describe
 from samecurve.config.paths import path_problem, pattern_hint
-from samecurve.specs.data_names import BUILTIN, CHATML, DOCSTRINGS, FUNCTIONS, MODULES, PREFERENCES, is_hub_name
+from samecurve.config.schema import Recipe
+from samecurve.specs.data_names import CHATML, MODULES, is_hub_name
+from samecurve.specs.tasks import TASKS, readers
 
 if TYPE_CHECKING:
     from samecurve.config.source import RecipeSource
 
 Finding = tuple[str, str]
 Rule = Callable[[Callable[[str], Any]], Iterator[Finding]]
-# What not all tasks read, with its default: where another one runs, it would do nothing.
-_KEYS_OF_TASKS = {
-    ("pretrain", "continue_pretrain", "classify", "mlm"): {"data.text_column": "text"},
-    ("pretrain", "continue_pretrain", "sft"): {"data.mixture": None},
-    ("pretrain", "continue_pretrain"): {"data.streaming": False},
-    ("sft", "distill"): {
-        "data.messages_column": None,
-        "data.completion_column": None,
-    },
-    ("sft", "distill", "dpo"): {"data.train_on": "assistant"},
-    ("sft", "distill", "dpo", "reward"): {
-        "data.prompt_column": None,
-        "data.chat": True,
-        "tokenizer.chat_template": None,
-    },
-    ("classify", "mlm", "embed", "reward"): {"tokenizer.pad_token": None},
-    ("dpo", "reward"): {"data.chosen_column": "chosen", "data.rejected_column": "rejected"},
-    ("dpo",): {"dpo.loss": "sigmoid", "dpo.beta": 0.1, "dpo.label_smoothing": 0.0, "dpo.gamma": None},
-    ("reward",): {"reward.center_rewards_coefficient": None},
-    ("distill",): {
-        "distill.teacher": None,
-        "distill.temperature": 1.0,
-        "distill.divergence": "forward_kl",
-        "distill.label_weight": 0.0,
-    },
-    ("classify",): {"data.text_pair_column": None, "data.label_column": "label", "data.labels": None},
-    ("embed",): {
-        "data.anchor_column": "anchor",
-        "data.positive_column": "positive",
-        "data.negative_columns": None,
-        "embed.temperature": 0.05,
-        "embed.pooling": "mean",
-    },
-}
-_BUILTINS = {
-    "pretrain": BUILTIN,
-    "continue_pretrain": BUILTIN,
-    "sft": FUNCTIONS,
-    "distill": FUNCTIONS,
-    "dpo": PREFERENCES,
-    "reward": PREFERENCES,
-    "classify": MODULES,
-    "mlm": BUILTIN,
-    "embed": DOCSTRINGS,
-}
-_PACKED = ("pretrain", "continue_pretrain", "sft", "distill")
 
 
 def apply_rules(source: RecipeSource) -> None:
@@ -83,13 +39,13 @@ def apply_rules(source: RecipeSource) -> None:
 
 def columns_of(task: str) -> list[str]:
     """The keys by which a recipe of the task names columns."""
-    readers = ((key, tasks) for tasks, keys in _KEYS_OF_TASKS.items() for key in keys)
-    return [key for key, tasks in readers if task in tasks and key.endswith(("_column", "_columns"))]
+    return [key for key in TASKS[task].reads if key.endswith(("_column", "_columns"))]
 
 
 def _no_data(value: Callable[[str], Any]) -> Iterator[Finding]:
     if value("data.path") is None and value("data.mixture") is None:
-        builtin = _BUILTINS.get(_known(value, "task"))
+        task = _known(value, "task")
+        builtin = TASKS[task].builtin if task else ""
         names = f"a file, a folder or {builtin}" if builtin else "a file or a folder"
         yield "data.path", f"missing; name {names}, here or as data.path=... when starting"
 
@@ -101,9 +57,9 @@ def _readable(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
     if "://" in path:
         if key != "data.path" or streaming is False:
             yield key, f"found {path}, but only data.path with data.streaming: true is read from a URL"
-    elif path in _BUILTINS.values():
-        if task is not None and path != _BUILTINS[task]:
-            yield key, f"found {path}, which task {task} cannot read; {_BUILTINS[task]} is the one that it can"
+    elif any(path == spec.builtin for spec in TASKS.values()):
+        if task is not None and path != TASKS[task].builtin:
+            yield key, f"found {path}, which task {task} cannot read; {TASKS[task].builtin} is the one that it can"
     elif is_hub_name(path):
         return  # downloaded when the data are read
     elif problem := path_problem(path):
@@ -123,19 +79,26 @@ def _sorted_and_packed(value: Callable[[str], Any]) -> Iterator[Finding]:
         yield "data.group_by_length", "found true, but packed rows are full already; set data.packing to false"
 
 
-def _of_tasks(tasks: tuple[str, ...], key: str, default: Any, value: Callable[[str], Any]) -> Iterator[Finding]:
-    task, found = value("task"), value(key)
-    if task not in tasks and found != default:
-        readers = f"task {tasks[0]} reads" if len(tasks) == 1 else f"the tasks {', '.join(tasks)} read"
-        yield key, f"found {describe(found)}, but only {readers} it and task is {task}"
+def _of_tasks(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
+    """A key that some tasks read, where another one runs and it would do nothing."""
+    task, found, tasks = value("task"), value(key), readers(key)
+    if task not in tasks and found != _default(key):
+        which = f"task {tasks[0]} reads" if len(tasks) == 1 else f"the tasks {', '.join(tasks)} read"
+        yield key, f"found {describe(found)}, but only {which} it and task is {task}"
+
+
+def _default(key: str) -> Any:
+    *blocks, name = key.split(".")
+    section = Recipe
+    for block in blocks:
+        section = section.model_fields[block].annotation
+    return section.model_fields[name].default
 
 
 def _not_packed(value: Callable[[str], Any]) -> Iterator[Finding]:
     task = value("task")
-    if task not in _PACKED and value("data.packing"):
-        what = "two answers to one prompt" if task in ("dpo", "reward") else "one text"
-        what = "texts that are read by themselves" if task == "embed" else what
-        yield "data.packing", f"found true, but a row of task {task} holds {what}; set it to false"
+    if TASKS[task].row and value("data.packing"):
+        yield "data.packing", f"found true, but a row of task {task} holds {TASKS[task].row}; set it to false"
 
 
 def _class_twice(value: Callable[[str], Any]) -> Iterator[Finding]:
@@ -219,11 +182,7 @@ def _evaluate(value: Callable[[str], Any]) -> Iterator[Finding]:
 RULES: tuple[Rule, ...] = (
     *(_no_data, partial(_readable, "data.path"), partial(_readable, "evaluate.path")),
     *(_sorted_and_packed, _not_packed),
-    *(
-        partial(_of_tasks, tasks, key, default)
-        for tasks, keys in _KEYS_OF_TASKS.items()
-        for key, default in keys.items()
-    ),
+    *(partial(_of_tasks, key) for key in dict.fromkeys(key for spec in TASKS.values() for key in spec.reads)),
     *(_class_twice, _known_classes, _messages_without_template, _whole_conversations, _template),
     *(partial(_one_kind_of_row, f"data.{column}_column") for column in ("prompt", "completion")),
     *(_warmup, _decay, _long_decay, _best, _rollback, _evaluate),

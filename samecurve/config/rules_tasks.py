@@ -7,9 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from samecurve.specs.tasks import TASKS
+
 Finding = tuple[str, str]
 _CHUNKED = ("chunked", "liger")
-_BY_TOKEN = ("pretrain", "continue_pretrain", "sft", "distill", "mlm")
 
 
 def _alone(value: Callable[[str], Any]) -> Iterator[Finding]:
@@ -79,8 +80,9 @@ def _one_answer(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 def _not_by_token(value: Callable[[str], Any]) -> Iterator[Finding]:
     kind, task = value("loss.implementation"), value("task")
-    if kind in _CHUNKED and task not in _BY_TOKEN:
-        text = f"found {kind}, but the loss of task {task} is not a sum over tokens ({', '.join(_BY_TOKEN)} have one)"
+    if kind in _CHUNKED and not TASKS[task].by_token:
+        others = ", ".join(name for name, spec in TASKS.items() if spec.by_token)
+        text = f"found {kind}, but the loss of task {task} is not a sum over tokens ({others} have one)"
         yield "loss.implementation", f"{text}; use auto"
 
 

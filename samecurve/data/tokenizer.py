@@ -18,6 +18,7 @@ from samecurve.data.formats import read_text
 from samecurve.data.token_store import reading, training_texts
 from samecurve.errors import ConfigurationError, DataError
 from samecurve.specs.data_names import CHATML
+from samecurve.specs.tasks import TASKS
 from samecurve.storage.cache import build_once, cache_folder, digest
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 BEGIN_OF_TEXT, END_OF_TEXT = "<|begin_of_text|>", "<|end_of_text|>"
 MASK = "<|mask|>"  # for mlm
-_CHATS = ("sft", "distill", "dpo", "reward")
 # Part of the cache key: raise it when training on the same documents gives another tokenizer.
 _VERSION = 3
 
@@ -139,7 +139,7 @@ def _trained(recipe: Recipe, source: sources.DataSource) -> PreTrainedTokenizerF
     from transformers import PreTrainedTokenizerFast
 
     size, fraction = recipe.tokenizer.vocabulary_size, sources.validation_fraction(recipe)
-    cache, chat = cache_folder(recipe.data.cache_dir), recipe.task in _CHATS
+    cache, chat = cache_folder(recipe.data.cache_dir), TASKS[recipe.task].chats
     more = (BEGIN_OF_TURN, END_OF_TURN) if chat else (MASK,) if recipe.task == "mlm" else ()
     markers = (BEGIN_OF_TEXT, END_OF_TEXT, *more)
     key = digest(_VERSION, sources.fingerprint(source, cache), source.identity, fraction, size, *markers[2:])

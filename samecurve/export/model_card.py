@@ -17,6 +17,7 @@ from samecurve.metrics.console import duration, number, spaced
 from samecurve.reports.plot import Scale, loss_series, plot, session_marks
 from samecurve.run.run_directory import read_metrics
 from samecurve.run.sessions import SessionRecord, sessions, unknown_origin
+from samecurve.specs.tasks import TASKS
 from samecurve.storage.atomic import utc_timestamp, write_text
 
 CARD, PICTURE = "README.md", "loss.svg"
@@ -25,14 +26,6 @@ UNKNOWN = "not known"
 ADAPTED_CONFIG = "model_config"
 _CURVE_POINTS = 12
 _LICENSE_ID = re.compile(r"[a-z0-9][a-z0-9.\-]*")
-# The class that loads it, and the hub's name for what it does.
-_USES = {
-    "classify": ("AutoModelForSequenceClassification", "text-classification"),
-    "mlm": ("AutoModelForMaskedLM", "fill-mask"),
-    "embed": ("AutoModel", "sentence-similarity"),
-    "reward": ("AutoModelForSequenceClassification", "text-classification"),
-}
-_CAUSAL = ("AutoModelForCausalLM", "text-generation")
 
 
 @dataclass(frozen=True)
@@ -91,7 +84,7 @@ def metadata(facts: dict, made: Made) -> dict:
     if _on_the_hub(base):
         found["base_model"] = base
         found["base_model_relation"] = "adapter" if adapter else "finetune"
-    found["pipeline_tag"] = _USES.get(recipe["task"], _CAUSAL)[1]
+    found["pipeline_tag"] = TASKS[recipe["task"]].hub_tag
     found["tags"] = ["samecurve", recipe["task"], *([adapter] if adapter else [])]
     return found
 
@@ -111,12 +104,12 @@ def _on_the_hub(path: str | None) -> bool:
 
 def _use(facts: dict, made: Made) -> Iterator[str]:
     recipe = facts["recipe"]
-    loader = _USES.get(recipe["task"], _CAUSAL)[0]
+    loader = TASKS[recipe["task"]].auto_class
     lines = ["```python", f"from transformers import {loader}, AutoTokenizer", ""]
     if recipe["adapter"]["name"] and not made.merged:
         lines.insert(1, "from peft import PeftModel")
         base = repr(recipe["model"]["path"])
-        if recipe["task"] in _USES:  # the config here says which head it has
+        if TASKS[recipe["task"]].predicts:  # the config here says which head it has
             lines[2] = f"from transformers import {loader}, AutoConfig, AutoTokenizer"
             base += f", config=AutoConfig.from_pretrained(folder, subfolder={ADAPTED_CONFIG!r})"
         lines += [f"model = {loader}.from_pretrained({base})  # what the adapter belongs to"]

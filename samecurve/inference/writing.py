@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError
 from samecurve.inference import folders
+from samecurve.specs.tasks import TASKS
 from samecurve.storage.atomic import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PLAIN_TASKS = ("pretrain", "continue_pretrain")
-SILENT_TASKS = ("classify", "reward", "embed", "mlm")
 SILENT_HEADS = ("ForSequenceClassification", "ForMaskedLM")
 
 
@@ -53,7 +52,7 @@ def check_writes(run: Path, folder: Path, recipe: Recipe | None) -> None:
     """Raises ConfigurationError for a model that writes nothing."""
     known = read_json(folder / "config.json").get("architectures") or []
     others = [name for name in known if not name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))]
-    if recipe is not None and recipe.task in SILENT_TASKS:
+    if recipe is not None and TASKS[recipe.task].predicts:
         why = f"was trained by task {recipe.task}, so it writes nothing"
     elif known and len(others) == len(known) and others[0].endswith(("Model", *SILENT_HEADS)):
         why = f"holds a {others[0]}, which writes nothing"
@@ -66,5 +65,5 @@ def check_writes(run: Path, folder: Path, recipe: Recipe | None) -> None:
 
 def is_chat(recipe: Recipe | None, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether a model is asked in turns. recipe: what trained it; None: not known, so the template decides."""
-    trained_on_turns = recipe is None or (recipe.task not in PLAIN_TASKS and recipe.data.chat)
+    trained_on_turns = recipe is None or (TASKS[recipe.task].chats and recipe.data.chat)
     return bool(tokenizer.chat_template) and trained_on_turns

@@ -12,6 +12,7 @@ from samecurve.config.documents import Document, KeyPath, describe, suggest
 from samecurve.config.rules_profile import check_ranks
 from samecurve.config.section import LARGEST_INTEGER
 from samecurve.config.source import RecipeSource
+from samecurve.specs.tasks import TASKS
 from samecurve.strategy import validate_deepspeed, validate_optimizer
 from samecurve.strategy.accelerate_keys import ACCELERATE, RecipeOwned, Rejected, Table, ValueRule
 from samecurve.strategy.deepspeed_keys import DEEPSPEED
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 Finding = tuple[str, str]
 Value = Callable[[str], Any]
 # Those whose loss is a function of the last stage's logits alone, for models that pipeline_split.py can cut.
-_PIPELINED = ("pretrain", "continue_pretrain", "sft", "dpo")
 _QUANTIZED = ("single", "ddp")
 _NO_LOGITS = ("chunked", "liger")  # loss.implementation
 
@@ -57,8 +57,8 @@ def _sorted_rows(value: Value, strategy: Strategy) -> Iterator[Finding]:
 
 def _task(value: Value, strategy: Strategy) -> Iterator[Finding]:
     task = value("task")
-    if strategy.family == "pipeline" and task not in _PIPELINED:
-        why = "has no place for a teacher" if task == "distill" else "cuts causal language models only"
+    if strategy.family == "pipeline" and not TASKS[task].pipelined:
+        why = "has no place for a teacher" if TASKS[task].has_teacher else "cuts causal language models only"
         text = f"found {task}, but a pipeline {why}; use another strategy"
         yield "task", f"{text}, for example configs/fsdp.yaml"
 

@@ -1,0 +1,49 @@
+"""The facts about tasks are those of the tasks."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import get_args
+
+import pytest
+
+from samecurve.config.schema import Recipe
+from samecurve.config.section import Section
+from samecurve.specs.tasks import TASKS, readers
+from samecurve.tasks.causal_lm import CausalTask
+from samecurve.tasks.classify import ClassifyTask
+from samecurve.tasks.distill import DistillTask
+from samecurve.tasks.dpo import DpoTask, KtoTask
+from samecurve.tasks.embed import EmbedTask
+from samecurve.tasks.mlm import MaskedTask
+from samecurve.tasks.reward import RewardTask
+
+CLASSES = {
+    **dict.fromkeys(("pretrain", "continue_pretrain", "sft"), [CausalTask]),
+    "distill": [DistillTask],
+    "dpo": [DpoTask, KtoTask],
+    "reward": [RewardTask],
+    "classify": [ClassifyTask],
+    "mlm": [MaskedTask],
+    "embed": [EmbedTask],
+}
+
+
+def test_every_task_of_the_schema_has_its_facts():
+    assert list(TASKS) == list(get_args(Recipe.model_fields["task"].annotation)) == list(CLASSES)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_task_is_a_module_and_its_loss_is_what_the_facts_say(name):
+    assert callable(import_module(f"samecurve.tasks.{name}").load)
+    assert {each.by_token for each in CLASSES[name]} == {TASKS[name].by_token}
+
+
+def test_keys_that_tasks_read_are_keys_of_a_recipe():
+    keys = {key for spec in TASKS.values() for key in spec.reads}
+    assert len(keys) > 20
+    for key in keys:
+        block, name = key.split(".")
+        section = Recipe.model_fields[block].annotation
+        assert issubclass(section, Section) and name in section.model_fields
+        assert 0 < len(readers(key)) < len(TASKS)
