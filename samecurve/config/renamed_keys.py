@@ -7,7 +7,10 @@ state.json) is read in the new spelling, so that its run can be resumed.
 from __future__ import annotations
 
 import copy
+import json
 from typing import Any
+
+import yaml
 
 from samecurve.config.documents import ConfigProblem, Document, KeyPath, describe, merge_blocks
 
@@ -45,10 +48,7 @@ def refuse_old_names(document: Document) -> None:
 
 
 def in_new_names(saved: dict[str, Any]) -> dict[str, Any]:
-    """The content of run.json or state.json with `recipe` and `overrides` in the present spelling.
-
-    Names inside the value of an override (`guard={...}`) stay as they are.
-    """
+    """The content of run.json or state.json with `recipe` and `overrides` in the present spelling."""
     saved = copy.deepcopy(saved)
     if isinstance(saved.get("recipe"), dict):
         _rename_keys(saved["recipe"])
@@ -98,7 +98,14 @@ def _rename_values(recipe: dict[str, Any]) -> list[tuple[KeyPath, str, str]]:
 
 
 def _rename_override(override: str) -> str:
+    """`key=value` in the present spelling; the value may be a block (`memory={every_k: 3}`)."""
     key, equals, value = override.partition("=")
+    content = yaml.safe_load(value) if value.startswith("{") else None
+    if isinstance(content, dict):
+        nested: dict[str, Any] = {key: content}
+        _rename_keys(nested)
+        _rename_values(nested)
+        return "".join(f"{name}={json.dumps(block)}" for name, block in nested.items())
     return f"{RENAMED_KEYS.get(key, key)}{equals}{RENAMED_VALUES.get(key, {}).get(value, value)}"
 
 

@@ -123,7 +123,7 @@ def install_loss(model: PreTrainedModel, skeleton: PreTrainedModel, task: Task, 
     """Prepare `model` for loss.implementation, before a strategy wraps it: full, chunked or liger.
 
     Not in fp16, where a gradient that is taken before the loss is scaled is often 0. Raises what
-    chunked_cross_entropy.install does.
+    chunked_cross_entropy.install_chunked_head does.
     """
     wanted = recipe.loss.implementation
     if wanted == "full" or recipe.precision == "fp16" or not task.by_token:

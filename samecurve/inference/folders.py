@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from samecurve.config.renamed_keys import in_new_names
 from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError
 from samecurve.storage.atomic import read_json
@@ -21,8 +22,8 @@ def model_folder(run: Path) -> Path:
             return folder
     if any((run / "checkpoints").glob("step_*")):
         raise ConfigurationError(
-            f"{run} holds checkpoints and no exported model yet; let the run end, or make a model of its newest "
-            f"checkpoint: python -m samecurve export {run}"
+            f"{run} holds checkpoints and no exported model; let the run end with export.enabled: true, or export its "
+            f"newest checkpoint: python -m samecurve export {run}"
         )
     raise ConfigurationError(
         f"neither {run / 'model'} nor {run} holds an exported model (config.json or {ADAPTER_CONFIG})"
@@ -41,6 +42,7 @@ def recipe(run: Path) -> Recipe:
 
 def recipe_of(facts: dict, file: Path) -> Recipe:
     """facts: the content of `file`. Raises ConfigurationError when no recipe of this version is in it."""
+    facts = in_new_names(facts)
     if "recipe" not in facts:
         raise ConfigurationError(f"{file}: holds no recipe; give a run's output_dir")
     try:

@@ -105,7 +105,7 @@ def install_chunked_head(
         skeleton: the same model on the meta device.
         wanted: auto, chunked or liger.
     Returns:
-        chunked or liger; None where the head is not `chunkable`, and nothing is changed.
+        chunked or liger; None where the head is not `is_chunkable`, and nothing is changed.
     Raises:
         ConfigurationError: where the head is not chunkable and `wanted` is not auto.
     """
@@ -119,17 +119,18 @@ def install_chunked_head(
             "before it is the logits, or an adapter stands around the head; use auto or full"
         )
     kind = "liger" if wanted == "liger" else "chunked"
-    whole, (parent, name), identity = model.forward, _place(model, head), nn.Identity()
+    whole, (parent, name), stand_in = model.forward, _place(model, head), _HeadInput(head)
 
     def forward(*args, sums: TokenSums | None = None, **inputs):
         if sums is None:
             return whole(*args, **inputs)
-        setattr(parent, name, identity)  # the place of the logits holds what comes to the head
+        setattr(parent, name, stand_in)
         try:
             hidden = whole(*args, **inputs).logits
         finally:
             setattr(parent, name, head)
-        return head(hidden, sums)  # as a module: ZeRO-3 gathers its weights by a hook
+        # Some families upcast what they take for the logits. Called as a module: ZeRO-3 gathers its weights by a hook.
+        return head(hidden.to(stand_in.dtype), sums)
 
     def head_forward(hidden: Tensor, sums: TokenSums | None = None) -> Tensor:
         if sums is None:
@@ -140,6 +141,27 @@ def install_chunked_head(
     return kind
 
 
+class _HeadInput(nn.Module):
+    """Gives back what comes to it, in the place of the head. Some families ask the head's weight for its dtype."""
+
+    def __init__(self, head: nn.Linear):
+        super().__init__()
+        self._head = (head,)  # not as a module of this one
+        self.dtype: torch.dtype | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        return self._head[0].weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self._head[0].bias
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.dtype = hidden.dtype
+        return hidden
+
+
 def _place(model: nn.Module, head: nn.Module) -> tuple[nn.Module, str]:
     """The module that holds `head`, and its name there."""
     places = ((parent, name) for parent in model.modules() for name, child in parent.named_children() if child is head)
@@ -147,26 +169,29 @@ def _place(model: nn.Module, head: nn.Module) -> tuple[nn.Module, str]:
 
 
 def is_chunkable(model: PreTrainedModel) -> bool:
-    """Whether the output head is a linear layer whose outputs are the model's logits as they are.
+    """Whether the output head is a linear layer whose outputs are the model's logits, in some precision.
 
     Some families scale or cap what the head gives, and an adapter may stand around it. model: on the meta device; what
-    follows its layers is run there to see.
+    follows its layers is run there with a stand-in for the head.
     """
     head, body = model.get_output_embeddings(), model.base_model
     if type(head) is not nn.Linear or body is model:
         return False
     states = torch.empty(1, 2, model.config.get_text_config().hidden_size, device="meta")
-    seen: list[Tensor] = []
-    hook = head.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
+    seen: list[tuple[Tensor, int]] = []
+    (parent, name), stand_in = _place(model, head), _HeadInput(head)
+    stand_in.register_forward_hook(lambda _module, _inputs, output: seen.append((output, output._version)))
+    setattr(parent, name, stand_in)
     body.forward = lambda *_args, **_kwargs: _Body(last_hidden_state=states)
     try:
         logits = model(input_ids=torch.zeros(1, 2, dtype=torch.long, device="meta")).logits
     except Exception:  # a forward that wants something else of its layers
         return False
     finally:
-        hook.remove()
+        setattr(parent, name, head)
         del body.forward
-    return len(seen) == 1 and logits is seen[0]
+    # the very tensor, and not changed in place
+    return [(id(logits), logits._version)] == [(id(output), version) for output, version in seen]
 
 
 def trained_positions(labels: Tensor) -> Tensor | None:

@@ -31,7 +31,7 @@ def prepare(model: PreTrainedModel, recipe: Recipe, device: torch.device, but: s
     """Kernels, fp8, activation checkpointing and compilation as the recipe asks, before the strategy wraps the model.
 
     device: that the model will be computed on. but: the kind of activation checkpointing that the engine does itself.
-    Raises what `activations.layers`, `kernels.replace` and `fp8.convert` do.
+    Raises what `activation_checkpointing.layers`, `liger.replace` and `fp8.convert` do.
     """
     liger.replace(model, recipe.model.kernels)
     fp8.convert(model, recipe, device)

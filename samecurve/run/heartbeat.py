@@ -98,13 +98,18 @@ class Heartbeats:
 
     def clear(self) -> None:
         """By rank 0, to whom the directory belongs by then, before it meets the others."""
+        self._remove("*rank_*")
+
+    def _remove(self, pattern: str) -> None:
         with contextlib.suppress(OSError):
-            for path in self.folder.glob("*rank_*"):
+            for path in self.folder.glob(pattern):
                 path.unlink(missing_ok=True)
 
     def start(self) -> None:
-        """Once all ranks are there."""
+        """Once all ranks are there, and no host refuses the start any more (status.py)."""
         self.started = True
+        if self._own.rank == 0:
+            self._remove("refused_*")
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def close(self) -> None:

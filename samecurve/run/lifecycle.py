@@ -106,7 +106,7 @@ def supervised(
 ) -> Iterator[RunSupervisor]:
     """Keep `status.json` true while the body runs: launchers turn every exit code into 1, the file does not.
 
-    launcher: see `engines.launchers.Launch`. timeout_seconds: watchdog.timeout_seconds. interval: of the watchdog's
+    launcher: see `strategy.launchers.Launch`. timeout_seconds: watchdog.timeout_seconds. interval: of the watchdog's
     looks.
     """
     run.status("running")

@@ -42,10 +42,10 @@ class RunDirectory:
     (other data, another model) leaves an earlier run as it was, and status.json says so beside its state (status.py).
 
     reads: paths that this run will read (model, data). They must not be among the files that are moved aside.
-    resume, fresh: see engines.resolve.Plan.
-    continues: there are checkpoints here to go on from. is_done: an earlier run ended well here and its model is still
-    there; as this rank sees it. notice: one line about what was moved, "" when nothing was. step: the last one with a
-    record.
+    resume, fresh: see strategy.plan.Plan.
+    continues: there are checkpoints here to go on from. is_done: an earlier run ended well here. is_exported: its model
+    is there. Both as this rank sees it. notice: one line about what was moved, "" when nothing was. step: the last one
+    with a record.
     Raises, on rank 0: ConfigurationError when a live run writes there (a restart waits for a dead host's lock) or it
     holds somebody else's files, CheckpointError when it has checkpoints that `resume` would leave behind,
     RepeatedFailureError after the third automatic restart at one step, StorageError when it cannot be written.
@@ -106,7 +106,8 @@ class RunDirectory:
     checkpoints = property(lambda self: self.path / "checkpoints")
     profile = property(lambda self: self.path / "profile")
     metrics = property(lambda self: self.path / "metrics.jsonl")
-    is_done = property(lambda self: self._keeps_status and (self.model / "config.json").is_file())
+    is_done = property(lambda self: self._keeps_status)
+    is_exported = property(lambda self: (self.model / "config.json").is_file())
 
     def write_run(self, facts: dict) -> None:
         if self.is_main:

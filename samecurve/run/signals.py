@@ -34,7 +34,7 @@ class StopRequest:
     end: called in a thread of this class with a reason and an exit code, when the process has to end at once. It
     returns only when the process already ends otherwise. tell: called with a line for the user. show: called in that
     thread too when SIGUSR2 asks where the process is; it goes on.
-    launcher: see `engines.launchers.Launch`. Started by plain python, a parent that ends is only a closed shell.
+    launcher: see `strategy.launchers.Launch`. Started by plain python, a parent that ends is only a closed shell.
     requested: "" until a stop is requested inside `deferred`, then what asked for it, for example "SIGTERM".
     """
 

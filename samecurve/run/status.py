@@ -98,31 +98,40 @@ def refusals(environ: Mapping[str, str] = os.environ) -> Iterator[None]:
             if error.output_dir and environ.get("RANK", "0") == "0":
                 _record(Path(error.output_dir), error)
             elif error.output_dir and environ.get("LOCAL_RANK", "0") == "0":
-                _leave_note(Path(error.output_dir), error, int(environ["RANK"]))
+                _leave_note(Path(error.output_dir), error, environ)
         raise
 
 
 def refused_elsewhere(folder: Path, since: float) -> PeerError | None:
     """Why another host refused the start that this process is part of. since: when this process began, as time.time().
 
-    A note is taken away with the first call, so that no later start takes it for its own.
+    A note is of this start if it names the same rendezvous and is not older than the hosts of one job may be apart. It
+    is taken away with the first call, so that no later start takes it for its own.
     """
     found = None
     for path in sorted(folder.glob(_NOTE.format("*"))):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # gone, or cut off
-            is_of_this_start = path.stat().st_mtime > since - _STARTED_WITHIN_SECONDS
+            is_recent = path.stat().st_mtime > since - _STARTED_WITHIN_SECONDS
             note = json.loads(path.read_text(encoding="utf-8"))
-            if is_of_this_start and found is None:
+            if is_recent and note["rendezvous"] == _rendezvous(os.environ) and found is None:
                 found = PeerError(f"rank {note['rank']} on {note['host']}: {note['reason']}", note["exit_code"])
             path.unlink()
     return found
 
 
-def _leave_note(folder: Path, error: SamecurveError, rank: int) -> None:
-    path = folder / _NOTE.format(f"{rank:05d}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    host = socket.gethostname()
-    write_json(path, {"rank": rank, "host": host, "reason": str(error), "exit_code": error.exit_code})
+def _leave_note(folder: Path, error: SamecurveError, environ: Mapping[str, str]) -> None:
+    if not folder.is_dir():
+        return
+    rank = environ["RANK"]
+    path = folder / _NOTE.format(rank.zfill(5))
+    path.parent.mkdir(exist_ok=True)
+    note = {"rank": rank, "host": socket.gethostname(), "rendezvous": _rendezvous(environ)}
+    write_json(path, note | {"reason": str(error), "exit_code": error.exit_code})
+
+
+def _rendezvous(environ: Mapping[str, str]) -> list[str]:
+    """What all processes of one start have in common."""
+    return [environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")]
 
 
 def _record(folder: Path, error: SamecurveError) -> None:

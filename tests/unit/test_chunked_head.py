@@ -177,6 +177,30 @@ def test_families_that_change_the_heads_outputs_are_left_alone(family, fields):
         install_chunked_head(model, on_meta(model), wanted="chunked")
 
 
+def test_a_family_that_reads_the_heads_dtype_and_upcasts_its_logits():
+    """Mamba: `lm_head(hidden.to(lm_head.weight.dtype)).float()`."""
+    model = tiny("mamba", state_size=4)
+    ids, labels = batch()
+    assert is_chunkable(on_meta(model))
+    (loss, expected), (chunked, found) = both(model, labels, ids, torch.float32)
+    torch.testing.assert_close(chunked, loss, rtol=1e-6, atol=0)
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_logits_that_are_changed_in_place_are_left_alone():
+    model = on_meta(tiny())
+    plain = model.forward
+
+    def scaled(*args, **inputs):
+        found = plain(*args, **inputs)
+        found.logits.mul_(2)
+        return found
+
+    model.forward = scaled
+    assert not is_chunkable(model)
+
+
 def test_an_adapter_around_the_head_is_left_alone():
     model = on_meta(tiny())
     model.lm_head = nn.Sequential(model.lm_head)

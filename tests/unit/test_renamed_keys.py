@@ -145,9 +145,15 @@ def old_spelling(recipe: dict) -> dict:
 
 
 def test_a_run_json_in_the_old_spelling_is_read():
-    facts = {"recipe": OLD, "overrides": ["guard.rollback_ratio=3", "memory.gradient_sync=once", "seed=1"], "step": 1}
+    blocks = ["timeout={step_seconds: 60}", "memory={every_k: 3, gradient_sync: once}"]
+    facts = {"recipe": OLD, "overrides": ["guard.rollback_ratio=3", "memory.gradient_sync=once", "seed=1", *blocks]}
+    facts["step"] = 1
     found = in_new_names(facts)
-    assert found["overrides"] == ["numerics.rollback_ratio=3", "memory.gradient_sync=last_micro_batch", "seed=1"]
+    assert found["overrides"] == [
+        *("numerics.rollback_ratio=3", "memory.gradient_sync=last_micro_batch", "seed=1"),
+        'watchdog={"timeout_seconds": 60}',
+        'memory={"gradient_sync": "last_micro_batch", "every_n_layers": 3}',
+    ]
     assert Recipe.model_validate(found["recipe"]).data.validation_fraction == 0.25
     assert "guard" in OLD and in_new_names({"step": 1}) == {"step": 1} and in_new_names({}) == {}
     assert in_new_names(found) == found

@@ -31,10 +31,10 @@ def done(tmp_path) -> Path:
     return finished_run(tmp_path / "run").path / "status.json"
 
 
-def refuse(directory: Path, kind: type = ConfigurationError, rank: str = "0", local_rank: str = "1") -> None:
+def refuse(directory: Path, kind: type = ConfigurationError, rank="0", local_rank="1", port="") -> None:
     error = kind("2 problems\n  a\n  b")
     error.output_dir = str(directory)
-    with pytest.raises(kind), refusals({"RANK": rank, "LOCAL_RANK": local_rank}):
+    with pytest.raises(kind), refusals({"RANK": rank, "LOCAL_RANK": local_rank, "MASTER_PORT": port}):
         raise error
 
 
@@ -55,12 +55,14 @@ def test_the_other_ranks_of_a_host_write_nothing(done):
     assert (sorted(done.parent.rglob("*")), done.read_bytes()) == before
 
 
-@pytest.mark.parametrize("age", [0, 3600])
-def test_what_another_host_refuses_is_told_by_rank_0_when_it_is_ended(age, done):
+@pytest.mark.parametrize(("age", "port"), [(0, ""), (3600, ""), (0, "29501")], ids=["this start", "old", "another"])
+def test_what_another_host_refuses_is_told_by_rank_0_when_it_is_ended(age, port, done, monkeypatch):
+    for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
     before = json.loads(done.read_text())
     with ranks(done.parent, "ready()\nwait()", launcher="torchrun") as (first,):
         first.wait_until("ready")
-        refuse(done.parent, TopologyError, rank="8", local_rank="0")
+        refuse(done.parent, TopologyError, rank="8", local_rank="0", port=port)
         (note,) = (done.parent / "heartbeats").glob("refused*")
         os.utime(note, (time.time() - age,) * 2)  # of a start that nobody asked about
         first.process.terminate()
@@ -68,7 +70,7 @@ def test_what_another_host_refuses_is_told_by_rank_0_when_it_is_ended(age, done)
     told = json.loads(done.read_text())
     refused = told.pop("refused_start")
     assert told == before and not note.exists()
-    if age:
+    if age or port:
         assert refused["exit_code"] > 128 and "rank 8" not in first.said
     else:
         assert refused["exit_code"] == 6 and refused["reason"].startswith("rank 8 on ")

@@ -42,7 +42,7 @@ class StreamRows(SplitRows):
         first = make(0)
         self.sequence_length = first.sequence_length
         self.fingerprint = digest(type(self).__name__, type(first).__name__, fingerprint, first.sequence_length)
-        order = "the same rows in every epoch" if blocks_per_epoch == 1 else "neighbouring blocks share no piece"
+        order = "the same rows in every epoch" if blocks_per_epoch == 1 else "even blocks, neighbours share no piece"
         self.fingerprint = digest(self.fingerprint, order)
         self.facts = facts
         self._make, self._drop, self._blocks_per_epoch = make, drop, blocks_per_epoch
