@@ -15,6 +15,7 @@ from samecurve.cli import commands
 from samecurve.config.loader import ANY_ITEM, schema_paths
 from samecurve.config.renamed_keys import RENAMED_KEYS, RENAMED_OPTIONS, RENAMED_VALUES, in_new_names
 from samecurve.config.schema import Recipe
+from samecurve.inference import folders
 
 # Every old name, in blocks that are there and in blocks that have gone
 OLD = {
@@ -157,6 +158,11 @@ def test_a_run_json_in_the_old_spelling_is_read():
     assert Recipe.model_validate(found["recipe"]).data.validation_fraction == 0.25
     assert "guard" in OLD and in_new_names({"step": 1}) == {"step": 1} and in_new_names({}) == {}
     assert in_new_names(found) == found
+
+
+def test_commands_read_the_recipe_of_a_run_in_the_old_spelling(tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps({"recipe": OLD}))
+    assert folders.recipe(tmp_path).data.validation_fraction == 0.25
 
 
 def test_the_recipes_have_no_old_name():
