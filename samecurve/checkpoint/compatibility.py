@@ -56,7 +56,7 @@ def _with_every_key(recipe: dict) -> dict:
 def _shared(before: dict, after: dict) -> tuple[dict, dict]:
     """Reduce both configurations to their common keys: the fields differ between versions of transformers.
 
-    Ignoring a field is safe because the shapes of all parameters are compared too.
+    Ignoring a field is safe because the shapes of the trained parameters are compared too.
     """
     common = before.keys() & after.keys()
     return {key: before[key] for key in common}, {key: after[key] for key in common}
