@@ -1,1 +1,1 @@
-"""What `python -m samecurve bench` measures and prints, and how good a model is. May import everything but cli."""
+"""Benchmarks of `python -m samecurve bench`, and evaluation of trained models. May import everything but cli."""

@@ -1,4 +1,4 @@
-"""Each collective as one call: what it sends, the factor of its bus bandwidth, and what its result has to be."""
+"""Definitions of the measured collectives: the call, the bus bandwidth factor, and the expected result."""
 
 from __future__ import annotations
 
@@ -9,13 +9,19 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-# torch 2.13 has new names, and warns of those that 2.11 knows
+# torch 2.13 has new names and warns about the names of 2.11.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Buffers:
-    """fp32 on this rank. whole: the size, in equal parts for all ranks; part: one of them. Each holds rank + 1."""
+    """The fp32 message buffers of this rank, filled with rank + 1.
+
+    Attributes:
+        whole: `num_bytes` in total (rounded), divisible into equal parts for all ranks.
+        other: a second buffer of the same size, for results.
+        part: a buffer of the size of one part.
+    """
 
     def __init__(self, num_bytes: int, device: torch.device):
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
@@ -28,15 +34,19 @@ class Buffers:
         return 4 * self.whole.numel()
 
     def parts(self) -> list[Tensor] | None:
-        """Of `other`, on the first rank."""
+        """Split `other` into one part per rank; None on all ranks but 0."""
         return list(self.other.chunk(self.world)) if self.rank == 0 else None
 
 
 @dataclass(frozen=True)
 class Collective:
-    """run: call it once and give the result. expected: (rank, n) -> what equal parts of the first call's result hold.
+    """A collective to measure.
 
-    None: this rank gets nothing.
+    Attributes:
+        factor: maps the number of ranks to the bus bandwidth factor.
+        run: makes one call and returns the result.
+        expected: maps (rank, number of ranks) to the values in equal parts of the first call's result; None for a rank
+            that receives nothing.
     """
 
     factor: Callable[[int], float]
@@ -85,7 +95,7 @@ def _all_to_all(buffers: Buffers) -> Tensor:
 
 
 def _send_recv(buffers: Buffers) -> Tensor:
-    """Each rank to the next, around a ring, all at once."""
+    """Send from each rank to the next one around a ring, all at once."""
     ahead, behind = (buffers.rank + 1) % buffers.world, (buffers.rank - 1) % buffers.world
     sent = dist.P2POp(dist.isend, buffers.whole, ahead)
     for work in dist.batch_isend_irecv([sent, dist.P2POp(dist.irecv, buffers.other, behind)]):

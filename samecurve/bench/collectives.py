@@ -1,10 +1,14 @@
-"""Time and bandwidth of what processes send each other, over message sizes.
+"""Benchmark of collectives: time and bandwidth by message size.
 
-Bandwidths are those of nccl-tests (its doc/PERFORMANCE.md), so that numbers can be compared. The algorithm's is size /
-time. The bus's is that times a factor which takes the number of processes n out of it, so that it can be held against
-the hardware's: 2 (n - 1) / n for all_reduce; (n - 1) / n for all_gather, reduce_scatter, all_to_all, gather and
-scatter; 1 for broadcast, reduce and send_recv. The size is that of the whole data: what all_gather and gather collect,
-what reduce_scatter and scatter hand out, what each process gives to all_to_all.
+Bandwidths are defined as in nccl-tests (doc/PERFORMANCE.md), so that numbers are comparable:
+
+* Algorithm bandwidth is size / time.
+* Bus bandwidth is algorithm bandwidth times a factor that removes the dependence on the number of processes n, so that
+  it can be compared with the hardware's: 2 (n - 1) / n for all_reduce; (n - 1) / n for all_gather, reduce_scatter,
+  all_to_all, gather and scatter; 1 for broadcast, reduce and send_recv.
+
+The size is that of the whole data: the output of all_gather and gather, the input of reduce_scatter and scatter, the
+input of each process of all_to_all.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ _LACKING = re.compile(
 
 
 def run(arguments: argparse.Namespace, sizes: Sequence[int]) -> int:
-    """`bench collectives`: in the processes of a launcher, or else in processes that this one starts."""
+    """Run the command `bench collectives` in a launcher's processes, or else in processes started here."""
     backend = _backend(arguments.backend)
     names = printing.chosen("--collectives", arguments.collectives, COLLECTIVES, COLLECTIVES)
     if "RANK" not in os.environ:
@@ -46,7 +50,7 @@ def _backend(asked: str | None) -> str:
 
 
 def _start(arguments: argparse.Namespace, backend: str) -> int:
-    """The same command under torchrun. The exit code."""
+    """Run the same command under torchrun and return the exit code."""
     num_gpus = torch.cuda.device_count()
     processes = arguments.processes or (num_gpus if backend == "nccl" else 2)
     if processes < 2 or (backend == "nccl" and processes > num_gpus):
@@ -76,7 +80,7 @@ def _measure(arguments: argparse.Namespace, backend: str, names: Sequence[str], 
 
 
 def _machines(device: torch.device) -> int:
-    """Each has one first process; not every launcher says how many processes a machine has."""
+    """Count the machines by their processes with LOCAL_RANK 0: not every launcher reports the processes per machine."""
     first = torch.tensor(int(os.environ["LOCAL_RANK"] == "0"), device=device)
     dist.all_reduce(first)
     return int(first)
@@ -118,7 +122,7 @@ def shown_bytes(number: int) -> str:
 
 @dataclass(frozen=True)
 class Timing:
-    """name: the collective's. seconds: of one call, on the slowest rank. Bandwidths in 10^9 bytes per second."""
+    """Time of one collective. seconds: of one call on the slowest rank. Bandwidths are in 10^9 bytes per second."""
 
     name: str
     num_bytes: int
@@ -128,7 +132,7 @@ class Timing:
 
 
 def bandwidths(name: str, num_bytes: int, seconds: float, world_size: int) -> tuple[float, float]:
-    """(algorithm's, bus's), in 10^9 bytes per second."""
+    """Return (algorithm bandwidth, bus bandwidth) in 10^9 bytes per second."""
     algorithm = num_bytes / seconds / 1e9
     return algorithm, algorithm * COLLECTIVES[name].factor(world_size)
 
@@ -136,10 +140,18 @@ def bandwidths(name: str, num_bytes: int, seconds: float, world_size: int) -> tu
 def measure(
     names: Sequence[str], sizes: Sequence[int], device: torch.device, seconds: float
 ) -> Iterator[Timing | tuple[str, str]]:
-    """On all ranks together. seconds: about how long each size of each collective is repeated.
+    """Measure collectives; to be called on all ranks.
 
-    Yields (name, why) in place of a collective that the backend does not offer. Raises RuntimeError where a result is
-    wrong.
+    Args:
+        names: keys of COLLECTIVES.
+        sizes: message sizes in bytes.
+        seconds: approximate time to repeat each size of each collective.
+
+    Yields:
+        A Timing per collective and size; (name, reason) for a collective that the backend does not support.
+
+    Raises:
+        RuntimeError: a result is wrong.
     """
     for name in names:
         try:
@@ -166,7 +178,10 @@ def _check(name: str, buffers: Buffers) -> None:
 
 
 def _seconds(collective: Collective, buffers: Buffers, seconds: float) -> float:
-    """Of one call. The slowest rank's, because a step waits for it; so all ranks count the same calls, too."""
+    """Measure the seconds of one call on the slowest rank, for which a training step would wait.
+
+    All ranks get the same value and therefore make the same number of calls.
+    """
     collective.run(buffers)
     once = _repeated(collective, buffers, 1)
     return _repeated(collective, buffers, max(FEWEST, min(MOST, int(seconds / once))))

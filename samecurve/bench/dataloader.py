@@ -1,4 +1,4 @@
-"""How many rows per second a recipe's data give, by the number of worker processes, and how many workers are enough."""
+"""Benchmark of data loading: rows per second by number of worker processes, and how many workers are enough."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from samecurve.data.datasets.base import Rows
 
 WARM_UP_STEPS = 5
-MARGIN = 1.2  # a loader that only just keeps up makes each step that is longer than usual one that waits
+MARGIN = 1.2  # a loader that only just keeps up makes training wait at every irregular step
 GAIN = 1.1
 _MANY_STEPS = 10**9
 CORES = Path("/sys/devices/system/cpu")
 
 
 def share(num_processes: int) -> list[int]:
-    """The cores of one of the processes that share this host, of which there are so many.
+    """List the cores of one process if `num_processes` share this host.
 
-    Raises ConfigurationError where there is no core for each, or where the system keeps no process to some of them.
+    Raises ConfigurationError if there are fewer cores than processes, or several processes and no CPU affinity.
     """
     found = f"--processes_per_host: found {num_processes}, but"
     if num_processes > num_cores():
@@ -48,7 +48,7 @@ def share(num_processes: int) -> list[int]:
 
 @contextlib.contextmanager
 def kept_to(cores: Sequence[int]) -> Iterator[None]:
-    """Inside, this thread and all that it starts run on these of its cores, where the system has such bounds."""
+    """Restrict this thread, and all threads and processes it starts, to `cores` in the body, if the system can."""
     if not hasattr(os, "sched_setaffinity"):
         yield
         return
@@ -61,17 +61,20 @@ def kept_to(cores: Sequence[int]) -> Iterator[None]:
 
 
 def _physical(core: int) -> tuple[int, int]:
-    """By this, threads of one physical core are neighbours: on one that nobody else uses each would be too fast."""
+    """Sort key that places hardware threads of one physical core next to each other.
+
+    A hardware thread on a physical core that nothing else uses would be measured as too fast.
+    """
     siblings = CORES / f"cpu{core}" / "topology" / "thread_siblings_list"  # "0,32" or "0-1"
     first = re.match(r"\d+", siblings.read_text(encoding="ascii")) if siblings.exists() else None
     return int(first[0]) if first else core, core
 
 
 def rows_per_second(rows: Rows, recipe: Recipe, num_workers: int, data_parallel_size: int, seconds: float) -> float:
-    """Of one rank that reads them as fast as they come, for about so long; without the first WARM_UP_STEPS steps."""
+    """Measure the rows per second of one rank that only reads, for about `seconds` and after WARM_UP_STEPS steps."""
     shard = 0, data_parallel_size
     prepared = iter(StepBatches(rows, recipe.seed, recipe.batch, shard, _MANY_STEPS, num_workers=num_workers))
-    for _ in range(WARM_UP_STEPS + 2 * num_workers):  # those that were prepared while the first one was waited for
+    for _ in range(WARM_UP_STEPS + 2 * num_workers):  # includes steps prefetched while waiting for the first one
         next(prepared)
     began, steps = time.perf_counter(), 0
     while time.perf_counter() - began < seconds:
@@ -83,9 +86,9 @@ def rows_per_second(rows: Rows, recipe: Recipe, num_workers: int, data_parallel_
 
 
 def needed_by(run: Path) -> float:
-    """Rows per second and rank that a run would read if it never waited: the median of its steps.
+    """Compute the rows per second and rank that a run would read if it never waited: the median of its steps.
 
-    Raises ConfigurationError for a folder without a run's steps.
+    Raises ConfigurationError if the folder has no run with two finished steps.
     """
     facts, metrics = read_json(run / "run.json"), read_metrics(run)[1:]
     if not facts or not metrics:
@@ -95,9 +98,15 @@ def needed_by(run: Path) -> float:
 
 
 def enough(rates: Mapping[int, float], needed: float | None) -> int | None:
-    """The fewest workers that give MARGIN times what is needed. None: not even the most do.
+    """Choose the smallest sufficient number of workers.
 
-    Where that is not known: the fewest that no larger number beats by GAIN.
+    Args:
+        rates: rows per second by number of workers.
+        needed: rows per second that training needs; None if unknown.
+
+    Returns:
+        The smallest number that reaches MARGIN times `needed`, None if none does. If `needed` is unknown, the smallest
+        number that no larger one beats by the factor GAIN.
     """
     counts = sorted(rates)
     if needed is not None:
@@ -107,7 +116,7 @@ def enough(rates: Mapping[int, float], needed: float | None) -> int | None:
 
 
 def run(arguments: argparse.Namespace, recipe: Recipe) -> int:
-    """`bench dataloader`."""
+    """Run the command `bench dataloader`."""
     size, processes = arguments.data_parallel_size, arguments.processes_per_host
     cores = share(processes)
     facts = timing.environment(timing.default_device())

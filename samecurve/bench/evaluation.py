@@ -1,4 +1,4 @@
-"""The metrics of a trained model on held-out data, without a strategy: `evaluate`."""
+"""Evaluation of a trained model on held-out data in a single process, for the command `evaluate`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,14 @@ LABEL_WIDTH, NUMBER_WIDTH = 20, 14
 
 
 def run(arguments: argparse.Namespace, directory: Path, folder: Path, recipe: Recipe, trained_on: bool) -> int:
-    """`evaluate`. directory: the run's. folder: its model's. recipe: of what is read. trained_on: whether DATA was."""
+    """Run the command `evaluate`.
+
+    Args:
+        directory: the run directory.
+        folder: the folder of its model.
+        recipe: describes the data to read.
+        trained_on: whether the run trained on DATA.
+    """
     base = folders.base_path(folder)
     if arguments.data is not None and recipe.task == "classify":
         names = loading.stored_config(folder).id2label  # the data may lack some of them
@@ -55,7 +62,11 @@ def run(arguments: argparse.Namespace, directory: Path, folder: Path, recipe: Re
 
 
 def measured(recipe: Recipe, folder: Path) -> tuple[dict[str, Any], dict[str, float]]:
-    """(what was measured and how, the task's `eval_*` numbers): the model in `folder` on the recipe's held-out rows."""
+    """Evaluate the model in `folder` on the recipe's held-out rows.
+
+    Returns:
+        (facts about data, hardware and versions; the task's `eval_*` numbers).
+    """
     task: Task = registry.load(recipe)
     config = loading.stored_config(folder)
     attention = chosen_attention(recipe, config, task.head.model_class(config), task.head.kind)
@@ -72,7 +83,7 @@ def measured(recipe: Recipe, folder: Path) -> tuple[dict[str, Any], dict[str, fl
 
 
 def _prepare(task: Task, recipe: Recipe, alive: Callable[[], None]) -> None:
-    """For a task that compares with the model that the run began with: it is made again as training made it."""
+    """Prepare a task that compares with the run's initial model, which is rebuilt as training built it."""
     plain = recipe.model_copy(update={"adapter": Adapter()})  # a new adapter adds nothing
     shape = skeleton(plain, task.vocabulary_size, task.special_tokens, task.head)
     task.prepare(InitialModel(shape, plain, task), plain, shape, ControlGroup(), alive, held_out_only=True)
@@ -80,7 +91,7 @@ def _prepare(task: Task, recipe: Recipe, alive: Callable[[], None]) -> None:
 
 @contextmanager
 def _shown() -> Iterator[tuple[Callable[[int], None], Callable[[], None]]]:
-    """(to be told how many micro-batches there are, to be called for each). A bar on a terminal, else nothing."""
+    """Show a progress bar on a terminal. Yields (function to set the total, function to call per micro-batch)."""
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         shown = bar.add_task("evaluating", total=None)
@@ -88,7 +99,7 @@ def _shown() -> Iterator[tuple[Callable[[int], None], Callable[[], None]]]:
 
 
 def _last_evaluation(directory: Path) -> dict[str, float]:
-    """`step` and the `eval_*` numbers that training wrote last; {} when it never evaluated."""
+    """Return `step` and the `eval_*` numbers of training's last evaluation; {} if it never evaluated."""
     for record in reversed(read_metrics(directory)):
         if record.get("eval_loss") is not None:
             return {key: value for key, value in record.items() if key == "step" or key.startswith("eval_")}
@@ -96,7 +107,7 @@ def _last_evaluation(directory: Path) -> dict[str, float]:
 
 
 def _table(metrics: dict[str, float], before: dict[str, float]) -> Iterator[str]:
-    """A line per number; beside it what training wrote, and after which step, where there is that."""
+    """Yield one line per number, with the value from training's last evaluation, if any, in a second column."""
     if before:
         yield f"{'':<{LABEL_WIDTH}}{'now':>{NUMBER_WIDTH}}   the run, after step {before['step']}"
     for name, value in metrics.items():

@@ -1,4 +1,4 @@
-"""Which width near a wanted one a device multiplies best."""
+"""Benchmark of matrix shapes: the layer width near a given one at which a device multiplies best."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from samecurve.bench.timing import interleaved, precision_of
 
 MULTIPLES = (64, 128, 256)
 ROUNDS = 5
-# Rates that are closer than this are the same to a machine that does other things too.
+# Relative difference below which rates count as equal: the machine may be doing other work too.
 TIE = 0.02
 
 
 @dataclass(frozen=True)
 class Width:
-    """A candidate. seconds: of a layer's three multiplications, forward and both gradients; tflops: their rate."""
+    """A candidate. seconds: of a layer's three multiplications (forward and both gradients). tflops: their rate."""
 
     width: int
     seconds: float
@@ -28,12 +28,12 @@ class Width:
 
 
 def swiglu_width(hidden_size: int) -> int:
-    """8/3 of the hidden size: with three matrices instead of two as many weights as 4 times (arXiv:2002.05202)."""
+    """Return 8/3 of the hidden size: three such matrices equal two of 4 times in weights (arXiv:2002.05202)."""
     return round(8 * hidden_size / 3)
 
 
 def candidates(wanted: int, multiples: Sequence[int] = MULTIPLES, only_larger: bool = False) -> list[int]:
-    """The wanted width, and the next multiples below and above it. only_larger: none below it, as of a vocabulary."""
+    """List the wanted width and its next multiples below and above. only_larger: none below (vocabulary sizes)."""
     below = {wanted // multiple * multiple for multiple in multiples if not only_larger}
     above = {-(-wanted // multiple) * multiple for multiple in multiples}
     return sorted({wanted, *above, *(width for width in below if width > 0)})
@@ -42,7 +42,10 @@ def candidates(wanted: int, multiples: Sequence[int] = MULTIPLES, only_larger: b
 def measure(
     hidden_size: int, widths: Sequence[int], num_tokens: int, precision: str, device: torch.device, at_least: float
 ) -> list[Width]:
-    """Each between `hidden_size` and the width, in rounds in which each has its turn. at_least: seconds for each."""
+    """Measure a linear layer between `hidden_size` and each width, with all widths in turn in each round.
+
+    at_least: seconds to measure each width.
+    """
     found = []
     with precision_of(precision) as dtype:
         runs = {width: linear(num_tokens, hidden_size, width, dtype, device) for width in widths}
@@ -55,10 +58,10 @@ def measure(
 
 
 def recommended(measured: Sequence[Width], wanted: int, only_larger: bool = False) -> Width:
-    """The width with the best rate, of equal ones (TIE) the nearest to the wanted.
+    """Choose the width with the best rate; among equal ones (TIE) the one nearest to the wanted.
 
-    only_larger: the one that takes the least time, of equal ones the smallest: what pads a vocabulary is work for
-    nothing, so a higher rate alone does not pay.
+    only_larger: choose the width that takes the least time, among equal ones the smallest. Padding of a vocabulary is
+    wasted work, so a higher rate alone does not pay off.
     """
     if only_larger:
         least = min(each.seconds for each in measured)
@@ -69,7 +72,7 @@ def recommended(measured: Sequence[Width], wanted: int, only_larger: bool = Fals
 
 
 def run(arguments: argparse.Namespace, multiples: Sequence[int]) -> int:
-    """`bench shapes`. multiples: --multiples, none of them for the usual ones."""
+    """Run the command `bench shapes`. multiples: --multiples; empty for the default."""
     hidden_size, padded = arguments.hidden_size, arguments.vocabulary_size is not None
     wanted = arguments.vocabulary_size or arguments.width or swiglu_width(hidden_size)
     widths = candidates(wanted, [each for each in multiples if each] or MULTIPLES, padded)

@@ -1,4 +1,4 @@
-"""The same job under one strategy after another, each in processes of its own."""
+"""Short training jobs under different strategies, each in processes of its own."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 
 @dataclass(frozen=True)
 class Job:
-    """path: the strategy's YAML; None runs plain python. world_size: processes."""
+    """A training job. path: the strategy's YAML; None runs plain python. world_size: number of processes."""
 
     name: str
     path: Path | None
@@ -38,9 +38,14 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """reason: why there is no curve, in one line; "" when the run was done.
+    """Result of a job.
 
-    refused: a mistake of the configuration, or a strategy that this machine cannot run.
+    Attributes:
+        run: content of run.json.
+        metrics: content of metrics.jsonl.
+        reason: why there is no curve, in one line; "" if the run finished.
+        refused: the configuration is wrong, or this machine cannot run the strategy.
+        log: file with the job's output.
     """
 
     job: Job
@@ -52,7 +57,7 @@ class Outcome:
 
 
 def jobs(names: Sequence[str], num_processes: int) -> list[Job]:
-    """names: strategies of configs/, none for all of them (the reference first).
+    """Make one job per strategy. names: strategies in configs/; empty for all of them, the reference first.
 
     Raises ConfigurationError for a name without a file.
     """
@@ -73,9 +78,15 @@ def command(job: Job, recipe: str, overrides: Sequence[str], output_dir: Path) -
 
 
 def shortened(recipe: str, given: Sequence[str], steps: int, **defaults: object) -> list[str]:
-    """The user's overrides, and those that make a job of so many steps; `defaults` where the user said nothing.
+    """Extend the user's overrides to those of a short job of `steps` steps.
 
-    Raises ConfigurationError with everything that is wrong with the recipe, before any process is started.
+    Args:
+        recipe: the recipe's path.
+        given: the user's overrides. They have precedence over everything but `steps`.
+        defaults: values for keys that the user did not set.
+
+    Raises:
+        ConfigurationError: reports every problem of the recipe, before any process is started.
     """
     schedule = recipes.load_recipe(recipe, given).schedule
     short = {
@@ -85,7 +96,7 @@ def shortened(recipe: str, given: Sequence[str], steps: int, **defaults: object)
         "evaluate.every_steps": 0,
         "checkpoint.every_steps": 0,
         "numerics.rollback_ratio": None,  # it needs checkpoints
-        "profile.steps": None,  # they may come after the last one
+        "profile.steps": None,  # these steps may be after the last one
     }
     keys = {argument.partition("=")[0] for argument in given}
     added = [f"{key}={'null' if value is None else value}" for key, value in short.items() if key not in keys]
@@ -95,14 +106,20 @@ def shortened(recipe: str, given: Sequence[str], steps: int, **defaults: object)
 
 
 def default_processes() -> int:
-    """The number of GPUs, 2 without one."""
+    """Return the number of GPUs, or 2 without GPUs."""
     import torch
 
     return torch.cuda.device_count() or 2
 
 
 def run(job: Job, arguments: Sequence[str], directory: Path, tell: Callable[[int], None]) -> Outcome:
-    """Run a `command` to its end. Its output goes to `directory`.log. tell: called with how many steps are finished."""
+    """Run a job to its end, with its output in `directory`.log.
+
+    Args:
+        arguments: the result of `command`.
+        directory: the job's run directory.
+        tell: called regularly with the number of finished steps.
+    """
     log = directory.with_name(f"{directory.name}.log")
     set_aside(directory)
     with open(log, "w", encoding="utf-8") as stream, processes(arguments, stream, job.world_size) as process:
@@ -116,7 +133,7 @@ def run(job: Job, arguments: Sequence[str], directory: Path, tell: Callable[[int
 
 
 def set_aside(directory: Path) -> None:
-    """An earlier run's curve must not be taken for this one's when the job stops before it has written its own."""
+    """Move an earlier run's files away: a job that fails before it writes its own must not appear to have its curve."""
     earlier = RunDirectory(directory)
     earlier.set_aside()
     earlier.close()
@@ -124,9 +141,9 @@ def set_aside(directory: Path) -> None:
 
 @contextmanager
 def processes(arguments: Sequence[str], stream: IO | None, world_size: int) -> Iterator[subprocess.Popen]:
-    """The job in a process group of its own, which ends with this process: by Ctrl-C, by SIGTERM, by an error.
+    """Start a job in a process group of its own, which ends when this process ends by Ctrl-C, SIGTERM or an error.
 
-    stream: where its output goes; None: where this process's does.
+    stream: receives the job's output; None for this process's standard output.
     """
     environment = {"OMP_NUM_THREADS": str(share_of_cores(world_size)), **os.environ}
     before = signal.signal(signal.SIGTERM, _leave)
@@ -152,7 +169,7 @@ def _finished_steps(directory: Path) -> int:
 
 
 def _exit_code(directory: Path, log: Path, returncode: int) -> int:
-    """The training's own: status.json has it, or torchrun's report; torchrun itself always ends with 1."""
+    """Find the exit code of training in status.json or torchrun's report: torchrun itself always exits with 1."""
     code = read_status(directory / STATUS).get("exit_code")
     if code is not None:
         return code
@@ -161,7 +178,10 @@ def _exit_code(directory: Path, log: Path, returncode: int) -> int:
 
 
 def _reason(directory: Path, log: Path, code: int) -> str:
-    """In one line: status.json's, else the error in the log; of a report with indented problems the first problem."""
+    """Find the reason of a failure, as one line: from status.json, else from the log.
+
+    Of an error with indented problems, the first problem is returned.
+    """
     told = read_status(directory / STATUS).get("reason")
     if not told:
         text = log.read_text(encoding="utf-8", errors="replace")

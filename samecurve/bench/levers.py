@@ -1,4 +1,4 @@
-"""A recipe's levers, the keys that change how a step is computed: which variants there are, and what their runs say."""
+"""Levers of a recipe (keys that change how a step is computed): their variants, and the results of measuring them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pydantic import BaseModel
 from samecurve.config.schema import Recipe
 from samecurve.reports.chart import relative_differences
 
-# Keys that change how a step is computed. One that the schema does not have is no lever; a block stands for those of
-# its keys that are true or false, or one of several names.
+# Keys that change how a step is computed; keys that are not in the schema are ignored. A block stands for all of its
+# keys whose values are booleans or one of several names.
 LEVERS = (
     "compile",
     "fp8",
@@ -27,14 +27,14 @@ LEVERS = (
     "data.num_workers",
 )
 _NUMBERS = {"data.num_workers": (1, 2)}
-# Without the one the other is refused.
+# The first key is rejected unless the override is set too.
 _NEEDED = {"memory.selective_save": "memory.activation_checkpointing=selective"}
 UNCHANGED = "as it is"
 
 
 @dataclass(frozen=True)
 class Variant:
-    """overrides: `key=value`, beside those that all variants share."""
+    """A variant of a recipe. overrides: `key=value`, in addition to those that all variants share."""
 
     name: str
     overrides: tuple[str, ...] = ()
@@ -42,8 +42,13 @@ class Variant:
 
 @dataclass(frozen=True)
 class Measured:
-    """One run. losses: of its steps. tokens_per_second, step_seconds: the median of its steps, without the first ones;
-    tokens are those of all ranks."""
+    """Measurements of one run.
+
+    Attributes:
+        tokens_per_second: of all ranks; median of the steps after the warm-up.
+        losses: of all steps.
+        step_seconds: median of the steps after the warm-up.
+    """
 
     tokens_per_second: float
     peak_memory_gib: float
@@ -63,10 +68,16 @@ class Measured:
 
 @dataclass(frozen=True)
 class Verdict:
-    """ratio: tokens/s over the unchanged recipe's of the same round, the median, lowest and highest of the rounds.
+    """Comparison of a variant with the unchanged recipe.
 
-    step_seconds: the median of the rounds. memory_ratio: of the highest peaks. loss_difference: the largest
-    relative one of any step, in the last round.
+    Attributes:
+        tokens_per_second: median of the rounds.
+        ratio, lowest, highest: tokens/s divided by that of the unchanged recipe in the same round; median, minimum and
+            maximum over the rounds.
+        peak_memory_gib: highest of the rounds.
+        memory_ratio: ratio of the highest peaks.
+        loss_difference: largest relative difference of any step, in the last round.
+        step_seconds: median of the rounds.
     """
 
     variant: Variant
@@ -81,7 +92,7 @@ class Verdict:
 
 
 def variants(recipe: Recipe, keys: Sequence[str] = LEVERS) -> list[Variant]:
-    """The recipe as it is, and with each other value of each lever, one at a time, with what it cannot be without."""
+    """List the unchanged recipe and every variant that changes one lever, together with the keys that it requires."""
     found = [Variant(UNCHANGED)]
     for key in keys:
         for dotted, values in _levers(key):
@@ -93,7 +104,7 @@ def variants(recipe: Recipe, keys: Sequence[str] = LEVERS) -> list[Variant]:
 
 
 def _levers(key: str) -> Iterator[tuple[str, tuple]]:
-    """(dotted key, its values) of a key, or of each key of a block that has a few."""
+    """Yield (dotted key, its values) for a key, or for each key of a block that has a few values."""
     annotation: Any = Recipe
     for part in key.split("."):
         fields = _fields(annotation)
@@ -112,7 +123,7 @@ def _fields(annotation: Any) -> dict:
 
 
 def _few(annotation: Any) -> tuple:
-    """All values of a field that is true or false, one of several names, or one of them or nothing."""
+    """List all values of a field that is a boolean, one of several names, or an optional one of these; else ()."""
     if annotation is bool:
         return True, False
     if annotation is type(None):
@@ -133,14 +144,19 @@ def _value(recipe: Recipe, dotted: str) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """As YAML reads it on the command line."""
+    """Format a value as YAML for the command line."""
     if value is None or isinstance(value, bool):
         return {True: "true", False: "false", None: "null"}[value]
     return str(value)
 
 
 def verdicts(rounds: Mapping[str, Sequence[Measured]], among: Sequence[Variant]) -> list[Verdict]:
-    """rounds: by the variant's name, what each round found; UNCHANGED is among them, and all have as many."""
+    """Compare variants with the unchanged recipe.
+
+    Args:
+        rounds: the measurement of each round, by variant name. Includes UNCHANGED; all have the same number of rounds.
+        among: the variants to compare.
+    """
     base = rounds[UNCHANGED]
     memory = max(run.peak_memory_gib for run in base)
     found = []

@@ -1,4 +1,4 @@
-"""The ceiling of a device: matrix multiplications of squares and of a model's layers, and copies of memory."""
+"""Benchmark of a device's peak: multiplication of square matrices and of a model's layers, and memory copies."""
 
 from __future__ import annotations
 
@@ -22,15 +22,17 @@ if TYPE_CHECKING:
 
 ROUNDS = 3
 SIZES = {"cuda": (1024, 2048, 4096, 8192, 16384), "cpu": (256, 512, 1024, 2048)}
-LAYER_WIDTH = {"cuda": 4096, "cpu": 256}  # small on a CPU: what it emulates can be hundreds of times slower
-COPY_MIB = {"cuda": 1024, "cpu": 256}  # more than any cache holds
+LAYER_WIDTH = {"cuda": 4096, "cpu": 256}  # small on a CPU: emulated precisions can be hundreds of times slower
+COPY_MIB = {"cuda": 1024, "cpu": 256}  # larger than any cache
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Weight matrices of one shape, all trained or all frozen.
+    """All weight matrices of one shape, either all trained or all frozen.
 
-    names: their modules', count: how many there are in the model.
+    Attributes:
+        names: names of their modules.
+        count: number of them in the model.
     """
 
     names: tuple[str, ...]
@@ -42,9 +44,9 @@ class Layer:
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Seconds of each of the three matrix multiplications that train a layer, and their rate.
+    """Seconds of each of the three multiplications that train a layer, and their rate.
 
-    weight_gradient: None where the layer is frozen.
+    weight_gradient: None if the layer is frozen.
     """
 
     layer: Layer
@@ -59,7 +61,7 @@ class LayerTime:
 
 
 def square(size: int, precision: str, device: torch.device, at_least: float) -> float:
-    """TFLOP/s of (size, size) @ (size, size), laid out as a linear layer's; a multiplication is 2 size^3 FLOPs."""
+    """Measure TFLOP/s of (size, size) @ (size, size) in the layout of a linear layer; each costs 2 size^3 FLOPs."""
     with precision_of(precision) as dtype:
         inputs, weight = (operand(size, size, dtype=dtype, device=device) for _ in range(2))
         return 2 * size**3 / seconds_of(lambda: inputs @ weight.T, at_least) / 1e12
@@ -68,7 +70,11 @@ def square(size: int, precision: str, device: torch.device, at_least: float) -> 
 def linear(
     num_tokens: int, num_inputs: int, num_outputs: int, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Callable[[], torch.Tensor]]:
-    """The multiplications that train (num_tokens, num_inputs) @ weight.T, each 2 tokens x inputs x outputs FLOPs."""
+    """Make the multiplications that train a linear layer, by name: forward and both gradients.
+
+    The inputs are (num_tokens, num_inputs), the weight (num_outputs, num_inputs). Each multiplication costs
+    2 x num_tokens x num_inputs x num_outputs FLOPs.
+    """
     inputs = operand(num_tokens, num_inputs, dtype=dtype, device=device)
     weight = operand(num_outputs, num_inputs, dtype=dtype, device=device)
     gradient = operand(num_tokens, num_outputs, dtype=dtype, device=device)
@@ -76,7 +82,7 @@ def linear(
 
 
 def layer_rates(shape: Shape, precision: str, device: torch.device, at_least: float) -> dict[str, float]:
-    """TFLOP/s of each of the three multiplications that train a layer."""
+    """Measure TFLOP/s of each of the three multiplications that train a layer."""
     with precision_of(precision) as dtype:
         runs = linear(shape.num_tokens, shape.num_inputs, shape.num_outputs, dtype, device)
         return {name: shape.flops / seconds_of(run, at_least) / 1e12 for name, run in runs.items()}
@@ -93,12 +99,15 @@ def layer_time(layer: Layer, num_tokens: int, precision: str, device: torch.devi
 
 
 def tokens_per_second(times: list[LayerTime], num_tokens: int) -> float:
-    """What a device that did nothing but these multiplications would train, each as often as the model has it."""
+    """Compute the training rate of a device that does only these multiplications, once per layer of the model."""
     return num_tokens / sum(time.layer.count * time.seconds for time in times)
 
 
 def layers(model: PreTrainedModel) -> list[Layer]:
-    """Of every linear layer, the head among them, by shape, trained and frozen apart. The model may be on meta."""
+    """Group all linear layers, including the output head, by shape and whether they are trained.
+
+    The model may be on the meta device.
+    """
     found: dict[tuple[int, int, bool], list[str]] = {}
     for name, module, shape in _linear_modules(model):
         found.setdefault((*shape, module.weight.requires_grad), []).append(_own_name(name))
@@ -106,23 +115,23 @@ def layers(model: PreTrainedModel) -> list[Layer]:
 
 
 def _own_name(name: str) -> str:
-    """The last part of a module's name that is not one which peft puts behind it: q_proj.base_layer, lora_A.default."""
+    """Return the last part of a module's name, without peft's suffixes (q_proj.base_layer, lora_A.default)."""
     return [part for part in name.split(".") if part not in ("base_layer", lora.NAME)][-1]
 
 
 def _linear_modules(model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.Module, tuple[int, int]]]:
-    """(name, module, (inputs, outputs))."""
+    """Yield (name, module, (inputs, outputs))."""
     from transformers.pytorch_utils import Conv1D
 
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):
             yield name, module, (module.in_features, module.out_features)
-        elif isinstance(module, Conv1D):  # GPT-2's linear layer, whose weight is the other way round
+        elif isinstance(module, Conv1D):  # GPT-2's linear layer, whose weight is transposed
             yield name, module, tuple(module.weight.shape)
 
 
 def copies(num_bytes: int, device: torch.device, at_least: float) -> dict[str, float]:
-    """GB/s by where the bytes go. On the device each byte is read and written, and both count; over the bus once."""
+    """Measure GB/s of copies by direction. On the device, reading and writing both count; over the bus only one."""
     one, other = (torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
     found = {"on the device": 2 * num_bytes / seconds_of(lambda: one.copy_(other), at_least) / 1e9}
     if device.type == "cuda":
@@ -134,7 +143,7 @@ def copies(num_bytes: int, device: torch.device, at_least: float) -> dict[str, f
 
 
 def run(arguments: argparse.Namespace, recipe: Recipe | None) -> int:
-    """`bench matmul`. recipe: whose layers are measured, too."""
+    """Run the command `bench matmul`. recipe: if given, its model's layers are measured too."""
     device = timing.default_device()
     facts = timing.environment(device)
     printing.say(timing.told(facts))
@@ -157,7 +166,7 @@ def run(arguments: argparse.Namespace, recipe: Recipe | None) -> int:
 
 
 def _recipe_layers(recipe: Recipe, device: torch.device, seconds: float) -> dict[str, object]:
-    """As the recipe multiplies them: its precision, one micro-batch of tokens."""
+    """Measure the recipe's layers in its precision, with the tokens of one micro-batch."""
     task = registry.load(recipe)
     skeleton = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
     num_tokens = recipe.batch.micro_batch_size * recipe.batch.sequence_length

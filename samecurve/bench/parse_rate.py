@@ -1,7 +1,7 @@
-"""`generate --parse_rate N`: of the functions that a model writes, how many Python can parse.
+"""Parse rate, `generate --parse_rate N`: the share of functions written by a model that Python can parse.
 
-A real metric without a download. The prompts are signatures and docstrings of the standard library that the run held
-out; those with the smallest hash are taken, which is a sample that does not depend on the order of the files.
+This is a real metric that needs no download. The prompts are signatures and docstrings of the standard library that the
+run held out. Those with the smallest hashes are chosen, so that the sample does not depend on the order of the files.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BATCH = 16
 
 @dataclass(frozen=True)
 class Answer:
-    """prompt: signature and docstring. text: what was written. ended: by the model, not by its limit."""
+    """A generated function. prompt: signature and docstring. text: the output. ended: by the model, not the limit."""
 
     prompt: str
     text: str
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace, how: Writing) -> int:
 
 
 def held_out_prompts(count: int, recipe: Recipe | None) -> list[str]:
-    """Raises ConfigurationError when the run held fewer out, or trained on them."""
+    """Choose `count` held-out prompts. Raises ConfigurationError if the run held out fewer."""
     if count < 1:
         raise ConfigurationError(f"--parse_rate: found {count}, at least 1 is needed")
     path = None if recipe is None else recipe.data.path
@@ -83,7 +83,7 @@ def _prompt(document: Conversation | Pair) -> str:
 
 
 def written(writer: Writer, prompts: Sequence[str], how: Writing, seed: int) -> list[Answer]:
-    """Several at a time, those of like length together. What leaves no room for the answer is left out."""
+    """Generate answers in batches of prompts of similar length. Prompts too long for an answer are left out."""
     torch.manual_seed(seed)
     texts = [writer.ask([{"role": "user", "content": p}]) if writer.chat else f"{p}\n" for p in prompts]
     lengths = [writer.encode([text], rendered=writer.chat)["input_ids"].shape[1] for text in texts]
@@ -98,10 +98,10 @@ def written(writer: Writer, prompts: Sequence[str], how: Writing, seed: int) -> 
 
 
 def code_of(answer: Answer, chat: bool) -> str | None:
-    """The function that it wrote, to its end; None where it was cut off: half of one may parse by chance.
+    """Extract the complete function from an answer; None if it was cut off, because half of one may parse by chance.
 
-    A chat model's answer is the body as it stands in the data, without its indentation. A text goes on behind the
-    function, which ends where a line is not indented any more.
+    A chat model answers with the body as in the data, without its indentation. Other models continue after the
+    function, which ends before the first line that is not indented.
     """
     if chat:
         return function(answer.prompt, answer.text) if answer.ended else None

@@ -1,4 +1,4 @@
-"""What the benchmarks print: a table on a terminal, plain lines in a file; and the same numbers as JSON."""
+"""Output of the benchmarks: a table on a terminal, plain lines in a file, and the same numbers as JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def console() -> Console:
 
 
 def show(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
-    """The first column is text, the others are numbers as they are to be read."""
+    """Print a table. The first column is text, the others are formatted numbers."""
     screen = console()
     if title:
         screen.print(f"\n{title}", markup=False)
@@ -52,14 +52,14 @@ def say(line: str) -> None:
 
 
 def write(path: Path | None, name: str, facts: Mapping[str, object], **numbers: object) -> None:
-    """facts: timing.environment. Raises StorageError."""
+    """Write the numbers as JSON, if there is a path. facts: from timing.environment. Raises StorageError."""
     if path is not None:
         write_json(path, {"benchmark": name, **facts, **numbers})
         say(f"{path}")
 
 
 def integers(option: str, given: str | None) -> list[int]:
-    """`1,2,4`. Raises ConfigurationError."""
+    """Parse an option such as `1,2,4`. Raises ConfigurationError."""
     try:
         found = [int(number) for number in (given or "").split(",") if number]
     except ValueError:
@@ -70,7 +70,7 @@ def integers(option: str, given: str | None) -> list[int]:
 
 
 def chosen(option: str, given: str | None, known: Collection[str], default: Sequence[str]) -> list[str]:
-    """`a,b` of the known names. Raises ConfigurationError."""
+    """Parse an option such as `a,b` with known names. Raises ConfigurationError for other names."""
     found = [name for name in (given or "").split(",") if name]
     unknown = [name for name in found if name not in known]
     if unknown:

@@ -1,4 +1,4 @@
-"""A recipe's step with each of its levers on and off: runs of all variants, round by round, and their table."""
+"""Benchmark of a recipe's step with each lever changed: runs of all variants in rounds, and their comparison."""
 
 from __future__ import annotations
 
@@ -18,9 +18,14 @@ COLUMNS = "variant", "tokens/s", "ratio", "lowest", "highest", "memory GiB", "ra
 
 
 def run(arguments: argparse.Namespace, job: Job, settings: Sequence[str], among: Sequence[Variant]) -> int:
-    """`bench step`. settings: of the recipe, for every variant.
+    """Run the command `bench step`.
 
-    Raises ConfigurationError where the recipe as it is does not run; a variant that does not is told.
+    Args:
+        settings: overrides of the recipe, for every variant.
+        among: the variants. One that fails is reported.
+
+    Raises:
+        ConfigurationError: the unchanged recipe does not run.
     """
     facts = timing.environment(timing.default_device())
     printing.say(timing.told(facts, ("torch", "transformers", "accelerate", "deepspeed")))
@@ -46,7 +51,11 @@ def _measure(
     settings: Sequence[str],
     output: Path,
 ) -> tuple[dict[str, list[Measured]], dict[str, str]]:
-    """({variant: what each round found}, {variant: why it did not run}). variants: each with its job and overrides."""
+    """Run all variants in rounds. variants: each with its job and overrides.
+
+    Returns:
+        (measurements of the rounds by variant name, reasons of failures by variant name).
+    """
     rounds: dict[str, list[Measured]] = {variant.name: [] for variant in variants}
     reasons: dict[str, str] = {}
     for nth in range(arguments.rounds):
@@ -66,9 +75,9 @@ def _measure(
 
 
 def _changed(job: Job, variant: Variant, folder: Path) -> tuple[Job, list[str]]:
-    """(the job under the variant's strategy, whose files go to `folder`; its overrides of the recipe).
+    """Apply a variant: write changed strategy files to `folder`, if any, and return (job, overrides of the recipe).
 
-    Raises ConfigurationError for a key of a file that there is not.
+    Raises ConfigurationError for a key of a strategy file that does not exist.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     keys = [each for each in variant.overrides if strategy_variants.is_key(each)]

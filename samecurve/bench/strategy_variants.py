@@ -1,4 +1,4 @@
-"""A strategy's files with some of their keys changed, so that what a key does can be measured."""
+"""Variants of a strategy: copies of its files with changed keys, to measure the effect of a key."""
 
 from __future__ import annotations
 
@@ -16,16 +16,23 @@ from samecurve.strategy.resolve import read_files
 
 
 def is_key(argument: str) -> bool:
-    """Whether `key.path=value` is for a strategy's file; a recipe's names go first."""
+    """Whether `key.path=value` is for a strategy's file. Names of the recipe take precedence."""
     head = _head(argument)
     return head not in Recipe.model_fields and (head in ACCELERATE or head in DEEPSPEED)
 
 
 def changed(path: Path, arguments: Sequence[str], folder: Path) -> Path:
-    """The file to take instead of `path`: copies of the strategy's YAML and JSON under their names in `folder`.
+    """Write copies of the strategy's YAML and JSON with changed keys to `folder`, under the same file names.
 
-    arguments: `key.path=value`. What their keys and values mean is checked by the run. Raises ConfigurationError for a
-    key of a file that the strategy does not have.
+    Args:
+        path: the strategy file.
+        arguments: `key.path=value`. The run validates keys and values.
+
+    Returns:
+        The file to use instead of `path`.
+
+    Raises:
+        ConfigurationError: a key belongs to a file that the strategy does not have.
     """
     files = read_files(str(path))
     for argument in arguments:

@@ -1,4 +1,4 @@
-"""Seconds of one call, and what they were measured on."""
+"""Timing of calls, and the environment in which they were measured."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from samecurve.distributed.cpu_workers import num_cores
 from samecurve.specs.environment import processor, versions
 from samecurve.storage.atomic import utc_timestamp
 
-# tf32: fp32 numbers whose products are rounded to 10 bits of mantissa, on NVIDIA's matrix units
+# tf32: fp32 operands rounded to 10 bits of mantissa in matrix multiplications, on NVIDIA's tensor cores
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -22,18 +22,25 @@ def default_device() -> torch.device:
 
 
 def default_precisions(device: torch.device) -> list[str]:
-    """A CPU has no tf32. What it emulates is measured too, so that a user sees it."""
+    """List the precisions to measure: all, but no tf32 on a CPU. Emulated ones are included, so that users see them."""
     return [name for name in DTYPES if device.type == "cuda" or name != "tf32"]
 
 
 def seconds_of(run: Callable[[], object], at_least: float) -> float:
-    """The median of blocks of calls that together take `at_least` seconds; the device is waited for at their ends."""
+    """Measure the median seconds of one call over blocks of calls that together take `at_least` seconds.
+
+    The device is synchronized at the end of each block.
+    """
     timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
     return timer.blocked_autorange(min_run_time=at_least).median
 
 
 def interleaved(runs: Mapping[str, Callable[[], object]], rounds: int, at_least: float) -> dict[str, float]:
-    """Seconds of each, the median over rounds in which each has its turn, so that what disturbs one disturbs all."""
+    """Measure several calls in turn in each round, so that disturbances affect all of them alike.
+
+    Returns:
+        The median seconds of one call over the rounds, by name.
+    """
     found: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
@@ -43,7 +50,7 @@ def interleaved(runs: Mapping[str, Callable[[], object]], rounds: int, at_least:
 
 @contextlib.contextmanager
 def precision_of(name: str) -> Iterator[torch.dtype]:
-    """The dtype of operands. Inside, fp32 is fp32 and tf32 is tf32, whatever PyTorch was told before."""
+    """Yield the operands' dtype, with PyTorch's float32 matmul precision set in the body to that of fp32 or tf32."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
     try:
@@ -53,12 +60,12 @@ def precision_of(name: str) -> Iterator[torch.dtype]:
 
 
 def operand(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Random numbers: a GPU that multiplies zeros or ones draws less power, and is faster than it is in training."""
+    """Make a random matrix: with zeros or ones, a GPU draws less power and is faster than in training."""
     return torch.randn(*shape, device=device).to(dtype)
 
 
 def environment(device: torch.device) -> dict[str, object]:
-    """Hardware, versions and date, without which a measured number says little."""
+    """Describe hardware, versions and date, without which measured numbers mean little."""
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
         "cores": num_cores(),
@@ -69,6 +76,6 @@ def environment(device: torch.device) -> dict[str, object]:
 
 
 def told(facts: Mapping[str, object], names: Sequence[str] = ("torch",)) -> str:
-    """One line of `environment`."""
+    """Format the result of `environment` as one line."""
     found = ", ".join(f"{name} {facts['versions'][name]}" for name in names)
     return f"{facts['device']}, cores {facts['cores']}, threads {facts['threads']}; {found}; {facts['date']}"

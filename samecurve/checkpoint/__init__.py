@@ -1,8 +1,11 @@
-"""Portable, verified checkpoints, which any strategy and any number of processes can load.
+"""Portable, verified checkpoints that any strategy and any number of ranks can load.
 
-May import interfaces and what is below it, not tasks or engines.
+Imports: interfaces and the layers below it; never tasks or engines.
 
-Why not torch.distributed.checkpoint: its tensors are blocks of rows and columns, and ZeRO's partitions are ranges of
-the flattened parameter that begin and end within a row; its metadata file is a pickle, which loading must not run; and
-it has no commit that survives a power cut (read in torch 2.13).
+torch.distributed.checkpoint does not fit, for three reasons (read in torch 2.13):
+
+* It stores tensors as blocks of rows and columns. ZeRO partitions are ranges of the flattened parameter, which begin
+  and end within a row.
+* Its metadata file is a pickle, and loading a checkpoint must not execute code.
+* It has no commit that survives a power cut.
 """

@@ -1,17 +1,17 @@
-"""All of a checkpoint or nothing of it, whatever happens: a full disk, a killed rank, a power cut.
+"""Atomic commit and rotation of checkpoints: all or nothing, despite a full disk, a killed rank or a power cut.
 
-    step_00000040/              rank_00000.safetensors, ...    by every rank
-                                state.json, index.json, ...    by rank 0
+    step_00000040/              rank_00000.safetensors, ...    written by every rank
+                                state.json, index.json, ...    written by rank 0
                                 manifest.json                  name, size and sha256 of every file above
                                 COMMITTED                      the manifest's sha256
-    .partial-step_00000040/     while it is written
-    .deleted-step_00000020/     while it is removed
+    .partial-step_00000040/     the checkpoint while it is being written
+    .deleted-step_00000020/     the checkpoint while it is being removed
 
-A folder is named step_... only once all of it is durable: every file is synced, then the folder (which holds their
-names), then comes the rename, then the sync of the parent folder, then commit returns. See "Ensuring data reaches
-disk", https://lwn.net/Articles/457667. So a step_ folder that `verify.check` rejects was damaged afterwards.
+A folder gets its step_... name only once all of its content is durable. The order is: sync every file, sync the folder
+(which holds the file names), rename it, sync the parent folder, return from `commit`. See "Ensuring data reaches disk",
+https://lwn.net/Articles/457667. A step_ folder that `manifest.check_files` rejects was therefore damaged afterwards.
 
-tests/faults/test_commit_protocol.py interrupts every operation here in every way.
+tests/faults/test_commit_protocol.py interrupts every operation of this module in every way.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from samecurve.storage.filesystem import PIECE_BYTES, FileSystem
 __all__ = ["FileRecord", "check_files", "commit", "list_checkpoints", "manifest_digest", "rotate", "write_file"]
 
 PARTIAL, DELETED = ".partial-", ".deleted-"
-SPARE_BYTES = 16 << 20  # for the small files, the files' headers and the file system's own blocks
+SPARE_BYTES = 16 << 20  # for the small files, the file headers and the file system's own blocks
 
 T = TypeVar("T")
-Exchange = Callable[[Any], list]  # every rank's value, in rank order; a barrier too
+Exchange = Callable[[Any], list]  # all-gather of one value per rank, in rank order; also a barrier
 
 
 # Writing
@@ -60,13 +60,21 @@ def commit(
     exchange: Exchange,
     rank: int,
 ) -> None:
-    """Write the checkpoint of `step` into `directory`, all ranks together; when it returns, it survives a power cut.
+    """Write the checkpoint of `step` into `directory`. Collective; on return the checkpoint survives a power cut.
 
-    write: writes this rank's files into a folder, with `write_file`; also returns a note, any JSON value.
-    small_files: from all ranks' notes to what rank 0 adds.
-    Raises StorageError with the same text on all ranks when anything failed on any, NumericError when `write` said so
-    on any; what `exchange` raises when a rank is gone is passed on. After a failure the folder is either not there or,
-    when only the last sync failed, complete.
+    After a failure the folder does not exist or, if only the last sync failed, is complete.
+
+    Args:
+        directory: the folder of all checkpoints; created if missing.
+        planned_bytes: the size of this rank's files; rank 0 compares the sum over all ranks with the free space.
+        write: writes this rank's files into a folder with `write_file`. Returns their records and a note, which may
+            be any JSON value.
+        small_files: maps the notes of all ranks to the files (name: content) that rank 0 adds.
+        exchange: all-gathers one value per rank. An exception that it raises when a rank is gone is passed on.
+
+    Raises:
+        StorageError: any rank failed; the text is the same on all ranks.
+        NumericError: `write` raised it on any rank; the text is the same on all ranks.
     """
     partial = directory / f"{PARTIAL}{folder_name(step)}"
     try:
@@ -81,10 +89,13 @@ def commit(
 
 
 def write_file(fs: FileSystem, path: Path, chunks: Iterable[Any]) -> FileRecord:
-    """Write and sync one file. chunks: bytes-like objects, each used only until the next one is asked for.
+    """Write and sync one file.
 
     A second thread hashes the piece that is being written: hashlib and the system calls release the GIL. Syncing piece
-    by piece keeps the disk busy meanwhile; with one sync at the end, the hash's time would be added to the disk's.
+    by piece keeps the disk busy meanwhile. With a single sync at the end, hashing time would add to disk time.
+
+    Args:
+        chunks: bytes-like objects. Each one is used only until the next one is requested.
     """
     digest, size, unsynced = hashlib.sha256(), 0, 0
     with storage_errors(path), fs.create(path) as file, ThreadPoolExecutor(1) as hasher:
@@ -112,16 +123,16 @@ def _pieces(chunks: Iterable[Any]) -> Iterator[memoryview | bytes]:
 
 
 def _together(exchange: Exchange, work: Callable[[], T]) -> list[T]:
-    """Do this rank's work and learn every rank's result. When it failed anywhere, all ranks raise the same class."""
+    """Run `work` on every rank and gather the results. A failure on any rank raises the same class on all ranks."""
     result, failure, error = None, "", None
     try:
         result = work()
-    except Exception as caught:  # a bug too: the others wait in `exchange` and have to learn of it
+    except Exception as caught:  # bugs too: the other ranks wait in `exchange` and must receive the failure
         error = caught
         is_known = isinstance(error, (StorageError, NumericError))
         failure = str(error) if is_known else f"{type(error).__name__}: {error}"
         if not is_known and not isinstance(error, OSError):
-            traceback.print_exception(error)  # of what is raised below only the message is
+            traceback.print_exception(error)  # the exception raised below keeps only the message
     outcomes = exchange((result, failure, isinstance(error, NumericError)))
     failures = [f"rank {rank}: {failure}" for rank, (_, failure, _) in enumerate(outcomes) if failure]
     if failures:
@@ -141,7 +152,7 @@ def _prepare(fs: FileSystem, partial: Path, planned_bytes: int) -> None:
     with storage_errors(directory):
         if not fs.exists(directory):
             fs.make_folder(directory)
-        # Also when it was there: a session that was killed may have made it and not synced it.
+        # Sync an existing folder too: a killed session may have created it without syncing it.
         fs.sync_folder(directory.parent)
         _sweep(fs, directory)
         needed, free = planned_bytes + SPARE_BYTES, fs.free_bytes(directory)
@@ -166,7 +177,7 @@ def _write(fs: FileSystem, partial: Path, write: Callable) -> tuple[list[FileRec
 
 
 def _finish(fs: FileSystem, partial: Path, step: int, wrote: list, small_files: Callable) -> None:
-    """Rank 0, when all ranks' files are durable."""
+    """Write manifest and marker and rename the folder. For rank 0, once the files of all ranks are durable."""
     with storage_errors(partial):
         records = [record for records, _ in wrote for record in records]
         for record in records:
@@ -203,7 +214,7 @@ def _write_marker(fs: FileSystem, folder: Path, digest: str) -> None:
 
 def _publish(fs: FileSystem, partial: Path, final: Path) -> None:
     fault_point("save.rename")
-    if fs.exists(final):  # damaged and therefore not gone on from, or left by a save whose last sync failed
+    if fs.exists(final):  # damaged, so the run did not resume from it, or left by a save whose last sync failed
         fs.rename(final, final.with_name(f"{DELETED}{final.name}"))
     fs.rename(partial, final)
     fault_point("save.renamed")
@@ -223,9 +234,13 @@ def _write_small(fs: FileSystem, path: Path, content: bytes) -> FileRecord:
 def rotate(fs: FileSystem, directory: Path, keep: int, protected: Collection[str]) -> str:
     """Remove all but the newest `keep` good checkpoints and those named in `protected`. For rank 0, after a commit.
 
-    Returns what went wrong, "" when nothing did: the next rotation tries again. Damaged checkpoints do not count as
-    good ones. They show what happened to the disk, and parts of them may be all that is left, so the newest `keep` of
-    them stay too; more would fill a disk that damages each one. Good means here: all files are there in their sizes.
+    A checkpoint is good here if all of its files exist and have the recorded sizes.
+
+    Damaged checkpoints are counted separately and the newest `keep` of them stay too. They show what happened to the
+    disk, and parts of them may be all that is left. Keeping more would fill a disk that damages every checkpoint.
+
+    Returns:
+        The problems found, "" if there were none. The next rotation tries again.
     """
     try:
         good, damaged = [], []
@@ -242,15 +257,15 @@ def rotate(fs: FileSystem, directory: Path, keep: int, protected: Collection[str
 
 
 def _sweep(fs: FileSystem, directory: Path) -> str:
-    """Remove what is half written and what was moved aside. Returns what went wrong.
+    """Remove partial and deleted checkpoint folders. Returns the problems found, "" if there were none.
 
-    That is no failure of a save: on NFS a folder cannot be removed while a file in it is open somewhere.
+    A problem does not fail the save: on NFS, a folder cannot be removed while a file in it is open on some host.
     """
     problems = []
     try:
         debris = [name for name in fs.folders(directory) if name.startswith((PARTIAL, DELETED))]
         if debris:
-            fs.sync_folder(directory)  # else a power cut could bring back the name step_... of a folder half removed
+            fs.sync_folder(directory)  # otherwise a power cut could restore the step_... name of a half-removed folder
     except OSError as error:
         return str(error)
     for name in debris:

@@ -1,18 +1,24 @@
-"""What is not as it was when a checkpoint was written: most may change and is told, some may not and is refused."""
+"""Comparison of a run with the checkpoint that it resumes from: allowed changes are logged, others are refused."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-# What the model and the rows are is compared itself (`identity`), so the paths that they come from may change.
+# Recipe keys that may not change. The contents of model and data are compared directly (`identity`), so their paths
+# may change.
 FIXED = ("task", "seed", "optimizer.name", "optimizer.bf16_rounding")
-_BEFORE_THE_KEY = {"bf16_rounding": "stochastic"}  # what a checkpoint means that does not know it
+_BEFORE_THE_KEY = {"bf16_rounding": "stochastic"}  # the value in effect for checkpoints older than the key
 SILENT = ("output_dir", "data.cache_dir", "data.num_workers", "logging.every_steps", "profile.steps", "profile.ranks")
 
 
 def refusals(saved: dict, now: dict) -> list[str]:
-    """Every reason why the run may not go on. Both are state.json's content: `recipe`, `model`, `data`, `step`."""
+    """List every reason why the run may not resume; [] if it may.
+
+    Args:
+        saved: the content of the checkpoint's state.json: `recipe`, `model`, `data`, `step`, ...
+        now: the same facts about the current run.
+    """
     recipes = (_with_every_key(facts["recipe"]) for facts in (saved, now))
     found = [text for key, text in _differences(*recipes) if key in FIXED]
     found += [f"model.{text}" for _, text in _differences(*_shared(saved["model"], now["model"]))]
@@ -29,7 +35,7 @@ def refusals(saved: dict, now: dict) -> list[str]:
 
 
 def changes(saved: dict, now: dict) -> list[str]:
-    """What changed and may: recipe keys, strategy, number of processes, versions."""
+    """List the allowed changes: recipe keys, strategy, number of processes, versions. Arguments as in `refusals`."""
     found = [text for key, text in _differences(saved["recipe"], now["recipe"]) if _may_change(key)]
     for key in ("strategy", "world_size", "versions"):
         found += [text for _, text in _differences({key: saved[key]}, {key: now[key]})]
@@ -48,13 +54,16 @@ def _with_every_key(recipe: dict) -> dict:
 
 
 def _shared(before: dict, after: dict) -> tuple[dict, dict]:
-    """Without what only one of them has: another version of transformers has other fields. Shapes are compared too."""
+    """Reduce both configurations to their common keys: the fields differ between versions of transformers.
+
+    Ignoring a field is safe because the shapes of the trained parameters are compared too.
+    """
     common = before.keys() & after.keys()
     return {key: before[key] for key in common}, {key: after[key] for key in common}
 
 
 def _differences(before: dict, after: dict, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(dotted key, "key: before -> after") of every leaf that differs."""
+    """Yield (dotted key, "key: before -> after") for every leaf that differs."""
     for key in sorted(before.keys() | after.keys()):
         old, new = before.get(key), after.get(key)
         if isinstance(old, dict) and isinstance(new, dict):

@@ -1,13 +1,13 @@
-"""A checkpoint's tensors: one safetensors file per rank, and an index that says which range of which tensor is where.
+"""Tensor files of a checkpoint: one safetensors file per rank, and an index of the ranges that each rank wrote.
 
     rank_00000.safetensors    "weight/model.embed_tokens.weight": fp32 (numel,), a range of the flattened parameter,
-                              "exp_avg/...", "exp_avg_sq/...": the same range of its optimizer state (AdamW's here);
-                              fp32 holds what is bf16 exactly; codes of 8 bits are uint8,
-                              "rng/...": uint8, this rank's generators
+                              "exp_avg/...", "exp_avg_sq/...": the same range of its optimizer state (here AdamW's);
+                              fp32 represents bf16 values exactly; 8-bit codes are uint8,
+                              "rng/...": uint8, the state of this rank's random generators
                               "factor/...": a range of a state of another shape: "parameter.row_var", ".absmax1"
     index.json                {name: {"shape": [...], "ranges": [[rank, start, stop], ...]}}
 
-Any reader of safetensors can open them; nothing in them is code.
+Any safetensors reader can open the files. They contain no code.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ALIGNMENT = 8
 
 
 class Entry(NamedTuple):
-    """A tensor of a file before its values are there: (numel,) of this dtype."""
+    """Key, shape (numel,) and dtype of one tensor in a file, without its values."""
 
     key: str
     numel: int
@@ -43,10 +43,15 @@ class Entry(NamedTuple):
 
 
 def safetensors_chunks(entries: list[Entry], values: Iterable[Tensor]) -> Iterator[memoryview | bytes]:
-    """A safetensors file, piece by piece: `values` are asked for one at a time and need not exist together.
+    """Generate a safetensors file piece by piece.
 
-    values: contiguous 1-D CPU tensors in the order of `entries`. The format: 8 bytes with the header's length, a JSON
-    header, the data (https://github.com/huggingface/safetensors#format).
+    The format is 8 bytes with the length of the header, a JSON header, and the data
+    (https://github.com/huggingface/safetensors#format).
+
+    Args:
+        entries: the tensors of the file, in order.
+        values: contiguous 1-D CPU tensors in the order of `entries`. They are consumed one at a time and need not be in
+            memory together.
     """
     header, offset = {}, 0
     for entry in entries:
@@ -66,10 +71,12 @@ def safetensors_chunks(entries: list[Entry], values: Iterable[Tensor]) -> Iterat
 
 
 class CheckpointReader:
-    """Ranges of a checkpoint's tensors, whoever wrote them. Holds nothing in memory but the index."""
+    """Reader of arbitrary ranges of a checkpoint's tensors, independent of the ranks that wrote them.
+
+    Only the index is kept in memory. The constructor raises CheckpointError if the index cannot be read.
+    """
 
     def __init__(self, folder: Path):
-        """Raises CheckpointError when the index cannot be read."""
         self.folder = folder
         try:
             content = json.loads((folder / INDEX).read_text(encoding="utf-8"))
@@ -79,7 +86,7 @@ class CheckpointReader:
             raise CheckpointError(f"{folder / INDEX}: cannot be read as an index ({error})") from error
 
     def check_names(self, shapes: Mapping[str, Iterable[int]]) -> None:
-        """Raises CheckpointError when the model's trained parameters are not the checkpoint's."""
+        """Raise CheckpointError if the model's trained parameters differ from the checkpoint's in name or shape."""
         wanted = {name: tuple(shape) for name, shape in shapes.items()}
         problems = [f"{name}: only in the checkpoint" for name in self.shapes.keys() - wanted.keys()]
         problems += [f"{name}: only in the model" for name in wanted.keys() - self.shapes.keys()]
@@ -93,7 +100,19 @@ class CheckpointReader:
             raise CheckpointError(f"{self.folder}: its parameters are not this model's\n{shown}")
 
     def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
-        """fp32 (stop - start,) on the CPU. Raises CheckpointError when a part of the range is nowhere."""
+        """Read one range of a flattened parameter or of its optimizer state.
+
+        Args:
+            name: the parameter.
+            kind: "weight" or an optimizer state such as "exp_avg".
+            start, stop: the range in values of the flattened tensor; stop is exclusive.
+
+        Returns:
+            fp32 (stop - start,) on the CPU.
+
+        Raises:
+            CheckpointError: no file contains some part of the range.
+        """
         values = torch.empty(stop - start, dtype=torch.float32)
         covered = 0
         for rank, have_start, have_stop in self._ranges.get(name, ()):
@@ -109,10 +128,10 @@ class CheckpointReader:
         return values
 
     def tensor(self, rank: int, key: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """A slice of one tensor of one file."""
+        """Read the slice [start, stop) of one tensor from the file of `rank`."""
         path = self.folder / file_name(rank)
         try:
-            with safe_open(path, framework="pt") as file:  # opened anew each time: an open map's pages stay in memory
+            with safe_open(path, framework="pt") as file:  # reopened each time: pages of an open mapping stay in memory
                 found = file.get_slice(key)[start:stop]
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path}: {key} cannot be read ({error})") from error
@@ -124,14 +143,18 @@ class CheckpointReader:
 
 
 def _integers(values: list, length: int | None = None) -> tuple[int, ...]:
-    """Raises ValueError."""
     if length not in (None, len(values)) or not all(type(value) is int and value >= 0 for value in values):
         raise ValueError(f"found {values!r:.40}, whole numbers are needed")
     return tuple(values)
 
 
 def safetensors_index(shapes: Mapping[str, Iterable[int]], ranges: Iterable[Iterable[tuple[str, int, int]]]) -> bytes:
-    """index.json's content. ranges: for each rank in order, the (name, start, stop) that it wrote."""
+    """Build the content of index.json.
+
+    Args:
+        shapes: the full shape of every tensor, by name.
+        ranges: for each rank in order, the (name, start, stop) ranges that it wrote.
+    """
     content = {name: {"shape": list(shape), "ranges": []} for name, shape in shapes.items()}
     for rank, wrote in enumerate(ranges):
         for name, start, stop in wrote:

@@ -1,4 +1,4 @@
-"""Checkpoints as the training loop uses them: find, load, save beside training, go back."""
+"""Checkpoint manager of the training loop: find, load, save in the background, roll back."""
 
 from __future__ import annotations
 
@@ -35,9 +35,15 @@ MOST_FAILURES = 3
 
 @dataclass(frozen=True)
 class TrainProgress:
-    """Where a run is. step: optimizer steps, skipped ones included. updates: those applied. samples: rows consumed.
+    """Position of a run, as saved in a checkpoint.
 
-    meter: `Meter.state()`. record: the step's line of metrics.jsonl. anchor: of the rows, see Rows.anchor.
+    Attributes:
+        step: optimizer steps, including skipped ones.
+        updates: optimizer steps that were applied.
+        samples: rows consumed.
+        meter: the value of `Meter.state`.
+        record: the step's line of metrics.jsonl.
+        anchor: what the data loader needs besides `samples` to resume, see `StepBatches.anchor`.
     """
 
     step: int = 0
@@ -50,7 +56,7 @@ class TrainProgress:
 
 @dataclass
 class _Save:
-    """One that was started. thread: None when it is through already. error: why it was not committed."""
+    """A save that was started. thread: None for a synchronous save. error: the reason why it was not committed."""
 
     step: int
     began: float
@@ -59,7 +65,7 @@ class _Save:
 
 
 class RunFolder(Protocol):
-    """What checkpoints need of a run's directory."""
+    """The part of a run directory that checkpoints need."""
 
     checkpoints: Path
 
@@ -68,10 +74,13 @@ class RunFolder(Protocol):
 
 
 class Checkpoints:
-    """facts: what decides whether a run may go on: `recipe`, `model`, `data`, `strategy`, `world_size`, `versions`.
+    """Finds, loads, saves and rotates the checkpoints of one run.
 
-    log: prints a line (on rank 0 only). busy: called for each tensor, which says that a long save or load gets on.
-    background: whether training goes on while a checkpoint is written; takes a copy of this rank's part in memory.
+    Args:
+        facts: decide whether a run may resume: `recipe`, `model`, `data`, `strategy`, `world_size`, `versions`.
+        log: prints one line (on rank 0 only).
+        busy: called for each tensor, to report progress of a long save or load to the watchdog.
+        background: continue training while a checkpoint is written; costs a copy of this rank's part in host memory.
     """
 
     def __init__(
@@ -87,7 +96,7 @@ class Checkpoints:
         self._settings, self._background = facts["recipe"]["checkpoint"], background
         self._files = LocalFileSystem(busy)
         self._selector = CheckpointSelector(run.checkpoints, self._facts, world, log, self._files)
-        self._exchange = world.new().all_gather_object  # the writing thread's
+        self._exchange = world.new().all_gather_object  # a group of its own for the writing thread
         self._snapshot: Snapshot | None = None
         self._in_flight: _Save | None = None
         self._failures = 0  # in a row
@@ -95,15 +104,15 @@ class Checkpoints:
         self._metrics: dict = {}
         self._resumed_from: Path | None = None
 
-    # Going on
+    # Resuming
 
     def find(self, resume: str) -> Path | None:
-        """See CheckpointSelector.select."""
+        """Select the checkpoint to resume from, see CheckpointSelector.select."""
         self._resumed_from = self._selector.select(resume)
         return self._resumed_from
 
     def load(self, folder: Path, engine: Engine, generators: bool = True) -> TrainProgress:
-        """Fill the engine from a checked checkpoint. generators: go on with dropout's random numbers too."""
+        """Load a verified checkpoint into the engine. generators: restore the random generators (dropout) too."""
         fault_point("load.read")
         saved = read_state(folder)
         reader = format.CheckpointReader(folder)
@@ -123,9 +132,10 @@ class Checkpoints:
         return TrainProgress(**{key: saved[key] for key in TrainProgress.__dataclass_fields__ if key in saved})
 
     def roll_back(self, engine: Engine) -> TrainProgress | None:
-        """Weights and optimizer of the newest checkpoint, whose TrainProgress is returned; rows and steps go on.
+        """Restore weights and optimizer from the newest good checkpoint; rows and step count are not rewound.
 
-        None when there is none yet: that is told, and nothing changes.
+        Returns:
+            The checkpoint's TrainProgress. None if there is no checkpoint yet: this is logged and nothing changes.
         """
         self.wait()
         chosen = [*self._selector.candidates("auto"), *filter(None, [self._resumed_from])]
@@ -139,10 +149,15 @@ class Checkpoints:
     # Saving
 
     def save(self, engine: Engine, position: TrainProgress, wait: bool = False) -> dict:
-        """Copy this rank's part and write it beside training. Returns what metrics say: `save_stall_seconds`.
+        """Copy this rank's part and write it in the background.
 
-        A failed save is told and training goes on; the third in a row raises StorageError on all ranks. wait: there is
-        no later save, so this one is tried until it is committed or three have failed.
+        A failed save is logged and training continues. The third failure in a row raises StorageError on all ranks.
+
+        Args:
+            wait: no later save will follow, so retry until this one is committed or three have failed.
+
+        Returns:
+            The metric `save_stall_seconds`: how long this call blocked training.
         """
         began = time.perf_counter()
         only_looks = not wait and self._is_second_look(position.step)
@@ -157,16 +172,17 @@ class Checkpoints:
         return {"save_stall_seconds": time.perf_counter() - began}
 
     def secure(self, engine: Engine, position: TrainProgress) -> None:
-        """A committed checkpoint of this very position: the one in flight, or a new one."""
+        """Ensure a committed checkpoint of exactly this position: the save in flight or a new one."""
         self.wait()
         if self._committed_step != position.step:
             self.save(engine, position, wait=True)
 
     def wait(self) -> bool:
-        """For the save in flight: whether it was committed.
+        """Wait for the save in flight and return whether it was committed.
 
-        Raises StorageError when it is the third in a row that failed, NumericError when what it had to save is not
-        finite, which no later step mends.
+        Raises:
+            StorageError: this save is the third in a row that failed.
+            NumericError: a value to save is not finite, which no later step can repair.
         """
         save, self._in_flight = self._in_flight, None
         if save is None:
@@ -184,7 +200,10 @@ class Checkpoints:
         return False
 
     def due(self, step: int, last_step: int) -> bool:
-        """Every checkpoint.every_steps, after the last step, and soon after a save, to see whether that failed."""
+        """Whether to call `save` after `step`: every checkpoint.every_steps and after the last step.
+
+        Also every_steps / 4 steps after a save was started, to check its result and retry if it failed.
+        """
         every = self._settings["every_steps"]
         if not every:
             return False
@@ -196,7 +215,7 @@ class Checkpoints:
         return soon and (self._in_flight is not None or self._failures > 0)
 
     def finished(self) -> dict:
-        """`save_seconds` of a save that was committed since the last call."""
+        """Return the metric `save_seconds` of a save that was committed since the last call, {} without one."""
         found, self._metrics = self._metrics, {}
         return found
 
@@ -208,14 +227,14 @@ class Checkpoints:
         save = self._in_flight = _Save(position.step, began)
         self._tried_step = position.step
         work = partial(self._commit, save, entries, values, state)
-        if not self._background:  # in this thread, whose CUDA device the live tensors are on
+        if not self._background:  # in this thread: its current CUDA device is the one of the live tensors
             work()
             return
         save.thread = threading.Thread(target=work, name="checkpoint", daemon=True)
         save.thread.start()
 
     def _commit(self, save: _Save, entries: list[Entry], values: Generator[Tensor, None, None], state: bytes) -> None:
-        """An error is the save's, and is raised in `wait`."""
+        """Write and commit one save. An error is stored in `save.error`; `wait` raises it."""
         snapshot, rank = self._snapshot, self._world.rank
 
         def write(folder: Path) -> tuple[list, list]:
@@ -224,7 +243,7 @@ class Checkpoints:
                 return [commit.write_file(self._files, folder / file_name(rank), chunks)], snapshot.ranges
 
         def small_files(ranges: list) -> dict[str, bytes]:
-            self._run.sync_metrics()  # the lines up to this step are as durable as the checkpoint
+            self._run.sync_metrics()  # so that the metrics up to this step are as durable as the checkpoint
             return {STATE: state, format.INDEX: format.safetensors_index(snapshot.shapes, ranges)}
 
         planned = sum(entry.nbytes for entry in entries)
@@ -243,11 +262,11 @@ class Checkpoints:
         return state | {"generators": self._generators(engine), "time": utc_timestamp(), **self._facts}
 
     def _generators(self, engine: Engine) -> dict:
-        """Where random numbers come from. Where it is the same, each rank goes on with its own."""
+        """Describe the layout of the random generators. If it is unchanged, each rank restores its own generators."""
         return {"ranks": self._world.size, "data_parallel_size": engine.shard[1], "device": engine.device.type}
 
     def _tidy(self) -> None:
-        """Remember the best, remove what is too old. The save is good whatever happens here, so that is only told."""
+        """Record the best checkpoint and remove old ones. Errors are only logged: the save itself has succeeded."""
         if not self._world.is_main:
             return
         try:

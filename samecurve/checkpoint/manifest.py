@@ -1,4 +1,4 @@
-"""What a committed checkpoint looks like on a disk, and whether one still does."""
+"""Manifest of a committed checkpoint: the list of its files, and their verification."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MANIFEST, MARKER = "manifest.json", "COMMITTED"
 
 
 class FileRecord(NamedTuple):
-    """A line of the manifest."""
+    """A file listed in the manifest: name, size in bytes and SHA-256 in hexadecimal."""
 
     name: str
     size: int
@@ -23,7 +23,7 @@ class FileRecord(NamedTuple):
 
 
 class FileDamage(NamedTuple):
-    """What is wrong with a checkpoint's file."""
+    """A problem of one file of a checkpoint."""
 
     file: str
     expected: str
@@ -34,7 +34,7 @@ class FileDamage(NamedTuple):
 
 
 class _Damaged(Exception):
-    """The checkpoint's list of files cannot be used; carries a FileDamage's fields."""
+    """The manifest or its marker is unusable. The arguments are the fields of a FileDamage."""
 
 
 def folder_name(step: int) -> str:
@@ -46,21 +46,24 @@ def step_of(folder: Path) -> int:
 
 
 def file_name(rank: int) -> str:
-    """The file that every rank writes; it may write others too."""
+    """Name of the file that each rank must write; a rank may write other files too."""
     return f"rank_{rank:05d}.safetensors"
 
 
 def list_checkpoints(fs: FileSystem, directory: Path) -> list[Path]:
-    """The folders that are named as checkpoints, newest first. See check_files for whether they are good."""
+    """List the folders with a checkpoint's name, newest first. `check_files` verifies their content."""
     steps = {name: int(name[5:]) for name in fs.folders(directory) if re.fullmatch("step_[0-9]{8,}", name)}
     return [directory / name for name in sorted(steps, key=steps.__getitem__, reverse=True)]
 
 
 def check_files(fs: FileSystem, folder: Path, shard: tuple[int, int] | None = (0, 1)) -> list[FileDamage]:
-    """Every problem of a checkpoint; [] when it is good. Files that the manifest does not name do not matter.
+    """List every problem of a checkpoint; [] if it is good. Files that the manifest does not name are ignored.
 
-    shard: (rank, number of ranks) that share the work: each hashes the small files and every n-th rank file. Presence
-    and sizes are looked at by all. None: hash the small files only.
+    Presence and size of all files are always checked.
+
+    Args:
+        shard: (rank, number of ranks) that share the hashing. Each rank hashes the small files and every n-th rank
+            file. None: hash the small files only.
     """
     try:
         files = _listed(fs, folder)
@@ -73,12 +76,12 @@ def check_files(fs: FileSystem, folder: Path, shard: tuple[int, int] | None = (0
 
 
 def manifest_digest(fs: FileSystem, folder: Path) -> str:
-    """Ranks that read the same checkpoint get the same. Raises OSError."""
+    """Hash the manifest: ranks that read the same checkpoint get the same digest. Raises OSError."""
     return _digest(fs, folder / MANIFEST)
 
 
 def _listed(fs: FileSystem, folder: Path) -> list[FileRecord]:
-    """The manifest's files. Its hash is the marker's, but anyone can make both, so nothing in it is believed."""
+    """Read and validate the manifest. Anyone can write one with a matching marker, so every field is checked."""
     marker = _json(MARKER, _content(fs, folder, MARKER))
     text = _content(fs, folder, MANIFEST)
     digest = hashlib.sha256(text).hexdigest()

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from: the newest good one, as all ranks see it."""
+"""Selection of the checkpoint to resume from: the newest one that is good on all ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STATE = "state.json"
 
 
 class CheckpointSelector:
-    """directory: output_dir/checkpoints. facts, log: see Checkpoints."""
+    """Selects the checkpoint to resume from. directory: output_dir/checkpoints; facts, log: see Checkpoints."""
 
     def __init__(
         self, directory: Path, facts: dict, world: ControlGroup, log: Callable[[str], None], files: FileSystem
@@ -31,10 +31,18 @@ class CheckpointSelector:
         self._files = files
 
     def select(self, resume: str) -> Path | None:
-        """The checkpoint to go on from, every byte of it checked; None for a fresh start.
+        """Select the checkpoint to resume from and verify every byte of it. Collective.
 
-        resume: "auto", "none", or a folder. Tells why others were rejected. Raises CheckpointError, on all ranks, when
-        there are only bad ones, or when the run may not go on from the good one.
+        The reasons for rejecting a checkpoint are logged.
+
+        Args:
+            resume: "auto", "none", or a checkpoint folder.
+
+        Returns:
+            The folder of the checkpoint; None for a fresh start.
+
+        Raises:
+            CheckpointError: all checkpoints are bad, or the run may not resume from the good one. Raised on all ranks.
         """
         rejected: list[str] = []
         chosen = self.candidates(resume)
@@ -55,19 +63,19 @@ class CheckpointSelector:
         return None
 
     def candidates(self, resume: str) -> list[Path]:
-        """As rank 0 sees them, newest first: all ranks have to look at the same."""
+        """List the candidates, newest first, as seen by rank 0: all ranks must check the same folders."""
         if resume not in ("auto", "none"):
             return [Path(resume)]
         own = list_checkpoints(self._files, self._directory) if resume == "auto" and self._world.is_main else []
         return self._world.all_gather_object(own)[0]
 
     def problems(self, folder: Path) -> list[str]:
-        """Of all ranks: each reads the small files and its share of the files."""
+        """Gather the problems found by all ranks. Each rank hashes the small files and its share of the rank files."""
         try:
             fault_point("load.verify")
             problems = [str(p) for p in check_files(self._files, folder, (self._world.rank, self._world.size))]
             seen = None if problems else manifest_digest(self._files, folder)
-        except OSError as error:  # the other ranks wait for this one's word
+        except OSError as error:  # not raised here: the other ranks wait in all_gather_object
             problems, seen = [str(error)], None
         of_all = self._world.all_gather_object((problems, seen))
         found = sorted({problem for others, _ in of_all for problem in others})
@@ -92,9 +100,10 @@ class CheckpointSelector:
 
 
 def read_state(folder: Path) -> dict:
-    """state.json of a checkpoint, its recipe with the keys' present names.
+    """Read a checkpoint's state.json, with renamed recipe keys under their current names.
 
-    Raises CheckpointError when it is none: a hash only says that it is unchanged.
+    Raises:
+        CheckpointError: the file is not a JSON object. A matching hash only proves that the file is unchanged.
     """
     try:
         content = json.loads((folder / STATE).read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""This rank's part of a checkpoint: which tensors, and their values, live or as a copy in host memory."""
+"""Snapshot of this rank's part of a checkpoint: tensors and values, live or copied to host memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Snapshot:
-    """What one rank saves. Between saves it keeps its host buffers, because allocating pinned memory is slow."""
+    """The tensors that one rank saves. Host buffers are reused between saves: allocating pinned memory is slow."""
 
     def __init__(self, engine: Engine):
         self._engine = engine
@@ -29,11 +29,12 @@ class Snapshot:
         self.ranges = [(each.name, each.save_start, each.save_stop) for each in held]
 
     def take(self, copy: bool) -> tuple[list[Entry], Generator[Tensor, None, None]]:
-        """A file's entries and their values, which come one at a time.
+        """Return the entries of this rank's file and a generator of their values, one tensor at a time.
 
-        copy: the values are those of now, whatever happens to the model; host memory grows by this rank's part once.
-        Otherwise they are read when they are asked for, one tensor in memory at a time, and the engine has them ready:
-        close the generator when it is not exhausted.
+        Args:
+            copy: True copies all values now, so that training may continue; host memory grows once by the size of this
+                rank's part. False reads each tensor when it is requested, with one in memory at a time; meanwhile the
+                engine keeps its state accessible, so close the generator if it is not exhausted.
         """
         self._generators = rng_state.capture(self._engine.device)
         entries = list(self._entries())
@@ -43,7 +44,7 @@ class Snapshot:
         for entry, value in zip(entries, self._values(), strict=True):
             self._keep(entry, value)
         if self._engine.device.type == "cuda":
-            torch.cuda.synchronize(self._engine.device)  # the copies to pinned memory run beside
+            torch.cuda.synchronize(self._engine.device)  # the copies to pinned memory are asynchronous
         return entries, _checked(entries, (self._buffers[entry.key] for entry in entries))
 
     def _entries(self) -> Iterator[Entry]:
@@ -73,7 +74,10 @@ class Snapshot:
 
 
 def _checked(entries: list[Entry], values: Generator[Tensor, None, None]) -> Generator[Tensor]:
-    """A checkpoint that holds NaN would be taken for a good one for ever. Raises NumericError while it is written."""
+    """Check each value while it is written and raise NumericError if one is not finite.
+
+    Otherwise a checkpoint with NaN would pass every verification from then on.
+    """
     with closing(values):
         for entry, value in zip(entries, values, strict=True):
             if value.is_floating_point() and not torch.isfinite(value).all():

@@ -1,1 +1,1 @@
-"""`python -m samecurve COMMAND`: one module per command, which checks its arguments without torch. May import all."""
+"""Commands of `python -m samecurve`: one module per command, which checks arguments without torch. May import all."""

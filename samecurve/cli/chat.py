@@ -1,7 +1,7 @@
-"""Talk with a trained chat model: a loop at a terminal, or one answer to what comes through a pipe.
+"""Talk with a trained chat model: interactively in a terminal, or one answer to a prompt from a pipe.
 
-/system TEXT sets what stands before the conversation, /reset begins a new one, /quit or Ctrl-D ends. Ctrl-C stops the
-answer and keeps what was written of it.
+/system TEXT sets the system prompt, /reset begins a new conversation, /quit or Ctrl-D exits. Ctrl-C stops the current
+answer and keeps the part already written.
 """
 
 from __future__ import annotations

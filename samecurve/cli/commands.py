@@ -1,8 +1,8 @@
-"""python -m samecurve COMMAND: what there is to do before and after a run. Each command is a module of this package.
+"""Dispatch of `python -m samecurve COMMAND`. Each command is a module of this package.
 
-A command's module has `add_arguments(parser)` and `run(arguments)`. It imports no torch, so that help and mistakes are
-told at once: what needs torch is in a module below cli/, which `run` names by returning `Work`. A command that has
-commands of its own (bench) is a package of them.
+A command's module has `add_arguments(parser)` and `run(arguments)`. The module does not import torch, so that help and
+argument errors appear at once. Work that needs torch is in a module of a lower layer; `run` returns a `Work` that names
+it. A command with subcommands (bench) is a package of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from samecurve.config.renamed_keys import new_option_hint
 from samecurve.errors import ConfigurationError, SamecurveError
 from samecurve.strategy import preflight
 
-INTERRUPTED = 130  # the shell's number for SIGINT
+INTERRUPTED = 130  # the shell's exit code for SIGINT
 COMMANDS = {
     "inspect": "what a recipe trains on, token by token, without a model",
     "compare": "run the same short job under each strategy and compare the curves",
@@ -36,9 +36,9 @@ COMMANDS = {
 
 
 class Work(NamedTuple):
-    """What a command has left to do once its arguments are checked: `run(*arguments)` of `module`.
+    """The work of a command after its arguments are checked: `run(*arguments)` of `module`.
 
-    The module may import torch. It is named, not imported, so that only the command that needs it waits for it.
+    The module may import torch. It is given by name, so that only the commands that need torch wait for its import.
     """
 
     module: str
@@ -46,7 +46,7 @@ class Work(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code; see errors.py. A command's module is imported only when it is the one that runs."""
+    """Run a command and return the exit code (see errors.py). Only the module of that command is imported."""
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
         return _dispatch("python -m samecurve", __package__, COMMANDS, argv)
@@ -70,7 +70,7 @@ def _dispatch(program: str, package: str, commands: Mapping[str, str], argv: Seq
     command = parser.parse_args(argv[:1]).command
     module = importlib.import_module(f".{command}", package)
     program = f"{program} {command}"
-    if hasattr(module, "__path__"):  # a package: it has commands of its own
+    if hasattr(module, "__path__"):  # a package, which has subcommands
         commands = importlib.import_module(f"{module.__name__}.commands").COMMANDS
         return _dispatch(program, module.__name__, commands, argv[1:])
     arguments = _Parser(program, description=module.__doc__)
@@ -88,9 +88,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def repository_root() -> Path:
-    """Where train.py and configs/ are. Raises ConfigurationError when it is not the working directory.
+    """Return the folder of train.py and configs/. Raises ConfigurationError if it is not the working directory.
 
-    The strategy files name their DeepSpeed files relative to the working directory, as Accelerate reads them.
+    Strategy files contain paths of DeepSpeed files relative to the working directory, because Accelerate reads them so.
     """
     root = Path(__file__).resolve().parents[2]
     if not (root / "train.py").is_file():

@@ -19,10 +19,10 @@ from samecurve.reports.chart import Curve, chart, relative_differences
 from samecurve.storage.atomic import storage_errors
 
 COLUMNS = "strategy", "engine", "world", "loss", "max loss difference", "max norm difference", "tokens/s", "memory GiB"
-# the norm is the square root of a sum over all gradients, each with its own rounding
+# The norm is the square root of a sum over all gradients, each with its own rounding.
 NORM_TOLERANCE_FACTOR = 10
-# Of the loss. Strategies round to 16 bits at different places; each stays within 5e-3 (bf16), 1e-3 (fp16) of the curve
-# in fp32 (test_equal_curves.py and test_fp16.py of tests/distributed), so two of them within twice that.
+# Tolerances of the loss. Strategies round to 16 bits at different places. Each stays within 5e-3 (bf16) or 1e-3 (fp16)
+# of the curve in fp32 (test_equal_curves.py and test_fp16.py in tests/distributed), so any two within twice that.
 TOLERANCES = {"fp32": 1e-5, "bf16": 1e-2, "fp16": 2e-3}
 
 
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 when every strategy that can run here agrees with the reference, else 1."""
+    """Run the command. Returns 0 if every strategy that can run here agrees with the reference, else 1."""
     repository_root()
     preferred = _preferred(arguments.recipe, arguments.overrides)
     settings = jobs.shortened(arguments.recipe, arguments.overrides, arguments.steps, **preferred)
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         output.mkdir(parents=True, exist_ok=True)
     outcomes = _run_all(chosen, arguments.recipe, settings, output)
     text, agree = verdict(outcomes, tolerance, precision)
-    # a strategy that was asked for by name has to run; of all that there are, some may not be for this machine
+    # A strategy requested by name must run. Without names, some strategies may be unsuitable for this machine.
     agree = agree and not (names and any(outcome.refused for outcome in outcomes))
     title = Path(arguments.recipe).stem
     curves = [Curve(outcome.job.name, losses(outcome)) for outcome in outcomes if not outcome.reason]
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _preferred(recipe: str, overrides: Sequence[str]) -> dict[str, str]:
-    """fp32, where strategies agree to rounding; nothing where the recipe cannot be computed in it (adamw_bf16, fp8)."""
+    """Prefer fp32, in which strategies agree up to rounding; {} if the recipe does not allow it (adamw_bf16, fp8)."""
     problems = recipes.read_recipe(recipe, [*overrides, "precision=fp32"]).document.problems
     return {} if problems else {"precision": "fp32"}
 
@@ -92,9 +92,10 @@ def losses(outcome: Outcome) -> list[float | None]:
 
 
 def verdict(outcomes: Sequence[Outcome], tolerance: float, precision: str = "fp32") -> tuple[str, bool]:
-    """(the table as markdown, whether all that ran agree and were more than the reference).
+    """Compare the outcomes with the first strategy that ran, the reference.
 
-    The first strategy that ran is the reference.
+    Returns:
+        (the table as Markdown, whether all strategies that ran agree and at least one beside the reference ran).
     """
     ran = [outcome for outcome in outcomes if not outcome.reason]
     broken = any(outcome.reason and not outcome.refused for outcome in outcomes)
@@ -121,7 +122,7 @@ def verdict(outcomes: Sequence[Outcome], tolerance: float, precision: str = "fp3
 
 
 def _largest(outcome: Outcome, reference: Outcome, key: str) -> float:
-    """The largest relative difference over the steps; infinite when a step or a value is missing."""
+    """Return the largest relative difference over the steps; infinite if a step or a value is missing."""
     values, expected = ([record[key] for record in each.metrics] for each in (outcome, reference))
     differences = relative_differences(values, expected)
     if not differences or len(values) != len(expected) or None in differences:
@@ -136,14 +137,14 @@ def _facts(outcome: Outcome) -> list[str]:
 
 
 def _costs(outcome: Outcome) -> list[str]:
-    """tokens/s without the first step, which carries the start-up's costs; memory of rank 0."""
+    """Format tokens/s, without the first step, which includes start-up costs, and the peak memory of rank 0."""
     steady = outcome.metrics[1:] or outcome.metrics
     rate = sum(record["tokens"] for record in steady) / sum(record["step_seconds"] for record in steady)
     return [f"{rate:,.0f}", f"{max(record['peak_memory_gib'] for record in outcome.metrics):.2f}"]
 
 
 def _markdown(rows: Sequence[Sequence[str]]) -> str:
-    """The first row is the header. Columns are as wide as their widest text, so that the source reads well too."""
+    """Format rows as a Markdown table with aligned columns, readable as source too. The first row is the header."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
         "| " + " | ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) + " |" for row in rows

@@ -1,7 +1,8 @@
-"""Measure a run's model: loss, perplexity, bits per byte, and what else its task measures.
+"""Measure a run's model: loss, perplexity, bits per byte, and the other metrics of its task.
 
-DATA is read as the recipe of the run reads its data, but for what is named behind it: columns, and of a data set of the
-hub its split. Without DATA it is what the run held out, and the numbers are those that the run itself wrote.
+DATA is read with the data settings of the run's recipe, except for the settings given after it: columns, and the split
+of a data set on the hub. Without DATA, the run's held-out data are measured, and the numbers equal those in the run's
+own records.
 """
 
 from __future__ import annotations
@@ -50,9 +51,15 @@ def run(arguments: argparse.Namespace) -> Work:
 
 
 def with_columns(recipe: Recipe, data: str | None, columns: Sequence[str]) -> Recipe:
-    """The recipe with other names of columns, and of a data set of the hub with the part of it that is measured.
+    """Replace the recipe's column names, and for a data set on the hub its split, config and revision.
 
-    Raises ConfigurationError for what names none that the task reads, and where a split is missing.
+    Args:
+        recipe: the run's recipe.
+        data: DATA of the command line.
+        columns: `data.KEY=NAME` arguments.
+
+    Raises:
+        ConfigurationError: the task does not read such a column, or a data set on the hub has no split.
     """
     if data is not None and data.startswith("data.") and "=" in data:
         raise ConfigurationError(f"{data}: columns are those of DATA; name that first: evaluate RUN DATA {data}")
@@ -77,13 +84,20 @@ def with_columns(recipe: Recipe, data: str | None, columns: Sequence[str]) -> Re
 
 
 def reading(recipe: Recipe, folder: Path, data: str | None, micro_batch_size: int | None = None) -> Recipe:
-    """The recipe with the export's tokenizer. data: all of it is held out; None: what the recipe holds out.
+    """Change the recipe to use the export's tokenizer and the data to measure on.
 
-    Raises ConfigurationError when there is nothing to measure on.
+    Args:
+        recipe: the run's recipe.
+        folder: the exported model.
+        data: measure on all of these data; None: on the recipe's held-out data.
+        micro_batch_size: rows per forward pass; None: the recipe's.
+
+    Raises:
+        ConfigurationError: there are no data to measure on.
     """
     if micro_batch_size is not None and micro_batch_size < 1:
         raise ConfigurationError(f"--micro_batch_size: found {micro_batch_size}, a number of at least 1 is needed")
-    # the export has its template; but dpo's reference is made again as training made it
+    # The export has its own template. DPO's reference model, however, is rebuilt as training built it.
     template = CHATML if recipe.tokenizer.chat_template == CHATML else None
     tokenizer = recipe.tokenizer.model_copy(
         update={"path": str(folder.absolute()), "vocabulary_size": None, "chat_template": template}
@@ -93,7 +107,7 @@ def reading(recipe: Recipe, folder: Path, data: str | None, micro_batch_size: in
     if data is not None:
         if not data.startswith("builtin:") and not is_hub_name(data) and not os.path.exists(os.path.expanduser(data)):
             raise ConfigurationError(f"DATA: no such file or folder: {Path(data).absolute()}")
-        # Nothing is trained, but a task reads both parts; of the same path they are read once.
+        # Nothing is trained, but a task reads both parts; parts with the same path are read once.
         whole = {"path": data, "mixture": None, "streaming": False, "labels": None}
         if is_hub_name(data):
             whole["pattern"] = None
@@ -101,7 +115,7 @@ def reading(recipe: Recipe, folder: Path, data: str | None, micro_batch_size: in
         split = read.split if is_hub_name(data) else None
         part = {"path": data, "split": split, "config": read.config, "revision": read.revision}
         changed["evaluate"] = recipe.evaluate.model_copy(update=part)
-        if recipe.task != "embed":  # its loss depends on how many rows are told apart
+        if recipe.task != "embed":  # whose contrastive loss depends on the number of rows in a batch
             batch["global_batch_size"] = 1
     elif recipe.evaluation is None and not recipe.data.validation_fraction:
         raise ConfigurationError(

@@ -1,7 +1,7 @@
-"""Write a run's model as a folder to share: in the dtype asked for, with a card (README.md) that says how it was made.
+"""Write a run's model as a folder to share, in the given dtype and with a model card (README.md).
 
-It is the run's own export, or that of a checkpoint where the run did not end; no strategy is launched for that. An
-adapter stays an adapter; `merge` makes one model of it and its base.
+The source is the run's own export, or a checkpoint if the run did not finish; no distributed launch is needed. An
+adapter stays an adapter; `merge` combines it with its base model.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> Work:
 
 
 def _chosen(given: Path, directory: Path, checkpoint: str | None) -> Path | None:
-    """The folder that was named, where it is not the run itself but a model in it."""
+    """Return the given folder if it is a model inside the run directory; None if it is the run directory itself."""
     if given.resolve() == directory.resolve():
         return None
     if checkpoint is not None:
@@ -64,9 +64,9 @@ def _is_adapter(folder: Path) -> bool:
 
 
 def _checkpoint(directory: Path, given: str | None) -> Path | None:
-    """The folder of a checkpoint, every byte of it checked; None for the run's own export.
+    """Select the checkpoint to export and verify every byte of it; None for the run's own export.
 
-    Raises CheckpointError for a damaged one, ConfigurationError where there is none.
+    Raises CheckpointError if it is damaged, ConfigurationError if there is none.
     """
     if given is None and (directory / "model").is_dir():
         return None

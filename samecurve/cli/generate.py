@@ -1,7 +1,7 @@
-"""Load an exported model in this process, which knows nothing of the training, and let it write.
+"""Generate text with an exported model, loaded in this process independently of training.
 
-A model that was trained on chats answers the prompt as a user's turn (--raw: continues it as text); others continue it.
-An adapter is put beside its base model on the fly.
+A chat model answers the prompt as a user's turn (with --raw it continues the prompt as text); other models continue it.
+An adapter is loaded on top of its base model.
 """
 
 from __future__ import annotations

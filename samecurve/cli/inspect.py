@@ -1,4 +1,4 @@
-"""What a recipe trains on, before a model is loaded: the first samples with the trained tokens marked, and counts."""
+"""Show the data a recipe trains on, without a model: the first samples with trained tokens marked, and counts."""
 
 from __future__ import annotations
 

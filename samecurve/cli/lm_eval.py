@@ -1,7 +1,7 @@
-"""Measure a trained model on public benchmarks with EleutherAI's lm-evaluation-harness, which is installed apart.
+"""Measure a trained model on public benchmarks with EleutherAI's lm-evaluation-harness, which is installed separately.
 
-It runs as a program of its own on the run's export (an adapter beside its base model), with the chat template where the
-run trained on chats. Its tasks come from the Hugging Face hub, so their first use needs the network.
+The harness runs as a separate program on the run's export (for an adapter also its base model), with the chat template
+if the run trained on chats. Its tasks come from the Hugging Face hub, so their first use needs the network.
 """
 
 from __future__ import annotations

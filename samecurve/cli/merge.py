@@ -1,4 +1,4 @@
-"""Write a model with its adapter merged into the weights, and prove that its logits are those of the two apart."""
+"""Merge an adapter into its base model's weights, and prove that the logits equal those of the unmerged model."""
 
 from __future__ import annotations
 

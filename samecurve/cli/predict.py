@@ -1,12 +1,12 @@
-"""Ask a trained model that does not write: the class of a text, the score of an answer, a vector, or a hidden word.
+"""Query a non-generative model: the class of a text, the score of an answer, an embedding, or a masked word.
 
     classify  a label and its probability
     reward    the score of each TEXT as an answer to --prompt
-    embed     how similar the texts are to one another; their vectors with --json
-    mlm       what is likeliest to stand in each [MASK]
+    embed     the similarities of the texts; their vectors with --json
+    mlm       the most likely words for each [MASK]
 
-Texts are read as in training: cut where the run's rows were cut. One line per text; JSON lines with --json, and where
-the output is no terminal. An adapter is put beside its base model on the fly.
+Texts are processed as in training, with the same truncation. The output is one line per text; JSON lines with --json,
+and if the output is not a terminal. An adapter is loaded on top of its base model.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> Work:
 
 
 def _asked(arguments: argparse.Namespace) -> Iterator[tuple[str, str | dict]]:
-    """(place, text or a table's row). ConfigurationError where nothing is given, or two things."""
+    """Yield (place, text or a table's row). Raises ConfigurationError without input, or with both TEXT and --file."""
     if arguments.texts and arguments.file:
         raise ConfigurationError("--file: given together with TEXT; keep one of them")
     if arguments.texts:

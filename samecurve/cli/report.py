@@ -1,4 +1,4 @@
-"""One page of HTML about a run, or two side by side: curves, numbers, sessions, what made it and where it ran."""
+"""Write an HTML page about a run, or two side by side: curves, results, sessions, configuration and environment."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def load(directory: Path) -> Run:
-    """Raises ConfigurationError where there is no run, or a file of it cannot be read."""
+    """Read a run. Raises ConfigurationError if the directory has none, or one of its files cannot be read."""
     if not any((directory / name).is_file() for name in RECORDS):
         raise ConfigurationError(f"{directory} holds no run (run.json, metrics.jsonl); give the output_dir of a recipe")
     try:

@@ -1,4 +1,4 @@
-"""What a run did: where the loss came from and went to, how fast, and the commands to look at it and to go on."""
+"""Summarize a run: state, loss, speed, and the commands to view, continue and share it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from samecurve.storage.atomic import read_json
 from samecurve.strategy.placement import REFERENCE, another_strategy, num_processes_again
 
 LABEL_WIDTH = 14
-LENGTH = ("output_dir", "steps", "schedule", "evaluate.every_steps")  # a comparison has its own
+LENGTH = ("output_dir", "steps", "schedule", "evaluate.every_steps")  # keys for which `compare` has its own values
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +61,7 @@ def _results(facts: dict, metrics: list[dict], status: dict) -> Iterator[tuple[s
 
 
 def _evaluation(evaluated: list[dict]) -> str:
-    """Every eval_* number of the last evaluation, and the loss of the first where there are two."""
+    """Format every eval_* number of the last evaluation, and the loss of the first one if there are several."""
     last = {spaced(name.removeprefix("eval_")): value for name, value in evaluated[-1].items() if "eval_" in name}
     before = f"{evaluated[0]['eval_loss']:.4f} -> " if len(evaluated) > 1 else ""
     texts = [f"{name} {before if name == 'loss' else ''}{number(value)}" for name, value in last.items()]
@@ -69,7 +69,7 @@ def _evaluation(evaluated: list[dict]) -> str:
 
 
 def commands(directory: Path, facts: dict) -> list[tuple[str, str]]:
-    """(what for, the command). A new run has a new output_dir: an earlier run's files would be moved aside."""
+    """List (purpose, command). New runs get a new output_dir; otherwise the earlier run's files would be moved."""
     recipe, world_size = facts["recipe_path"], facts["world_size"]
     overrides = latest_overrides(in_new_names(facts)["overrides"])
     found = [("look at it", f"tensorboard --logdir {quoted(directory / 'tensorboard')}")]
@@ -102,7 +102,7 @@ def _compare(arguments: Sequence[str], other: str, world_size: int) -> str:
 
 
 def launch(strategy: str | None, world_size: int | None, arguments: Sequence[str]) -> str:
-    """The line that starts train.py. world_size None: the strategy file's own number."""
+    """Build the command that starts train.py. world_size: None uses the strategy file's own number."""
     typed = _typed(arguments)
     if strategy is None:
         return f"python train.py {typed}"
@@ -113,9 +113,9 @@ def launch(strategy: str | None, world_size: int | None, arguments: Sequence[str
 
 
 def continued(overrides: Sequence[str], directory: Path, has_new_head: bool = False) -> list[str]:
-    """Overrides that start from an export: its weights and its tokenizer, into a new directory."""
+    """Build the overrides of a run that starts from an export's weights and tokenizer, with a new output_dir."""
     kept = _without(overrides, ("output_dir", "model.path", "model.config", "model.new_head", "tokenizer"))
-    head = ["model.new_head=false"] if has_new_head else []  # the export has it
+    head = ["model.new_head=false"] if has_new_head else []  # the export already contains the head
     new = [f"model.path={directory / 'model'}", *head, "tokenizer.path=null", f"output_dir={directory}-continued"]
     return [*kept, *new]
 

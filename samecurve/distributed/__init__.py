@@ -1,4 +1,4 @@
-"""Processes of one run: the control group beside the training group, CPU workers, cores, random state.
+"""Processes of one run: the control group for messages outside training, CPU workers, CPU binding, random state.
 
-May import config and what is below it.
+Imports: config and the layers below it.
 """

@@ -1,4 +1,4 @@
-"""Whether the processes of one host have cores to themselves. The launchers bind them; this only looks."""
+"""CPU affinity check: warns if processes of one host share cores. Launchers bind processes, this module never does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from samecurve.distributed.host import machine
 
 NODES = Path("/sys/devices/system/node")
-# Of the three only DeepSpeed's looks at the cores; the others bind to the node of the rank's GPU, and need one.
+# Only DeepSpeed's launcher divides the cores. The other two bind each rank to the NUMA node of its GPU and need a GPU.
 _BIND_TO_GPU = {
     "accelerate": "accelerate launch --enable_cpu_affinity (which needs nvidia-ml-py)",
     "torchrun": "torchrun --numa-binding=node",
@@ -23,9 +23,14 @@ _BIND = "deepspeed --bind_cores_to_rank (which needs numactl)"
 
 @dataclass(frozen=True)
 class CpuBinding:
-    """What one process may use. cores: numbers of those that the system lets it run on. threads: of one operator.
+    """CPU resources of one process.
 
-    nodes: the cores of each NUMA node of the machine, those without cores left out.
+    Attributes:
+        machine: identifies the machine, see `host.machine`.
+        host: the host name, for messages.
+        cores: the numbers of the cores on which the system lets the process run.
+        threads: threads per operator.
+        nodes: the cores of each NUMA node of the machine; nodes without cores are left out.
     """
 
     machine: str
@@ -36,12 +41,12 @@ class CpuBinding:
 
     @property
     def num_nodes(self) -> int:
-        """How many of the nodes it may run on."""
+        """Number of NUMA nodes on which the process may run."""
         return sum(bool(self.cores & node) for node in self.nodes)
 
 
 def read_cpu_binding(threads: int, nodes: Path = NODES) -> CpuBinding | None:
-    """Of this process; None where the system does not tell (macOS)."""
+    """Read this process's binding; None if the system does not report it (macOS)."""
     if not hasattr(os, "sched_getaffinity"):
         return None
     cores = frozenset(os.sched_getaffinity(0))
@@ -49,9 +54,12 @@ def read_cpu_binding(threads: int, nodes: Path = NODES) -> CpuBinding | None:
 
 
 def affinity_advice(seats: Sequence[CpuBinding | None], launcher: str, on_gpu: bool) -> str:
-    """One line about the first host where processes are in each other's way, "" where none are.
+    """Describe in one line the first host whose processes compete for cores; "" if there is none.
 
-    seats: of all ranks. launcher: see `launchers.Launch`.
+    Args:
+        seats: the bindings of all ranks.
+        launcher: see `launchers.Launch`.
+        on_gpu: whether the ranks train on GPUs, to which launchers can bind them.
     """
     hosts: dict[str, list[CpuBinding]] = defaultdict(list)
     for each in filter(None, seats):
@@ -74,7 +82,7 @@ def _crossing(local: Sequence[CpuBinding], launcher: str, on_gpu: bool) -> str:
 
 
 def _crowded(local: Sequence[CpuBinding]) -> str:
-    """A process with one thread has nothing to give away."""
+    # Processes with a single thread have no threads to give up.
     cores, threads = len(frozenset().union(*(one.cores for one in local))), sum(one.threads for one in local)
     if threads <= cores or all(one.threads == 1 for one in local):
         return ""
@@ -85,7 +93,10 @@ def _crowded(local: Sequence[CpuBinding]) -> str:
 
 
 def _nodes(folder: Path) -> Iterator[frozenset[int]]:
-    """Linux's Documentation/ABI/stable/sysfs-devices-node: node0/cpulist is "0-15,32-47", empty for memory alone."""
+    """Parse node*/cpulist, for example "0-15,32-47", empty for a node that has only memory.
+
+    Format: Linux's Documentation/ABI/stable/sysfs-devices-node.
+    """
     for path in sorted(folder.glob("node[0-9]*/cpulist")):
         cores = frozenset(_listed(path.read_text(encoding="ascii")))
         if cores:

@@ -1,4 +1,4 @@
-"""The C library's memory, where a CPU trains. (A GPU's is in the hands of PyTorch's own allocator.)"""
+"""C library allocator settings for training on a CPU. (PyTorch's own caching allocator manages GPU memory.)"""
 
 from __future__ import annotations
 
@@ -8,21 +8,24 @@ import sys
 from collections.abc import Mapping
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
-_TRIM_BYTES = 2**31 - 1  # a C int's most
-# Larger blocks come and go: what lies between some that were kept would be lost to others of their size. Before 2.35
-# glibc takes no more than 2 ** 25 (HEAP_MAX_SIZE / 2 of its malloc.c).
+_TRIM_BYTES = 2**31 - 1  # the maximum of a C int
+# Larger blocks are still returned to the kernel: keeping them fragments the heap, because the gaps between them are too
+# small for blocks of their size. glibc before 2.35 accepts at most 2 ** 25 (HEAP_MAX_SIZE / 2 in its malloc.c).
 _KEPT_BYTES = 2**26, 2**25
 
 
 def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
-    """Let glibc keep what a step frees for the next one. Whether it does; not where the user has settings of malloc.
+    """Make glibc keep the memory that a step frees for the next step.
 
-    By default it gives large blocks back to the kernel, which hands them out again page by page, each one cleared:
+    By default glibc returns large blocks to the kernel, which hands them out again page by page and clears each page:
     31,600 page faults in a step of benchmarks/speed/pretrain.yaml, of which 1,700 are left. Other C libraries have no
-    such call.
+    such call. Malloc settings of the user take precedence.
+
+    Returns:
+        Whether the setting is in effect.
     """
     own = any(name.startswith("MALLOC_") for name in environ) or "glibc.malloc" in environ.get("GLIBC_TUNABLES", "")
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" and not own else None
     if mallopt is None or not any(mallopt(_MMAP_THRESHOLD, most) for most in _KEPT_BYTES):
-        return False  # and the other one alone would keep glibc from learning which blocks come again
+        return False  # setting only the trim threshold would stop glibc from adapting its mmap threshold
     return bool(mallopt(_TRIM_THRESHOLD, _TRIM_BYTES))

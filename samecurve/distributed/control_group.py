@@ -1,4 +1,4 @@
-"""What ranks tell each other outside of training: small things, over the CPU, on groups of their own."""
+"""Communication between ranks outside training: small objects, on the CPU, in process groups of their own."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-# The watchdog ends an operation that a rank never joins (watchdog.timeout_seconds); this is only above it, and the only
-# end for the first group, which all ranks make before they see each other's heartbeats.
+# The watchdog ends an operation that a rank never joins (watchdog.timeout_seconds), and this timeout only has to exceed
+# the watchdog's. It alone limits the creation of the first group, before ranks see each other's heartbeats.
 TIMEOUT = timedelta(hours=24)
 
 
 class ControlGroup:
-    """All ranks make it together, once the process group stands. Alone in the world everything is immediate.
+    """A gloo process group of all ranks; each instance has its own.
 
-    Each instance has a process group of its own.
+    Construction is collective and follows torch.distributed's initialization. With a single process, no group is
+    created and every operation returns at once.
     """
 
     def __init__(self) -> None:
@@ -30,7 +31,7 @@ class ControlGroup:
         return self.rank == 0
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order; a barrier too."""
+        """Gather one value per rank, in rank order, on all ranks. Also a barrier."""
         if self._group is None:
             return [value]
         values: list[Any] = [None] * self.size
@@ -38,11 +39,14 @@ class ControlGroup:
         return values
 
     def new(self) -> ControlGroup:
-        """The same ranks in a group of its own, for a thread that runs beside training. Collective."""
+        """Create another group of the same ranks, for a thread that runs in parallel with training. Collective."""
         return ControlGroup()
 
     def first_nonempty(self, text: str) -> str:
-        """The text of the lowest rank that has one, "" when none has: one small all-reduce unless there is one."""
+        """Return the text of the lowest rank with a non-empty one, else "". Collective.
+
+        Costs one small all-reduce if all texts are empty.
+        """
         if self._group is None:
             return text
         given = torch.tensor([1 if text else 0], dtype=torch.uint8)

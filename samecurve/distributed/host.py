@@ -1,4 +1,4 @@
-"""The machine that a process runs on."""
+"""Identification of the machine that a process runs on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from pathlib import Path
 
 
 def machine() -> str:
-    """Host names are not enough: cloned machines have the same one, and containers count their own process ids."""
+    """Return a text that is the same for all processes whose process ids can be compared.
+
+    Built from host name, boot id and process id namespace. The host name alone is not enough: cloned machines have the
+    same one, and each container has process ids of its own.
+    """
     found = [socket.gethostname()]
     with contextlib.suppress(OSError):
         found.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())

@@ -1,4 +1,4 @@
-"""The generators that a model may draw from while it trains (dropout, layer drop), as bytes."""
+"""State of the random generators that a model may use during training (dropout, layer drop), as bytes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,13 @@ from torch import Tensor
 
 
 def capture(device: torch.device) -> dict[str, Tensor]:
-    """uint8 (num_bytes,) by generator, always of the same length: torch on the CPU and on this process's GPU, NumPy's,
-    Python's. A normal number that NumPy or Python keeps for the next call counts as a generator of its own."""
+    """Capture the random generators: torch on the CPU and on this process's GPU, NumPy, Python.
+
+    A normally distributed number that NumPy or Python caches for its next call counts as a generator of its own.
+
+    Returns:
+        uint8 (num_bytes,) by generator name. The length of each never changes.
+    """
     _, keys, position, has_gauss, gauss = np.random.get_state()
     _, internal, gauss_next = random.getstate()
     states = {
@@ -29,6 +34,7 @@ def capture(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore(states: dict[str, Tensor], device: torch.device) -> None:
+    """Restore generators captured by `capture`."""
     torch.set_rng_state(states["torch_cpu"])
     *keys, position = states["numpy"].numpy().view(np.uint32).tolist()
     has_gauss, gauss = states["numpy_gauss"].numpy().view(np.float64).tolist()
@@ -42,14 +48,14 @@ def restore(states: dict[str, Tensor], device: torch.device) -> None:
 
 @contextmanager
 def rehearsed(device: torch.device) -> Iterator[None]:
-    """What is drawn inside is drawn again, the same, by what comes after."""
+    """Restore the generators at the end of the body, so that later code draws the same numbers again."""
     before = capture(device)
     yield
     restore(before, device)
 
 
 def reseed(seed: int, step: int, rank: int) -> None:
-    """For a run that goes on in another world, whose ranks have no generators of their own to go on with."""
+    """Seed all generators anew, for a run resumed on a different set of ranks, whose saved generators do not fit."""
     value = int(np.random.SeedSequence([seed, step, rank]).generate_state(1)[0])
     random.seed(value)
     np.random.seed(value)

@@ -1,1 +1,1 @@
-"""What is measured while a run trains, and what is printed of it. May import run and what is below it, not engines."""
+"""Metrics of a training run, and their display. Imports: run and the layers below it; never engines."""

@@ -1,4 +1,4 @@
-"""What the user sees while a run goes on: a bar on a terminal, plain lines in a log file, nothing on other ranks."""
+"""Console output of a run: a progress bar on a terminal, plain lines in a log file, nothing on ranks other than 0."""
 
 from __future__ import annotations
 
@@ -16,18 +16,21 @@ LABEL_WIDTH = 12
 
 
 class TolerantConsole(Console):
-    """A console whose reader may go away, a terminal or a launcher: nothing more is printed, and the run goes on."""
+    """A console that becomes silent when its reader (terminal or launcher) goes away, so that the run continues."""
 
     def on_broken_pipe(self) -> None:
-        """rich would end the process."""
-        self.quiet = True
+        self.quiet = True  # rich's own method would end the process
 
 
 class Progress:
-    """A context manager. Every method does nothing where `enabled` is False (all ranks but 0).
+    """Context manager that prints the header, the progress of the steps, and log lines.
 
-    every_steps: how often there is a plain line; the first and the last step always have one.
-    started: when the process began, in time.time() seconds; None asks the operating system.
+    Args:
+        total_steps: the number of steps of the run.
+        every_steps: steps between plain lines; the first and the last step always have one.
+        enabled: False on all ranks but 0, where every method does nothing.
+        console: where to print; by default the standard output.
+        started: when the process began, in time.time() seconds; None asks the operating system.
     """
 
     def __init__(
@@ -49,7 +52,7 @@ class Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """The bar stays on the screen as the last step left it."""
+        """Stop updating the bar; its last state stays on the screen."""
         if self._live is not None:
             with contextlib.suppress(OSError):
                 self._live.stop()
@@ -61,12 +64,12 @@ class Progress:
                 self._console.print(line, markup=False, soft_wrap=True)
 
     def header(self, facts: dict) -> None:
-        """What really runs, before the first step. facts: run.json's content (see `header_lines`)."""
+        """Print the configuration in effect, before the first step. facts: content of run.json (see `header_lines`)."""
         for label, text in header_lines(facts):
             self.log(f"{label:<{LABEL_WIDTH}}{text}")
 
     def step(self, record: dict, smoothed_loss: float | None) -> None:
-        """record: the step's line of metrics.jsonl."""
+        """Show the progress after a step. record: the step's line of metrics.jsonl."""
         if not self._enabled:
             return
         self._seconds_of_steps.append(record["step_seconds"])
@@ -81,7 +84,7 @@ class Progress:
             self.log(f"first step done {time.time() - self._process_start():.1f} s after this process started")
 
     def evaluation(self, step: int, metrics: dict) -> None:
-        """metrics: the task's eval_* numbers."""
+        """Print the results of an evaluation. metrics: the task's eval_* numbers."""
         numbers = "  ".join(f"{name.removeprefix('eval_')} {number(value)}" for name, value in metrics.items())
         self.log(f"evaluation after step {step}: {numbers}")
 
@@ -92,8 +95,7 @@ class Progress:
         return f"left {duration(self._seconds_left())}" if self._seconds_left() is not None else ""
 
     def _seconds_left(self) -> float | None:
-        """The first step carries the start-up's costs, so it is left out once there is another."""
-        steady = self._seconds_of_steps[1:]
+        steady = self._seconds_of_steps[1:]  # without the first step, which includes start-up costs
         left = self._total - self._done
         return sum(steady) / len(steady) * left if steady else None
 
@@ -115,7 +117,10 @@ class Progress:
 
 
 def header_lines(facts: dict) -> list[tuple[str, str]]:
-    """(label, text) pairs. facts: `recipe` (as a dict), `engine`, `world_size` and the rest of `run_facts`."""
+    """Build the header as (label, text) pairs.
+
+    facts: `recipe` (as a dict), `engine`, `world_size` and the other keys of `run_facts`.
+    """
     batch = facts["recipe"]["batch"]
     micro, accumulation, ranks = (
         batch["micro_batch_size"],
@@ -123,7 +128,7 @@ def header_lines(facts: dict) -> list[tuple[str, str]]:
         facts["data_parallel_size"],
     )
     rows, length = batch["global_batch_size"], batch["sequence_length"]
-    each = facts["data"].get("sequences_per_row", 1)  # the answers of a pair, a text and what fits it
+    each = facts["data"].get("sequences_per_row", 1)  # for example both answers of a pair, or a text and its positive
     lines = [
         ("recipe", f"{facts['recipe_path']} ({facts['recipe']['task']}, {facts['recipe']['steps']} steps)"),
         *(("", note) for note in facts.get("notes", ())),
@@ -167,7 +172,7 @@ def _attention(facts: dict) -> str:
 
 
 def _new_head(facts: dict) -> str:
-    """Of a pretrained model that came without it."""
+    """Describe the output head that a pretrained model lacked and the run initialized."""
     names = facts.get("new_head") or []
     return (
         f"drawn from seed {facts['recipe'].get('seed', 0)}, {len(names)} parameters: {', '.join(names)}"
@@ -200,7 +205,7 @@ def _gradients(whole_bytes: int) -> str:
 
 
 def _data(described: dict) -> list[tuple[str, str]]:
-    """One line per part of the data (a block of counts), one for the rest."""
+    """Build one line per part of the data (a dict of counts) and one for the remaining values."""
     blocks = {name: value for name, value in described.items() if isinstance(value, dict)}
     rest = {name: value for name, value in described.items() if name not in blocks}
     lines = [(name, counts) for name, counts in [*blocks.items(), ("data", rest)] if counts]
@@ -241,7 +246,7 @@ def _world(facts: dict) -> str:
 
 
 def numbers_of(record: dict, smoothed_loss: float | None) -> list[str]:
-    """The step's numbers as short texts: what is not known is left out."""
+    """Format the step's numbers as short texts; unknown ones are left out."""
     shown: list[tuple[str, object, Callable[[float], str]]] = [
         ("loss", record["loss"], "{:.4f}".format),
         ("smoothed", smoothed_loss, "{:.4f}".format),
@@ -258,14 +263,14 @@ def numbers_of(record: dict, smoothed_loss: float | None) -> list[str]:
 
 
 def number(value: object) -> str:
-    """1,234 for counts, four decimals for other numbers, text as it is."""
+    """Format a value: 1,234 for counts, four decimals for other numbers, text unchanged."""
     if isinstance(value, int):
         return f"{value:,}"
     return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
 def duration(seconds: float) -> str:
-    """45 s, 3:20 min, 2:05 h."""
+    """Format a duration: 45 s, 3:20 min, 2:05 h."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -1,4 +1,4 @@
-"""Training that waits for its rows is told once what to do about it."""
+"""Warning about slow data loading, printed once and with advice."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ if TYPE_CHECKING:
     from samecurve.config.schema import Data
 
 WINDOW_STEPS = 50
-FEWEST_STEPS = 20  # a first step waits for workers that start, and has no share of its own to weigh that against
+FEWEST_STEPS = 20  # a start waits for workers that begin; too few steps would give that wait too much weight
 THRESHOLD = 0.05
 
 
 class WaitAdvice:
-    """Looks at rank 0's steps: the part of their time that went by waiting for rows, the last WINDOW_STEPS together."""
+    """Monitors the share of time that rank 0 spent waiting for data, over the last WINDOW_STEPS steps together."""
 
     def __init__(self, data: Data):
         self._data = data
-        self._steps: deque[tuple[float, float]] = deque(maxlen=WINDOW_STEPS)  # seconds of waiting, of the step
+        self._steps: deque[tuple[float, float]] = deque(maxlen=WINDOW_STEPS)  # (seconds of waiting, seconds of step)
         self._first, self._reported = True, False
 
     def after(self, record: dict) -> str:
-        """One line the first time that THRESHOLD is passed, else "". record: the step's line of metrics.jsonl."""
+        """Return the advice when THRESHOLD is first exceeded, else "". record: the step's line of metrics.jsonl."""
         if self._reported or self._first:
             self._first = False
             return ""

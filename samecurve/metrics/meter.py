@@ -1,4 +1,4 @@
-"""One record per optimizer step: what was learned, how fast, at which share of the machine's peak."""
+"""Metrics of each optimizer step: loss, throughput, and utilization of the device's peak (MFU, HFU)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,13 @@ GROUPS = {
 
 @dataclass(frozen=True)
 class Machine:
-    """What the numbers are measured against. peak: of one device. peak_memory: bytes used at most so far, here."""
+    """Hardware reference of the metrics.
+
+    Attributes:
+        num_devices: number of devices of all ranks.
+        peak: peak throughput of one device; None if unknown.
+        peak_memory: returns this process's peak memory so far, in bytes.
+    """
 
     num_devices: int
     peak: Peak | None
@@ -49,14 +55,15 @@ class Machine:
 
 
 class Meter:
-    """Times the steps and keeps the smoothed loss.
+    """Times the steps and maintains the smoothed loss.
 
         meter.start()
         for step in ...:
             ...
             record = meter.step(step, result, learning_rate, data_wait_seconds)
 
-    A step lasts from the last `step` or `start` to this `step`; call `start` after what is not training (evaluation).
+    A step lasts from the previous call of `step` or `start` to this call of `step`. Call `start` after work that is not
+    training (evaluation).
     """
 
     def __init__(
@@ -81,9 +88,9 @@ class Meter:
     def for_run(
         cls, recipe: Recipe, model: PreTrainedModel, accelerator: Accelerator, task: Task, chunked: bool
     ) -> Meter:
-        """Rank 0 looks up or measures its device's peak; the others leave mfu and hfu out.
+        """Create the meter of a run. Rank 0 looks up or measures its device's peak; other ranks omit mfu and hfu.
 
-        chunked: the output head sees trained tokens alone (chunked_cross_entropy.py), so no others count for it.
+        chunked: the output head processes only trained tokens (chunked_cross_entropy.py), so only these count for it.
         """
         device = accelerator.device
         recompute, attention = repeated_share(recipe.memory, model, model.config._attn_implementation)
@@ -94,7 +101,7 @@ class Meter:
 
     @property
     def flops(self) -> dict:
-        """For run.json: what mfu and hfu are measured by."""
+        """The basis of mfu and hfu, for run.json."""
         return stated(self._flops, self.machine.peak)
 
     def start(self) -> None:
@@ -102,7 +109,7 @@ class Meter:
 
     @property
     def state(self) -> dict:
-        """The smoothed loss's state, for a run that goes on. Assigning it goes on from there."""
+        """State of the smoothed loss, for checkpoints. Assign it to resume."""
         return {"average": self._average, "weight": self._weight}
 
     @state.setter
@@ -119,19 +126,26 @@ class Meter:
         data_wait_seconds: float,
         num_inputs: int | None = None,
     ) -> dict:
-        """The record of metrics.jsonl; see docs/run_directory.md. step: 1-based. mfu and hfu are fractions of 1.
+        """Make the step's record of metrics.jsonl; see docs/run_directory.md.
 
-        num_inputs: tokens that the model read, all ranks, without padding; a prompt's cost work and are not trained.
-        Default: those that were trained.
-        tokens, tokens_per_second: all ranks; where the task counts rows or pairs, the latter is of the tokens that were
-        read. peak_memory_gib: this process. None: not known on this machine, or nothing was trained.
+        Args:
+            step: the step, from 1.
+            samples: rows consumed so far.
+            data_wait_seconds: time in this step spent waiting for data.
+            num_inputs: tokens that the models of all ranks read, without padding. Prompt tokens cost work but are not
+                trained. Default: the number of trained tokens.
+
+        Returns:
+            The record. `tokens` and `tokens_per_second` are those of all ranks; if the task counts rows or pairs,
+            `tokens_per_second` counts the tokens read. `mfu` and `hfu` are fractions of 1. `peak_memory_gib` is that of
+            this process. A value is None if it is unknown on this machine or nothing was trained.
         """
         seconds = self._clock() - self._since
         self.start()
         trained = result.tokens > 0
         if trained:
             self._smooth(result.loss)
-        num_inputs = (num_inputs or result.tokens) if trained else 0  # nothing was computed
+        num_inputs = (num_inputs or result.tokens) if trained else 0  # without trained tokens nothing was computed
         rate = (result.tokens if self._counts == "tokens" else num_inputs) / seconds
         return {
             "step": step,
@@ -161,7 +175,7 @@ class Meter:
         }
 
     def doubt(self, record: dict) -> str:
-        """One line for the first record with more than was possible, else "". record: what `step` returned."""
+        """Return a warning for the first record whose mfu or hfu exceeds 1, else "". record: the result of `step`."""
         found = {name: record[name] for name in ("mfu", "hfu") if record[name] is not None and record[name] > 1}
         if not found or self._doubted:
             return ""
@@ -176,7 +190,7 @@ class Meter:
         )
 
     def _smooth(self, loss: float) -> None:
-        """Exponential moving average without the bias towards 0 at the start (Adam, arXiv:1412.6980, section 3)."""
+        """Update the bias-corrected exponential moving average (as in Adam, arXiv:1412.6980, section 3)."""
         if not math.isfinite(loss):
             return
         self._average = SMOOTHING * self._average + (1 - SMOOTHING) * loss
@@ -184,7 +198,7 @@ class Meter:
         self.smoothed_loss = self._average / self._weight
 
     def scalars(self, record: dict) -> dict[str, float]:
-        """The record for TensorBoard: grouped names, finite numbers only."""
+        """Convert a record for TensorBoard: grouped names, only finite numbers."""
         values = {**record, "smoothed_loss": self.smoothed_loss}
         return {
             f"{_group(name)}/{name}": value
@@ -198,10 +212,10 @@ def _group(name: str) -> str:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """On a GPU what PyTorch allocated at most; elsewhere the process's peak resident set (on Linux in KiB)."""
+    """Return the peak memory: on a GPU that allocated by PyTorch, elsewhere the process's peak resident set."""
     if device.type == "cuda":
         import torch
 
         return torch.cuda.max_memory_allocated(device)
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return used if sys.platform == "darwin" else used * 1024
+    return used if sys.platform == "darwin" else used * 1024  # bytes on macOS, KiB on Linux

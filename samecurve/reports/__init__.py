@@ -1,1 +1,1 @@
-"""Pictures and pages of what was measured. May import metrics and what is below it, not engines."""
+"""Charts and HTML pages of measured results. Imports: metrics and the layers below it; never engines."""

@@ -1,6 +1,6 @@
-"""Loss curves as a small SVG, written by hand: one panel with the curves, one with how far each is from the first.
+"""Loss curves as a small hand-written SVG: one panel with the curves, one with their distances from the first.
 
-What is drawn has its colours as attributes, for a light background, and classes (`grid`, `axis`) for a page's style.
+Colours are attributes, for a light background. The classes `grid` and `axis` let a page restyle the elements.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from xml.sax.saxutils import escape
 
 WIDTH, PANEL_HEIGHT = 900, 300
 LEFT, RIGHT, TOP, BOTTOM = 70, 190, 34, 44
-# Okabe and Ito's palette for colour-blind readers, then darker forms of it
+# Okabe and Ito's palette for colour-blind readers, then darker variants of it
 COLOURS = ("#000000", "#e69f00", "#56b4e9", "#009e73", "#d55e00", "#0072b2", "#cc79a7", "#8c6100")
 COLOURS += ("#1f6f99", "#00593f", "#7a3500", "#6b3f57")
-LOWEST_POWER, HIGHEST_POWER = -10, -2  # of ten: what the lower panel shows
+LOWEST_POWER, HIGHEST_POWER = -10, -2  # powers of ten: the range of the lower panel
 AXIS = "#666666"
-SHORTENED = 1e4  # numbers from here on have a letter for thousands
+SHORTENED = 1e4  # numbers from here on are abbreviated with a letter (k, M, G)
 
 
 @dataclass(frozen=True)
 class Curve:
-    """values: one per step, from step 1 on; None where there was none."""
+    """A labelled curve. values: one per step, from step 1 on; None for a step without a value."""
 
     label: str
     values: Sequence[float | None]
 
 
 def relative_differences(values: Sequence[float | None], reference: Sequence[float | None]) -> list[float | None]:
-    """|value - reference| / |reference| per step; None where either is missing. 0 / 0 is 0."""
+    """Compute |value - reference| / |reference| per step; None if either is missing. 0 / 0 is 0."""
     return [_relative(value, expected) for value, expected in zip(values, reference, strict=False)]
 
 
@@ -42,7 +42,13 @@ def _relative(value: float | None, expected: float | None) -> float | None:
 
 
 def chart(curves: Sequence[Curve], title: str, tolerance: float) -> str:
-    """The SVG's text. The first curve is the reference of the lower panel; `tolerance` is its dashed line."""
+    """Draw the chart and return the SVG text.
+
+    Args:
+        curves: the first one is the reference of the lower panel.
+        title: heading of the upper panel.
+        tolerance: relative difference, drawn as a dashed line in the lower panel.
+    """
     steps = max(len(curve.values) for curve in curves)
     known = [value for curve in curves for value in curve.values if value is not None]
     loss = Panel(_box(0), (1, steps), linear_ticks(min(known), max(known)))
@@ -67,7 +73,7 @@ def chart(curves: Sequence[Curve], title: str, tolerance: float) -> str:
 
 @dataclass(frozen=True)
 class Box:
-    """A plot area's edges, in the SVG's units; y grows downwards."""
+    """Edges of a plot area, in SVG units; y grows downwards."""
 
     left: float
     right: float
@@ -76,7 +82,13 @@ class Box:
 
 
 class Panel:
-    """Axes around a box. steps: the first and the last. ticks: of the vertical axis, which they span."""
+    """Axes and scales of a plot area.
+
+    Args:
+        box: the plot area.
+        steps: the first and the last step, the ends of the horizontal axis.
+        ticks: ticks of the vertical axis; the first and the last are its ends.
+    """
 
     def __init__(self, box: Box, steps: tuple[int, int], ticks: Sequence[float], logarithmic: bool = False):
         self.box, self._steps, self._ticks = box, steps, ticks
@@ -84,7 +96,12 @@ class Panel:
         self._text: Callable[[float], str] = power_text if logarithmic else tick_text
 
     def frame(self, title: str, title_y: float | None = None, step_y: float = 34) -> list[str]:
-        """title_y: where the title is; default: above the box. step_y: how far the word "step" is below it."""
+        """Draw title, axes and grid.
+
+        Args:
+            title_y: vertical position of the title; by default above the box.
+            step_y: distance of the word "step" below the box.
+        """
         box = self.box
         title_y = box.top - 14 if title_y is None else title_y
         parts = [f'<text x="{box.left:g}" y="{title_y:g}" font-weight="bold">{escape(title)}</text>']
@@ -119,7 +136,7 @@ class Panel:
         return self.box.left + (self.box.right - self.box.left) * (step - first) / max(last - first, 1)
 
     def y(self, value: float) -> float:
-        """What is outside the ticks (a difference of exactly 0) is drawn on the edge."""
+        """Map a value to a vertical position. Values outside the ticks (such as a difference of 0) map to the edge."""
         low, high = self._scale(self._ticks[0]), self._scale(self._ticks[-1])
         share = (self._scale(min(max(value, self._ticks[0]), self._ticks[-1])) - low) / (high - low)
         return self.box.bottom - share * (self.box.bottom - self.box.top)
@@ -136,7 +153,7 @@ def _rule(panel: Panel, value: float) -> str:
 
 
 def _turns(index: int, count: int) -> str:
-    """Dashes that take turns, so that curves on top of each other are all seen."""
+    """Return alternating dashes, which keep overlapping curves visible."""
     dash = 9
     return f'stroke-width="3" stroke-dasharray="{dash} {dash * (count - 1)}" stroke-dashoffset="{-dash * index}"'
 
@@ -155,7 +172,7 @@ def _colour(index: int) -> str:
 
 
 def linear_ticks(low: float, high: float) -> list[float]:
-    """Round numbers, 1, 2 or 5 times a power of ten apart, that enclose [low, high]; at most about seven."""
+    """Choose ticks that enclose [low, high]: at most about seven, spaced by 1, 2 or 5 times a power of ten."""
     span = (high - low) or abs(high) or 1.0
     power = 10.0 ** math.floor(math.log10(span / 5))
     unit = next(factor * power for factor in (1, 2, 5, 10) if span / (factor * power) <= 6)
@@ -164,19 +181,19 @@ def linear_ticks(low: float, high: float) -> list[float]:
 
 
 def powers_of_ten(lowest: int = LOWEST_POWER, highest: int = HIGHEST_POWER, apart: int = 1) -> list[float]:
-    """From the lowest on, at least up to the highest."""
+    """List powers of ten from the lowest exponent up to at least the highest, `apart` exponents apart."""
     return [10.0**power for power in range(lowest, highest + apart, apart)]
 
 
 def step_ticks(first: int, last: int) -> list[int]:
-    """The first step and round ones, but none so near to the first that one text would cover the other."""
+    """Choose the first step and round ones, without those so near to the first that their labels would overlap."""
     room = (last - first) / 12
     rounds = [round(tick) for tick in linear_ticks(first, last) if tick == round(tick)]
     return [first, *(tick for tick in rounds if first + room < tick <= last)]
 
 
 def tick_text(tick: float) -> str:
-    """Large numbers as 12k and 1.5M, which fit beside a narrow plot."""
+    """Format a tick. Large numbers become 12k or 1.5M, to fit beside a narrow plot."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(tick) >= max(size, SHORTENED):
             return f"{tick / size:.5g}{letter}"
@@ -184,5 +201,5 @@ def tick_text(tick: float) -> str:
 
 
 def power_text(tick: float) -> str:
-    """1e-05; 0.1 to 1000 as they are."""
+    """Format a power of ten: 1e-05, but 0.1 to 1000 in plain digits."""
     return f"{tick:g}" if 0.1 <= tick <= 1000 else f"{tick:.0e}"

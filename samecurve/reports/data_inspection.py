@@ -1,6 +1,6 @@
-"""What is in the rows of a task: counts over all documents, the first ones token by token, and how they are packed.
+"""Inspection of a task's data: counts over all documents, the first ones token by token, and their packing.
 
-No model is needed. Everything is read from the rows that a run reads, so it cannot differ from what is trained.
+No model is needed. The inspection reads the same rows as a training run, so it cannot differ from the trained data.
 """
 
 from __future__ import annotations
@@ -29,10 +29,13 @@ SHOWN_ROWS = 6
 
 @dataclass(frozen=True)
 class Sample:
-    """Consecutive tokens that are all trained or all not: (text, trained, number of tokens). lost: tokens cut off.
+    """One text of the data, split by whether tokens are trained.
 
-    label: the class of the whole text, where that is what is trained. role: which text of its row it is,
-    where a row has several.
+    Attributes:
+        runs: (text, trained, number of tokens) of consecutive tokens that are all trained or all not trained.
+        lost: number of tokens cut off.
+        label: class of the whole text, for a task that trains on it.
+        role: the text's role in its row, for rows of several texts.
     """
 
     runs: list[tuple[str, bool, int]]
@@ -43,11 +46,15 @@ class Sample:
 
 @dataclass(frozen=True)
 class Part:
-    """One part of the data. counts: name -> value. lengths: (from, below, documents, of these truncated) per bin.
+    """Statistics of one part of the data.
 
-    rows: for the first rows, (number of tokens, number of trained tokens) of each document in it; [] where rows are
-    cut from a stream. ends: how many documents train a last token of this text, most frequent first; {} where the end
-    of a text is not what is trained.
+    Attributes:
+        counts: value by name.
+        lengths: histogram of document lengths in tokens: (from, below, documents, truncated documents) per bin.
+        rows: for each of the first rows, (tokens, trained tokens) of each of its documents; [] if rows are cut from a
+            stream.
+        ends: number of documents by text of their last trained token, most frequent first; {} if the task does not
+            train the end of a text.
     """
 
     name: str
@@ -59,7 +66,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Findings:
-    """details: what was counted over all parts."""
+    """Result of an inspection. details: counts over all parts."""
 
     title: str
     sequence_length: int
@@ -69,8 +76,10 @@ class Findings:
 
 
 def inspect(title: str, task: Task, num_samples: int) -> Findings:
-    """The first documents of the training part (rows, where a row is a text; all texts of a row that has several), and
-    the counts of all parts."""
+    """Collect the first `num_samples` documents of the training part and the statistics of all parts.
+
+    A sample is a row if each row is one text. From rows of several texts, all texts are shown.
+    """
     whole = [("train", task.train), ("held out", task.held_out)]
     parts = [named for name, rows in whole if rows is not None for named in _parts(name, rows)]
     first = parts[0][1]
@@ -87,21 +96,21 @@ def inspect(title: str, task: Task, num_samples: int) -> Findings:
 
 
 def _parts(name: str, rows: Rows) -> list[tuple[str, Rows]]:
-    """The sources of a mixture, each by itself."""
+    """Split a mixture into its sources."""
     if len(rows.parts) == 1:
         return [(name, rows.parts[0])]
     return [(f"{name}, source {index}", part) for index, part in enumerate(rows.parts)]
 
 
 def _roles(rows: Rows) -> tuple[str, ...]:
-    """What the texts of a row are, where it has several."""
+    """Return the roles of the texts in a row, () if a row is a single text."""
     if isinstance(rows, PairRows):
         return ("chosen", "rejected")
     return rows.roles if isinstance(rows, RetrievalRows) else ()
 
 
 def _texts(rows: Rows) -> Rows:
-    """Each text of a row that has several, in a row of its own; other rows as they are."""
+    """Split rows of several texts into one row per text; other rows are returned unchanged."""
     if isinstance(rows, PairRows):
         return rows.answers()
     return rows.texts() if isinstance(rows, RetrievalRows) else rows
@@ -118,7 +127,7 @@ def _num_documents(rows: Rows) -> int:
 
 
 def _document(rows: Rows, index: int) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens, which of them are trained): the first one never is, because nothing precedes it."""
+    """Return (tokens, mask of trained tokens). The first token is never trained, because nothing precedes it."""
     start, end = rows.stream.offsets[index : index + 2]
     tokens = np.asarray(rows.stream.tokens[start:end])
     trained = np.ones(len(tokens), dtype=bool)
@@ -148,7 +157,7 @@ def _sample(task: Task, rows: Rows, index: int) -> Sample:
 
 
 def _row(rows: TextRows, index: int) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens, which of them are trained); a token that is hidden from the model is the one to be told."""
+    """Return (original tokens, mask of trained tokens). Tokens masked in the input are taken from the labels."""
     arrays, size = rows[np.array([index])], int(rows.sizes[index])
     tokens = arrays.inputs["input_ids"][0, :size]
     if isinstance(rows, LabelledRows):
@@ -195,7 +204,7 @@ def _share(part: int, whole: int) -> str:
 
 
 def _num_duplicates(rows: Rows) -> int:
-    """Documents that are there before, token for token."""
+    """Count the documents that repeat an earlier one token for token."""
     offsets = np.asarray(rows.stream.offsets)
     seen = {hash(rows.stream.tokens[a:b].tobytes()) for a, b in zip(offsets[:-1], offsets[1:], strict=True)}
     return len(offsets) - 1 - len(seen)
@@ -208,7 +217,7 @@ def _unknown(rows: Rows, tokenizer: PreTrainedTokenizerFast) -> str:
 
 
 def _ends(rows: Rows, tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
-    """The text of the last trained token -> documents. Those that lose it by truncation are counted under ""."""
+    """Count documents by the text of their last trained token; those whose last one is truncated count under ""."""
     if isinstance(rows, TextRows):
         return {}
     found: Counter[str] = Counter()
@@ -228,7 +237,7 @@ def _ends(rows: Rows, tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
 
 
 def _histogram(rows: Rows, lengths: np.ndarray) -> list[tuple[int, int, int, int]]:
-    """Bins that double."""
+    """Build a histogram of document lengths whose bins double in width."""
     if not len(lengths):
         return []
     limit = rows.sequence_length + 1 if isinstance(rows, SampleRows) else int(lengths.max())
@@ -245,7 +254,10 @@ def _packing(rows: Rows) -> list[list[tuple[int, int]]]:
 
 
 def _members(rows: Rows, row: int) -> Iterator[tuple[int, int]]:
-    """The documents of a row, told apart where positions begin again; padding is no document."""
+    """Yield (tokens, trained tokens) of each document in a row. A document starts where positions restart at 0.
+
+    Padding is not counted as a document.
+    """
     if isinstance(rows, TextRows):
         yield int(rows.sizes[row]), int(_row(rows, row)[1].sum())
         return

@@ -1,4 +1,4 @@
-"""A page of HTML that needs nothing from the network and no script: on paper, on a phone, on a dark screen."""
+"""Self-contained HTML pages without scripts or network access, for print, phones and dark mode."""
 
 from __future__ import annotations
 
@@ -25,14 +25,26 @@ pre { background: var(--soft); padding: .8rem; white-space: pre-wrap; overflow-w
 
 
 def html_document(title: str, style: str, parts: Iterable[str]) -> str:
-    """The page's text. title: plain text. style: CSS that is added. parts: HTML, already escaped."""
+    """Build a page.
+
+    Args:
+        title: plain text.
+        style: additional CSS.
+        parts: HTML, already escaped.
+    """
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     start = f'<!doctype html>\n<html lang="en">{head}<title>{escape(title)}</title><style>{STYLE}{style}</style>'
     return "\n".join([start, f"<h1>{escape(title)}</h1>", *parts]) + "\n"
 
 
 def html_table(rows: Iterable[Sequence[object]], header: Sequence[object] = (), marked: Container[int] = ()) -> str:
-    """HTML of plain values; the first cell of each row is its heading. marked: the rows that are coloured, from 0."""
+    """Build an HTML table.
+
+    Args:
+        rows: plain values; the first cell of each row is its heading.
+        header: plain values of the header row; none if empty.
+        marked: indices of the highlighted rows, from 0.
+    """
     lines = [f"<tr>{''.join(f'<th>{escape(str(cell))}' for cell in header)}"] if header else []
     for index, (name, *cells) in enumerate(rows):
         start = '<tr class="marked">' if index in marked else "<tr>"

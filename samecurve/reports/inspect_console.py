@@ -1,4 +1,4 @@
-"""The findings of `inspect` on a terminal, or as plain lines in a file."""
+"""Console output of `inspect`: coloured on a terminal, plain lines in a file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCKS = "█▓"  # neighbours in a row differ
 
 
 def run(recipe: Recipe, title: str, num_samples: int, html: Path | None) -> int:
-    """`inspect`. title: of the page. html: where that goes."""
+    """Run the command `inspect`. title: of the HTML page. html: where to write that page; None for none."""
     findings = inspect(title, registry.load(recipe), num_samples)
     console = Console(highlight=False, soft_wrap=True, emoji=False)
     for index, sample in enumerate(findings.samples):
@@ -39,7 +39,7 @@ def run(recipe: Recipe, title: str, num_samples: int, html: Path | None) -> int:
 
 
 def marked(sample: Sample, colours: bool) -> Text:
-    """Trained text in colour; where there is none, between ⟦ and ⟧."""
+    """Mark trained text by colour, or by ⟦ and ⟧ if colours are not available."""
     text = Text()
     for piece, trained, _ in sample.runs:
         if trained and not colours:
@@ -70,7 +70,7 @@ def lines(part: Part, sequence_length: int) -> Iterator[str]:
 
 
 def bar_of(members: list[tuple[int, int]], sequence_length: int) -> str:
-    """A row as text of BAR_WIDTH characters, padding as dots."""
+    """Draw a row as a bar of BAR_WIDTH characters, with padding as dots."""
     bar, place = "", 0
     for index, (size, _) in enumerate(members):
         place += size

@@ -1,4 +1,4 @@
-"""The findings of `inspect` as one HTML page, without anything from the network."""
+"""HTML page of `inspect`, self-contained."""
 
 from __future__ import annotations
 

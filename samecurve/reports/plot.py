@@ -1,6 +1,6 @@
-"""One quantity of a run, or of two, over the optimizer steps: an SVG that needs no script and stays small.
+"""Plot of one quantity of one or two runs over the optimizer steps, as a small SVG without scripts.
 
-As in chart.py, colours are attributes and classes are for a page's style: `run0` and `run1` for the lines of the runs.
+As in chart.py, colours are attributes and classes let a page restyle them: `run0` and `run1` for the runs' lines.
 """
 
 from __future__ import annotations
@@ -23,22 +23,25 @@ STYLES = {
     "faint": (1.0, 'stroke-opacity="0.35"'),
     "dashed": (1.6, 'stroke-dasharray="5 4"'),
     "dots": (1.2, 'stroke-dasharray="2 3"'),
-}  # width and the rest
+}  # stroke width, other attributes
 WIDER = 2.5
-CHARACTER_WIDTH, KEY_WIDTH = 6.6, 24  # of the legend's texts, and of the line before each
-MOST_BUCKETS = 300  # about one for each pixel of a plot
+CHARACTER_WIDTH, KEY_WIDTH = 6.6, 24  # width of a character in the legend, and of the line in front of each label
+MOST_BUCKETS = 300  # about one per pixel of a plot
 MOST_DOTS = 60
-LOGARITHMIC_FROM, MOST_POWERS = 50, 6  # times the smallest value; ticks
-SMOOTHED_STEPS, SMOOTHED_SHARE = 10, 50  # the meter's own 10 steps; of a long run a fiftieth
+LOGARITHMIC_FROM, MOST_POWERS = 50, 6  # ratio of largest to smallest value; maximum number of ticks
+SMOOTHED_STEPS, SMOOTHED_SHARE = 10, 50  # 10 steps as in the meter; for a long run a fiftieth of its steps
 
 Point = tuple[int, "float | None"]
 
 
 @dataclass(frozen=True)
 class Series:
-    """points: (step, value), by step; None (or what is not finite) is a gap. run: 0 or 1, decides the colour.
+    """One line of a plot.
 
-    label: for the legend, "" for a line that is not in it.
+    Attributes:
+        label: text in the legend, "" for a line without an entry.
+        points: (step, value), sorted by step; None or a non-finite value is a gap.
+        run: 0 or 1, determines the colour.
     """
 
     label: str
@@ -49,7 +52,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Mark:
-    """A vertical line at `step`. label: short, at its top. told: what a pointer that rests on it is shown."""
+    """A vertical line at `step`. label: short text at its top. tooltip: text shown when a pointer rests on it."""
 
     step: int
     label: str
@@ -59,7 +62,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Scale:
-    """from_zero: the axis holds 0. logarithmic: where the values are positive and far apart."""
+    """Vertical scale. from_zero: the axis includes 0. logarithmic: if the values are positive and far apart."""
 
     from_zero: bool = False
     logarithmic: bool = False
@@ -72,7 +75,13 @@ def plot(
     scale: Scale = Scale(),
     steps: tuple[int, int] | None = None,
 ) -> str:
-    """The SVG's text; "" when no series holds a finite number. steps: the axis's ends; default: the points'."""
+    """Draw a plot and return the SVG text; "" if no series has a finite value.
+
+    Args:
+        marks: vertical lines; those outside the axis are left out.
+        scale: the vertical scale.
+        steps: ends of the horizontal axis; by default the first and the last step of the points.
+    """
     values = [value for each in series for _, value in each.points if _finite(value)]
     if not values:
         return ""
@@ -112,7 +121,7 @@ def _ticks(low: float, high: float, scale: Scale) -> tuple[list[float], bool]:
 
 
 def _legend(series: Sequence[Series], wide: bool) -> tuple[list[str], int]:
-    """The keys below the title, and how many rows they take."""
+    """Draw the legend below the title and return it with its number of rows."""
     parts, x, row = [], float(LEFT), min(len(series), 1)
     for each in series:
         width = KEY_WIDTH + CHARACTER_WIDTH * len(each.label) + 14
@@ -126,7 +135,7 @@ def _legend(series: Sequence[Series], wide: bool) -> tuple[list[str], int]:
 
 
 def _stroke(series: Series, wide: bool) -> str:
-    """wide: of two runs the first has wider lines, so that it is seen below the second where both are equal."""
+    """Return the line style. wide: draw the first of two runs wider, to stay visible where the second covers it."""
     width, style = STYLES[series.kind]
     width *= WIDER if wide and not series.run else 1
     shape = f'fill="none" stroke-linecap="round" stroke-width="{width:g}" {style}'.rstrip()
@@ -138,7 +147,7 @@ def _line(panel: Panel, series: Series, wide: bool) -> Iterator[str]:
     if not pieces:
         return
     shape = "".join("M" + " ".join(f"{x:.1f},{y:.1f}" for x, y in piece) for piece in pieces if len(piece) > 1)
-    # a point alone is a line without length, which round ends make visible
+    # An isolated point is drawn as a line of length 0, which round caps make visible.
     shape += "".join(f"M{x:.1f},{y:.1f}h0" for piece in pieces if len(piece) == 1 for x, y in piece)
     yield f'<path d="{shape}" stroke-linejoin="round" {_stroke(series, wide)}/>'
     points = [point for piece in pieces for point in piece]
@@ -149,7 +158,7 @@ def _line(panel: Panel, series: Series, wide: bool) -> Iterator[str]:
 
 
 def _marks(panel: Panel, marks: Sequence[Mark]) -> Iterator[str]:
-    """Each one's line; its label only where there is room beside the one before."""
+    """Draw each mark's line, and its label unless that would overlap the previous label."""
     free = -math.inf
     for mark in sorted(marks, key=lambda mark: mark.step):
         x, colour = panel.x(mark.step), COLOURS[mark.run]
@@ -165,9 +174,12 @@ def _marks(panel: Panel, marks: Sequence[Mark]) -> Iterator[str]:
 
 
 def thinned(points: Sequence[Point], most: int = MOST_BUCKETS) -> list[list[tuple[int, float]]]:
-    """The unbroken pieces of a line. Of each of `most` equal parts of the steps, the lowest and the highest point.
+    """Downsample a line to the lowest and highest point of each of `most` equal buckets of steps.
 
-    So a single step's spike is never lost. A part without a finite value, though it has steps, breaks the line.
+    A spike of a single step is thus never lost. A bucket that has steps but no finite value breaks the line.
+
+    Returns:
+        The unbroken pieces of the line.
     """
     if not points:
         return []
@@ -189,7 +201,7 @@ def thinned(points: Sequence[Point], most: int = MOST_BUCKETS) -> list[list[tupl
 
 
 def column(metrics: Sequence[dict], name: str) -> list[Point]:
-    """(step, value) of the records that have the key."""
+    """List (step, value) of the records that have the key `name`."""
     return [(record["step"], record[name]) for record in metrics if name in record]
 
 
@@ -198,7 +210,7 @@ def window(num_steps: int) -> int:
 
 
 def smoothed(points: Sequence[Point]) -> list[Point]:
-    """Exponential moving average over about `window` steps, without the bias towards 0 at the start, as the meter's."""
+    """Compute a bias-corrected exponential moving average over about `window` steps, as in the meter."""
     decay, average, weight = 1 - 1 / window(len(points)), 0.0, 0.0
     found: list[Point] = []
     for step, value in points:
@@ -212,7 +224,7 @@ def smoothed(points: Sequence[Point]) -> list[Point]:
 
 
 def noisy(metrics: Sequence[dict], name: str, run: int = 0, who: str = "") -> list[Series]:
-    """Each step faint, and smoothed on top of it. who: before the labels, where there are two runs."""
+    """Make two series: the values of each step as a faint line, and a smoothed line. who: label prefix of a run."""
     points = column(metrics, name)
     over = f"{who}smoothed over {window(len(points))} steps"
     return [Series("" if who else "each step", points, run, "faint"), Series(over, smoothed(points), run)]
@@ -224,9 +236,9 @@ def loss_series(metrics: Sequence[dict], run: int = 0, who: str = "") -> list[Se
 
 
 def session_marks(known: Sequence[SessionRecord], run: int = 0) -> list[Mark]:
-    """Where a run went on: at the first step of each session but the one that began it, numbered as in a list from 1.
+    """Mark the first step of each resumed session with the session's number, from 1.
 
-    Sessions that went on from the same step share a mark.
+    Sessions that resumed from the same step share a mark.
     """
     at: dict[int, list[int]] = {}
     for number, session in enumerate(known, 1):

@@ -1,4 +1,4 @@
-"""The page that `report` writes. Two runs are drawn into the same plots; the first is A, the second B."""
+"""HTML page of `report`. Two runs share the same plots; the first is A, the second B."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from samecurve.run.status import refused_text
 from samecurve.storage.atomic import utc_timestamp
 
 NAMES = "AB"
-# A reader gets perplexity from the loss, and counts do not change.
+# Perplexity follows from the loss, and counts do not change.
 NO_CURVES = ("eval_loss", "eval_perplexity", "eval_tokens", "eval_rows", "eval_pairs")
 FROM_ZERO = Scale(from_zero=True)
 _STYLE = """
@@ -94,7 +94,7 @@ def _of(index: int, runs: Sequence[Run]) -> str:
 
 
 def _side_by_side(found: Sequence[dict[str, str]]) -> str:
-    """A column for each run; of two, rows that differ are coloured."""
+    """Build a table with one column per run. For two runs, rows that differ are highlighted."""
     if not any(found):
         return f"<p>{NOT_KNOWN}</p>"
     keys = dict.fromkeys(key for each in found for key in each)
@@ -176,7 +176,7 @@ def times(metrics: Sequence[dict], name: str, factor: float) -> list[Point]:
 
 
 def _distances(first: Run, second: Run) -> list[Point]:
-    """Where the others are so far apart that the axis is logarithmic, steps without any difference are gaps."""
+    """Relative loss differences by step. On a logarithmic axis, steps without a difference become gaps."""
     found = relative_losses(first, second)
     others = [value for _, value in found if value]
     far = bool(others) and max(others) >= LOGARITHMIC_FROM * min(others)

@@ -1,4 +1,4 @@
-"""What a run directory says, as rows of text that a report shows and compares."""
+"""Content of a run directory as rows of text, which a report shows and compares."""
 
 from __future__ import annotations
 
@@ -17,14 +17,21 @@ from samecurve.run.sessions import SessionRecord, sessions
 from samecurve.run.status import STATUS, read_status
 
 NOT_KNOWN = "not known"
-# of run.json: shown in parts of their own, or other for every run
+# Keys of run.json: APART are shown in sections of their own, OF_THE_START differ between any two runs.
 APART = ("recipe", "accelerate", "deepspeed", "data", "data_fingerprints")
 OF_THE_START = ("output_dir", "overrides", "started", "resumed_from", "start_step")
 
 
 @dataclass(frozen=True)
 class Run:
-    """known: its sessions, the last one last. facts: run.json of the last one that has it, {} where none has."""
+    """A run read from its directory.
+
+    Attributes:
+        status: content of status.json.
+        known: the sessions of the run, oldest first.
+        metrics: content of metrics.jsonl.
+        facts: run.json of the last session that has one, {} if none has.
+    """
 
     directory: Path
     status: dict
@@ -46,13 +53,13 @@ class Run:
 
     @property
     def state(self) -> str:
-        """With the reason, where it has one."""
+        """The state of the run, with its reason if there is one."""
         state, reason = self.status.get("state", NOT_KNOWN), self.status.get("reason")
         return f"{state}: {reason}" if reason else state
 
 
 def results(run: Run) -> dict[str, str]:
-    """What came out, by name."""
+    """List the results of a run by name, as text."""
     metrics = run.metrics
     found = {"state": run.status.get("state", NOT_KNOWN), "steps": _steps(run), "sessions": f"{len(run.known)}"}
     found |= dict(_learned(metrics))
@@ -90,7 +97,7 @@ def _learned(metrics: Sequence[dict]) -> Iterator[tuple[str, str]]:
 
 
 def _speed(metrics: Sequence[dict]) -> Iterator[tuple[str, str]]:
-    """Medians, which the slow first step of a session does not move."""
+    """Yield throughput as medians, which the slow first step of a session does not affect."""
     for name, label, shown in (
         ("tokens_per_second", "tokens per second", "{:,.0f}"),
         ("tflops_per_device", "TFLOP/s per device", "{:,.3g}"),
@@ -113,7 +120,7 @@ def _is_finite(value: float | None) -> bool:
 
 
 def parts(run: Run) -> dict[str, dict[str, str]]:
-    """What the run was made of, without its name: dotted keys with their values as text, by part."""
+    """List the run's configuration and environment by part, as dotted keys with text values, without its name."""
     facts = run.facts
     recipe = {name: value for name, value in facts.get("recipe", {}).items() if name not in OF_THE_START}
     files = {name: facts[name] for name in ("accelerate", "deepspeed") if facts.get(name)}
@@ -132,21 +139,21 @@ def flattened(content: dict, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def text(value: object) -> str:
-    """As JSON, but a text as it is and nothing as a dash."""
+    """Format a value as JSON, but strings unchanged and empty values as a dash."""
     if isinstance(value, str):
         return value
     return "-" if value in (None, [], {}) else json.dumps(value)
 
 
 def differences(first: dict[str, str], second: dict[str, str]) -> list[tuple[str, str, str]]:
-    """(key, value here, value there) where they differ; "absent" where one has no such key."""
+    """List (key, first value, second value) of all keys that differ; "absent" stands for a missing key."""
     keys = list(dict.fromkeys([*first, *second]))
     pairs = [(key, first.get(key, "absent"), second.get(key, "absent")) for key in keys]
     return [pair for pair in pairs if pair[1] != pair[2]]
 
 
 def relative_losses(first: Run, second: Run) -> list[tuple[int, float | None]]:
-    """(step, |loss there / loss here - 1|) of the steps that both have."""
+    """List (step, |second loss / first loss - 1|) of the steps that both runs have."""
     there = dict(column(second.metrics, "loss"))
     pairs = [(step, value, there[step]) for step, value in column(first.metrics, "loss") if step in there]
     values = relative_differences([other for _, _, other in pairs], [own for _, own, _ in pairs])

@@ -1,4 +1,4 @@
-"""One run: its directory, its lifecycle, and the processes that watch over it.
+"""One run: its directory, its lifecycle, and the threads that supervise it.
 
-May import checkpoint, interfaces and what is below them, not tasks or engines.
+Imports: checkpoint, interfaces and the layers below them; never tasks or engines.
 """

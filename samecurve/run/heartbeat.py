@@ -1,11 +1,15 @@
-"""What ranks see of each other without a collective: a small file each, which its process rewrites every few seconds.
+"""Heartbeat files: ranks observe each other without a collective.
+
+Each rank rewrites a small file every few seconds:
 
     output_dir/heartbeats/rank_00001.json
 
-An earlier session's files are removed before this one's are there: ranks beat only after all have started (see
-`start`). Those of the own machine are also told by their time, where hosts do not share the directory; then only the
-ranks of the own host are seen. Clocks of different hosts are not compared: a beat is fresh while it changes. Ranks of
-one machine also see whether the process still exists.
+Rank 0 removes an earlier session's files before any rank of this session writes one: heartbeats begin only after all
+ranks have started (see `Heartbeats.start`). If hosts do not share the directory, only ranks of the same host are
+visible, and files of an earlier session on the same machine are recognized by their time.
+
+Clocks of different hosts are never compared: a heartbeat is fresh as long as it keeps changing. Ranks of one machine
+also check whether each other's processes exist.
 """
 
 from __future__ import annotations
@@ -29,10 +33,15 @@ State = Literal["running", "hanging", "finished", "failed"]
 
 @dataclass(frozen=True)
 class Beat:
-    """machine: the same text where process ids mean the same. time: of this beat, seconds since 1970.
+    """Content of one heartbeat file.
 
-    num_phases, num_marks: calls of `phase`, and of `progress` since the last one. idle_seconds: since the last of both.
-    reason, exit_code: of a failure.
+    Attributes:
+        machine: equal for processes whose process ids can be compared, see `host.machine`.
+        num_phases: number of calls of `Watchdog.phase`.
+        num_marks: number of calls of `Watchdog.progress` since the last call of `phase`.
+        idle_seconds: time since the last call of either.
+        time: when this heartbeat was written, in seconds since 1970.
+        reason, exit_code: describe a failure.
     """
 
     rank: int
@@ -60,7 +69,13 @@ class Beat:
 
 @dataclass
 class Peer:
-    """changed: when its beat last did. ended: when it was first seen failed or gone, None while it lives. Monotonic."""
+    """Another rank as seen from this one. Times are those of time.monotonic.
+
+    Attributes:
+        beat: its latest heartbeat.
+        changed: when its heartbeat last changed.
+        ended: when the rank was first seen failed or gone; None while it is alive.
+    """
 
     beat: Beat
     changed: float
@@ -68,21 +83,30 @@ class Peer:
 
     @property
     def runs(self) -> bool:
-        """As far as it says itself."""
+        """Whether the rank is running according to its own heartbeat."""
         return self.beat.state in ("running", "hanging")
 
     @property
     def died(self) -> bool:
-        """Its process is gone, and it did not say why."""
+        """Whether its process is gone without having reported a failure."""
         return self.ended is not None and self.runs
 
 
 class Heartbeats:
-    """This rank's file and what the others' say. describe: makes the beat to write; its time and state are set here.
+    """Writer of this rank's heartbeat file and reader of the other ranks' files.
 
-    every: seconds between two beats. peers: by rank, without this one. looked: when they were last read. wide: whether
-    all files are read each time, see `look`.
-    Nothing is written before `start`: until all ranks are there, the directory may be another run's.
+    Nothing is written before `start`: until all ranks have started, the directory may belong to another run.
+
+    Args:
+        folder: output_dir/heartbeats.
+        describe: makes the heartbeat to write; its time and state are filled in here.
+        every: seconds between two heartbeats.
+        interval: seconds between two checks of the processes on this machine.
+
+    Attributes:
+        peers: the other ranks, by rank.
+        looked: when their files were last read (time.monotonic).
+        wide: whether all files are read each time, see `look`.
     """
 
     def __init__(self, folder: Path, describe: Callable[[], Beat], every: float, interval: float):
@@ -97,7 +121,7 @@ class Heartbeats:
         self._stop = threading.Event()
 
     def clear(self) -> None:
-        """By rank 0, to whom the directory belongs by then, before it meets the others."""
+        """Remove an earlier session's files. For rank 0, when it owns the run directory but before ranks meet."""
         self._remove("*rank_*")
 
     def _remove(self, pattern: str) -> None:
@@ -106,7 +130,7 @@ class Heartbeats:
                 path.unlink(missing_ok=True)
 
     def start(self) -> None:
-        """Once all ranks are there, and no host refuses the start any more (status.py)."""
+        """Start the heartbeat thread, once all ranks have started."""
         self.started = True
         if self._own.rank == 0:
             self._remove("refused_*")
@@ -116,9 +140,13 @@ class Heartbeats:
         self._stop.set()
 
     def write(self, state: State | None = None, reason: str = "", exit_code: int = 0) -> None:
-        """A disk that takes nothing is not this file's business: the beat is left out, and the next one says the same.
+        """Write a heartbeat, after waiting for a write in progress (which can take long on slow storage).
 
-        state: from now on. A write that is under way may have to end first, on slow storage.
+        Storage errors are ignored: the next heartbeat carries the same information.
+
+        Args:
+            state: the state from now on; None keeps the current one.
+            reason, exit_code: describe a failure.
         """
         if state is not None:
             self._own = replace(self._own, state=state, reason=reason, exit_code=exit_code)
@@ -138,10 +166,12 @@ class Heartbeats:
             self._lock.release()
 
     def look(self, at_all: bool = True) -> None:
-        """Read the others' files and look for their processes.
+        """Read the other ranks' files and check their processes.
 
-        at_all: False looks at rank 0 and at the own machine's ranks only. If all ranks of a large run read all files
-        every few seconds, a shared file system would be busy with that; rank 0 does, and its own file says what it saw.
+        Args:
+            at_all: False reads only the files of rank 0 and of this machine's ranks. In a large run, every rank reading
+                every file each few seconds would overload a shared file system. Rank 0 reads all of them, and its own
+                file reports what it saw.
         """
         with contextlib.suppress(OSError):
             if at_all:
@@ -159,7 +189,7 @@ class Heartbeats:
         return beat.machine == self._own.machine
 
     def restart(self) -> None:
-        """This process slept, and the others perhaps too: whether they are fresh is seen from now on."""
+        """Restart the freshness measurement: this process was suspended, and perhaps the others too."""
         self.looked = time.monotonic()
         for peer in list(self.peers.values()):
             peer.changed = self.looked
@@ -185,7 +215,7 @@ class Heartbeats:
         return {0, *range(first, first + num_local)}
 
     def _forget_all_but(self, near: set[int]) -> None:
-        """What is not read any more would look frozen."""
+        """Drop the peers that are no longer read, because they would appear frozen."""
         for rank, peer in list(self.peers.items()):
             if rank not in near and peer.runs:
                 self.peers.pop(rank, None)
@@ -214,7 +244,7 @@ def where(phase: str, step: int) -> str:
 
 
 def exists(pid: int) -> bool:
-    """Whether the process still does something: not one that ended and whose parent did not ask for its exit code."""
+    """Whether the process exists and is no zombie (ended, but its parent has not yet read the exit code)."""
     try:
         return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:

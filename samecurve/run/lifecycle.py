@@ -1,4 +1,4 @@
-"""How a run ends: its status file, one readable message, and an exit code that a job script can branch on."""
+"""End of a run: its status file, one readable message, and an exit code that a job script can branch on."""
 
 from __future__ import annotations
 
@@ -23,15 +23,18 @@ if TYPE_CHECKING:
 WAIT_SECONDS = 10
 PREEMPTED_SECONDS = 1
 SIGNAL_CODES = 128
-# A process that was killed closes its connections before others can see that it is gone.
+# A killed process closes its connections before other processes can see that it is gone.
 DEATH_SECONDS = 1.0
 
 
 def exit_code(main: Callable[[], None]) -> int:
-    """Run `main` and say what stopped it: known errors as their message, once per machine; others as a traceback."""
+    """Run `main`, print the error that stopped it, and return the exit code.
+
+    Known errors are printed as their message, once per machine; unknown ones as a traceback.
+    """
     try:
         main()
-    except Preempted as error:  # all ranks know the same, and a scheduler's time may be short
+    except Preempted as error:  # the same on all ranks, and the scheduler may leave little time: wait only briefly
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print_stderr(f"\npreempted (exit code {error.exit_code}): {error}")
         else:
@@ -56,21 +59,21 @@ def exit_code(main: Callable[[], None]) -> int:
 
 
 def end_with(main: Callable[[], None]) -> NoReturn:
-    """Run `main` and end the process with its exit code, whatever else it is told from then on."""
+    """Run `main` and end the process with its exit code, ignoring later interrupts."""
     try:
         code = exit_code(main)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    except KeyboardInterrupt:  # the other ranks may still be at work when this one has told everything
+    except KeyboardInterrupt:  # came after `main`: the other ranks may still be working
         code = 130
     leave(code)
 
 
 def leave(code: int) -> NoReturn:
-    """End the process without running destructors: gloo's and DeepSpeed's threads can abort it there.
+    """End the process without running destructors, where gloo's and DeepSpeed's threads can abort it.
 
     Seen in about one of fifty runs, after all work was done: "terminate called without an active exception", SIGABRT.
     """
-    with contextlib.suppress(OSError):  # whoever read it is gone
+    with contextlib.suppress(OSError):  # the reader of the output is gone
         sys.stdout.flush()
         sys.stderr.flush()
     if "torch" in sys.modules:
@@ -92,9 +95,9 @@ def _message(error: BaseException) -> str:
 
 
 def _let_the_first_process_report() -> None:
-    """Launchers end the whole job at the first process that exits, so the others wait for the one that prints.
+    """Wait on all local ranks but 0, because launchers end the whole job when the first process exits.
 
-    One that is still alive after the wait has an error of its own, and tells it.
+    A process that is still alive after the wait has an error of its own and prints it.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(WAIT_SECONDS)
@@ -104,10 +107,14 @@ def _let_the_first_process_report() -> None:
 def supervised(
     run: RunDirectory, launcher: str = "python", timeout_seconds: float = 0, interval: float = 1.0
 ) -> Iterator[RunSupervisor]:
-    """Keep `status.json` true while the body runs: launchers turn every exit code into 1, the file does not.
+    """Supervise the body: watchdog, stop signals, and a `status.json` that is always up to date.
 
-    launcher: see `strategy.launchers.Launch`. timeout_seconds: watchdog.timeout_seconds. interval: of the watchdog's
-    looks.
+    Launchers replace every exit code by 1; status.json keeps the original.
+
+    Args:
+        launcher: see `strategy.launchers.Launch`.
+        timeout_seconds: watchdog.timeout_seconds.
+        interval: seconds between two checks of the watchdog.
     """
     run.status("running")
     around = RunSupervisor(run, launcher, timeout_seconds, interval)
@@ -126,15 +133,17 @@ def supervised(
 
 
 class RunSupervisor:
-    """What can end a run from outside, for the loop: whether to stop, and where to tell that it gets on.
+    """Interface of the training loop to stop requests and the watchdog.
 
-    deferred: see StopRequest. phase, progress, local_progress: see Watchdog.
+    Attributes:
+        deferred: see StopRequest.
+        phase, progress, local_progress: see Watchdog.
     """
 
     def __init__(self, run: RunDirectory, launcher: str, timeout_seconds: float, interval: float):
         self._run = run
         self._began = time.time()
-        self._ending = threading.Lock()  # taken once: of several reasons to end, the first one is told
+        self._ending = threading.Lock()  # acquired once: of several reasons to end, only the first is reported
         self.watchdog = Watchdog(run.path, timeout_seconds, self._end, interval)
         self.stop = StopRequest(self._end_stopped, self._print_request, self.watchdog.stacks.show, launcher)
         self.deferred = self.stop.deferred
@@ -143,7 +152,7 @@ class RunSupervisor:
 
     @property
     def requested(self) -> str:
-        """ "" or what asked this process to stop; other ranks may not have been asked (yet)."""
+        """The source of the stop request to this process, "" if there is none. Other ranks may not have one (yet)."""
         return self.stop.requested
 
     def done(self) -> None:
@@ -155,7 +164,7 @@ class RunSupervisor:
             self.watchdog.heartbeats.write("finished")
 
     def failed(self, error: BaseException) -> BaseException:
-        """Write the main thread's error down. Returns the one to raise: another rank's, where that explains it."""
+        """Record the main thread's error. Returns the error to raise: another rank's if that is the cause."""
         known = isinstance(error, SamecurveError)
         text = _message(error) if known else "".join(traceback.format_exception(error))
         with self._in_time(_code(error), text, once=isinstance(error, (Preempted, NothingToDo))):
@@ -184,7 +193,7 @@ class RunSupervisor:
     def _explained(self, error: Exception) -> Exception:
         self.watchdog.wait_if_ending()
         heartbeats = self.watchdog.heartbeats
-        if not heartbeats.started:  # files of this session there are none, as far as is known here
+        if not heartbeats.started:  # so far this session has no heartbeat files, as far as this rank knows
             return self._refused_elsewhere() or error
         heartbeats.look()
         deadline = time.monotonic() + DEATH_SECONDS
@@ -192,7 +201,7 @@ class RunSupervisor:
             time.sleep(0.1)
             heartbeats.look()
         cause = self.watchdog.cause()
-        if cause is None or str(cause).endswith(f": {error}"):  # the same mistake everywhere
+        if cause is None or str(cause).endswith(f": {error}"):  # the same error on all ranks
             return error
         lines = str(error).splitlines() or [""]
         peer_error = PeerError(f"{cause}\n(then here: {type(error).__name__}: {lines[0][:200]})", cause.exit_code)
@@ -200,26 +209,26 @@ class RunSupervisor:
         return peer_error
 
     def _refused_elsewhere(self) -> PeerError | None:
-        """Before all ranks are there, rank 0 may be ended because another host refused the start."""
+        """Return another host's refusal of the start, which can end rank 0 before all ranks have started."""
         if self.watchdog.rank or self.watchdog.heartbeats.started:
             return None
         return refused_elsewhere(self._run.path, self._began)
 
     def _take_the_end(self) -> None:
-        """When another thread was first, this one waits for it to end the process."""
+        """Claim the right to end the process. If another thread has it, wait for that thread to do so."""
         if not self._ending.acquire(blocking=False):
             time.sleep(LAST_RESORT_SECONDS)
 
     def _write(self, state: str, reason: str, code: int) -> None:
-        with contextlib.suppress(SamecurveError):  # a full disk must not hide what went wrong before
+        with contextlib.suppress(SamecurveError):  # a full disk must not hide the original error
             force = self.watchdog.replaces_rank_0()
             self._run.status(state, reason=reason, step=self._run.step, exit_code=code, force=force)
 
     @contextlib.contextmanager
     def _in_time(self, code: int, text: str = "", once: bool = False) -> Iterator[None]:
-        """Where the storage does not answer the process ends all the same, and tells what it was about to write.
+        """End the process with `code` if the storage hangs in the body, and print `text`, the message to be recorded.
 
-        once: all ranks have the same to tell.
+        once: the text is the same on all ranks, so only the reporter prints it.
         """
 
         def report() -> None:
@@ -237,7 +246,7 @@ class RunSupervisor:
             _print_stderr_from_thread(text)
 
     def _end_stopped(self, reason: str, code: int) -> None:
-        """A signal, or a launcher that is gone: it may have ended this process because another one failed."""
+        """End the process after a signal or the launcher's end, either of which may follow another rank's failure."""
         reason = f"{reason} in {self.watchdog.where}"
         text = f"\n{reason} (exit code {code})"
         with self._in_time(code, text, once=True):
@@ -256,7 +265,7 @@ class RunSupervisor:
             os._exit(code)
 
     def _end(self, error: SamecurveError) -> None:
-        """Called in a thread, when the main thread may never answer again."""
+        """End the process from the watchdog's thread: the main thread may never respond again."""
         if not self._ending.acquire(blocking=False):
             return
         last_resort(error.exit_code)
@@ -264,21 +273,21 @@ class RunSupervisor:
         if is_reporter:
             _print_stderr_from_thread(_message(error))
         self._write("failed", str(error), error.exit_code)
-        if is_reporter or not isinstance(error, HangError):  # the reporter still asks where a hanging rank is
+        if is_reporter or not isinstance(error, HangError):  # the reporter still collects a hanging rank's stacks
             self.watchdog.heartbeats.write("failed", str(error), error.exit_code)
         if not is_reporter:
             self._wait_for_the_reporter()
         os._exit(error.exit_code)
 
     def _wait_for_the_reporter(self) -> None:
-        """As in _let_the_first_process_report; the launcher's signal says that it has spoken."""
+        """Wait as in _let_the_first_process_report. The launcher's signal shows that the reporter has exited."""
         deadline = time.monotonic() + WAIT_SECONDS
         while time.monotonic() < deadline and not self.requested:
             time.sleep(0.1)
 
 
 def _print_stderr_from_thread(text: str) -> None:
-    """Past Python's streams, whose locks the main thread may hold for ever."""
+    """Write to file descriptor 2: the main thread may hold the locks of Python's streams forever."""
     show_cursor = "\x1b[?25h" if os.isatty(2) else ""  # a progress display hides it
     with contextlib.suppress(OSError):
         os.write(2, f"{show_cursor}{text}\n".encode())

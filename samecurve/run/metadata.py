@@ -1,4 +1,4 @@
-"""run.json's content: what runs, where, and by which versions."""
+"""Content of run.json: the configuration in effect, the hardware and the library versions."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 
 
 def run_facts(plan: Plan, described: dict, data: dict, device: str) -> dict:
-    """run.json's content, which is also the header's.
+    """Build the content of run.json, which the header at the start of a run shows too.
 
-    described: the live engine's own words (`engine`, `world_size`, `data_parallel_size`,
-    `pipeline_stages`, `gradient_accumulation_steps`, `weight_dtype`, `reduce_dtype`, `num_parameters`,
-    `num_parameters_per_rank`, ...) and what else the session knows (`model_type`, `attention`, `dropout`, `adapter`).
-    data: the task's. device: its name, as a person would say it.
+    Args:
+        described: reported by the live engine (`engine`, `world_size`, `data_parallel_size`, `pipeline_stages`,
+            `gradient_accumulation_steps`, `weight_dtype`, `reduce_dtype`, `num_parameters`, `num_parameters_per_rank`,
+            ...) and added by the session (`model_type`, `attention`, `dropout`, `adapter`).
+        data: the task's description of its data.
+        device: human-readable name of the device.
     """
     recipe, strategy = plan.recipe, plan.strategy
     return {
@@ -51,7 +53,7 @@ def run_facts(plan: Plan, described: dict, data: dict, device: str) -> dict:
 
 
 def resume_identity(plan: Plan, skeleton: PreTrainedModel, task: Task) -> dict:
-    """What decides whether a checkpoint's run may go on, and what a reader wants to know that changed since."""
+    """Build the facts that decide whether a run may resume, and those whose changes are logged on resuming."""
     return {
         "recipe": plan.recipe.model_dump(),
         "strategy": plan.strategy.name,
@@ -64,21 +66,21 @@ def resume_identity(plan: Plan, skeleton: PreTrainedModel, task: Task) -> dict:
 
 
 def _adapter(recipe: Recipe) -> dict | None:
-    """What its matrices fit to: their layers and sizes, and the frozen weights, wherever those lie now."""
+    """Describe the adapter: layers and sizes of its matrices, and a fingerprint of the frozen weights, not a path."""
     if recipe.adapter.name is None:
         return None
     return recipe.adapter.model_dump() | {"base_model": fingerprint(weight_files(recipe.model.path))}
 
 
 def _reference(recipe: Recipe, task: Task) -> str | None:
-    """The pretrained weights that a task compares the model with, wherever they lie now."""
+    """Fingerprint of the pretrained weights that the task uses as reference model, independent of their path."""
     if not task.has_reference or recipe.model.path is None:
         return None
     return fingerprint(weight_files(recipe.model.path))
 
 
 def _hardware() -> dict[str, object]:
-    """Of rank 0's process. cuda: the version that PyTorch was built with, None without."""
+    """Describe the hardware of rank 0's process. cuda: the version PyTorch was built with, None for a CPU build."""
     import torch
 
     threads, cuda = torch.get_num_threads(), torch.version.cuda

@@ -1,13 +1,13 @@
-"""The run directory: what a run leaves behind and how it gets there.
+"""Run directory: the files of a run, and how a new session takes them over.
 
-    run.json        what runs, asked of the live engine      status.json   running | done | failed | preempted
-    metrics.jsonl   one line per optimizer step              skipped.jsonl steps that were not applied, with their rows
-    checkpoints/    step_00000040/ ...                       model/        the Hugging Face export
-    tensorboard/    the metrics again                        stacks/       of all ranks, when one stopped answering
-    profile/        traces and a summary of the steps that profile.steps asked for
-    previous/N/     what an earlier session left and this one does not continue, moved aside whole
+    run.json        configuration reported by the live engine  status.json    running | done | failed | preempted
+    metrics.jsonl   one line per optimizer step                skipped.jsonl  skipped optimizer steps, with their rows
+    checkpoints/    step_00000040/ ...                         model/         the Hugging Face export
+    tensorboard/    the same metrics for TensorBoard           stacks/        stack traces of all ranks after a hang
+    profile/        traces and a summary of the steps in profile.steps
+    previous/N/     files of an earlier session that this one does not continue, moved there whole
 
-Rank 0 writes; on the others the same calls do nothing, so the loop need not ask.
+Only rank 0 writes. On other ranks the same calls do nothing, so that the training loop need not distinguish ranks.
 """
 
 from __future__ import annotations
@@ -32,23 +32,32 @@ State = Literal["running", "done", "failed", "preempted"]
 RECORDS = ("run.json", STATUS, "metrics.jsonl", "skipped.jsonl")
 FOLDERS = ("model", "tensorboard", "checkpoints", "stacks", "profile")
 OF_ONE_SESSION = ("model", "stacks", "profile", "run.json")  # and status.json, see _move
-REPORT, REPORTS = "report.html", "report*.html"  # of `samecurve report`; of two runs it is report_OTHER.html
+REPORT, REPORTS = "report.html", "report*.html"  # from `samecurve report`; report_OTHER.html compares two runs
 
 
 class RunDirectory:
-    """Claim `path` for one run. What it does not continue goes to `previous/N/`: nothing is lost or mixed.
+    """Claims `path` for one run. Files that the run does not continue move to `previous/N/`: nothing is lost or mixed.
 
-    Nothing is moved before `begin`, and the status.json of a run that is done stays until then: a start that is refused
-    (other data, another model) leaves an earlier run as it was, and status.json says so beside its state (status.py).
+    Nothing is moved before `begin` (except stacks/), and the status.json of a finished run stays until then. A refused
+    start (other data, another model) thus leaves an earlier run unchanged; status.json records it (see status.py).
 
-    reads: paths that this run will read (model, data). They must not be among the files that are moved aside.
-    resume, fresh: see strategy.plan.Plan.
-    continues: there are checkpoints here to go on from. is_done: an earlier run ended well here. is_exported: its model
-    is there. Both as this rank sees it. notice: one line about what was moved, "" when nothing was. step: the last one
-    with a record.
-    Raises, on rank 0: ConfigurationError when a live run writes there (a restart waits for a dead host's lock) or it
-    holds somebody else's files, CheckpointError when it has checkpoints that `resume` would leave behind,
-    RepeatedFailureError after the third automatic restart at one step, StorageError when it cannot be written.
+    Args:
+        reads: paths that this run will read (model, data). They must not be among the files that are moved.
+        resume, fresh: see strategy.plan.Plan.
+
+    Attributes:
+        continues: the directory has checkpoints to resume from.
+        is_done: an earlier run finished here, as seen by this rank.
+        is_exported: its exported model exists, as seen by this rank.
+        notice: one line about the files that were moved, "" if none were.
+        step: the last step with a record.
+
+    Raises (on rank 0):
+        ConfigurationError: a live run writes here (an automatic restart waits for a dead host's lock), or the directory
+            contains files that are not a run's.
+        CheckpointError: the directory has checkpoints that `resume` would leave behind.
+        RepeatedFailureError: the run failed three times in a row at one step and this is an automatic restart.
+        StorageError: the directory cannot be written.
     """
 
     def __init__(
@@ -86,7 +95,7 @@ class RunDirectory:
             raise
 
     def _claim(self, reads: list[Path], resume: str, fresh: bool) -> None:
-        with suppress(ValueError):  # damaged, like anything on that disk; the checkpoints say whether they are good
+        with suppress(ValueError):  # damaged metrics do not stop the run; checkpoints are verified on their own
             last, records = self._last_status(), read_metrics(self.path)
             self._failures = restarts.count_failures(last, records[-1]["step"] if records else 0)
             restarts.check_repeated_failures(self._failures, last, os.environ)
@@ -116,9 +125,11 @@ class RunDirectory:
     def status(
         self, state: State, reason: str = "", step: int = 0, exit_code: int | None = None, force: bool = False
     ) -> None:
-        """exit_code: what the process ends with; None while it runs. force: from another rank, when rank 0 cannot.
+        """Write status.json. A start that fails before `begin` is recorded next to the state of the earlier run.
 
-        A start that fails before `begin`, in the directory of an earlier run, is written beside that one's state.
+        Args:
+            exit_code: the exit code of the process; None while it runs.
+            force: write from another rank, if rank 0 cannot.
         """
         if not (self.is_main or force):
             return
@@ -134,11 +145,11 @@ class RunDirectory:
         elif not self._keeps_status:
             content = {"state": state, "reason": reason, "step": step, "exit_code": exit_code, "time": utc_timestamp()}
             if before:
-                content["earlier"] = before  # until `begin` puts it where the earlier session's files go
+                content["earlier"] = before  # until `begin` moves it to the earlier session's files
             write_json(file, content | (failures if state != "done" else {}))
 
     def accept(self) -> None:
-        """The start has nothing to do, so the earlier run stays: what was refused before it is over."""
+        """Drop the record of a refused start: this start has nothing to do, and the earlier run stays as it is."""
         if self.is_main and self._refused:
             write_json(self.path / STATUS, self._before)
 
@@ -148,7 +159,7 @@ class RunDirectory:
             self._metrics.append(record)
 
     def sync_metrics(self) -> None:
-        """What was appended survives a power cut from here on. Raises StorageError."""
+        """Sync the appended lines to disk, so that they survive a power cut. Raises StorageError."""
         if self.is_main:
             self._metrics.sync()
             self._skipped.sync()
@@ -158,11 +169,12 @@ class RunDirectory:
             self._skipped.append(record)
 
     def begin(self, step: int = 0, record: dict | None = None, busy: Callable[[], None] = lambda: None) -> None:
-        """Recipe, data and checkpoint are accepted: from here on the directory is this session's.
+        """Take the directory over for this session, once recipe, data and checkpoint are accepted.
 
-        step: the one that it goes on after; what came later moves to `previous/N/`, where the earlier session's files
-        go. record: the line of metrics.jsonl of that step, which the checkpoint keeps; it is added where it is missing.
-        busy: called now and then.
+        Args:
+            step: the step to resume after. Later steps move to `previous/N/`, with the earlier session's files.
+            record: that step's line of metrics.jsonl, from the checkpoint; added if the file lacks it.
+            busy: called from time to time to report progress.
         """
         self.step = step
         if self.is_main:
@@ -175,7 +187,7 @@ class RunDirectory:
         self.status("running")
 
     def set_aside(self) -> None:
-        """All that an earlier run left here."""
+        """Move all files of an earlier run to `previous/N/`."""
         if self._present or self._before or self._aside:
             target = self._aside or self._next_previous()
             self._move(target)
@@ -188,7 +200,7 @@ class RunDirectory:
         for folder in list_checkpoints(LocalFileSystem(), self.checkpoints):
             if step_of(folder) > step:
                 (target / "checkpoints").mkdir(exist_ok=True)
-                LocalFileSystem(busy).move_folder(folder, target / "checkpoints")  # which may be a link elsewhere
+                LocalFileSystem(busy).move_folder(folder, target / "checkpoints")  # checkpoints/ may link to elsewhere
         num_later = self._metrics.truncate(step, target, record)
         self._skipped.truncate(step, target)
         self.notice = f"going on after step {step} in {self.path}; the earlier session's files are in {target}"
@@ -196,16 +208,16 @@ class RunDirectory:
             self.notice += f", with {num_later} steps that came after the checkpoint and are done again"
 
     def _move(self, target: Path) -> None:
-        if self._before:  # the file itself is this session's already, except where it was kept
+        if self._before:  # status.json itself already belongs to this session, unless a finished run's was kept
             write_json(target / STATUS, self._before)
             (self.path / STATUS).unlink(missing_ok=True)
-        reports = sorted(self.path.glob(REPORTS))  # of what was here before; they would be taken for the new run's
+        reports = sorted(self.path.glob(REPORTS))  # of the earlier session; they would look like the new run's
         for path in (*reports, *self._present):
             if path.exists():
                 os.rename(path, target / path.name)
 
     def close(self) -> None:
-        """Give the directory back before the process ends; an earlier run's files stay moved aside."""
+        """Release the directory's lock before the process ends. Files moved to `previous/N/` stay there."""
         if self.is_main:
             self._lock.close()
 
@@ -220,12 +232,12 @@ class RunDirectory:
         )
 
     def _last_status(self) -> dict:
-        """The earlier session's, also when this one was killed after it had set that aside."""
+        """Read the last status.json, also if a killed start had already moved it to `previous/N/`."""
         folders = (self.path, *reversed(previous_folders(self.path)))
         return next(filter(None, (read_status(folder / STATUS) for folder in folders)), {})
 
     def _move_stacks(self) -> None:
-        """At once: this session opens files of the same names before it begins. They are of one that stopped moving."""
+        """Move a hung session's stacks/ at once: this session opens files of the same names before `begin`."""
         stacks = self.path / "stacks"
         if stacks in self._present:
             self._present.remove(stacks)
@@ -233,9 +245,9 @@ class RunDirectory:
             os.rename(stacks, self._aside / stacks.name)
 
     def _find_present(self) -> list[Path]:
-        """What `begin` will move, and stacks. status.json is not among it: see `_move`."""
-        # checkpoints first, else a kill between two of these lets the next start go on from them; run.json last,
-        # because without it the rest looks like somebody else's
+        """List the paths that `begin` will move, and stacks/. For status.json see `_move`."""
+        # Move checkpoints first, or a kill in between would let the next start resume from them. Move run.json last,
+        # because without it the rest does not look like a run's files.
         names = OF_ONE_SESSION if self.continues else ("checkpoints", *FOLDERS, *reversed(RECORDS))
         paths = [self.path / name for name in dict.fromkeys(names) if name != STATUS]
         return [path for path in paths if path.exists()]
@@ -265,7 +277,7 @@ class RunDirectory:
 
 
 def _make_durable(path: Path) -> None:
-    """A folder whose name survives a power cut, as every name above it that is made here."""
+    """Create a folder and its missing parents and sync their names, so that all of them survive a power cut."""
     new = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in new:
@@ -273,15 +285,15 @@ def _make_durable(path: Path) -> None:
 
 
 def _of_an_earlier_session(status: dict) -> dict:
-    """How it ended, for a rank that replaces rank 0, which may have written this session's state over it."""
+    """Return the earlier session's status, for a rank that replaces rank 0, which may have overwritten the file."""
     return status.get("earlier") or (split_refused(status)[0] if status.get("state") == "done" else {})
 
 
 def previous_folders(run: Path) -> list[Path]:
-    """Where earlier sessions' files are, from the first to the last."""
+    """List the folders with earlier sessions' files, oldest first."""
     return sorted((path for path in run.glob("previous/*") if path.name.isdecimal()), key=lambda path: int(path.name))
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """A run directory's metrics, one dict per finished step."""
+    """Read a run directory's metrics, one dict per finished step."""
     return read_lines(path / "metrics.jsonl")

@@ -1,4 +1,4 @@
-"""The sessions of a run, read from its directory: each start that went on where another had stopped."""
+"""Sessions of a run, read from its directory: the first start, and each later start that resumed it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from samecurve.storage.atomic import read_json
 
 @dataclass(frozen=True)
 class SessionRecord:
-    """One start of train.py. facts: its run.json. ended: what its status.json says, in words."""
+    """One start of train.py. facts: its run.json. ended: the outcome recorded in its status.json, in words."""
 
     facts: dict
     ended: str
@@ -25,15 +25,19 @@ class SessionRecord:
 
 
 def sessions(run: Path) -> list[SessionRecord]:
-    """From the first to the last, as far as the directory knows; [] where there is no run.
+    """List the sessions of a run, oldest first, as far as its directory records them; [] if it has no run.
 
-    Earlier ones lie in previous/N/. One that began afresh is the first: what lies before it was another run.
+    Earlier sessions are read from previous/N/. A session that did not resume is the first of its run: the ones before
+    it belong to another run.
     """
     return list(reversed(list(_backwards(run))))
 
 
 def unknown_origin(began: SessionRecord) -> str | None:
-    """The checkpoint of another directory that this session went on from: what was before is not known here."""
+    """Return the other directory's checkpoint from which this session resumed; None if there is none.
+
+    The directory of this run does not record what happened before that checkpoint.
+    """
     source = began.facts.get("resumed_from")
     return source if source and not _is_own(began.facts) else None
 
@@ -41,7 +45,7 @@ def unknown_origin(began: SessionRecord) -> str | None:
 def _backwards(run: Path) -> Iterator[SessionRecord]:
     for folder in (run, *reversed(previous_folders(run))):
         facts = in_new_names(read_json(folder / "run.json"))
-        if not facts:  # it ended before it had anything to say
+        if not facts:  # the session ended before it wrote run.json
             continue
         status = read_status(folder / STATUS)
         yield SessionRecord(facts, _ended(split_refused(status)[0]))
@@ -50,7 +54,7 @@ def _backwards(run: Path) -> Iterator[SessionRecord]:
 
 
 def _is_own(facts: dict) -> bool:
-    """Whether a session went on from a checkpoint of its own directory."""
+    """Whether a session resumed from a checkpoint of its own directory."""
     source = facts.get("resumed_from")
     return bool(source) and Path(source).parent == Path(str(facts.get("output_dir"))) / "checkpoints"
 

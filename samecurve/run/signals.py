@@ -1,7 +1,7 @@
-"""What tells a run to stop: signals, and a launcher that is gone.
+"""Stop requests to a run: signals, and the end of its launcher.
 
-A Python handler would wait for the main thread, which may itself wait in a collective for a process that is gone; so
-a thread reads what the interpreter writes into a channel when a signal arrives (signal.set_wakeup_fd).
+Python runs signal handlers in the main thread, which may be blocked in a collective with a dead process. Therefore a
+separate thread reads the bytes that the interpreter writes to a socket when a signal arrives (signal.set_wakeup_fd).
 """
 
 from __future__ import annotations
@@ -17,25 +17,29 @@ from types import TracebackType
 
 import psutil
 
-# SIGUSR1 is what schedulers send some time before the end (sbatch --signal), SIGHUP a terminal that closes.
+# Schedulers send SIGUSR1 some time before the job's end (sbatch --signal), a closing terminal sends SIGHUP.
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP") if hasattr(signal, name))
 SHOW = getattr(signal, "SIGUSR2", None)
 LAUNCHER_ENDED = "the launcher ended"
 POLL_SECONDS = 1.0
 _LAUNCHERS = ("python", "torchrun", "accelerate", "deepspeed")
-# A terminal sends Ctrl-C to all processes at once and launchers pass it on to their workers right after; DeepSpeed's
-# sends SIGTERM behind it. All of that is one request.
+# A terminal sends Ctrl-C to all processes at once, and launchers forward it to their workers right after; DeepSpeed's
+# launcher also sends SIGTERM. All signals within this time count as one request.
 REPEATED_SECONDS = 1.0
 
 
 class StopRequest:
-    """As a context manager, from the main thread: signals no longer raise or kill, they are requests to stop.
+    """Context manager that turns signals into stop requests: they no longer raise or kill. For the main thread.
 
-    end: called in a thread of this class with a reason and an exit code, when the process has to end at once. It
-    returns only when the process already ends otherwise. tell: called with a line for the user. show: called in that
-    thread too when SIGUSR2 asks where the process is; it goes on.
-    launcher: see `strategy.launchers.Launch`. Started by plain python, a parent that ends is only a closed shell.
-    requested: "" until a stop is requested inside `deferred`, then what asked for it, for example "SIGTERM".
+    Args:
+        end: called in this class's thread, with a reason and an exit code, if the process must end at once. Returns
+            only if the process is already ending for another reason.
+        tell: called with a line for the user.
+        show: called in the same thread on SIGUSR2, which requests the stack traces of a run that then continues.
+        launcher: see `strategy.launchers.Launch`. With plain python the parent is a shell, whose end is ignored.
+
+    Attributes:
+        requested: "" until a stop is requested inside `deferred`, then its source, for example "SIGTERM".
     """
 
     def __init__(
@@ -50,7 +54,7 @@ class StopRequest:
         self._above = None if launcher == "python" else () if _adopted() else _above(launcher)
         self._launcher = launcher
         self._deferred = False
-        self._first: float | None = None  # when the first signal came
+        self._first: float | None = None  # time of the first signal
         self._handlers: dict = {}
 
     def __enter__(self) -> StopRequest:
@@ -59,13 +63,13 @@ class StopRequest:
         self._writer.setblocking(False)
         threading.Thread(target=self._listen, args=(reader,), name="stop", daemon=True).start()
         for number in (*SIGNALS, SHOW) if SHOW else SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell's background job: so be it
+            if signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup or in a background job: keep that
                 self._handlers[number] = signal.signal(number, lambda *_: None)
         if SHOW:
-            signal.siginterrupt(SHOW, False)  # nor does a system call of the run end early
+            signal.siginterrupt(SHOW, False)  # SIGUSR2 must not interrupt a system call of the run
         self._wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._restore)  # or a signal to the child would be one to this process
+            os.register_at_fork(after_in_child=self._restore)  # otherwise a child's signals would reach this process
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -74,7 +78,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """Inside, a request only sets `requested`; a second signal ends the process at once, as outside."""
+        """Defer stop requests in the body: a request only sets `requested`. A second signal still ends the process."""
         self._deferred = True
         try:
             yield
@@ -123,13 +127,13 @@ class StopRequest:
         if self._deferred:
             self.requested = self.requested or LAUNCHER_ENDED
         else:
-            self._end(LAUNCHER_ENDED, 128 + signal.SIGTERM)  # what it would have sent
+            self._end(LAUNCHER_ENDED, 128 + signal.SIGTERM)  # the signal that the launcher would have sent
 
 
 def _adopted() -> bool:
-    """Whether the launcher was gone before this process could see it, which then is a child of the system's first one.
+    """Whether the launcher ended before this process could see it, which makes this process a child of init.
 
-    In a container that first one may be the launcher itself.
+    In a container the launcher itself may be process 1.
     """
     with contextlib.suppress(psutil.Error):
         parent = psutil.Process(os.getppid())
@@ -139,16 +143,16 @@ def _adopted() -> bool:
 
 
 def _above(launcher: str) -> tuple[int, ...]:
-    """Ids of the launcher's processes; other ones when one of them is gone, because its children get another parent.
+    """Return the process ids of the launcher. They change if one of its processes ends and its children are adopted.
 
-    The deepspeed command starts a second process, which starts the ranks and does not look after the first one.
+    The deepspeed command starts a second process, which starts the ranks and does not monitor the first one.
     """
     parent = os.getppid()
     if launcher != "deepspeed":
         return (parent,)
     try:
         first = psutil.Process(parent).parent()
-        # not a shell or sshd: what starts the second one on another machine, or by hand, may go
+        # On another machine, or by hand, a shell or sshd starts the second process; that parent may end.
         return (parent, first.pid) if first and any("deepspeed" in word for word in first.cmdline()[:2]) else (parent,)
     except psutil.Error:
         return (parent,)

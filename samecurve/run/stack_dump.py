@@ -1,4 +1,4 @@
-"""Where each thread of a process is: output_dir/stacks/rank_00000.txt, when nothing moves or SIGUSR2 asks for it."""
+"""Stack traces of all threads of a rank, written to output_dir/stacks/rank_00000.txt after a hang or on SIGUSR2."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ COLLECT_SECONDS = 2.0
 
 
 class Stacks:
-    """This rank's file. Until `open` there is none, and `show` writes to stderr; an empty one does not stay."""
+    """Stack trace file of this rank. Before `open`, `show` writes to stderr; an empty file is removed by `close`."""
 
     def __init__(self, folder: Path, rank: int):
         self.folder, self._rank = folder, rank
         self._stream: IO[str] | None = None
 
     def register(self) -> None:
-        """From here on SIGVTALRM ends the process, as it always would, but the main thread's stack is written first:
-        also when it stands in C and holds the interpreter's lock. Not the other threads': they run on meanwhile, and
-        who reads their frames without the lock crashes at times (one of 500 to 1,500 times with Python 3.11)."""
+        """Make SIGVTALRM write the main thread's stack before it ends the process, as it does by default.
+
+        This works even while the main thread runs C code and holds the GIL. The other threads are left out: they keep
+        running, and reading their frames without the GIL sometimes crashes (once in 500 to 1,500 times, Python 3.11).
+        """
         if hasattr(faulthandler, "register"):  # not on Windows
             faulthandler.register(signal.SIGVTALRM, file=self._descriptor, all_threads=False, chain=True)
 
@@ -39,8 +41,8 @@ class Stacks:
                 self.register()
 
     def show(self) -> None:
-        """Write the stacks of all threads, of a run that goes on: with the interpreter's lock, so they stand still."""
-        with contextlib.suppress(OSError, ValueError):  # it may be closed meanwhile
+        """Write the stacks of all threads; the run continues. Holding the GIL keeps the threads still meanwhile."""
+        with contextlib.suppress(OSError, ValueError):  # another thread may close the file meanwhile
             faulthandler.dump_traceback(self._descriptor, all_threads=True)
 
     def dump(self, header: str) -> None:
@@ -51,15 +53,18 @@ class Stacks:
             self.show()
 
     def collect(self, processes: Mapping[int, int], frozen: set[int]) -> None:
-        """From other ranks' processes of this machine, what they did not write themselves. The frozen ones end here.
+        """Make other ranks of this machine write the stacks that they have not yet written; kill the frozen ones.
 
-        processes: their ids by rank. frozen: ranks. A stopped process has to wake up to write, and its main thread may
-        not go on then (on Linux): it and those that wait for it would still train and commit checkpoints.
+        Args:
+            processes: process ids by rank.
+            frozen: ranks whose processes are stopped.
         """
         silent = {rank: pid for rank, pid in processes.items() if not self._is_written(rank)}
         for rank in silent.keys() - frozen:
             _send(silent[rank], signal.SIGUSR2)
         _wait_until(lambda: all(map(self._is_written, silent.keys() - frozen)))
+        # A stopped process must wake up to write its stack, but its main thread must not continue (on Linux): this rank
+        # and those that wait for it would go on training and commit checkpoints.
         for rank in silent.keys() & frozen:
             _send_to_main_thread(silent[rank], signal.SIGVTALRM)
             _send(silent[rank], signal.SIGCONT)
@@ -77,7 +82,7 @@ class Stacks:
         with contextlib.suppress(OSError):
             if not self._is_written(self._rank):
                 self._path(self._rank).unlink()
-            self.folder.rmdir()  # by the last rank, and only when it is empty
+            self.folder.rmdir()  # succeeds on the last rank, and only if the folder is empty
 
     @property
     def _descriptor(self) -> int:
@@ -105,7 +110,10 @@ def _send(pid: int, number: int) -> None:
 
 
 def _send_to_main_thread(pid: int, number: int) -> None:
-    """A stopped process's own signals are taken by whichever thread wakes up first, while the others go on."""
+    """Send a signal to the main thread of a stopped process.
+
+    A signal to the process is handled by whichever thread wakes up first, while the other threads continue.
+    """
     try:
         ctypes.CDLL(None).tgkill(pid, pid, number)
     except (AttributeError, OSError):  # not Linux, or glibc before 2.30

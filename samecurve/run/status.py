@@ -1,7 +1,7 @@
-"""status.json: how a run stands, and beside it the last start that was refused. This module alone reads it.
+"""status.json: the state of a run, and the last start that was refused. Only this module reads the file.
 
-`refused_start` holds `reason`, `exit_code` and `time` of a start that ended before it took the run directory over. The
-state of the run that is there stays as it was. A later start that is accepted removes the key.
+`refused_start` contains `reason`, `exit_code` and `time` of a start that ended before it took over the run directory.
+The state of the existing run stays unchanged. A later start that is accepted removes the key.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STATUS = "status.json"
 REFUSED = "refused_start"
 COUNTED = ("failing_step", "failures")
 _NOTE = "heartbeats/refused_{}.json"
-_STARTED_WITHIN_SECONDS = 120  # the hosts of a job, one after the other
+_STARTED_WITHIN_SECONDS = 120  # the hosts of a job may start this far apart
 _TYPES = {
     "state": str,
     "reason": str,
@@ -36,12 +36,12 @@ _TYPES = {
 
 
 def read_status(path: Path) -> dict:
-    """A status.json; {} where there is none. A damaged one says nothing, but its text is kept, as "damaged"."""
+    """Read a status.json; {} if there is none. Only the text of a damaged file is returned, under the key "damaged"."""
     try:
         text = path.read_text(encoding="utf-8", errors="backslashreplace")
     except FileNotFoundError:
         return {}
-    except OSError as error:  # of another user, or a folder
+    except OSError as error:  # for example another user's file, or a folder
         return {"damaged": str(error)}
     with contextlib.suppress(ValueError, RecursionError):
         status = json.loads(text)
@@ -58,16 +58,16 @@ def _is_whole(status: object) -> bool:
 
 
 def split_refused(status: dict) -> tuple[dict, dict]:
-    """(how the last session ended, the start that was refused since then); {} for what there is not.
+    """Split a status into (state of the last session, start refused since then). Either is {} if absent.
 
-    A start that was killed has left its own state around the earlier one.
+    A killed start leaves its own state, with the last session's under the key "earlier".
     """
     earlier = status.get("earlier", status)
     return {key: value for key, value in earlier.items() if key != REFUSED}, status.get(REFUSED, {})
 
 
 def with_refused(earlier: dict, reason: str, exit_code: int | None, counted: Mapping) -> dict:
-    """The status of a run beside which a start was refused. counted: see RunDirectory; how often it failed."""
+    """Add a refused start to the status of a run. counted: consecutive failures, see `failures.count_failures`."""
     return {**earlier, REFUSED: {"reason": reason, "exit_code": exit_code, "time": utc_timestamp(), **counted}}
 
 
@@ -76,7 +76,7 @@ def counted(status: Mapping) -> dict:
 
 
 def refused_text(status: dict) -> str:
-    """In words, "" where no start was refused."""
+    """Describe the refused start in words; "" if there was none."""
     refused = status.get(REFUSED)
     if not refused:
         return ""
@@ -86,10 +86,12 @@ def refused_text(status: dict) -> str:
 
 @contextlib.contextmanager
 def refusals(environ: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """Write an error of the body that names a run directory (SamecurveError.output_dir) beside the state of its run.
+    """Record an error of the body that names a run directory (SamecurveError.output_dir) in that run's status.json.
 
-    Nothing is written where no run is, nor while one is alive: the file is that process's. Another host may refuse what
-    rank 0 accepts (it has no compiler): its first rank leaves a note, which rank 0 finds when it is ended for that.
+    Nothing is written if the directory has no run, or while its run is alive and owns the file.
+
+    Another host may refuse a start that rank 0 accepts, for example because it lacks a compiler. The first rank of that
+    host then leaves a note, which rank 0 reads when it is ended for that reason.
     """
     try:
         yield
@@ -103,10 +105,14 @@ def refusals(environ: Mapping[str, str] = os.environ) -> Iterator[None]:
 
 
 def refused_elsewhere(folder: Path, since: float) -> PeerError | None:
-    """Why another host refused the start that this process is part of. since: when this process began, as time.time().
+    """Return another host's reason for refusing the start that this process is part of; None if none did.
 
-    A note is of this start if it names the same rendezvous and is not older than the hosts of one job may be apart. It
-    is taken away with the first call, so that no later start takes it for its own.
+    A note belongs to this start if it names the same rendezvous and is recent. The first call removes the notes, so that
+    no later start mistakes them for its own.
+
+    Args:
+        folder: the run directory.
+        since: when this process began, as time.time().
     """
     found = None
     for path in sorted(folder.glob(_NOTE.format("*"))):

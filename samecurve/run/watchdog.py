@@ -1,8 +1,9 @@
-"""Ends a run that does not get on: a rank died, failed, or nothing has moved for watchdog.timeout_seconds.
+"""Watchdog: ends a run if a rank died or failed, or if there was no progress for watchdog.timeout_seconds.
 
-Every process has a thread that looks at its own progress and at the heartbeats of the others (heartbeat.py). A live
-main thread may tell its own error first; after that the process ends without it, because it may wait in a collective
-that nobody joins. The stacks of its threads go to stderr until all ranks are there, then to stacks/rank_00000.txt.
+A thread in every process monitors its own progress and the heartbeats of the other ranks (heartbeat.py). A responsive
+main thread gets some time to report its own error. Then the watchdog ends the process, because the main thread may wait
+in a collective that other ranks never join. Stack traces go to stderr until all ranks have started, then to
+stacks/rank_00000.txt.
 """
 
 from __future__ import annotations
@@ -21,17 +22,21 @@ from samecurve.run.heartbeat import Beat, Heartbeats, Peer, where
 from samecurve.run.stack_dump import COLLECT_SECONDS, Stacks
 from samecurve.storage.fault_injection import fault_point
 
-# How long these take depends on the model and the data, not on the step.
+# Phases without a time limit: their duration depends on the size of model and data.
 UNLIMITED = ("start", "build")
 GRACE_SECONDS = 2.0
 LAST_RESORT_SECONDS = 30.0
 
 
 class Watchdog:
-    """As a context manager. `phase` and `progress` are called by the loop and cost nothing.
+    """Context manager that runs the watchdog thread. The training loop calls `phase` and `progress` at no cost.
 
-    limit: watchdog.timeout_seconds, 0 for none. interval: seconds between two looks.
-    end: called in the watchdog's thread; returns only when the main thread already tells an error of its own.
+    Args:
+        folder: the run directory.
+        limit: watchdog.timeout_seconds, 0 for no limit.
+        end: called in the watchdog's thread to end the process. Returns only if the main thread is already reporting an
+            error of its own.
+        interval: seconds between two checks.
     """
 
     def __init__(self, folder: Path, limit: float, end: Callable[[SamecurveError], None], interval: float = 1.0):
@@ -64,7 +69,7 @@ class Watchdog:
         self.stacks.close()
 
     def phase(self, name: str, step: int = 0) -> None:
-        """The main thread goes on to `name`. Every rank calls it alike, for the first time when all ranks are there."""
+        """Enter the phase `name`. All ranks make the same calls, the first one after all ranks have started."""
         fault_point(name)
         self._phase, self.step = name, step
         self._num_phases += 1
@@ -75,12 +80,12 @@ class Watchdog:
             self.heartbeats.start()
 
     def progress(self) -> None:
-        """Progress inside a long phase; every rank calls it alike, so that the one that lags behind can be told."""
+        """Report progress inside a long phase. All ranks make the same calls, so that a lagging rank can be named."""
         self._num_marks += 1
         self.local_progress()
 
     def local_progress(self) -> None:
-        """Progress that ranks make differently, from any thread."""
+        """Report progress that differs between ranks. May be called from any thread."""
         self._marked = time.monotonic()
 
     @property
@@ -88,15 +93,16 @@ class Watchdog:
         return where(self._phase, self.step)
 
     def cause(self, after_seconds: float = 0.0) -> PeerError | None:
-        """The failure or death of another rank that was seen at least so long ago; of several, what explains most.
+        """Return the failure or death of another rank seen at least `after_seconds` ago; None if there is none.
 
-        Not of one that this rank's watchdog gave up and ends: see `wait_if_ending`.
+        Of several, the most likely cause is returned. Ranks that this watchdog has given up and is ending do not count,
+        see `wait_if_ending`.
         """
         found = [peer for peer in self._peers() if peer.ended and peer.beat.rank not in self._given_up]
         ended = [peer for peer in found if time.monotonic() - peer.ended >= after_seconds]
         if not ended:
             return None
-        # a rank that failed says what another's death did to it, or something of its own
+        # A reported failure comes first: it describes an error of its own or the effect of another rank's death.
         first = min(ended, key=lambda peer: (peer.died, peer.beat.time)).beat
         if first.state == "failed":
             return PeerError(first.reason, first.exit_code)
@@ -106,20 +112,20 @@ class Watchdog:
         )
 
     def wait_if_ending(self) -> None:
-        """Returns at once, unless this rank gave others up: then the watchdog ends the process, and says why."""
+        """Wait for the watchdog to end the process with its message, if it has given up other ranks; else return."""
         end = time.monotonic() + 3 * COLLECT_SECONDS
         while self._given_up and time.monotonic() < end:
             time.sleep(0.05)
 
     def is_reporter(self) -> bool:
-        """Whether this is the lowest rank that can still tell why the run ends."""
+        """Whether this is the lowest rank that can still report why the run ends."""
         if self.rank == 0 or not self._num_phases:
             return self.rank == 0
         reported = any(peer.beat.rank == 0 and peer.beat.state in ("failed", "finished") for peer in self._peers())
         return not reported and all(peer.beat.rank > self.rank for peer in self._live())
 
     def replaces_rank_0(self) -> bool:
-        """Whether this rank has to write status.json: it reports, and rank 0 was here and died or does not move."""
+        """Whether this rank must write status.json: it is the reporter, and rank 0 had started but died or is stuck."""
         return self.rank > 0 and 0 in self.heartbeats.peers and self.is_reporter()
 
     def _peers(self) -> list[Peer]:
@@ -148,13 +154,13 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._closed.wait(self._interval):
             now = time.monotonic()
-            if now - self._polled > max(2.0, 5 * self._interval):  # all of the process slept: a laptop, SIGSTOP
+            if now - self._polled > max(2.0, 5 * self._interval):  # the whole process was suspended: a laptop, SIGSTOP
                 self._marked = now
                 self.heartbeats.restart()
             self._polled = now
             self.heartbeats.wide = self.rank == 0 or self._may_be_stuck_soon(now)
             if self.cause(GRACE_SECONDS):
-                self.heartbeats.look()  # it may have said in the meantime that it is through
+                self.heartbeats.look()  # the rank may have reported in the meantime that it finished
             error = self.cause(GRACE_SECONDS) or self._hang()
             if error and not self._closed.is_set():
                 self._end(error)
@@ -167,7 +173,7 @@ class Watchdog:
         self.heartbeats.wide = True
         self.stacks.dump(f"rank {self.rank} (pid {os.getpid()}) on {self._host}: {self.where}")
         self.heartbeats.write("hanging")
-        if self._closed.wait(GRACE_SECONDS):  # the others see it too, write their stacks and show where they are
+        if self._closed.wait(GRACE_SECONDS):  # the other ranks notice, write their stacks and report their phases
             timer.cancel()
             return None
         self.heartbeats.look()
@@ -178,19 +184,22 @@ class Watchdog:
         return HangError(f"{limit}: {text}; the stacks of all ranks are in {self.stacks.folder}")
 
     def _stuck(self) -> bool:
-        """Where the work itself has no limit, a stopped rank is seen all the same: its heart no longer beats."""
+        """Whether this rank is stuck. In phases without a limit, only another rank's missing heartbeat counts."""
         now = time.monotonic()
         if self._phase in UNLIMITED:
             return self._can_judge() and any(now - peer.changed > self._limit for peer in self._running())
         return now - self._marked > self._limit and not self._another_gets_on()
 
     def _may_be_stuck_soon(self, now: float) -> bool:
-        """Then it matters whether a rank of another host gets on."""
+        """Whether the limit is near, so that the progress of ranks on other hosts must be known."""
         soon = self._limit - 3 * self.heartbeats.every
         return bool(self._limit) and self._phase not in UNLIMITED and now - self._marked > soon
 
     def _another_gets_on(self) -> bool:
-        """This rank may wait for one that is slow: at a large file, for example. In a collective all stand still."""
+        """Whether this rank may just be waiting for a slow one, for example at a large file.
+
+        In a blocked collective no rank makes progress.
+        """
         return any(peer.beat.idle_seconds < self._limit / 2 for peer in self._live())
 
     def _another_hangs(self) -> bool:
@@ -205,7 +214,7 @@ class Watchdog:
         return time.monotonic() - self.heartbeats.looked <= self._stale
 
     def _judge(self, frozen: Sequence[Peer]) -> str:
-        """Whose fault it is, as far as can be seen from here."""
+        """Describe the cause of the hang, as far as this rank can see it."""
         if not self._can_judge():
             return (
                 f"rank {self.rank} is in {self.where}, and the storage of {self.stacks.folder.parent} does not answer"
@@ -226,17 +235,19 @@ class Watchdog:
         return f"{who} in {self.where}"
 
     def _collect(self, frozen: set[int]) -> None:
-        """On each machine the lowest rank does it."""
-        self._given_up = frozen  # woken for its stacks, a stopped process beats once more
+        """Collect the stacks of this machine's ranks; done by the lowest rank of the machine that is not frozen."""
+        self._given_up = frozen  # remembered, because a stopped process that is woken for its stacks beats once more
         local = [peer for peer in self._running() if self.heartbeats.is_local(peer.beat)]
         if not any(peer.beat.rank < self.rank and peer.beat.rank not in frozen for peer in local):
             self.stacks.collect({peer.beat.rank: peer.beat.pid for peer in local}, frozen)
 
 
 def last_resort(code: int, report: Callable[[], None] = lambda: None) -> threading.Timer:
-    """The process ends soon, even when neither the storage nor stderr take a word.
+    """Start a timer that ends the process after LAST_RESORT_SECONDS, even if storage and stderr both hang.
 
-    report: called before, in a thread.
+    Args:
+        code: the exit code.
+        report: called before the end, in a thread of its own and for GRACE_SECONDS at most.
     """
 
     def end() -> None:

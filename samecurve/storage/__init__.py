@@ -1,1 +1,1 @@
-"""Files on disk: atomic writes, JSON lines, caches, locks, fault points. Imports nothing but errors."""
+"""Files on disk: atomic writes, JSON lines, caches, locks, fault injection. Imports only samecurve.errors."""

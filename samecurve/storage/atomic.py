@@ -1,4 +1,4 @@
-"""Small files that are whole or not there, and errors of writing that say where and why."""
+"""Atomic writes of small files, and storage errors that name the path and the reason."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def storage_errors(path: Path) -> Iterator[None]:
 
 
 def write_json(path: Path, content: dict) -> None:
-    """Whole or not at all: a reader never sees half a file, a full disk leaves the old one."""
+    """Write a JSON file atomically: readers never see a partial file, and a full disk leaves the old one intact."""
     write_text(path, json.dumps(json_values(content), indent=2, allow_nan=False) + "\n")
 
 
@@ -42,7 +42,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def json_values(value: Any) -> Any:
-    """JSON's types only: floats that are not finite become None, paths strings, NumPy's scalars Python's."""
+    """Convert a value to JSON types: non-finite floats become None, paths strings, NumPy scalars Python numbers."""
     if isinstance(value, dict):
         return {str(key): json_values(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

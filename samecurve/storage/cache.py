@@ -1,4 +1,4 @@
-"""Things made once and found again by their content: a directory that exists is complete."""
+"""Content-addressed cache: each entry is a directory that is built once and, if it exists, is complete."""
 
 from __future__ import annotations
 
@@ -17,26 +17,30 @@ _POLL_SECONDS = 0.2
 
 
 def cache_folder(cache_dir: str | None) -> Path:
-    """Where the cache lies: the recipe's `data.cache_dir`, else $SAMECURVE_CACHE, else ~/.cache/samecurve."""
+    """Return the cache folder: the recipe's `data.cache_dir`, else $SAMECURVE_CACHE, else ~/.cache/samecurve."""
     return Path(cache_dir or os.environ.get("SAMECURVE_CACHE") or "~/.cache/samecurve").expanduser()
 
 
 def digest(*parts: object) -> str:
-    """32 hexadecimal digits of the SHA-256 over the parts as JSON."""
+    """Hash the parts, as JSON: the first 32 hexadecimal digits of the SHA-256."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def is_main_process() -> bool:
-    """Whether this process speaks for the job, by the launcher's environment: there is no process group yet."""
+    """Whether this is rank 0 according to the launcher's environment. Works before there is a process group."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def build_once(target: Path, build: Callable[[Path], None]) -> Path:
-    """`target`, which `build(temporary directory)` fills if it is not there yet.
+    """Return `target`; if it does not exist, `build(temporary directory)` fills it first.
 
-    One process per machine builds (LOCAL_RANK 0), the others wait for the finished directory. No collective is used:
-    the process group's time-out would end a long build. If the builder dies, its launcher ends the processes that
-    wait. Errors: StorageError when the cache cannot be written; whatever `build` raises.
+    One process per machine builds (LOCAL_RANK 0), the others wait for the finished directory. No collective is used,
+    because the process group's timeout would end a long build. If the builder dies, its launcher ends the waiting
+    processes.
+
+    Raises:
+        StorageError: the cache cannot be written.
+        Exception: any error of `build`.
     """
     if target.is_dir():
         return target
@@ -62,7 +66,7 @@ def _build_and_rename(target: Path, build: Callable[[Path], None]) -> None:
         try:
             temporary.rename(target)
         except OSError:
-            # On a file system that several machines share, another one may have been first, with the same content.
+            # On a shared file system, another machine may have finished first, with the same content.
             if not target.is_dir():
                 raise
     finally:

@@ -1,10 +1,10 @@
-"""Failures on purpose, for tests/faults. Without the variable SAMECURVE_FAULTS nothing happens here.
+"""Fault injection for tests/faults. Does nothing unless the variable SAMECURVE_FAULTS is set.
 
     SAMECURVE_FAULTS="save.write@2:1:kill,step@7/0:0:hang"   phase[@occurrence][/restart]:rank:action, ...
 
-A phase is a place in the code that calls `fault_point`; `occurrence` counts this process's visits from 1 (default:
-1) and "*" means every visit. With `restart`, only the processes that torchrun started the so-manieth time, from 0,
-fail.
+phase: a place in the code that calls `fault_point`.
+occurrence: counts this process's visits of the phase, from 1 (the default); "*" means every visit.
+restart: only processes of torchrun's restart with this number fail; 0 is the first start.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _signal(number: int) -> Callable[[], None]:
 
 
 def _hang() -> None:
-    """What a deadlock looks like from outside: the process lives, this thread does nothing."""
+    """Simulate a deadlock: the process stays alive and this thread does nothing."""
     while True:
         time.sleep(1)
 
@@ -60,7 +60,10 @@ ACTIONS: Mapping[str, Callable[[], None]] = {
 
 
 class Injector:
-    """plan: SAMECURVE_FAULTS' text. Raises ValueError for text that it cannot read: a test that injects nothing."""
+    """Triggers the faults of this rank. plan: the text of SAMECURVE_FAULTS.
+
+    Raises ValueError for a plan that cannot be parsed: otherwise a test would inject nothing and pass.
+    """
 
     def __init__(self, plan: str, rank: int, restart: str = "0"):
         faults = map(parse_fault, filter(None, plan.split(",")))
@@ -87,7 +90,7 @@ _injector: Injector | None = None
 
 
 def fault_point(phase: str) -> None:
-    """Fail here, if SAMECURVE_FAULTS says so for this process."""
+    """Mark a place that can fail: trigger the fault that SAMECURVE_FAULTS plans here for this process, if any."""
     global _injector
     if "SAMECURVE_FAULTS" not in os.environ:
         return

@@ -1,4 +1,4 @@
-"""One live run per directory, whatever started it and however it ends."""
+"""Folder lock: at most one live run per directory, independent of how runs are started and end."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from samecurve.errors import ConfigurationError
 
 try:
     import fcntl
-except ImportError:  # Windows: no lock, everything else works
+except ImportError:  # on Windows there is no lock; everything else works
     fcntl = None
 
 NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 POLL_SECONDS = 1.0
-# On NFSv4 a dead host's lock lives until the server ends its lease: 90 s on Linux (nfsd4_lease, fs/nfsd/nfs4state.c).
+# On NFSv4 a dead host's lock lasts until the server's lease expires: 90 s on Linux (nfsd4_lease, fs/nfsd/nfs4state.c).
 DEAD_HOST_SECONDS = 120.0
 
 
 def lock_folder(path: Path, patience_seconds: float = 0.0) -> IO:
-    """An open file with an exclusive lock, which the kernel releases when the process ends, however it ends.
+    """Lock a folder and return the open lock file. The kernel releases the lock however the process ends.
 
-    Raises ConfigurationError where another process holds it, and still does after `patience_seconds`.
+    Raises ConfigurationError if another process still has the lock after `patience_seconds`.
     """
     stream = open(path / ".lock", "a")
     if fcntl is None:
@@ -44,7 +44,7 @@ def lock_folder(path: Path, patience_seconds: float = 0.0) -> IO:
 
 
 def _taken(stream: IO, deadline: float) -> bool:
-    """Raises BlockingIOError where another process holds the lock and the deadline is over."""
+    """Try to take the lock. Raises BlockingIOError if another process has it and the deadline has passed."""
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""What the commit protocol asks of a disk, so that a test can put a disk that fails in its place."""
+"""File system operations of the commit protocol, as an interface so that tests can substitute a failing disk."""
 
 from __future__ import annotations
 
@@ -19,43 +19,43 @@ class WritableFile(Protocol):
 
 
 class FileSystem(Protocol):
-    """Every operation may raise OSError. Nothing is durable, i.e. survives a power cut, before it is synced."""
+    """File system interface. Every operation may raise OSError. Nothing survives a power cut before it is synced."""
 
     def folders(self, folder: Path) -> list[str]:
-        """Names of the folders in it; [] when it is not there."""
+        """List the names of the subfolders; [] if the folder does not exist."""
 
     def exists(self, path: Path) -> bool: ...
 
     def size(self, path: Path) -> int:
-        """Of a file, in bytes."""
+        """Return the size of a file in bytes."""
 
     def read(self, path: Path) -> Iterator[bytes]:
-        """A file's content in pieces."""
+        """Read a file in pieces."""
 
     def create(self, path: Path) -> AbstractContextManager[WritableFile]:
-        """An empty file, open for writing."""
+        """Create an empty file and open it for writing."""
 
     def sync(self, file: Any) -> None:
-        """Make an open file's content durable; not its name."""
+        """Make an open file's content durable, but not its name."""
 
     def sync_folder(self, folder: Path) -> None:
-        """Make durable which names the folder holds: files created, renamed and removed in it."""
+        """Make a folder's entries durable: names of files created, renamed or removed in it."""
 
     def make_folder(self, path: Path) -> None: ...
 
     def rename(self, old: Path, new: Path) -> None:
-        """Atomic. `new` is in the same folder and does not exist."""
+        """Rename atomically. `new` must be in the same folder and must not exist."""
 
     def remove_folder(self, path: Path) -> None:
-        """With everything in it; not atomic."""
+        """Remove a folder with everything in it; not atomic."""
 
     def free_bytes(self, folder: Path) -> int: ...
 
 
 class LocalFileSystem:
-    """`FileSystem` over `os`: a local disk or a mounted one (NFS, Lustre, ...).
+    """`FileSystem` implemented with `os`, for a local or mounted disk (NFS, Lustre, ...).
 
-    busy: called between pieces, files and syncs, which says that long work gets on.
+    busy: called between pieces, files and syncs, to report progress of long operations.
     """
 
     def __init__(self, busy: Callable[[], None] = lambda: None):
@@ -76,7 +76,7 @@ class LocalFileSystem:
         return True
 
     def size(self, path: Path) -> int:
-        # Not os.stat: NFS answers it from a cache; opening asks the server ("close-to-open consistency", nfs(5)).
+        # Not os.stat: NFS may answer it from a cache. open() asks the server ("close-to-open consistency", nfs(5)).
         with open(path, "rb") as file:
             return os.fstat(file.fileno()).st_size
 
@@ -95,14 +95,14 @@ class LocalFileSystem:
         self._busy()
 
     def sync_folder(self, folder: Path) -> None:
-        if os.name == "nt":  # no handle of a folder can be flushed there
+        if os.name == "nt":  # Windows cannot flush a handle of a folder
             return
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         except OSError as error:
-            # Some network file systems cannot sync folders and say so with these; PostgreSQL ignores the same two
-            # (fsync_fname_ext in src/backend/storage/file/fd.c).
+            # Some network file systems cannot sync folders and report one of these errors; PostgreSQL ignores the same
+            # two (fsync_fname_ext in src/backend/storage/file/fd.c).
             if error.errno not in (errno.EBADF, errno.EINVAL):
                 raise
         finally:
@@ -122,7 +122,10 @@ class LocalFileSystem:
         shutil.rmtree(path)
 
     def move_folder(self, old: Path, into: Path) -> None:
-        """Into a folder that may be on another disk, where it is copied; a kill leaves it whole in one of both."""
+        """Move a folder into another one, by copying if that is on another disk.
+
+        After a kill at any time, at least one of the two places has the whole folder.
+        """
 
         def copy(source: str, target: str) -> None:
             with self.create(Path(target)) as file:

@@ -1,4 +1,4 @@
-"""Files of one JSON object per line and step, which a full disk, a kill and a session that goes on do not tear."""
+"""JSON lines files with one object per step, which stay intact despite a full disk, a kill or a resumed session."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from samecurve.storage.atomic import json_values, storage_errors, write_text
 
 
 class JsonlFile:
-    """metrics.jsonl and its like, for the one process that writes them: its loop appends, and who saves syncs."""
+    """A JSON lines file such as metrics.jsonl, written by a single process.
+
+    The training loop appends, the checkpoint thread syncs.
+    """
 
     def __init__(self, path: Path):
         self.path = path
@@ -21,9 +24,9 @@ class JsonlFile:
         self._lock = threading.Lock()
 
     def append(self, record: dict) -> None:
-        """What is not finite is written as null: NaN is not JSON.
+        """Append one line. Non-finite numbers become null, because NaN is not JSON.
 
-        A line that the disk does not take is no reason to end the run: it is kept, and goes with the next one.
+        A failed write does not end the run: the line is kept in memory and written with the next one.
         """
         line = json.dumps(json_values(record), allow_nan=False) + "\n"
         with self._lock, contextlib.suppress(StorageError):
@@ -31,7 +34,7 @@ class JsonlFile:
             self._write()
 
     def sync(self) -> None:
-        """What was appended survives a power cut from here on. Raises StorageError."""
+        """Sync the file, so that all appended lines survive a power cut. Raises StorageError."""
         with self._lock:
             self._write()
         if self.path.exists():
@@ -39,9 +42,13 @@ class JsonlFile:
                 os.fsync(stream.fileno())
 
     def truncate(self, step: int, target: Path, record: dict | None = None) -> int:
-        """Lines up to `step` stay, whole and each once. Returns how many others went to the folder `target`.
+        """Keep the complete lines up to `step` and move all others to the folder `target`.
 
-        record: added where it is the one that is missing.
+        Args:
+            record: the line of `step`; appended if it is the only missing one.
+
+        Returns:
+            The number of lines moved.
         """
         lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
         kept = [line for line in lines if 0 <= _step(line) <= step]
@@ -55,7 +62,7 @@ class JsonlFile:
         return len(others)
 
     def _write(self) -> None:
-        """All lines that wait, or none."""
+        """Write all pending lines or none."""
         if not self._unwritten:
             return
         size = self.path.stat().st_size if self.path.exists() else 0
@@ -70,13 +77,13 @@ class JsonlFile:
 
 
 def read_lines(path: Path) -> list[dict]:
-    """One dict per line. A line that a killed process wrote half of is left out."""
+    """Read one dict per line. Incomplete lines, left by a killed process, are skipped."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return [json.loads(line) for line in lines if _step(line) >= 0]
 
 
 def _step(line: str) -> int:
-    """-1 for half a line."""
+    """Return the step of a line, -1 for an incomplete one."""
     try:
         return json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):

@@ -1,1 +1,1 @@
-"""`python -m samecurve bench COMMAND`: one module per command. What they do is in samecurve/bench."""
+"""Commands of `python -m samecurve bench`: one module per command. The benchmarks are in samecurve/bench."""

@@ -1,7 +1,8 @@
-"""Time and bandwidth of what processes send each other, over message sizes, by gloo or NCCL.
+"""Measure time and bandwidth of collectives by message size, with gloo or NCCL.
 
-Started plainly it starts processes on this machine; `torchrun ... -m samecurve bench collectives` measures those of
-torchrun, on as many machines as there are. So do `accelerate launch ... -m` and `deepspeed --no_local_rank --module`.
+Without a launcher, the command starts processes on this machine. `torchrun ... -m samecurve bench collectives` measures
+torchrun's processes, on any number of machines. `accelerate launch ... -m` works too, as does
+`deepspeed --no_local_rank --module`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def run(arguments: argparse.Namespace) -> Work:
 
 
 def bytes_of(option: str, text: str) -> int:
-    """64MiB, 64M, 1024. Raises ConfigurationError."""
+    """Parse a size such as 64MiB, 64M or 1024. Raises ConfigurationError."""
     found = re.fullmatch(r"(\d+)\s*([A-Za-z]*)", text.strip())
     if not found or found[2].upper() not in UNITS or int(found[1]) == 0:
         raise ConfigurationError(f"{option}: found {text}, a size such as 1KiB or 64MiB is needed")

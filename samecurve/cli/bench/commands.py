@@ -1,4 +1,4 @@
-"""python -m samecurve bench COMMAND: how fast this machine is, and a recipe on it."""
+"""Subcommands of `python -m samecurve bench`: speed of this machine, and of a recipe on it."""
 
 COMMANDS = {
     "matmul": "the ceiling of this device: squares, a recipe's layers, copies",

@@ -1,4 +1,4 @@
-"""Rows per second of a recipe's data by the number of workers (data.num_workers), and how many are enough."""
+"""Measure rows per second of a recipe's data by number of workers (data.num_workers), and how many are enough."""
 
 from __future__ import annotations
 
@@ -34,5 +34,5 @@ def run(arguments: argparse.Namespace) -> Work:
     for option, found in (("data_parallel_size", size), ("processes_per_host", processes)):
         if found < 1:
             raise ConfigurationError(f"--{option}: found {found}, a number above 0 is needed")
-    recipe.batch.accumulation_steps(size)  # raises where the batch does not divide
+    recipe.batch.accumulation_steps(size)  # raises if the batch is not divisible
     return Work("samecurve.bench.dataloader", (arguments, recipe))

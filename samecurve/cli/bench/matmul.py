@@ -1,4 +1,4 @@
-"""The ceiling of this device: matrix multiplications per precision, of squares and of a recipe's layers, and copies."""
+"""Measure the peak of this device: multiplication of squares and of a recipe's layers by precision, and copies."""
 
 from __future__ import annotations
 

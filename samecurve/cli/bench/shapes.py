@@ -1,4 +1,4 @@
-"""The best width near a wanted one: the inner width of a SwiGLU layer, or a vocabulary and what pads it."""
+"""Find the fastest width near a wanted one: the inner width of a SwiGLU layer, or a padded vocabulary size."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from samecurve.bench import printing
 from samecurve.cli.commands import Work
 from samecurve.errors import ConfigurationError
 
-PRECISIONS = "fp32", "tf32", "bf16", "fp16"  # timing.DTYPES, which torch is needed for
+PRECISIONS = "fp32", "tf32", "bf16", "fp16"  # the keys of timing.DTYPES, whose import would need torch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

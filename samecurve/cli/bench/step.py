@@ -1,8 +1,8 @@
-"""A recipe's step with each lever on and off: the same short job again and again, each in processes of its own.
+"""Measure a recipe's step with each lever on and off, by repeating the same short job in separate processes.
 
-Every round runs the recipe as it stands and each variant once, so what else the machine does meets all of them alike.
-A lever is a recipe key that changes how a step is computed: attention, recomputation, compilation, the optimizer. What
-else it changes is seen in the loss. A variant of one's own may also name keys of the strategy's files, such as
+Every round runs the unchanged recipe and each variant once, so that other load on the machine affects all of them
+alike. A lever is a recipe key that changes how a step is computed: attention, recomputation, compilation, the
+optimizer. Side effects show in the loss. --variant may also set keys of the strategy's files, such as
 fsdp_config.fsdp_reshard_after_forward=false or zero_optimization.stage3_prefetch_bucket_size=0.
 """
 
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> Work:
     repository_root()
     if arguments.rounds < 1 or not 0 <= arguments.warm_up < arguments.steps:
         raise ConfigurationError("--rounds has to be above 0, and --warm_up below --steps")
-    # of a large model the export takes longer than the steps that are timed
+    # For a large model the export takes longer than the measured steps.
     settings = jobs.shortened(arguments.recipe, arguments.overrides, arguments.steps, **{"export.enabled": "false"})
     (job,) = jobs.jobs([Path(arguments.strategy).stem], arguments.num_processes or jobs.default_processes())
     found = _variants(recipes.load_recipe(arguments.recipe, settings), arguments.levers)
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> Work:
 
 
 def _variants(recipe: Recipe, given: str | None) -> list[levers.Variant]:
-    """given: --levers. Raises ConfigurationError for a key that was asked for and is none."""
+    """List the variants for --levers. Raises ConfigurationError for a key that is not a lever."""
     if given in (None, "none"):
         return levers.variants(recipe, levers.LEVERS if given is None else ())
     keys = given.split(",")

@@ -1,1 +1,1 @@
-"""Where the time of a few steps goes: PyTorch's profiler around them, and what its traces say."""
+"""Profiling of a few training steps with PyTorch's profiler, and analysis of its traces."""

@@ -1,7 +1,7 @@
-"""The collective operations in a trace: how many, how many bytes each call hands over, and how long they take.
+"""Collective operations in a profiler trace: number of calls, bytes per call, and duration.
 
-Every one is an operator c10d::..., whatever the backend. Its record has the sizes of its tensors and, but for lists of
-tensors, their types; a list's types are those in the record of what the backend did with it.
+Every collective is an operator c10d::..., for all backends. Its event has the shapes of its tensors and, except for
+lists of tensors, their types. The types of a list are in the event of the backend's own operation.
 """
 
 from __future__ import annotations
@@ -22,17 +22,20 @@ _BYTES = {
     **dict.fromkeys(("unsigned char", "signed char", "bool", "byte", "char"), 1),
 }
 _MICROSECONDS = 1e-6
-# NCCL's kernels: ncclDevKernel_AllReduce_Sum_f32_RING_LL. Sending and receiving are one.
+# NCCL's kernels, for example ncclDevKernel_AllReduce_Sum_f32_RING_LL. Send and receive share one kernel.
 _KERNEL = re.compile(r"^ncclDev\w*?Kernel_([A-Za-z]+)")
-_USUAL_BYTES = 4  # of a type that the trace does not tell: gradients are reduced in fp32
+_USUAL_BYTES = 4  # for a type that is not in the trace: gradients are reduced in fp32
 
 
 @dataclass(frozen=True)
 class Collective:
-    """num_bytes: of all calls, of this rank; of each the larger one of what goes in and what comes out.
+    """All calls of one collective on this rank.
 
-    seconds: of all calls, those at the same time too: on a device of the kernels, which wait for the other ranks; on a
-    CPU from the call to the end of the transfer.
+    Attributes:
+        calls: number of calls.
+        num_bytes: sum over the calls of the larger of input and output size.
+        seconds: sum over the calls, overlapping ones included. On a GPU the time of the kernels, which includes waiting
+            for other ranks; on a CPU the time from the call to the end of the transfer.
     """
 
     name: str
@@ -42,7 +45,7 @@ class Collective:
 
 
 def collectives(events: Iterable[dict]) -> list[Collective]:
-    """By name, the largest first. events: complete ones ("ph": "X")."""
+    """Sum up the collectives by name, most bytes first. events: complete events of a trace ("ph": "X")."""
     events = sorted(events, key=lambda event: float(event["ts"]))
     types = _types_of_lists(events)
     calls = [event for event in events if event.get("cat") == "cpu_op" and event["name"].startswith(_PREFIX)]
@@ -55,7 +58,7 @@ def collectives(events: Iterable[dict]) -> list[Collective]:
 
 
 def _plain(name: str) -> str:
-    """c10d::_allgather_base_ -> all_gather."""
+    """Normalize an operator's name: c10d::_allgather_base_ -> all_gather."""
     name = name.removeprefix(_PREFIX).strip("_")
     for form in _FORMS:
         name = name.removesuffix(form)
@@ -63,7 +66,7 @@ def _plain(name: str) -> str:
 
 
 def _of_kernels(events: Sequence[dict], send_recv: str) -> dict[str, float]:
-    """Seconds by plain name. send_recv: the name for kernels that do both."""
+    """Sum the seconds of NCCL kernels by collective. send_recv: the name for kernels that send and receive."""
     seconds: dict[str, float] = defaultdict(float)
     for event in events:
         kernel = _KERNEL.match(event["name"]) if event.get("cat") == "kernel" else None
@@ -74,8 +77,11 @@ def _of_kernels(events: Sequence[dict], send_recv: str) -> dict[str, float]:
 
 
 def _of_transfers(events: Sequence[dict], calls: Sequence[dict]) -> dict[str, float]:
-    """Gloo makes each call one transfer, in their order, on a thread that the call waits for or not. By another name:
-    its reduce-scatter is an all-reduce."""
+    """Sum the seconds of Gloo transfers by collective.
+
+    Gloo makes one transfer per call, in the same order, on another thread, synchronously or not. Names do not match:
+    its reduce-scatter is an all-reduce.
+    """
     transfers = deque(event for event in events if event["name"].startswith("gloo:"))
     seconds: dict[str, float] = defaultdict(float)
     for call in calls:
@@ -107,7 +113,7 @@ def _is_tensor(shape: Sequence, name: str) -> bool:
 
 
 def _types_of_lists(events: Sequence[dict]) -> dict[str, list[str]]:
-    """The element types of lists of tensors of these shapes, in the order in which they were handed over."""
+    """Map the shapes of each list of tensors to its element types, in call order."""
     types: dict[str, list[str]] = defaultdict(list)
     for event in events:
         arguments = event.get("args", {})

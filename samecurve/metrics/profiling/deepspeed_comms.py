@@ -1,7 +1,8 @@
-"""DeepSpeed's own log of collectives, which a strategy's JSON turns on (`comms_logger`).
+"""DeepSpeed's own log of collectives, enabled by a strategy's JSON (`comms_logger`).
 
-On a GPU it waits for the device at each one, so its times are those of collectives that nothing is computed beside, and
-what else is recorded meanwhile is slower for it. On a CPU a collective that nobody waits for yet is only handed over.
+On a GPU the log waits for the device at each collective. Its times are thus those of collectives without overlapping
+computation, and everything else recorded meanwhile becomes slower. On a CPU, the time of an asynchronous collective is
+only that of its launch.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Logged:
-    """Calls of one name and size on this rank, in the order of both. num_bytes: of one call."""
+    """Calls of one collective with one size on this rank. num_bytes: of one call. seconds: of all calls."""
 
     name: str
     num_bytes: int
@@ -23,7 +24,7 @@ class Logged:
 
 
 def begin() -> None:
-    """What was logged before is no longer of interest."""
+    """Clear DeepSpeed's log."""
     if "deepspeed" in sys.modules:
         from deepspeed.comm import comm
 
@@ -33,7 +34,7 @@ def begin() -> None:
 
 
 def logged() -> list[Logged]:
-    """Since `begin`. Empty where the log is off."""
+    """Return the calls since `begin`, sorted by name and size; empty if the log is off."""
     if "deepspeed" not in sys.modules:
         return []
     from deepspeed.comm import comm
@@ -43,10 +44,12 @@ def logged() -> list[Logged]:
 
 
 def _by_size(name: str, found: dict[int, list], adds_up: bool) -> Iterator[Logged]:
-    """found: for each size what DeepSpeed noted, calls and their milliseconds first.
+    """Convert DeepSpeed's entries of one collective.
 
-    adds_up: whether that is what all calls of that name took until then, not what the one took. So it is in DeepSpeed
-    0.19.8, whose `timed_op` never resets the name's timer; in order they are apart by what each took.
+    Args:
+        found: by size, DeepSpeed's entry: number of calls, their milliseconds, ...
+        adds_up: whether the milliseconds are cumulative over all calls of the name. In DeepSpeed 0.19.8 they are,
+            because `timed_op` never resets the name's timer. Sorted, consecutive values differ by one call's time.
     """
     seconds: dict[int, float] = defaultdict(float)
     before = 0.0

@@ -1,4 +1,4 @@
-"""Which operator is what kind of work: the table by which a profile shares out the time."""
+"""Classification of operators and kernels by kind of work, for the time breakdown of a profile."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Work:
-    """kind: of KINDS. claims: what runs inside counts as the same, whatever it is."""
+    """Classification of an operator. kind: a key of KINDS. claims: operators called inside count as the same kind."""
 
     kind: str
     claims: bool = False
 
 
-# The first match counts. What computes attention or the loss by itself claims its matrix multiplications and copies;
-# eager attention is made of plain operators, so there only the softmax can be told from the rest of the model.
+# The first match counts. Fused attention and loss operators claim their matrix multiplications and copies. Eager
+# attention consists of plain operators, of which only the softmax can be told from the rest of the model.
 _OPERATORS = (
     (rf"^{DATA_WAIT}$", Work("data_wait", claims=True)),
     (rf"^{LOSS}$", Work("loss", claims=True)),
@@ -52,7 +52,7 @@ _OPERATORS = (
     (r"^(CompiledFunction|Torch-Compiled Region|## Call CompiledFxGraph)", Work("elementwise")),
 )
 
-# Kernels whose operator the trace does not name (Triton's, another library's), by what their authors call them.
+# Kernels without an operator in the trace (from Triton or another library), matched by kernel name.
 _KERNELS = (
     (r"(?i)nccl|rccl", Work("communication")),
     (r"(?i)flash|fmha|attention|attn", Work("attention")),
@@ -61,31 +61,31 @@ _KERNELS = (
     (r"(?i)gemm|cutlass|cublas|xmma|nvjet|matmul|_mm_", Work("matmul")),
     (r"(?i)memcpy|memset|copy|cast|catarray|index|gather|embedding", Work("copies")),
 )
-# What the compiler fuses has the names of its operators, and a whole graph for a caller.
+# Kernels fused by torch.compile contain the names of their operators; the caller is a whole graph.
 _COMPILED_LOSS = re.compile(r"^triton_.*(cross_entropy|log_softmax|nll_loss)")
-# An operator on its own line of work: anything with a namespace but autograd's nodes, which only call others.
+# Operators that compute: all names with a namespace, except autograd's nodes, which only call others.
 _COMPUTES = re.compile(r"^(?!autograd::|torch::autograd::)\w+::")
 
 
 @lru_cache(maxsize=4096)
 def listed(name: str) -> Work | None:
-    """What the table says of an operator or range of the CPU's part of a trace."""
+    """Look up an operator or range of the CPU part of a trace; None if the table has no entry."""
     return next((work for pattern, work in _OPERATORS if re.search(pattern, name)), None)
 
 
 @lru_cache(maxsize=4096)
 def computes(name: str) -> bool:
-    """Whether time in it is work at all, of the kind `elementwise` unless it is listed or inside of what is."""
+    """Whether an operator computes. Its kind is then `elementwise`, unless it or an operator around it is listed."""
     return bool(_COMPUTES.search(name))
 
 
 @lru_cache(maxsize=4096)
 def is_compiled_loss(kernel: str) -> bool:
-    """Whether a kernel of the compiler takes the loss, or its gradient; its caller does not tell."""
+    """Whether a compiled kernel computes the loss or its gradient, which its caller does not show."""
     return bool(_COMPILED_LOSS.search(kernel))
 
 
 @lru_cache(maxsize=4096)
 def of_kernel(name: str) -> Work:
-    """What a device's kernel does by its name alone."""
+    """Classify a GPU kernel by its name alone."""
     return next((work for pattern, work in _KERNELS if re.search(pattern, name)), Work("elementwise"))

@@ -1,4 +1,4 @@
-"""Records the steps that profile.steps asks for."""
+"""Recording of the steps selected by profile.steps."""
 
 from __future__ import annotations
 
@@ -25,10 +25,14 @@ _MOST_ALLOCATIONS = 200_000
 
 @dataclass(frozen=True)
 class ProfilerHooks:
-    """What a recording has to do with besides the steps.
+    """Connections of the profiler to the rest of the run.
 
-    log: a line for the user. progress: called because writing a trace may take long. restart_clock: recording is not a
-    step's time. held: what this rank holds now (Engine.held_bytes).
+    Attributes:
+        folder: where traces and summaries are written.
+        log: prints a line for the user.
+        progress: reports progress, because writing a trace may take long.
+        restart_clock: excludes the time spent on recording from the step time.
+        held: returns the memory that this rank uses now (Engine.held_bytes).
     """
 
     folder: Path
@@ -40,10 +44,10 @@ class ProfilerHooks:
 
 
 class Profiler:
-    """A trace and a summary of the steps `settings.steps`, which are 1-based, both included.
+    """Writes a trace and a summary of `settings.steps`: (first, last), 1-based, inclusive.
 
-    Made before the first batch is asked for; `after` is called at the end of each step. Where nothing is to be recorded
-    (any more) on this rank, both do nothing. done: the steps that an earlier session made.
+    Create it before the first batch is requested and call `after` at the end of each step. Both do nothing if this rank
+    has nothing (more) to record. done: the number of steps that earlier sessions completed.
     """
 
     def __init__(self, settings: Profile, done: int, around: ProfilerHooks):
@@ -78,7 +82,7 @@ class Profiler:
             self._recording = self._profiler(step)
             self._recording.start()
             if torch.cuda.is_available():
-                # not C++'s stacks, too: taking them would lengthen the steps that are recorded
+                # without C++ stacks: capturing them would slow down the recorded steps
                 torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MOST_ALLOCATIONS)
         if self._recording is not None:
             if step == self._first:
@@ -86,15 +90,14 @@ class Profiler:
             self._around.restart_clock()
 
     def _profiler(self, step: int) -> profile:
-        """With the types and sizes of what operators read, and what they allocate. Not with Python's stacks, which
-        would take a large part of the time that is measured."""
+        # Without Python stacks (with_stack), which would take a large part of the measured time.
         profiler = profile(schedule=self._action, on_trace_ready=self._write, record_shapes=True, profile_memory=True)
-        # it counts from 0 otherwise, and the ranges in the trace would not have the run's own numbers
+        # The profiler counts from 0 by default; the ranges in the trace should have the run's step numbers.
         profiler.step_num, profiler.current_action = step, self._action(step)
         return profiler
 
     def _action(self, step: int) -> ProfilerAction:
-        """The step before the first warms the device's tracing up, where there is one."""
+        """Choose the profiler's action for a step. The step before the first one, if any, warms up device tracing."""
         if not self._first <= step <= self._last:
             return ProfilerAction.WARMUP if step == self._first - 1 else ProfilerAction.NONE
         return ProfilerAction.RECORD_AND_SAVE if step == self._last else ProfilerAction.RECORD
@@ -105,15 +108,15 @@ class Profiler:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 found = self._trace(profiler)
             self._summarise(found)
-        except Exception as error:  # no reason to end a run, whatever the profiler wrote
+        except Exception as error:  # a failed profile must not end the run
             text = error if isinstance(error, StorageError) else f"{type(error).__name__}: {error}"
             self._around.log(f"profile.steps: {text}; the profile is not whole")
-        finally:  # or it would be recorded until the run ends
+        finally:  # otherwise memory history would be recorded until the run ends
             if torch.cuda.is_available():
                 torch.cuda.memory._record_memory_history(enabled=None)
 
     def _trace(self, profiler: profile) -> Path:
-        # the suffix by which TensorBoard's profiler plugin knows its files; Perfetto and chrome://tracing take any
+        # TensorBoard's profiler plugin requires this suffix; Perfetto and chrome://tracing accept any name.
         path = self._folder / f"{self._name}.pt.trace.json.gz"
         self._around.progress()
         profiler.export_chrome_trace(str(path))

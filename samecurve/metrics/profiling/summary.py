@@ -1,4 +1,4 @@
-"""What a profile found, as text of one page, as JSON, and in two lines."""
+"""Summary of a profile: as a page of text, as JSON, and as two lines for the console."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MEMORY = {
 
 
 def summary_values(found: Breakdown, held: Held, rank: int, logged: Sequence[Logged] = ()) -> dict:
-    """For other programs: the page's numbers. Seconds and calls are of all recorded steps together."""
+    """Return the numbers of the page for other programs. Seconds and calls are totals over all recorded steps."""
     return {
         "steps": list(found.steps),
         "rank": rank,
@@ -42,7 +42,7 @@ def summary_values(found: Breakdown, held: Held, rank: int, logged: Sequence[Log
 
 
 def summary_lines(found: Breakdown) -> Iterator[str]:
-    """For the screen."""
+    """Yield the lines for the console."""
     shares = sorted(found.shares.items(), key=lambda item: -item[1])
     listed = ", ".join(f"{kind.replace('_', ' ')} {share:.0%}" for kind, share in shares if share >= 0.005)
     yield f"profile of {_steps(found)}: {listed}"
@@ -60,10 +60,10 @@ def render_summary(found: Breakdown, held: Held, rank: int, logged: Sequence[Log
 
 
 def memory(found: Breakdown, held: Held) -> dict[str, int]:
-    """Bytes by category: held, and what else was allocated at once in the recorded steps.
+    """Return bytes by category: persistent memory, and the peak of additional allocations in the recorded steps.
 
-    At a step's start there are no activations, and of the gradients only what stays between steps. So the most that was
-    allocated above it are these and the other gradients.
+    At the start of a step there are no activations, and only those gradients that stay between steps. The peak above
+    that level therefore consists of activations and the remaining gradients.
     """
     above = found.allocated_bytes.get("device" if found.on_device else "cpu", 0)
     return {
@@ -129,7 +129,7 @@ def _top(found: Breakdown) -> Iterator[str]:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """The first column to the left, the others to the right."""
+    """Format rows as a table: the first column is left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         others = (text.rjust(width) for text, width in zip(row[1:], widths[1:], strict=True))

@@ -1,9 +1,9 @@
-"""A trace of PyTorch's profiler (Chrome's trace event format) -> the seconds of each kind of work.
+"""Time breakdown of a PyTorch profiler trace (Chrome's trace event format): seconds by kind of work.
 
-Where the trace has kernels of a device, these are the work, each of the kind of the operator that launched it. On a
-CPU it is the operators of the thread that trains: every instant belongs to the innermost one. An instant without work
-belongs to communication where some is under way, else to waiting for data, else to nobody, so the kinds add up to the
-whole and communication counts only as far as nothing is computed beside it.
+If the trace has device kernels, these are the work; each has the kind of the operator that launched it. On a CPU, the
+work is the operators of the training thread, and every instant belongs to the innermost operator. An instant without
+work counts as communication if any is in progress, else as waiting for data, else as idle. The kinds therefore add up
+to the total time, and communication counts only where computation does not overlap it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from samecurve.metrics.profiling.op_kinds import KINDS, Work, computes, is_compi
 MICROSECONDS = 1e-6
 STEP = "ProfilerStep#"
 _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
-# what moves the bytes, beside the training thread: the process group's own ranges, and its kernels
+# Transfers outside the training thread: the process group's own ranges.
 _TRANSFERS = ("gloo:", "mpi:", "ucc:", "xccl:")
 
 
 class Span(NamedTuple):
-    """Microseconds of the trace's clock."""
+    """A time range of one kind of work, in microseconds of the trace's clock."""
 
     start: float
     end: float
@@ -38,7 +38,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Operator:
-    """seconds: without the operators that it calls. kind: that of most of its time."""
+    """All calls of one operator. seconds: excluding the operators that it calls. kind: that of most of its time."""
 
     name: str
     kind: str
@@ -48,10 +48,16 @@ class Operator:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """What one rank did in the recorded steps; all numbers are of these steps together.
+    """Time breakdown of one rank; all numbers are totals over the recorded steps.
 
-    seconds: by kind, every name of KINDS; they add up to `total_seconds`. communication_seconds: also while something
-    was computed. allocated_bytes: the most that PyTorch held above what it held at the start, by "cpu" and "device".
+    Attributes:
+        steps: the recorded steps.
+        on_device: whether the work is that of GPU kernels.
+        seconds: by kind, with every key of KINDS; they add up to `total_seconds`.
+        communication_seconds: includes communication that overlaps computation.
+        operators: the longest first.
+        collectives: those with the most bytes first.
+        allocated_bytes: peak of PyTorch's allocations above the level at the start, for "cpu" and "device".
     """
 
     steps: tuple[int, ...]
@@ -70,13 +76,16 @@ class Breakdown:
 
 
 def read_trace(path: Path) -> list[dict]:
-    """The events of a trace that was written as gzipped JSON."""
+    """Read the events of a trace stored as gzipped JSON."""
     with gzip.open(path, "rt", encoding="utf-8") as stream:
         return json.load(stream)["traceEvents"]
 
 
 def breakdown(events: Sequence[dict]) -> Breakdown:
-    """events: of one rank, with a range `ProfilerStep#N` for every step. ValueError without one."""
+    """Compute the breakdown of one rank's events.
+
+    Raises ValueError if there is no range `ProfilerStep#N`, which each recorded step must have.
+    """
     whole = [event for event in events if event.get("ph") == "X" and "dur" in event]
     steps = [event for event in whole if event["name"].startswith(STEP) and event.get("cat") == "user_annotation"]
     if not steps:
@@ -121,7 +130,7 @@ def _transfers(event: dict) -> bool:
 
 
 def _by_thread(events: Iterable[dict]) -> dict[tuple, list[dict]]:
-    """Each thread's events with the caller before the called."""
+    """Group the events by thread, callers before callees."""
     threads = defaultdict(list)
     for event in events:
         threads[_thread(event)].append(event)
@@ -131,9 +140,9 @@ def _by_thread(events: Iterable[dict]) -> dict[tuple, list[dict]]:
 
 
 def _innermost(events: list[dict]) -> Iterator[Span]:
-    """One thread's time, cut where the innermost operator changes; what is no work is left out.
+    """Split one thread's time where the innermost operator changes; time without work is left out.
 
-    Each event gets the key `work` (a Work or None), which is what kernels that it launched are.
+    Each event gets the key `work` (a Work or None), the classification of the kernels that it launched.
     """
     stack: list[dict] = []
     cursor = 0.0
@@ -168,7 +177,7 @@ def _work(event: dict, outer: Work | None) -> Work | None:
 
 
 def _launched(kernels: list[dict], threads: dict[tuple, list[dict]]) -> list[Span]:
-    """The device's work. An operator and the kernels that it launched have the same External id."""
+    """List the device's work. An operator and the kernels that it launched share an External id."""
     operators = {e["args"].get("External id"): e for found in threads.values() for e in found if e["cat"] == "cpu_op"}
     spans = []
     for kernel in kernels:
@@ -183,7 +192,7 @@ def _launched(kernels: list[dict], threads: dict[tuple, list[dict]]) -> list[Spa
 
 
 def _shared(start: float, end: float, *layers: Iterable[Span]) -> dict[str, float]:
-    """Seconds by kind between start and end. Where spans of several layers overlap, the first layer's count."""
+    """Sum the seconds by kind between start and end. Where spans of several layers overlap, the first layer counts."""
     changes = [(start, 0, "", 0), (end, 0, "", 0)]
     for layer, spans in enumerate(layers):
         for span in spans:
@@ -202,12 +211,12 @@ def _shared(start: float, end: float, *layers: Iterable[Span]) -> dict[str, floa
 
 
 def _operators(work: Iterable[Span], called: Iterable[dict]) -> list[Operator]:
-    """The longest first."""
+    """Sum the spans by operator, the longest first."""
     seconds: dict[str, Counter] = defaultdict(Counter)
     for span in work:
         seconds[span.name][span.kind] += (span.end - span.start) * MICROSECONDS
     calls = Counter(event["name"] for event in called)
-    if not calls.keys() & seconds.keys():  # kernels: named by the operator that launched them
+    if not calls.keys() & seconds.keys():  # kernel spans are named after the operators that launched them
         calls = Counter(span.name for span in work)
     found = [
         Operator(name, kinds.most_common(1)[0][0], calls[name], sum(kinds.values())) for name, kinds in seconds.items()
