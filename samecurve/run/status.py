@@ -107,8 +107,8 @@ def refusals(environ: Mapping[str, str] = os.environ) -> Iterator[None]:
 def refused_elsewhere(folder: Path, since: float) -> PeerError | None:
     """Return another host's reason for refusing the start that this process is part of; None if none did.
 
-    A note belongs to this start if it names the same rendezvous and is recent. The first call removes the notes, so that
-    no later start mistakes them for its own.
+    A note belongs to this start if it names the same rendezvous and is recent. The first call removes the notes, so
+    that no later start mistakes them for its own.
 
     Args:
         folder: the run directory.
