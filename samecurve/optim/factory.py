@@ -161,7 +161,7 @@ def empty_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, names
     state = {name: torch.zeros_like(parameter) for name in names}
     if "exp_avg_sq" not in state:
         return state
-    if type(optimizer).__name__ == "DeepSpeedCPUAdam":  # it counts in an int
+    if type(optimizer).__name__ == "DeepSpeedCPUAdam":  # its step counter is an int
         return {"step": 0, **state}
     # the fused kernel needs the counter on the weight's device, the others on the CPU
     device = parameter.device if optimizer.defaults.get("fused") else "cpu"
