@@ -1,12 +1,12 @@
-"""Train a recipe under a strategy. This file holds the only training loop.
+"""Train a recipe under a strategy: the entry point and the only training loop.
 
     accelerate launch --config_file configs/STRATEGY.yaml --num_processes N train.py recipes/quickstart.yaml
     torchrun --nproc_per_node N train.py recipes/quickstart.yaml --strategy configs/STRATEGY.yaml
     python train.py recipes/quickstart.yaml
 
-A recipe says what is trained, a strategy how it is spread over devices; the loss curve depends on the recipe alone.
-The unit of the loop is one optimizer step, and the loop never asks which strategy it runs under. A run that was ended
-goes on when it is started again, also under another strategy or with another number of processes.
+A recipe defines the training run; a strategy defines how the run is distributed over devices. The loss curve depends
+on the recipe alone. The unit of the loop is one optimizer step, and the loop never checks the strategy. Running the
+same command again resumes an interrupted run, also under another strategy or with another number of processes.
 """
 
 import os
@@ -19,7 +19,7 @@ from samecurve.strategy import preflight
 
 
 def main() -> None:
-    # every mistake in the recipe, the strategy and the command line is told here, before torch is loaded
+    # reports every error in the recipe, the strategy and the command line, before torch is imported
     with status.refusals():
         plan = preflight.plan(sys.argv[1:], os.environ)
     recipe = plan.recipe
@@ -28,11 +28,11 @@ def main() -> None:
     is_main = os.environ.get("RANK", "0") == "0"
     run = RunDirectory(recipe.output_dir, is_main, reads, plan.resume, plan.fresh)
     with lifecycle.supervised(run, plan.strategy.launcher, recipe.watchdog.timeout_seconds) as watch:
-        from samecurve.engines import factory  # loads torch: seconds
+        from samecurve.engines import factory  # imports torch, which takes seconds
 
         accelerator = factory.start(plan)
 
-        from samecurve.training.session import Session  # loads transformers, once all ranks are there
+        from samecurve.training.session import Session  # imports transformers, once all ranks have connected
 
         session = Session(plan, accelerator, run, watch)
         train(session)
@@ -41,11 +41,11 @@ def main() -> None:
 
 
 def train(session) -> None:
-    from samecurve.checkpoint.manager import TrainProgress  # torch is loaded by now
+    from samecurve.checkpoint.manager import TrainProgress  # torch is imported by now
 
     recipe, engine, batches = session.recipe, session.engine, session.batches
     meter, guard, checkpoints = session.meter, session.guard, session.checkpoints
-    updates = session.start.updates  # a skipped step does not move the schedule on
+    updates = session.start.updates  # a skipped step does not advance the learning rate schedule
     with session.progress as progress, session.watch.deferred(), session.saving(), session.garbage as garbage:
         meter.start()
         profiler = session.profiler()

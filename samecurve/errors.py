@@ -1,13 +1,13 @@
-"""Errors by blame. Each class has the exit code that the process ends with, so a job script can branch on it.
+"""Exceptions by cause. Each class has the exit code of the process, so that a job script can branch on the code.
 
 Launchers turn a worker's exit code into 1; `status.json` in the run directory keeps the real one.
 """
 
 
 class SamecurveError(Exception):
-    """An error with a known cause; its message says what to do and is printed without a traceback.
+    """Base class for errors with a known cause; the message says what to do and is printed without a traceback.
 
-    output_dir: of the run that cannot start, where that is known before its RunDirectory is made.
+    `output_dir` is the output directory of a run that cannot start, if known before its RunDirectory exists.
     """
 
     exit_code = 1
@@ -15,53 +15,53 @@ class SamecurveError(Exception):
 
 
 class ConfigurationError(SamecurveError):
-    """The recipe, the strategy's files or the command line; the message holds every problem found."""
+    """Invalid recipe, strategy file or command line; the message lists every problem found."""
 
     exit_code = 2
 
 
 class DataError(SamecurveError):
-    """The training data or the tokenizer."""
+    """Unusable training data or tokenizer."""
 
     exit_code = 3
 
 
 class CheckpointError(SamecurveError):
-    """A checkpoint that cannot be used."""
+    """Unusable checkpoint."""
 
     exit_code = 4
 
 
 class NumericError(SamecurveError):
-    """A loss or gradient that is not finite; the weights are those of the last good step."""
+    """Non-finite loss or gradient; the weights are those of the last good step."""
 
     exit_code = 5
 
 
 class TopologyError(SamecurveError):
-    """The world or the strategy asked for is not the one that runs."""
+    """Difference between the requested and the live world size or strategy."""
 
     exit_code = 6
 
 
 class StorageError(SamecurveError):
-    """A file could not be written."""
+    """Failure to write a file."""
 
     exit_code = 7
 
 
 class RepeatedFailureError(SamecurveError):
-    """The same step failed again after every automatic restart."""
+    """Failure of the same step after every automatic restart."""
 
 
 class Preempted(SamecurveError):
-    """The run was told to stop, saved a checkpoint and can go on from it: not a failure."""
+    """Stop on request after a checkpoint was saved, from which the run can resume; not a failure."""
 
     exit_code = 75  # EX_TEMPFAIL of sysexits.h: try again
 
 
 class NothingToDo(SamecurveError):
-    """The run is done already, and all that it left is still there: not a failure."""
+    """The run has already completed, and its outputs still exist; not a failure."""
 
     exit_code = 0
 
@@ -73,9 +73,9 @@ class HangError(SamecurveError):
 
 
 class PeerError(SamecurveError):
-    """Another rank ended, so this one cannot go on; the code is that rank's, where it is known.
+    """Another rank exited, so this rank cannot continue; the exit code is that rank's if known.
 
-    is_reporter: True on the lowest surviving rank, which prints the message and waits for no other rank.
+    `is_reporter` is True on the lowest surviving rank, which prints the message and waits for no other rank.
     """
 
     is_reporter = False

@@ -1,4 +1,4 @@
-"""How one optimizer step runs under each strategy. Strategy words stop here.
+"""Engines: one optimizer step under each strategy. No code outside this package depends on the strategy.
 
-May import interfaces and what is below it, never tasks.
+May import interfaces and the packages below it, never tasks.
 """

@@ -1,4 +1,4 @@
-"""One Accelerator per process, whatever started it."""
+"""Creation of the Accelerator, identical under every launcher."""
 
 from __future__ import annotations
 
@@ -32,14 +32,19 @@ from samecurve.strategy.deepspeed_config import resolve_auto
 if TYPE_CHECKING:
     from samecurve.strategy.plan import Plan
 
-# Kept until the process is gone. DDP's Reducer would else be the last to let go of its group: its destructor joins
-# gloo's threads while it holds the interpreter's lock, for which they may be waiting (torch 2.13: a rank that had done
-# all its work then hung for ever, in one of twenty runs on busy cores).
+# Process groups stay referenced until the process exits. Otherwise DDP's Reducer may drop the last reference: the
+# group's destructor then joins gloo's threads while it holds the GIL, which they may be waiting for (torch 2.13: a rank
+# that had finished its work hung forever, in one of twenty runs on busy cores).
 _WORLDS: list[dist.ProcessGroup] = []
 
 
 def start(plan: Plan) -> Accelerator:
-    """Raises TopologyError when Accelerate made another world than the plan's, and what check_device does."""
+    """Create the Accelerator that the plan's strategy needs.
+
+    Raises:
+        TopologyError: Accelerate's world size or distributed type differs from the plan's.
+        ConfigurationError: the device does not support the recipe's fp8 or Liger kernels.
+    """
     strategy, recipe = plan.strategy, plan.recipe
     launch_env.adopt(strategy)
     if strategy.family != "single":
@@ -50,7 +55,7 @@ def start(plan: Plan) -> Accelerator:
     if cpu_bridge.needed() or any(part.startswith("optimizer:") for part in strategy.offload):
         torch.set_num_threads(_threads())
     if strategy.family in ("zero", "pipeline"):
-        # DeepSpeed 0.19 calls what torch 2.13 has renamed, on every rank
+        # DeepSpeed 0.19 calls functions that torch 2.13 has renamed, and would warn on every rank
         names = "all_gather_into_tensor|reduce_scatter_tensor"
         warnings.filterwarnings("ignore", rf"`torch\.distributed\.({names})` is deprecated", FutureWarning)
     accelerator = Accelerator(
@@ -58,7 +63,7 @@ def start(plan: Plan) -> Accelerator:
         gradient_accumulation_plugin=GradientAccumulationPlugin(_accumulation(plan), sync_with_dataloader=False),
         kwargs_handlers=[
             InitProcessGroupKwargs(backend=cpu_bridge.backend(strategy)),
-            DistributedDataParallelKwargs(gradient_as_bucket_view=True),  # or DDP would hold each gradient twice
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),  # otherwise DDP stores each gradient twice
         ],
         log_with="tensorboard",
         project_config=ProjectConfiguration(project_dir=recipe.output_dir, logging_dir=recipe.output_dir),
@@ -66,7 +71,7 @@ def start(plan: Plan) -> Accelerator:
     )
     if dist.is_initialized():
         _WORLDS.append(dist.group.WORLD)
-    set_seed(recipe.seed, device_specific=True)  # of dropout only; weights and rows have generators of their own
+    set_seed(recipe.seed, device_specific=True)  # for dropout only; weights and rows have their own generators
     if cpu_bridge.needed():
         cpu_bridge.adjust(accelerator, recipe.precision)
         cpu_bridge.check(accelerator, strategy)
@@ -82,17 +87,18 @@ def start(plan: Plan) -> Accelerator:
 
 
 def _accumulation(plan: Plan) -> int:
-    """The loop hands over a whole step's micro-batches, so Accelerate has nothing to count; DeepSpeed's number, where
-    there is one, is told to it because it compares the two and warns."""
     if plan.strategy.family != "zero":
-        return 1
+        return 1  # the loop passes all micro-batches of a step at once, so Accelerate has nothing to count
+    # Accelerate compares its number with DeepSpeed's and warns if they differ
     return plan.recipe.batch.accumulation_steps(plan.strategy.data_parallel_size)
 
 
 def _threads(environ: Mapping[str, str] = os.environ) -> int:
-    """What the user says, or this process's share of the cores. Where the user says nothing torchrun says 1, on which a
-    CPU update of Adam starves."""
-    told = environ.get("OMP_NUM_THREADS", "").split(",")[0]  # nested regions have numbers of their own
+    """Number of CPU threads: the user's OMP_NUM_THREADS, or this process's share of the cores.
+
+    torchrun sets OMP_NUM_THREADS to 1 if the user has not set it; one thread is too slow for Adam's update on the CPU.
+    """
+    told = environ.get("OMP_NUM_THREADS", "").split(",")[0]  # further numbers are for nested parallel regions
     of_torchrun = told == "1" and "TORCHELASTIC_RUN_ID" in environ
     if told.isdecimal() and int(told) > 0 and not of_torchrun:
         return int(told)
@@ -106,7 +112,7 @@ def _plugins(plan: Plan) -> dict:
     if strategy.family != "fsdp":
         return {}
     plugin = FullyShardedDataParallelPlugin(mixed_precision_policy=_fsdp_policy(plan))
-    # Accelerate 1.15 refuses it for FSDP2 when the plugin is made; fsdp.py does what it says
+    # set after construction: Accelerate 1.15 rejects the option for FSDP2 in the constructor; fsdp.py implements it
     plugin.forward_prefetch = _fsdp_key(plan, "fsdp_forward_prefetch", False)
     plugins: dict = {"fsdp_plugin": plugin}
     if strategy.replicate_size > 1:
@@ -117,11 +123,11 @@ def _plugins(plan: Plan) -> dict:
 
 
 def _fsdp_policy(plan: Plan):
-    """Compute in the recipe's precision, but reduce gradients in fp32, unless the strategy's file says bf16;
-    Accelerate's own policy would reduce in bf16.
+    """Compute in the recipe's precision, but reduce gradients in fp32 unless the strategy's file requests bf16.
 
-    Outputs keep their precision: the loss is taken in fp32 from logits (cross_entropy.py), and one output dtype for
-    every layer would hand fp32 activations to bf16 weights when they are recomputed.
+    Accelerate's own policy would reduce in bf16. Outputs keep their dtype: the loss is computed in fp32 from the logits
+    (cross_entropy.py), and one output dtype for all layers would pass fp32 activations to bf16 weights during
+    recomputation.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 

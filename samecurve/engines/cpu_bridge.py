@@ -1,8 +1,8 @@
-"""The CPU bridge: the real strategies over gloo where there is no accelerator.
+"""The CPU bridge: the real strategies over gloo on machines without an accelerator.
 
-Left alone, Accelerate on a CPU turns FSDP into separate single-process runs and ignores fp16, without a word. What is
-done about it touches private state of Accelerate 1.15 and DeepSpeed 0.19, so all of it is here, and `check` asserts
-what came out.
+By default, Accelerate on a CPU silently turns FSDP into separate single-process runs and ignores fp16. The workarounds
+touch private state of Accelerate 1.15 and DeepSpeed 0.19, so all of them are in this file, and `check` verifies the
+result.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ _EXPECTED = {
 
 
 def needed() -> bool:
-    """Whether this process has no accelerator and rehearses on the CPU."""
+    """Whether this process has no GPU and trains on the CPU."""
     return not torch.cuda.is_available()
 
 
 def backend(strategy: Strategy) -> str | None:
-    """The process group's backend; None leaves it to Accelerate."""
+    """Backend of the process group; None leaves the choice to Accelerate."""
     return "gloo" if needed() and strategy.family != "single" else None
 
 
 def prepare(strategy: Strategy) -> None:
-    """Before `Accelerator(...)`: gloo processes of the kind that Accelerate builds the strategy on."""
-    os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")  # else Apple's GPU, which lacks float64
-    os.environ.pop("ACCELERATE_CPU_AFFINITY", None)  # binds to a GPU's node; without one Accelerate 1.15 fails in it
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns on every rank that it found nothing better
+    """Set up gloo and the distributed type that Accelerate expects for the strategy. Call before `Accelerator(...)`."""
+    os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")  # otherwise Apple's GPU, which lacks float64
+    os.environ.pop("ACCELERATE_CPU_AFFINITY", None)  # binds to a GPU's NUMA node; Accelerate 1.15 fails without a GPU
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed warns on every rank that it found no GPU
     if strategy.deepspeed is not None:
         _leave_out_shared_memory()
     if strategy.family in _KINDS:
@@ -54,21 +54,24 @@ def prepare(strategy: Strategy) -> None:
 
 
 def _leave_out_shared_memory() -> None:
-    """DeepSpeed compiles an all-reduce over shared memory at its first start on a CPU: minutes, and a C++ compiler, for
-    nothing that gloo does not do. It also takes two containers that share /dev/shm for one machine."""
+    """Disable DeepSpeed's all-reduce over shared memory; gloo does the same.
+
+    DeepSpeed compiles the all-reduce at its first start on a CPU, which takes minutes and needs a C++ compiler. The
+    all-reduce also mistakes two containers that share /dev/shm for one machine.
+    """
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def adjust(accelerator: Accelerator, precision: str) -> None:
-    """After `Accelerator(...)`: fp16 autocast, which Accelerate leaves off on a CPU and trains in fp32 instead."""
+    """Enable fp16 autocast, which Accelerate disables on a CPU to train in fp32. Call after `Accelerator(...)`."""
     if precision == "fp16" and accelerator.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU):
         accelerator.native_amp = True
 
 
 def check(accelerator: Accelerator, strategy: Strategy) -> None:
-    """Raises TopologyError when Accelerate made something else of the bridge than the strategy."""
+    """Raise TopologyError if Accelerate set up a distributed type or backend other than the strategy's."""
     expected, found = _EXPECTED[strategy.family], accelerator.distributed_type
     backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else None
     if found != expected or (backend != "gloo" and strategy.family != "single"):

@@ -1,4 +1,4 @@
-"""What a live DeepSpeed engine is asked, by ZeRO and by the pipeline alike."""
+"""Queries to a live DeepSpeed engine, shared by the ZeRO and pipeline engines."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 
 def precision(engine: deepspeed.DeepSpeedEngine) -> str:
-    """One of fp32, bf16 and fp16."""
+    """Report the compute precision: fp32, bf16 or fp16."""
     if engine.bfloat16_enabled():
         return "bf16"
     return "fp16" if engine.fp16_enabled() else "fp32"
 
 
 def numbers(engine: deepspeed.DeepSpeedEngine) -> dict:
-    """The fields of an EngineDescription that DeepSpeed knows."""
+    """Collect the fields of EngineDescription that DeepSpeed reports."""
     return {
         "optimizer": type(engine.optimizer).__name__,
         "precision": precision(engine),
@@ -31,7 +31,7 @@ def numbers(engine: deepspeed.DeepSpeedEngine) -> dict:
 
 
 def may_rescale(engine: deepspeed.DeepSpeedEngine) -> bool:
-    """fp16: an overflow that a smaller loss scale may cure. DeepSpeed skips the step and lowers the scale."""
+    """Whether a smaller fp16 loss scale may cure an overflow: DeepSpeed then skips the step and lowers the scale."""
     if not engine.fp16_enabled():
         return False
     scaler = engine.optimizer.loss_scaler
@@ -39,10 +39,10 @@ def may_rescale(engine: deepspeed.DeepSpeedEngine) -> bool:
 
 
 def skip_at_smallest_scale(engine: deepspeed.DeepSpeedEngine) -> None:
-    """An overflow at fp16's smallest loss scale skips the step, like any other.
+    """Make an overflow at fp16's smallest loss scale skip the step, like any other overflow.
 
-    DeepSpeed would raise a bare Exception there, before it has discarded the step's gradients (runtime/fp16/
-    loss_scaler.py in 0.19.8).
+    By default DeepSpeed raises a bare Exception there, before it has discarded the step's gradients
+    (runtime/fp16/loss_scaler.py in 0.19.8).
     """
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     if getattr(scaler, "dynamic", False):
@@ -53,7 +53,7 @@ _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def loss_scale_state(engine: deepspeed.DeepSpeedEngine) -> dict:
-    """The dynamic loss scale in LossScale's words and, to go on exactly, in DeepSpeed's; {} without one."""
+    """Read the dynamic loss scale in LossScale's format and, for an exact resume, in DeepSpeed's; {} without one."""
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     if not engine.fp16_enabled() or not getattr(scaler, "dynamic", False):
         return {}
@@ -63,7 +63,7 @@ def loss_scale_state(engine: deepspeed.DeepSpeedEngine) -> dict:
 
 
 def set_loss_scale(engine: deepspeed.DeepSpeedEngine, values: dict) -> None:
-    """values: `loss_scale_state`'s, of any strategy."""
+    """Restore a loss scale from `loss_scale_state` of any strategy's engine."""
     if not values or not loss_scale_state(engine):
         return
     scaler = engine.optimizer.loss_scaler

@@ -1,4 +1,4 @@
-"""A trained model in one process, for what needs no optimizer."""
+"""Evaluation of a trained model in one process, without an optimizer."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ if TYPE_CHECKING:
 
 
 class EvaluationEngine:
-    """`evaluate` and `features` of an fp32 model on the device at hand, computed in the recipe's precision.
+    """Engine that only evaluates: `evaluate` and `features` for fp32 weights, computed in the recipe's precision.
 
-    The forward pass is the training engines' own, so both give the same numbers. Raises ConfigurationError for fp16
-    without a GPU, which Accelerate would ignore.
+    Uses the GPU if there is one. The forward pass is shared with the training engines, so both give the same numbers.
+
+    Raises:
+        ConfigurationError: precision is fp16 and there is no GPU; Accelerate would ignore fp16.
     """
 
     shard = (0, 1)
@@ -38,12 +40,12 @@ class EvaluationEngine:
         if cpu_bridge.needed():
             if precision == "fp16":
                 raise ConfigurationError("precision: fp16 needs a GPU; compute in another one: --precision fp32")
-            os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")  # else Apple's GPU, which lacks float64
+            os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")  # otherwise Apple's GPU, which lacks float64
         self.accelerator = Accelerator(mixed_precision="no" if precision == "fp32" else precision)
-        # As in training. With a cache transformers builds no mask that keeps packed documents apart: an eval_loss of
-        # 4.60 came out as 4.69.
+        # As in training. With a KV cache, transformers builds no mask that separates packed documents: an eval_loss of
+        # 4.60 became 4.69.
         model.config.use_cache = False
-        alone = getattr(model, "get_base_model", lambda: model)()  # without the wrapper that peft puts around it
+        alone = getattr(model, "get_base_model", lambda: model)()  # without peft's wrapper
         skeleton = build(type(alone), alone.config, torch.device("meta"))
         loss_implementation = install_loss(alone, skeleton, task, recipe)
         prepared = self.accelerator.prepare_model(model, evaluation_mode=True)
@@ -55,8 +57,10 @@ class EvaluationEngine:
 
 
 class InitialModel:
-    """For Task.prepare: the model with the weights that its run began with, built lazily; what it is asked may be in
-    the cache. recipe: without an adapter, as the skeleton."""
+    """The model with the run's initial weights, as an engine for Task.prepare.
+
+    Built lazily; the task's cache may make the model unnecessary. Neither `recipe` nor `skeleton` has an adapter.
+    """
 
     shard = (0, 1)
 

@@ -1,4 +1,4 @@
-"""From a plan to processes and an engine. The one place that chooses an engine by the strategy."""
+"""Choice and construction of the engine for a plan's strategy; the only place that maps a strategy to an engine."""
 
 from __future__ import annotations
 
@@ -25,9 +25,15 @@ __all__ = ["allocator", "build", "core_advice", "device_name", "start"]
 
 
 def build(accelerator: Accelerator, plan: Plan, skeleton: PreTrainedModel, task: Task) -> Engine:
-    """The strategy's engine around the architecture `skeleton`, weights filled in and checked against the plan."""
+    """Build the strategy's engine for the architecture `skeleton`, load the weights and verify the engine.
+
+    Raises:
+        TopologyError: the live engine differs from the plan (see `verify`).
+        StorageError: an NVMe folder is too small for the offloaded state (see check_room).
+        ConfigurationError: the strategy cannot train this model.
+    """
     check_room(plan.strategy, sum(parameter.numel() for parameter in skeleton.parameters()))
-    # DeepSpeed takes seconds to import, and what does not use it runs without it
+    # DeepSpeed takes seconds to import and need not be installed for the other strategies
     if plan.strategy.family == "pipeline":
         from samecurve.engines.pipeline import PipelineEngine
 
@@ -43,17 +49,17 @@ def build(accelerator: Accelerator, plan: Plan, skeleton: PreTrainedModel, task:
 
 
 def device_name(accelerator: Accelerator) -> str:
-    """The kind of device that this process trains on, as its maker calls it."""
+    """Name of this process's device: the vendor's product name for a GPU, else the device type."""
     return torch.cuda.get_device_name() if accelerator.device.type == "cuda" else accelerator.device.type
 
 
 def allocator(accelerator: Accelerator) -> str:
-    """How PyTorch allocates this process's device memory, as its environment says; "" on a CPU."""
+    """Settings of PyTorch's device memory allocator from the environment; "" on a CPU."""
     return allocator_settings() if accelerator.device.type == "cuda" else ""
 
 
 def core_advice(accelerator: Accelerator, strategy: Strategy, world: ControlGroup) -> str:
-    """A line for the user where processes of one host are in each other's way, "" otherwise. Collective."""
+    """Advice to print if processes on one host compete for CPU cores, "" otherwise. Collective."""
     on_gpu = accelerator.device.type == "cuda"
     return affinity_advice(
         world.all_gather_object(read_cpu_binding(torch.get_num_threads())), strategy.launcher, on_gpu

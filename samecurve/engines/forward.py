@@ -1,4 +1,4 @@
-"""Micro-batches through a model that Accelerate prepared: to losses, sums and features, over all ranks."""
+"""Forward passes of a prepared model: losses, statistics and features of micro-batches over all ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class Forward:
-    """loss_implementation: see `install_loss`. teacher: of a task that learns from one."""
+    """Forward pass of the torch, ZeRO and evaluation engines.
+
+    Attributes:
+        model: as prepared by Accelerate.
+        loss_implementation: full, chunked or liger, see `install_loss`.
+        teacher: the frozen model of a distillation task, else None.
+    """
 
     accelerator: Accelerator
     model: nn.Module
@@ -42,25 +48,28 @@ class Forward:
         return self.accelerator.process_index, self.accelerator.num_processes
 
     def loss(self, batch: MicroBatch, context: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """The loss and the sums of Task.step_loss over a micro-batch. context: more targets, see `with_contexts`."""
+        """Compute Task.step_loss (loss and statistics) of a micro-batch.
+
+        `context` holds the further targets of a cross-batch loss, see `with_contexts`.
+        """
         if self.loss_implementation != "full":
             return self.sums(self.task.loss, batch), torch.zeros(0, device=self.accelerator.device)
         logits, targets = self.logits(batch)
         return self.task.step_loss(logits, **targets, **context)
 
     def sums(self, measure: Callable[..., Tensor], batch: MicroBatch) -> Tensor:
-        """measure: (logits, **targets) -> sums over them."""
+        """Compute the sums that `measure(logits, **targets)` returns for a micro-batch."""
         if self.loss_implementation == "full":
             logits, targets = self.logits(batch)
             return measure(logits, **targets)
-        positions = trained_positions(batch.labels)  # on the CPU, where nobody waits for the answer
+        positions = trained_positions(batch.labels)  # on the CPU, which avoids a device synchronization
         if positions is not None:
             positions = positions.to(self.accelerator.device, non_blocking=True)
         batch, targets = self._on_device(batch)
         return self.model(**batch.inputs, sums=TokenSums(measure, targets, positions))
 
     def logits(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """With what the task's functions are called with beside them."""
+        """Compute the logits (Task.outputs) of a micro-batch and return them with its targets on the device."""
         batch, targets = self._on_device(batch)
         return self.task.outputs(self.model(**batch.inputs)), targets
 
@@ -74,7 +83,10 @@ class Forward:
     def with_contexts(
         self, micro_batches: Sequence[MicroBatch]
     ) -> Iterator[tuple[MicroBatch, dict[str, Tensor], bool]]:
-        """Each micro-batch, what its rows' losses have to know of the step's other rows, whether it is the last one."""
+        """Yield (micro-batch, context, whether it is the last one).
+
+        The context holds per-row targets that depend on the step's other rows (GradCache, see Task); {} for most tasks.
+        """
         contexts: list[dict[str, Tensor]] = [{}] * len(micro_batches)
         if self.task.context is not None:
             with rng_state.rehearsed(self.accelerator.device):
@@ -103,16 +115,16 @@ class Forward:
         return found.cpu()
 
     def _features(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
-        """Of all ranks' rows."""
+        """Features gathered over all ranks."""
         return self.accelerator.gather(grad_cache.features(self.task, self.logits, micro_batches))
 
     def count(self, micro_batches: Sequence[MicroBatch]) -> int:
-        """Over how many tokens (or what else the task counts) all ranks' losses are sums."""
+        """Count the tokens (or other units, see Task.count) of the micro-batches over all ranks."""
         tokens = torch.tensor(sum(self.task.count(**batch.targets) for batch in micro_batches), dtype=torch.float64)
         return int(self.total(tokens))
 
     def total(self, values: Tensor) -> float | list[float]:
-        """The sum over the ranks, in fp64: a number for a scalar, a list for what is 1-D."""
+        """Sum over all ranks in fp64: a number for a scalar tensor, a list for a 1-D tensor."""
         if not values.numel():
             return []
         on_device = values.to(self.accelerator.device, torch.float64)
@@ -120,10 +132,15 @@ class Forward:
 
 
 def install_loss(model: PreTrainedModel, skeleton: PreTrainedModel, task: Task, recipe: Recipe) -> str:
-    """Prepare `model` for loss.implementation, before a strategy wraps it: full, chunked or liger.
+    """Install the recipe's loss.implementation in `model`, before a strategy wraps the model.
 
-    Not in fp16, where a gradient that is taken before the loss is scaled is often 0. Raises what
-    chunked_cross_entropy.install_chunked_head does.
+    fp16 always uses the full loss: the others compute gradients before loss scaling, and these are often 0 in fp16.
+
+    Returns:
+        The implementation in use: full, chunked or liger.
+
+    Raises:
+        As chunked_cross_entropy.install_chunked_head.
     """
     wanted = recipe.loss.implementation
     if wanted == "full" or recipe.precision == "fp16" or not task.by_token:
@@ -132,6 +149,6 @@ def install_loss(model: PreTrainedModel, skeleton: PreTrainedModel, task: Task, 
 
 
 def evaluation_sums(task: Task, logits: Tensor, **targets: Tensor) -> Tensor:
-    """fp64 (1 + n,): the task's loss and statistics of some rows or tokens."""
+    """Compute the task's loss and statistics over some rows or tokens: fp64, (1 + n,)."""
     loss = task.loss(logits, **targets).double().reshape(1)
     return torch.cat([loss, task.statistics(logits, **targets).double()])

@@ -1,4 +1,4 @@
-"""FSDP2 and HSDP as accelerate sets them up, for a model that is still on the meta device."""
+"""FSDP2 and HSDP: sharding of a meta-device model through Accelerate."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ if TYPE_CHECKING:
 
 
 def shard(accelerator: Accelerator, model: PreTrainedModel) -> nn.Module:
-    """Shard on the meta device, then allocate: no rank ever holds a full model. Nothing is set yet."""
+    """Shard the model on the meta device, then allocate the shards, so that no rank ever holds a full model.
+
+    The allocated weights are uninitialized.
+    """
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
     with _embeddings_left(model), _dtypes_left(accelerator), _policy_left(accelerator):
         model = fsdp2_prepare_model(accelerator, model)
     offloaded = accelerator.state.fsdp_plugin.cpu_offload
     model.to_empty(device="cpu" if getattr(offloaded, "pin_memory", False) else accelerator.device)
-    model.tie_weights()  # allocation may give each of two tied modules a parameter of its own
+    model.tie_weights()  # allocation may have given each of two tied modules its own parameter
     for buffer in model.buffers():
         buffer.data = buffer.data.to(accelerator.device)
     if accelerator.state.fsdp_plugin.forward_prefetch:
@@ -37,21 +40,32 @@ def shard(accelerator: Accelerator, model: PreTrainedModel) -> nn.Module:
 
 
 def reduces_once(plan: Plan) -> bool:
-    """DDP reduces gradients once a step. FSDP2 reduces every micro-batch, or it would hold whole gradients."""
+    """Whether gradients are reduced once per optimizer step instead of after every micro-batch.
+
+    DDP reduces once. FSDP2 reduces after every micro-batch by default, because otherwise each rank would hold
+    unsharded gradients.
+    """
     family = plan.strategy.family
     return family == "ddp" or (family == "fsdp" and plan.recipe.memory.gradient_sync == "last_micro_batch")
 
 
 def whole_gradient_bytes(plan: Plan, shapes: Mapping[str, torch.Size], reduced_in: torch.dtype | None) -> int:
-    """Of gradients that FSDP2 has not reduced yet, on each rank: it sums them in the dtype that they are reduced in,
-    whatever it computes in. shapes: of what is trained. 0 where it holds none beyond a layer's."""
+    """Bytes of unreduced gradients that FSDP2 accumulates on each rank; 0 if it reduces after every micro-batch.
+
+    FSDP2 accumulates in the reduce dtype, whatever the compute dtype.
+
+    Args:
+        plan: the strategy and recipe.
+        shapes: full shape of every trained parameter.
+        reduced_in: the reduce dtype.
+    """
     steps = plan.recipe.batch.accumulation_steps(plan.strategy.data_parallel_size)
     waits = plan.strategy.family == "fsdp" and reduces_once(plan) and steps > 1
     return reduced_in.itemsize * sum(shape.numel() for shape in shapes.values()) if waits else 0
 
 
 def _prefetch_forward(model: nn.Module) -> None:
-    """Each layer asks for the next one's weights before it computes; else that one does when its turn comes."""
+    """Make each layer start the all-gather of the next layer's weights before its own computation."""
     for layers in (module for module in model.modules() if isinstance(module, nn.ModuleList)):
         units = [layer for layer in layers if isinstance(layer, FSDPModule)]
         for unit, following in pairwise(units):
@@ -59,9 +73,9 @@ def _prefetch_forward(model: nn.Module) -> None:
 
 
 def write(tensor: Tensor, full: Tensor) -> None:
-    """Set a weight, or this rank's shard of it. full: the same on every rank."""
+    """Copy the full value into a weight, or its part into this rank's shard. `full` is the same on every rank."""
     if isinstance(tensor, DTensor):
-        # every rank has the same values already, so nothing is sent (src_data_rank=None)
+        # every rank already has the same values, so src_data_rank=None avoids communication
         on_mesh = full.to(tensor.device_mesh.device_type)
         sharded = distribute_tensor(on_mesh, tensor.device_mesh, tensor.placements, src_data_rank=None)
         tensor, full = tensor.to_local(), sharded.to_local()
@@ -70,9 +84,10 @@ def write(tensor: Tensor, full: Tensor) -> None:
 
 @contextmanager
 def _dtypes_left(accelerator: Accelerator) -> Iterator[None]:
-    """Where it computes in bf16, accelerate 1.15 makes fp32 weights of bf16 ones, which one optimizer is made for.
+    """Keep bf16 weights in bf16: Accelerate 1.15 upcasts them to fp32 under bf16 mixed precision.
 
-    What is computed in says the policy that accelerator.py passes, so nothing else in there asks for it.
+    The optimizer adamw_bf16 needs bf16 weights. The compute dtype comes from the policy that accelerator.py passes, so
+    hiding the precision from Accelerate here changes nothing else.
     """
     precision, accelerator.state._mixed_precision = accelerator.state._mixed_precision, "no"
     yield
@@ -81,7 +96,10 @@ def _dtypes_left(accelerator: Accelerator) -> Iterator[None]:
 
 @contextmanager
 def _policy_left(accelerator: Accelerator) -> Iterator[None]:
-    """accelerate 1.15 looks for the first model's layers in every later one, where a teacher is of another family."""
+    """Restore the wrap policy, so that a teacher of another model family gets its own.
+
+    Accelerate 1.15 would look for the first model's layer classes in every later model.
+    """
     plugin = accelerator.state.fsdp_plugin
     names, policy = plugin.transformer_cls_names_to_wrap, plugin.auto_wrap_policy
     yield
@@ -90,8 +108,11 @@ def _policy_left(accelerator: Accelerator) -> Iterator[None]:
 
 @contextmanager
 def _embeddings_left(model: PreTrainedModel) -> Iterator[None]:
-    """What accelerate 1.15 makes of encoders: the token embedding would be sharded twice where BERT and others name the
-    module around it as one to keep whole; and a head whose bias is tied, too, would share it with the root's group."""
+    """Work around two faults of Accelerate 1.15 with encoders.
+
+    Where BERT and others list the embedding block among the modules not to split, Accelerate would shard the token
+    embedding twice. A head with a tied bias would share that bias with the root's parameter group.
+    """
     tokens, head = model.get_input_embeddings(), model.get_output_embeddings()
     around = {type(module).__name__ for module in model.modules() if tokens in module.children()}
     model._no_split_modules = set(model._no_split_modules or ()) - around

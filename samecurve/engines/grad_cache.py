@@ -1,4 +1,4 @@
-"""What the loss of a row has to know of the other rows of its step (Task.features, Task.context)."""
+"""Gradient caching for tasks with a cross-batch loss (Task.features, Task.context)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Forward = Callable[["MicroBatch"], tuple[Tensor, dict[str, Tensor]]]
 
 @torch.no_grad()
 def features(task: Task, forward: Forward, micro_batches: Iterable[MicroBatch]) -> Tensor:
-    """This rank's rows: (rows, n), fp32. forward: a micro-batch to what its loss is called with."""
+    """Compute the features of this rank's rows: (rows, n), fp32. `forward` returns a batch's (logits, targets)."""
     found = []
     for batch in micro_batches:
         logits, targets = forward(batch)
@@ -26,7 +26,7 @@ def features(task: Task, forward: Forward, micro_batches: Iterable[MicroBatch]) 
 
 
 def cut(context: dict[str, Tensor], shard: tuple[int, int], num_micro_batches: int) -> list[dict[str, Tensor]]:
-    """The context of all rows of a step to that of each micro-batch of this rank."""
+    """Split the context of all rows of a step into one for each micro-batch of this rank (`shard`: rank, size)."""
     rank, size = shard
     parts = {name: value.chunk(size)[rank].chunk(num_micro_batches) for name, value in context.items()}
     return [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]

@@ -1,4 +1,4 @@
-"""The norm of a gradient, summed in fp64."""
+"""Gradient norms in fp64."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from torch import Tensor
 
 
 def norms(tensors: list[Tensor]) -> Tensor:
-    """fp64 (len(tensors),): the L2 norm of each.
+    """Compute the L2 norm of each tensor: fp64, (len(tensors),).
 
-    torch.nn.utils.clip_grad_norm_ sums a large tensor's squares in fp32 on a CPU: 6e-5 off where DeepSpeed, which
-    sums in fp64, was not (seen with a 2 M parameter Llama). A GPU adds up partial sums, and would first make an fp64
-    copy of every tensor.
+    On a CPU the squares are summed in fp64. torch.nn.utils.clip_grad_norm_ sums a large tensor's squares there in fp32:
+    6e-5 off for a 2 M parameter Llama, where DeepSpeed, which sums in fp64, was not. On a GPU the sum stays in fp32:
+    the kernel adds up partial sums, and fp64 would first copy every tensor.
     """
     if tensors[0].is_cpu:
         return torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors])

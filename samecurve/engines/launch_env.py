@@ -1,4 +1,4 @@
-"""The environment that `accelerate launch` would give for a strategy file, for the other launchers."""
+"""The environment variables of `accelerate launch` for runs under the other launchers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _OURS = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 
 
 def environment(strategy: Strategy) -> dict[str, str]:
-    """Variables that Accelerate's plugins read, made by Accelerate's own launcher code from the YAML.
+    """Compute the variables that Accelerate's plugins read, with Accelerate's own launcher code, from the YAML.
 
-    So torchrun, deepspeed and plain python hand `Accelerator` what `accelerate launch --config_file` hands it.
-    A bare DeepSpeed JSON has no YAML: the variables are those of a YAML that names only the JSON.
+    With them torchrun, deepspeed and plain python configure `Accelerator` as `accelerate launch --config_file` does.
+    A bare DeepSpeed JSON has no YAML; its variables are those of a YAML that names only the JSON.
     """
     if strategy.family == "single":
         return {}
@@ -32,14 +32,14 @@ def environment(strategy: Strategy) -> dict[str, str]:
     if not arguments.use_deepspeed:
         made = prepare_multi_gpu_env(arguments)
     else:
-        arguments.num_machines = 1  # the processes exist already; only their variables are wanted
+        arguments.num_machines = 1  # the processes exist already; only their variables are needed
         arguments.deepspeed_fields_from_accelerate_config = ""
         made = prepare_deepspeed_cmd_env(arguments)[1]
     return {key: value for key, value in made.items() if key.startswith(_OURS)}
 
 
 def adopt(strategy: Strategy, environ: Mapping[str, str] = os.environ) -> None:
-    """Put `environment` and, for a process without a launcher, a world of one into os.environ."""
+    """Set the variables of `environment` in os.environ and, for a process without a launcher, a world of one."""
     if strategy.launcher != "accelerate":
         os.environ.update(environment(strategy))
     if strategy.family != "single":
@@ -50,11 +50,11 @@ def adopt(strategy: Strategy, environ: Mapping[str, str] = os.environ) -> None:
 
 
 def meet_again(backend: str | None, environ: Mapping[str, str] = os.environ) -> None:
-    """Make the process group of a restart by torchrun, under keys of its own.
+    """Create the process group after a restart by torchrun, with its own key prefix in the store.
 
-    torch 2.13 takes the launcher's key-value store for a new one at every restart (distributed/rendezvous.py,
-    _create_c10d_store), but the addresses of the dead processes are still in it, and new ones wait for them (seen with
-    a fixed --master_port and with --rdzv_backend c10d). Accelerate and DeepSpeed take a group that is there.
+    torch 2.13 treats the launcher's key-value store as new at every restart (distributed/rendezvous.py,
+    _create_c10d_store). The store still contains the addresses of the dead processes, and the new processes wait for
+    them (seen with a fixed --master_port and with --rdzv_backend c10d). Accelerate and DeepSpeed use an existing group.
     """
     restart = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if restart == "0" or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":

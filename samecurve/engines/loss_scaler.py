@@ -1,4 +1,4 @@
-"""Dynamic loss scaling for fp16, decided by the global gradient norm and therefore the same on every rank."""
+"""Dynamic loss scaling for fp16, based on the global gradient norm and therefore the same on every rank."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass
 class LossScale:
-    """Halve on overflow, double after `growth_interval` good steps (Micikevicius et al. 2018, arXiv:1710.03740).
+    """Loss scale that halves on overflow and doubles after `growth_interval` good steps.
 
-    torch.amp.GradScaler looks for overflow in the local gradients; under FSDP2 those are shards, and ranks would
-    disagree about skipping.
+    After Micikevicius et al. 2018, arXiv:1710.03740. torch.amp.GradScaler checks the local gradients for overflow;
+    under FSDP2 these are shards, so ranks could disagree about skipping a step.
     """
 
     value: float = 2.0**16
@@ -20,7 +20,7 @@ class LossScale:
 
     @property
     def exhausted(self) -> bool:
-        """An overflow now is no matter of scale: the gradient itself is not finite."""
+        """Whether the scale is at its minimum, so that an overflow means that the gradient itself is not finite."""
         return self.value <= self.minimum
 
     def update(self, applied: bool) -> None:

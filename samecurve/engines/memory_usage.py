@@ -1,4 +1,4 @@
-"""How many bytes a rank holds between two steps, by what they are for, measured on the live tensors."""
+"""Memory of a rank between two steps by purpose, measured on the live tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from samecurve.interfaces.memory import Held
 
 
 def held_bytes(module: nn.Module, optimizer: object, described: EngineDescription) -> Held:
-    """Between two steps."""
+    """Measure the bytes of weights, optimizer state and gradients that this rank holds between two steps."""
     weights = list(_storages([*module.parameters(), *module.buffers()]))
     chain = [optimizer]
     while hasattr(chain[-1], "optimizer"):  # accelerate's and DeepSpeed's wrappers
@@ -31,10 +31,13 @@ def held_bytes(module: nn.Module, optimizer: object, described: EngineDescriptio
 
 
 def _kept_gradients(module: nn.Module, optimizers: list[object], gradients: int) -> int:
-    """DDP keeps its buckets, in which gradients lie (gradient_as_bucket_view), ZeRO-3 and DeepSpeed's optimizer for
-    bf16 under a pipeline keep flat buffers of their own, and offloaded optimizers the gradients that they update by."""
+    """Bytes of gradients that stay allocated between steps.
+
+    ZeRO-3 and DeepSpeed's bf16 optimizer under a pipeline keep flat buffers; offloaded optimizers keep the gradients
+    of their update.
+    """
     if isinstance(module, DistributedDataParallel):
-        return gradients
+        return gradients  # DDP keeps its buckets, and the gradients are views of them (gradient_as_bucket_view)
     kept = [parameter.grad for parameter in module.parameters()]
     kept += [parameter.grad for group in optimizers[-1].param_groups for parameter in group["params"]]
     for each in optimizers:
@@ -58,12 +61,12 @@ def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]
     for parameter, state in optimizer.state.items():
-        yield parameter  # ZeRO-3 puts its masters into a group only while they are updated
+        yield parameter  # ZeRO-3 has its fp32 masters in a parameter group only during their update
         yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 def _storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
-    """Each storage once: tensors may be views of one buffer."""
+    """Yield each storage once; tensors may be views of one buffer."""
     seen: set[int] = set()
     for tensor in tensors:
         storage = _local(tensor).untyped_storage()
@@ -73,7 +76,7 @@ def _storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """The part that this rank keeps: of FSDP's and of ZeRO-3's parameters."""
+    """This rank's shard of an FSDP or ZeRO-3 parameter; other tensors unchanged."""
     tensor = getattr(tensor, "ds_tensor", tensor)
     tensor = tensor.detach() if isinstance(tensor, nn.Parameter) else tensor
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""What an optimizer keeps of a weight, also before the first update, and the updates that it counts."""
+"""Access to an optimizer's per-parameter state, also before the first update, and to its step counter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from samecurve.optim.factory import empty_state
 
 
 def set_updates(optimizer: torch.optim.Optimizer, updates: int) -> None:
-    """Adam's counter, from which it corrects its moments' bias."""
+    """Set the optimizer's step counter, from which Adam computes its bias correction."""
     for state in optimizer.state.values():
         if isinstance(state.get("step"), Tensor):
             state["step"].fill_(updates)
@@ -22,8 +22,11 @@ def set_updates(optimizer: torch.optim.Optimizer, updates: int) -> None:
 
 
 def _replay(optimizer, updates: int) -> None:
-    """DeepSpeed's CPU Adam keeps beta ** step as a product that it multiplies on, step by step, in fp32 (0.19.8,
-    csrc/includes/cpu_adam.h); only the same multiplications give the same bits."""
+    """Repeat the multiplications by which DeepSpeed's CPU Adam computes beta ** step.
+
+    The optimizer updates that product step by step in fp32 (0.19.8, csrc/includes/cpu_adam.h); only the same
+    multiplications give the same bits.
+    """
     group = optimizer.param_groups[0]
     values = [torch.zeros(1) for _ in range(4)]
     beta1, beta2 = group["betas"]
@@ -34,7 +37,10 @@ def _replay(optimizer, updates: int) -> None:
 
 
 def state_of(optimizer: torch.optim.Optimizer, parameter: Tensor, names: Iterable[str], create: bool) -> dict:
-    """The optimizer's state of a parameter. Before the first update there is none: zeros, which `create` keeps."""
+    """Return the optimizer's state of a parameter, or zeros before the first update.
+
+    `create` stores those zeros in the optimizer.
+    """
     state = optimizer.state.get(parameter) or {}
     if all(name in state for name in names):
         return state

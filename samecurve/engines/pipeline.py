@@ -1,8 +1,8 @@
-"""Pipeline parallelism: DeepSpeed's PipelineModule behind the verbs of interfaces/engine.py.
+"""Pipeline parallelism: DeepSpeed's PipelineModule behind the interface of interfaces/engine.py.
 
-DeepSpeed offers one verb, train_batch. What the other engines do around an optimizer step (the token mean over the
-whole step, refusing a loss or gradient that is not finite, true fp32 masters) is done here around and inside it.
-Each process builds and fills only the layers of its own stage.
+DeepSpeed runs a whole step in one call, train_batch. This engine adds around and inside that call what the other
+engines do for each step: the token mean over the whole step, the refusal of a non-finite loss or gradient, and fp32
+master weights made from unrounded values. Each process builds and fills only the layers of its own stage.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class PipelineEngine:
-    """Implements base.Engine. `skeleton`: the model on the meta device, which stays there."""
+    """Implementation of interfaces.engine.Engine. `skeleton` is the model on the meta device and stays there."""
 
     def __init__(self, accelerator: Accelerator, plan: Plan, skeleton: PreTrainedModel, task: Task):
         self._task, self.device = task, accelerator.device
@@ -54,7 +54,7 @@ class PipelineEngine:
         self._last_stage: Callable[..., Tensor] = self._weighted_loss
         self.shapes, self._num_parameters = trained_shapes(skeleton), skeleton.num_parameters()
         model = copy.deepcopy(skeleton)
-        compilation.prepare(model, plan.recipe, self.device, but="full")  # which the stage does itself
+        compilation.prepare(model, plan.recipe, self.device, but="full")  # the stage itself does full checkpointing
         self._kernels = tuple(liger.replaced(model))
         module = build_stage(plan, cut(model), self._loss, self.device)
         self._weights, self._stages = module.named_weights(), module.stages_by_name()
@@ -65,7 +65,7 @@ class PipelineEngine:
         self._engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=resolve_auto(plan))
         self._grid = self._engine.grid
         self._guard = _Guard(self._engine)
-        # after initialisation, because DeepSpeed casts weights to bf16 and makes its masters from the rounded ones
+        # after initialization, because DeepSpeed casts weights to bf16 and copies its fp32 masters from rounded weights
         fill(skeleton, plan.recipe, self._write, names=set(self._weights))
         self.state = self._state()
 
@@ -74,18 +74,18 @@ class PipelineEngine:
         return self._grid.get_data_parallel_rank(), self._grid.get_data_parallel_world_size()
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
-        """`micro_batches`: as many as gradient_accumulation_steps; every stage of a pipeline passes the same rows."""
+        """See Engine.step. Every stage of a pipeline passes the same gradient_accumulation_steps micro-batches."""
         local = sum(self._task.count(**batch.targets) for batch in micro_batches)
         tokens = int(_sum([local], self.device, self._grid.get_data_parallel_group())[0])
         if tokens == 0:
             return StepResult.of_nothing()
         set_learning_rate(self._engine.optimizer, learning_rate)
-        # DeepSpeed takes the mean over micro-batches and data-parallel ranks; the factor turns it into the token mean
+        # DeepSpeed averages over micro-batches and data-parallel ranks; the factor turns that into the token mean
         self._loss_factor = len(micro_batches) * self.shard[1] / tokens
         contexts = self._contexts(micro_batches)
         self._sums = torch.zeros(self._task.num_step_statistics, dtype=torch.float64, device=self.device)
         self._engine.train_batch(self._rows(micro_batches, contexts))
-        # each pipeline has one last stage, so a sum over all ranks tells the others
+        # only the last stage of each pipeline has values, so a sum over all ranks distributes them
         statistics = tuple(_sum(self._sums.tolist(), self.device)) if self._task.num_step_statistics else ()
         guard = self._guard
         applied = not guard.refused and self._engine.was_step_applied()
@@ -152,16 +152,16 @@ class PipelineEngine:
     def _state(self) -> State:
         optimizer, stage = self._engine.optimizer, self._grid.get_stage_id()
         trained = {name: weight for name, weight in self._weights.items() if name in self.shapes}
-        saved = {name for name in trained if self._stages[name] == stage}  # a tied weight is on two stages
+        saved = {name for name in trained if self._stages[name] == stage}  # two stages hold a tied weight; one saves
         states = state_names(self._settings, self.shapes)
         if hasattr(next(iter(trained.values())), "_hp_mapping"):
             return FragmentState(trained, optimizer, states, saved)
         return LiveState(trained, optimizer, states, self.shard, saved)
 
     def _on_last_stage(self, micro_batches: Sequence[MicroBatch], measure: Callable[..., Tensor]) -> Tensor:
-        """What `measure` finds in all micro-batches without an update. measure: (logits, **targets) -> (rows, n).
+        """Apply `measure`, (logits, **targets) -> (rows, n), to all micro-batches without an update.
 
-        fp64, the same on every rank: rank 0's rows first.
+        Returns (all ranks' rows, n), fp64, the same on every rank, with rank 0's rows first.
         """
         found: list[Tensor] = []
 
@@ -178,7 +178,7 @@ class PipelineEngine:
         )
         self._last_stage = self._weighted_loss
         rank, size = self.shard
-        # each pipeline has one last stage, so a sum over all ranks tells the others
+        # only the last stage of each pipeline has values, so a sum over all ranks distributes them
         rows, width = (int(n) // size for n in _sum([*torch.cat(found).shape] if found else [0, 0], self.device))
         everything = torch.zeros(size, rows, width, dtype=torch.float64, device=self.device)
         if found:
@@ -187,7 +187,7 @@ class PipelineEngine:
         return everything.flatten(0, 1)
 
     def _contexts(self, micro_batches: Sequence[MicroBatch]) -> list[dict[str, Tensor]]:
-        """Without dropout, other than in Forward: DeepSpeed's pass without gradients is an evaluation."""
+        # features without dropout, unlike Forward's, because DeepSpeed's pass without gradients is an evaluation
         if self._task.context is None:
             return [{}] * len(micro_batches)
         return grad_cache.cut(self._task.context(self.features(micro_batches)), self.shard, len(micro_batches))
@@ -195,7 +195,7 @@ class PipelineEngine:
     def _rows(
         self, micro_batches: Sequence[MicroBatch], contexts: Sequence[dict[str, Tensor]]
     ) -> Iterator[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
-        """As DeepSpeed wants them: what the first stage reads, and what the last one's loss does."""
+        """Yield micro-batches as DeepSpeed expects them: (inputs of the first stage, targets of the last stage)."""
         for batch, context in zip(micro_batches, contexts, strict=True):
             targets = batch.targets | context
             self._target_names = tuple(targets)
@@ -216,16 +216,16 @@ class PipelineEngine:
             safe_set_full_fp32_param(weight, value.to(weight.device))
 
     def _master(self, name: str) -> Tensor:
-        """The fp32 weight, gathered over the stage's data-parallel ranks where they share its master."""
+        """The fp32 weight, gathered over the stage's data-parallel ranks if its master is sharded over them."""
         master = safe_get_full_fp32_param(self._weights[name])
         return self._weights[name].detach() if master is None else master
 
 
 class _Guard:
-    """Stands between DeepSpeed's reduced gradients and its optimizer: measures the step, refuses what is not finite.
+    """Hook between DeepSpeed's gradient reduction and its optimizer, which refuses a non-finite step.
 
-    DeepSpeed alone applies non-finite gradients in some of its optimizers, skips them silently in others, and counts
-    a loss that is not finite as any other.
+    By itself, DeepSpeed applies non-finite gradients in some of its optimizers, skips them silently in others, and
+    ignores a non-finite loss.
     """
 
     def __init__(self, engine: deepspeed.PipelineEngine):
@@ -254,7 +254,7 @@ class _Guard:
         self.grad_norm = math.sqrt(squares) / getattr(self._optimizer, "loss_scale", 1.0)
 
     def _counted_gradients(self) -> Iterator[Tensor]:
-        """This rank's part of the global gradient: no element is on two ranks, tied weights on the first stage."""
+        """Yield this rank's part of the global gradient: each element on one rank, tied weights on the first stage."""
         for gradient, weight in self._gradients():
             if gradient is not None and not weight.ds_pipe_replicated:
                 yield gradient
@@ -281,7 +281,7 @@ class _Guard:
 
 
 def _check_trained(stages: set[int], num_stages: int) -> None:
-    """DeepSpeed steps an optimizer on every stage. Raises ConfigurationError, on all ranks, where one is all frozen."""
+    """Raise ConfigurationError, on all ranks, if a stage is all frozen: DeepSpeed steps every stage's optimizer."""
     idle = ", ".join(str(stage) for stage in range(num_stages) if stage not in stages)
     if idle:
         raise ConfigurationError(

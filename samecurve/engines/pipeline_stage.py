@@ -1,4 +1,7 @@
-"""One process's stage of a DeepSpeed pipeline. Its layers get memory; those of other stages stay on the meta device."""
+"""One process's stage of a DeepSpeed pipeline.
+
+Only the stage's own layers get memory; the other stages' layers stay on the meta device.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ _TIED = "embedding"
 
 
 class _Deferred(LayerSpec):
-    """A layer on the meta device; built, it has memory for its weights, on the stage that owns it only."""
+    """Spec of a meta-device layer, whose weights are allocated only on the stage that builds the layer."""
 
     def __init__(self, layer: Layer, device: torch.device):
         super().__init__(type(layer))
@@ -36,7 +39,7 @@ class _Deferred(LayerSpec):
 
 
 class _Shared(TiedLayerSpec):
-    """The token embedding, on the first stage and, as the head (`forward`), on the last one."""
+    """Spec of the token embedding, which the first stage holds and the last stage uses as the head (`forward`)."""
 
     def __init__(self, layer: TokenEmbedding, device: torch.device, forward: Callable | None = None):
         super().__init__(_TIED, type(layer), forward_fn=forward, tied_weight_attr=["tokens.weight"])
@@ -47,15 +50,15 @@ class _Shared(TiedLayerSpec):
 
 
 class StageModule(PipelineModule):
-    """The layers that this process owns, and where the others are."""
+    """The layers of this process's stage, and the assignment of all layers to stages."""
 
     def named_weights(self) -> dict[str, torch.nn.Parameter]:
-        """This stage's parameters by Hugging Face name."""
+        """Return this stage's parameters by Hugging Face name."""
         local = self._layer_specs[self._local_start : self._local_stop]
         return dict(pair for spec in local for pair in spec.layer.named_weights())
 
     def stages_by_name(self) -> dict[str, int]:
-        """The stage that owns each Hugging Face name; for a tied weight the first one."""
+        """Map each Hugging Face name to the stage that owns the parameter; a tied weight belongs to the first stage."""
         owners: dict[str, int] = {}
         for index, spec in enumerate(self._layer_specs):
             for name, _ in spec.layer.named_weights():
@@ -66,11 +69,11 @@ class StageModule(PipelineModule):
         return [int(stop - start) for start, stop in pairwise(self.parts)]
 
     def get_tied_weights_and_groups(self) -> list[tuple[torch.nn.Parameter, dist.ProcessGroup]]:
-        """What DeepSpeed sums over the stages that share a weight: weight.grad.
+        """List the trained tied weights, whose weight.grad DeepSpeed sums over the stages that share them.
 
-        Under fp16 with fp32 accumulation (data_types.grad_accum_dtype) the gradient is in weight.grad_accum instead,
-        which DeepSpeed 0.19 forgets; it is summed here. A frozen weight has neither, and DeepSpeed's bf16 optimizer
-        fails on it.
+        Under fp16 with fp32 accumulation (data_types.grad_accum_dtype) the gradient is in weight.grad_accum instead.
+        DeepSpeed 0.19 does not sum that one, so this method does. Frozen weights are left out: they have no gradient,
+        and DeepSpeed's bf16 optimizer fails on them.
         """
         pairs = [(weight, group) for weight, group in super().get_tied_weights_and_groups() if weight.requires_grad]
         for weight, group in pairs:
@@ -79,28 +82,37 @@ class StageModule(PipelineModule):
         return pairs
 
     def _count_layer_params(self) -> list[int]:
-        """Without building every layer in turn, as DeepSpeed does."""
+        """Count parameters on the meta device; DeepSpeed's own method would build every layer in turn."""
         return [sum(parameter.numel() for parameter in spec.layer.parameters()) for spec in self._layer_specs]
 
     def _is_checkpointable(self, functions: Sequence[Callable]) -> bool:
-        """Recompute what the other strategies recompute: decoder layers, not the logits."""
+        """Recompute decoder layers but not the logits, as under the other strategies."""
         return any(isinstance(function, Decoder) for function in functions)
 
 
 def build_stage(
     plan: Plan, layers: list[Layer], loss: Callable[[Tensor, Tensor], Tensor], device: torch.device
 ) -> StageModule:
-    """This process's stage, its weights not set yet.
+    """Build this process's stage with uninitialized weights.
 
-    The number of stages and the partition method come from the strategy's JSON, which DeepSpeed itself reads no stages
-    from. `memory.activation_checkpointing` of the recipe decides whether activations are recomputed; the JSON's
-    `pipeline.activation_checkpoint_interval` says how many layers at a time (default 1), and alone does nothing.
-    Raises ConfigurationError when a stage would hold no decoder layer.
+    The number of stages and the partition method come from the strategy's JSON; DeepSpeed itself does not read the
+    number of stages from there. The recipe's `memory.activation_checkpointing` decides whether activations are
+    recomputed. The JSON's `pipeline.activation_checkpoint_interval` sets the number of layers recomputed together
+    (default 1) and has no effect by itself.
+
+    Args:
+        plan: the recipe and the strategy.
+        layers: all layers of the model, on the meta device.
+        loss: (logits, targets) -> scalar, called on the last stage.
+        device: device of the stage's weights.
+
+    Raises:
+        ConfigurationError: a stage would have no decoder layer.
     """
     block = plan.strategy.deepspeed.get("pipeline", {})
     partition = block.get("partition", "parameters")
     interval = block.get("activation_checkpoint_interval") or 1
-    # it prints its topology and layers, and broadcasts tied weights as if autograd should follow
+    # DeepSpeed prints its topology and layers, and broadcasts tied weights with autograd enabled
     with contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
         module = StageModule(
             _specs(layers, device),
@@ -108,7 +120,8 @@ def build_stage(
             loss_fn=loss,
             partition_method=partition,
             activation_checkpoint_interval=interval if plan.recipe.memory.activation_checkpointing == "full" else 0,
-            # DeepSpeed's default, the reentrant kind, loses the embedding's gradient: its inputs are integers
+            # DeepSpeed's default, reentrant checkpointing, loses the embedding's gradient, because its inputs are
+            # integers
             activation_checkpoint_func=functools.partial(checkpoint, use_reentrant=False),
         )
     for stage, (start, stop) in enumerate(pairwise(module.parts)):
@@ -119,8 +132,8 @@ def build_stage(
                 'use "uniform" or "type:decoder", or fewer pipeline.stages'
             )
     for weight in module.parameters():
-        # DeepSpeed's clip_grad_norm_ (fp32 without ZeRO) takes the stage for a tensor-parallel rank: it leaves out all
-        # weights of the later stages that do not carry this mark
+        # DeepSpeed's clip_grad_norm_ (fp32 without ZeRO) mistakes the stage for a tensor-parallel rank: it leaves out
+        # all weights of the later stages without this attribute
         weight.model_parallel = not weight.ds_pipe_replicated
     return module
 

@@ -1,4 +1,4 @@
-"""Which range of a flattened parameter, or of what an optimizer keeps of it, a rank holds."""
+"""A rank's range of a flattened parameter or of its optimizer state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from samecurve.specs.optimizers import BLOCK_8BIT
 
 
 def placed(parameter: nn.Parameter, replica: tuple[int, int]) -> tuple[int, int, tuple[int, int]]:
-    """(start, stop, (replica index, number of replicas)) of the range that this rank holds."""
+    """Compute the range of the flattened parameter that this rank holds: (start, stop, (replica index, replicas)).
+
+    `replica` is this rank's (index, count) among all ranks; a parameter that is no DTensor is replicated over all.
+    """
     if not isinstance(parameter, DTensor):
         return 0, parameter.numel(), replica
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -31,13 +34,18 @@ def placed(parameter: nn.Parameter, replica: tuple[int, int]) -> tuple[int, int,
 def factor_placed(
     parameter: nn.Parameter, key: str, shape: Sequence[int], replica: tuple[int, int]
 ) -> tuple[int, int, tuple[int, int]]:
-    """As placed, for a factor of this full shape: what has the parameter's rows or blocks is held with them, else
-    whole.
+    """Compute the range, as `placed`, of an optimizer state whose shape differs from the parameter's.
 
-    key: the optimizer's name of it. replica: this rank among all.
+    A state with one entry per row or block is sharded like the parameter's rows; any other state is replicated.
+
+    Args:
+        parameter: the parameter of the state.
+        key: the optimizer's name of the state.
+        shape: the state's full shape.
+        replica: this rank's (index, count) among all ranks.
     """
     start, stop, among = placed(parameter, replica)
-    if key.startswith("absmax"):  # one for each block of values, of which a shard has whole ones
+    if key.startswith("absmax"):  # one value per block; a shard consists of whole blocks
         return -(-start // BLOCK_8BIT), -(-stop // BLOCK_8BIT), among
     if shape[0] != parameter.shape[0]:
         return 0, math.prod(shape), replica

@@ -1,8 +1,8 @@
-"""Where the engines keep what is trained: weights and optimizer state, as ranges of flattened fp32 tensors.
+"""Implementations of interfaces.sharded_state.State: weights and optimizer state as ranges of flattened tensors.
 
-However a strategy cuts a parameter, a rank holds one contiguous range of it: all of it (DDP), some rows (FSDP2 shards
-dimension 0), a fragment of a flat group (ZeRO-1 and 2), a partition (ZeRO-3). So a range of the flattened tensor is the
-one layout that all of them read and write. Nothing here is collective and nothing is gathered.
+Under every strategy a rank holds one contiguous range of a parameter: all of the parameter (DDP), some rows (FSDP2
+shards dimension 0), a fragment of a flat group (ZeRO-1 and 2), or a partition (ZeRO-3). A range of the flattened tensor
+is therefore the one layout that all strategies can read and write. Only `finish` communicates or gathers.
 """
 
 from __future__ import annotations
@@ -20,21 +20,26 @@ from samecurve.interfaces.sharded_state import FACTOR, WEIGHT, Held, Kinds, Visi
 
 
 def with_weight(states: Kinds) -> Kinds:
-    """`State.kinds` of the optimizer's states by parameter."""
+    """Prepend WEIGHT to the names of each parameter's optimizer states, as in `State.kinds`."""
     return {name: (WEIGHT, *names) for name, names in states.items()}
 
 
 def split(start: int, stop: int, index: int, count: int) -> tuple[int, int]:
-    """The index-th of `count` nearly equal parts of [start, stop)."""
+    """Return the index-th of `count` nearly equal parts of [start, stop)."""
     length = stop - start
     return start + length * index // count, start + length * (index + 1) // count
 
 
 class LiveState:
-    """One device, DDP, FSDP2 and HSDP: the parameters are the fp32 weights.
+    """State on one device and under DDP, FSDP2 and HSDP, where the parameters themselves are the weights.
 
-    states: see optim.state_names. replica: (index, count) of this rank among those that hold the same parameters.
-    saved: see FragmentState. factors: see optim.factor_shapes.
+    Args:
+        parameters: the trained parameters by Hugging Face name.
+        optimizer: their optimizer.
+        states: see optim.factory.state_names.
+        replica: (index, count) of this rank among the ranks that hold the same parameters.
+        saved: names of the parameters that this rank saves, see FragmentState; None: all.
+        factors: see optim.factory.factor_shapes.
     """
 
     def __init__(
@@ -52,7 +57,7 @@ class LiveState:
         factors = factors or {}
         self.factors = {f"{name}.{key}": shape for (name, key), shape in factors.items()}
         self.kinds |= dict.fromkeys(self.factors, (FACTOR,))
-        # the blocks' largest values belong to codes
+        # the blocks' absolute maxima (absmax1) belong to 8-bit codes (state1)
         self.codes = {(name, key.replace("absmax", "state")) for name, key in factors if key.startswith("absmax")}
         self._keys: dict[str, list[str]] = {}
         for name, key in factors:
@@ -72,7 +77,7 @@ class LiveState:
                     yield held, kind, _flat(tensor)
 
     def _held(self, name: str) -> list[tuple[Held, str]]:
-        """What this rank has of a parameter and of its factors, with the factor's key in the optimizer's state."""
+        """List this rank's ranges of a parameter and of its factors, each with the factor's key in the optimizer."""
         parameter, found = self._parameters[name], []
         start, stop, replica = placed(parameter, self._replica)
         parts = [(name, "", start, stop, replica)]
@@ -96,9 +101,9 @@ class LiveState:
 
 
 class FragmentState:
-    """ZeRO-1 and 2, and DeepSpeed's bf16 optimizer: fp32 masters in flat groups, each rank with one part of them.
+    """State under ZeRO-1 and 2 and DeepSpeed's bf16 optimizer: fp32 masters in flat groups, sharded over the ranks.
 
-    saved: names that this rank saves; a weight that two pipeline stages share is saved by one of them.
+    `saved` holds the names that this rank saves. Only one of the two pipeline stages that share a weight saves it.
     """
 
     factors: dict = {}
@@ -118,8 +123,11 @@ class FragmentState:
         return found
 
     def visit(self, writing: bool = False) -> Visit:
-        """Through the flat groups: DeepSpeed 0.19's own fragments of the optimizer's state are linked after the first
-        group's first step, when the other groups have none yet, and stay empty."""
+        """See State.visit. Reads the flat groups instead of DeepSpeed's fragments of the optimizer state.
+
+        DeepSpeed 0.19 links those fragments after the first group's first step, when the other groups have no state
+        yet; their fragments stay empty.
+        """
         base = self._optimizer.optimizer
         for held in self.held():
             mapping = self._parameters[held.name]._hp_mapping
@@ -140,9 +148,9 @@ class FragmentState:
 
 
 class PartitionState:
-    """ZeRO-3: each rank holds one partition of every parameter, in groups that may lie on NVMe until asked for.
+    """State under ZeRO-3: each rank holds one partition of every parameter, in groups that may be swapped to NVMe.
 
-    optimizer: DeepSpeedZeroOptimizer_Stage3, whose partitions and swapping have no public name.
+    `optimizer` is a DeepSpeedZeroOptimizer_Stage3; its partitions and its swapping are private attributes.
     """
 
     factors: dict = {}
@@ -159,14 +167,17 @@ class PartitionState:
     def visit(self, writing: bool = False) -> Visit:
         for index, group in enumerate(self._optimizer.fp16_groups):
             with self._swapped_in(index, writing) as flat:
-                kinds = self.kinds[self._names[id(group[0])]]  # the same for all that share flat tensors
+                kinds = self.kinds[self._names[id(group[0])]]  # the same for all parameters of a flat group
                 state = state_of(self._optimizer.optimizer, flat, kinds[1:], create=writing)
                 for parameter in group:
                     yield from self._visit_one(parameter, flat, state)
 
     def finish(self, updates: int) -> None:
-        """The weights that are computed with: in place where a rank has its partition, through a gather where that is
-        on NVMe or whole already (DeepSpeed keeps small parameters so)."""
+        """Set the step counter and refresh the working weights from their fp32 masters. Collective.
+
+        A partition in memory is updated in place. A partition on NVMe, or a parameter that is already whole (DeepSpeed
+        keeps small parameters whole), is updated through a gather.
+        """
         zero = self._optimizer
         set_updates(zero.optimizer, updates)
         for index, group in enumerate(zero.fp16_groups):
@@ -192,14 +203,14 @@ class PartitionState:
 
     @contextmanager
     def _swapped_in(self, index: int, writing: bool) -> Iterator[Tensor]:
-        """A group's flat fp32 weights, from NVMe if they are there, and back if they are written."""
+        """Yield a group's flat fp32 weights, swapped in from NVMe if needed and swapped out again if `writing`."""
         zero = self._optimizer
         swapped = zero._swappable_optimizer_subgroup(index)
         if swapped:
             zero._optimizer_states_and_gradient_swap_in(index)
         try:
             yield zero.fp32_partitioned_groups_flat[index]
-        finally:  # also after a save that failed: the next step needs the buffers
+        finally:  # also after a failed save: the next step needs the buffers
             if swapped and writing:
                 zero._optimizer_states_and_gradient_swap_out(index)
             elif swapped:

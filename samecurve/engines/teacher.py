@@ -1,4 +1,4 @@
-"""A second model, frozen, beside the one that is trained: whole where that one is whole, sharded where it is."""
+"""The frozen teacher of a distillation run, sharded where the strategy shards the trained model's weights."""
 
 from __future__ import annotations
 
@@ -21,9 +21,16 @@ if TYPE_CHECKING:
 
 
 def build(accelerator: Accelerator, plan: Plan | None, recipe: Recipe, vocabulary_size: int) -> nn.Module:
-    """recipe: the run's, with the teacher as its model. plan: None in a single process. In eval mode, with its weights.
+    """Build the teacher with its weights, in eval mode.
 
-    Raises what model.skeleton does, ConfigurationError also for one that does not keep packed documents apart.
+    Args:
+        accelerator: the process's Accelerator.
+        plan: None in a single process.
+        recipe: the run's recipe with the teacher as its model.
+        vocabulary_size: size of the trained model's vocabulary.
+
+    Raises:
+        ConfigurationError: the teacher does not separate packed documents, or as models.weights.skeleton.
     """
     skeleton = models.skeleton(recipe, vocabulary_size)
     check_packing(skeleton.config.model_type, recipe.data.packing)
@@ -33,12 +40,12 @@ def build(accelerator: Accelerator, plan: Plan | None, recipe: Recipe, vocabular
     elif family == "zero" and zero_stage == 3:
         found = _partitioned(accelerator, skeleton)
     elif family == "zero":
-        # DeepSpeed computes in the weights' own precision
+        # DeepSpeed computes in the dtype of the weights
         found = _frozen(skeleton, torch.device(accelerator.device)).to(torch_dtype(recipe.precision))
     else:
         found = accelerator.prepare_model(_frozen(skeleton, torch.device(accelerator.device)), evaluation_mode=True)
     _fill(found, skeleton, recipe)
-    found.eval()  # DeepSpeed's returns nothing
+    found.eval()  # DeepSpeed's method returns None
     return found
 
 
@@ -47,7 +54,7 @@ def _frozen(skeleton: PreTrainedModel, where) -> PreTrainedModel:
 
 
 def _partitioned(accelerator: Accelerator, skeleton: PreTrainedModel) -> nn.Module:
-    """An engine of its own without an optimizer, whose hooks gather each layer while it is computed."""
+    """Build a separate DeepSpeed engine without an optimizer, whose hooks gather each layer during its computation."""
     import deepspeed
 
     config = accelerator.deepspeed_plugin.deepspeed_config

@@ -1,4 +1,4 @@
-"""One optimizer step on one device, under DDP, FSDP2 and HSDP, through accelerate.Accelerator."""
+"""Engine for one device, DDP, FSDP2 and HSDP, based on accelerate.Accelerator."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class TorchEngine:
-    """Implements interfaces.engine.Engine. `skeleton`: the model on the meta device, which stays there."""
+    """Implementation of interfaces.engine.Engine. `skeleton` is the model on the meta device and stays there."""
 
     def __init__(self, accelerator: Accelerator, plan: Plan, skeleton: PreTrainedModel, task: Task):
         self.accelerator, self.plan, self.skeleton, self.task = accelerator, plan, skeleton, task
@@ -61,7 +61,7 @@ class TorchEngine:
         compilation.prepare(model, self.recipe, self.device)
         loss_implementation = install_loss(model, skeleton, task, self.recipe)
         self.model = fsdp.shard(accelerator, model) if self.sharded else accelerator.prepare_model(model)
-        # `accelerator.unwrap_model` would load deepspeed
+        # `accelerator.unwrap_model` would import deepspeed
         self.module = getattr(self.model, "module", self.model)
         groups = factory.parameter_groups(self.module.named_parameters(), self.shapes, settings, matrices)
         self.optimizer = factory.build_optimizer(groups, settings, self.recipe.precision, self.recipe.seed)
@@ -95,7 +95,7 @@ class TorchEngine:
         tokens = forward.count(micro_batches)
         if tokens == 0:
             return StepResult.of_nothing()
-        # DDP and FSDP average gradients over the ranks; the loss is a mean over tokens, not over ranks
+        # DDP and FSDP average gradients over the ranks, but the loss is a mean over tokens
         weight = self.accelerator.num_processes / tokens
         loss_sum = torch.zeros((), device=self.device)
         statistics = torch.zeros(self.task.num_step_statistics, dtype=torch.float64, device=self.device)
@@ -107,13 +107,13 @@ class TorchEngine:
                 loss_sum += loss.detach()
                 if is_last:
                     mean = forward.total(loss_sum) / tokens
-                    # a loss can overflow where its gradient does not; this makes every engine skip the update
+                    # a loss can overflow although its gradient is finite; nan makes every engine skip the update
                     weight *= 1.0 if math.isfinite(mean) else math.nan
                 (loss * weight * scale).backward()
 
         gradients = [to_local(p.grad) for p in self.model.parameters() if p.grad is not None]
         squares = norms(gradients).square().sum()
-        # replicas of a shard are counted once
+        # count the replicas of a shard once
         whole = forward.total(squares) / self.plan.strategy.replicate_size if self.sharded else squares.item()
         grad_norm = math.sqrt(whole) / scale
         applied = math.isfinite(grad_norm)
@@ -122,7 +122,7 @@ class TorchEngine:
             if factor != 1.0:
                 torch._foreach_mul_(gradients, factor)
             self.optimizer.step()
-        # kept, they stay views of DDP's buckets; new ones would lie beside these until the last micro-batch
+        # zeroed gradients stay views of DDP's buckets; new ones would need extra memory until the last micro-batch
         in_buckets = isinstance(self.model, DistributedDataParallel) and self.accumulation_steps > 1
         self.optimizer.zero_grad(set_to_none=not in_buckets)
         may_rescale = self.loss_scale is not None and not self.loss_scale.exhausted
@@ -156,9 +156,9 @@ class TorchEngine:
         return held_bytes(self.model, self.optimizer, self.describe())
 
     def describe(self) -> EngineDescription:
-        """Batch and clipping are this loop's own arithmetic; the rest is asked of the live objects."""
+        """See Engine.describe. Batch size and clipping come from the recipe, all else from the live objects."""
         weight = next(self.model.parameters())
-        # Accelerate ignores a precision that it does not support somewhere
+        # Accelerate silently ignores a precision that the device does not support
         precision = self.accelerator.mixed_precision if self.accelerator.native_amp else "fp32"
         reduced = weight.dtype if self.accelerator.num_processes > 1 else None
         replicate_size, offload = 1, ()

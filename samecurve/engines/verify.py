@@ -1,4 +1,4 @@
-"""What runs against what was asked for: Accelerate and DeepSpeed fall back to something else without a word."""
+"""Comparison of the live engine with the requested configuration: Accelerate and DeepSpeed fall back silently."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WRAPPERS = {"ddp": "DistributedDataParallel", "zero": "DeepSpeedEngine", "pipel
 
 
 def verify(plan: Plan, running: EngineDescription) -> None:
-    """Raises TopologyError (exit code 6) that names both values of every difference."""
+    """Raise TopologyError (exit code 6) with both values of every difference between the plan and the live engine."""
     asked = _asked(plan)
     differences = [
         f"  {key}: asked for {value!r}, but {getattr(running, key)!r} runs"

@@ -1,4 +1,4 @@
-"""ZeRO-1, 2 and 3 with CPU and NVMe offload: DeepSpeed's engine, prepared by Accelerate."""
+"""Engine for ZeRO-1, 2 and 3 with CPU and NVMe offload: DeepSpeed's engine, prepared by Accelerate."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 
 class ZeroEngine:
-    """Implements interfaces.engine.Engine. DeepSpeed owns backward, clipping, loss scaling and the update.
+    """Implementation of interfaces.engine.Engine, in which DeepSpeed does backward, clipping, loss scaling and update.
 
-    `skeleton`: the model on the meta device, which stays there.
+    `skeleton` is the model on the meta device and stays there.
     """
 
     def __init__(self, accelerator: Accelerator, plan: Plan, skeleton: PreTrainedModel, task: Task):
@@ -49,7 +49,7 @@ class ZeroEngine:
         model = build(type(skeleton), skeleton.config, where, recipe.adapter)
         compilation.prepare(model, recipe, self.device)
         loss_implementation = install_loss(model, skeleton, task, recipe)
-        # ZeRO-3 replaces every shape by an empty one, so the groups go by the skeleton's
+        # ZeRO-3 replaces every shape by an empty one, so the groups use the skeleton's shapes
         groups = parameter_groups(model.named_parameters(), self.shapes, settings)
         self.model, self.optimizer = accelerator.prepare(model, build_optimizer(groups, settings))
         deepspeed_introspection.skip_at_smallest_scale(self.model)
@@ -67,7 +67,7 @@ class ZeroEngine:
         self.forward = Forward(accelerator, self.model, task, loss_implementation, beside)
 
     def _write(self, name: str, full: Tensor) -> None:
-        """Both the working weight and its fp32 master, which DeepSpeed would otherwise make from the rounded one."""
+        """Write the working weight and its fp32 master, which DeepSpeed would otherwise copy from rounded values."""
         tensor = self.tensors[name]
         if not isinstance(tensor, nn.Parameter):
             tensor.copy_(full)
@@ -83,7 +83,7 @@ class ZeroEngine:
             if self.accelerator.is_main_process:
                 parameter.data.copy_(full)
         if not trained:
-            return  # what is frozen has no master
+            return  # a frozen parameter has no master
         rank, world = self.shard
         length = -(-full.numel() // world)  # DeepSpeed pads the last partition
         padded = functional.pad(full.flatten(), (0, length * world - full.numel()))
@@ -99,7 +99,7 @@ class ZeroEngine:
         tokens = forward.count(micro_batches)
         if tokens == 0:
             return StepResult.of_nothing()
-        # ZeRO averages gradients over the ranks; the loss is a mean over tokens, not over ranks
+        # ZeRO averages gradients over the ranks, but the loss is a mean over tokens
         weight = self.accelerator.num_processes / tokens
         loss_sum = torch.zeros((), device=self.device)
         statistics = torch.zeros(self.task.num_step_statistics, dtype=torch.float64, device=self.device)
@@ -110,11 +110,11 @@ class ZeroEngine:
             loss_sum += loss.detach()
             if is_last:
                 mean = forward.total(loss_sum) / tokens
-                # a loss can overflow where its gradient does not; this makes every engine skip the update
+                # a loss can overflow although its gradient is finite; nan makes every engine skip the update
                 weight *= 1.0 if math.isfinite(mean) else math.nan
             self.model.backward(loss * weight, scale_wrt_gas=False)
         may_rescale = deepspeed_introspection.may_rescale(self.model)
-        self.model.step()  # clips, too
+        self.model.step()  # also clips the gradients
         grad_norm, applied = float(self.model.get_global_grad_norm()), self.model.was_step_applied()
         return StepResult.of(mean, grad_norm, tokens, applied, may_rescale, tuple(forward.total(statistics)))
 
@@ -168,6 +168,6 @@ def _local_numel(parameters: Iterable[nn.Parameter]) -> int:
 
 
 def _placed(part: str, offload) -> tuple[str, ...]:
-    """offload: DeepSpeed's block for that part, or None."""
+    """Name an offloaded part with its device. `offload` is DeepSpeed's block for the part, or None."""
     device = "none" if offload is None else getattr(offload.device, "value", offload.device)
     return () if device == "none" else (f"{part}:{device}",)

@@ -1,1 +1,1 @@
-"""What tasks and engines know of each other. May import the types of data, models, optim and below."""
+"""Protocols and types shared by tasks and engines. May import the types of data, models, optim and below."""

@@ -1,4 +1,7 @@
-"""What the training loop may ask of an engine: whole optimizer steps, and verbs that all ranks call together."""
+"""The interface between the training loop and an engine.
+
+An engine runs whole optimizer steps. Its methods are collective unless their docstring says otherwise.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step, the same values on every rank.
+    """Result of one optimizer step, with the same values on every rank.
 
-    loss: mean over the step's trained tokens (or what else the task counts) of all ranks and micro-batches, in nats.
-    grad_norm: global L2 norm of that loss's gradient before clipping.
-    tokens: how many those were, all ranks.
-    applied: False when nothing was updated (no trained token, an fp16 overflow, or a refusal).
-    refused: why the step must not be applied (its loss or its gradient is not finite), "" otherwise. No weight, moment
-    or counter was touched, and the next step starts clean.
-    statistics: the sums over all rows of what the task asked for (Task.step_loss); () where nothing was trained.
+    Attributes:
+        loss: mean over the step's trained tokens (or other units, see Task.count) of all ranks and micro-batches, in
+            nats.
+        grad_norm: global L2 norm of that loss's gradient before clipping.
+        tokens: number of trained tokens in the step, over all ranks.
+        applied: False when nothing was updated (no trained token, an fp16 overflow, or a refused step).
+        refused: reason why the step must not be applied (its loss or gradient is not finite), "" otherwise. A refused
+            step changes no weight, moment or counter and leaves no gradient to the next step.
+        statistics: sums over all rows of the statistics that Task.step_loss returns; () if nothing was trained.
     """
 
     loss: float
@@ -38,7 +43,7 @@ class StepResult:
 
     @classmethod
     def of_nothing(cls) -> StepResult:
-        """No row of the step trains a token."""
+        """Build the result of a step without any trained token."""
         return cls(loss=0.0, grad_norm=0.0, tokens=0, applied=False)
 
     @classmethod
@@ -51,9 +56,13 @@ class StepResult:
         may_rescale: bool,
         statistics: tuple[float, ...] = (),
     ) -> StepResult:
-        """The result of a step that trained something; the same rule everywhere for what is refused.
+        """Build the result of a step with trained tokens, by one refusal rule for all engines.
 
-        may_rescale: a gradient that is not finite may only be out of fp16's range, which a smaller loss scale cures.
+        See the class for the other arguments.
+
+        Args:
+            may_rescale: True if a non-finite gradient may just exceed fp16's range, so that a smaller loss scale can
+                cure the overflow.
         """
         refused = ""
         if not math.isfinite(loss):
@@ -65,21 +74,30 @@ class StepResult:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineDescription:
-    """What really runs, asked of the live objects; `verify` compares it with what was asked for, run.json holds it.
+    """Configuration reported by the live engine.
+
+    `verify` compares the description with the requested configuration; run.json records it.
 
     Attributes:
-        engine, optimizer: class names.
-        device: as torch has it, e.g. cuda:1.
-        num_parameters_per_rank: how many this rank holds between two steps.
-        precision: what the forward pass computes in: fp32, bf16 or fp16.
-        gradient_clipping: the largest gradient norm.
-        weight_dtype, reduce_dtype, accumulation_dtype: of weights, of gradients on their way between ranks, and of sums
-            of gradients; None: there is none, or it is not known.
-        sharded: whether a rank holds only a part of each weight. replicate_size: over how many ranks that is repeated.
-        offload: parts and where they are, e.g. optimizer:cpu.
-        loss_implementation: full, chunked or liger. kernels: layers that were replaced by faster ones.
-        whole_gradient_bytes: of gradients that FSDP2 has not reduced yet, on each rank.
-        layers_per_stage, activation_checkpoint_interval: of a pipeline.
+        engine: class name of the engine.
+        optimizer: class name of the optimizer.
+        device: torch's name of the device, e.g. cuda:1.
+        num_parameters_per_rank: number of parameters that this rank holds between two steps.
+        precision: dtype of the forward pass: fp32, bf16 or fp16.
+        gradient_clipping: maximum gradient norm.
+        weight_dtype: dtype of the weights.
+        reduce_dtype: dtype in which gradients are reduced across ranks; None if unused or unknown.
+        accumulation_dtype: dtype in which gradients are accumulated; None if unused or unknown.
+        sharded: whether each rank holds only a shard of each weight.
+        zero_stage: DeepSpeed's ZeRO stage, 0 without ZeRO.
+        replicate_size: number of replicas of the sharded model (HSDP); 1 otherwise.
+        offload: offloaded parts with their device, e.g. optimizer:cpu.
+        loss_implementation: full, chunked or liger.
+        kernels: layers that were replaced by faster kernels.
+        whole_gradient_bytes: bytes of unreduced gradients that FSDP2 accumulates on each rank.
+        num_teacher_parameters_per_rank: number of the teacher's parameters that this rank holds.
+        layers_per_stage: number of layers of each pipeline stage; None without a pipeline.
+        activation_checkpoint_interval: number of layers recomputed together in a pipeline; None without a pipeline.
     """
 
     engine: str
@@ -112,10 +130,14 @@ class EngineDescription:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """loss: mean over all evaluation rows, each counted once; nan where rows' losses depend on one another, and
-    `features` are found instead. tokens: over how many, all ranks.
+    """Result of an evaluation.
 
-    statistics: the sums over all rows of what the task asked for (Task.statistics). features: as Engine.features.
+    Attributes:
+        loss: mean over all evaluation rows, each counted once, over all ranks; nan for a cross-batch loss, whose
+            result holds `features` instead.
+        tokens: number of tokens (or other units, see Task.count) in that mean, over all ranks.
+        statistics: sums over all rows of Task.statistics.
+        features: as Engine.features; None unless the task has a cross-batch loss.
     """
 
     loss: float
@@ -125,41 +147,50 @@ class EvalResult:
 
 
 def dtype_name(dtype: torch.dtype | None) -> str | None:
-    """As run.json has it: float32, not torch.float32."""
+    """Name a dtype as in run.json: float32 instead of torch.float32."""
     return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 class Engine(Protocol):
+    """A model with its optimizer under one strategy.
+
+    Attributes:
+        shapes: full shape of every trained parameter, by Hugging Face name.
+        device: the device that this rank computes on.
+        state: this rank's shards of weights and optimizer state, read and written by checkpoints.
+        loss_scale_state: fp16's dynamic loss scale, {} without one. Assigning a saved value restores the scale.
+    """
+
     @property
     def shard(self) -> tuple[int, int]:
-        """(data-parallel rank, data-parallel size): which rows of the global batch this process reads."""
+        """(data-parallel rank, data-parallel size), which select this process's rows of the global batch."""
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
-        """Forward, backward and update over this rank's micro-batches."""
+        """Run forward, backward and one update over this rank's micro-batches."""
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
-        """Loss without an update. Every rank passes the same number of micro-batches."""
+        """Compute the loss without an update. Every rank passes the same number of micro-batches."""
 
     def features(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Task.features without dropout: all ranks' rows, (rows, n), fp32 on the CPU, the same on every rank.
+        """Compute Task.features without dropout, gathered over all ranks.
 
-        Every rank passes the same number of micro-batches; its rows stand together, rank 0's first. Those of an
-        EvaluationBatches come in their order, and last what only fills it up. Only one micro-batch is held at a time.
+        Every rank passes the same number of micro-batches. Only one micro-batch is in memory at a time.
+
+        Returns:
+            (rows, n), fp32 on the CPU, the same on every rank. A rank's rows are contiguous, rank 0's first. For
+            EvaluationBatches the rows are in dataset order, followed by the padding rows.
         """
 
     def parameters(self) -> Iterator[tuple[str, Tensor | None]]:
-        """What is exported: weights by Hugging Face name, one at a time, full fp32 CPU tensors on rank 0, else None."""
+        """Yield the weights to export, one at a time: Hugging Face name, full fp32 CPU tensor on rank 0, else None."""
 
     def held_bytes(self) -> Held:
-        """What this rank holds between two steps. Not collective."""
+        """Measure the memory that this rank holds between two steps. Not collective."""
 
     def describe(self) -> EngineDescription:
-        """What really runs. Not collective."""
+        """Report the live configuration. Not collective."""
 
     shapes: dict[str, torch.Size]
-    """Full shape by Hugging Face name of every parameter that is trained."""
     device: torch.device
     state: State
-    """This rank's part of weights and optimizer: what a checkpoint reads and writes."""
     loss_scale_state: dict
-    """fp16's dynamic loss scale, {} without one. Assigning it goes on from there."""

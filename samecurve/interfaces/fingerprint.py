@@ -1,4 +1,4 @@
-"""What is trained, on what: the facts by which a checkpoint is recognised."""
+"""Identity of a model and its data, which a checkpoint has to match."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _NOT_ARCHITECTURE = frozenset("_name_or_path transformers_version dtype torch_dt
 
 
 def identity(config: PreTrainedConfig, task: Task) -> dict:
-    """What is trained, on what: the architecture's numbers and the rows' fingerprint."""
-    fields = json_values(config.to_dict())  # as it comes back from state.json: names of classes have numbers as keys
+    """Collect the architecture's configuration and the rows' fingerprint."""
+    fields = json_values(config.to_dict())  # as read back from state.json: id2label's integer keys become strings
     kept = {key for key in fields if key not in _NOT_ARCHITECTURE and "attn_implementation" not in key}
     data = {"rows": task.train.fingerprint, "vocabulary_size": task.vocabulary_size}
     if task.origin:
-        data["hub"] = task.origin  # in the fingerprint, too; here a reader sees which commit it was
+        data["hub"] = task.origin  # part of the fingerprint, too; repeated here to show the commit
     if task.train.shares:
-        data["shares"] = list(task.train.shares)  # in the fingerprint, too; here a reader sees that it is them
+        data["shares"] = list(task.train.shares)  # part of the fingerprint, too; repeated here to show a difference
     return {"model": {key: fields[key] for key in kept}, "data": data}

@@ -1,4 +1,4 @@
-"""Bytes that a rank holds."""
+"""Memory of a rank in bytes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of this rank's part, wherever it lies (device or host; what lies on a disk is not counted).
+    """Bytes that this rank holds on device and host together; NVMe is not counted.
 
-    weights: with buffers. optimizer: moments, and the fp32 weights that it keeps beside those that compute. gradients:
-    of the trained ones while there are any, by formula, because most strategies have none between steps: of the
-    weights' type, fp32 under DeepSpeed; whole on every rank unless Engine.describe says that they are sharded.
-    gradients_between_steps: the part of it that stays.
+    Attributes:
+        weights: parameters and buffers.
+        optimizer: moments, and fp32 master weights where they are separate from the working weights.
+        gradients: estimated bytes of gradients during a step (most strategies free them between steps). They have the
+            weights' dtype, or fp32 under DeepSpeed, and are whole on every rank unless the strategy shards them.
+        gradients_between_steps: part of `gradients` that stays allocated between steps.
     """
 
     weights: int

@@ -1,4 +1,4 @@
-"""A rank's part of weights and optimizer state, as ranges of flattened tensors."""
+"""A rank's shard of weights and optimizer state, as ranges of flattened tensors."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from torch import Tensor
 
 
 class Held(NamedTuple):
-    """A rank's range [start, stop) of the flattened parameter `name`, and the part of it that this rank saves.
+    """This rank's range [start, stop) of the flattened parameter `name`.
 
-    Of a range that several ranks hold, each saves a part, or one saves all and the others an empty one.
+    [save_start, save_stop) is the part of the range that this rank writes to a checkpoint. Ranks that hold the same
+    range divide it among themselves, or one of them saves all and the others save an empty part.
     """
 
     name: str
@@ -22,28 +23,33 @@ class Held(NamedTuple):
 
 
 class State(Protocol):
+    """This rank's shards of weights and optimizer state.
+
+    Attributes:
+        kinds: for each parameter's name WEIGHT and the names of the optimizer states that have the parameter's shape;
+            for "parameter.state" of each optimizer state of another shape FACTOR.
+        factors: full shape of each of those other states, by "parameter.state".
+        codes: (name, kind) of the uint8 tensors; all others are fp32 or bf16.
+    """
+
     kinds: Kinds
-    """By name of every parameter: what there is of it, WEIGHT and then the optimizer's states of its shape. By
-    "parameter.state" of every one of another shape: FACTOR."""
     factors: dict[str, tuple[int, ...]]
-    """Full shape by name of the latter."""
     codes: Container[tuple[str, str]]
-    """(name, kind) of what is uint8; all else is fp32, or bf16."""
 
     def held(self) -> list[Held]:
-        """This rank's ranges, none of them empty, in the order in which `visit` comes to them."""
+        """List this rank's non-empty ranges in the order of `visit`."""
 
     def visit(self, writing: bool = False) -> Visit:
-        """Every range under each of its kinds in turn: a live tensor (stop - start,), until the next one comes.
+        """Yield each range once per kind, with its live tensor of shape (stop - start,).
 
-        writing: what the caller writes into the tensors is kept.
+        A tensor is valid only until the next one is yielded. Changes to the tensors persist only if `writing` is true.
         """
 
     def finish(self, updates: int) -> None:
-        """After writing: the optimizer's counter, and whatever is computed from the weights. Collective."""
+        """Set the optimizer's step counter and refresh the working weights after a visit that wrote. Collective."""
 
     def replicas(self) -> Iterator[tuple[str, Tensor]]:
-        """(label, tensor) of what every rank with the same label holds bit for bit."""
+        """Yield (label, tensor) of every replicated tensor; ranks with the same label must agree bit for bit."""
 
 
 WEIGHT, FACTOR = "weight", "factor"

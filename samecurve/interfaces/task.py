@@ -1,4 +1,4 @@
-"""What is trained, as engines and the loop see it."""
+"""The interface of a training task to the engines and the training loop."""
 
 from __future__ import annotations
 
@@ -21,27 +21,36 @@ if TYPE_CHECKING:
 
 
 class Task(Protocol):
-    """held_out: None when the recipe holds nothing out. special_tokens: ids for a from-scratch model's config.
+    """Data, loss and metrics of a training run.
 
-    head: what the model ends in. The keyword arguments of loss, count, statistics and features are the rows' targets by
-    name (RowArrays.targets), cut into micro-batches; the logits are what `outputs` gives.
+    The keyword arguments of loss, count, statistics and features are the rows' targets by name (RowArrays.targets), cut
+    into micro-batches. Their logits are the result of `outputs`.
 
-    teacher: a recipe whose model stands frozen beside the trained one; its logits are then among the targets of loss,
-    statistics and features, as `teacher`. None: there is none.
-    by_token: loss and statistics are sums over trained tokens, and each token's part is found in its own logits and
-    targets alone; so they may be taken of some tokens at a time. Such a task has no statistics of a step.
-    counts: in a word what `count` counts. num_step_statistics: of how many sums `step_metrics` is made.
-    features: (logits, **targets) -> (rows, n), what may be asked of a row beside its loss; None: nothing.
-    origin: of data of the hub which split of which commit they are, else "".
-    context: features of all rows of an optimizer step, (rows, n) -> what else the loss of each of them has to know, by
-    name; the rows are the first axis. Where a task has one, no loss is taken in an evaluation: `metrics` does it, from
-    the features of all held-out rows. None: the rows' losses do not depend on one another.
+    A task with a cross-batch loss (each row's loss depends on other rows of the optimizer step) defines `context` and
+    trains with gradient caching (Gao et al., 2021, arXiv:2101.06983). A first pass without gradients computes the
+    features of the whole step. `context` computes the loss over all of them and returns each row's share and the
+    gradient with respect to its features. `loss` then returns that share plus a zero term with that gradient. The
+    result is the loss of the global batch, independent of ranks and micro-batches, at the cost of one more forward pass
+    and of the memory for the features. Gathering features inside the backward pass would not suffice, because that
+    pass sees only one micro-batch of each rank.
 
-    This is gradient caching (Gao et al., 2021, arXiv:2101.06983) for any such loss. A first pass without gradients
-    finds the features of the whole step; `context` takes the loss of all of them together and gives each row its part
-    and the gradient with respect to its features; then `loss` is that part plus 0, which has that gradient. So it is
-    the loss of the global batch whatever the ranks and micro-batches, for one more forward pass and the memory of the
-    features. Gathering features inside of the backward pass would not do: it sees one micro-batch of each rank.
+    Attributes:
+        train: the training rows.
+        held_out: the validation rows; None if the recipe holds out none.
+        special_tokens: token ids for the config of a model trained from scratch.
+        head: the model's output head.
+        teacher: recipe of a frozen model that runs alongside the trained one. Its logits are passed to loss,
+            statistics and features as the target `teacher`. None without a teacher.
+        features: (logits, **targets) -> (rows, n), per-row outputs other than the loss; None if the task has none.
+        context: (rows, n) features of all rows of an optimizer step -> further targets of `loss` by name, with rows as
+            the first axis. Evaluation then computes no loss; `metrics` derives it from the features of all held-out
+            rows. None if rows' losses are independent.
+        has_reference: whether `prepare` computes something from the initial weights that training needs later.
+        by_token: whether loss and statistics are sums over trained tokens, each computed from its own logits and
+            targets alone, so that they can be computed in chunks of tokens. Such a task has no step statistics.
+        counts: plural noun for the unit of `count`.
+        origin: split and commit of a dataset from the Hugging Face Hub, else "".
+        num_step_statistics: number of sums that `step_loss` returns for `step_metrics`.
     """
 
     tokenizer: PreTrainedTokenizerFast
@@ -60,29 +69,29 @@ class Task(Protocol):
     num_step_statistics: int = 0
 
     def outputs(self, found: ModelOutput) -> Tensor:
-        """What is wanted of the model's output. A pipeline knows logits only, and does not ask."""
+        """Select the tensor that loss and features need from the model's output. Pipelines always use the logits."""
         return found.logits
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """fp32 scalar: the sum over what is counted, which the engine divides by the step's global count."""
+        """Sum the loss over the counted units: an fp32 scalar, which the engine divides by the step's global count."""
         return token_loss_sum(logits, labels)
 
     def step_loss(self, logits: Tensor, **targets: Tensor) -> tuple[Tensor, Tensor]:
-        """For a training step: the loss, and (num_step_statistics,) sums over the same rows for `step_metrics`."""
+        """Compute the loss of a training step and (num_step_statistics,) sums over the same rows for `step_metrics`."""
         return self.loss(logits, **targets), logits.new_zeros(0)
 
     def count(self, labels: Tensor) -> int:
-        """Over how many tokens, rows or pairs the loss is a sum; `tokens` in results. Rows that fill up are none."""
+        """Count the tokens, rows or pairs that the loss sums over (`tokens` in results), without padding rows."""
         return count_trained(labels)
 
     def statistics(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """1-D: what `metrics` needs beside the loss, to be summed over an evaluation's rows and ranks."""
+        """Compute the 1-D sums that `metrics` needs besides the loss; the engine adds them over rows and ranks."""
 
     def metrics(self, result: EvalResult) -> dict[str, float]:
-        """The `eval_*` values of metrics.jsonl."""
+        """Compute the `eval_*` values of metrics.jsonl."""
 
     def step_metrics(self, result: StepResult) -> dict[str, float | None]:
-        """What a training step adds to its line of metrics.jsonl. None: nothing was trained."""
+        """Compute the task's own values for the step's line of metrics.jsonl; None if nothing was trained."""
         return {}
 
     def prepare(
@@ -94,14 +103,17 @@ class Task(Protocol):
         alive: Callable[[], None],
         held_out_only: bool = False,
     ) -> None:
-        """Once, while the engine's model has the weights that the run begins with, also in a run that goes on.
+        """Compute what the task needs from the initial weights (see has_reference). Collective.
 
-        What has_reference says that there is: something about those weights that is needed later. Collective. alive: to
-        be called as it gets on. held_out_only: nothing is trained.
+        Called once, while the engine's model has the run's initial weights, also before a checkpoint is loaded.
+
+        Args:
+            alive: callback that reports progress to the watchdog.
+            held_out_only: prepare the validation rows only, because nothing is trained.
         """
 
     def describe(self) -> dict[str, object]:
-        """What the data are, for the header and run.json."""
+        """Describe the data, for the header and run.json."""
 
     def write_beside(self, directory: Path, config: PreTrainedConfig) -> None:
-        """What else belongs into the exported model's folder. config: the model's."""
+        """Write the task's further files into the exported model's folder. `config` is the model's."""

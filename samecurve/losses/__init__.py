@@ -1,4 +1,4 @@
-"""Loss functions on tensors. They know no task and no engine.
+"""Loss functions on tensors, independent of tasks and engines.
 
-May import config, distributed and what is below them.
+May import config, distributed and the packages below them.
 """

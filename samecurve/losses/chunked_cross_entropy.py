@@ -1,11 +1,13 @@
-"""The output head and the loss together, some tokens at a time, so that the logits are never all there at once.
+"""Output head and loss in chunks of tokens, so that the logits of a micro-batch never exist all at once.
 
-The logits of a micro-batch are by far its largest tensor: of 8,192 tokens and a vocabulary of 128,256 they are 4 GB in
-fp32, and the loss wants several copies. Here each chunk's gradient is taken as soon as its loss is known (as Liger
-kernels do, Hsu et al., 2024, arXiv:2410.10989), and only those with respect to the hidden states and the head's weight
-are kept for the backward pass. Tokens that are not trained are left out before the head: a prompt's cost nothing here.
-torch's own `linear_cross_entropy` is not taken: torch 2.11 has none, 2.13's chunks are refused under torch.compile,
-gave 34816 where the sum was 34967 of bf16 inputs, and were slower on a CPU than plain logits (seen on 2026-11-21).
+The logits are by far the largest tensor of a micro-batch: 4 GB in fp32 for 8,192 tokens and a vocabulary of 128,256,
+and the loss needs several copies. Here each chunk's gradient is computed right after its loss (as in Liger kernels, Hsu
+et al., 2024, arXiv:2410.10989). Only the gradients with respect to the hidden states and the head's weight are kept for
+the backward pass. Untrained tokens, such as a prompt's, are dropped before the head and cost nothing there.
+
+torch's own `linear_cross_entropy` is not used. torch 2.11 does not have the function. In torch 2.13 its chunks fail
+under torch.compile, summed bf16 inputs to 34816 instead of 34967, and were slower on a CPU than plain logits (seen on
+2026-11-21).
 """
 
 from __future__ import annotations
@@ -28,11 +30,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SMALLEST_CHUNK = 256
-"""Tokens. Every chunk adds to the whole gradient of the head's weight, which fewer tokens would not be worth."""
-# Of a chunk's logits in fp32. Each chunk reads and writes the gradient of the head's weight, on a GPU 2 GB of fp32 for
-# a vocabulary of 128,256 and 4,096 features: little beside its matrix products only where it has thousands of tokens.
-# The loss makes about four tensors like the logits: a sixteenth of the memory. On a CPU 1,024 tokens of a vocabulary of
-# 8,192 were faster than 512 and 2,048.
+"""Minimum tokens per chunk. Each chunk updates the whole gradient of the head's weight, too costly for fewer tokens."""
+# Size of a chunk's logits in fp32. Each chunk reads and writes the gradient of the head's weight: on a GPU 2 GB of fp32
+# for a vocabulary of 128,256 and 4,096 features, which is small compared with the matrix products only for thousands of
+# tokens. The loss creates about four tensors of the logits' size, together a sixteenth of the GPU's memory. On a CPU,
+# 1,024 tokens of a vocabulary of 8,192 were faster than 512 and 2,048.
 _CPU_BYTES, _GPU_BYTES, _GPU_SHARE = 2**25, 2**30, 64
 
 Measure = Callable[..., Tensor]
@@ -40,10 +42,12 @@ Measure = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class TokenSums:
-    """Sums over the tokens of a micro-batch, which may be taken of some tokens at a time.
+    """Sums over the tokens of a micro-batch that can be computed in chunks of tokens.
 
-    measure: (logits (n, vocabulary), **targets (n, ...)) -> sums over these tokens, a scalar or 1-D.
-    targets: (sequences, sequence_length, ...), on the model's device. positions: see `trained_positions`.
+    Attributes:
+        measure: (logits (n, vocabulary), **targets (n, ...)) -> sums over these tokens, a scalar or 1-D.
+        targets: (sequences, sequence_length, ...), on the model's device.
+        positions: indices of the trained tokens, see `trained_positions`; None: all tokens.
     """
 
     measure: Measure
@@ -51,7 +55,7 @@ class TokenSums:
     positions: Tensor | None = None
 
     def by_token(self) -> TokenSums:
-        """With the targets of the trained tokens alone, (n, ...)."""
+        """Return a copy whose targets are flattened and restricted to the trained tokens, (n, ...)."""
         flat = {name: target.flatten(0, 1) for name, target in self.targets.items()}
         if self.positions is not None:
             flat = {name: target.index_select(0, self.positions) for name, target in flat.items()}
@@ -62,10 +66,14 @@ class TokenSums:
 def chunked_sums(
     hidden: Tensor, head: nn.Linear, wanted: TokenSums, kind: str = "chunked", compiles: bool = False
 ) -> Tensor:
-    """What `wanted` measures of head(hidden), without all logits at once: fp32 in training.
+    """Compute the sums `wanted` of the logits head(hidden) in chunks; fp32 in training.
 
-    hidden: (sequences, sequence_length, hidden_size). kind: chunked, or liger, by which gradients are taken where the
-    measure is token_loss_sum. compiles: whether what is measured in training may be compiled.
+    Args:
+        hidden: (sequences, sequence_length, hidden_size).
+        head: the output head.
+        wanted: the sums.
+        kind: chunked, or liger for Liger's kernel in training (only for the measure token_loss_sum).
+        compiles: whether the measure may be compiled in training.
     """
     wanted, hidden = wanted.by_token(), hidden.flatten(0, 1)
     if wanted.positions is not None:
@@ -87,30 +95,36 @@ def chunked_sums(
 
 @lru_cache(maxsize=4)
 def _compiled(measure: Measure) -> Measure:
-    """The same in two kernels, of the loss and of its gradient: by themselves the operations of a cross-entropy read
-    and write each logit as fp32 several times, 42 bytes by count and not 10, and matrix products wait for it."""
+    """Compile the measure into two kernels, one for the loss and one for its gradient.
+
+    In eager mode a cross-entropy reads and writes each logit in fp32 several times (by count 42 bytes instead of 10),
+    and the matrix products wait for that.
+    """
     return torch.compile(measure)
 
 
 def install_chunked_head(
     model: PreTrainedModel, skeleton: PreTrainedModel, wanted: str, compiles: bool = False
 ) -> str | None:
-    """Let `model(**inputs, sums=TokenSums(...))` give those sums in place of its output.
+    """Make `model(**inputs, sums=TokenSums(...))` return those sums instead of the model's output.
 
-    Everything before the head runs as ever, and then the head is called with what came to it. Both happen inside of the
-    model's own forward, where FSDP2 and ZeRO-3 have gathered its weights.
+    The layers before the head run unchanged, and their output goes to the chunked head. Both run inside the model's own
+    forward, where FSDP2 and ZeRO-3 have gathered the weights.
 
     Args:
-        model: with memory, or on the meta device; before a strategy wraps it.
+        model: allocated or on the meta device, not yet wrapped by a strategy.
         skeleton: the same model on the meta device.
         wanted: auto, chunked or liger.
+        compiles: see chunked_sums.
+
     Returns:
-        chunked or liger; None where the head is not `is_chunkable`, and nothing is changed.
+        chunked or liger; None if the head is not chunkable (see is_chunkable), which leaves the model unchanged.
+
     Raises:
-        ConfigurationError: where the head is not chunkable and `wanted` is not auto.
+        ConfigurationError: the head is not chunkable and `wanted` is not auto.
     """
     head = model.get_output_embeddings()
-    plain = isinstance(head, nn.Linear) and head.weight.is_floating_point()  # neither adapted nor in 4 bits
+    plain = isinstance(head, nn.Linear) and head.weight.is_floating_point()  # no adapter, not quantized to 4 bits
     if not plain or not is_chunkable(skeleton):
         if wanted == "auto":
             return None
@@ -124,12 +138,12 @@ def install_chunked_head(
     def forward(*args, sums: TokenSums | None = None, **inputs):
         if sums is None:
             return whole(*args, **inputs)
-        setattr(parent, name, stand_in)
+        setattr(parent, name, stand_in)  # so that .logits is the input of the head
         try:
             hidden = whole(*args, **inputs).logits
         finally:
             setattr(parent, name, head)
-        # Some families upcast what they take for the logits. Called as a module: ZeRO-3 gathers its weights by a hook.
+        # Some families upcast their logits. A module call, because ZeRO-3 gathers the head's weights in a hook.
         return head(hidden.to(stand_in.dtype), sums)
 
     def head_forward(hidden: Tensor, sums: TokenSums | None = None) -> Tensor:
@@ -163,16 +177,16 @@ class _HeadInput(nn.Module):
 
 
 def _place(model: nn.Module, head: nn.Module) -> tuple[nn.Module, str]:
-    """The module that holds `head`, and its name there."""
+    """Find the parent module of `head` and the head's attribute name."""
     places = ((parent, name) for parent in model.modules() for name, child in parent.named_children() if child is head)
     return next(places)
 
 
 def is_chunkable(model: PreTrainedModel) -> bool:
-    """Whether the output head is a linear layer whose outputs are the model's logits, in some precision.
+    """Whether the output head is a linear layer whose output is the model's logits, in some precision.
 
-    Some families scale or cap what the head gives, and an adapter may stand around it. model: on the meta device; what
-    follows its layers is run there with a stand-in for the head.
+    Some model families scale or cap the head's output, and an adapter may wrap the head. The check runs the code after
+    the layers of `model`, which is on the meta device, with a stand-in for the head.
     """
     head, body = model.get_output_embeddings(), model.base_model
     if type(head) is not nn.Linear or body is model:
@@ -185,7 +199,7 @@ def is_chunkable(model: PreTrainedModel) -> bool:
     body.forward = lambda *_args, **_kwargs: _Body(last_hidden_state=states)
     try:
         logits = model(input_ids=torch.zeros(1, 2, dtype=torch.long, device="meta")).logits
-    except Exception:  # a forward that wants something else of its layers
+    except Exception:  # a forward that needs other outputs of the layers
         return False
     finally:
         setattr(parent, name, head)
@@ -195,16 +209,16 @@ def is_chunkable(model: PreTrainedModel) -> bool:
 
 
 def trained_positions(labels: Tensor) -> Tensor | None:
-    """int64 (n,): where in the flattened labels something is trained; None where that is everywhere.
+    """Find the trained tokens: int64 (n,) indices into the flattened labels, or None if all tokens are trained.
 
-    To be asked on the CPU: on a GPU the program would wait for the answer.
+    Call with labels on the CPU; on a GPU the call would synchronize with the device.
     """
     trained = (labels != IGNORE_INDEX).flatten()
     return None if trained.all() else trained.nonzero().flatten()
 
 
 class _Body(BaseModelOutput):
-    """What a model's layers give; caches, router logits and the like are None."""
+    """Output of a model's layers, in which every other field (caches, router logits and the like) is None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("_"):
@@ -214,8 +228,11 @@ class _Body(BaseModelOutput):
 class _SumWithGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: TokenSums) -> Tensor:
-        """hidden: (n, hidden_size), in the dtype that is computed in. Gradients of weight and bias are summed in fp32,
-        where the logits' rounding to bf16 would otherwise be followed by one of the sums."""
+        """Compute the sum and its gradients chunk by chunk.
+
+        `hidden` is (n, hidden_size) in the compute dtype. Gradients of weight and bias are summed in fp32; sums in bf16
+        would add their own rounding to that of the logits.
+        """
         computed, shift = _as(hidden, weight, bias)
         total = torch.zeros((), device=hidden.device)
         of_hidden = torch.empty_like(hidden)
@@ -245,8 +262,11 @@ class _SumWithGradients(torch.autograd.Function):
 
 
 def _liger(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
-    """fp32 scalar, loss.token_loss_sum. hidden: (n, hidden_size), n > 0. Gradients of weight and bias are summed in
-    fp32 and, unlike `_SumWithGradients`', rounded to hidden's dtype in the end, as those of full logits are."""
+    """Compute token_loss_sum, an fp32 scalar, by Liger's kernel. `hidden` is (n, hidden_size) with n > 0.
+
+    Gradients of weight and bias are summed in fp32. Unlike in `_SumWithGradients` they are finally rounded to hidden's
+    dtype, like gradients of full logits.
+    """
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
     measure = LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORE_INDEX, reduction="sum", accum_dtype=torch.float32)
@@ -262,7 +282,7 @@ def _logits(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _chunks(wanted: TokenSums, weight: Tensor) -> Iterator[tuple[slice, dict[str, Tensor]]]:
-    """At least one, which is empty where nothing is trained."""
+    """Yield each chunk's slice and targets; at least one chunk, which is empty if no token is trained."""
     total = len(next(iter(wanted.targets.values())))
     size = chunk_size(weight.shape[0], weight.device)
     for start in range(0, max(total, 1), size):
@@ -271,7 +291,7 @@ def _chunks(wanted: TokenSums, weight: Tensor) -> Iterator[tuple[slice, dict[str
 
 
 def chunk_size(vocabulary_size: int, device: torch.device) -> int:
-    """Tokens. On a GPU a power of two, by which micro-batches and the tiles of matrix products can be divided."""
+    """Number of tokens per chunk; on a GPU a power of two, to suit micro-batches and the tiles of matrix products."""
     if device.type == "cpu":
         return max(SMALLEST_CHUNK, _CPU_BYTES // (4 * vocabulary_size))
     num_bytes = _GPU_BYTES

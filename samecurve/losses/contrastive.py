@@ -1,4 +1,4 @@
-"""The contrastive loss of embeddings, and how well they retrieve."""
+"""Contrastive loss and retrieval ranks of embeddings."""
 
 from __future__ import annotations
 
@@ -11,12 +11,21 @@ from torch.nn import functional
 
 from samecurve.config.schema import Pooling
 
-# Anchors whose similarities to all candidates are held at a time.
+# Number of anchors whose similarities to all candidates are in memory at a time.
 _ANCHORS = 1024
 
 
 def pool(states: Tensor, attention_mask: Tensor, pooling: Pooling) -> Tensor:
-    """states: (sequences, sequence_length, n), any float type; the padding is at the end. (sequences, n), fp32."""
+    """Pool token states into one vector per sequence.
+
+    Args:
+        states: (sequences, sequence_length, n), any float type, padded at the end.
+        attention_mask: (sequences, sequence_length), 1 for tokens and 0 for padding.
+        pooling: cls (the first token), last (the last token), or the mean over tokens.
+
+    Returns:
+        (sequences, n), fp32.
+    """
     states = states.float()
     if pooling == "cls":
         return states[:, 0]
@@ -27,16 +36,23 @@ def pool(states: Tensor, attention_mask: Tensor, pooling: Pooling) -> Tensor:
 
 
 def info_nce(embeddings: Tensor, temperature: float) -> Tensor:
-    """(rows,): in nats, how surprising each row's positive is among the positives and negatives of all rows.
+    """Compute InfoNCE (arXiv:1807.03748) on cosine similarities divided by the temperature.
 
-    embeddings: (rows, 1 + candidates, n) of length 1: anchor, positive, hard negatives. InfoNCE (arXiv:1807.03748) on
-    cosine similarities divided by the temperature, which sentence-transformers calls MultipleNegativesRankingLoss.
+    Each row's positive is classified among the positives and hard negatives of all rows. sentence-transformers calls
+    the loss MultipleNegativesRankingLoss.
+
+    Args:
+        embeddings: (rows, 1 + candidates, n), normalized to length 1: anchor, positive, hard negatives.
+        temperature: divisor of the similarities.
+
+    Returns:
+        (rows,): loss of each row in nats.
     """
     return torch.cat(list(_losses(embeddings, temperature)))
 
 
 def info_nce_context(embeddings: Tensor, temperature: float) -> dict[str, Tensor]:
-    """row_loss: (rows,), as info_nce. gradient: of their sum with respect to the embeddings, in their shape."""
+    """Compute `row_loss`, (rows,) as info_nce, and `gradient`, that of their sum in the shape of the embeddings."""
     with torch.enable_grad():
         leaf = embeddings.detach().requires_grad_()
         found = []
@@ -54,9 +70,14 @@ def _losses(embeddings: Tensor, temperature: float) -> Iterator[Tensor]:
 
 
 def ranks(embeddings: Tensor, candidates: np.ndarray) -> Tensor:
-    """(rows,): the place, from 1, of each row's positive among the different candidates of all rows by similarity.
+    """Rank each row's positive by similarity to its anchor among the distinct candidates of all rows.
 
-    embeddings: as info_nce's. candidates: (rows, number of candidates), equal where their texts are.
+    Args:
+        embeddings: as for info_nce.
+        candidates: (rows, number of candidates), one id per candidate; equal texts have equal ids.
+
+    Returns:
+        (rows,): 1-based ranks.
     """
     _, first, places = np.unique(candidates.ravel(), return_index=True, return_inverse=True)
     corpus = embeddings[:, 1:].flatten(0, 1)[torch.from_numpy(first)]

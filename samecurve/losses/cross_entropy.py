@@ -1,7 +1,7 @@
-"""Token-normalised losses. The only place that knows the ignore index.
+"""Token-normalized cross-entropy, and the definition of the ignore index.
 
 The loss of an optimizer step is a sum over its trained tokens, on all ranks and micro-batches, divided once by their
-global count. So the functions here return sums and counts, never means: a mean of means is wrong when rows hold
+global count. The functions here therefore return sums and counts, never means: a mean of means is wrong when rows have
 different numbers of trained tokens.
 """
 
@@ -11,23 +11,30 @@ from torch import Tensor
 from torch.nn import functional as F
 
 LOSS = "samecurve: loss"
-"""The range that the chunked head puts around a loss and its gradient: compiled, no operator tells what they are. On a
-GPU autograd takes gradients in a thread of its own, outside of it, where only the kernels' names tell."""
+"""Name of the profiler range that the chunked head puts around a loss and its gradient.
+
+In compiled code no operator name identifies them. On a GPU autograd computes gradients in its own thread, outside the
+range, where only the kernels' names identify them.
+"""
 
 IGNORE_INDEX = -100
 
 
 def token_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy summed over the trained tokens, in nats.
+    """Sum the cross-entropy over the trained tokens, in nats.
 
-    logits: (..., vocabulary), any float type. labels: (...), already shifted: labels[b, t] is the target at position
-    t, IGNORE_INDEX where nothing is trained. Returns an fp32 scalar; 0 with a graph when no token is trained, so that
-    a rank without tokens still takes part in the backward pass.
+    Args:
+        logits: (..., vocabulary), any float type.
+        labels: (...), already shifted: labels[b, t] is the target at position t, IGNORE_INDEX for untrained tokens.
+
+    Returns:
+        fp32 scalar. Without any trained token it is a 0 with an autograd graph, so that a rank without tokens still
+        takes part in the backward pass.
     """
-    # fp32: a sum of thousands of bf16 terms keeps two or three digits.
+    # fp32, because a bf16 sum of thousands of terms keeps only two or three digits
     return F.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 def count_trained(labels: Tensor) -> int:
-    """Number of labels that are trained on."""
+    """Count the trained labels."""
     return int((labels != IGNORE_INDEX).sum())

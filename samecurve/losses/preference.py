@@ -1,6 +1,7 @@
-"""Losses on preference pairs. Log-probabilities are of whole answers, in nats; chosen first: (pairs, 2), fp32.
+"""Losses on preference pairs.
 
-Every loss is one number per pair, so that a step's loss is a sum over pairs divided once by their global count.
+Log-probabilities are those of whole answers in nats: (pairs, 2), fp32, with the chosen answer first. Every loss returns
+one number per pair; a step's loss is the sum over pairs, divided once by their global count.
 """
 
 from __future__ import annotations
@@ -17,14 +18,19 @@ from samecurve.losses.cross_entropy import IGNORE_INDEX
 if TYPE_CHECKING:
     from samecurve.config.schema import Dpo
 
-# Of a length-normalised log-probability in the odds ratio: 1 - exp(x) has no logarithm at 0.
+# Upper bound of a length-normalized log-probability in the odds ratio, because log(1 - exp(x)) is -inf at x = 0.
 _LARGEST_LOG_PROBABILITY = -1e-6
 
 
 def sequence_log_probabilities(logits: Tensor, labels: Tensor) -> Tensor:
-    """The sum over each sequence's trained tokens of their log-probability, fp32.
+    """Sum the log-probabilities of each sequence's trained tokens.
 
-    logits: (sequences, length, vocabulary), any float type. labels: (sequences, length), already shifted.
+    Args:
+        logits: (sequences, length, vocabulary), any float type.
+        labels: (sequences, length), already shifted.
+
+    Returns:
+        (sequences,), fp32, in nats.
     """
     losses = F.cross_entropy(
         logits.float().flatten(0, -2), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
@@ -35,10 +41,17 @@ def sequence_log_probabilities(logits: Tensor, labels: Tensor) -> Tensor:
 def pair_losses(
     settings: Dpo, log_probabilities: Tensor, lengths: Tensor, reference: Tensor | None, drift: Tensor | None
 ) -> Tensor:
-    """(pairs,): the loss that `settings.loss` names.
+    """Compute the loss `settings.loss` of each pair.
 
-    lengths: (pairs, 2), trained tokens of each answer. reference: (pairs, 2), log-probabilities under the reference
-    model, for sigmoid, ipo and kto. drift: (pairs, 2), what kto compares each answer with (see `kto_drift`).
+    Args:
+        settings: the recipe's DPO settings.
+        log_probabilities: (pairs, 2), of the answers under the trained model.
+        lengths: (pairs, 2), number of trained tokens of each answer.
+        reference: (pairs, 2), log-probabilities under the reference model; needed by sigmoid, ipo and kto.
+        drift: (pairs, 2), reference point of each answer for kto (see `kto_drift`).
+
+    Returns:
+        (pairs,).
     """
     mean = log_probabilities / lengths.clamp(min=1)
     if settings.loss == "simpo":
@@ -54,9 +67,10 @@ def pair_losses(
 
 
 def rewards(settings: Dpo, log_probabilities: Tensor, lengths: Tensor, reference: Tensor | None) -> Tensor:
-    """(pairs, 2): the reward that the model gives each answer by its log-probability, as TRL reports it.
+    """Compute the implicit reward of each answer, (pairs, 2), as TRL reports it.
 
-    beta times the log-ratio to the reference; for orpo and simpo beta times the mean log-probability of a token.
+    The reward is beta times the log-ratio to the reference; for orpo and simpo, beta times the mean log-probability of
+    a token.
     """
     if settings.loss in ("orpo", "simpo"):
         return settings.beta * log_probabilities / lengths.clamp(min=1)
@@ -64,32 +78,32 @@ def rewards(settings: Dpo, log_probabilities: Tensor, lengths: Tensor, reference
 
 
 def kto_drift(ratios: Tensor) -> Tensor:
-    """(pairs, 2): how far the model is from the reference already, estimated from the log-ratios (pairs, 2) of a batch.
+    """Estimate the model's divergence from the reference, (pairs, 2), from the log-ratios (pairs, 2) of a batch.
 
-    KTO's z_ref (arXiv:2402.01306, section 4.1) is taken over answers that do not belong to their prompt, which costs
-    another forward pass. For pairs the KTO report takes the batch's other half instead, as TRL's loss `kto_pair` did:
-    chosen answers are compared with the mean of the rejected ones, and the other way round, neither below 0.
+    KTO's z_ref (arXiv:2402.01306, section 4.1) is computed over answers paired with other prompts, which costs another
+    forward pass. For pairs the KTO report uses the other half of the batch instead, as TRL's loss `kto_pair` did:
+    chosen answers are compared with the mean of the rejected ones and vice versa, each mean clamped at 0.
     """
     return ratios.mean(dim=0).clamp(min=0).flip(0).expand_as(ratios)
 
 
 def _sigmoid(settings: Dpo, ratios: Tensor) -> Tensor:
-    """DPO (arXiv:2305.18290, equation 7); smoothing: that a label is wrong with this chance (conservative DPO)."""
+    """DPO (arXiv:2305.18290, equation 7); label_smoothing is the probability of a wrong label (conservative DPO)."""
     scaled, smoothing = settings.beta * (ratios[:, 0] - ratios[:, 1]), settings.label_smoothing
     return -(1 - smoothing) * F.logsigmoid(scaled) - smoothing * F.logsigmoid(-scaled)
 
 
 def _ipo(settings: Dpo, mean_ratios: Tensor) -> Tensor:
-    """IPO (arXiv:2310.12036, equation 17), beta being its tau.
+    """IPO (arXiv:2310.12036, equation 17), with beta as its tau.
 
-    On means over tokens, as in TRL, whose authors asked the paper's: a sum would grow with an answer's length, and the
-    target of the square does not.
+    Log-ratios are means over tokens, as in TRL, whose authors consulted the paper's authors: a sum would grow with the
+    answer's length, while the target of the square does not.
     """
     return (mean_ratios[:, 0] - mean_ratios[:, 1] - 1 / (2 * settings.beta)).square()
 
 
 def _kto(settings: Dpo, ratios: Tensor, drift: Tensor) -> Tensor:
-    """KTO (arXiv:2402.01306, equation 8) with as many good answers as bad ones; the mean over a pair's two."""
+    """KTO (arXiv:2402.01306, equation 8) with equally many good and bad answers; mean over a pair's two answers."""
     sign = torch.tensor([1.0, -1.0], device=ratios.device)
     return (1 - torch.sigmoid(settings.beta * sign * (ratios - drift))).mean(dim=1)
 
@@ -100,10 +114,10 @@ def _simpo(settings: Dpo, mean: Tensor) -> Tensor:
 
 
 def _orpo(settings: Dpo, mean: Tensor) -> Tensor:
-    """ORPO (arXiv:2403.07691, equations 6 and 7), beta being its lambda.
+    """ORPO (arXiv:2403.07691, equations 6 and 7), with beta as its lambda.
 
-    Its first term is the mean over the chosen answer's tokens, pair by pair. TRL takes it over all tokens of a batch,
-    prompts included, which depends on how the batch is spread.
+    The first term is the mean over the chosen answer's tokens for each pair. TRL averages over all tokens of a batch,
+    prompts included, so its value depends on the distribution of the batch over devices.
     """
     bounded = mean.clamp(max=_LARGEST_LOG_PROBABILITY)
     log_odds = bounded - _log1mexp(bounded)
@@ -111,6 +125,6 @@ def _orpo(settings: Dpo, mean: Tensor) -> Tensor:
 
 
 def _log1mexp(x: Tensor) -> Tensor:
-    """log(1 - exp(x)) for x < 0, with the form that keeps its digits on either side (Maechler, 2012)."""
+    """Compute log(1 - exp(x)) for x < 0 by the numerically stable form on either side of -ln 2 (Maechler, 2012)."""
     near = x > -math.log(2)
     return torch.where(near, torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(x)))

@@ -1,4 +1,4 @@
-"""From a recipe to a model: configuration, weights, adapters, and what makes its layers cheaper or faster.
+"""Models: configuration, weights, adapters, and techniques that make layers cheaper or faster.
 
-May import losses, config, distributed and what is below them.
+May import losses, config, distributed and the packages below them.
 """

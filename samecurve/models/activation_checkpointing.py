@@ -1,11 +1,11 @@
-"""What a model keeps of its forward pass for its backward pass: all of it, or less, at the price of work or copies.
+"""Activation checkpointing: fewer stored activations in exchange for recomputation or copies to host memory.
 
-A layer is what transformers repeats (its GradientCheckpointingLayer): a decoder's or an encoder's. Only the layers'
-`forward` is wrapped, so modules, the names of their weights and the hooks of a strategy stay as they are, and those
-hooks run once, outside of what is recomputed.
+A layer is an instance of transformers' GradientCheckpointingLayer, the repeated layer of a decoder or encoder. Only the
+layers' `forward` is wrapped, so that modules, weight names and a strategy's hooks stay unchanged. Those hooks run once,
+outside the recomputed part.
 
-full, every_n_layers: Chen et al. 2016, arXiv:1604.06174. selective: Korthikanti et al. 2022, arXiv:2205.05198, here by
-operator. A layer that is recomputed draws the random numbers of its dropout again.
+full and every_n_layers follow Chen et al. 2016, arXiv:1604.06174. selective follows Korthikanti et al. 2022,
+arXiv:2205.05198, here by operator. Recomputation restores the random state, so a layer repeats its dropout mask.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ _ATTENTION = (
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_fused_attention_overrideable",
 )
-# not bmm: it is the product of eager attention, whose results grow with the square of the sequence
+# without bmm, the product of eager attention, whose results grow with the square of the sequence length
 _PRODUCTS = ("mm", "addmm", "_scaled_mm")
 
 
 def layers(model: nn.Module) -> list[nn.Module]:
-    """The repeated layers in the order in which they run, those inside another one left out.
+    """List the repeated layers in execution order, without layers nested in other ones.
 
-    ConfigurationError where there are none: the model's code is older than transformers' base class for them.
+    Raises:
+        ConfigurationError: there are none, because the model's code is older than transformers' base class for them.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -58,7 +59,7 @@ def layers(model: nn.Module) -> list[nn.Module]:
 
 
 def checkpoint_layers(model: nn.Module, memory: Memory) -> None:
-    """Let every layer that `recomputed` names keep less, in place. Raises what `layers` does."""
+    """Install activation checkpointing, in place, in every layer that `recomputed` selects. Raises as `layers`."""
     kind = memory.activation_checkpointing
     if kind == "none":
         return
@@ -69,16 +70,24 @@ def checkpoint_layers(model: nn.Module, memory: Memory) -> None:
 
 
 def recomputed(memory: Memory, num_layers: int) -> range:
-    """The indices of the layers that keep less than all."""
+    """Return the indices of the layers with activation checkpointing."""
     if memory.activation_checkpointing == "none":
         return range(0)
     return range(0, num_layers, memory.every_n_layers if memory.activation_checkpointing == "every_n_layers" else 1)
 
 
 def repeated_share(memory: Memory, model: nn.Module, attention: str) -> tuple[float, float]:
-    """(of the layers' matrix products with weights, of attention's) the part that is computed twice, 0 to 1.
+    """Compute the shares, 0 to 1, of the layers' forward FLOPs that are recomputed.
 
-    attention: what computes it. What else is repeated (norms, activation functions) is not counted in FLOPs.
+    Other recomputed operations (norms, activation functions) are not counted as FLOPs.
+
+    Args:
+        memory: the recipe's memory settings.
+        model: the model.
+        attention: the attention implementation.
+
+    Returns:
+        (share of the matrix products with weights, share of attention's products).
     """
     if memory.activation_checkpointing == "none":
         return 0.0, 0.0
@@ -91,7 +100,7 @@ def repeated_share(memory: Memory, model: nn.Module, attention: str) -> tuple[fl
 
 
 def _in_training(layer: nn.Module, wrap: Callable[[Forward], Forward]) -> Forward:
-    """Evaluation keeps nothing anyway."""
+    """Apply `wrap` in training only; evaluation stores no activations anyway."""
     plain = layer.forward
     wrapped = wrap(plain)
 
@@ -104,7 +113,7 @@ def _in_training(layer: nn.Module, wrap: Callable[[Forward], Forward]) -> Forwar
 
 
 def _full(forward: Forward) -> Forward:
-    # the reentrant kind needs an input with a gradient, which the first layer of a model with an adapter has not
+    # reentrant checkpointing needs an input with a gradient, which the first layer of a model with an adapter lacks
     return partial(checkpoint, forward, use_reentrant=False)
 
 
@@ -113,10 +122,10 @@ def _selective(forward: Forward, keeps: str) -> Forward:
 
 
 def _offloaded(forward: Forward) -> Forward:
-    """Recomputed as with full, from inputs that wait in host memory."""
+    """Recompute as with full checkpointing, from inputs kept in host memory."""
 
     def offloaded(*args, **kwargs):
-        # pinned, or the copy back would wait for the host
+        # pinned memory, because otherwise the copy back would wait for the host
         with torch.autograd.graph.save_on_cpu(pin_memory=args[0].is_cuda):
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
@@ -125,7 +134,7 @@ def _offloaded(forward: Forward) -> Forward:
 
 @cache
 def _contexts(keeps: str) -> Callable:
-    """The same object for all layers, or torch.compile would take each for something new."""
+    """Return one object for all layers, because torch.compile would recompile for a new object."""
     return partial(create_selective_checkpoint_contexts, partial(_policy, kept=_operators(keeps)))
 
 
@@ -136,6 +145,6 @@ def _operators(keeps: str) -> frozenset:
 
 
 def _policy(context, operator, *args, kept: frozenset, **kwargs) -> CheckpointPolicy:
-    """flash-attn's operators are not torch's, and there only when its package is."""
+    """Decide whether an operator's result is saved. flash-attn's operators exist only if its package is installed."""
     keep = operator in kept or getattr(operator, "namespace", "") == "flash_attn"
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,7 +1,7 @@
-"""4-bit weights below an adapter, through bitsandbytes: QLoRA, Dettmers et al. 2023, arXiv:2305.14314.
+"""QLoRA (Dettmers et al. 2023, arXiv:2305.14314): 4-bit base weights under an adapter, through bitsandbytes.
 
-The linear layers but the output head are kept as NF4 with double quantization, half a byte per weight, and multiplied
-in the precision of the recipe. Embeddings, norms and the adapter stay fp32.
+All linear layers except the output head are stored as NF4 with double quantization, half a byte per weight, and
+multiplied in the recipe's precision. Embeddings, norms and the adapter stay fp32.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ BLOCK_SIZE = 64  # weights that share a scale, as in the paper
 
 
 def build(skeleton: PreTrainedModel, recipe: Recipe, device: torch.device) -> PreTrainedModel:
-    """As model.build, with 4-bit layers: no unquantized one is ever allocated. Nothing is set yet; see `write`."""
+    """Build the model as weights.build, with uninitialized 4-bit layers (see `write`).
+
+    The layers to quantize are never allocated unquantized.
+    """
     model = models.build(type(skeleton), skeleton.config, torch.device("meta"), recipe.adapter)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -32,7 +35,7 @@ def build(skeleton: PreTrainedModel, recipe: Recipe, device: torch.device) -> Pr
     for module in model.modules():
         if not is_quantized(getattr(module, "weight", None)):
             module.to_empty(device=device, recurse=False)
-    model.tie_weights()  # each of two tied modules was given a parameter of its own
+    model.tie_weights()  # to_empty gave each of two tied modules its own parameter
     return model
 
 
@@ -41,7 +44,7 @@ def is_quantized(parameter: object) -> bool:
 
 
 def write(parameter: nn.Parameter, full: Tensor) -> None:
-    """Quantize `full`, (out_features, in_features), into a parameter that `build` made."""
+    """Quantize `full`, (out_features, in_features), into a 4-bit parameter of a model from `build`."""
     from bitsandbytes.functional import quantize_4bit
 
     packed, state = quantize_4bit(

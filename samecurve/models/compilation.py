@@ -1,8 +1,8 @@
-"""torch.compile of a model's layers, in place, and how often it had to compile again.
+"""torch.compile of a model's layers, in place, and the count of recompilations.
 
-What is compiled is the layer's `forward`: its weights keep their names, and what a strategy does around the layer (FSDP
-gathers weights, DDP and ZeRO wait for gradients) stays outside. Layers that are alike share what was compiled.
-Activation checkpointing comes first, so that the compiler sees what is to be recomputed: the order of torchtitan,
+Only the layer's `forward` is compiled: weights keep their names, and a strategy's hooks around the layer (FSDP gathers
+weights, DDP and ZeRO wait for gradients) stay outside. Identical layers share the compiled code. Activation
+checkpointing is applied first, so that the compiler sees the recomputation. That is torchtitan's order,
 https://github.com/pytorch/torchtitan (models/llama3/parallelize.py).
 """
 
@@ -21,17 +21,23 @@ if TYPE_CHECKING:
 
     from samecurve.config.schema import Recipe
 
-# Of one function: with and without a mask, trained and evaluated, two kinds of layers, fixed and varying lengths make
-# 16; torch's own limit is 8, beyond which it goes on uncompiled.
+# Limit of compiled variants of one function. With and without a mask, in training and evaluation, two kinds of layers,
+# fixed and varying lengths make 16; torch's default limit is 8, beyond which a function runs uncompiled.
 VARIANTS = 32
 SETTLED_STEPS = 10
 
 
 def prepare(model: PreTrainedModel, recipe: Recipe, device: torch.device, but: str = "") -> None:
-    """Kernels, fp8, activation checkpointing and compilation as the recipe asks, before the strategy wraps the model.
+    """Apply the recipe's kernels, fp8, activation checkpointing and compilation before a strategy wraps the model.
 
-    device: that the model will be computed on. but: the kind of activation checkpointing that the engine does itself.
-    Raises what `activation_checkpointing.layers`, `liger.replace` and `fp8.convert` do.
+    Args:
+        model: the model, changed in place.
+        recipe: the recipe.
+        device: device of the computation.
+        but: kind of activation checkpointing that the engine itself applies, "" for none.
+
+    Raises:
+        ConfigurationError: as activation_checkpointing.layers, liger.replace and fp8.convert.
     """
     liger.replace(model, recipe.model.kernels)
     fp8.convert(model, recipe, device)
@@ -40,7 +46,7 @@ def prepare(model: PreTrainedModel, recipe: Recipe, device: torch.device, but: s
     if recipe.compile != "off":
         _configure(memory.activation_checkpointing, recipe.compile)
     if recipe.compile == "regional" and offloads:
-        _compile_layers(model)  # inside, because what moves tensors to the host cannot be compiled
+        _compile_layers(model)  # before checkpointing wraps them, because copies to the host cannot be compiled
     if memory.activation_checkpointing != but:
         checkpoint_layers(model, memory)
     if recipe.compile == "regional" and not offloads:
@@ -55,19 +61,23 @@ def _compile_layers(model: PreTrainedModel) -> None:
 
 
 def _configure(checkpointing: str, kind: str) -> None:
-    """Torch keeps these for the whole process."""
+    """Configure torch.compile for the whole process."""
     config = torch._dynamo.config
     config.recompile_limit = VARIANTS
-    # It would cut DDP's graph at its buckets, so that gradients are sent during the backward pass. Layers are such cuts
-    # already, and it refuses what activation checkpointing puts into a graph.
+    # optimize_ddp splits the graph at DDP's buckets, so that gradients are sent during the backward pass. Regional
+    # compilation has these splits already, and optimize_ddp does not support activation checkpointing in a graph.
     config.optimize_ddp = kind == "full" and checkpointing == "none"
 
 
 class Recompilations:
-    """Counts on this process how often something that was compiled before was compiled again, for another input.
+    """Count of torch.compile's recompilations in this process.
 
-    say: prints a line. The first one after SETTLED_STEPS steps is told with its reason. earlier: those of the sessions
-    that this one goes on from.
+    The first recompilation after SETTLED_STEPS steps is printed with its reason.
+
+    Args:
+        enabled: whether anything is compiled.
+        say: function that prints a line.
+        earlier: number of recompilations in the sessions that this one resumes.
     """
 
     def __init__(self, enabled: bool, say: Callable[[str], None], earlier: int = 0):
@@ -76,7 +86,7 @@ class Recompilations:
         self._told = self._evaluated = False
 
     def record(self, step: int) -> dict[str, int]:
-        """{"recompilations": all so far}, or nothing when nothing is compiled. Call it once a step."""
+        """Return {"recompilations": total so far}, or {} if nothing is compiled. Call once per step."""
         if not self._enabled:
             return {}
         reasons = _reasons()
@@ -89,16 +99,19 @@ class Recompilations:
         return {"recompilations": self._count}
 
     def _first_evaluation(self, reason: str) -> bool:
-        """It comes whenever it is due, and is the first to run without gradients."""
+        """Whether the first evaluation, the first run without gradients, caused this expected recompilation."""
         first = "grad_mode" in reason and not self._evaluated
         self._evaluated |= first
         return first
 
 
 def _reasons() -> list[str]:
-    """One line for each recompilation since the last call. Torch notes a reason for what it had compiled before."""
+    """List the reasons, one line each, of the recompilations since the last call.
+
+    torch records a reason only for a recompilation, not for a first compilation.
+    """
     from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
 
     found = [entry.recompile_reason for entry in get_compilation_metrics() if entry.recompile_reason]
-    clear_compilation_metrics()  # it keeps only the last ones
+    clear_compilation_metrics()  # torch keeps only the last ones
     return [" ".join(reason.split("#")[0].split()) for reason in found]

@@ -1,4 +1,4 @@
-"""The parameters that have a row for each token, and how they grow."""
+"""Token embeddings (input and output), and their extension by new tokens."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ if TYPE_CHECKING:
 
 
 def embeddings(model: PreTrainedModel) -> set[str]:
-    """Names of the parameters that have a row for each token."""
+    """Find the names of the parameters of the input embedding and the output head."""
     modules = [model.get_input_embeddings(), model.get_output_embeddings()]
     owned = {id(p) for module in modules if module is not None for p in module.parameters()}
     return {name for name, parameter in model.named_parameters() if id(parameter) in owned}
 
 
 def with_rows(tensor: Tensor, num_rows: int) -> Tensor:
-    """(num_rows, ...): new tokens begin as the mean of all others, so that they are neither likely nor unlikely.
+    """Extend an embedding to (num_rows, ...) with rows equal to the mean of the existing ones.
 
-    A row drawn at random can be far from all that the model knows, and takes the first steps' loss with it
-    (Hewitt, 2021, "Initializing new word embeddings for pretrained language models").
+    New tokens then start neither likely nor unlikely. A random row can be far from all existing rows and spoil the loss
+    of the first steps (Hewitt, 2021, "Initializing new word embeddings for pretrained language models").
     """
     import torch
 

@@ -1,17 +1,22 @@
-"""Floating-point operations of a training step, and the peak that they are measured against.
+"""Floating-point operations (FLOPs) of a training step, and the peak FLOP/s of a device.
 
 Model FLOPs per trained token are 6 N + 12 L h s (PaLM, arXiv:2204.02311, appendix B): N parameters that take part in
-matrix multiplications, L layers, h = heads x head size, s the sequence length. Forward is a third of it, backward two.
-N leaves out what is only looked up (input and position embeddings; a tied embedding is also the output head and
-counts once). As in PaLM, attention is not halved for the causal mask, and packed or windowed rows count as full ones;
-with the causal half it is 6 N + 6 L h s, which run.json states beside it. PyTorch's FLOP counter finds 2 N' + 4 L h s
-forward and exactly twice that backward (tests/unit/test_flops_counted.py: the families of model_families.py, and
-encoders; diffllama does attention twice), N' being N without its vectors: norms and biases, which the convention
-counts, multiply no matrix. Weights that several layers share (ALBERT's) count once for each of them.
-Frozen parameters get no gradient of their own, which is a third of the 6: with an adapter they count 4.
-Hardware FLOPs add the part of the forward that activation checkpointing repeats: of the decoder layers' one, not of the
-output head's; and that of a task which looks at all rows of a step first. PyTorch leaves the last multiplication of
-a repeated layer out, because nothing needs its result; it is counted. A teacher's forward is in neither.
+matrix multiplications, L layers, h = heads x head size, s the sequence length. The forward pass is one third of that,
+the backward pass two thirds. Conventions:
+
+- N excludes parameters that are only looked up (input and position embeddings). A tied embedding is also the output
+  head and counts once. Weights that several layers share (ALBERT's) count once per layer.
+- As in PaLM, attention is not halved for the causal mask, and packed or windowed rows count as full ones. The causal
+  half gives 6 N + 6 L h s, which run.json also reports.
+- Frozen parameters get no gradient, which is a third of the 6; with an adapter they count 4.
+- Hardware FLOPs add the part of the decoder layers' forward pass that activation checkpointing repeats (not the output
+  head's) and the extra forward pass of gradient caching. A repeated layer's last multiplication is counted, although
+  PyTorch skips it, because nothing needs its result.
+- A teacher's forward pass is in neither number.
+
+PyTorch's FLOP counter finds 2 N' + 4 L h s forward and exactly twice that backward (tests/unit/test_flops_counted.py:
+the families of model_families.py, and encoders; diffllama computes attention twice). N' is N without vectors: the
+convention counts norms and biases, which multiply no matrix.
 """
 
 from __future__ import annotations
@@ -41,9 +46,13 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 
 @dataclass(frozen=True)
 class TokenFlops:
-    """FLOPs per trained token. model: forward and backward. hardware: with what is computed twice.
+    """FLOPs per trained token.
 
-    attention: the part of `model` that is between tokens, over the full square. head: that of the output head.
+    Attributes:
+        model: forward and backward pass.
+        hardware: `model` plus everything that is recomputed.
+        attention: part of `model` for attention between tokens, over the full square.
+        head: part of `model` for the output head.
     """
 
     model: float
@@ -53,13 +62,13 @@ class TokenFlops:
 
     @property
     def causal(self) -> float:
-        """`model` with the half of attention that a causal mask leaves."""
+        """FLOPs as `model`, with only the half of attention that a causal mask leaves."""
         return self.model - self.attention / 2
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Dense TFLOP/s of one device, and where the number is from."""
+    """Dense TFLOP/s of one device, and the source of the number."""
 
     tflops: float
     source: str
@@ -67,7 +76,10 @@ class Peak:
 
 @dataclass(frozen=True)
 class _Row:
-    """half: bf16 and fp16 on the matrix units, without sparsity; tf32 likewise; fp32 on the vector units. TFLOP/s."""
+    """Peak rates of a GPU in TFLOP/s, without sparsity.
+
+    `half` (bf16 and fp16) and `tf32` are rates of the matrix units, `fp32` is that of the vector units.
+    """
 
     pattern: str
     half: float
@@ -76,9 +88,9 @@ class _Row:
     source: str
 
 
-# The first match counts, so the special forms of a chip come before its usual one. Data sheets that print only the
-# rate with 2:4 sparsity are halved. A form that has other units or clocks and no data sheet here is looked past, so its
-# peak is measured (the A100 of 64 GB is Leonardo's, with 124 multiprocessors instead of 108).
+# The first match counts, so special variants of a chip come before the usual one. Rates from data sheets that print
+# only the rate with 2:4 sparsity are halved. The patterns exclude variants with other units or clocks and no data sheet
+# here; their peak is measured (the A100 of 64 GB is Leonardo's, with 124 multiprocessors instead of 108).
 PEAKS = (
     _Row(r"\bB200\b", 2250, 1125, 75, "NVIDIA HGX B200 data sheet, per GPU"),
     _Row(r"\bH200 NVL\b", 836, 418, 60, "NVIDIA H200 data sheet, NVL"),
@@ -105,11 +117,14 @@ def token_flops(
     rehearsed: bool = False,
     recompute_attention: float | None = None,
 ) -> TokenFlops | None:
-    """None where the formula does not know: see `_is_known`.
+    """Compute the FLOPs per trained token, or None if the formula does not apply (see `_is_known`).
 
-    recompute: the share of the layers' forward that activation checkpointing repeats, 1 for full; recompute_attention:
-    that of attention's products, None: the same. rehearsed: a pass without gradients goes before (Task.context). The
-    model may be on the meta device.
+    Args:
+        model: the model, also on the meta device.
+        sequence_length: tokens per row.
+        recompute: share of the layers' forward pass that activation checkpointing repeats, 1 for full.
+        rehearsed: whether a pass without gradients precedes (Task.context).
+        recompute_attention: repeated share of attention's products; None: as `recompute`.
     """
     config = model.config.get_text_config()
     if model.config.model_type in UNCOUNTED or model.config.is_encoder_decoder or not _is_known(config):
@@ -126,7 +141,7 @@ def token_flops(
 
 
 def stated(flops: TokenFlops | None, peak: Peak | None) -> dict:
-    """For run.json: by which convention its metrics count, and what the numbers are. peak: of one device."""
+    """Report the FLOPs, their convention and one device's peak for run.json."""
     if flops is None:
         return {"convention": None, "peak_tflops": peak and peak.tflops, "peak_source": peak and peak.source}
     return {
@@ -140,8 +155,11 @@ def stated(flops: TokenFlops | None, peak: Peak | None) -> dict:
 
 
 def _is_known(config: PreTrainedConfig) -> bool:
-    """Not a mixture of experts, where N would have to be the parameters that one token meets; nor attention that also
-    multiplies positions (DeBERTa's), or that the config does not give the size of."""
+    """Whether the formula applies to a model.
+
+    Not for a mixture of experts, where N would be the parameters active for one token; not for attention that also
+    multiplies positions (DeBERTa's) or whose size the config does not give.
+    """
     if any((getattr(config, name, None) or 0) > 1 for name in EXPERT_COUNTS):
         return False
     if getattr(config, "relative_attention", False):
@@ -151,7 +169,7 @@ def _is_known(config: PreTrainedConfig) -> bool:
 
 
 def _layers(config: PreTrainedConfig) -> list[PreTrainedConfig]:
-    """One for each layer. Where they differ (gemma4), transformers 5.23 refuses to read the common one's fields."""
+    """List one config per layer. If layers differ (gemma4), transformers 5.23 rejects reads of the common config."""
     count = config.num_hidden_layers * getattr(config, "inner_group_num", 1)
     if getattr(config, "is_heterogeneous", False):
         return [config.per_layer_config[index] for index in range(count)]
@@ -159,13 +177,13 @@ def _layers(config: PreTrainedConfig) -> list[PreTrainedConfig]:
 
 
 def _attention_width(layer: PreTrainedConfig) -> int:
-    """Heads x head size."""
+    """Number of heads x head size."""
     heads = layer.num_attention_heads
     return heads * (getattr(layer, "head_dim", None) or layer.hidden_size // heads)
 
 
 def _multiplied_parameters(model: PreTrainedModel) -> tuple[int, int, int]:
-    """(N, those of them that are frozen, those in the output head). Tied weights are counted once, as the head."""
+    """Count (N, frozen parameters in N, parameters of the output head). Tied weights count once, as the head."""
     from torch import nn
 
     output = model.get_output_embeddings()
@@ -183,8 +201,10 @@ def _multiplied_parameters(model: PreTrainedModel) -> tuple[int, int, int]:
 
 
 def _uses(model: PreTrainedModel) -> dict[int, int]:
-    """How often a token is multiplied with each parameter, by its id. Of ALBERT's num_hidden_layers several are one
-    group's (modeling_albert.py: AlbertTransformer)."""
+    """Count how often a token is multiplied with each parameter, by the parameter's id.
+
+    Several of ALBERT's num_hidden_layers share one group's weights (modeling_albert.py: AlbertTransformer).
+    """
     uses = dict.fromkeys(map(id, model.parameters()), 1)
     config = model.config
     if config.model_type == "albert":
@@ -196,7 +216,7 @@ def _uses(model: PreTrainedModel) -> dict[int, int]:
 
 
 def table_peak(device_name: str, precision: str) -> Peak | None:
-    """The data sheet's number. precision: bf16 | fp16 | tf32 | fp32. None: not in the table, or a slice of a GPU."""
+    """Look up the data sheet's peak for bf16, fp16, tf32 or fp32; None for unlisted GPUs and for slices of a GPU."""
     if re.search(r"MIG|-\d-\d+C", device_name):  # the second in a virtual machine: GRID A100-1-5C
         return None
     for row in PEAKS:
@@ -206,10 +226,11 @@ def table_peak(device_name: str, precision: str) -> Peak | None:
 
 
 def device_peak(device: torch.device, precision: str) -> Peak:
-    """From the table, else measured. precision: the recipe's; fp32 becomes tf32 where PyTorch is told to use that.
+    """Look up the device's peak for the recipe's precision in the table, or measure the peak if it is not listed.
 
-    Measured on a GPU: the best of the precision and fp32, which an old GPU may multiply faster. On a CPU: the best of
-    all precisions, because the speed of an emulated one says nothing about what the CPU can do.
+    fp32 means tf32 where PyTorch is configured to use tf32. On a GPU the measurement takes the better of the precision
+    and fp32, which may be faster on an old GPU. On a CPU it takes the best of all precisions, because the speed of an
+    emulated precision says nothing about the CPU's peak.
     """
     import torch
 

@@ -1,16 +1,18 @@
-"""Matrix products of 8-bit floating-point numbers in the layers' linear modules, through torchao.
+"""fp8 matrix products in the layers' linear modules, through torchao.
 
-Weights, gradients and everything between those modules stay what they are without it. Each product rounds its operands
-to 8 bits (Micikevicius et al. 2022, arXiv:2209.05433) after scaling them by their largest value, taken anew each time:
+The dtypes of weights, gradients and all other operations do not change. Each product rounds its operands to 8 bits
+(Micikevicius et al. 2022, arXiv:2209.05433) after scaling them by their current largest value. The recipes differ in
+the scope of that value:
 
-tensorwise: of the whole matrix. Of inputs and gradients that is a micro-batch, whose other rows a row's result then
-  depends on.
-rowwise: of each row or column that is summed over. A token's result is its own, whatever else is in the micro-batch;
-  a weight's gradient sums over that, with scales that are powers of two, under which most numbers are rounded alike.
-rowwise_with_gw_hp: the same, with the weight's gradient in bf16, so that a token's part in it is its own, too.
+tensorwise: the whole matrix. For inputs and gradients that is a micro-batch, so a row's result depends on the
+  micro-batch's other rows.
+rowwise: each row or column along the summed dimension. A token's result does not depend on the rest of the micro-batch.
+  A weight's gradient sums over the micro-batch, with powers of two as scales, under which most numbers round alike.
+rowwise_with_gw_hp: as rowwise, with the weight's gradient in bf16, so that a token's contribution to the gradient does
+  not depend on the rest of the micro-batch either.
 
-The output head, embeddings and an adapter's matrices are left out: small, or, as the head, sensitive to rounding. Of a
-frozen weight torchao computes the gradient, too, which nobody takes.
+The output head, embeddings and an adapter's matrices are not converted: they are small or, like the head, sensitive to
+rounding. torchao also computes the unused gradients of frozen weights.
 """
 
 from __future__ import annotations
@@ -29,14 +31,14 @@ from samecurve.models.lora import is_adapters
 if TYPE_CHECKING:
     from samecurve.config.schema import Recipe
 
-# of both sides of a weight; torch._scaled_mm takes no others
+# Both dimensions of a weight have to be multiples of 16 for torch._scaled_mm.
 MULTIPLE = 16
-# of NVIDIA's devices, the first ones that multiply 8-bit floating-point numbers: Ada and Hopper
+# Compute capability of NVIDIA's first devices with fp8 matrix products: Ada and Hopper.
 SMALLEST_CAPABILITY = (8, 9)
 
 
 def check_device(kind: str, device: torch.device) -> None:
-    """Raises ConfigurationError where the device has no such products. A CPU emulates them. kind: the recipe's fp8."""
+    """Raise ConfigurationError if the device has no fp8 products; a CPU emulates them. `kind` is the recipe's fp8."""
     if kind == "off" or device.type == "cpu":
         return
     if device.type != "cuda":
@@ -51,13 +53,13 @@ def check_device(kind: str, device: torch.device) -> None:
 
 
 def converted(model: nn.Module) -> list[str]:
-    """The names of the modules that `convert` takes. Raises what `activations.layers` does."""
+    """List the names of the modules that `convert` converts. Raises as activation_checkpointing.layers."""
     inside = {id(module) for layer in layers(model) for module in layer.modules()}
     return [name for name, module in model.named_modules() if id(module) in inside and _fits(name, module)]
 
 
 def count(model: nn.Module, kind: str) -> int:
-    """How many modules are converted. kind: the recipe's fp8."""
+    """Count the modules that `convert` converts. `kind` is the recipe's fp8."""
     return 0 if kind == "off" else len(converted(model))
 
 
@@ -68,9 +70,12 @@ def _fits(name: str, module: nn.Module) -> bool:
 
 
 def convert(model: nn.Module, recipe: Recipe, device: torch.device) -> None:
-    """As the recipe asks, in place and before activation checkpointing and compilation.
+    """Convert linear modules to the recipe's fp8, in place, before activation checkpointing and compilation.
 
-    Names and parameters stay. Raises ConfigurationError where no module fits, and what `converted` does.
+    Names and parameters stay unchanged.
+
+    Raises:
+        ConfigurationError: no module can be converted, or as `converted`.
     """
     if recipe.fp8 == "off":
         return
@@ -92,16 +97,16 @@ def convert(model: nn.Module, recipe: Recipe, device: torch.device) -> None:
 
 
 def _pads(recipe: Recipe) -> bool:
-    """A weight's gradient sums over the tokens, whose number has to be a multiple, too; padding costs a copy."""
+    """Whether to pad the number of tokens to the MULTIPLE that a weight's gradient needs; padding costs a copy."""
     tokens = recipe.batch.micro_batch_size * recipe.batch.sequence_length
     return not recipe.data.packing or tokens % MULTIPLE != 0
 
 
 def _forward(self: nn.Module, inputs: Tensor) -> Tensor:
-    """(..., in_features) to (..., out_features), bf16. As torchao's own (0.18), but both operands are bf16 first.
+    """Compute (..., in_features) -> (..., out_features) in bf16, like torchao's forward (0.18) with bf16 operands.
 
-    Its own would round an fp32 weight at once, so that one that was sharded and gathered in bf16 came out elsewhere;
-    and it asks for a GPU's autocast only.
+    torchao's own forward rounds an fp32 weight directly to fp8, so that a weight sharded and gathered in bf16 would
+    give another result. torchao also checks only a GPU's autocast state.
     """
     from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
 

@@ -1,7 +1,7 @@
-"""The Hugging Face config of the recipe's model, checked.
+"""Construction and validation of the model's Hugging Face config.
 
-transformers keeps fields that it does not know, and lets models that see the following tokens train on predicting
-them: neither would stop a run, both would make it worthless.
+transformers accepts unknown fields, and lets models that attend to following tokens train on predicting them. Neither
+would stop a run, but both would make its result worthless.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from samecurve.errors import ConfigurationError, DataError
 from samecurve.models.attention.choice import chosen_attention
 from samecurve.specs.data_names import CHATML
 
-# Seen with transformers 5.23: a token changes the logits of the positions before it, whatever the config says.
+# With transformers 5.23, a token of these families changes the logits of earlier positions, whatever the config says.
 _NOT_CAUSAL = frozenset(("cpmant", "xlm", "xlnet"))
 
 _AUTO = {
@@ -44,7 +44,7 @@ _AUTO = {
     "embedding": AutoModel,
 }
 KINDS = tuple(_AUTO)
-# What to choose instead, for a family without such a head.
+# Suggestions for messages about a family without such a head.
 _FITTING = {
     "causal_lm": "causal language model of text alone; choose a decoder, for example llama",
     "sequence_classification": "model that transformers can classify text with; choose another, for example bert",
@@ -61,9 +61,11 @@ _TITLES = {
 
 @dataclass(frozen=True)
 class Head:
-    """What a model ends in. kind: which of transformers' Auto classes builds it.
+    """The output head of a model.
 
-    fields: what the task sets in the model's config, pretrained or not: names of classes, the token that pads.
+    Attributes:
+        kind: key of the transformers Auto class that builds the model, one of KINDS.
+        fields: config fields that the task sets, pretrained or not, such as class names and the padding token.
     """
 
     kind: str = "causal_lm"
@@ -71,21 +73,21 @@ class Head:
 
     @property
     def title(self) -> str:
-        """For messages."""
+        """Name of the kind of model, for messages."""
         return _TITLES[self.kind]
 
     def model_class(self, config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-        """None where the family has no such head."""
+        """Find the model class of the config's family with this head; None if the family has no such head."""
         auto = _AUTO[self.kind]
         if type(config) in auto._model_mapping:
             found = auto._model_mapping[type(config)]
             return found[0] if isinstance(found, (list, tuple)) else found
-        # a config that brought its own code was let in by model.trust_remote_code, and names the model's
+        # a config with its own code has been accepted by model.trust_remote_code and names the model's class
         reference = (getattr(config, "auto_map", None) or {}).get(auto.__name__)
         if reference is None or not is_remote(config):
             return None
         found = get_class_from_dynamic_module(reference, config._name_or_path)
-        found.register_for_auto_class(auto.__name__)  # so that an export takes the files with it
+        found.register_for_auto_class(auto.__name__)  # so that an export includes the Python files
         return found
 
 
@@ -93,8 +95,7 @@ CAUSAL = Head()
 
 
 def without_pooler(model_class: type[PreTrainedModel]) -> dict[str, bool]:
-    """Arguments that leave out what a bare encoder has behind its layers, and embeddings do not use: they are pooled
-    from the states of its tokens."""
+    """Constructor arguments that leave out a bare encoder's pooler; embeddings are pooled from the token states."""
     known = inspect.signature(model_class.__init__).parameters
     return {"add_pooling_layer": False} if "add_pooling_layer" in known else {}
 
@@ -102,19 +103,25 @@ def without_pooler(model_class: type[PreTrainedModel]) -> dict[str, bool]:
 def model_config(
     recipe: Recipe, vocabulary_size: int, special_tokens: dict[str, int] | None = None, head: Head = CAUSAL
 ) -> PreTrainedConfig:
-    """The Hugging Face config of `model.path` or `model.config`.
+    """Build the Hugging Face config of `model.path` or `model.config`.
 
-    A from-scratch config takes `vocab_size` and the `special_tokens` ids (bos_token_id, eos_token_id) from the
-    tokenizer where it does not give its own. Raises DataError when the tokenizer has ids that the embedding does not
-    hold, ConfigurationError when the model is not there, has no such head, has not enough positions, and when
-    transformers refuses a field or does not know it.
+    Args:
+        recipe: the recipe.
+        vocabulary_size: the tokenizer's; default of `vocab_size` in a from-scratch config.
+        special_tokens: the tokenizer's ids (bos_token_id, eos_token_id), defaults in a from-scratch config.
+        head: the output head.
+
+    Raises:
+        DataError: the tokenizer has ids for which the embedding has no row.
+        ConfigurationError: the model does not exist, has no such head or too few positions, or transformers rejects
+            or does not know a field.
     """
     settings = recipe.model
     if settings.path is not None:
         config = _stored(settings.path, settings.trust_remote_code)
     else:
         config = _from_scratch(settings.config, {"vocab_size": vocabulary_size, **(special_tokens or {})})
-    two_parts = head.kind == "embedding" and config.is_encoder_decoder  # the second one would want an input, too
+    two_parts = head.kind == "embedding" and config.is_encoder_decoder  # the decoder would also need an input
     if head.model_class(config) is None or "vocab_size" not in _fields(config) or two_parts:
         raise ConfigurationError(f"model: {config.model_type} is not a {_FITTING[head.kind]}")
     if head.kind == "masked_lm" and getattr(config, "is_decoder", False):
@@ -124,7 +131,7 @@ def model_config(
     if config.vocab_size < vocabulary_size:
         _make_room(recipe, config, vocabulary_size)
     length, positions = recipe.batch.sequence_length, getattr(config, "max_position_embeddings", None)
-    if positions is not None and 0 < positions < length:  # -1 where there is no limit
+    if positions is not None and 0 < positions < length:  # -1 means no limit
         text = f"found {length}, but the model's max_position_embeddings is {positions}; a row has to fit into it"
         raise ConfigurationError(f"batch.sequence_length: {text}")
     config._attn_implementation = chosen_attention(recipe, config, head.model_class(config), head.kind)
@@ -132,7 +139,7 @@ def model_config(
 
 
 def _make_room(recipe: Recipe, config: PreTrainedConfig, vocabulary_size: int) -> None:
-    """For the tokens of a chat template that a pretrained model gets. Raises DataError where there can be none."""
+    """Extend a pretrained model's vocabulary by the tokens of a chat template, or raise DataError if not possible."""
     text = f"the tokenizer has {vocabulary_size} ids, but the model's embedding holds {config.vocab_size} (vocab_size)"
     if recipe.model.path is None or recipe.tokenizer.chat_template != CHATML:
         fix = "leave model.config.vocab_size out, or use the tokenizer that it was meant for"
@@ -151,12 +158,12 @@ def _make_room(recipe: Recipe, config: PreTrainedConfig, vocabulary_size: int) -
 
 
 def has_attention(config: PreTrainedConfig) -> bool:
-    """Mamba and its like have none."""
+    """Whether the model family has attention; Mamba and similar families have none."""
     return "num_attention_heads" in _fields(config)
 
 
 def is_remote(config: PreTrainedConfig) -> bool:
-    """Whether its class came with the model's files, see model.trust_remote_code."""
+    """Whether the config's class came with the model's files (see model.trust_remote_code)."""
     return type(config).__module__.startswith("transformers_modules.")
 
 
@@ -165,22 +172,22 @@ def is_classifier(model: PreTrainedModel) -> bool:
 
 
 def kind_of(model: PreTrainedModel) -> str:
-    """Head.kind of what the model ends in."""
+    """Find Head.kind of a model by its class."""
     return next((kind for kind in KINDS if Head(kind).model_class(model.config) is type(model)), CAUSAL.kind)
 
 
 def kind_of_stored(config: PreTrainedConfig) -> str:
-    """Head.kind of a stored model, by the class that it was made as."""
+    """Find Head.kind of a stored model by the class recorded in its config."""
     made_as = config.architectures or ()
     classes = {kind: Head(kind).model_class(config) for kind in KINDS}
     return next((kind for kind, found in classes.items() if found and found.__name__ in made_as), CAUSAL.kind)
 
 
 def check_causal(model: PreTrainedModel) -> None:
-    """Raises ConfigurationError for a model whose positions see the following tokens, as BERT's do.
+    """Raise ConfigurationError for a model whose positions attend to following tokens, as in BERT.
 
-    Most such families have a causal form behind `is_decoder`; where the causal form is a class of its own (BART's), it
-    has set the key itself by now. GPT-NeoX has the key too, but no other mask than the causal one.
+    Most such families have a causal variant, enabled by `is_decoder`. A causal variant in a separate class (BART's) has
+    set the key itself by now. GPT-NeoX also has the key, but only a causal mask.
     """
     config = model.config
     may_look_ahead = hasattr(sys.modules[type(model).__module__], "create_bidirectional_mask")
@@ -192,7 +199,7 @@ def check_causal(model: PreTrainedModel) -> None:
 
 
 def reason(error: Exception) -> str:
-    """What transformers says, in one line of a bearable length."""
+    """Format an error from transformers as one line of limited length."""
     text = " ".join(str(error).split()) or "no reason given"
     return f"{type(error).__name__}: {text if len(text) <= 300 else text[:297] + '...'}"
 
@@ -200,7 +207,7 @@ def reason(error: Exception) -> str:
 def _stored(path: str, trust_remote_code: bool) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except Exception as error:  # transformers, huggingface_hub and the families have errors of their own
+    except Exception as error:  # transformers, huggingface_hub and the model families raise different types
         fix = "a folder needs config.json, a hub name needs the network or an earlier download"
         if "trust_remote_code" in str(error):
             fix = "it brings Python files of its own: read them, and set model.trust_remote_code to true to run them"
@@ -220,7 +227,7 @@ def _from_scratch(fields: dict[str, Any], defaults: dict[str, int]) -> PreTraine
     try:
         # a copy, because transformers completes nested fields in place
         config = AutoConfig.for_model(model_type, **(defaults | copy.deepcopy(given)))
-    except Exception as error:  # huggingface_hub's for a wrong type, others for what each family checks itself
+    except Exception as error:  # huggingface_hub's for a wrong type, others from each family's own checks
         text = f"model.config: transformers refuses these fields for a {model_type} ({reason(error)})"
         raise ConfigurationError(text) from error
     problems = [*_owned(given), *_unknown(given, config)]
@@ -234,9 +241,12 @@ def _owned(given: dict[str, Any]) -> list[str]:
 
 
 def _unknown(given: dict[str, Any], config: PreTrainedConfig) -> list[str]:
-    """Older spellings (rope_theta) are known too, if the family translates them: then no attribute is left of them."""
+    """List a problem for each given key that the family does not have.
+
+    Older spellings (rope_theta) are valid if the family translates them; a translated key leaves no attribute.
+    """
     known = _fields(config)
-    left = vars(config).keys() | vars(GenerationConfig()).keys()  # the latter are dropped without a trace
+    left = vars(config).keys() | vars(GenerationConfig()).keys()  # generation keys are dropped silently
     legal = [("model", "config", key) for key in known]
     return [
         f"model.config.{key}: a {config.model_type} has no such key{suggest(path, legal) or '; remove it'}"

@@ -1,10 +1,11 @@
-"""Norms, rotary positions and gated activations by the Triton kernels of liger-kernel (Hsu et al., 2024,
-arXiv:2410.10989), each in one pass over memory where PyTorch makes several.
+"""Fused Triton kernels of liger-kernel for norms, rotary positions and gated activations.
 
-What is replaced in which family is Liger's own list. Modules keep their names and weights, with another forward. Liger
-also exchanges what the family's Python file holds, for the whole process: the function that rotates queries and keys,
-and the classes, so that a teacher of the same family, built later, is made of Liger's. Its losses stay off: the loss is
-samecurve's (loss.implementation: liger is a key of its own, see chunked_cross_entropy.py).
+Each kernel makes one pass over memory where PyTorch needs several (Hsu et al., 2024, arXiv:2410.10989). Liger's own
+list decides what is replaced in which model family. Modules keep their names and weights but get another
+forward. Liger also patches the family's Python module for the whole process: the function that rotates queries and
+keys, and the classes. A teacher of the same family that is built later therefore consists of Liger's classes. Liger's
+losses stay disabled, because samecurve computes the loss (loss.implementation: liger is a separate key, see
+chunked_cross_entropy.py).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 _OFF = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 Activation = Callable[[Tensor], Tensor]
-# By what is in the name of a Liger module, the activation that it computes whatever the module before it had.
+# Activations that Liger modules compute whatever activation they replace, by a part of the Liger module's name.
 _ACTIVATIONS: dict[str, Activation] = {
     "SwiGLU": functional.silu,
     "GEGLU": partial(functional.gelu, approximate="tanh"),
@@ -41,7 +42,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 def check_device(recipe: Recipe, device: torch.device) -> None:
-    """Raises ConfigurationError where Liger's kernels are asked for and Triton does not compile for the device."""
+    """Raise ConfigurationError if the recipe requests Liger's kernels and Triton does not support the device."""
     asked = (
         ("model.kernels", recipe.model.kernels, "torch"),
         ("loss.implementation", recipe.loss.implementation, "auto"),
@@ -55,9 +56,9 @@ def check_device(recipe: Recipe, device: torch.device) -> None:
 
 
 def check_family(kind: str, model_type: str) -> None:
-    """Raises ConfigurationError for a family that Liger's kernels were not compared in, and where they do not load.
+    """Raise ConfigurationError if Liger's kernels cannot be imported or were not verified for the model family.
 
-    kind: the recipe's model.kernels.
+    `kind` is the recipe's model.kernels.
     """
     if kind == "torch":
         return
@@ -68,7 +69,7 @@ def check_family(kind: str, model_type: str) -> None:
         )
     try:
         import_module("liger_kernel.transformers.monkey_patch")
-    except Exception as error:  # it wants a range of transformers' versions, and Triton
+    except Exception as error:  # Liger needs Triton and a certain range of transformers' versions
         raise ConfigurationError(
             f"model.kernels: found liger, but liger-kernel cannot be imported ({reason(error)}); install a version "
             "that fits, or use torch"
@@ -76,23 +77,26 @@ def check_family(kind: str, model_type: str) -> None:
 
 
 def replace(model: PreTrainedModel, kind: str) -> None:
-    """In place, before activation checkpointing and compilation. kind: the recipe's model.kernels.
+    """Replace modules by Liger's, in place, before activation checkpointing and compilation.
 
-    Raises ConfigurationError where Liger cannot, finds nothing to replace, or would compute something else.
+    `kind` is the recipe's model.kernels.
+
+    Raises:
+        ConfigurationError: Liger does not support the model, replaces nothing, or would compute another activation.
     """
     if kind == "torch":
         return
     check_family(kind, model.config.model_type)
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
-    # it warns of implementations for other devices and packages, one by one
+    # Liger warns about each implementation for other devices and packages
     logging.getLogger("liger_kernel.backends.registry").setLevel(logging.ERROR)
     text = f"model.kernels: found liger, which replaces nothing of a {type(model).__name__}"
     activations = ((name, _activation(module)) for name, module in model.named_modules())
     before = {name: own for name, own in activations if own and not type(own).__name__.startswith("Liger")}
     try:
         _apply_liger_kernel_to_instance(model=model, **_OFF)
-    except (AttributeError, NotImplementedError, TypeError) as error:  # a head or a variant that it does not know
+    except (AttributeError, NotImplementedError, TypeError) as error:  # a head or a variant unknown to Liger
         raise ConfigurationError(f"{text} ({reason(error)}); use torch") from error
     if not replaced(model):
         raise ConfigurationError(f"{text}; use torch")
@@ -104,8 +108,11 @@ def _activation(module: nn.Module) -> Activation | None:
 
 
 def _check_activations(model: nn.Module, before: Mapping[str, Activation]) -> None:
-    """Seen with liger-kernel 0.8.5: a Llama whose hidden_act is gelu is computed with SiLU from then on, and every
-    Nemotron with the square of ReLU. before: by the name of the module that has it."""
+    """Raise ConfigurationError if Liger replaced an activation by a different one.
+
+    Seen with liger-kernel 0.8.5: a Llama with hidden_act gelu is computed with SiLU afterwards, and every Nemotron with
+    squared ReLU. `before` holds the original activations by module name.
+    """
     inputs = torch.linspace(-4, 4, 17)
     for name, own in before.items():
         module = model.get_submodule(name)
@@ -120,7 +127,7 @@ def _check_activations(model: nn.Module, before: Mapping[str, Activation]) -> No
 
 
 def replaced(model: nn.Module) -> list[str]:
-    """What of the model is Liger's, asked of the model: how many modules of each kind, and functions by name."""
+    """Inspect the model for Liger's replacements: the number of modules of each kind, and functions by name."""
     names = (module._get_name() for module in model.modules())
     modules = Counter(name for name in names if name.startswith("Liger"))
     if not modules:
@@ -129,7 +136,10 @@ def replaced(model: nn.Module) -> list[str]:
 
 
 def _functions(model: nn.Module) -> list[str]:
-    """Of the Python files that the model's class and its bases come from: FSDP puts a class of its own before them."""
+    """Find Liger's functions in the Python modules of the model's class and its bases.
+
+    The bases are needed because FSDP puts its own class before them.
+    """
     files = {parent.__module__ for parent in type(model).__mro__ if parent.__module__.startswith("transformers.")}
     found = (item for file in sorted(files) for item in vars(sys.modules[file]).items())
     return [name for name, value in found if "rotary" in name and _is_ligers(value)]

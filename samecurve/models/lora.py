@@ -1,11 +1,11 @@
-"""LoRA adapters: small trained matrices beside a pretrained model's frozen ones, through peft.
+"""LoRA adapters, through peft: small trained matrices next to a pretrained model's frozen ones.
 
-peft puts its layers into the model in place, so the model keeps its class, its blocks and the names of its parts:
+peft inserts its layers in place, so the model keeps its class, its blocks and its module names:
 
     model.layers.0.self_attn.q_proj.base_layer.weight        frozen, the pretrained q_proj.weight
     model.layers.0.self_attn.q_proj.lora_A.default.weight    trained, (rank, in_features)
     model.layers.0.self_attn.q_proj.lora_B.default.weight    trained, (out_features, rank)
-    score.weight                                             trained: a classifier's head, new beside the base model
+    score.weight                                             trained, the new head of a classifier
 
 LoRA: Hu et al. 2021, arXiv:2106.09685. rsLoRA: Kalajdzievski 2023, arXiv:2312.03732. DoRA: Liu et al. 2024,
 arXiv:2402.09353.
@@ -35,26 +35,30 @@ if TYPE_CHECKING:
 
     from samecurve.config.schema import Adapter
 
-NAME = "default"  # what peft calls the one adapter that a model has
+NAME = "default"  # peft's name of a model's only adapter
 SAMPLE_BYTES = 4096
 _BASE = ".base_layer."
-_STORED = "base_model.model."  # what peft puts before every name in its file
-# peft's word for what the model is for; it has none for masked language models.
+_STORED = "base_model.model."  # peft's prefix of every name in its file
+# peft's task types; there is none for masked language models.
 _TASK_TYPES = {"causal_lm": "CAUSAL_LM", "sequence_classification": "SEQ_CLS", "embedding": "FEATURE_EXTRACTION"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _MAGNITUDE = f".lora_magnitude_vector.{NAME}.weight"
 
 
 def quiet() -> None:
-    """Before peft is imported: it imports bitsandbytes where that is installed, also for an adapter beside weights that
-    are not quantized, and on a CPU that warns of a faster kernel that only a hub has."""
+    """Silence bitsandbytes before peft is imported.
+
+    peft imports bitsandbytes if installed, even for an adapter on unquantized weights. On a CPU bitsandbytes then warns
+    about a faster kernel that is available only from a hub.
+    """
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def inject(model: PreTrainedModel, settings: Adapter) -> None:
-    """Put the adapter's layers into `model`, in place, and freeze all else but `whole_modules`. Nothing is initialised.
+    """Insert the adapter's uninitialized layers into `model`, in place, and freeze all else except `whole_modules`.
 
-    Raises ConfigurationError when adapter.target_modules names nothing, or what cannot be adapted.
+    Raises:
+        ConfigurationError: adapter.target_modules matches nothing or a layer that cannot be adapted.
     """
     quiet()
     from peft import LoraConfig, inject_adapter_in_model
@@ -69,12 +73,12 @@ def inject(model: PreTrainedModel, settings: Adapter) -> None:
         use_rslora=settings.rslora,
         use_dora=settings.dora,
         fan_in_fan_out=_transposed(model),
-        init_lora_weights=False,  # under ZeRO-3 there is nothing to initialise yet; see `initial`
+        init_lora_weights=False,  # under ZeRO-3 there is nothing to initialize yet; see `initial`
         task_type=_TASK_TYPES.get(kind_of(model)),
     )
     try:
         with warnings.catch_warnings():
-            # GPT-2's Conv1D, which peft finds out by itself, layer by layer
+            # about GPT-2's Conv1D, which peft detects by itself, layer by layer
             warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
             inject_adapter_in_model(config, model, NAME)
     except ValueError as error:
@@ -84,8 +88,10 @@ def inject(model: PreTrainedModel, settings: Adapter) -> None:
 
 
 def whole_modules(model: PreTrainedModel) -> list[str]:
-    """What an adapted model trains whole, as peft's `modules_to_save`: what a classifier has behind its base model, and
-    a pooler in that. Most pretrained models come without the two, and what begins as noise has nothing to be adapted.
+    """List the modules that an adapted model trains in full, as peft's `modules_to_save`.
+
+    These are a classifier's modules after its base model, and a pooler inside the base model. Most pretrained models
+    come without both, and randomly initialized weights have nothing to adapt.
     """
     if not is_classifier(model):
         return []
@@ -100,10 +106,14 @@ def _with_parts(model: PreTrainedModel, names: list[str]) -> list[str]:
 
 
 def check(model: PreTrainedModel, settings: Adapter) -> None:
-    """What peft lets pass. Raises ConfigurationError for a name without a layer, an embedding, a tied head, experts."""
+    """Check targets that peft accepts.
+
+    Raises:
+        ConfigurationError: a name matches no layer, or an embedding, a tied head or experts are adapted.
+    """
     adapted = {name: module for name, module in model.named_modules() if hasattr(module, "base_layer")}
     whole = [name for name, module in adapted.items() if hasattr(module, "parameter_name")]
-    if whole:  # peft 0.21 adds these of itself where a Mixtral's or a Qwen2-MoE's all-linear or experts are named
+    if whole:  # peft 0.21 adds these by itself if all-linear or experts are given for a Mixtral or a Qwen2-MoE
         linear = ", ".join(sorted({name.rpartition(".")[2] for name in adapted.keys() - set(whole)} & _ATTENTION))
         raise ConfigurationError(
             f"adapter.target_modules: found {_shown(settings.target_modules)}, by which peft adapts {whole[0]} of this "
@@ -133,14 +143,13 @@ def is_adapted(model: nn.Module) -> bool:
 
 
 def trained_shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
-    """Shape by name of what is trained: the adapter's matrices and a new head, or all parameters of a model without an
-    adapter."""
+    """Collect the shapes of trained parameters by name: the adapter's and a new head's, or all without an adapter."""
     adapted = is_adapted(model)
     return {name: p.shape for name, p in model.named_parameters() if p.requires_grad or not adapted}
 
 
 def pretrained_name(name: str) -> str:
-    """What a parameter is called in the files of the model that is adapted."""
+    """Return a parameter's name in the files of the base model."""
     return name.replace(_BASE, ".")
 
 
@@ -149,9 +158,10 @@ def is_adapters(name: str) -> bool:
 
 
 def initial(shapes: dict[str, torch.Size], seed: int) -> Iterator[tuple[str, Tensor]]:
-    """The matrices that an adapter starts with, full and fp32, as peft draws them: A uniform, B zero.
+    """Yield an adapter's initial matrices, full and fp32, distributed as in peft: A uniform, B zero.
 
-    Each name has a generator of its own, so they are the same under any sharding. shapes: those wanted, by name.
+    Each name has its own generator, so the values are the same under any sharding. `shapes` holds the wanted matrices'
+    shapes by name.
     """
     for name, shape in shapes.items():
         if ".lora_B." in name:
@@ -165,7 +175,10 @@ def initial(shapes: dict[str, torch.Size], seed: int) -> Iterator[tuple[str, Ten
 
 
 def magnitude(model: PreTrainedModel, name: str, weight: Tensor) -> tuple[str, Tensor] | None:
-    """DoRA's magnitudes (out_features,), where `name` is a frozen weight that has them: its norms, as B starts at 0."""
+    """Compute DoRA's initial magnitudes (out_features,) for the frozen weight `name`; None for other parameters.
+
+    The magnitudes are the norms of the weight's rows, because B starts at 0.
+    """
     prefix, found, last = name.rpartition(_BASE)
     module = model.get_submodule(prefix) if found and last == "weight" else None
     if module is None or NAME not in module.lora_magnitude_vector:
@@ -175,14 +188,14 @@ def magnitude(model: PreTrainedModel, name: str, weight: Tensor) -> tuple[str, T
 
 
 def stored_config(model: PreTrainedModel) -> LoraConfig:
-    """adapter_config.json's content: where the base model is, which layers were adapted, which ones are there whole."""
+    """Build the content of adapter_config.json: the base model's path, adapted layers, and layers stored in full."""
     import copy
 
     config = copy.deepcopy(model.peft_config[NAME])
     path = model.config._name_or_path
     config.base_model_name_or_path = str(Path(path).resolve()) if Path(path).is_dir() else path
     config.modules_to_save = whole_modules(model) or None
-    if without_pooler(type(model)):  # AutoModel makes a pooler, which names such as `dense` would fit
+    if without_pooler(type(model)):  # AutoModel creates a pooler, which target names such as `dense` would match
         config.exclude_modules = ["pooler.dense"]
     config.init_lora_weights = True
     config.inference_mode = True
@@ -190,7 +203,7 @@ def stored_config(model: PreTrainedModel) -> LoraConfig:
 
 
 def stored_names(model: PreTrainedModel) -> dict[str, str]:
-    """peft's name in adapter_model.safetensors of each trained parameter, by its name here."""
+    """Map each trained parameter's name to peft's name in adapter_model.safetensors."""
     from peft import get_peft_model_state_dict
 
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -201,17 +214,21 @@ def stored_names(model: PreTrainedModel) -> dict[str, str]:
 
 
 def brought(folder: Path) -> set[str]:
-    """Names of what an adapter's folder holds, as the model that it is for calls them where it is whole.
+    """Collect the tensor names in an adapter's folder, without peft's prefix.
 
-    Raises ConfigurationError for a damaged file.
+    Raises:
+        ConfigurationError: the file is damaged.
     """
     path = folder / "adapter_model.safetensors"
     return {name.removeprefix(_STORED) for name in header(path)} if path.is_file() else set()
 
 
 def fingerprint(files: dict[str, Stored]) -> str:
-    """Of a pretrained model's weights: names, types, shapes and the first bytes of every tensor, in the files' order
-    or any other. It reads a few MB of any model, and tells two of one architecture apart. files: by tensor name."""
+    """Compute a fingerprint of a pretrained model's weights: names, dtypes, shapes and first bytes of every tensor.
+
+    The fingerprint reads a few MB of any model, distinguishes two models of one architecture, and does not depend on
+    the order of `files` (by tensor name).
+    """
     found = hashlib.sha256()
     for name, stored in sorted(files.items()):
         with open(stored.file, "rb") as stream:

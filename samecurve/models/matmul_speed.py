@@ -1,9 +1,10 @@
-"""How fast this device multiplies matrices in each precision: the peak behind mfu, and which precision trains fastest.
+"""Benchmark of this device's matrix multiplication by precision: for mfu's peak, and to find the fastest precision.
 
-A CPU without instructions for bf16 or fp16 emulates them, and PyTorch falls back to plain loops where oneDNN does not
-help. Torch 2.13 with AVX2 alone, 2 cores, 1024 tokens, 768 -> 3072, in GFLOP/s: forward 15 in bf16 and 179 in fp32, the
-gradient of the inputs 0.5 and 175. One layout alone would not show it, so all three of a training step are measured.
-Both measurements together take 0.4 to 1 second of a start (2 busy cores, with and without AVX-512).
+A CPU without instructions for bf16 or fp16 emulates them, and PyTorch falls back to plain loops where oneDNN has no
+kernel. Example in GFLOP/s (torch 2.13, AVX2 only, 2 cores, 1024 tokens, 768 -> 3072): forward 15 in bf16 and 179 in
+fp32, gradient of the inputs 0.5 and 175. One layout alone would not show the difference, so all three layouts of a
+training step are measured. Both measurements together take 0.4 to 1 second at startup (2 busy cores, with and without
+AVX-512).
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ ROUNDS = 3
 PEAK_SECONDS = 0.15
 TRAINING_SECONDS = 0.1
 SMALLEST, LARGEST_SQUARE = 128, 8192
-FAR_BELOW = 4  # what is that many times slower than the best is not tried with larger matrices
+FAR_BELOW = 4  # products slower than the best by this factor are not tried with larger matrices
 PRODUCTS = ("forward", "input_gradient", "weight_gradient")
 SLOWDOWN_WORTH_TELLING = 1.5
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A linear layer and how many tokens go through it at a time."""
+    """Size of a linear layer's matrix product: number of tokens, inputs and outputs."""
 
     num_tokens: int
     num_inputs: int
@@ -43,7 +44,7 @@ class Shape:
 
     @property
     def flops(self) -> int:
-        """Of one of the three matrix multiplications that train it."""
+        """FLOPs of one of the three matrix multiplications of a training step."""
         return 2 * self.num_tokens * self.num_inputs * self.num_outputs
 
     def capped(self, limit: int) -> Shape:
@@ -53,9 +54,12 @@ class Shape:
 def products(
     inputs: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor
 ) -> dict[str, Callable[[], torch.Tensor]]:
-    """The three matrix multiplications that train a linear layer, in the layouts of autograd.
+    """Return the three matrix multiplications of a linear layer's training step, in autograd's layouts.
 
-    inputs: (tokens, inputs), weight: (outputs, inputs), gradient: (tokens, outputs).
+    Args:
+        inputs: (tokens, inputs).
+        weight: (outputs, inputs).
+        gradient: (tokens, outputs).
     """
     runs = (lambda: inputs @ weight.T, lambda: gradient @ weight, lambda: gradient.T @ inputs)
     return dict(zip(PRODUCTS, runs, strict=True))
@@ -64,9 +68,10 @@ def products(
 def training_seconds(
     device: torch.device, precisions: Sequence[str], shape: Shape, seconds: float = TRAINING_SECONDS
 ) -> tuple[Shape, dict[str, float]]:
-    """How long the three products of `shape` take together, by precision.
+    """Measure the duration of the three products of `shape` together, by precision.
 
-    Measured on as large a part of the shape as fits into about `seconds`; returns that part, and its numbers.
+    Returns:
+        (part, seconds by precision): the largest part of `shape` that can be measured in about `seconds`.
     """
 
     def rate(measured: tuple[Shape, dict[str, float]]) -> float:
@@ -91,9 +96,12 @@ def _training_seconds(
 
 
 def peak(device: torch.device, precisions: Sequence[str], seconds: float = PEAK_SECONDS) -> tuple[float, str]:
-    """(TFLOP/s, precision) of the fastest product of square matrices, which grow as far as about `seconds` allow.
+    """Measure the fastest product of square matrices, whose size grows for about `seconds`.
 
-    Of all precisions and all three layouts, so that a training step is made of nothing faster.
+    All precisions and all three layouts are tried, so that no product of a training step is faster.
+
+    Returns:
+        (TFLOP/s, precision).
     """
     return max(_by_threads(lambda: _peak(device, precisions, seconds), device))
 
@@ -117,8 +125,11 @@ def _peak(device: torch.device, precisions: Sequence[str], seconds: float) -> tu
 
 
 def _by_threads(measure: Callable[[], T], device: torch.device) -> list[T]:
-    """With all threads of this process, and with one: where others keep the cores busy, threads wait for each other at
-    the end of every product, and one alone is faster (2 threads on 2 busy cores: 2 GFLOP/s, one 120)."""
+    """Measure with all threads of this process and, on a CPU, also with one.
+
+    If other processes keep the cores busy, threads wait for each other at the end of every product, and a single thread
+    is faster (on 2 busy cores: 2 GFLOP/s with 2 threads, 120 with one).
+    """
     import torch
 
     found, threads = [measure()], torch.get_num_threads()
@@ -134,13 +145,13 @@ def _by_threads(measure: Callable[[], T], device: torch.device) -> list[T]:
 def _fastest(
     runs: Mapping[tuple[str, str], Callable[[], object]], device: torch.device
 ) -> dict[tuple[str, str], float]:
-    """Seconds of each: its fastest of ROUNDS, in which each has its turn, so that what disturbs one disturbs all."""
+    """Measure each run's fastest of ROUNDS in seconds. Runs alternate, so that a disturbance affects all of them."""
     rounds = [{key: _timed(run, device) for key, run in runs.items()} for _ in range(ROUNDS)]
     return {key: min(times[key] for times in rounds) for key in runs}
 
 
 def warning(recipe: Recipe, model: PreTrainedModel, device: torch.device) -> str:
-    """One line where another precision trains faster here than the recipe's, with its key; "" elsewhere.
+    """Return a one-line warning if another precision trains faster on this device than the recipe's, else "".
 
     Measures only where bf16 or fp16 may be emulated: on a CPU, and in bf16 on an NVIDIA GPU older than Ampere.
     The model may be on the meta device.
@@ -164,7 +175,10 @@ def warning(recipe: Recipe, model: PreTrainedModel, device: torch.device) -> str
 
 
 def _alternatives(precision: str, device: torch.device) -> list[str]:
-    """fp16 needs loss scaling, so a CPU that is asked for bf16 is not compared with it."""
+    """List the precisions to compare with the recipe's.
+
+    fp16 needs loss scaling and is therefore no alternative to bf16 on a CPU.
+    """
     import torch
 
     if device.type == "cpu":
@@ -174,7 +188,7 @@ def _alternatives(precision: str, device: torch.device) -> list[str]:
 
 
 def _fix(recipe: Recipe, precision: str) -> str:
-    """What else bf16 alone allows has to change with it (rules_optimizer.py, rules_memory.py)."""
+    """Describe the change of precision, including keys that require bf16 (rules_optimizer.py, rules_memory.py)."""
     keys = {"precision": precision}
     if precision != "bf16" and recipe.optimizer.name == "adamw_bf16":
         keys["optimizer.name"] = "adamw"
@@ -186,7 +200,7 @@ def _fix(recipe: Recipe, precision: str) -> str:
 
 
 def _largest_layer(model: PreTrainedModel) -> tuple[int, int]:
-    """(inputs, outputs) of the largest weight matrix that is no embedding."""
+    """Return (inputs, outputs) of the largest weight matrix that is not an embedding."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     looked_up = [getattr(each, "weight", each) for each in ends if each is not None]  # perceiver's is a bare parameter
     left_out = set(map(id, looked_up))
@@ -196,7 +210,10 @@ def _largest_layer(model: PreTrainedModel) -> tuple[int, int]:
 
 
 def _runs(device: torch.device, precision: str, shape: Shape) -> Iterable[tuple[str, Callable[[], torch.Tensor]]]:
-    """The products by name, of ones: random numbers would move the generator that dropout draws from, on this rank."""
+    """Return the products by name, with matrices of ones.
+
+    Random matrices would advance the generator that dropout uses, on this rank only.
+    """
     import torch
 
     def ones(*size: int) -> torch.Tensor:
@@ -213,14 +230,14 @@ def _dtype(precision: str) -> torch.dtype:
 
 
 def _warm_up(device: torch.device, precisions: Sequence[str]) -> None:
-    """Start-up costs of threads and libraries."""
+    """Run each product once, to keep startup costs of threads and libraries out of the measurement."""
     for precision in precisions:
         for _, run in _runs(device, precision, Shape(16, 16, 16)):
             _timed(run, device)
 
 
 def _timed(run: Callable[[], torch.Tensor], device: torch.device) -> float:
-    """Seconds of one call, finished on the device."""
+    """Measure one call in seconds, including its completion on the device."""
     import torch
 
     def finish() -> None:

@@ -1,11 +1,11 @@
-"""Cut a causal language model into the ordered list of layers that a pipeline needs.
+"""Split a causal language model into the ordered list of layers for a pipeline.
 
-Between layers flows the pair (hidden, position_ids): float (micro_batch_size, sequence_length, hidden_size) and int64
+Layers pass on the pair (hidden, position_ids): float (micro_batch_size, sequence_length, hidden_size) and int64
 (micro_batch_size, sequence_length). The first layer takes (input_ids, position_ids), the last one returns logits
-(micro_batch_size, sequence_length, vocabulary_size). Run one after the other they are the model, bit for bit.
+(micro_batch_size, sequence_length, vocabulary_size). Run in sequence, the layers equal the model bit for bit.
 
-The layers hold the Hugging Face model's own modules, so its weights keep their names; what the model computes once for
-all its layers (rotary angles, attention masks) is computed by each stage from position_ids.
+The layers contain the Hugging Face model's own modules, so weights keep their names. Each stage computes from
+position_ids what the model computes once for all layers (rotary angles, attention masks).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Flow = tuple[Tensor, Tensor]
 
 
 class Layer(nn.Module):
-    """One entry of the pipeline. `prefixes`: the Hugging Face name of each submodule that holds weights."""
+    """One layer of the pipeline. `prefixes` maps each submodule that has weights to its Hugging Face name."""
 
     def __init__(self, **prefixes: str):
         super().__init__()
         self.prefixes = prefixes
 
     def named_weights(self) -> list[tuple[str, nn.Parameter]]:
-        """(Hugging Face name, parameter) of every weight of this layer."""
+        """List (Hugging Face name, parameter) for every weight of this layer."""
         return [
             (f"{prefix}.{name}", parameter)
             for attribute, prefix in self.prefixes.items()
@@ -51,7 +51,7 @@ class TokenEmbedding(Layer):
 
 
 class PositionEmbedding(Layer):
-    """GPT-2's learned positions. Apart from the token embedding, which the last stage may share."""
+    """GPT-2's learned positions, separate from the token embedding, which the last stage may share."""
 
     def __init__(self, positions: nn.Embedding, dropout: nn.Dropout, prefix: str):
         super().__init__(positions=prefix)
@@ -63,7 +63,7 @@ class PositionEmbedding(Layer):
 
 
 class Decoder(Layer):
-    """One decoder layer. `kind`: "full_attention" or "sliding_attention"."""
+    """One decoder layer. `kind` is "full_attention" or "sliding_attention"."""
 
     def __init__(self, block: nn.Module, prefix: str, kind: str, positions: Positions):
         super().__init__(block=prefix)
@@ -94,7 +94,7 @@ class Head(Layer):
 
 
 class TiedHead(Layer):
-    """The head of a model with tied embeddings: it projects onto the token embedding, which it holds as its weight."""
+    """Output head of a model with tied embeddings, whose weight is the token embedding."""
 
     def __init__(self, embedding: TokenEmbedding):
         super().__init__()
@@ -108,14 +108,14 @@ class TiedHead(Layer):
 
 
 def project(embedding: TokenEmbedding, hidden: Tensor) -> Tensor:
-    """Logits from the transposed token embedding."""
+    """Compute logits with the transposed token embedding."""
     return F.linear(hidden, embedding.tokens.weight)
 
 
 class Positions:
-    """What decoder layers derive from position_ids, kept for the layers of one stage that see the same micro-batch.
+    """Masks and rotary angles from position_ids, cached for the layers of one stage that see the same micro-batch.
 
-    Without the memory every layer would build, and keep for its backward pass, its own mask of
+    Without the cache every layer would build, and keep for its backward pass, its own mask of shape
     (micro_batch_size, 1, sequence_length, sequence_length).
     """
 
@@ -127,7 +127,7 @@ class Positions:
         self._arguments: dict[str, dict] = {}
 
     def arguments(self, hidden: Tensor, position_ids: Tensor, kind: str) -> dict:
-        """Keyword arguments of a transformers decoder layer, in the dtype of `hidden`."""
+        """Return the keyword arguments of a transformers decoder layer, in the dtype of `hidden`."""
         if self._seen is None or self._seen[0] is not position_ids or self._seen[1] != hidden.dtype:
             self._seen, self._arguments = (position_ids, hidden.dtype), {}
         if kind not in self._arguments:
@@ -140,8 +140,10 @@ class Positions:
         return self._arguments[kind]
 
     def _mask(self, hidden: Tensor, position_ids: Tensor, kind: str) -> Any:
-        """What the attention takes for one, a tensor for most kinds of it: causal, block-diagonal over the documents
-        of a packed row (where position_ids start again at 0)."""
+        """Build the mask that the attention implementation takes, for most implementations a tensor.
+
+        The mask is causal and block-diagonal over the documents of a packed row (where position_ids restart at 0).
+        """
         build = create_sliding_window_causal_mask if kind == "sliding_attention" else create_causal_mask
         arguments = {"attention_mask": None, "past_key_values": None, "position_ids": position_ids}
         return build(config=self._config, inputs_embeds=hidden, **arguments)
@@ -150,17 +152,19 @@ class Positions:
         if self._rotary_type is None:
             return {}
         if self._rotary is None:
-            # built here and not taken from the model, whose buffers may be on the meta device
+            # built here, because the model's own buffers may be on the meta device
             with torch.device(hidden.device):
                 self._rotary = self._rotary_type(config=self._config)
         return {"position_embeddings": self._rotary(hidden, position_ids=position_ids)}
 
 
 def cut(model: PreTrainedModel) -> list[Layer]:
-    """The model's layers in the order in which they run, sharing its modules (which may be on the meta device).
+    """Split the model into layers in execution order, which share its modules (also on the meta device).
 
-    With tied embeddings the last layer is a TiedHead that holds the first one. Raises ConfigurationError for a family
-    that is not in FAMILIES: its forward pass would have to be known to be cut.
+    With tied embeddings the last layer is a TiedHead that contains the first layer.
+
+    Raises:
+        ConfigurationError: the family is not in FAMILIES, so its forward pass is unknown and cannot be split.
     """
     family = FAMILIES.get(model.config.model_type)
     if family is None:
@@ -183,7 +187,7 @@ def cut(model: PreTrainedModel) -> list[Layer]:
 
 
 def sequential(layers: list[Layer], input_ids: Tensor, position_ids: Tensor) -> Tensor:
-    """Logits (micro_batch_size, sequence_length, vocabulary_size) of the layers run one after the other."""
+    """Run the layers in sequence and return logits (micro_batch_size, sequence_length, vocabulary_size)."""
     flow = (input_ids, position_ids)
     for layer in layers:
         flow = layer(flow)

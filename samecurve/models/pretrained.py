@@ -1,4 +1,4 @@
-"""The weights of `model.path` for a model's parameters, checked as a whole before they are read one by one."""
+"""Pretrained weights of `model.path`, checked as a whole before they are read one by one."""
 
 from __future__ import annotations
 
@@ -22,28 +22,42 @@ _SHOWN = 5  # names in a message
 
 
 class Pretrained:
-    """model: the skeleton, with an adapter or without. alone: the same without. Raises what weight_files does."""
+    """Reader of a model's pretrained weights.
+
+    Args:
+        model: the skeleton, with or without an adapter.
+        alone: the skeleton without the adapter.
+        path: folder or hub name of the weights.
+
+    Raises:
+        ConfigurationError: as weight_files.
+    """
 
     def __init__(self, model: PreTrainedModel, alone: PreTrainedModel, path: str):
         self._path, self._files = path, weight_files(path)
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         groups = weight_conversion.groups(alone, {name: stored.shape for name, stored in self._files.items()})
         self._group = {name: group for group in groups for name in group.made}
-        self._names = {  # in the files, of each parameter that belongs there; a tied one may have several
+        self._names = {  # possible names in the files of each parameter; a tied one may have several
             aliases[0]: [adapters.pretrained_name(alias) for alias in aliases]
             for aliases in _aliases(model)
             if not adapters.is_adapters(aliases[0])
         }
 
     def missing(self) -> set[str]:
-        """Parameters of the model that the files do not hold."""
+        """Find the model's parameters that are not in the files."""
         return {name for name in self._names if not self._found(name)}
 
     def check(self, wanted: set[str], growing: set[str], hint: str = "") -> None:
-        """Raises ConfigurationError with all that keeps the wanted parameters from being read.
+        """Check that all wanted parameters can be read from the files.
 
-        growing: those that may have more rows than the file, see architecture.model_config. hint: what to do about
-        missing ones.
+        Args:
+            wanted: names of the parameters.
+            growing: names of parameters that may have more rows than in the file, see hf_config.model_config.
+            hint: advice about missing parameters for the message.
+
+        Raises:
+            ConfigurationError: lists every problem.
         """
         missing = [name for name in self._names if name in wanted and not self._found(name)]
         problems = [f"model.path: {self._path} holds no tensor for {_listed(missing)}{hint}"] if missing else []
@@ -54,7 +68,7 @@ class Pretrained:
             raise ConfigurationError("\n".join(problems))
 
     def tensors(self, wanted: set[str], growing: set[str]) -> Iterator[tuple[str, Tensor]]:
-        """(name, full fp32 tensor) of each wanted parameter, in the model's order. See `check`, which comes first."""
+        """Yield (name, full fp32 tensor) of each wanted parameter in the model's order. Call `check` first."""
         rest = dict.fromkeys(name for name in self._names if name in wanted)
         while rest:
             name = next(iter(rest))
@@ -69,7 +83,7 @@ class Pretrained:
                 del rest[name]
 
     def _found(self, name: str) -> list[str]:
-        """Under which of its names the files hold a parameter."""
+        """List those of a parameter's names that are in the files."""
         return [alias for alias in self._names[name] if alias in self._group]
 
     def _problem(self, name: str, growing: set[str]) -> str:
@@ -92,7 +106,7 @@ class Pretrained:
         return ""
 
     def _check_tied(self, name: str, tensor: Tensor) -> None:
-        """Raises ConfigurationError where the files hold another tensor for what the config says is the same one."""
+        """Raise ConfigurationError if the files have different tensors for weights that the config ties."""
         for other in self._found(name)[1:]:
             group = self._group[other]
             if not torch.equal(group.convert(read(self._files, group.sources))[other].float(), tensor):
@@ -114,7 +128,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _aliases(model: PreTrainedModel) -> list[list[str]]:
-    """All names of each parameter, the one of `named_parameters()` first (a tied head has two)."""
+    """List all names of each parameter, that of `named_parameters()` first (a tied head has two)."""
     by_identity: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         by_identity.setdefault(id(parameter), []).append(name)

@@ -1,9 +1,9 @@
-"""Which stored tensors make which parameters of a model, and the other way round, by transformers' own rules.
+"""Conversion between stored tensors and a model's parameters by transformers' own rules.
 
-transformers 5 stores some families otherwise than it computes with them: a GPT-NeoX's `lm_head.weight` is `embed_out`
-in the file, a Mixtral's experts are one parameter here and a tensor for each expert there. Its rules, of its modules
-conversion_mapping and core_model_loading, have no public interface for less than a whole model. All of ours that
-touches them is in this module; seen with transformers 5.17 and 5.23.
+transformers 5 stores some families in another layout than their parameters: a GPT-NeoX's `lm_head.weight` is
+`embed_out` in the file, and a Mixtral's experts are one parameter in the model but one tensor per expert in the file.
+The rules, in transformers' modules conversion_mapping and core_model_loading, have no public interface for less than a
+whole model. All code that depends on them is in this module; tested with transformers 5.17 and 5.23.
 """
 
 from __future__ import annotations
@@ -41,10 +41,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class Group:
-    """Stored tensors that have to be read together, and the parameters that they make; nearly always one and one.
+    """Stored tensors that are converted together into one or more parameters; nearly always one tensor and parameter.
 
-    sources: for each stored name the pattern of the rule that takes it. made: shapes of the parameters by name.
-    problem: why nothing can be made of them, "" where something can.
+    Attributes:
+        sources: pattern of the matching rule, by stored name.
+        made: shapes of the resulting parameters by name.
+        problem: reason why the conversion fails, "" if it succeeds.
     """
 
     sources: dict[str, str]
@@ -55,7 +57,7 @@ class Group:
     _model: Any = field(default=None, repr=False)
 
     def convert(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Parameters by name. tensors: those of `sources`; the dictionary is emptied, to hold nothing twice."""
+        """Convert the tensors of `sources` to parameters by name. Empties `tensors`, to hold nothing twice."""
         if self._rule is None:
             return {self._first: tensors.pop(next(iter(self.sources)))}
         rule = copy.deepcopy(self._rule)
@@ -66,10 +68,10 @@ class Group:
 
 
 def groups(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> list[Group]:
-    """What the stored tensors make of `model`'s parameters; those that make nothing of it are left out.
+    """Group the stored tensors by the parameters that they are converted to; unused tensors are left out.
 
-    model: on the meta device, without an adapter. shapes: of the stored tensors, by name. The same steps as
-    transformers' convert_and_load_state_dict_in_model.
+    The steps are those of transformers' convert_and_load_state_dict_in_model. `model` is on the meta device, without an
+    adapter; `shapes` holds the stored tensors' shapes by name.
     """
     known, prefix = model.state_dict(), model.base_model_prefix
     rules = get_model_conversion_mapping(model)
@@ -79,7 +81,7 @@ def groups(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> lis
     found: dict[str, Group] = {}
     for name in sorted(shapes, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, known)
-        if target not in known and name in known:  # stored under its own name, which a rule happens to fit
+        if target not in known and name in known:  # stored under its own name, which a rule matches by accident
             target, pattern = rename_source_key(name, [], [], prefix, known)
         if target not in known:
             continue
@@ -87,7 +89,7 @@ def groups(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> lis
         if group is None:
             rule = by_pattern[pattern] if pattern else None
             group = found[target] = Group({}, {}, _first=target, _rule=rule, _model=model)
-        if group._rule is not None or not group.sources:  # of two for one name the first is taken
+        if group._rule is not None or not group.sources:  # the first of two tensors for one name wins
             group.sources[name] = pattern or name
     for group in found.values():
         _rehearse(group, shapes)
@@ -95,19 +97,19 @@ def groups(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> lis
 
 
 def _rehearse(group: Group, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Fill in `made` and `problem`, without reading a tensor."""
+    """Fill in `made` and `problem` by a conversion on the meta device, without reading a tensor."""
     empty = {name: torch.empty(shapes[name], device="meta") for name in group.sources}
     try:
         group.made = {name: tensor.shape for name, tensor in group.convert(empty).items()}
-    except Exception as error:  # experts that are missing, or have other sizes: whatever torch says of that
+    except Exception as error:  # any error of torch about missing experts or experts of different sizes
         group.made, group.problem = {group._first: torch.Size()}, " ".join(str(error).split())
 
 
 class Storage:
-    """How `save_pretrained` stores the parameters of a model. model: on the meta device, without an adapter."""
+    """Conversion to the layout of `save_pretrained`. `model` is on the meta device, without an adapter."""
 
     def __init__(self, model: PreTrainedModel):
-        # PrefixChange: a prefix that a larger model's file has; save_pretrained leaves it out as well
+        # PrefixChange adds the prefix of a larger model's file; save_pretrained also leaves the prefix out
         rules = get_model_conversion_mapping(model, add_legacy=False)
         rules = [rule for rule in rules if not isinstance(rule, PrefixChange)]
         self._converts = bool(rules)
@@ -117,7 +119,7 @@ class Storage:
         self._converters = [rule for rule in backwards if isinstance(rule, WeightConverter)]
 
     def groups(self, names: list[str]) -> dict[str, tuple[str, ...]]:
-        """For each parameter those that are stored together with it, itself among them."""
+        """Map each parameter's name to all names that are stored together with it, its own included."""
         found: dict[str, list[str]] = {}
         for name in names:
             target, pattern = rename_source_key(name, [], self._converters, reverse=True)
@@ -125,12 +127,12 @@ class Storage:
         return {name: tuple(group) for group in found.values() for name in group}
 
     def convert(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Stored tensors by name. tensors: a group's parameters by name."""
+        """Convert a group's parameters by name to stored tensors by name."""
         return revert_weight_conversion(self._model, tensors) if self._converts else tensors
 
 
 def supports(model_class: type[PreTrainedModel], attention: str) -> bool:
-    """Whether transformers can compute a family's attention so. attention: sdpa, flex_attention, flash_attention_2."""
+    """Whether a family supports the attention implementation: sdpa, flex_attention or flash_attention_2."""
     name = {"sdpa": "_supports_sdpa", "flex_attention": "_supports_flex_attn"}.get(attention, "_supports_flash_attn")
     assert hasattr(model_class, name), f"transformers {transformers_version} has no {name}"
     return getattr(model_class, name)

@@ -1,6 +1,6 @@
-"""The safetensors files of a model's folder: which tensors they hold, read from their headers, and the tensors.
+"""Reader of the safetensors files in a model's folder: their headers and their tensors.
 
-A file that is not whole is refused here, before anything of it is used.
+An incomplete file is rejected before any of its content is used.
 Format: 8 bytes with the header's length, the header (JSON), the tensors (https://huggingface.co/docs/safetensors).
 """
 
@@ -22,7 +22,7 @@ _LARGEST_HEADER = 100 * 10**6  # the format's own limit, in bytes
 
 
 class Stored(NamedTuple):
-    """A tensor in a file. dtype: safetensors' word, such as BF16. start, stop: where its bytes are in the file."""
+    """A tensor in a file: bytes [start, stop). `dtype` is safetensors' name, such as BF16."""
 
     file: Path
     dtype: str
@@ -32,9 +32,10 @@ class Stored(NamedTuple):
 
 
 def weight_files(path: str) -> dict[str, Stored]:
-    """The tensors of a folder or hub name, by their names in the files.
+    """List the tensors of a folder or hub name, by their names in the files.
 
-    Raises ConfigurationError when there are none, and for a file that is missing or damaged.
+    Raises:
+        ConfigurationError: there are no safetensors files, or a file is missing or damaged.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -49,7 +50,7 @@ def weight_files(path: str) -> dict[str, Stored]:
 
 
 def header(file: Path) -> dict[str, Stored]:
-    """A safetensors file's tensors by name. Raises ConfigurationError when it cannot be read or is not whole."""
+    """List a safetensors file's tensors by name. Raise ConfigurationError for an unreadable or incomplete file."""
     try:
         with open(file, "rb") as stream:
             size = file.stat().st_size
@@ -71,10 +72,12 @@ def header(file: Path) -> dict[str, Stored]:
 
 
 def read(stored: dict[str, Stored], names: Iterable[str]) -> dict[str, Tensor]:
-    """The named tensors as they are stored. stored: see weight_files.
+    """Read the named tensors in their stored form. `stored` is the result of weight_files.
 
-    The files are opened anew each time: pages of an open map stay in memory. Raises ConfigurationError where
-    safetensors refuses a file.
+    Files are reopened on each call, because the pages of an open memory map stay in memory.
+
+    Raises:
+        ConfigurationError: safetensors rejects a file.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -119,6 +122,6 @@ def _downloaded(path: str) -> Path:
 
     try:
         return Path(snapshot_download(path, allow_patterns=["model*.safetensors", "*.json"]))
-    except Exception as error:  # huggingface_hub, its HTTP library and the disk have errors of their own
+    except Exception as error:  # huggingface_hub, its HTTP library and the file system raise different types
         text = " ".join(str(error).split())
         raise ConfigurationError(f"model.path: the weights of {path} could not be downloaded: {text}") from error

@@ -1,7 +1,7 @@
-"""The model's architecture without its weights, and its weights one parameter at a time.
+"""Construction of a model without weights, and its initial weights one parameter at a time.
 
-Every engine shards the architecture first and takes the weights after it, so no process ever holds more than one
-block of the model beside its own shard, and a from-scratch model has the same weights under any sharding.
+Every engine first shards the model on the meta device and then loads the weights. No process ever holds more than one
+block of the model besides its own shard, and a from-scratch model has the same weights under any sharding.
 """
 
 from __future__ import annotations
@@ -44,25 +44,33 @@ def build(
     where: AbstractContextManager,
     adapter: Adapter | None = None,
 ) -> PreTrainedModel:
-    """An fp32 model whose weights are not set yet, constructed inside `where` (a torch.device, for example).
+    """Build an fp32 model with uninitialized weights.
 
-    adapter: with its layers beside the frozen ones, when its name says which. Raises what adapter.inject does.
+    Args:
+        model_class: the transformers class.
+        config: the model's config.
+        where: context of the construction, for example a torch.device or deepspeed.zero.Init.
+        adapter: adapter to insert; None or an adapter without a name inserts none.
+
+    Raises:
+        ConfigurationError: as lora.inject.
     """
     with no_init_weights(), where:
         with _only_ours():
             model = model_class(config, **without_pooler(model_class))
         if adapter is not None and adapter.name:
             adapters.inject(model, adapter)
-    model.tie_weights()  # no_init_weights leaves it out
+    model.tie_weights()  # no_init_weights skips tying
     model.config.use_cache = False
     return model.train()
 
 
 @contextmanager
 def _only_ours() -> Iterator[None]:
-    """Under ZeRO-3 `from_config`, by which transformers' classifiers make their decoder, would shard even a skeleton.
+    """Hide ZeRO-3 from transformers during construction.
 
-    Where weights are sharded while they are made, `where` says so. peft has to know of ZeRO-3: DoRA reads weights.
+    Under ZeRO-3 `from_config`, with which transformers' classifiers build their decoder, would shard even a skeleton.
+    Only `where` decides about sharding during construction. peft still needs to see ZeRO-3, because DoRA reads weights.
     """
     known = deepspeed_integration._hf_deepspeed_config_weak_ref
     deepspeed_integration._hf_deepspeed_config_weak_ref = None
@@ -75,14 +83,16 @@ def _only_ours() -> Iterator[None]:
 def skeleton(
     recipe: Recipe, vocabulary_size: int, special_tokens: dict[str, int] | None = None, head: Head = CAUSAL
 ) -> PreTrainedModel:
-    """The architecture alone: every tensor on the meta device, in fp32, with its full shape.
+    """Build the model on the meta device, with every tensor in fp32 and full shape.
 
-    Raises what `model_config` does, ConfigurationError also for a model that cannot be built or is not causal.
+    Raises:
+        DataError: as `model_config`.
+        ConfigurationError: the model cannot be built or is not causal, or as `model_config`.
     """
     config = model_config(recipe, vocabulary_size, special_tokens, head)
     try:
         model = build(head.model_class(config), config, torch.device("meta"))
-    except Exception as error:  # a package that is not there, an attention or activation that the family does not have
+    except Exception as error:  # a missing package, or an attention or activation that the family does not support
         raise ConfigurationError(
             f"model: transformers cannot build this {config.model_type} with model.attention {recipe.model.attention} "
             f"({reason(error)}); correct model.attention or the model's config"
@@ -97,7 +107,7 @@ def skeleton(
 
 
 def _check_complete(model: PreTrainedModel) -> None:
-    """Only parameters are read, trained and exported; a buffer that belongs to the weights would be lost."""
+    """Raise ConfigurationError for persistent buffers: only parameters are read, trained and exported."""
     kept = {name for name, _ in model.named_buffers()} & model.state_dict().keys()
     if kept:
         raise ConfigurationError(
@@ -107,8 +117,10 @@ def _check_complete(model: PreTrainedModel) -> None:
 
 
 def describe(model: PreTrainedModel, recipe: Recipe) -> dict:
-    """For the header and run.json. `dropout`: the config's rates above 0, by their name there. `new_head`: parameters
-    that `model.path` comes without."""
+    """Describe the model for the header and run.json.
+
+    `dropout` holds the config's rates above 0 by config key, `new_head` the parameters that `model.path` lacks.
+    """
     rates = {key: value for key, value in model.config.to_dict().items() if "dropout" in key or key.endswith("pdrop")}
     return {
         "model_type": model.config.model_type,
@@ -121,8 +133,11 @@ def describe(model: PreTrainedModel, recipe: Recipe) -> dict:
 def fill(model: PreTrainedModel, recipe: Recipe, write: Write, names: set[str] | None = None) -> None:
     """Call `write(name, tensor)` once for every parameter and buffer of the skeleton `model`, or for those in `names`.
 
-    The tensors are full, fp32 (buffers in their own dtype) and on the CPU; tied parameters come once, under the name
-    that `named_parameters()` gives. All ranks that call this see the same values in the same order.
+    Tensors are full, on the CPU and in fp32 (buffers in their own dtype). Tied parameters come once, under their name
+    in `named_parameters()`. All ranks that call this function see the same values in the same order.
+
+    Raises:
+        ConfigurationError: the weights cannot be read, or the model cannot be initialized layer by layer.
     """
     parameters = {name for name, _ in model.named_parameters()}
     wanted = parameters if names is None else parameters & names
@@ -160,7 +175,7 @@ def _source(model: PreTrainedModel, recipe: Recipe, wanted: set[str]) -> Iterato
 
 
 def alone(model: PreTrainedModel) -> PreTrainedModel:
-    """A skeleton without its adapter."""
+    """Return the skeleton without its adapter."""
     return build(type(model), model.config, torch.device("meta")) if adapters.is_adapted(model) else model
 
 
@@ -177,19 +192,19 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _initialised(model: PreTrainedModel, prefix: str, unit: nn.Module, seed: int) -> nn.Module:
-    """A CPU copy of one block, initialised by the model family's own rule with one generator state per module.
+    """Build a CPU copy of one block, initialized by the model family's own rule with one random seed per module.
 
-    Children come before their parents, as in transformers: GPT-2's attention overwrites what its projection drew.
+    Children come before their parents, as in transformers: GPT-2's attention overwrites its projection's values.
     """
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         real = _unset(unit)
         for name, module in reversed(list(real.named_modules())):
             key = f"{seed}:{prefix}.{name}".encode()
-            # not torch.manual_seed, which would seed the GPU's generator too, and leave it so
+            # torch.manual_seed would also seed the GPU's generator, which fork_rng does not restore here
             torch.default_generator.manual_seed(int.from_bytes(hashlib.sha256(key).digest()[:8], "little") >> 1)
             try:
                 model._init_weights(module)
-            except Exception as error:  # a rule that asks for the rest of the model, say
+            except Exception as error:  # for example a rule that needs the rest of the model
                 text = f"model: a {model.config.model_type} cannot be made layer by layer: "
                 raise ConfigurationError(f"{text}{prefix}.{name}: {reason(error)}") from error
     _check_set(model, prefix, real.named_parameters())
@@ -197,7 +212,7 @@ def _initialised(model: PreTrainedModel, prefix: str, unit: nn.Module, seed: int
 
 
 def _unset(module: nn.Module) -> nn.Module:
-    """A CPU copy in which every number is nan until something sets it."""
+    """Copy a module to the CPU with all values nan, to detect those that are never set."""
     real = copy.deepcopy(module).to_empty(device="cpu")
     for tensor in (*real.parameters(), *real.buffers()):
         if tensor.is_floating_point():
@@ -206,7 +221,7 @@ def _unset(module: nn.Module) -> nn.Module:
 
 
 def _check_set(model: PreTrainedModel, prefix: str, tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """Raises ConfigurationError for what `_init_weights` left unset: a parent of the module sets it, or nothing."""
+    """Raise ConfigurationError for values that `_init_weights` left unset: a parent module sets them, or nothing."""
     left = [name for name, tensor in tensors if tensor.is_floating_point() and bool(torch.isnan(tensor).any())]
     if left:
         raise ConfigurationError(
@@ -216,7 +231,7 @@ def _check_set(model: PreTrainedModel, prefix: str, tensors: Iterator[tuple[str,
 
 
 def _units(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The blocks to initialise whole: each layer of a ModuleList, and whatever holds no ModuleList."""
+    """Yield the blocks to initialize as a whole: each layer of a ModuleList, and modules without a ModuleList."""
     for name, child in module.named_children():
         path = f"{prefix}.{name}" if prefix else name
         if isinstance(child, nn.ModuleList):
@@ -228,7 +243,7 @@ def _units(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module
 
 
 def _buffers(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Buffers such as rotary frequencies, which the families recompute in `_init_weights` after a meta construction."""
+    """Yield buffers such as rotary frequencies, which `_init_weights` recomputes after construction on meta."""
     for prefix, module in model.named_modules():
         if module._buffers and not any(b is None for b in module._buffers.values()):
             with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -239,11 +254,14 @@ def _buffers(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def new_head(model: PreTrainedModel, recipe: Recipe, missing: set[str]) -> set[str]:
-    """Parameters that begin as if from scratch, as `model.path` comes without them. missing: what it does not hold.
+    """Find the parameters that are initialized from scratch because `model.path` lacks them.
 
-    A classifier's head, and a pooler before it: language models are pretrained without either. Another head when
-    `model.new_head` says so. What else is missing is an error.
-    Raises ConfigurationError when model.new_head is true and the head is there.
+    These are a classifier's head and the pooler before it, without which language models are pretrained, and any other
+    head if `model.new_head` is true. Other missing parameters are an error elsewhere. `missing` holds the parameters
+    that are not in the files.
+
+    Raises:
+        ConfigurationError: model.new_head is true, but the files contain the head.
     """
     if not (recipe.model.new_head or is_classifier(model)):
         return set()
@@ -257,7 +275,7 @@ def new_head(model: PreTrainedModel, recipe: Recipe, missing: set[str]) -> set[s
 
 
 def _is_heads(model: PreTrainedModel, name: str) -> bool:
-    if not hasattr(model, model.base_model_prefix):  # a model without a head, or with nothing that tells it apart
+    if not hasattr(model, model.base_model_prefix):  # a model without a head, or whose head cannot be identified
         return False
     return not name.startswith(f"{model.base_model_prefix}.") or ".pooler." in name
 
@@ -271,7 +289,7 @@ def _head_hint(model: PreTrainedModel, missing: set[str]) -> str:
 
 
 def new_head_names(model: PreTrainedModel, recipe: Recipe) -> list[str]:
-    """For the header: the parameters of `model` that are new although it is a pretrained one. Raises as `fill` does."""
+    """List a pretrained model's newly initialized parameters, for the header. Raises as `fill`."""
     if recipe.model.path is None or not (recipe.model.new_head or is_classifier(model)):
         return []
     return sorted(new_head(model, recipe, Pretrained(model, alone(model), recipe.model.path).missing()))

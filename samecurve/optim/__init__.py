@@ -1,4 +1,4 @@
-"""Optimizers, their parameter groups and the learning rate schedule; update rules that torch.optim does not have.
+"""Optimizers (with update rules that torch.optim lacks), parameter groups and the learning rate schedule.
 
-May import losses, config, distributed and what is below them.
+May import losses, config, distributed and the packages below them.
 """

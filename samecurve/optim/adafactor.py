@@ -1,9 +1,9 @@
-"""Adafactor: of a matrix's second moments only the means of rows and columns are kept (Shazeer and Stern 2018,
-arXiv:1804.04235), with the defaults of torch.optim.Adafactor.
+"""Adafactor (Shazeer and Stern 2018, arXiv:1804.04235) for sharded weights.
 
-torch's own class fails on FSDP2's shards (2.13: no strategy for its norm over a sharded dimension), and its update is
-global in three places: the columns' means, and the root mean squares (RMS) of the weight and of the update. Here those
-are summed over the shards, three exchanges a step and group.
+Adafactor keeps only the row and column means of a matrix's second moments. The defaults are those of
+torch.optim.Adafactor. torch's own class fails on FSDP2's shards (2.13: no strategy for its norm over a sharded
+dimension). The update needs three values of the whole weight: the column means, and the root mean squares (RMS) of the
+weight and of the update. They are summed over the shards, with three all-reduces per step and group.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ CLIPPED_RMS = 1.0
 
 
 class Adafactor(torch.optim.Optimizer):
-    """The rate is relative: a step is that part of the weight's RMS, or of 1e-3 where that is larger.
+    """Adafactor with a relative learning rate: a step is that fraction of max(the weight's RMS, 1e-3).
 
-    State of a matrix (..., rows, columns): row_var (..., rows, 1), this rank's rows, and col_var (..., 1, columns); of
-    a vector its variance.
+    The state of a matrix (..., rows, columns) is row_var (..., rows, 1), for this rank's rows, and col_var
+    (..., 1, columns). The state of a vector is `variance`, in the vector's shape.
     """
 
     def __init__(self, params: Iterable, lr: float, weight_decay: float = 0.0):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
     def empty_state(self, weight: Tensor) -> dict:
-        """What is kept of a weight before its first update; the counter of updates as an int."""
+        """Create a weight's state before its first update; the step counter is an int."""
         part = to_local(weight)
         if weight.dim() < 2:
             return {"step": 0, "variance": torch.zeros_like(weight)}
@@ -40,7 +40,7 @@ class Adafactor(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> None:
-        """Algorithm 4 of the paper, with the rate of torch's class: min(rate, 1 / sqrt(step))."""
+        """Apply Algorithm 4 of the paper with the learning rate of torch's class: min(rate, 1 / sqrt(step))."""
         assert closure is None
         for group in self.param_groups:
             weights = [weight for weight in group["params"] if weight.grad is not None]
@@ -59,11 +59,14 @@ class Adafactor(torch.optim.Optimizer):
             size = (square / numel).sqrt().clamp(min=SMALLEST_RMS) * min(rate, state["step"] ** -0.5)
             clipped = size / ((length / numel).sqrt() / CLIPPED_RMS).clamp(min=1)
             own.mul_(1 - rate * group["weight_decay"])
-            # computed again rather than kept: all weights' directions at once would be a copy of the model
+            # recomputed, because keeping all weights' directions would take as much memory as the model
             own.sub_(self._direction(weight, state) * clipped.to(own.dtype))
 
     def _moments(self, weights: list[Tensor], shards: ProcessGroup | None) -> list[dict]:
-        """The states after this step's gradients; a matrix's with `row_mean`, the mean of all rows' row_var."""
+        """Update the moments and return the states; a matrix's also has `row_mean`, the mean of row_var over all rows.
+
+        `shards` is the group of ranks that hold the other shards.
+        """
         states, sums = [], []
         for weight in weights:
             if not self.state[weight]:
@@ -77,7 +80,7 @@ class Adafactor(torch.optim.Optimizer):
             else:
                 state["row_var"].lerp_(squares.mean(dim=-1, keepdim=True), _share(state))
                 sums.append((squares.sum(dim=-2, keepdim=True), state["row_var"].sum(dim=-2, keepdim=True)))
-        # the shards of a matrix hold rows of it; those of a stack of matrices hold whole ones
+        # a shard of a matrix holds rows; a shard of a stack of matrices holds whole matrices
         across = [weight.dim() == 2 for weight in weights if weight.dim() > 1]
         exchanged = iter(
             all_reduce_sums([part for pair, over in zip(sums, across, strict=True) if over for part in pair], shards)
@@ -95,7 +98,7 @@ class Adafactor(torch.optim.Optimizer):
         return {"row_mean": rows / number}
 
     def _direction(self, weight: Tensor, state: dict) -> Tensor:
-        """This rank's part of the gradient over the root of its estimated variance."""
+        """Divide this rank's part of the gradient by the square root of its estimated variance."""
         if weight.dim() < 2:
             variance = to_local(state["variance"])
         else:
@@ -104,7 +107,7 @@ class Adafactor(torch.optim.Optimizer):
 
 
 def _share(state: dict) -> float:
-    """Of this step's squares in the running means."""
+    """Weight of this step's squared gradient in the running means."""
     return state["step"] ** -0.8
 
 
@@ -113,5 +116,5 @@ def _columns(part: Tensor) -> tuple[int, ...]:
 
 
 def _squares(tensor: Tensor) -> Tensor:
-    """The sum of squares, in fp64: shards are summed in another order than whole weights."""
+    """Sum the squares in fp64, because shards are summed in another order than whole weights."""
     return torch.linalg.vector_norm(tensor, dtype=torch.float64).square()

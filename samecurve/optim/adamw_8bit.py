@@ -1,6 +1,7 @@
-"""AdamW with moments of 8 bits, quantized in blocks (Dettmers et al. 2021, arXiv:2110.02861): bitsandbytes' own.
+"""AdamW with 8-bit moments, quantized in blocks (Dettmers et al. 2021, arXiv:2110.02861), based on bitsandbytes.
 
-FSDP2's shards are updated like weights of their own: where they are whole blocks, these are the blocks of the weight.
+FSDP2's shards are updated like separate weights. The blocks of a shard that consists of whole blocks are those of the
+full weight.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ from samecurve.specs.optimizers import BLOCK_8BIT
 
 
 class AdamW8bit(bitsandbytes.optim.AdamW8bit):
-    """state1 and state2: the moments' codes, uint8, and absmax1 and absmax2: what each block's are multiplied with,
-    this rank's blocks alone."""
+    """bitsandbytes' AdamW8bit for FSDP2's shards.
+
+    A weight's state consists of the moments' uint8 codes, state1 and state2, and of each block's scale, absmax1 and
+    absmax2, for this rank's blocks only.
+    """
 
     def empty_state(self, weight: Tensor) -> dict:
-        """What is kept of a weight before its first update."""
+        """Create a weight's state before its first update."""
         for index, group in enumerate(self.param_groups):
             for place, other in enumerate(group["params"]):
                 if other is weight:
@@ -26,13 +30,13 @@ class AdamW8bit(bitsandbytes.optim.AdamW8bit):
         return self.state.pop(weight)
 
     def init_state(self, group: dict, p: Tensor, gindex: int, pindex: int) -> None:
-        """A weight's whole size decides whether its moments are quantized, however it is cut."""
+        """Initialize a weight's state. The full weight's size, not the shard's, decides about quantization."""
         super().init_state(group, p, gindex, pindex)
         state, num_blocks = self.state[p], -(-to_local(p).numel() // BLOCK_8BIT)
         state |= {key: state[key][:num_blocks].clone() for key in ("absmax1", "absmax2") if key in state}
 
     def update_step(self, group: dict, p: Tensor, gindex: int, pindex: int) -> None:
-        """The kernels take addresses, so they are given a shard's own tensors, which they update in place."""
+        """Update a weight in place. The kernels take addresses, so they get the shard's local tensors."""
         if not isinstance(p, DTensor):
             super().update_step(group, p, gindex, pindex)
             return

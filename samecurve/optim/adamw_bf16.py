@@ -1,9 +1,11 @@
-"""AdamW whose weights and moments are bf16, for half of the memory.
+"""AdamW with weights and moments in bf16, for half of the memory.
 
-bf16 keeps 8 bits of a number, so rounding to the nearest undoes every update below 0.2 % of a weight. Two ways out:
-rounded up or down at random, in proportion to what is cut off, weights move right on average (Gupta et al. 2015,
-arXiv:1502.02551); or what rounding cuts off is kept, as bf16 too, and added before the next update (Kahan summation,
-Zamirai et al. 2020, arXiv:2010.06192).
+bf16 keeps 8 significant bits, so rounding to nearest loses every update below 0.2 % of a weight. Two remedies exist:
+
+- Stochastic rounding rounds up or down at random in proportion to the remainder, so that weights move correctly on
+  average (Gupta et al. 2015, arXiv:1502.02551).
+- Kahan summation keeps the rounding error, also in bf16, and adds it before the next update (Zamirai et al. 2020,
+  arXiv:2010.06192).
 """
 
 from __future__ import annotations
@@ -18,16 +20,24 @@ from torch import Tensor
 
 from samecurve.optim.dtensor import first_index, to_local
 
-# The random bits are a hash of a value's place in its whole weight, of the step and of the weight, so they are the same
-# under any sharding and after a resume. The constants are those of MurmurHash3's finalizer, public domain.
+# The random bits are a hash of the value's index in the full weight, the step and the weight's name, so they are the
+# same under any sharding and after a resume. The constants are those of MurmurHash3's finalizer, public domain.
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35
-_PART = 2**24  # values at a time: their fp32 copies and random numbers are never there for a whole weight
+_PART = 2**24  # values at a time, so that fp32 copies and random numbers never exist for a whole weight
 
 
 class AdamWBf16(torch.optim.Optimizer):
-    """groups: optim.parameter_groups', each with the `names` of its weights. kahan: instead of rounding at random.
+    """AdamW for bf16 weights, with stochastic rounding or Kahan summation.
 
-    Kahan's state beside the moments: `compensation`, by how much the weight that is meant is above the weight.
+    Kahan summation adds the state `compensation`: the intended weight minus the rounded weight.
+
+    Args:
+        groups: from optim.factory.parameter_groups, each with the `names` of its weights.
+        lr: learning rate.
+        betas: decay rates of the moments.
+        eps: epsilon of AdamW's denominator.
+        seed: seed of stochastic rounding.
+        kahan: use Kahan summation instead of stochastic rounding.
     """
 
     def __init__(
@@ -38,12 +48,12 @@ class AdamWBf16(torch.optim.Optimizer):
         self._states = ("exp_avg", "exp_avg_sq", *(["compensation"] if kahan else []))
 
     def empty_state(self, weight: Tensor) -> dict:
-        """What is kept of a weight before its first update; the counter of updates as an int."""
+        """Create a weight's state before its first update; the step counter is an int."""
         return {"step": 0} | {name: torch.zeros_like(weight) for name in self._states}
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> None:
-        """AdamW in fp32; the moments are rounded to the nearest bf16, the weights as the module says."""
+        """Apply AdamW in fp32. Moments are rounded to the nearest bf16, weights as the module docstring describes."""
         assert closure is None
         for group in self.param_groups:
             for name, weight in zip(group["names"], group["params"], strict=True):
@@ -58,7 +68,7 @@ class AdamWBf16(torch.optim.Optimizer):
         key = hashlib.sha256(f"{self._seed}:{name}:{state['step']}".encode()).digest()
         salt = int.from_bytes(key[:4], "little")
         whole = weight, weight.grad, *(state[name] for name in self._states)
-        # data: torch.compile would take views of a matrix and of a vector for two programs
+        # .data, because torch.compile would compile views of a matrix and of a vector separately
         tensors = [to_local(tensor).view(-1).data for tensor in whole]
         numbers = _numbers(*group["betas"], group["lr"], group["weight_decay"], group["eps"], state["step"])
         update, size = update_part, _PART
@@ -81,9 +91,18 @@ def update_part(
     square: Tensor,
     compensation: Tensor | None = None,
 ) -> None:
-    """Some neighbouring values of a weight and of what is kept of them, all (n,), in place; the gradient is read.
+    """Update a contiguous part of a weight and of its state in place.
 
-    numbers: `_numbers`'. hashed: `first_hash`'s of the first value.
+    All tensors have shape (n,). The gradient is not changed.
+
+    Args:
+        numbers: from `_numbers`.
+        hashed: `first_hash` of the first value.
+        weight: bf16 values of the weight.
+        gradient: their gradient.
+        mean: their first moment.
+        square: their second moment.
+        compensation: Kahan's state; None for stochastic rounding.
     """
     mean_rate, square_rate, correction, epsilon, keep, rate = numbers
     exact, gradient = weight.float(), gradient.float()
@@ -103,34 +122,39 @@ def update_part(
     compensation.copy_(exact.sub_(kept))
 
 
-@lru_cache(maxsize=8)  # weights have them in common
+@lru_cache(maxsize=8)  # weights share them
 def _numbers(beta1: float, beta2: float, rate: float, decay: float, epsilon: float, step: int) -> tuple[float, ...]:
-    """What an update multiplies with, adds and divides by, in the order in which `update_part` wants it."""
+    """Compute the scalars of an update in the order that `update_part` expects."""
     return 1 - beta1, 1 - beta2, (1 - beta2**step) ** 0.5, epsilon, 1 - rate * decay, -rate / (1 - beta1**step)
 
 
-@lru_cache(maxsize=8)  # the program waits for the device when it copies them there
+@lru_cache(maxsize=8)  # the copy to the device synchronizes
 def _on_device(numbers: tuple[float, ...], device: torch.device) -> Tensor:
-    """As a tensor: torch.compile would take other numbers for another program (seen with torch 2.13)."""
+    """Convert to a tensor, because torch.compile would recompile for new Python numbers (seen with torch 2.13)."""
     return torch.tensor(numbers, device=device)
 
 
 @lru_cache(maxsize=1)
 def compiled_update() -> Callable[..., None]:
-    """`update_part` as one kernel, for devices. By count, not measured: the plain one reads and writes 250 bytes a
-    weight in its 40 operations, for 8 billion weights half a second of an H200's memory bandwidth; this one 14."""
+    """Compile `update_part` into one kernel for GPUs.
+
+    By count, not measured: the eager version reads and writes 250 bytes per weight in its 40 operations, which for 8
+    billion weights takes half a second of an H200's memory bandwidth; the kernel reads and writes 14.
+    """
     return torch.compile(update_part, dynamic=True)
 
 
 @lru_cache(maxsize=8)
 def can_compile_update(device: torch.device, kahan: bool) -> bool:
-    """Whether `compiled_update` is for this device and works on it."""
+    """Whether `compiled_update` supports this device and works on it."""
     return device.type == "cuda" and compiled_update_agrees(device, kahan)
 
 
 def compiled_update_agrees(device: torch.device, kahan: bool) -> bool:
-    """Whether `compiled_update` can be had, which takes Triton and a C compiler, and computes what `update_part` does,
-    with or without a compensation; a warning says why not."""
+    """Whether `compiled_update` compiles and gives the results of `update_part`; otherwise a warning gives the reason.
+
+    Compilation needs Triton and a C compiler. `kahan` selects the update with compensation.
+    """
     numbers = _numbers(0.9, 0.95, 1e-3, 0.1, 1e-8, 1)
     values = torch.linspace(-2, 2, 4096, device=device).bfloat16()
     tensors = [values, values.cos(), *(torch.zeros_like(values) for _ in range(3 if kahan else 2))]
@@ -138,7 +162,7 @@ def compiled_update_agrees(device: torch.device, kahan: bool) -> bool:
     update_part(numbers, first_hash(0, salt=7), *expected)
     try:
         compiled_update()(_on_device(numbers, device), first_hash(0, salt=7), *tensors)
-    except Exception as error:  # of Triton, of the C compiler, of torch.compile
+    except Exception as error:  # from Triton, the C compiler or torch.compile
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     else:
         if (torch.stack(tensors) == torch.stack(expected)).double().mean() > 0.99:
@@ -153,28 +177,33 @@ def compiled_update_agrees(device: torch.device, kahan: bool) -> bool:
 
 
 def rounded(exact: Tensor, bits: Tensor) -> Tensor:
-    """fp32 with a bf16 value, one of the two around each of `exact`, whose memory it takes. bits: int32, from 0 to
-    65535; where they are random the nearer one is the likelier.
+    """Round fp32 values in place to one of the two neighbouring bf16 values; the result stays fp32.
 
-    fp32 is bf16 with 16 more bits behind it: adding up to one unit of the last kept place and cutting off does it.
+    fp32 is bf16 with 16 more bits behind it, so adding `bits` and truncating those 16 bits rounds the value. `bits` are
+    int32 from 0 to 65535; with random bits the nearer neighbour is more likely.
     """
     return exact.view(torch.int32).add_(bits).bitwise_and_(-65536).view(torch.float32)
 
 
 def to_nearest(exact: Tensor) -> Tensor:
-    """The bits by which `rounded` rounds as a cast to bf16 does. torch.compile leaves a cast out that is undone by the
-    next operation, so that nothing would seem to be cut off (seen with torch 2.13)."""
+    """Compute the bits with which `rounded` rounds like a cast to bf16.
+
+    A real cast is no option: torch.compile removes a cast that the next operation undoes, so that the rounding error
+    would be 0 (seen with torch 2.13).
+    """
     return (exact.view(torch.int32) >> 16).bitwise_and_(1).add_(0x7FFF)
 
 
 def first_hash(start: int, salt: int) -> int:
-    """`random_bits`' for the place `start` of a weight, modulo 2**32 as int32 counts."""
+    """Compute the argument of `random_bits` for index `start` of a weight, modulo 2**32 as int32."""
     return _signed((start * _GOLDEN + salt) % 2**32)
 
 
 def random_bits(hashed: int, like: Tensor) -> Tensor:
-    """16 random bits, as int32, for each of the places that begin with the one of `first_hash`: (like.numel(),) on its
-    device. A weight has fewer places than 2**32, or they begin again."""
+    """Generate 16 random bits, as int32, for consecutive indices from that of `first_hash`: (like.numel(),).
+
+    The bits are on like's device. They repeat after 2**32 indices.
+    """
     places = torch.arange(like.numel(), dtype=torch.int32, device=like.device)
     found = places.mul_(_signed(_GOLDEN)).add_(hashed)
     for shift, factor in ((16, _FIRST), (13, _SECOND)):
@@ -183,5 +212,5 @@ def random_bits(hashed: int, like: Tensor) -> Tensor:
 
 
 def _signed(value: int) -> int:
-    """The int32 of the same 32 bits."""
+    """Reinterpret an unsigned 32-bit integer as int32."""
     return value - 2**32 if value >= 2**31 else value

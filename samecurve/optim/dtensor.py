@@ -1,4 +1,4 @@
-"""What an update rule that needs whole weights asks of the shards that FSDP2 makes of them."""
+"""Helpers for update rules on weights that FSDP2 shards."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """This rank's part: of a shard its rows, of anything else all."""
+    """Return this rank's shard of a DTensor; other tensors unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def shards_of(tensor: Tensor) -> ProcessGroup | None:
-    """The ranks whose parts make up one tensor; None where this rank has all of it."""
+    """Return the group of ranks whose shards make up the tensor; None if this rank has all of the tensor."""
     if not isinstance(tensor, DTensor):
         return None
     sharded = [i for i, placement in enumerate(tensor.placements) if isinstance(placement, Shard)]
@@ -23,7 +23,7 @@ def shards_of(tensor: Tensor) -> ProcessGroup | None:
 
 
 def all_reduce_sums(tensors: list[Tensor], group: ProcessGroup | None) -> list[Tensor]:
-    """Each tensor's sum over the group, in one exchange."""
+    """Sum each tensor over the group with a single all-reduce."""
     if group is None or not tensors:
         return tensors
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -33,7 +33,7 @@ def all_reduce_sums(tensors: list[Tensor], group: ProcessGroup | None) -> list[T
 
 
 def first_index(tensor: Tensor) -> int:
-    """Where this rank's part begins in the flattened whole."""
+    """Return the index in the flattened full tensor at which this rank's shard begins."""
     if not isinstance(tensor, DTensor):
         return 0
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

@@ -1,4 +1,4 @@
-"""Parameter groups, optimizers by name, and the learning rate as a pure function of the step."""
+"""Parameter groups, construction of optimizers by name, and the shapes of their states."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from samecurve.specs.optimizers import BLOCK_8BIT, OPTIMIZERS, SMALLEST_8BIT
 def state_names(
     settings: Optimizer, shapes: Mapping[str, Sequence[int]], matrices: Container[str] = ()
 ) -> dict[str, tuple[str, ...]]:
-    """By name of every trained parameter: which states of its own shape the optimizer keeps of it.
+    """Name the optimizer states that have their parameter's shape, for every trained parameter.
 
-    shapes: full ones. matrices: see hidden_matrices.
+    `shapes` holds the full shapes; for `matrices` see hidden_matrices.
     """
     if settings.name == "adafactor":
         return {name: () if len(shape) > 1 else ("variance",) for name, shape in shapes.items()}
@@ -36,7 +36,7 @@ def _kahan(settings: Optimizer) -> bool:
 
 
 def factor_shapes(settings: Optimizer, shapes: Mapping[str, Sequence[int]]) -> dict[tuple[str, str], tuple[int, ...]]:
-    """By (parameter, state): full shape of the states that are not of the parameter's shape."""
+    """Compute the full shape of each optimizer state that differs from its parameter's, by (parameter, state)."""
     if settings.name == "adamw_8bit":
         blocks = {name: -(-math.prod(shape) // BLOCK_8BIT) for name, shape in shapes.items()}
         large = [name for name, shape in shapes.items() if math.prod(shape) >= SMALLEST_8BIT]
@@ -50,7 +50,7 @@ def factor_shapes(settings: Optimizer, shapes: Mapping[str, Sequence[int]]) -> d
 
 
 def num_bytes_per_parameter(settings: Optimizer) -> float:
-    """Of a large matrix's weight, gradient and optimizer state, on a device that holds everything."""
+    """Bytes per parameter for weight, gradient and optimizer state of a large matrix, unsharded and not offloaded."""
     if settings.name == "adamw_8bit":
         return 4 * 2 + 2 * (1 + 4 / BLOCK_8BIT)
     if settings.name == "adamw_bf16":
@@ -59,9 +59,9 @@ def num_bytes_per_parameter(settings: Optimizer) -> float:
 
 
 def hidden_matrices(model: torch.nn.Module, shapes: Mapping[str, Sequence[int]]) -> set[str]:
-    """Names of the matrices that map features to features: no embeddings, no output head, no norms and biases.
+    """Find the names of the matrices that map features to features: no embeddings, output head, norms or biases.
 
-    model: a transformers model, which names its embeddings. shapes: by name of what is trained.
+    `model` is a transformers model, and `shapes` holds the shapes of its trained parameters by name.
     """
     from torch.nn import Embedding
 
@@ -77,7 +77,7 @@ def hidden_matrices(model: torch.nn.Module, shapes: Mapping[str, Sequence[int]])
 
 
 def cast_weights(model: torch.nn.Module, settings: Optimizer) -> torch.nn.Module:
-    """Weights are fp32 but for the one optimizer that is made for less; buffers stay as they are. In place."""
+    """Cast the weights, in place, to bf16 for adamw_bf16; other optimizers keep fp32. Buffers are not changed."""
     if settings.name == "adamw_bf16":
         for parameter in filter(torch.is_floating_point, model.parameters()):
             parameter.data = parameter.data.to(torch.bfloat16)
@@ -95,10 +95,13 @@ def parameter_groups(
     settings: Optimizer,
     matrices: Container[str] = (),
 ) -> list[dict]:
-    """Groups with and without weight decay; muon's matrices, which are decayed, are one of their own. No empty ones.
+    """Build non-empty parameter groups with and without weight decay; muon's matrices are a separate, decayed group.
 
-    shapes: full shape by Hugging Face name. A sharded parameter's own shape may be anything, so it is not asked.
-    matrices: see hidden_matrices; nothing but muon asks.
+    Args:
+        named_parameters: the model's parameters; frozen ones are left out.
+        shapes: full shape by Hugging Face name, used because a sharded parameter's own shape may be anything.
+        settings: the recipe's optimizer.
+        matrices: see hidden_matrices; used only by muon.
     """
     groups: dict[tuple[bool, bool], dict] = {(True, True): {}, (True, False): {}, (False, False): {}}
     for name, parameter in named_parameters:
@@ -115,9 +118,13 @@ def parameter_groups(
 def build_optimizer(
     groups: list[dict], settings: Optimizer, precision: str = "fp32", seed: int = 0
 ) -> torch.optim.Optimizer:
-    """The optimizer that `optimizer.name` asks for. The rate is set before every step (see `set_learning_rate`).
+    """Build the optimizer `optimizer.name`. Engines set its learning rate before every step (see set_learning_rate).
 
-    groups: parameter_groups'. precision, seed: the recipe's.
+    Args:
+        groups: from parameter_groups.
+        settings: the recipe's optimizer.
+        precision: the recipe's precision.
+        seed: the recipe's seed.
     """
     rate, betas = settings.learning_rate, settings.betas
     if settings.name == "lion":
@@ -132,11 +139,11 @@ def build_optimizer(
     if settings.name == "adamw_bf16":
         return AdamWBf16(groups, rate, betas, settings.epsilon, seed, _kahan(settings))
     if settings.name == "adamw_8bit":
-        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on a CPU it warns of what only a GPU has
-        from samecurve.optim.adamw_8bit import AdamW8bit  # bitsandbytes is an extra, not everywhere installed
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on a CPU it warns about missing GPU features
+        from samecurve.optim.adamw_8bit import AdamW8bit  # bitsandbytes is an optional dependency
 
         return AdamW8bit(groups, lr=rate, betas=betas, eps=settings.epsilon, min_8bit_size=SMALLEST_8BIT)
-    # fused: one kernel for the whole update, on CPUs and GPUs; left to itself torch takes foreach on a GPU, one kernel
+    # fused: one kernel for the whole update, on CPUs and GPUs; by default torch uses foreach on a GPU, with one kernel
     # for each operation, and for_loop on a CPU
     kinds = {kind: kind == settings.implementation for kind in ("fused", "foreach")}
     return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=settings.epsilon, **kinds)
@@ -148,14 +155,14 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
 
 
 def empty_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, names: Iterable[str]) -> dict:
-    """The states `names` of one parameter before its first update, and the counter of those that count."""
+    """Create the states `names` of a parameter before its first update, with a step counter where needed."""
     if hasattr(optimizer, "empty_state"):
         return optimizer.empty_state(parameter)
     state = {name: torch.zeros_like(parameter) for name in names}
     if "exp_avg_sq" not in state:
         return state
-    if type(optimizer).__name__ == "DeepSpeedCPUAdam":  # it counts in an int
+    if type(optimizer).__name__ == "DeepSpeedCPUAdam":  # its step counter is an int
         return {"step": 0, **state}
-    # the fused kernel wants the counter where the weight is, the others on the CPU
+    # the fused kernel needs the counter on the weight's device, the others on the CPU
     device = parameter.device if optimizer.defaults.get("fused") else "cpu"
     return {"step": torch.tensor(0.0, dtype=torch.float32, device=device), **state}

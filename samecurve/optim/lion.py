@@ -11,9 +11,10 @@ from samecurve.optim.dtensor import to_local
 
 
 class Lion(torch.optim.Optimizer):
-    """One state per weight, and steps of one length for all of them: the rate.
+    """Lion, which keeps one state per weight and moves every weight by the learning rate.
 
-    That is why its authors use a rate 3 to 10 times smaller than AdamW's, and a weight decay as much larger.
+    For that reason its authors use a learning rate 3 to 10 times smaller than AdamW's, and a weight decay larger by the
+    same factor.
     """
 
     def __init__(self, params: Iterable, lr: float, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0):
@@ -21,7 +22,7 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> None:
-        """c = beta1 m + (1 - beta1) g;  w -= rate (sign(c) + decay w);  m = beta2 m + (1 - beta2) g."""
+        """Apply c = beta1 m + (1 - beta1) g;  w -= rate (sign(c) + decay w);  m = beta2 m + (1 - beta2) g."""
         assert closure is None
         for group in self.param_groups:
             weights = [weight for weight in group["params"] if weight.grad is not None]
@@ -35,7 +36,7 @@ class Lion(torch.optim.Optimizer):
                 self.state[weight]["exp_avg"] = torch.zeros_like(weight)
         means = [to_local(self.state[weight]["exp_avg"]) for weight in weights]
         gradients, weights = [to_local(weight.grad) for weight in weights], [to_local(weight) for weight in weights]
-        # elementwise, so a shard is updated by itself; a shard without elements is left out
+        # the update is elementwise and needs no other shard; empty shards are left out
         chosen = [index for index, weight in enumerate(weights) if weight.numel()]
         weights, gradients, means = ([tensors[i] for i in chosen] for tensors in (weights, gradients, means))
         if not weights:

@@ -1,9 +1,10 @@
-"""Muon: momentum whose matrices are orthogonalised (Jordan et al. 2024, kellerjordan.github.io/posts/muon), and AdamW
-for what is no hidden matrix. Its steps are scaled to the size of AdamW's (Liu et al. 2025, arXiv:2502.16982), so that
-one learning rate and one weight decay serve both.
+"""Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) for hidden matrices, with AdamW for all other weights.
 
-torch.optim.Muon is the same for a matrix in bf16; it knows no other precision, in which strategies agree to 1e-5, no
-shards and no second kind of weight.
+Muon orthogonalizes the momentum of a matrix. Its steps are scaled to the size of AdamW's (Liu et al. 2025,
+arXiv:2502.16982), so that one learning rate and one weight decay serve both.
+
+torch.optim.Muon computes the same for a matrix in bf16. It supports no other precision (strategies agree to 1e-5 in
+fp32), no shards and no weights other than matrices.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from samecurve.optim.dtensor import to_local
 
-# of the polynomial that drives all singular values near 1 in five rounds
+# Coefficients of the polynomial that drives all singular values near 1 in five iterations.
 A, B, C = 3.4445, -4.7750, 2.0315
 ROUNDS = 5
 SMALLEST_NORM = 1e-7
@@ -25,9 +26,17 @@ RMS_OF_ADAMW = 0.2
 
 
 class Muon(torch.optim.Optimizer):
-    """groups: optim.parameter_groups'; `muon` says which are matrices. dtype: what orthogonalising computes in.
+    """Muon for the groups of hidden matrices and AdamW for the other groups.
 
-    A rank of FSDP gathers each matrix's update and orthogonalises all of them: nothing of it is divided over ranks.
+    Under FSDP every rank gathers and orthogonalizes the updates of all matrices; that work is not divided over ranks.
+
+    Args:
+        groups: from optim.factory.parameter_groups; the key `muon` marks groups of hidden matrices.
+        lr: learning rate.
+        momentum: decay rate of Muon's momentum.
+        betas: decay rates of AdamW's moments.
+        eps: epsilon of AdamW's denominator.
+        dtype: dtype of the orthogonalization.
     """
 
     def __init__(
@@ -46,11 +55,11 @@ class Muon(torch.optim.Optimizer):
         self._matrices = self.param_groups if matrices else []
         if others:
             self._adamw = torch.optim.AdamW(others, lr=lr, betas=betas, eps=eps, fused=True)
-            # the same dictionaries: a rate that is set, or a state that is loaded, is seen by both
+            # shared dictionaries, so that a new learning rate or a loaded state reaches both optimizers
             self.param_groups, self.state = [*self._matrices, *self._adamw.param_groups], self._adamw.state
 
     def empty_state(self, weight: Tensor) -> dict:
-        """What is kept of a weight before its first update."""
+        """Create a weight's state before its first update."""
         if any(weight is other for group in self._matrices for other in group["params"]):
             return {"momentum_buffer": torch.zeros_like(weight)}
         step = torch.tensor(0.0, dtype=torch.float32, device=weight.device)
@@ -58,8 +67,10 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> None:
-        """m = momentum m + (1 - momentum) g;  w -= rate (decay w + 0.2 sqrt(max(rows, columns)) O), where O is
-        (1 - momentum) g + momentum m made orthogonal."""
+        """Apply m = momentum m + (1 - momentum) g;  w -= rate (decay w + 0.2 sqrt(max(rows, columns)) O).
+
+        O is the orthogonalized (1 - momentum) g + momentum m.
+        """
         assert closure is None
         for group in self._matrices:
             for weight in group["params"]:
@@ -81,7 +92,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
-    """U V^T of the matrix U S V^T, nearly: the singular values come out between about 0.7 and 1.2."""
+    """Compute approximately U V^T of the matrix U S V^T; the result's singular values lie between about 0.7 and 1.2."""
     upright = matrix.shape[0] > matrix.shape[1]
     found = matrix.T if upright else matrix
     found = found / found.norm().clamp(min=SMALLEST_NORM)
@@ -96,7 +107,7 @@ def _full(tensor: Tensor) -> Tensor:
 
 
 def _like(full: Tensor, weight: Tensor) -> Tensor:
-    """This rank's part of what every rank has; nothing is sent (src_data_rank=None)."""
+    """Return this rank's shard of a tensor that every rank has in full, without communication (src_data_rank=None)."""
     if not isinstance(weight, DTensor):
         return full
     placed = distribute_tensor(full.contiguous(), weight.device_mesh, weight.placements, src_data_rank=None)

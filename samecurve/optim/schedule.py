@@ -1,4 +1,4 @@
-"""The learning rate of each update."""
+"""Learning rate schedule."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ if TYPE_CHECKING:
 
 
 def learning_rate(recipe: Recipe, update: int) -> float:
-    """Learning rate of the `update`-th applied update, 1-based; it depends on nothing else, so it resumes for free.
+    """Compute the learning rate of the `update`-th applied update (1-based).
 
-    Warm-up is linear and reaches the full rate at update `warmup_steps`. After it, with r = `min_lr_ratio`:
-    constant stays; linear and cosine reach r at the last step; wsd (warm-up, stable, decay) stays until the last
-    `decay_steps` updates and falls linearly to r in them (Hu et al. 2024, arXiv:2404.06395).
+    The rate depends on nothing else, so resuming needs no schedule state. Warm-up is linear and reaches the peak rate
+    at update `warmup_steps`. The schedules differ afterwards, with r = `min_lr_ratio` as a fraction of the peak rate:
+
+    - constant stays at the peak.
+    - linear and cosine reach r at the last step.
+    - wsd (warm-up, stable, decay) stays at the peak until the last `decay_steps` updates, in which the rate falls
+      linearly to r (Hu et al. 2024, arXiv:2404.06395).
     """
     schedule, peak = recipe.schedule, recipe.optimizer.learning_rate
     if update < schedule.warmup_steps:

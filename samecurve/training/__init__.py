@@ -1,1 +1,1 @@
-"""What the training loop works with. May import everything but bench and cli."""
+"""Components of the training loop. May import everything but bench and cli."""

@@ -1,4 +1,4 @@
-"""The metrics of everything that is held out; while a model is trained, and afterwards."""
+"""Evaluation on the held-out rows, during and after training."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 class Evaluation:
-    """Each source of a mixture is evaluated by itself, so that its loss is known under every engine."""
+    """Evaluation of all held-out rows. Each source of a mixture is evaluated separately for a loss per source."""
 
     def __init__(
         self, rows: Rows, micro_batch_size: int, shard: tuple[int, int], alive: Callable[[], None] = lambda: None
     ):
-        """See EvaluationBatches."""
+        """See EvaluationBatches for the arguments."""
         self._sources = {
             source: EvaluationBatches(part, micro_batch_size, shard, alive)
             for source, part in enumerate(rows.parts)
@@ -33,7 +33,7 @@ class Evaluation:
         return sum(map(len, self._sources.values()))
 
     def metrics(self, engine: Engine, task: Task) -> dict[str, float]:
-        """The task's over all rows, each counted once; of a mixture also eval_loss_source_N."""
+        """Compute the task's metrics over all rows, each counted once; for a mixture also eval_loss_source_N."""
         results = {source: engine.evaluate(batches) for source, batches in self._sources.items()}
         if not self._mixed:
             return task.metrics(results[0])
@@ -42,7 +42,7 @@ class Evaluation:
 
 
 def _merged(results: list[EvalResult]) -> EvalResult:
-    """Of several evaluations the one over the rows of all of them."""
+    """Combine the results of several evaluations into the result over all their rows."""
     tokens = sum(result.tokens for result in results)
     loss = sum(result.loss * result.tokens for result in results) / max(tokens, 1)
     statistics = zip(*(result.statistics for result in results), strict=True)

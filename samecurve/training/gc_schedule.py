@@ -1,9 +1,10 @@
-"""Python's garbage collector at the same steps on all ranks, instead of whenever the counters of each say so.
+"""Garbage collection at the same steps on every rank, instead of whenever each rank's counters trigger it.
 
-A full collection looks at every object of every imported library: 170 ms after importing torch and transformers, 280 ms
-with torch.compile (2 cores, CPython 3.11). Left alone it comes seldom, but at another step on each rank, and the others
-wait for that rank in their next collective. What is there after the first step is of use until the end, so it is looked
-at once and never again (gc.freeze); each collection after that took 2 ms on two ranks of a small model.
+A full collection visits every object of every imported library: 170 ms after importing torch and transformers, 280 ms
+with torch.compile (2 cores, CPython 3.11). By default collections are rare but fall on different steps on each rank,
+and the other ranks wait for the collecting rank in their next collective. Objects that exist after the first step are
+needed until the end, so they are visited once and then frozen (gc.freeze). Each later collection took 2 ms on two
+ranks of a small model.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from collections.abc import Callable, Sequence
 
 
 class GarbageCollection:
-    """As a context manager: Python collects nothing by itself in here, and `after` does at the end of some steps.
+    """Context manager that disables automatic garbage collection; `after` collects at the end of some steps.
 
     Args:
-        first: the number of the first step. What it leaves is collected: it imports and compiles what the start did
-            not.
-        every: memory.garbage_collection_steps; 0 leaves it all to Python.
-        also_every: periods of what makes all ranks stand still anyway (evaluation, checkpoint); 0: never.
-        restart_clock: called after the first collection, the long one, which is no step's time.
+        first: number of the first step. A collection follows the first step, which imports and compiles what startup
+            did not.
+        every: memory.garbage_collection_steps, the period in steps; 0 leaves garbage collection to Python.
+        also_every: periods in steps of events at which all ranks pause anyway (evaluation, checkpoint); 0: never.
+        restart_clock: called after the first, long collection, whose time belongs to no step.
     """
 
     def __init__(self, first: int, every: int, also_every: Sequence[int], restart_clock: Callable[[], None]):

@@ -1,4 +1,4 @@
-"""What keeps a run from training on after something went wrong in its numbers. The same decision on every rank."""
+"""Checks that stop a run after numerical faults. All ranks decide alike."""
 
 from __future__ import annotations
 
@@ -25,9 +25,13 @@ class Guard:
         self._first_skipped = self._num_tokens = 0
 
     def check(self, step: int, result: StepResult, batches: StepBatches) -> None:
-        """Write a refused step and its rows down. Raises NumericError after numerics.max_skipped_steps in a row.
+        """Record a refused step and its rows in skipped.jsonl.
 
-        Only an update ends such a row: a step without trained tokens and an fp16 overflow say nothing of the weights.
+        Only an applied update ends a series of refused steps: a step without trained tokens or with an fp16 overflow
+        shows nothing about the weights.
+
+        Raises:
+            NumericError: more than numerics.max_skipped_steps steps were refused in a row.
         """
         self._num_tokens += result.tokens
         if result.applied:
@@ -47,17 +51,23 @@ class Guard:
 
     @property
     def is_pending(self) -> bool:
-        """Whether steps were refused and none was applied since: nothing has shown that the weights are still good.
+        """Whether steps were refused and none was applied since, so that the weights may be bad.
 
-        No checkpoint is written then. A run that is resumed does these steps again, and counts them.
+        No checkpoint is written in this state. A resumed run repeats these steps and counts them again.
         """
         return self._skipped_in_a_row > 0
 
     def check_last(self, step: int, updates: int) -> None:
-        """After the last step, before it is saved. updates: how many the weights have seen, earlier sessions included.
+        """Check the end of the run, after the last step and before its checkpoint.
 
-        Raises NumericError where the last steps were refused, however few: no later one shows whether their rows were
-        bad or the weights are. Raises NumericError or DataError where nothing was trained at all.
+        Args:
+            step: number of the last step.
+            updates: number of updates applied to the weights, earlier sessions included.
+
+        Raises:
+            NumericError: the last steps were refused, however few (no later step can show whether their rows or the
+                weights are bad), or no step was applied.
+            DataError: no row had a trained token.
         """
         if self._skipped_in_a_row:
             good = self._first_skipped - 1
@@ -79,10 +89,13 @@ class Guard:
         )
 
     def spiked(self, step: int, result: StepResult, smoothed_loss: float | None, batches: StepBatches) -> bool:
-        """Whether the loss is so far above the smoothed one that the run should go back to a checkpoint's weights.
+        """Whether the loss exceeds the smoothed loss so far that the run should roll back to a checkpoint's weights.
 
-        After Chowdhery et al. 2022 (PaLM, arXiv:2204.02311, section 5.1): weights from before the spike, rows after it.
-        Raises NumericError when that has not helped several times in a row.
+        After Chowdhery et al. 2022 (PaLM, arXiv:2204.02311, section 5.1): the run continues with the weights from
+        before the spike and the rows after it.
+
+        Raises:
+            NumericError: MOST_ROLLBACKS roll-backs in a row have not helped.
         """
         ratio = self._settings.rollback_ratio
         if ratio is None or smoothed_loss is None or result.refused or result.tokens == 0:
@@ -98,9 +111,13 @@ class Guard:
         return True
 
     def compare_replicas(self, step: int, engine: Engine) -> bool:
-        """Every numerics.compare_replicas_every_steps: whether it was this step.
+        """Compare the ranks' copies of replicated weights every numerics.compare_replicas_every_steps steps.
 
-        Raises NumericError that names the rank whose weights differ.
+        Returns:
+            Whether the comparison ran at this step.
+
+        Raises:
+            NumericError: copies differ; the message names the differing ranks.
         """
         every = self._settings.compare_replicas_every_steps
         if not every or step % every:
@@ -121,7 +138,7 @@ class Guard:
 
 
 def _differing(of_all: list[dict[str, str]]) -> list[tuple[int, list[str]]]:
-    """(rank, labels) of those that are not as the majority has them; with two ranks, of both."""
+    """List (rank, labels of tensors that differ from the majority's); two ranks that differ are both listed."""
     found = []
     labels_of_all = {label for own in of_all for label in own}
     values = {label: Counter(own[label] for own in of_all if label in own) for label in labels_of_all}

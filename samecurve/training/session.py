@@ -1,4 +1,4 @@
-"""What the training loop works with, put together in the order in which one part needs another."""
+"""Construction of everything that the training loop uses, in order of dependency."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Built:
-    """The task and its architecture on the meta device, and what of both a checkpoint has to agree with."""
+    """The task, its model on the meta device (`skeleton`), and the identity that a checkpoint has to match."""
 
     task: Task
     skeleton: PreTrainedModel
@@ -52,7 +52,12 @@ class Built:
 
 
 def build_model(plan: Plan, world: ControlGroup) -> Built:
-    """The same on every rank. Raises DataError, ConfigurationError."""
+    """Load the task and build the model on the meta device, identically on every rank.
+
+    Raises:
+        DataError: the data or the tokenizer cannot be used.
+        ConfigurationError: the model does not support the recipe.
+    """
     recipe = plan.recipe
     task = registry.load_together(recipe, world)
     skeleton = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
@@ -62,14 +67,18 @@ def build_model(plan: Plan, world: ControlGroup) -> Built:
 
 
 class Session:
-    """One start of train.py: from the first step, or from where an earlier session's checkpoint is, to the end.
+    """One execution of train.py: from the first step or from an earlier session's checkpoint to the end.
 
-    start: the TrainProgress that it began from. See Plan, RunDirectory and RunSupervisor for the rest.
+    Attributes:
+        start: TrainProgress at the beginning of this session.
+        plan: see Plan.
+        run: see RunDirectory.
+        watch: see RunSupervisor.
     """
 
     def __init__(self, plan: Plan, accelerator: Accelerator, run: RunDirectory, watch: RunSupervisor):
         self.plan, self.recipe, self.accelerator, self.run, self.watch = plan, plan.recipe, accelerator, run, watch
-        self.world = ControlGroup()  # all ranks are there
+        self.world = ControlGroup()  # all ranks have connected by now
         self.progress = Progress(
             self.recipe.steps, self.recipe.logging.every_steps, enabled=accelerator.is_main_process
         )
@@ -88,13 +97,14 @@ class Session:
         self._introduce(found, built.identity["adapter"])
 
     def _find_checkpoint(self, identity: dict) -> Path | None:
-        """The one to go on from. Raises NothingToDo, on all ranks, where the same command has come to its end before.
+        """Find the checkpoint to resume from, if any.
 
-        The default is to save in the background, unless the state lies on NVMe: the copy would not fit into host
-        memory.
+        Raises:
+            NothingToDo: the same command has already completed; raised on all ranks.
         """
         background = self.recipe.checkpoint.background
         if background is None:
+            # a background save copies the state to host memory, where state offloaded to NVMe would not fit
             background = "optimizer:nvme" not in self.plan.strategy.offload
         self.checkpoints = Checkpoints(
             self.run, identity, self.world, self.progress.log, self.watch.local_progress, background
@@ -111,7 +121,7 @@ class Session:
         return found
 
     def _open_data(self) -> None:
-        """The rows from where this session begins, and those that are held out."""
+        """Open the training rows at this session's first step, and the held-out rows."""
         shard, batch = self.engine.shard, self.recipe.batch
         self.batches = StepBatches(
             self.task.train,
@@ -129,7 +139,7 @@ class Session:
             self.held_out = Evaluation(self.task.held_out, batch.micro_batch_size, shard, self.watch.progress)
 
     def _open_records(self) -> None:
-        """What measures the steps and watches their numbers."""
+        """Create the objects that measure and check each step."""
         recipe, log = self.recipe, self.progress.log
         chunked = self.engine.describe().loss_implementation != "full"
         self.meter = Meter.for_run(recipe, self.skeleton, self.accelerator, self.task, chunked)
@@ -144,7 +154,7 @@ class Session:
         self._logging = True
 
     def profiler(self) -> Profiler:
-        """Of the steps that profile.steps asks for. To be made when the clock runs."""
+        """Create the profiler for profile.steps. Call after the meter has started."""
         hooks = ProfilerHooks(
             folder=self.run.profile,
             rank=self.world.rank,
@@ -157,16 +167,16 @@ class Session:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """An error that all ranks raise alike leaves the checkpoint that is being written time to be committed."""
+        """Let a checkpoint that is being written finish before a NumericError, raised on all ranks, propagates."""
         try:
             yield
         except NumericError:
-            with suppress(NumericError):  # the first one says more
+            with suppress(NumericError):  # the first error is more informative
                 self.checkpoints.wait()
             raise
 
     def log(self, record: dict) -> None:
-        """To the trackers. A disk that takes no more events is told once, and no reason to end the run."""
+        """Log the step's record to the trackers. A failed write is reported once and does not end the run."""
         self.progress.log(self._advice.after(record))
         self.progress.log(self.meter.doubt(record))
         if not self._logging:
@@ -180,7 +190,11 @@ class Session:
             )
 
     def roll_back(self, updates: int) -> int:
-        """After a loss spike. Returns the number of updates that the weights have seen now."""
+        """Restore the last checkpoint's weights after a loss spike.
+
+        Returns:
+            The number of updates applied to the restored weights; `updates` if there is no checkpoint.
+        """
         position = self.checkpoints.roll_back(self.engine)
         if position is None:
             return updates
@@ -189,7 +203,7 @@ class Session:
         return position.updates
 
     def stop_if_asked(self, here: TrainProgress) -> None:
-        """When any rank was asked to stop: a committed checkpoint of this step, then Preempted on all ranks."""
+        """Save a checkpoint and raise Preempted on all ranks if any rank has received a request to stop."""
         self.watch.phase("boundary", here.step)
         reason = self.world.first_nonempty(self.watch.requested)
         if reason:
@@ -223,7 +237,7 @@ class Session:
             yield pair
 
     def _introduce(self, found: Path | None, adapter: dict | None) -> None:
-        """run.json and the header, of what really runs."""
+        """Write run.json and print the header, both with the live configuration."""
         described = weights.describe(self.skeleton, self.recipe) | asdict(self.engine.describe()) | {"adapter": adapter}
         described |= {"allocator": factory.allocator(self.accelerator)}
         described |= {"num_fp8_modules": fp8.count(self.skeleton, self.recipe.fp8)}
@@ -236,7 +250,7 @@ class Session:
         parts = {"train": self.task.train, "held_out": self.task.held_out}
         facts |= {"data_fingerprints": {name: rows.fingerprint for name, rows in parts.items() if rows is not None}}
         self.run.write_run(facts)
-        # steps that are done again replace those that the earlier session wrote after its checkpoint
+        # repeated steps replace those that the earlier session logged after its last checkpoint
         purge = {"purge_step": self.start.step + 1}
         self.accelerator.init_trackers(self.run.tensorboard.name, init_kwargs={"tensorboard": purge})
         self.progress.log(self.run.notice)

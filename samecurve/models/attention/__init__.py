@@ -1,1 +1,1 @@
-"""Attention over packed documents."""
+"""Attention implementations for packed documents, and their selection."""

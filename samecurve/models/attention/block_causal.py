@@ -1,9 +1,10 @@
-"""Causal attention in blocks of queries on a CPU, as an operator of torch.
+"""Causal attention on a CPU in blocks of queries, as a custom torch operator.
 
-Each block meets only the keys that some of its queries may see. As in FlashAttention (Dao et al., 2022,
-arXiv:2205.14135) probabilities are computed again for the backward pass, so what is kept grows with the length of a row
-and not with its square. (To keep those of a row of 512 tokens made a step of benchmarks/speed/pretrain.yaml 1 % faster:
-memory is not faster than computing them.) Scores are rounded to the inputs' dtype, as in eager attention.
+Each block uses only the keys that are visible to at least one of its queries. As in FlashAttention (Dao et al., 2022,
+arXiv:2205.14135) the backward pass recomputes probabilities, so stored activations grow with the length of a row
+instead of its square. (Storing the probabilities of a row of 512 tokens made a step of benchmarks/speed/pretrain.yaml
+only 1 % faster: reading them is hardly faster than computing them.) Scores are rounded to the inputs' dtype, as in
+eager attention.
 """
 
 from __future__ import annotations
@@ -18,14 +19,26 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
 BLOCK, SMALLEST = 256, 64
-"""Queries. Fewer would compute less that is hidden, in matrices too small to be fast."""
+"""Maximum and minimum queries per block.
+
+Smaller blocks would compute fewer hidden scores, but in matrices too small to be fast.
+"""
 
 
 @torch.library.custom_op("samecurve::varlen_attention", mutates_args=())
 def attend(query: Tensor, key: Tensor, value: Tensor, first: Tensor, scale: float) -> Tensor:
-    """query: (batch, heads, sequence, width); key, value: with as many heads or a divisor of them. first: int64 (batch,
-    1, sequence, 1), the first key that each query sees; the last one is its own. Returns (batch, sequence, heads,
-    width)."""
+    """Compute causal attention within documents.
+
+    Args:
+        query: (batch, heads, sequence, width).
+        key: (batch, key heads, sequence, width); the number of key heads divides that of heads.
+        value: in the shape of `key`.
+        first: int64 (batch, 1, sequence, 1), index of the first key visible to each query; the last one is its own.
+        scale: factor of the scores.
+
+    Returns:
+        (batch, sequence, heads, width).
+    """
     output = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
     for row, parts in enumerate(zip(query, key, value, first[:, 0, :, 0], strict=True)):
         for block in _blocks(*parts):
@@ -38,7 +51,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, first: Tensor, scale: floa
 def _backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, first: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """gradient: (batch, sequence, heads, width). Returns those of query, key and value; sums over blocks in fp32."""
+    """Compute the gradients of query, key and value, with sums over blocks in fp32.
+
+    `gradient` is (batch, sequence, heads, width).
+    """
     of_query, of_key, of_value = (torch.empty_like(x) for x in (query, key, value))
     per_key, per_value = (torch.zeros(x.shape[1:], device=x.device) for x in (key, value))
     for row, parts in enumerate(zip(query, key, value, first[:, 0, :, 0], strict=True)):
@@ -80,7 +96,7 @@ OPERATOR = torch.ops.samecurve.varlen_attention.default
 
 @register_flop_formula(torch.ops.samecurve.varlen_attention)
 def _forward_flops(query: torch.Size, *_, **__) -> int:
-    """Of the whole square, which is how torch counts its own attention."""
+    """Count FLOPs over the full square, as torch does for its own attention."""
     batch, heads, length, width = query
     return 4 * batch * heads * length**2 * width
 
@@ -91,10 +107,15 @@ def _backward_flops(_gradient: torch.Size, query: torch.Size, *_, **__) -> int:
 
 
 class _Block(NamedTuple):
-    """Some queries of a row and the keys that one of them sees.
+    """Consecutive queries of a row and the keys visible to at least one of them.
 
-    at, seen: where these are. query: (key heads, queries of all heads that share one, width). key, value: (key heads,
-    keys, width). bias: (queries of all heads that share one, keys), what is added to their scores.
+    Attributes:
+        at: range of the queries.
+        seen: range of the keys.
+        query: (key heads, queries of all heads that share a key head, width).
+        key: (key heads, keys, width).
+        value: (key heads, keys, width).
+        bias: (queries of all heads that share a key head, keys), added to the scores.
     """
 
     at: slice
@@ -110,8 +131,11 @@ class _Block(NamedTuple):
 
 
 def _together(part: Tensor, key_heads: int) -> Tensor:
-    """(heads, tokens, width) as (key heads, tokens of all heads that share one, width): one product for them, with no
-    copies of keys. Contiguous, or each product would make a copy of its own."""
+    """Reshape (heads, tokens, width) to (key heads, tokens of all heads that share a key head, width).
+
+    Heads that share a key head then need one product and no copies of keys. The result is contiguous, because otherwise
+    each product would make its own copy.
+    """
     return part.reshape(key_heads, -1, part.shape[-1]).contiguous()
 
 
@@ -120,7 +144,7 @@ def _separate(part: Tensor, heads: int) -> Tensor:
 
 
 def _blocks(query: Tensor, key: Tensor, value: Tensor, first: Tensor) -> Iterator[_Block]:
-    """Of one row. query, key, value: (heads, sequence, width). first: (sequence,)."""
+    """Split one row into blocks. `query`, `key` and `value` are (heads, sequence, width), `first` is (sequence,)."""
     starts = first.tolist()
     for at in _cuts(starts):
         seen = slice(starts[at.start], at.stop)
@@ -136,7 +160,7 @@ def _blocks(query: Tensor, key: Tensor, value: Tensor, first: Tensor) -> Iterato
 
 
 def _cuts(starts: list[int]) -> Iterator[slice]:
-    """Blocks of queries, the next one beginning where a document does if the block is no longer too small for that."""
+    """Yield the ranges of the blocks; a block ends at a document's end if it then has at least SMALLEST queries."""
     begins, start = [i for i, first in enumerate(starts) if i == first], 0
     while start < len(starts):
         place = bisect_left(begins, start + SMALLEST)
@@ -147,5 +171,5 @@ def _cuts(starts: list[int]) -> Iterator[slice]:
 
 @lru_cache(maxsize=BLOCK)
 def _causal(num_queries: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Of the last keys: one of its own for each query, which those after it are hidden from."""
+    """Causal bias between the block's queries and the keys at the same positions, (num_queries, num_queries)."""
     return torch.full((num_queries, num_queries), float("-inf"), dtype=dtype, device=device).triu(1)

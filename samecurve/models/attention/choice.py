@@ -1,4 +1,4 @@
-"""Which implementation of attention a model gets: `model.attention`."""
+"""Selection of the attention implementation by `model.attention`."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ if TYPE_CHECKING:
 
     from samecurve.config.schema import Recipe
 
-# By which names families know the dropout of attention's probabilities.
+# The model families' config keys for dropout of attention probabilities.
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 
 
 def chosen_attention(
     recipe: Recipe, config: PreTrainedConfig, model_class: type[PreTrainedModel], kind: str = "causal_lm"
 ) -> str:
-    """The name by which transformers knows what `model.attention` asks for. kind: Head.kind.
+    """Return transformers' name of the implementation that `model.attention` selects.
 
-    auto is varlen where that was measured to be faster, in bf16 on a CPU (benchmarks/kernels.md), and elsewhere sdpa;
-    eager for a family that has no sdpa.
-    Raises ConfigurationError for an implementation that the family does not have, or that cannot be computed here.
+    auto selects varlen where measurements found it faster, for a causal language model in bf16 on a CPU
+    (benchmarks/kernels.md), otherwise sdpa, and eager for a family without sdpa. `kind` is Head.kind.
+
+    Raises:
+        ConfigurationError: the family or this machine does not support the implementation.
     """
     asked = recipe.model.attention
     if asked in ("sdpa", "flex_attention", "flash_attention_2") and not supports(model_class, asked):
@@ -55,7 +57,7 @@ def _without_varlen(config: PreTrainedConfig) -> str | None:
 
 
 def _without_varlen_on_gpu(config: PreTrainedConfig, precision: str) -> str | None:
-    """What the kernels behind torch's varlen_attn ask for."""
+    """Reason why the kernels behind torch's varlen_attn cannot be used on this GPU, or None."""
     if precision == "fp32":
         return "a GPU computes it in bf16 and fp16 alone"
     if torch.cuda.get_device_capability() < (8, 0):
@@ -67,7 +69,10 @@ def _without_varlen_on_gpu(config: PreTrainedConfig, precision: str) -> str | No
 
 
 def _head_widths(config: PreTrainedConfig) -> list[tuple[str, int]]:
-    """(field, width) of attention heads: jetmoe has another name for it, single layers of gemma4_text another width."""
+    """List (config field, width) of attention heads.
+
+    jetmoe has another name for the field, and some layers of gemma4_text have another width.
+    """
     fields, own = config.to_dict(), config.attribute_map.get("head_dim", "head_dim")
     parts = fields, *(fields.get("per_layer_config") or {}).values()
     found = [(name, part[name]) for part in parts for name in part if name == own or name.endswith("head_dim")]

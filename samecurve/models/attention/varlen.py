@@ -1,9 +1,9 @@
-"""Causal attention document by document, without a mask: `model.attention: varlen`.
+"""Causal attention within documents, without a dense mask: `model.attention: varlen`.
 
-On a GPU it is torch's `varlen_attn`. On a CPU torch's own attention computes the scores that a mask then hides, and in
-bf16 stays far below the speed of its matrix products, of which `block_attention` is made.
+On a GPU the implementation is torch's `varlen_attn`, on a CPU block_causal.py. torch's own attention on a CPU computes
+also the scores that a mask hides, and in bf16 is far slower than the matrix products that block_causal.py uses.
 
-Importing it registers the name with transformers; what its models take for a mask is then `Visible`.
+Importing this module registers the name with transformers, whose models then get a `Visible` as their mask.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ from samecurve.models.attention import block_causal
 NAME = "varlen"
 WIDEST_ON_A_GPU = 256
 OPERATORS = (block_causal.OPERATOR, torch.ops.torch_attn._varlen_attn.default)
-"""On a CPU and on a GPU."""
+"""The operators on a CPU and on a GPU."""
 _SHARES_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 has no such argument
 
 
 @dataclass(frozen=True)
 class Visible:
-    """Which keys each query of a micro-batch sees, made once for all layers.
+    """Range of visible keys for each query of a micro-batch, computed once for all layers.
 
-    first: int64 (batch_size, 1, sequence_length, 1), the first one; the last one is the query's own. documents: what
-    `varlen_attn` wants in its place, on a GPU.
+    Attributes:
+        first: int64 (batch_size, 1, sequence_length, 1), index of the first visible key; the last one is the query's
+            own.
+        documents: the same for `varlen_attn` on a GPU; None on a CPU.
     """
 
     first: Tensor
@@ -41,8 +43,13 @@ class Visible:
 
 
 class Documents(NamedTuple):
-    """starts: int32 (num_documents + 1,), where each begins when all rows lie one after the other, and the end of the
-    last. longest: tokens. window: how many keys before its own a query sees at most."""
+    """Documents of a micro-batch whose rows are concatenated.
+
+    Attributes:
+        starts: int32 (num_documents + 1,), start of each document and end of the last one.
+        longest: number of tokens of the longest document.
+        window: maximum number of visible keys before a query's own.
+    """
 
     starts: Tensor
     longest: int
@@ -60,12 +67,17 @@ def visible_keys(
     device: torch.device | str = "cpu",
     **_,
 ) -> Visible:
-    """What transformers calls for a mask.
+    """Compute the visible keys; transformers calls this function in place of building a mask.
 
-    mask_function: of (row, head, query, key), true over one stretch that ends with the query, which is then found by
-    bisection: causal masks, their documents and their sliding windows are such. attention_mask: (batch_size,
-    sequence_length), 0 for padding before the first token or after the last one, which no token sees. Raises ValueError
-    for keys from a cache.
+    Args:
+        mask_function: (row, head, query, key) -> whether the key is visible. Visible keys must form one contiguous
+            range that ends at the query, as in causal masks, also with documents or sliding windows. The start of the
+            range is found by bisection.
+        attention_mask: (batch_size, sequence_length), 0 for padding before the first token or after the last one; no
+            token sees padding.
+
+    Raises:
+        ValueError: keys come from a cache.
     """
     if (q_length, q_offset, kv_offset) != (kv_length, 0, 0):
         raise ValueError("varlen attention takes whole rows, without a cache of keys: pass use_cache=False")
@@ -88,9 +100,9 @@ def _on_gpu(first: Tensor) -> bool:
     return first.is_cuda
 
 
-@torch.compiler.disable  # how many there are is data
+@torch.compiler.disable  # the number of documents depends on the data
 def _documents(first: Tensor) -> Documents:
-    """first: (batch_size, sequence_length). Waits for the device."""
+    """Find the documents from `first`, (batch_size, sequence_length). Synchronizes with the device."""
     before = torch.arange(first.shape[1], device=first.device) - first
     begins = (before == 0).flatten().nonzero().flatten()
     starts = torch.cat([begins, begins.new_tensor([first.numel()])])
@@ -108,11 +120,22 @@ def attention(
     scaling: float | None = None,
     **others,
 ) -> tuple[Tensor, None]:
-    """What transformers calls: query (batch, heads, sequence, width), key and value with as many heads or a divisor of
-    them, attention_mask from `visible_keys`.
+    """Compute attention; the function that transformers' models call.
 
-    Returns (batch, sequence, heads, width). Raises ValueError for what it does not know: dropout, attention in both
-    directions, soft caps, sinks and biases.
+    Args:
+        module: the attention module.
+        query: (batch, heads, sequence, width).
+        key: (batch, key heads, sequence, width); the number of key heads divides that of heads.
+        value: in the shape of `key`.
+        attention_mask: from `visible_keys`.
+        dropout: must be 0.
+        scaling: factor of the scores; None: 1 / sqrt(width).
+
+    Returns:
+        (output (batch, sequence, heads, width), None).
+
+    Raises:
+        ValueError: dropout, bidirectional attention, soft caps, sinks or biases, which are not supported.
     """
     unknown = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
     unknown += ["dropout"] * (dropout > 0) + ["both directions"] * (not getattr(module, "is_causal", True))
@@ -122,7 +145,7 @@ def attention(
     kind = query.device.type
     if torch.is_autocast_enabled(kind):
         query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
-    with torch.autocast(kind, enabled=False):  # it would take the probabilities in fp32
+    with torch.autocast(kind, enabled=False):  # autocast would compute the probabilities in fp32
         if attention_mask.documents is not None:
             return _of_torch(query, key, value, attention_mask.documents, scale), None
         return block_causal.attend(query, key, value, attention_mask.first, scale), None
@@ -133,7 +156,7 @@ AttentionMaskInterface.register(NAME, visible_keys)
 
 
 def _of_torch(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale: float) -> Tensor:
-    """varlen_attn takes (tokens, heads, width), all rows one after the other."""
+    """Call torch's varlen_attn, which takes (tokens, heads, width) with all rows concatenated."""
     starts, longest, window = documents
     if not _SHARES_HEADS:
         groups = query.shape[1] // key.shape[1]
