@@ -1,4 +1,4 @@
-"""Preference optimisation without a reward model: makes the chosen answer to a prompt likelier than the rejected one."""
+"""Preference optimisation without a reward model: makes the chosen answer to a prompt likelier than the rejected."""
 
 from __future__ import annotations
 
