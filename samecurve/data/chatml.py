@@ -25,7 +25,7 @@ CHAT_TEMPLATE = """\
 def apply_chatml(tokenizer: PreTrainedTokenizerFast) -> None:
     """Set the ChatML template, add its two tokens if they are missing, and make END_OF_TURN the end-of-text token.
 
-    New tokens take the ids after the last one. `models.hf_config` decides whether the model's embedding has rows for them.
+    New tokens take the ids after the last one. `models.hf_config` checks that the model's embedding has rows for them.
     """
     from tokenizers import AddedToken
 
