@@ -34,7 +34,7 @@ class MicroBatch:
     """Data of one forward pass of one rank: tensors (micro_batch_size, ...), most of them with one value per token.
 
     A row of k sequences gives tensors (micro_batch_size * k, sequence_length), the first row's sequences first. Rows
-    that are grouped by length are shorter than sequence_length; all micro-batches of a step have the same width.
+    that are grouped by length may be shorter; all micro-batches of a step have the same width.
 
     Attributes:
         inputs: arguments of the model's forward, by name.
@@ -117,7 +117,7 @@ class StepBatches:
 
     @property
     def anchor(self) -> dict[str, int]:
-        """State of the rows and their order that a checkpoint needs to resume here, beside `samples`."""
+        """State of the rows and their order that a checkpoint needs to resume here, in addition to `samples`."""
         return self.rows.anchor(self.samples) | self._steps.history
 
     @property

@@ -32,7 +32,7 @@ class FunctionSource(ConversationSource):
         return "functions"
 
     def check(self) -> None:
-        """Nothing of this was written by the user."""
+        """Do nothing: no row was written by the user."""
 
     def documents(self) -> Iterator[Conversation]:
         for place, prompt, body in _distinct_functions(self.files):
@@ -48,7 +48,7 @@ class PreferenceSource(PairSource):
         return "preferences 2"  # raise it when _corrupted does something else
 
     def check(self) -> None:
-        """Nothing of this was written by the user."""
+        """Do nothing: no row was written by the user."""
 
     def documents(self) -> Iterator[Pair]:
         before = "pass"
@@ -105,7 +105,7 @@ class ModuleSource(ExampleSource):
         return "modules"
 
     def check(self) -> None:
-        """Nothing of this was written by the user."""
+        """Do nothing: no row was written by the user."""
 
     def documents(self) -> Iterator[Example]:
         """Yield each function once, at most _MOST_PER_PACKAGE per package, so that no class dominates."""
@@ -131,7 +131,7 @@ class DocstringSource(MatchSource):
         return "docstrings"
 
     def check(self) -> None:
-        """Nothing of this was written by the user."""
+        """Do nothing: no row was written by the user."""
 
     def documents(self) -> Iterator[Match]:
         """Yield each pair whose paragraph and function are both new."""

@@ -82,7 +82,7 @@ class Steps:
         """
         named = {key.removeprefix(_HISTORY): rows for key, rows in (history or {}).items() if key.startswith(_HISTORY)}
         steps = None
-        # Old checkpoints have no history: steps of one row give the order of that version.
+        # Old checkpoints have no history. Steps of one row reproduce the order in which their rows were read.
         first = [(0, 1 if start else size)]
         for since, rows in sorted((int(since), rows) for since, rows in named.items()) or first:
             steps = cls(rows, since, steps)
@@ -220,7 +220,10 @@ def _feistel(values: np.ndarray, keys: np.ndarray, half_bits: np.uint64) -> np.n
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """Apply SplitMix64's output function (Steele, Lea and Flood, OOPSLA 2014): input bits affect all output bits."""
+    """Apply SplitMix64's output function, in which every input bit affects every output bit.
+
+    Source: Steele, Lea and Flood, OOPSLA 2014.
+    """
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

@@ -32,8 +32,8 @@ class FileChunk:
     Attributes:
         kind: key of _READERS.
         files: file of the chunk, or several text files.
-        start: first byte or row group; 0 for text files.
-        stop: end of the bytes or row groups; number of files for text files.
+        start: first byte or row group; 0 for text and compressed files.
+        stop: end of the bytes or row groups; number of files for text and compressed files.
         num_bytes: approximate size.
     """
 

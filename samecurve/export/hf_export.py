@@ -41,10 +41,7 @@ def export(
     write_beside: Callable[[Path, PreTrainedConfig], None] = lambda directory, config: None,
     busy: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write safetensors, config and tokenizer to `directory`, atomically: all files or none.
-
-    For a model with an adapter, only the adapter is written, in peft's format; the base model is not written again.
-    Rank 0 writes and holds at most one shard of the weights in memory.
+    """Write safetensors, config and tokenizer to `directory`, atomically; of an adapted model only peft's adapter.
 
     Args:
         parameters: the engine's parameters. Every rank iterates to the end, because gathering a parameter is
@@ -52,14 +49,14 @@ def export(
         skeleton: the model on the meta device. Each of its parameters is expected once, with its name and shape.
         tokenizer: tokenizer of the model.
         directory: folder to write; must not exist.
-        is_main: whether this rank writes.
-        shard_bytes: largest size of a weight file, in bytes.
+        is_main: whether this is rank 0, which writes, holds at most one weight file in memory, and raises the errors.
+        shard_bytes: largest size of a weight file.
         dtype: dtype of the weights in the files.
         card: writes the model card into a folder.
         write_beside: writes the task's own files into a folder, given the model's config.
         busy: called repeatedly while files are flushed to the disk, to report progress to the watchdog.
 
-    Raises (on rank 0):
+    Raises:
         NumericError: for values that are not finite.
         CheckpointError: for a missing, unknown, empty or misshapen tensor.
         StorageError: if the folder cannot be written or already exists.

@@ -18,7 +18,7 @@ class TaskSpec:
         by_token: whether the loss is a sum over tokens, each computed from its own logits and targets (Task.by_token).
         pipelined: whether the task can run under pipeline parallelism.
         chats: whether the data are, or may be, turns of a conversation.
-        has_teacher: whether a second, frozen model runs beside the trained one.
+        has_teacher: whether a second model, the frozen teacher, is loaded.
         auto_class: class of transformers that loads the exported model.
         hub_tag: the hub's pipeline tag of the exported model.
         predicts: example arguments of `predict`; "" for a model that generates text.

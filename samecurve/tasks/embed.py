@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from samecurve.config.schema import Data, Recipe
     from samecurve.interfaces.engine import EvalResult
 
-_DEPTH = 10  # of the mean reciprocal rank, as in the BEIR and MS MARCO benchmarks
+_DEPTH = 10  # cutoff of the mean reciprocal rank, as in the BEIR and MS MARCO benchmarks
 
 
 @dataclass

@@ -23,18 +23,9 @@ from samecurve.tasks import splits
 
 
 def load(recipe: Recipe, encoder: Encoder, make_rows: Callable[[token_store.TokenStream], Rows]) -> splits.Parts:
-    """Load the streamed training rows and the held-out rows.
+    """Load the streamed training rows and the held-out rows. Raises DataError for unusable data.
 
-    The held-out rows are those of the first block's documents that are held out by their content. Held-out documents of
-    later blocks are neither trained nor evaluated on.
-
-    Args:
-        recipe: a recipe with data.streaming.
-        encoder: turns a document into token ids.
-        make_rows: cuts a token stream into rows.
-
-    Raises:
-        DataError: for unusable data.
+    The held-out rows come from the first block only. Held-out documents of later blocks are not used at all.
     """
     data, fraction = recipe.data, sources.validation_fraction(recipe)
     files = stream_files.find_stream_files(

@@ -120,13 +120,13 @@ class Rows(ABC):
         return int(counts.max()), -(-len(indices) // len(self))
 
     def plan(self, seed: int, steps: Steps, num_steps: int, anchor: dict[str, int]) -> None:  # noqa: B027
-        """Prepare for reading `num_steps` steps, from the `anchor` of a checkpoint ({} for a new run).
+        """Prepare for reading; called before the first row is read. Only streams need this.
 
-        Called before the first row is read. Only streams need this.
+        num_steps counts the steps of the whole run. anchor is the one of a checkpoint, {} for a new run.
         """
 
     def anchor(self, position: int) -> dict[str, int]:
-        """Return the state that a checkpoint needs, beside the position, to resume without reading earlier rows."""
+        """Return what a checkpoint needs, in addition to the position, to resume without reading earlier rows."""
         return {}
 
     def width(self, indices: np.ndarray) -> int:

@@ -18,8 +18,8 @@ class PairRows(Rows):
         sizes: length of the longer answer of each pair.
         num_truncated: number of pairs with a truncated answer.
         num_truncated_tokens: number of tokens that truncation removed.
-        num_dropped: number of pairs that truncation leaves nothing to compare of, which are left out: both sequences
-            are equal, or one has no trained token.
+        num_dropped: number of pairs that are left out because truncation makes both sequences equal, or leaves one
+            without a trained token.
     """
 
     targets_are_tokens = False

@@ -148,7 +148,7 @@ class ExampleEncoder(Encoder):
 
         Args:
             tokenizer: a fast tokenizer.
-            sequence_length: most tokens of a row, special tokens included.
+            sequence_length: largest number of tokens of a row, special tokens included.
             names: class names; a class's id is its index.
             pairs: whether rows hold two texts. Models that take token_type_ids then get them.
         """
