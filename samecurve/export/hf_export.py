@@ -52,8 +52,7 @@ def export(
         is_main: whether this is rank 0, which writes, holds at most one weight file in memory, and raises the errors.
         shard_bytes: largest size of a weight file.
         dtype: dtype of the weights in the files.
-        card: writes the model card into a folder.
-        write_beside: writes the task's own files into a folder, given the model's config.
+        card, write_beside: write the model card and the task's own files into the folder.
         busy: called repeatedly while files are flushed to the disk, to report progress to the watchdog.
 
     Raises:

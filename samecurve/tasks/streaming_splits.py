@@ -25,7 +25,8 @@ from samecurve.tasks import splits
 def load(recipe: Recipe, encoder: Encoder, make_rows: Callable[[token_store.TokenStream], Rows]) -> splits.Parts:
     """Load the streamed training rows and the held-out rows. Raises DataError for unusable data.
 
-    The held-out rows come from the first block only. Held-out documents of later blocks are not used at all.
+    Documents are held out by their content. Those of the first block are evaluated on; those of later blocks are
+    neither trained nor evaluated on.
     """
     data, fraction = recipe.data, sources.validation_fraction(recipe)
     files = stream_files.find_stream_files(
