@@ -1,4 +1,4 @@
-"""From files to batches: sources, formats, tokenizers, the token store, the sample order, batches of micro-batches.
+"""Data pipeline: sources, formats, tokenizers, the token store, the sample order, micro-batches.
 
-May import losses, config, distributed and what is below them.
+May import losses, config, distributed and lower packages.
 """

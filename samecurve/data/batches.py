@@ -1,4 +1,4 @@
-"""Rows to the micro-batches of each optimizer step."""
+"""Micro-batches of each optimizer step and of an evaluation."""
 
 from __future__ import annotations
 
@@ -26,17 +26,20 @@ if TYPE_CHECKING:
     from samecurve.config.schema import Batch
 
 _PREFETCHED_STEPS = 2
-DATA_WAIT = "samecurve: data wait"  # in a profile
+DATA_WAIT = "samecurve: data wait"  # label in a profile
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one device reads in one forward pass: tensors (micro_batch_size, ...), most of them as long as a row.
+    """Data of one forward pass of one rank: tensors (micro_batch_size, ...), most of them with one value per token.
 
-    A row of k sequences gives (micro_batch_size * k, sequence_length), the first row's sequences first.
-    Rows are shorter, and the same for all micro-batches of a step, where they are grouped by length.
-    inputs: the model's, by the names of its forward. targets: the task's loss's, by the names of its parameters;
-    `labels` are always among them, IGNORE_INDEX where nothing is trained.
+    A row of k sequences gives tensors (micro_batch_size * k, sequence_length), the first row's sequences first. Rows
+    that are grouped by length may be shorter; all micro-batches of a step have the same width.
+
+    Attributes:
+        inputs: arguments of the model's forward, by name.
+        targets: arguments of the task's loss, by name. `labels` is always present, IGNORE_INDEX where nothing is
+            trained.
     """
 
     inputs: dict[str, Tensor]
@@ -49,7 +52,10 @@ class MicroBatch:
         return self._each(Tensor.pin_memory)
 
     def split(self, num_rows: int) -> list[MicroBatch]:
-        """Views of at most so many rows each, where the first axis is one of rows and a row's sequences the second."""
+        """Split into views of at most `num_rows` rows each.
+
+        The first axis must be the rows, and the second axis of a 3-D tensor the sequences of a row.
+        """
         inputs, targets = _split(self.inputs, num_rows), _split(self.targets, num_rows)
         return [MicroBatch(*parts) for parts in zip(inputs, targets, strict=True)]
 
@@ -63,13 +69,23 @@ class MicroBatch:
 
 
 class StepBatches:
-    """The micro-batches of one data-parallel rank, one list per optimizer step; prepared ahead.
+    """Iterator over the optimizer steps of one data-parallel rank: one list of micro-batches per step, prefetched.
 
-    A pure function of the step: step s reads the global positions [s * G, (s + 1) * G), G = batch.global_batch_size,
-    whatever the shard and the micro-batch. No step reads a row twice while the data have G rows. shard: (data-parallel
-    rank, data-parallel size); G must divide into them, which the configuration has checked. start_step, start_samples,
-    anchor: where a run goes on; nothing before it is looked at. num_workers: processes that prepare the steps; 0: a
-    thread of this one. They change nothing else.
+    The rows are a pure function of the step. With G = batch.global_batch_size, step s reads the global positions
+    [s * G, (s + 1) * G), whatever the shard and the micro-batch size. No step reads a row twice if the data have at
+    least G rows.
+
+    Args:
+        rows: the training rows.
+        seed: seed of the order.
+        batch: batch sizes of the recipe.
+        shard: (data-parallel rank, data-parallel size). G must be divisible by micro_batch_size times the data-parallel
+            size, which the configuration has checked.
+        num_steps: number of steps of the whole run.
+        start_step: step to resume at; no earlier rows are read.
+        start_samples: rows consumed before start_step; None: start_step * G.
+        anchor: `anchor` of the checkpoint that is resumed from.
+        num_workers: processes that prepare the steps; 0 uses a thread. The number does not change the rows.
     """
 
     def __init__(
@@ -88,7 +104,7 @@ class StepBatches:
         self.num_steps, self.num_workers = num_steps, num_workers
         self.step = start_step
         given = start_step * batch.global_batch_size if start_samples is None else start_samples
-        self._origin = given - start_step * batch.global_batch_size  # not 0 when the batch's size was another before
+        self._origin = given - start_step * batch.global_batch_size  # not 0 if an earlier session had another size
         self._steps = Steps.of(batch.global_batch_size, given, anchor)
         self.last_wait_seconds = 0.0
         rows.plan(seed, self._steps, num_steps, anchor or {})
@@ -96,17 +112,17 @@ class StepBatches:
 
     @property
     def samples(self) -> int:
-        """Rows consumed by all ranks, this step's included."""
+        """Rows consumed by all ranks, including the current step."""
         return self._origin + self.step * self.batch.global_batch_size
 
     @property
     def anchor(self) -> dict[str, int]:
-        """What the rows and their order need to go on from here, beside `samples`."""
+        """State of the rows and their order that a checkpoint needs to resume here, in addition to `samples`."""
         return self.rows.anchor(self.samples) | self._steps.history
 
     @property
     def num_inputs(self) -> int:
-        """Tokens that all ranks read in this step, trained or not, without padding."""
+        """Input tokens of all ranks in the current step, trained or not, without padding."""
         return self.rows.num_inputs(self.rows_of(self.step - 1))
 
     @property
@@ -115,11 +131,12 @@ class StepBatches:
         return self.samples / len(self.rows)
 
     def at(self, step: int) -> list[MicroBatch]:
-        """The micro-batches that this rank reads in the given 0-based step."""
+        """Return this rank's micro-batches of the given 0-based step."""
         return self._whole(step).split(self.batch.micro_batch_size)
 
     def _whole(self, step: int) -> MicroBatch:
-        """This rank's rows of a step, not cut yet: few large tensors go from one process to another, not many small."""
+        """Return this rank's rows of a step as one batch."""
+        # Split into micro-batches later, so that workers send few large tensors instead of many small ones.
         rank, size = self.shard
         together = self.rows_of(step)
         found, allowed = self.rows.most_reads(together)
@@ -128,7 +145,7 @@ class StepBatches:
         return _whole(self.rows.drawn(own, positions, self.seed), self.rows.width(together))
 
     def rows_of(self, step: int) -> np.ndarray:
-        """int64 (global_batch_size,): the rows that all ranks together read in the given 0-based step."""
+        """Return the rows that all ranks together read in the given 0-based step, int64 (global_batch_size,)."""
         return self.rows.at_positions(self._positions(step), self.seed, self._steps)
 
     def _positions(self, step: int) -> np.ndarray:
@@ -136,7 +153,10 @@ class StepBatches:
         return np.arange(start, start + self.batch.global_batch_size)
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
-        """From `step` on, counting it up; `last_wait_seconds` says how long the list just handed out took to come."""
+        """Yield the micro-batches of each step from `step` on.
+
+        Increments `step`, and sets `last_wait_seconds` to the time that the loop waited for the step's data.
+        """
         with closing(self._by_workers() if self.num_workers else self._by_thread()) as prepared:
             while True:
                 began = time.perf_counter()
@@ -162,7 +182,7 @@ class StepBatches:
                 yield whole
 
     def _by_workers(self) -> Iterator[MicroBatch]:
-        """Each worker prepares whole steps, and PyTorch's loader hands them out in their order."""
+        """Prepare steps in worker processes, one whole step per worker. PyTorch's DataLoader keeps their order."""
         yield from DataLoader(
             _Steps(self._whole),
             batch_size=None,
@@ -171,16 +191,16 @@ class StepBatches:
             prefetch_factor=_PREFETCHED_STEPS,
             pin_memory=torch.cuda.is_available(),
             worker_init_fn=init_worker,
-            # spawned ones would be sent a copy of all tokens; forked ones share the pages of the file
+            # Spawned workers would be sent a copy of all tokens; forked ones share the pages of the file.
             multiprocessing_context="fork",
-            # without one of its own it would draw from the generator that dropout draws from
+            # Without its own generator the loader would draw from the generator of dropout.
             generator=torch.Generator(),
         )
 
 
 @dataclass(frozen=True)
 class _Steps(Dataset):
-    """What a worker asks for a step."""
+    """Dataset whose items are whole steps, for the DataLoader."""
 
     make: Callable[[int], MicroBatch]
 
@@ -189,10 +209,16 @@ class _Steps(Dataset):
 
 
 class EvaluationBatches(Sequence[MicroBatch]):
-    """Every row exactly once over all shards, in order; the same number of micro-batches on each shard.
+    """Micro-batches of an evaluation: every row exactly once over all shards, in order.
 
-    What is missing to fill the last ones is a copy of the first row with nothing to train. Made when asked for:
-    held-out data may be large. alive: called for each, which says that a long evaluation gets on.
+    Each shard has the same number of micro-batches. The last ones are padded with copies of row 0 whose labels are
+    ignored. Micro-batches are built lazily, because held-out data may be large.
+
+    Args:
+        rows: the held-out rows.
+        micro_batch_size: rows per micro-batch.
+        shard: (data-parallel rank, data-parallel size).
+        alive: called for each micro-batch, to report progress to the watchdog.
     """
 
     def __init__(
@@ -230,7 +256,7 @@ def _tensors(arrays: dict[str, np.ndarray], width: int) -> dict[str, Tensor]:
 
 
 def _pinned(whole: MicroBatch) -> MicroBatch:
-    """Where a GPU copies it from memory by itself, while it computes."""
+    """Pin the memory if there is a GPU, so that it can copy the batch while it computes."""
     return whole.pin_memory() if torch.cuda.is_available() else whole
 
 

@@ -1,4 +1,4 @@
-"""The documented functions of the standard library: as chats, preference pairs, texts to classify, code to find."""
+"""Built-in data sets from the documented functions of the standard library: chats, pairs, labelled texts, summaries."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class FunctionSource(ConversationSource):
-    """The user's turn is the signature and the docstring, the assistant's the body without its indentation.
+    """builtin:python-functions: the user's turn is signature and docstring, the assistant's the dedented body.
 
-    An answer that began with spaces would begin inside of a token: `\\n` and spaces are one, and the line break
-    belongs to the prompt.
+    The body is dedented, because an answer that began with spaces would begin inside of a token: `\\n` and the spaces
+    after it are one token, and the line break belongs to the prompt.
     """
 
     @property
@@ -32,7 +32,7 @@ class FunctionSource(ConversationSource):
         return "functions"
 
     def check(self) -> None:
-        """Nothing of this was written by the user."""
+        """Do nothing: no row was written by the user."""
 
     def documents(self) -> Iterator[Conversation]:
         for place, prompt, body in _distinct_functions(self.files):
@@ -41,14 +41,14 @@ class FunctionSource(ConversationSource):
 
 @dataclass(frozen=True)
 class PreferenceSource(PairSource):
-    """builtin:python-preferences: a function's body is chosen, and rejected is the same body with something broken."""
+    """builtin:python-preferences: the chosen answer is a function's body, the rejected one a corrupted copy."""
 
     @property
     def identity(self) -> str:
         return "preferences 2"  # raise it when _corrupted does something else
 
     def check(self) -> None:
-        """Nothing of this was written by the user."""
+        """Do nothing: no row was written by the user."""
 
     def documents(self) -> Iterator[Pair]:
         before = "pass"
@@ -63,8 +63,12 @@ def _conversation(place: str, prompt: str, body: str) -> Conversation:
 
 
 def _corrupted(prompt: str, body: str, other: str) -> str:
-    """The body without a third of its lines, with its lines in another order, with a third of its names replaced by
-    others of them, or `other`, another function's. Which one is drawn from the function itself, so always the same."""
+    """Corrupt a function's body in one of four ways.
+
+    It loses a third of its lines, its lines are shuffled, a third of its names is replaced by others of its names, or
+    it is replaced by `other`, the body of another function.
+    """
+    # Seeded by the function itself, so that the result is always the same.
     draw = random.Random(f"{prompt}\0{body}")
     lines, names = body.split("\n"), [found.span() for found in re.finditer(r"\b[A-Za-z_]{2,}\b", body)]
     found = [other]
@@ -85,14 +89,14 @@ def _third(things: list) -> int:
     return max(1, len(things) // 3)
 
 
-# Of about the same size, and about things that are not alike.
+# Classes: packages of about the same size on different subjects.
 PACKAGES = ("asyncio", "email", "logging", "multiprocessing", "tkinter", "unittest", "xml")
 _MOST_PER_PACKAGE = 200
 
 
 @dataclass(frozen=True)
 class ModuleSource(ExampleSource):
-    """builtin:python-modules: a documented function's code, and which package of the standard library it is from."""
+    """builtin:python-modules: a documented function's code, labelled with its package of the standard library."""
 
     names: tuple[str, ...] | None = PACKAGES
 
@@ -101,10 +105,10 @@ class ModuleSource(ExampleSource):
         return "modules"
 
     def check(self) -> None:
-        """Nothing of this was written by the user."""
+        """Do nothing: no row was written by the user."""
 
     def documents(self) -> Iterator[Example]:
-        """Each function once, at most _MOST_PER_PACKAGE of a package, so that no class is the answer to most."""
+        """Yield each function once, at most _MOST_PER_PACKAGE per package, so that no class dominates."""
         root = Path(sysconfig.get_paths()["stdlib"])
         counts = dict.fromkeys(PACKAGES, 0)
         seen = set()
@@ -120,17 +124,18 @@ class ModuleSource(ExampleSource):
 
 @dataclass(frozen=True)
 class DocstringSource(MatchSource):
-    """builtin:python-docstrings: the first paragraph of a function's docstring, and the function without it."""
+    """builtin:python-docstrings: the anchor is a docstring's first paragraph, the positive its function without it."""
 
     @property
     def identity(self) -> str:
         return "docstrings"
 
     def check(self) -> None:
-        """Nothing of this was written by the user."""
+        """Do nothing: no row was written by the user."""
 
     def documents(self) -> Iterator[Match]:
-        """Each paragraph and each function once: what belongs together twice would be told apart."""
+        """Yield each pair whose paragraph and function are both new."""
+        # Otherwise a text's second match would be trained as its negative.
         seen: set[str] = set()
         for file in self.files:
             for line, prompt, body in _functions(file):
@@ -141,7 +146,10 @@ class DocstringSource(MatchSource):
 
 
 def _summary_and_code(prompt: str, body: str) -> tuple[str, str] | None:
-    """None where the docstring says less than three words, or begins in the function's first line."""
+    """Return the docstring's first paragraph and the code without the docstring.
+
+    Returns None if the paragraph has less than three words, or the docstring begins in the function's first line.
+    """
     definition = ast.parse(function(prompt, body)).body[0]
     summary = " ".join(ast.get_docstring(definition).split("\n\n")[0].split())
     signature = "\n".join(prompt.split("\n")[: definition.body[0].lineno - 1])
@@ -151,8 +159,7 @@ def _summary_and_code(prompt: str, body: str) -> tuple[str, str] | None:
 
 
 def _distinct_functions(files: tuple[Path, ...]) -> Iterator[tuple[str, str, str]]:
-    """(place, prompt, body), each pair once: copies would be learnt by heart. Files that are no UTF-8 or no Python that
-    can be parsed are left out."""
+    """Yield (place, prompt, body) of each function, each pair once, because copies would be memorised."""
     seen = set()
     for file in files:
         for line, prompt, body in _functions(file):
@@ -162,7 +169,10 @@ def _distinct_functions(files: tuple[Path, ...]) -> Iterator[tuple[str, str, str
 
 
 def _functions(file: Path) -> Iterator[tuple[int, str, str]]:
-    """(line, signature and docstring, body) of each documented function that is more than its docstring."""
+    """Yield (line, signature and docstring, body) of each documented function that has a body besides its docstring.
+
+    Yields nothing for a file that is not UTF-8 or not Python that can be parsed.
+    """
     try:
         source = file.read_bytes().decode()
         tree = ast.parse(source)
@@ -179,12 +189,13 @@ def _functions(file: Path) -> Iterator[tuple[int, str, str]]:
 
 
 def function(prompt: str, body: str) -> str:
-    """The code that a prompt and an answer to it make together."""
+    """Return the code of a prompt and its answer."""
     return f"{prompt}\n{textwrap.indent(body, '    ')}\n"
 
 
 def _dedented(lines: list[str], indent: int) -> str:
-    """Without the function's own indentation, where all lines have it: a text over several lines may not."""
+    """Remove the function's own indentation."""
+    # Lines within a string over several lines may have less indentation.
     return "\n".join(line[indent:] if not line[:indent].strip() else line for line in lines).rstrip()
 
 

@@ -1,4 +1,4 @@
-"""Conversations to token ids and to marks of what is trained, through the tokenizer's chat template."""
+"""Encoders of conversations: the chat template renders them, and the assistant's tokens are marked as trained."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Span = tuple[int, int]
-# Part of the cache key: raise it when the same conversation gives other tokens or other marks.
+# Part of the cache key: raise it when the same conversation gives other tokens or other trained marks.
 _VERSION = 1
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PROBE = "\N{REFERENCE MARK}"
@@ -28,18 +28,24 @@ _FIX = "mark what is trained by {% generation %} in a template of your own (toke
 
 
 class ChatEncoder(Encoder):
-    """What is trained is found in the rendered text, and from there in the tokens that overlap it.
+    """Encodes conversations with the tokenizer's chat template.
 
-    It is what the template marks by {% generation %}, else what each assistant turn adds to the text before it, else an
-    error; but nothing of a turn whose weight is 0. The special token that ends a turn is trained, also where the mark
-    ends before it; a line break behind that token is not, unless it is marked: generation stops before it. DataError
-    for a tokenizer without a template, and for a conversation that the template cannot render.
+    Trained spans are found in the rendered text; all tokens that overlap them are trained. A span is the part that the
+    template marks by {% generation %}. Without such marks it is the text that each assistant turn adds to the text
+    before it; if that is ambiguous, an error is raised. Turns of weight 0 are not trained. The special token that ends
+    a turn is trained, even if the mark ends before it. A line break after that token is not trained unless it is
+    marked, because generation stops before it.
 
-    train_on "completion": everything behind the prompt instead, whatever is marked, as TRL's DPOTrainer and KTOTrainer
-    count it, and SFTTrainer with completion_only_loss.
+    With train_on="completion" everything after the prompt is trained instead, whatever is marked, as in TRL's
+    DPOTrainer and KTOTrainer, and in SFTTrainer with completion_only_loss.
 
-    Counted: answers whose first characters share a token with the prompt (a line break and the spaces after it, mostly;
-    the model is trained to write that token, but is never asked to), and messages that hold a special token's text.
+    Counts:
+        answers_begun_inside_a_token: answers whose first characters share a token with the prompt, mostly a line break
+            with the spaces after it. The model is trained to write this token, but never has to at inference.
+        messages_with_special_tokens: messages whose text contains a special token.
+
+    Raises:
+        DataError: for a tokenizer without a template, and for a conversation that the template cannot render.
     """
 
     masked = renders = True
@@ -56,8 +62,8 @@ class ChatEncoder(Encoder):
         from tokenizers import processors
 
         self.tokenizer, self.schema = tokenizer, schema
-        self._rust.encode_special_tokens = False  # the template writes them as text
-        # It would trim spaces from the tokens' offsets, and add tokens that the template has written already.
+        self._rust.encode_special_tokens = False  # the template writes special tokens as text
+        # A post-processor would trim spaces from the offsets, and add tokens that the template has already written.
         self._rust.post_processor = processors.Sequence([])
         self._special = tuple(t.content for t in tokenizer.added_tokens_decoder.values() if t.special)
         template = [tokenizer.chat_template, {key: str(value) for key, value in tokenizer.special_tokens_map.items()}]
@@ -79,7 +85,7 @@ class ChatEncoder(Encoder):
         return sum(any(token in message["content"] for token in self._special) for message in document.messages)
 
     def render(self, conversation: Conversation) -> tuple[str, list[Span]]:
-        """The template's text, and the character ranges of it that are trained."""
+        """Return the rendered text and its trained character ranges."""
         template = self._template(conversation)
         text, marked = self._apply(conversation, template, len(conversation.messages))
         if self.schema.train_on == "all":
@@ -109,7 +115,10 @@ class ChatEncoder(Encoder):
     def _apply(
         self, conversation: Conversation, template: str, num_messages: int, prompt: bool = False
     ) -> tuple[str, list[Span]]:
-        """The first messages as text, with the ranges that `generation` marks. prompt: and an answer's beginning."""
+        """Render the first messages. Returns the text and the ranges marked by `generation`.
+
+        `prompt` adds the generation prompt, which begins an answer.
+        """
         from transformers.utils.chat_template_utils import render_jinja_template
 
         marks = _GENERATION.search(template) is not None
@@ -122,13 +131,13 @@ class ChatEncoder(Encoder):
                 add_generation_prompt=prompt,
                 **self.tokenizer.special_tokens_map,
             )
-        except Exception as error:  # jinja's, and whatever an expression of the template raises
+        except Exception as error:  # errors of Jinja, and of any expression in the template
             reason = " ".join(str(error).split()) or type(error).__name__
             raise DataError(f"{conversation.place}: the chat template cannot render it: {reason}") from error
         return texts[0], spans[0] if marks else []
 
     def _without_untrained(self, conversation: Conversation, template: str, text: str, spans: list[Span]) -> list[Span]:
-        """The spans but for those in turns that are not trained."""
+        """Remove spans in turns that are not trained."""
         for first, last in _untrained(conversation):
             ends = []
             for count in (first, last):
@@ -145,7 +154,7 @@ class ChatEncoder(Encoder):
         return spans
 
     def _completion(self, conversation: Conversation, template: str, text: str) -> Span:
-        """All that follows the prompt and the beginning of an answer."""
+        """Return the span after the prompt and the generation prompt."""
         asked = self._apply(conversation, template, conversation.num_prompt, prompt=True)[0]
         if not text.startswith(asked):
             raise DataError(
@@ -155,7 +164,7 @@ class ChatEncoder(Encoder):
         return len(asked), len(text)
 
     def _by_difference(self, conversation: Conversation, template: str, text: str) -> list[Span]:
-        """What each assistant turn adds to the text that the model is given to answer."""
+        """Return the span that each assistant turn adds to the text that the model is prompted with."""
         spans = []
         apply = partial(self._apply, conversation, template)
         for index in range(conversation.num_prompt, len(conversation.messages)):
@@ -178,23 +187,21 @@ class ChatEncoder(Encoder):
         return spans
 
     def _header(self, conversation: Conversation, template: str, index: int) -> str:
-        """What a template without a generation prompt writes between a question and its answer.
-
-        Found by an answer that is in no template: the turn itself may hold no text but tool calls, whose marks the
-        model has to write.
-        """
+        """Return the text that a template without a generation prompt writes between a question and its answer."""
+        # Found by a probe that occurs in no template. The turn itself may hold tool calls only, whose marks the model
+        # has to write.
         probe = {"role": "assistant", "content": _PROBE}
         asked = replace(conversation, messages=(*conversation.messages[:index], probe))
         before, after = (self._apply(asked, template, count)[0] for count in (index, index + 1))
         return after[len(before) :].partition(_PROBE)[0].strip()
 
     def _trimmed(self, text: str, start: int, end: int) -> Span:
-        """Without the white space behind the token that ends the turn, which no model has to write."""
+        """Remove white space after the token that ends the turn, because no model has to write it."""
         stripped = text[start:end].rstrip()
         return (start, start + len(stripped)) if stripped.endswith(self._special) else (start, end)
 
     def _with_end(self, conversation: Conversation, text: str, span: Span) -> Span:
-        """The span with the special token that ends the turn. DataError where there is none: no answer would end."""
+        """Extend the span to the special token that ends the turn. Raises DataError if there is none."""
         start, end = span
         if text[start:end].rstrip().endswith(self._special):
             return span
@@ -210,9 +217,9 @@ class ChatEncoder(Encoder):
 
 
 class TextEncoder(Encoder):
-    """data.chat: false. [begin-of-text] prompt completion end-of-text, without a template; the prompt is not trained.
+    """Encodes [begin-of-text] prompt completion end-of-text without a template, for data.chat=false.
 
-    Special tokens that stand in the texts are read as text.
+    The prompt is trained only with train_on="all". Special tokens within the texts are encoded as text.
     """
 
     masked = True
@@ -236,7 +243,7 @@ class TextEncoder(Encoder):
         return found
 
     def render(self, conversation: Conversation) -> tuple[str, list[Span]]:
-        """Prompt and completion, and the character range that is trained."""
+        """Return prompt and completion as one text, and its trained character range."""
         prompt, completion = (message["content"] for message in conversation.messages)
         text = prompt + completion
         return text, [(0 if self.schema.train_on == "all" else len(prompt), len(text))]
@@ -247,11 +254,9 @@ def encoder(tokenizer: PreTrainedTokenizerFast, schema: Schema) -> ChatEncoder |
 
 
 def _untrained(conversation: Conversation) -> Iterator[tuple[int, int]]:
-    """Ranges of messages: a prompt, which may hold answers of its own, as examples; each turn of weight 0.
-
-    A turn's range ends where the next answer begins: many templates leave thoughts out of the turns before the last
-    question, so what they make of a conversation that ends with the turn itself is another text.
-    """
+    """Yield ranges of messages that are not trained: a prompt that contains example answers, and turns of weight 0."""
+    # A turn's range ends where the next answer begins. Many templates drop the reasoning from the turns before the last
+    # question, so a conversation that ends with the turn itself would be rendered differently.
     answers = [index for index, message in enumerate(conversation.messages) if message["role"] == "assistant"]
     if any(index < conversation.num_prompt for index in answers):
         yield 0, conversation.num_prompt
@@ -269,7 +274,7 @@ def _shown(text: str) -> str:
 
 
 def _overlap(offsets: np.ndarray, spans: list[Span]) -> np.ndarray:
-    """(num_tokens,) bool: which tokens have a character in a span. offsets: (num_tokens, 2), each token's range."""
+    """Mark tokens with a character in a span: (num_tokens,) bool. `offsets`, (num_tokens, 2), are character ranges."""
     starts, ends = offsets.reshape(-1, 2).T
     marked = np.zeros(len(starts), dtype=bool)
     for start, end in spans:

@@ -1,4 +1,4 @@
-"""ChatML: the chat template of the tokenizers that are trained here, and on offer for base models, which have none."""
+"""ChatML: the chat template of tokenizers that samecurve trains, also offered for base models, which have none."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 BEGIN_OF_TURN, END_OF_TURN = "<|im_start|>", "<|im_end|>"
-# What is inside of `generation` is what a model learns to write.
+# A model is trained on the part inside of `generation`.
 CHAT_TEMPLATE = """\
 {{ bos_token }}{% for message in messages %}
 {{- '<|im_start|>' + message['role'] + '\\n' }}
@@ -23,9 +23,9 @@ CHAT_TEMPLATE = """\
 
 
 def apply_chatml(tokenizer: PreTrainedTokenizerFast) -> None:
-    """Give it the template, the two tokens where it lacks them, and the end of a turn as what ends a text.
+    """Set the ChatML template, add its two tokens if they are missing, and make END_OF_TURN the end-of-text token.
 
-    New tokens take the ids behind the last one; whether the model's embedding holds them is architecture's question.
+    New tokens take the ids after the last one. `models.hf_config` checks that the model's embedding has rows for them.
     """
     from tokenizers import AddedToken
 

@@ -1,4 +1,4 @@
-"""Documents to token ids."""
+"""Base of the encoders, which turn documents into token ids."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Encoded(NamedTuple):
-    """A document's token ids, [] when nothing is in it, and what TokenStream keeps beside them."""
+    """Token ids of one document ([] for an empty one) with its trained marks, segments and label (see TokenStream)."""
 
     tokens: Sequence[int] | np.ndarray
     trained: Sequence[int] | np.ndarray | None = None
@@ -25,12 +25,23 @@ class Encoded(NamedTuple):
 
 
 class Encoder(ABC):
-    """Documents to token ids, with a copy of the tokenizer's Rust part, which uses every core.
+    """Turns documents into token ids.
 
-    The copy neither truncates nor pads. identity: changes when the ids for the same document do. masked: whether some
-    tokens are not trained. segmented, labelled: whether documents have segments and a label. renders: whether much of
-    the work is not the Rust part's. counts: what was noticed in the documents so far, by name. DataError for a
-    tokenizer without such a part, or without an end-of-text token where that ends texts.
+    Uses a copy of the tokenizer's Rust backend, which runs on every core. The copy neither truncates nor pads.
+
+    Attributes:
+        identity: changes when the ids for the same document do.
+        masked: whether some tokens are not trained.
+        segmented: whether documents have segments.
+        labelled: whether documents have a label.
+        renders: whether much of the work is done in Python, outside of the Rust backend.
+        ends_texts: whether texts end with an end-of-text token.
+        counted: names of `counts`.
+        counts: what was counted in the documents so far, by name.
+        dtype: smallest unsigned dtype that holds all ids, of uint16 and uint32.
+
+    Raises:
+        DataError: for a tokenizer without a Rust backend, or without an end-of-text token if `ends_texts`.
     """
 
     masked = segmented = labelled = renders = False
@@ -56,7 +67,7 @@ class Encoder(ABC):
 
     @property
     def beside(self) -> list[str]:
-        """What is kept for each token beside its id, by its name in TokenStream."""
+        """Names of the arrays of TokenStream that are stored per token in addition to the ids."""
         return [name for name, wanted in (("trained", self.masked), ("segments", self.segmented)) if wanted]
 
     @abstractmethod
@@ -64,5 +75,6 @@ class Encoder(ABC):
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:
-    """One more than the largest id: a vocabulary may have gaps, and then its length says too little."""
+    """Return the largest id plus one."""
+    # A vocabulary may have gaps, so its length can be too small.
     return max(tokenizer.get_vocab().values()) + 1

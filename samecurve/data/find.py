@@ -1,4 +1,4 @@
-"""From `data.path` to a source of what a task trains on: files, a data set of the hub, or what Python itself brings."""
+"""Finds the source of each kind of document behind `data.path`: files, a hub data set, or a built-in data set."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def find_conversations(
     name: str, pattern: str | None, schema: ChatSchema, selection: sources.Selection = sources.WHOLE
 ) -> sources.DataSource:
-    """The conversations behind `data.path`. Errors: as sources.find_source."""
+    """Find the conversations of `data.path`. Raises as `sources.find_source` does."""
     if name == FUNCTIONS:
         return FunctionSource(name, sources.builtin_files())
     return ConversationSource(name, sources.find_source(name, pattern, selection=selection).files, schema=schema)
@@ -34,14 +34,17 @@ def find_conversations(
 def find_pairs(
     name: str, pattern: str | None, schema: PairSchema, selection: sources.Selection = sources.WHOLE
 ) -> sources.DataSource:
-    """The pairs behind `data.path`. Errors: as sources.find_source."""
+    """Find the preference pairs of `data.path`. Raises as `sources.find_source` does."""
     if name == PREFERENCES:
         return PreferenceSource(name, sources.builtin_files())
     return PairSource(name, sources.find_source(name, pattern, selection=selection).files, schema=schema)
 
 
 def find_examples(data: Data, names: tuple[str, ...] | None, selection: sources.Selection) -> sources.DataSource:
-    """The examples behind `data.path`. names: of the classes. Errors: as sources.find_source."""
+    """Find the labelled texts of `data.path`. Raises as `sources.find_source` does.
+
+    `names` are the class names, None if they are not known yet.
+    """
     name = data.path
     if name == MODULES:
         return ModuleSource(name, sources.builtin_files())
@@ -50,7 +53,10 @@ def find_examples(data: Data, names: tuple[str, ...] | None, selection: sources.
 
 
 def find_matches(name: str, data: Data, selection: sources.Selection = sources.WHOLE) -> sources.DataSource:
-    """The matches behind `data.path`. Errors: as sources.find_source, and those of the first row's file."""
+    """Find the anchors and candidates of `data.path`. Raises as `sources.find_source` does.
+
+    Without data.negative_columns the first row is read, and a broken first file raises its DataError.
+    """
     if name == DOCSTRINGS:
         return DocstringSource(name, sources.builtin_files())
     files = sources.find_source(name, data.pattern, selection=selection).files
@@ -60,7 +66,7 @@ def find_matches(name: str, data: Data, selection: sources.Selection = sources.W
 
 
 def _negative_columns(file: Path | Split) -> list[str]:
-    """negative, negative_1, negative_2, ...: those of the first row, which decides for all."""
+    """Return the columns negative, negative_1, negative_2, ... of the first row, which decides for all rows."""
     _, first = next(sources.table_rows(file, MatchSource.documents_are), ("", {}))
     numbers = {
         name: int(match[1] or 0) for name in map(str, first) if (match := re.fullmatch(r"negative(?:_(\d+))?", name))

@@ -1,4 +1,4 @@
-"""Files to text, and tables (JSON lines, JSON, parquet, csv) to rows with places. DataError where one is broken."""
+"""Readers of text files and of tables (JSON lines, JSON, parquet, csv). Raise DataError for a broken file."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from samecurve.specs.file_kinds import COMPRESSED, table_kind
 
 _BOM = codecs.BOM_UTF8
 _TAIL_BYTES = 1 << 16
-_LARGEST_FIELD = 2**31 - 1  # bytes; csv's own limit of 128 KiB is less than some documents have
+_LARGEST_FIELD = 2**31 - 1  # bytes; some documents exceed csv's default limit of 128 KiB
 
 
 def read_rows(file: Path) -> Iterator[tuple[str, dict]]:
-    """(place, row) of every row of a table: the place is what a message names, `file:line` or `file: row N`."""
+    """Yield (place, row) for every row of a table. The place, for messages, is `file:line` or `file: row N`."""
     return _READERS[table_kind(file)](file)
 
 
 def read_last_row(file: Path) -> Iterator[tuple[str, dict]]:
-    """(place, row) of a jsonl file's last line, which is where a copy that broke off shows; nothing of other files."""
+    """Yield (place, row) for the last line of a jsonl file, which shows a truncated copy; nothing for other files."""
     if table_kind(file) != "jsonl" or file.suffix.lower() in COMPRESSED:
         return
     tail, start, size = b"", (end := file.stat().st_size), _TAIL_BYTES
@@ -45,7 +45,7 @@ def read_last_row(file: Path) -> Iterator[tuple[str, dict]]:
 
 
 def read_text(file: Path) -> str:
-    """A whole file of UTF-8, also a compressed one. DataError where it cannot be read."""
+    """Read a whole UTF-8 file, which may be compressed. Raises DataError if it cannot be read."""
     if file.suffix.lower() in COMPRESSED:
         return _decode(_counted(file, 1), b"".join(_lines(file)), 0)
     try:
@@ -56,7 +56,7 @@ def read_text(file: Path) -> str:
 
 
 def unreadable(file: object, error: Exception) -> DataError:
-    """The error for a file that cannot be opened or read to its end, with the fix where it is known."""
+    """Return the error for a file that cannot be opened or read to its end, with the fix if it is known."""
     reason = getattr(error, "strerror", None) or error
     fix = ""
     if isinstance(error, PermissionError):
@@ -65,9 +65,14 @@ def unreadable(file: object, error: Exception) -> DataError:
 
 
 def no_column(place: str, row: Iterable, missing: dict[str, str], wanted: str = "", fix: str = "") -> DataError:
-    """The error for a row without columns that are looked for. missing: key of the recipe's data -> column.
+    """Return the error for a row with missing columns.
 
-    wanted: what the message says is missing, default: the columns. fix: what to do where no column has a similar name.
+    Args:
+        place: location of the row.
+        row: the row, or its column names.
+        missing: maps keys of the recipe's `data` block to missing columns.
+        wanted: description of the missing columns; default: their names.
+        fix: advice if no column has a similar name.
     """
     found = [str(name) for name in row]
     near = {key: difflib.get_close_matches(name, found, n=1, cutoff=0.6) for key, name in missing.items()}
@@ -78,7 +83,8 @@ def no_column(place: str, row: Iterable, missing: dict[str, str], wanted: str = 
 
 
 def check_characters(place: str, column: str, text: str) -> None:
-    r"""JSON can spell half a character (`"\ud83d"`, an emoji cut in two), which no tokenizer and no hash takes."""
+    """Raise DataError for a text with half a surrogate pair."""
+    # JSON can spell one (`"\ud83d"`, an emoji cut in two), but no tokenizer and no hash accepts it.
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -89,7 +95,16 @@ def check_characters(place: str, column: str, text: str) -> None:
 
 
 def parse_row(at: Callable[[int], str], line: bytes, offset: int) -> dict:
-    """A line of a jsonl file. at: what a message names, of the line as counted from this one. offset: in bytes."""
+    """Parse a line of a jsonl file.
+
+    Args:
+        at: returns the place, for messages, of the n-th line after this one.
+        line: the line with its line break.
+        offset: bytes of the file before the line.
+
+    Raises:
+        DataError: for a line that is not UTF-8 or not a JSON object.
+    """
     text = _decode(at, line, offset)
     row = _parse_json(at, text.rstrip("\r\n"), text.endswith("\n"))
     if not isinstance(row, dict):
@@ -98,7 +113,8 @@ def parse_row(at: Callable[[int], str], line: bytes, offset: int) -> dict:
 
 
 def _json_lines(file: Path) -> Iterator[tuple[str, dict]]:
-    """Parsed here and not by datasets, which gives up where a column that nobody reads changes its type on the way."""
+    """Yield the rows of a jsonl file."""
+    # Not read by datasets, which fails if a column changes its type between rows, even an unused one.
     offset = 0
     for number, line in enumerate(_lines(file), start=1):
         if line.strip():
@@ -107,7 +123,8 @@ def _json_lines(file: Path) -> Iterator[tuple[str, dict]]:
 
 
 def _json_rows(file: Path) -> Iterator[tuple[str, dict]]:
-    """One array of objects, or lines. datasets would give lists of objects with different keys as text."""
+    """Yield the rows of a JSON file: one array of objects, or JSON lines."""
+    # Not read by datasets, which returns lists of objects with different keys as text.
     first = next((line for line in _lines(file) if line.strip(b" \t\r\n" + _BOM)), b"")
     if not first.removeprefix(_BOM).lstrip().startswith(b"["):
         _check_lines(file, first)
@@ -122,14 +139,14 @@ def _json_rows(file: Path) -> Iterator[tuple[str, dict]]:
 
 
 def _check_lines(file: Path, first: bytes) -> None:
-    """DataError for a file that is one object over several lines, such as {"data": [...]}."""
+    """Raise DataError for a file that is one object over several lines, such as {"data": [...]}."""
     with contextlib.suppress(ValueError, RecursionError):
         json.loads(first.removeprefix(_BOM))
         return
     try:
         whole = json.loads(b"".join(_lines(file)).removeprefix(_BOM))
     except (ValueError, RecursionError):
-        return  # whatever is wrong is told of its line
+        return  # _json_lines reports the error with its line
     if not isinstance(whole, dict):
         return
     rows = [key for key, value in whole.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
@@ -140,8 +157,9 @@ def _check_lines(file: Path, first: bytes) -> None:
 
 
 def _csv_rows(file: Path) -> Iterator[tuple[str, dict]]:
-    """All values are text, as they stand there: pandas, which datasets reads csv by, makes numbers, truth values and
-    nothing ("NA", "None") of them, and whether it does depends on the column's other rows."""
+    """Yield the rows of a csv file, with all values as text."""
+    # Not read by datasets: its reader, pandas, converts values to numbers, booleans and None ("NA", "None"), depending
+    # on the column's other rows.
     csv.field_size_limit(_LARGEST_FIELD)
     reader = csv.reader(_decoded(file), strict=True)
     columns: list[str] | None = None
@@ -194,12 +212,12 @@ def _lines(file: Path) -> Iterator[bytes]:
             yield from lines
     except MemoryError:
         raise
-    except Exception as error:  # Each codec has errors of its own.
+    except Exception as error:  # Each codec raises its own errors.
         raise unreadable(file, error) from error
 
 
 def _decode(at: Callable[[int], str], data: bytes, offset: int) -> str:
-    """A byte-order mark, which spreadsheets and editors of Windows write, is not part of a file's text."""
+    """Decode UTF-8 without the byte-order mark that spreadsheets and editors of Windows write."""
     begin = len(_BOM) if offset == 0 and data.startswith(_BOM) else 0
     try:
         return data[begin:].decode()
@@ -212,7 +230,7 @@ def _decode(at: Callable[[int], str], data: bytes, offset: int) -> str:
 
 
 def _parse_json(at: Callable[[int], str], text: str, ended: bool) -> Any:
-    """ended: whether a line break was behind the text."""
+    """Parse JSON. `ended`: whether a line break followed the text."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -224,19 +242,19 @@ def _parse_json(at: Callable[[int], str], text: str, ended: bool) -> Any:
 
 
 def _parquet_rows(file: Path) -> Iterator[tuple[str, dict]]:
-    import datasets  # Two seconds, and not needed when the tokens are cached already.
+    import datasets  # Takes two seconds, and is not needed when the tokens are cached.
 
     number = 0
     try:
-        # One file at a time: datasets casts all files of a call to the first one's columns, read or not.
+        # One file at a time, because datasets casts all files of a call to the columns of the first, even unused ones.
         rows = datasets.load_dataset("parquet", data_files=[str(file)], split="train", streaming=True)
         for number, row in enumerate(rows, start=1):
             yield f"{file}: row {number}", row
     except PermissionError as error:
         raise unreadable(file, error) from error
-    except MemoryError:  # pyarrow's is one: nothing is wrong with the file
+    except MemoryError:  # ArrowMemoryError is one: nothing is wrong with the file
         raise
-    except Exception as error:  # datasets passes on whatever pyarrow or a codec raised.
+    except Exception as error:  # datasets passes on any error of pyarrow or a codec.
         raise DataError(f"{file}: after row {number}: {error}; check that the file is whole parquet") from error
 
 

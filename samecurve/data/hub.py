@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face hub by name: `datasets` downloads them, and one split of one configuration is read."""
+"""Data sets of the Hugging Face hub, read with `datasets`: one split of one configuration."""
 
 from __future__ import annotations
 
@@ -25,7 +25,15 @@ _SHOWN_NAMES = 20
 
 @dataclass(frozen=True)
 class Split:
-    """One split's rows, in the cache of `datasets`. commit: of the data set's repository."""
+    """Rows of one split, in the cache of `datasets`.
+
+    Attributes:
+        name: OWNER/NAME of the data set.
+        config: name of the configuration.
+        split: name of the split.
+        commit: commit of the data set's repository.
+        table: the rows.
+    """
 
     name: str
     config: str
@@ -45,38 +53,38 @@ class Split:
         return f"{self.name}, config {self.config}, split {self.split}, commit {self.commit}"
 
     def rows(self) -> Iterator[tuple[str, dict]]:
-        """(place, row). DataError for one that cannot be decoded."""
+        """Yield (place, row). Raises DataError for a row that cannot be decoded."""
         number = 0
         try:
             for number, row in enumerate(self.table, start=1):
                 yield f"{self.name}, split {self.split}: row {number}", row
         except MemoryError:
             raise
-        except Exception as error:  # of whatever decodes a column
+        except Exception as error:  # each column's decoder raises its own errors
             raise DataError(f"{self.name}, split {self.split}: after row {number}: {_reason(error)}") from error
 
 
 def download_hub_folder(name: str, pattern: str, revision: str | None) -> Path:
-    """Where the data set's files that match `pattern` lie now.
+    """Download the data set's files that match `pattern`, and return their local folder.
 
-    Raises DataError where they can be neither downloaded nor found in the hub's cache.
+    Raises DataError if they can be neither downloaded nor found in the hub's cache.
     """
     from huggingface_hub import snapshot_download
 
-    # the hub's patterns know no `**/`, and their `*` crosses folders
+    # The hub's patterns do not support `**/`, and their `*` also matches across folders.
     wanted = [pattern, pattern.replace("**/", "")]
     try:
         return Path(snapshot_download(name, repo_type="dataset", allow_patterns=wanted, revision=revision))
     except MemoryError:
         raise
-    except Exception as error:  # the hub's own, its HTTP library's, the disk's
+    except Exception as error:  # errors of the hub's client, its HTTP library or the disk
         raise _unreadable(name, error) from error
 
 
 def read_hub_split(name: str, selection: Selection) -> Split:
-    """The split that is selected, downloaded now or before.
+    """Read the selected split, and download it if it is not in the cache.
 
-    Raises DataError where it cannot be had, with the splits or configurations that there are.
+    Raises DataError if it is not available, with the names of the existing splits or configurations.
     """
     builder = _builder(Address(name), selection)
     try:
@@ -84,13 +92,17 @@ def read_hub_split(name: str, selection: Selection) -> Split:
         table = builder.as_dataset(split=selection.split)
     except MemoryError:
         raise
-    except Exception as error:  # datasets passes on whatever the network, the disk or a reader raised
+    except Exception as error:  # datasets passes on any error of the network, the disk or a reader
         raise _unreadable(name, error) from error
     return Split(name, builder.config.name, selection.split, builder.hash, table)
 
 
 def hub_urls(where: Address, selection: Selection) -> list[str]:
-    """The files of the split, for a stream; each with the commit. Errors: as read; DataError for other settings."""
+    """Return the URLs of the split's files, each with the commit, for a stream.
+
+    Raises DataError as `read_hub_split`, without a connection to the hub, and for a data set whose README.md sets
+    options of the reader.
+    """
     builder = _builder(where, selection)
     if _is_cached(builder):
         raise DataError(
@@ -109,7 +121,7 @@ def hub_urls(where: Address, selection: Selection) -> list[str]:
 
 
 def _builder(where: Address, selection: Selection) -> DatasetBuilder:
-    """What `datasets` reads the configuration by, once it is sure that it has the split."""
+    """Return the builder of the selected configuration. Raises DataError if it does not have the split."""
     import datasets
 
     name, revision = where.name, where.revision or selection.revision
@@ -124,7 +136,7 @@ def _builder(where: Address, selection: Selection) -> DatasetBuilder:
         builder = _of_commit(builder, name, revision) if _is_cached(builder) else builder
     except (DataError, MemoryError):
         raise
-    except Exception as error:  # as above
+    except Exception as error:  # any error of the network, the disk or a reader
         from_cache = "find cache for" in str(error) or "in the cache" in str(error)
         raise (None if from_cache else _config_error(name, selection.config, revision)) or _unreadable(
             name, error
@@ -139,12 +151,13 @@ def _builder(where: Address, selection: Selection) -> DatasetBuilder:
 
 
 def _is_cached(builder: DatasetBuilder) -> bool:
-    """Whether it reads what was prepared before, because the hub did not answer."""
+    """Whether the builder reads a prepared data set from the cache, because the hub did not answer."""
     return builder.name == "cache"
 
 
 def _of_commit(newest: DatasetBuilder, name: str, revision: str | None) -> DatasetBuilder:
-    """From the cache of `datasets`, which by itself takes the newest version in it, whatever the revision."""
+    """Return the builder of the requested revision in the cache of `datasets`. Raises DataError if it is missing."""
+    # By itself `datasets` takes the newest version in its cache, whatever the revision.
     commit = _commit(name, revision or "main")
     if commit == newest.hash or (commit is None and revision is None):
         return newest
@@ -167,7 +180,7 @@ def _of_commit(newest: DatasetBuilder, name: str, revision: str | None) -> Datas
 
 
 def _commit(name: str, revision: str) -> str | None:
-    """As the hub said when it was last asked; None where it never was."""
+    """Return the commit of a revision by the hub's last known answer; None without one."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
@@ -180,7 +193,7 @@ def _commit(name: str, revision: str) -> str | None:
 
 
 def _config_error(name: str, config: str | None, revision: str | None) -> DataError | None:
-    """Where the configuration is what is wrong, and the hub says which there are."""
+    """Return an error with the existing configurations if the hub lists them and `config` is wrong; else None."""
     import datasets
 
     with contextlib.suppress(Exception):

@@ -1,4 +1,4 @@
-"""The global sample order in which the rows of a step are of nearly the same length."""
+"""Global sample order in which all rows of a step have nearly the same length."""
 
 from __future__ import annotations
 
@@ -9,25 +9,32 @@ import numpy as np
 
 from samecurve.data.sampler import rows_at
 
-_MOST_STEPS = 32  # of a group
+_MOST_STEPS = 32  # largest number of steps in a group
 
 
 class LengthOrder:
-    """Every row once per epoch and none twice in a step, as a function of seed and position.
+    """Sample order by length: a pure function of seed and position.
 
-    The steps of an epoch are cut into groups of up to _MOST_STEPS, at least two groups, so that a row meets others in
-    each epoch. The rows of a group, which the random order gives, are sorted by length and cut into steps, and the
-    steps are put into a random order again. What an epoch leaves for the step that it shares with the next one is of
-    one length, too, and the next epoch adds rows of about that length.
+    Reads every row once per epoch and none twice in a step. The steps of an epoch are divided into groups of up to
+    _MOST_STEPS steps, at least two groups, so that a row shares its steps with other rows in each epoch. The random
+    order assigns rows to groups. Within a group the rows are sorted by length and cut into steps, and the steps are
+    shuffled. The last rows of an epoch, which fill no whole step, have nearly the same length too, and the next epoch
+    completes their step with rows of about that length.
     """
 
     def __init__(self, sizes: np.ndarray, step_size: int, seed: int):
-        """sizes: (rows,) their lengths, at least two steps' rows."""
+        """Create the order.
+
+        Args:
+            sizes: (rows,), length of each row; at least 2 * step_size rows.
+            step_size: rows per step.
+            seed: seed of the random order.
+        """
         assert len(sizes) >= 2 * step_size
         self.sizes, self.step_size, self.seed = sizes, step_size, seed
 
     def rows_at(self, positions: np.ndarray) -> np.ndarray:
-        """As order.rows_at."""
+        """Return the rows read at the given positions, see `sampler.rows_at`."""
         epochs, places = np.divmod(np.asarray(positions, dtype=np.int64), len(self.sizes))
         found = np.empty_like(places)
         for epoch in np.unique(epochs).tolist():
@@ -38,7 +45,7 @@ class LengthOrder:
         return found
 
     def _group(self, epoch: int, group: int) -> np.ndarray:
-        """A group's rows in the order in which they are read."""
+        """Return a group's rows in reading order."""
         layout, rows = self._layout(epoch), self._by_length(epoch, group)
         head = tail = rows[:0]
         if group == layout.num_groups - 1:
@@ -52,14 +59,18 @@ class LengthOrder:
         return np.concatenate([head, steps[rows_at(nth, len(steps), self.seed)].ravel(), tail])
 
     def _tail(self, epoch: int) -> np.ndarray:
-        """The last rows of an epoch, which fill no step: a function of this epoch alone, so that no chain arises."""
+        """Return the last rows of an epoch, which fill no whole step."""
+        # A function of this epoch alone, so that no epoch depends on all those before it.
         layout = self._layout(epoch)
         rows = self._by_length(epoch, layout.num_groups - 1)
         first = int(rows_at(np.array(epoch), len(rows) - layout.tail + 1, self.seed))
         return rows[first : first + layout.tail]
 
     def _head(self, rows: np.ndarray, epoch: int) -> np.ndarray:
-        """Of these rows, which are sorted, the longest that are no longer than those whose step they fill."""
+        """Choose, of rows sorted by length, those that complete the last step of the epoch before.
+
+        They are the longest rows that are no longer than the longest row already in that step.
+        """
         longest = self.sizes[self._tail(epoch - 1)].max()
         num_rows = self._layout(epoch).head
         end = max(num_rows, int(np.searchsorted(self.sizes[rows], longest, side="right")))
@@ -78,10 +89,12 @@ class LengthOrder:
 
 @dataclass(frozen=True)
 class _Layout:
-    """How an epoch lies in the steps.
+    """Alignment of an epoch with the steps.
 
-    head, tail: how many rows it gives to a step that begins in the epoch before, and to one that ends in the next.
-    starts: the first place of each group, and the number of rows.
+    Attributes:
+        head: number of rows in a step that begins in the epoch before.
+        tail: number of rows in a step that ends in the next epoch.
+        starts: (num_groups + 1,), first place of each group within the epoch, then the number of rows.
     """
 
     head: int

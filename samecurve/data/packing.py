@@ -1,4 +1,4 @@
-"""Which documents share a row."""
+"""Packing of documents into rows."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ import numpy as np
 
 
 def best_fit_decreasing(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Items into the bins of one capacity, the largest first, each into the fullest bin that still takes it.
+    """Pack items into bins, the largest item first, each into the fullest bin that has room for it.
 
-    sizes: (num_items,), each in [1, capacity]. Returns (members, offsets): bin i holds the items
-    members[offsets[i]:offsets[i + 1]]. Needs at most 11/9 of the fewest bins possible, and one (Johnson, 1973).
+    The number of bins is at most 11/9 of the smallest possible number, plus one (Johnson, 1973).
+
+    Args:
+        sizes: (num_items,), each in [1, capacity].
+        capacity: size of a bin.
+
+    Returns:
+        (members, offsets): bin i holds the items members[offsets[i]:offsets[i + 1]].
     """
     bins: list[list[int]] = []
     by_room: dict[int, list[int]] = {}

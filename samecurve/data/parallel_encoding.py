@@ -1,4 +1,4 @@
-"""Documents to tokens on every core, in the order of the documents."""
+"""Tokenises documents on every core and keeps their order."""
 
 from __future__ import annotations
 
@@ -14,22 +14,28 @@ from samecurve.distributed.cpu_workers import init_worker, num_cores
 if TYPE_CHECKING:
     from samecurve.data.encoder import Encoded, Encoder
 
-# a process needs seconds to start: it has to import transformers
+# Processes start only for this many bytes, because each needs seconds to start: it has to import transformers.
 _WORTH_BYTES = 8 << 20
-_worker_encoder: Encoder | None = None  # of a worker's process, which has only one
+_worker_encoder: Encoder | None = None  # a worker process has only one
 
 
 def encoded(encoder: Encoder, batches: Iterable[list], num_bytes: int) -> Iterator[tuple[list, list[Encoded]]]:
-    """Each batch of documents with what the encoder makes of it; the encoder's counts include it then.
+    """Yield each batch of documents with its encoded documents. Raises as `encoder.encode` does.
 
-    A tokenizer's Rust part uses every core by itself. Where much of the work is Python's (Encoder.renders), and there
-    are enough bytes for it, processes share the batches. Raises what `encoder.encode` does.
+    A tokenizer's Rust backend uses every core by itself. If much of the work is done in Python (Encoder.renders) and
+    the documents are large enough, worker processes share the batches. The encoder's counts include each batch that was
+    yielded.
+
+    Args:
+        encoder: turns documents into token ids.
+        batches: lists of documents.
+        num_bytes: size of all documents.
     """
     num_workers = num_cores()
     if not encoder.renders or num_workers < 2 or num_bytes < _WORTH_BYTES:
         yield from ((documents, encoder.encode(documents)) for documents in batches)
         return
-    # spawned: a fork would have the locks of the threads that this process runs, without the threads
+    # Spawned, because a forked process would inherit the locks of this process's threads without the threads.
     pool = ProcessPoolExecutor(num_workers, get_context("spawn"), _begin, (encoder,))
     waiting: deque[tuple[list, Future]] = deque()
 
@@ -54,12 +60,12 @@ def encoded(encoder: Encoder, batches: Iterable[list], num_bytes: int) -> Iterat
 def _begin(encoder: Encoder) -> None:
     global _worker_encoder
     init_worker()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the cores are shared out already
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each core already has its worker
     _worker_encoder = encoder
 
 
 def _encode(documents: list) -> tuple[list[Encoded], dict[str, int]]:
-    """With what was counted in these documents."""
+    """Encode documents in a worker. Returns them with the counts of these documents."""
     before = dict(_worker_encoder.counts)
     found = _worker_encoder.encode(documents)
     return found, {name: count - before[name] for name, count in _worker_encoder.counts.items()}

@@ -1,8 +1,8 @@
-"""The global sample order: a pure function of seed and position, with no list to shuffle.
+"""Global sample order: a pure function of seed and position, without a shuffled list.
 
-The position counts the global rows consumed since the run began, so the order does not depend on the number of ranks,
-and going on from any position costs nothing. Where epochs meet inside a step, the order also depends on which positions
-that step reads (`Steps`).
+The position counts the rows that all ranks have read since the start of the run. So the order does not depend on the
+number of ranks, and resuming at any position costs nothing. Where a step spans two epochs, the order also depends on
+the positions that this step reads (`Steps`).
 """
 
 from __future__ import annotations
@@ -22,12 +22,20 @@ _HISTORY = "batch_size_from_"
 
 
 def rows_at(positions: np.ndarray, num_rows: int, seed: int) -> np.ndarray:
-    """Row indices at the given positions: int64, the shape of `positions`, each in [0, num_rows).
+    """Return the row indices at the given positions.
 
-    Every epoch (positions e * num_rows ... (e + 1) * num_rows - 1) visits every row once, in an order of its own. A
-    Feistel network over the next power of four, applied again until the value falls below num_rows ("cycle walking",
-    Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002), which is a bijection for every num_rows
-    and takes less than four rounds of walking on average.
+    Every epoch (positions e * num_rows ... (e + 1) * num_rows - 1) visits every row once, in its own order. The order
+    is a Feistel network over the next power of four, applied again until the value falls below num_rows ("cycle
+    walking", Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002). This is a bijection for every
+    num_rows and takes less than four rounds of walking on average.
+
+    Args:
+        positions: global positions, of any shape.
+        num_rows: number of rows of an epoch.
+        seed: seed of the order.
+
+    Returns:
+        int64 of the shape of `positions`, each in [0, num_rows).
     """
     shape = np.shape(positions)
     epochs, places = np.divmod(np.asarray(positions, dtype=np.uint64).ravel(), np.uint64(num_rows))
@@ -40,16 +48,19 @@ def rows_at(positions: np.ndarray, num_rows: int, seed: int) -> np.ndarray:
 
 
 class Bounds(Protocol):
-    """Which positions each step reads, from the position `since` on. Hashable.
+    """Positions that each step reads. Hashable.
 
-    earlier: the steps before that, of a session with another number of rows per step; None where there was none.
+    Attributes:
+        since: first position that these bounds are valid for.
+        earlier: bounds of the steps before `since`, of a session with another number of rows per step; None if there
+            was none.
     """
 
     since: int
     earlier: Bounds | None
 
     def bounds(self, position: int) -> tuple[int, int]:
-        """(first, end) of the positions that the same step reads."""
+        """Return (first, end) of the positions that are read in the same step as `position`."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +73,16 @@ class Steps:
 
     @classmethod
     def of(cls, size: int, start: int = 0, history: Mapping[str, int] | None = None) -> Steps:
-        """start: the position that this session begins at. history: `history` of the session before, {} if unknown."""
+        """Return the steps of a session.
+
+        Args:
+            size: rows per step.
+            start: position at which the session begins.
+            history: `history` of the session before, from its checkpoint; {} if unknown.
+        """
         named = {key.removeprefix(_HISTORY): rows for key, rows in (history or {}).items() if key.startswith(_HISTORY)}
         steps = None
-        # a checkpoint of before this was kept: steps of one row have the order that was read then
+        # Old checkpoints have no history. Steps of one row reproduce the order in which their rows were read.
         first = [(0, 1 if start else size)]
         for since, rows in sorted((int(since), rows) for since, rows in named.items()) or first:
             steps = cls(rows, since, steps)
@@ -75,7 +92,7 @@ class Steps:
 
     @property
     def history(self) -> dict[str, int]:
-        """For a checkpoint."""
+        """Sizes of the steps by their first position, for a checkpoint."""
         return (self.earlier.history if self.earlier else {}) | {f"{_HISTORY}{self.since}": self.size}
 
     def bounds(self, position: int) -> tuple[int, int]:
@@ -84,11 +101,20 @@ class Steps:
 
 
 def rows_in_steps(positions: np.ndarray, num_rows: int, seed: int, steps: Bounds) -> np.ndarray:
-    """As `rows_at`, but no step reads a row twice; one of more than num_rows rows reads each about equally often.
+    """Return the row indices at the given positions, as `rows_at`, but so that no step reads a row twice.
 
-    A step in which an epoch begins has rows of the epoch before. They are moved behind the step's end in the new epoch,
-    in exchange for the next rows that the step does not have: nothing else is in another place than in `rows_at`. Where
-    that is not possible, the epoch repeats the order of the one before, in which any num_rows neighbours are distinct.
+    A step of more than num_rows rows reads each row about equally often.
+
+    A step in which an epoch begins also has rows of the epoch before. In the new epoch these rows are moved behind the
+    end of the step, in exchange for the next rows that the step does not have. All other rows stay where `rows_at` has
+    them. If that is not possible, the epoch repeats the order of the one before, so that any num_rows consecutive rows
+    are distinct.
+
+    Args:
+        positions: global positions, of any shape.
+        num_rows: number of rows of an epoch.
+        seed: seed of the order.
+        steps: positions that each step reads.
     """
     epochs, places = np.divmod(np.asarray(positions, dtype=np.int64), num_rows)
     order = _order(num_rows, seed, steps)
@@ -99,16 +125,16 @@ def rows_in_steps(positions: np.ndarray, num_rows: int, seed: int, steps: Bounds
 
 
 class _Order:
-    """What `rows_in_steps` says, epoch by epoch."""
+    """Order of `rows_in_steps`, by epoch."""
 
     def __init__(self, num_rows: int, seed: int, steps: Bounds):
         self._num_rows, self._seed, self._steps = num_rows, seed, steps
-        self._first = -(-steps.since // num_rows)  # epochs that begin earlier have the order that they began with
+        self._first = -(-steps.since // num_rows)  # epochs that begin earlier keep the order of the earlier steps
         self._earlier = None if steps.earlier is None else _Order(num_rows, seed, steps.earlier)
         self._known = (self._first - 1, self._first - 1)  # an epoch and its origin
 
     def rows(self, epoch: int, places: np.ndarray) -> np.ndarray:
-        """The rows at some places of an epoch."""
+        """Return the rows at the given places of an epoch."""
         if epoch < self._first or self.origin(epoch) != epoch:
             return self._end(epoch, places)
         found, (before, after) = self._plain(epoch, places), self._around(epoch)
@@ -120,17 +146,17 @@ class _Order:
         return found
 
     def origin(self, epoch: int) -> int:
-        """The epoch whose order this one has.
+        """Return the epoch whose order this epoch has.
 
-        Another one only where a step takes more than half of the rows: one that began about
-        num_rows / (num_rows - rows of a step) epochs before, at most.
+        It is an earlier epoch only if a step reads more than half of the rows: one that began at most about
+        num_rows / (num_rows - rows of a step) epochs before.
         """
         known, origin = self._known
         nth = epoch
         while nth >= self._first and nth != known and self._repeats(nth):
             nth -= 1
         found = origin if nth == known else nth
-        self._known = (epoch, found)  # the epochs after it need not look further back
+        self._known = (epoch, found)  # later epochs need not look further back
         return found
 
     def _repeats(self, epoch: int) -> bool:
@@ -139,13 +165,13 @@ class _Order:
         return before > 0 and before + min(after, self._num_rows) + self._around(epoch + 1)[0] > self._num_rows
 
     def _around(self, epoch: int) -> tuple[int, int]:
-        """How many rows the step in which the epoch begins takes before that, and from there on."""
+        """Return the numbers of rows before and after the epoch's start within the step that contains it."""
         start = epoch * self._num_rows
         first, end = self._steps.bounds(start)
         return start - first, end - start
 
     def _end(self, epoch: int, places: np.ndarray) -> np.ndarray:
-        """As `rows`, for places at which nothing was moved."""
+        """Return the rows at places where nothing was moved."""
         origin = epoch if epoch < self._first else self.origin(epoch)
         return self._earlier.rows(origin, places) if origin < self._first else self._plain(origin, places)
 
@@ -157,7 +183,7 @@ _order = lru_cache(maxsize=256)(_Order)
 
 
 def _put_off(rows: np.ndarray, num_first: int, unwanted: np.ndarray) -> np.ndarray:
-    """The rows, with those that are unwanted among the first ones exchanged for the next that are not."""
+    """Exchange the unwanted rows among the first `num_first` for the next rows that are not unwanted. In place."""
     marked = np.isin(rows, unwanted)
     wrong = np.flatnonzero(marked[:num_first])
     right = num_first + np.flatnonzero(~marked[num_first:])[: len(wrong)]
@@ -166,9 +192,16 @@ def _put_off(rows: np.ndarray, num_first: int, unwanted: np.ndarray) -> np.ndarr
 
 
 def uniform(positions: np.ndarray, width: int, seed: int, draw: int) -> np.ndarray:
-    """float64 (len(positions), width) in [0, 1): what is random in the rows that are read at these positions.
+    """Return uniform random numbers for the rows read at the given positions.
 
-    draw: a small number; another one gives independent values.
+    Args:
+        positions: (n,), global positions.
+        width: numbers per position.
+        seed: seed of the run.
+        draw: small integer. Different draws are independent.
+
+    Returns:
+        (n, width) float64 in [0, 1).
     """
     start = np.array([(seed * _GOLDEN + draw + 1) & _MASK], dtype=np.uint64)
     keys = _mix(_mix(start) + np.asarray(positions, dtype=np.uint64) * np.uint64(_GOLDEN))
@@ -177,7 +210,7 @@ def uniform(positions: np.ndarray, width: int, seed: int, draw: int) -> np.ndarr
 
 
 def _feistel(values: np.ndarray, keys: np.ndarray, half_bits: np.uint64) -> np.ndarray:
-    """A bijection of [0, 4 ** half_bits), one key per value."""
+    """Map [0, 4 ** half_bits) onto itself by a Feistel network, with one key per value."""
     low_half = (np.uint64(1) << half_bits) - np.uint64(1)
     left, right = values >> half_bits, values & low_half
     for round_number in range(1, _ROUNDS + 1):
@@ -187,7 +220,10 @@ def _feistel(values: np.ndarray, keys: np.ndarray, half_bits: np.uint64) -> np.n
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """SplitMix64's output function (Steele, Lea and Flood, OOPSLA 2014): every input bit moves every output bit."""
+    """Apply SplitMix64's output function, in which every input bit affects every output bit.
+
+    Source: Steele, Lea and Flood, OOPSLA 2014.
+    """
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

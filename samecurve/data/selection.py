@@ -1,4 +1,4 @@
-"""Which part of what a path names is data: one split of a data set of the hub, and no file that a run of ours wrote."""
+"""Selects the data among the files of a path: one split of a hub data set, and no files written by samecurve runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from samecurve.config.schema import Data, Recipe
 
 _STATES = ("running", "done", "failed", "preempted")
-# How `datasets` tells splits by the names of files and folders (datasets/data_files.py).
+# Patterns by which `datasets` derives splits from the names of files and folders (datasets/data_files.py).
 _TRAINING = re.compile(r"(?:^|[-._ 0-9/])(?:train|training)(?:$|[-._ 0-9/])", re.IGNORECASE)
 _OTHER_SPLITS = re.compile(
     r"(?:^|[-._ 0-9/])(?:validation|valid|dev|val|test|testing|eval|evaluation)(?:$|[-._ 0-9/])", re.IGNORECASE
@@ -29,7 +29,14 @@ _OTHER_SPLITS = re.compile(
 
 @dataclass(frozen=True)
 class Selection:
-    """split, config, revision: of a data set of the hub. own: folders that the run writes to: no data of it."""
+    """Selection of a part of a data set.
+
+    Attributes:
+        split: split of a hub data set.
+        config: configuration of a hub data set.
+        revision: revision of a hub data set.
+        own: folders that the run writes to, which are never data.
+    """
 
     split: str = "train"
     config: str | None = None
@@ -42,14 +49,21 @@ class Selection:
         return cls(data.split, data.config, data.revision, own)
 
 
-WHOLE = Selection()  # of a local path
+WHOLE = Selection()  # all of a local path
 
 
 def folder_files(root: Path, name: str, pattern: str | None, own: Iterable[str] = ()) -> tuple[Path, ...]:
-    """The data files of a folder, sorted by path. name: of the folder in messages. own: see Selection.
+    """Return the data files of a folder, sorted by path.
 
-    Errors: DataError for a folder without a usable file, one that mixes texts and tables or several splits, and a
-    folder in it that cannot be listed.
+    Args:
+        root: the folder.
+        name: name of the folder in messages.
+        pattern: glob within the folder, None for all data files.
+        own: folders that the run writes to, see `Selection`.
+
+    Raises:
+        DataError: for a folder without a usable file, for one that mixes texts and tables or several splits, and for a
+            sub-folder that cannot be listed.
     """
     listed = [file for file in sorted(_listed(root, pattern)) if not _hidden(file, root)]
     found, left_out = _without_runs(listed, root, own)
@@ -83,7 +97,7 @@ def folder_files(root: Path, name: str, pattern: str | None, own: Iterable[str] 
 
 
 def _listed(root: Path, pattern: str | None) -> Iterable[Path]:
-    """Path.glob says nothing of folders that it may not list; their files would be missing without a word."""
+    """List the files of a folder that match the pattern, or all of them."""
     if pattern:
         return [file for file in root.glob(pattern) if file.is_file()]
 
@@ -94,6 +108,7 @@ def _listed(root: Path, pattern: str | None) -> Iterable[Path]:
         ) from error
 
     found = []
+    # os.walk, because Path.glob silently skips folders without read permission, and their files would be missing.
     for folder, subfolders, names in os.walk(root, onerror=refuse):
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
         found += [file for name in names if (file := Path(folder, name)).is_file()]
@@ -105,7 +120,7 @@ def _hidden(file: Path, root: Path) -> bool:
 
 
 def _without_runs(files: list[Path], root: Path, own: Iterable[str]) -> tuple[list[Path], dict[str, int]]:
-    """(the files that no run wrote, how many others there are in which folder)."""
+    """Return (files not written by a run, number of files left out per run directory)."""
     written = {Path(folder).expanduser().resolve() for folder in own}
     known: dict[Path, Path | None] = {}
 
@@ -121,7 +136,7 @@ def _without_runs(files: list[Path], root: Path, own: Iterable[str]) -> tuple[li
 
 
 def is_run(folder: Path) -> bool:
-    """Whether it is the output_dir of a run, by what run.json and status.json hold."""
+    """Whether a folder is the run directory (output_dir) of a run, by the content of run.json or status.json."""
     for name in ("run.json", "status.json"):
         try:
             content = json.loads((folder / name).read_text(encoding="utf-8"))
@@ -135,7 +150,7 @@ def is_run(folder: Path) -> bool:
     return False
 
 
-@lru_cache  # a tokenizer, the training and the held-out rows may all be read from one folder
+@lru_cache  # once per folder: the tokenizer, the training and the held-out rows may all be read from it
 def _say_left_out(name: str, left_out: tuple[tuple[str, int], ...]) -> None:
     if is_main_process():
         total, folders = sum(count for _, count in left_out), [folder for folder, _ in left_out]
@@ -150,7 +165,7 @@ def _say_left_out(name: str, left_out: tuple[tuple[str, int], ...]) -> None:
 
 
 def _check_one_split(name: str, root: Path, tables: list[Path]) -> None:
-    """DataError for tables that are named as the training rows and others as those to measure on."""
+    """Raise DataError if some tables are named as the training split and others as validation or test splits."""
     relative = [file.relative_to(root).as_posix() for file in tables]
     training = [file for file in relative if _TRAINING.search(file)]
     others = [file for file in relative if _OTHER_SPLITS.search(file) and not _TRAINING.search(file)]

@@ -1,4 +1,4 @@
-"""From `data.path` to documents: a file or folder of text or tables, a data set of the hub, or Python's own sources."""
+"""Sources of documents: a file or folder of text or tables, a hub data set, or Python's standard library."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from samecurve.storage.cache import digest
 if TYPE_CHECKING:
     from samecurve.config.schema import Recipe
 
-# The last two are the library's own, but tables of characters and pages of help instead of code.
+# encodings and pydoc_data belong to the library, but hold tables of characters and help pages instead of code.
 _NOT_STDLIB = frozenset("test tests idlelib site-packages dist-packages __pycache__ encodings pydoc_data".split())
 _RACY_SECONDS = 2.0
 _SHOWN_PROBLEMS = 10
@@ -32,15 +32,16 @@ _CHECK_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class DataSource:
-    """Files in a fixed order, or a split of the hub. `name`: the path as the user wrote it. `text_column`: of tables.
+    """Files in a fixed order, or a split of the hub.
 
-    A document is anything whose str() is its content: that decides whether it is held out, and how far a bar is.
+    A document is any object whose str() is its content. It decides whether the document is held out, and the progress
+    that is shown.
     """
 
-    name: str
+    name: str  # the path as the user wrote it
     files: tuple[Path | hub.Split, ...]
-    text_column: str = "text"
-    quiet: ClassVar[bool] = False  # whether reading it shows nothing
+    text_column: str = "text"  # for tables
+    quiet: ClassVar[bool] = False  # whether reading shows no progress
 
     @property
     def num_bytes(self) -> int:
@@ -48,26 +49,26 @@ class DataSource:
 
     @property
     def origin(self) -> str:
-        """Of the hub's data sets, which rows of which commit they are; "" for what lies here."""
+        """Split and commit of a hub data set; "" for local files."""
         return "; ".join(str(file) for file in self.files if isinstance(file, hub.Split))
 
     @property
     def identity(self) -> str:
-        """Beside the files' content: what decides which documents they hold."""
+        """Settings that, with the files' content, determine the documents."""
         return self.text_column
 
     def check(self) -> None:
-        """Raise DataError for everything that a first look finds wrong, before minutes of tokenising."""
+        """Raise DataError for everything wrong in the rows of a first look, before minutes of tokenising."""
         if self.name != BUILTIN:
             expected = f"an object with its text under {self.text_column!r}"
             check_rows(self.name, self._first_look(), self._text, what_rows_are(self.files, expected))
 
     def texts(self, document: str) -> list[str]:
-        """What of a document a tokenizer learns from."""
+        """Return the texts of a document that a tokenizer is trained on."""
         return [document]
 
     def documents(self) -> Iterator[str]:
-        """The text of every document: a text file is one, a row of a table is one. DataError where one is broken."""
+        """Yield the documents: each text file and each row of a table is one. Raises DataError for a broken one."""
         for file in self.files:
             for place, row in self._rows_of(file):
                 yield self._text(place, row)
@@ -82,7 +83,7 @@ class DataSource:
             yield from read_rows(file) if table_kind(file) else [(str(file), {self.text_column: read_text(file)})]
 
     def _first_look(self) -> Iterator[tuple[str, dict]]:
-        """All rows; of files that take too long, the first ones, and the last one where it is found without them."""
+        """Yield all rows within _CHECK_SECONDS; then only the last row of each jsonl file that is left."""
         deadline = time.monotonic() + _CHECK_SECONDS
         for nth, file in enumerate(self.files):
             for row in self._rows_of(file):
@@ -95,19 +96,16 @@ class DataSource:
 
 @dataclass(frozen=True)
 class TableSource(DataSource):
-    """Tables each of whose rows is a document, which `read` makes of (place, row) or refuses with a DataError.
+    """Tables with one document per row. `read` turns (place, row) into a document or raises DataError."""
 
-    documents_are, a_line_is: what messages call them.
-    """
-
-    documents_are: ClassVar[str]
-    a_line_is: ClassVar[str]
+    documents_are: ClassVar[str]  # name of the documents in messages
+    a_line_is: ClassVar[str]  # description of one line in messages
 
     def read(self, place: str, row: dict) -> Any:
         raise NotImplementedError
 
     def check(self) -> None:
-        """All rows once, so that a mistake in the last one is told before minutes of tokenising."""
+        """Read all rows once, so that a mistake in the last one is reported before minutes of tokenising."""
         check_rows(self.name, self._rows(), self.read, what_rows_are(self.files, self.a_line_is))
 
     def documents(self) -> Iterator[Any]:
@@ -119,7 +117,7 @@ class TableSource(DataSource):
 
 
 def table_rows(file: Path | hub.Split, documents_are: str) -> Iterator[tuple[str, dict]]:
-    """As tables.rows. DataError for a file that is no table."""
+    """Yield the rows of a table as `formats.read_rows` does. Raises DataError for a file that is not a table."""
     if isinstance(file, hub.Split):
         yield from file.rows()
         return
@@ -131,10 +129,10 @@ def table_rows(file: Path | hub.Split, documents_are: str) -> Iterator[tuple[str
 def find_source(
     name: str, pattern: str | None = None, text_column: str = "text", selection: Selection = WHOLE
 ) -> DataSource:
-    """The files behind `data.path`, sorted by path: a file, or the data of a folder. `pattern`: a glob in it.
+    """Find the data of `data.path`: a file, a folder's data files sorted by path, or OWNER/NAME on the hub.
 
-    Of OWNER/NAME on the hub it is the split that is selected, or the files that the pattern matches.
-    Errors: DataError for a path that cannot be read, as selection.folder_files and as hub.read_hub_split.
+    With `pattern`, a glob, the data are the matching files of the folder or of the hub's repository.
+    Raises DataError for a path that cannot be read, and as `selection.folder_files` and `hub.read_hub_split` do.
     """
     if name == BUILTIN:
         return DataSource(name, builtin_files())
@@ -155,7 +153,7 @@ def find_source(
 
 
 def what_rows_are(files: Iterable[Path | hub.Split], one_is: str) -> str:
-    """For a message about tables without a row: what each kind of them should hold."""
+    """Describe the rows that each kind of file should have, for a message about a table without rows."""
     kinds = {"hub" if isinstance(file, hub.Split) else table_kind(file) for file in files}
     meanings = {
         "csv": f"each line of a csv file below its header is {one_is.replace('an object', 'a row')}",
@@ -170,8 +168,8 @@ def what_rows_are(files: Iterable[Path | hub.Split], one_is: str) -> str:
 def check_rows(
     name: str, rows: Iterator[tuple[str, dict]], read: Callable[[str, dict], object], what_a_row_is: str
 ) -> None:
-    """Read every (place, row) of a table. Raises DataError that tells the first problems of all rows together."""
-    found: dict[str, list[str]] = {}  # what is wrong, and where
+    """Read every (place, row) of a table. Raises one DataError with the first problems of all rows."""
+    found: dict[str, list[str]] = {}  # messages by the kind of mistake
     num_rows = 0
     try:
         for place, row in rows:
@@ -189,7 +187,7 @@ def check_rows(
 
 
 def _listed(name: str, problems: list[list[str]]) -> str:
-    """What is wrong with rows of one table: for each kind of mistake the first row that has it, and how many do."""
+    """List the problems of a table's rows: for each kind of mistake its first row, and the number of rows."""
     num_rows = sum(map(len, problems))
     if num_rows == 1:
         return problems[0][0]
@@ -201,9 +199,9 @@ def _listed(name: str, problems: list[list[str]]) -> str:
 
 
 def fingerprint(source: DataSource, cache: Path) -> str:
-    """A digest of what the files hold; it is remembered by size and time of change, so they are read once.
+    """Return a digest of the files' content, or of the commit for a split of the hub.
 
-    Of a split of the hub the commit says what it holds.
+    The digest is cached by the files' sizes and modification times, so they are read once.
     """
     splits = [file.identity for file in source.files if isinstance(file, hub.Split)]
     files = [file for file in source.files if not isinstance(file, hub.Split)]
@@ -218,14 +216,14 @@ def _fingerprint(files: list[Path], cache: Path) -> str:
     if remembered.is_file() and (known := remembered.read_text()):
         return known
     contents = digest([(table_kind(file), hashed) for file, hashed in zip(files, _hashes(files), strict=True)])
-    # Git's "racy" problem: a file changed just now may change again within one tick of the file system's clock.
+    # Git's "racy" problem: a file modified just now may change again within one tick of the file system's clock.
     if max(mtime for _, _, mtime in stats) < (time.time() - _RACY_SECONDS) * 1e9:
         _remember(remembered, contents)
     return contents
 
 
 def _hashes(files: list[Path]) -> list[str]:
-    """Of each file. Raises DataError that names the first ones that cannot be read."""
+    """Hash the content of each file. Raises one DataError with the first files that cannot be read."""
     hashes, problems = [], []
     for file in files:
         try:
@@ -246,7 +244,7 @@ def _stat(file: Path) -> os.stat_result:
 
 
 def is_held_out(text: str, fraction: float) -> bool:
-    """Whether a document is held out: decided by its content, so copies of it never land on both sides."""
+    """Whether a document is held out, by a hash of its content, so that its copies are on the same side."""
     if fraction == 0:
         return False
     value = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
@@ -254,7 +252,7 @@ def is_held_out(text: str, fraction: float) -> bool:
 
 
 def text_of(place: str, row: dict, column: str) -> str:
-    """The text of a table's row. Raises DataError that names the place where there is none."""
+    """Return the text of a table's row. Raises DataError if the column is missing or not text."""
     if column not in row:
         raise no_column(place, row, {"text_column": column}, fix="set data.text_column, or remove what has no text")
     if not isinstance(row[column], str):
@@ -264,16 +262,16 @@ def text_of(place: str, row: dict, column: str) -> str:
 
 
 def validation_fraction(recipe: Recipe) -> float:
-    """The part of `data.path` that is not trained on: none where the evaluation has data of its own."""
+    """Return the fraction of `data.path` that is held out: 0 if the evaluation has its own data."""
     return 0.0 if recipe.evaluation is not None else recipe.data.validation_fraction
 
 
 def builtin_files() -> tuple[Path, ...]:
-    """The modules of the standard library on this machine."""
+    """Return the .py files of the standard library on this machine, sorted."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = []
     for folder, subfolders, names in os.walk(root):
-        # Pruned, not filtered afterwards: site-packages can hold a hundred times the files of the library.
+        # Prune instead of filtering afterwards: site-packages can hold a hundred times the files of the library.
         subfolders[:] = [name for name in subfolders if name not in _NOT_STDLIB]
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     if not files:

@@ -1,4 +1,4 @@
-"""The files of a stream: here, behind a URL, or of one split of a data set of the hub. None is opened to its end."""
+"""Files of a stream: local, behind a URL, or of one split of a hub data set. No file is read whole."""
 
 from __future__ import annotations
 
@@ -12,11 +12,18 @@ from samecurve.errors import DataError
 from samecurve.specs.data_names import Address, address
 from samecurve.specs.file_kinds import is_text, table_kind
 
-_VERSIONS = ("ETag", "etag", "blob_id", "mtime", "created")  # where the kinds of file systems tell it
+_VERSIONS = ("ETag", "etag", "blob_id", "mtime", "created")  # keys of the version in different file systems
 
 
 class StreamFile(NamedTuple):
-    """name: as fsspec takes it. relative: to the data's folder. version: changes when the content does."""
+    """One file of a stream.
+
+    Attributes:
+        name: path or URL for fsspec.
+        relative: path relative to the data's folder.
+        size: bytes.
+        version: changes when the content does.
+    """
 
     name: str
     relative: str
@@ -27,12 +34,19 @@ class StreamFile(NamedTuple):
 def find_stream_files(
     name: str, pattern: str | None, text_column: str, selection: sources.Selection = sources.WHOLE
 ) -> tuple[StreamFile, ...]:
-    """The files behind `data.path`, which may be a URL that fsspec knows (s3://, https://).
+    """Find the files of `data.path`.
 
-    Of OWNER/NAME on the hub, of hf://datasets/OWNER/NAME and a folder in it they are those of the selected split;
-    of a file there, or with a pattern, what is named.
+    For a hub data set (OWNER/NAME, hf://datasets/OWNER/NAME or a folder in it) these are the files of the selected
+    split. A path of a single file there, or a pattern, selects files by name.
 
-    Errors: DataError as sources.find_source and hub.hub_urls, and where the URL cannot be listed.
+    Args:
+        name: data.path: a local path, a hub data set, or a URL that fsspec supports (s3://, https://).
+        pattern: glob within a folder, None for all data files.
+        text_column: column of the text.
+        selection: split, config and revision of a hub data set.
+
+    Raises:
+        DataError: as `sources.find_source` and `hub.hub_urls`, and when the URL cannot be listed.
     """
     where = address(name)
     if where is not None and not pattern and not where.is_file:
@@ -58,14 +72,14 @@ def find_stream_files(
 def _local(file: Path, below: Path) -> StreamFile:
     try:
         stat = file.stat()
-        open(file, "rb").close()  # so that this is told now and not by the block that reads it
+        open(file, "rb").close()  # report an unreadable file now, not at the block that reads it
     except OSError as error:
         raise unreadable(file, error) from error
     return StreamFile(str(file), os.path.relpath(file, below), stat.st_size, str(stat.st_mtime_ns))
 
 
 def _of_split(where: Address, selection: sources.Selection) -> list[StreamFile]:
-    """Named with the commit, which so is in the fingerprint."""
+    """Return the files of the selected split. Their names contain the commit, and so does the fingerprint."""
     from fsspec.core import url_to_fs
 
     files = []
@@ -80,7 +94,7 @@ def _of_split(where: Address, selection: sources.Selection) -> list[StreamFile]:
             facts = system.info(path)
         except MemoryError:
             raise
-        except Exception as error:  # each kind of file system has errors of its own
+        except Exception as error:  # each kind of file system raises its own errors
             raise unreadable(url, error) from error
         files.append(StreamFile(url, url.removeprefix("hf://datasets/"), facts["size"], _version(facts)))
     return files
@@ -103,7 +117,7 @@ def _listed(url: str, pattern: str | None) -> list[StreamFile]:
             found = system.find(root, detail=True)
     except MemoryError:
         raise
-    except Exception as error:  # each kind of file system has errors of its own
+    except Exception as error:  # each kind of file system raises its own errors
         raise DataError(f"{url}: could not be listed: {error}") from error
     below = root if len(found) != 1 or root not in found else os.path.dirname(root)
     files = []

@@ -1,6 +1,6 @@
-"""Text that is read while training goes on: many files, here or behind a URL, cut into pieces that can be read alone.
+"""Chunks of streamed files, local or behind a URL. Each chunk can be read without the others.
 
-Which pieces there are is told by names and sizes: nothing is read ahead, and any piece is found without the others.
+The chunks follow from the files' names and sizes (and parquet footers), so no data are read ahead.
 """
 
 from __future__ import annotations
@@ -27,7 +27,15 @@ _FOOTERS_AT_ONCE = 16
 
 @dataclass(frozen=True)
 class FileChunk:
-    """Whole documents. kind: how they are read. start, stop: bytes, or row groups. num_bytes: about how large it is."""
+    """A part of a file, or several small text files; holds whole documents.
+
+    Attributes:
+        kind: key of _READERS.
+        files: file of the chunk, or several text files.
+        start: first byte or row group; 0 for text and compressed files.
+        stop: end of the bytes or row groups; number of files for text and compressed files.
+        num_bytes: approximate size.
+    """
 
     kind: str
     files: tuple[StreamFile, ...]
@@ -38,7 +46,7 @@ class FileChunk:
 
 @dataclass(frozen=True)
 class ChunkSource(sources.DataSource):
-    """Some chunks, in this order. Whether a row can be used is seen when it is read."""
+    """Documents of some chunks, in order. Rows are checked only when they are read."""
 
     pieces: tuple[FileChunk, ...] = ()
     quiet: ClassVar[bool] = True
@@ -48,7 +56,7 @@ class ChunkSource(sources.DataSource):
         return sum(piece.num_bytes for piece in self.pieces)
 
     def check(self) -> None:
-        """Nothing is read ahead."""
+        """Do nothing: no data are read ahead."""
 
     def documents(self) -> Iterator[str]:
         for piece in self.pieces:
@@ -57,11 +65,12 @@ class ChunkSource(sources.DataSource):
 
 
 class ShuffleBlocks:
-    """Pieces in a random order of each epoch's own, cut into blocks: what is tokenised and shuffled at once.
+    """Blocks of chunks, which are tokenised and shuffled together. Each epoch has its own random order of chunks.
 
-    Which pieces a block holds is a pure function of (seed, block), blocks being counted over all epochs. The blocks of
-    an epoch differ by one piece at most, and its first shares none with the last of the epoch before: no step reads a
-    text twice if its rows fit into a block. Where an epoch is a single block, all epochs read the same pieces.
+    The chunks of a block are a pure function of (seed, block); blocks are counted over all epochs. The blocks of an
+    epoch differ by at most one chunk in size. The first block of an epoch shares no chunk with the last block of the
+    epoch before, so no step reads a text twice if its rows fit into a block. If an epoch is a single block, all epochs
+    read the same chunks.
     """
 
     def __init__(self, pieces: Sequence[FileChunk], buffer_bytes: float, seed: int):
@@ -82,7 +91,13 @@ class ShuffleBlocks:
 
 @dataclass(frozen=True)
 class _Joints:
-    """The ends and beginnings of epochs as if they were steps: `before` and `after` are pieces."""
+    """Bounds (see sampler.Bounds) that treat the joint of two epochs as a step.
+
+    Attributes:
+        num_pieces: number of chunks of an epoch.
+        before: number of chunks in an epoch's last block.
+        after: number of chunks in an epoch's first block.
+    """
 
     num_pieces: int
     before: int
@@ -97,10 +112,10 @@ class _Joints:
 
 
 def cut_into_chunks(files: Sequence[StreamFile], buffer_bytes: float) -> list[FileChunk]:
-    """Pieces of about the same size, a part of the buffer; but a compressed file is one, and a row group of parquet."""
+    """Cut files into chunks of about 1/16 of the buffer. A compressed file or a parquet row group is one chunk."""
     wanted = max(1, int(buffer_bytes / _PIECES_PER_BLOCK))
     kinds = [_kind(file) for file in files]
-    with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:  # each is a request, where the files are far away
+    with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:  # each footer of a remote file is a request
         parquet = [file for file, kind in zip(files, kinds, strict=True) if kind == "parquet"]
         groups = dict(zip(parquet, pool.map(_row_groups, parquet), strict=True))
     pieces: list[FileChunk] = []
@@ -124,7 +139,7 @@ def cut_into_chunks(files: Sequence[StreamFile], buffer_bytes: float) -> list[Fi
 
 
 def fingerprint(files: Sequence[StreamFile]) -> str:
-    """Of names and sizes: another copy of the same files is the same data."""
+    """Return a digest of the files' relative names and sizes, so that a copy of the same files is the same data."""
     return digest([(file.relative, file.size) for file in files])
 
 
@@ -141,7 +156,7 @@ def _text_piece(texts: list[StreamFile]) -> FileChunk:
 
 
 def _opened(file: StreamFile, read: Callable[[Any], Iterator], compression: str | None = None) -> Iterator:
-    """What `read` makes of the open file. DataError for what goes wrong while reading."""
+    """Yield from `read(open file)`. Raises DataError for any error while reading."""
     import fsspec
 
     try:
@@ -149,7 +164,7 @@ def _opened(file: StreamFile, read: Callable[[Any], Iterator], compression: str 
             yield from read(stream)
     except (DataError, MemoryError):
         raise
-    except Exception as error:  # each codec and each kind of file system has errors of its own
+    except Exception as error:  # each codec and each kind of file system raises its own errors
         raise unreadable(file.name, error) from error
 
 
@@ -164,7 +179,7 @@ def _row_groups(file: StreamFile) -> list[int]:
 
 
 def _lines(piece: FileChunk, column: str) -> Iterator[tuple[str, dict]]:
-    """A line belongs to the piece that its first byte lies in."""
+    """Yield the rows of a jsonl chunk. A line belongs to the chunk that contains its first byte."""
     file = piece.files[0]
 
     def read(stream) -> Iterator[tuple[str, dict]]:
@@ -203,7 +218,7 @@ def _row_group(piece: FileChunk, column: str) -> Iterator[tuple[str, dict]]:
     def read(stream) -> Iterator[tuple[str, dict]]:
         table = pyarrow.parquet.ParquetFile(stream)
         known = table.schema_arrow.names
-        columns = [column] if column in known else known  # the message names those that are there
+        columns = [column] if column in known else known  # for the error message, which names the existing columns
         found = table.read_row_group(piece.start, columns=columns)
         for number, row in enumerate(found.to_pylist(), start=1):
             yield f"{file.name}: row group {piece.start}, row {number}", row

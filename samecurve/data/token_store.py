@@ -1,4 +1,4 @@
-"""Documents to tokens, once: the token cache, found again by its content and read through memory maps."""
+"""Token cache: tokenises documents once, keyed by their content, and reads the tokens through memory maps."""
 
 from __future__ import annotations
 
@@ -29,11 +29,17 @@ PARTS = ("train", "held_out")
 
 @dataclass(frozen=True)
 class TokenStream:
-    """All documents of one part, one after the other: [begin-of-text] text end-of-text, or what the encoder makes.
+    """Concatenated tokens of all documents of one part.
 
-    tokens: (num_tokens,), unsigned. offsets: (num_documents + 1,) int64, where each document starts, then num_tokens.
-    trained: (num_tokens,) uint8, 1 where a token is to be predicted; None: all are.
-    segments: (num_tokens,) uint8, which text of a pair a token is from. labels: (num_documents,) int64, their classes.
+    A document is [begin-of-text] text end-of-text, or whatever the encoder returns for it.
+
+    Attributes:
+        tokens: (num_tokens,), unsigned integers.
+        offsets: (num_documents + 1,) int64, the start of each document, then num_tokens.
+        fingerprint: changes when the tokens do.
+        trained: (num_tokens,) uint8, 1 for tokens that are targets; None if all tokens are.
+        segments: (num_tokens,) uint8, index of the text within its document that a token is from.
+        labels: (num_documents,) int64, class of each document.
     """
 
     tokens: np.ndarray
@@ -46,7 +52,14 @@ class TokenStream:
 
 @dataclass(frozen=True)
 class Corpus:
-    """empty_documents: how many were dropped because they hold no text. counts: what else the encoder counted."""
+    """Tokens of a source, split into training and held-out documents.
+
+    Attributes:
+        train: documents to train on.
+        held_out: held-out documents.
+        empty_documents: number of documents that were dropped because they hold no text.
+        counts: the encoder's counts by name.
+    """
 
     train: TokenStream
     held_out: TokenStream
@@ -55,10 +68,10 @@ class Corpus:
 
 
 class DocumentEncoder(Encoder):
-    """Plain texts. Special tokens that stand in a text are read as text."""
+    """Encodes plain texts. Special tokens within a text are encoded as text."""
 
     def __call__(self, texts: list[str]) -> list[list[int]]:
-        """[begin-of-text] text end-of-text for each text; [] for one without a token."""
+        """Return [begin-of-text] text end-of-text for each text; [] for a text without a token."""
         encodings = self._rust.encode_batch_fast(texts, add_special_tokens=False)
         return [[*self._begin, *e.ids, *self._end] if e.ids else [] for e in encodings]
 
@@ -67,9 +80,17 @@ class DocumentEncoder(Encoder):
 
 
 def load_corpus(source: DataSource, encoder: Encoder, validation_fraction: float, cache: Path) -> Corpus:
-    """The tokens of a source, from the cache or made now.
+    """Load the tokens of a source from the cache, or tokenise it now.
 
-    Errors: DataError for unusable data, StorageError when the cache cannot be written.
+    Args:
+        source: the documents.
+        encoder: turns a document into token ids.
+        validation_fraction: fraction of the documents to hold out, in [0, 1).
+        cache: root folder of the cache.
+
+    Raises:
+        DataError: for unusable data.
+        StorageError: when the cache cannot be written.
     """
     key = digest(_VERSION, fingerprint(source, cache), source.identity, validation_fraction, encoder.identity)
     return load_corpus_into(cache / "tokens" / key, key, source, encoder, validation_fraction)
@@ -78,7 +99,7 @@ def load_corpus(source: DataSource, encoder: Encoder, validation_fraction: float
 def load_corpus_into(
     target: Path, key: str, source: DataSource, encoder: Encoder, validation_fraction: float
 ) -> Corpus:
-    """The same in a folder of the caller's choice. key: changes when the tokens do."""
+    """Load or tokenise a source as `load_corpus` does, in the folder `target`. `key` changes when the tokens do."""
     build = partial(_write, source=source, encoder=encoder, validation_fraction=validation_fraction)
     directory = build_once(target, build)
     meta = json.loads((directory / "meta.json").read_text())
@@ -87,7 +108,7 @@ def load_corpus_into(
 
 
 def training_texts(source: DataSource, validation_fraction: float) -> Iterator[str]:
-    """The texts that are trained on, which are also the only ones that a tokenizer may learn from."""
+    """Yield the texts of all training documents. A tokenizer may learn from these only."""
     for document in source.documents():
         if not is_held_out(str(document), validation_fraction):
             yield from source.texts(document)
@@ -121,7 +142,7 @@ def _write(directory: Path, source: DataSource, encoder: Encoder, validation_fra
 
 
 class _Writer:
-    """The files of one part: tokens and what is kept beside them as they come, offsets and labels at the end."""
+    """Writes the files of one part: tokens, trained marks and segments as they come, offsets and labels at the end."""
 
     def __init__(self, directory: Path, part: str, encoder: Encoder):
         self.offsets = array.array("q", [0])
@@ -150,7 +171,7 @@ class _Writer:
 
 
 def _batches(documents: Iterator) -> Iterator[list]:
-    """Lists of documents large enough for the tokenizer's own threads, which use every core."""
+    """Group documents into lists that are large enough to occupy the tokenizer's own threads on every core."""
     batch: list = []
     size = 0
     for document in documents:
@@ -183,11 +204,17 @@ def _map_file(file: Path, dtype: np.dtype, num_tokens: int) -> np.ndarray:
 
 @contextmanager
 def reading(title: str, source: DataSource, units: str = "documents") -> Iterator[Callable[[list], None]]:
-    """Shows how far the documents of a source are read: a bar on a terminal, else a line every 30 s and one at the
-    end. units: what is counted.
+    """Show progress in reading a source: a bar on a terminal, else a line every 30 s and one at the end.
 
-    Gives a function to call with each batch of documents. The bar's end is the size of the files, so it is exact for
-    text files and a guide for tables.
+    The bar ends at the size of the files, so it is exact for text files and approximate for tables.
+
+    Args:
+        title: beginning of the line.
+        source: the documents that are read.
+        units: name of the documents that are counted.
+
+    Yields:
+        A function to call with each batch of documents.
     """
     from rich.console import Console
     from rich.progress import Progress

@@ -1,4 +1,4 @@
-"""The tokenizer: a pretrained one by path, or a byte-level BPE trained on the recipe's own training documents."""
+"""Tokenizers: loads a pretrained one by path, or trains a byte-level BPE on the recipe's training documents."""
 
 from __future__ import annotations
 
@@ -33,10 +33,15 @@ _VERSION = 3
 
 
 def load_tokenizer(recipe: Recipe, find: Callable[[Data], sources.DataSource] | None = None) -> PreTrainedTokenizerFast:
-    """The tokenizer of `tokenizer.path`, a trained one of `tokenizer.vocabulary_size`, else that of `model.path`.
+    """Load the tokenizer of `tokenizer.path` or of `model.path`, or train one of `tokenizer.vocabulary_size`.
 
-    find: the recipe's data to what a tokenizer is trained on; default: plain documents.
-    Errors: ConfigurationError when its files are missing, DataError when there is nothing to train it on.
+    Args:
+        recipe: the whole recipe.
+        find: returns the source to train a tokenizer on. Default: plain documents.
+
+    Raises:
+        ConfigurationError: when the tokenizer's files are missing, or `tokenizer.pad_token` is not one of its tokens.
+        DataError: when there is nothing to train a tokenizer on.
     """
     tokenizer = _load(recipe, find)
     if recipe.tokenizer.chat_template == CHATML:
@@ -49,7 +54,8 @@ def load_tokenizer(recipe: Recipe, find: Callable[[Data], sources.DataSource] | 
 
 
 def _known(tokenizer: PreTrainedTokenizerFast, token: str) -> str:
-    """The token itself. A new one would have an id that the model's embedding does not hold."""
+    """Return the token. Raises ConfigurationError for an unknown one."""
+    # A new token would have an id that the model's embedding does not hold.
     if token in tokenizer.get_vocab():
         return token
     special = ", ".join(dict.fromkeys(tokenizer.all_special_tokens)) or "none"
@@ -74,7 +80,7 @@ def _load(recipe: Recipe, find: Callable[[Data], sources.DataSource] | None) -> 
 
 
 def padding(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
-    """The tokenizer itself. Raises DataError where it names no token that pads."""
+    """Return the tokenizer. Raises DataError if it has no padding token."""
     if tokenizer.pad_token_id is None:
         example = (
             f", for example its eos_token: tokenizer.pad_token='{tokenizer.eos_token}'" if tokenizer.eos_token else ""
@@ -87,16 +93,16 @@ def padding(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
 
 
 def special_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
-    """For a from-scratch model's config."""
+    """Return the ids of the special tokens, for the config of a from-scratch model."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     return {name: getattr(tokenizer, name) for name in names if getattr(tokenizer, name) is not None}
 
 
 def byte_lengths(tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
-    """How many bytes of text each token stands for: (vocabulary,) int32, 0 for special tokens.
+    """Return the bytes of text per token: (vocabulary,) int32, 0 for special tokens.
 
-    Exact for byte-level tokenizers (GPT-2, Llama 3, Qwen), whose alphabet has one character per byte. For
-    SentencePiece ones "<0x0A>" is one byte and the mark of a space is one, so a document counts up to one byte too
+    The counts are exact for byte-level tokenizers (GPT-2, Llama 3, Qwen), whose alphabet has one character per byte.
+    With SentencePiece, "<0x0A>" and the space marker count as one byte each, so a document counts up to one byte too
     many.
     """
     description = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -116,7 +122,7 @@ def _num_bytes(token: str) -> int:
 
 
 def load_pretrained_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerFast:
-    """Of a folder or hub name. Raises ConfigurationError when its files are missing."""
+    """Load the tokenizer of a folder or hub name. Raises ConfigurationError when its files are missing."""
     from transformers import AutoTokenizer
 
     if path.startswith((".", "/", "~")) and not Path(path).expanduser().is_dir():
@@ -180,7 +186,7 @@ def _train(
     )
     with reading("training a tokenizer on", source, "texts") as advance:
         tokenizer.train_from_iterator(_watched(training_texts(source, validation_fraction), advance), trainer)
-    # For whoever loads the export: a prompt begins as every training document did.
+    # For users of the exported tokenizer: a prompt begins with the same token as every training document.
     begin = (BEGIN_OF_TEXT, tokenizer.token_to_id(BEGIN_OF_TEXT))
     end = (END_OF_TEXT, tokenizer.token_to_id(END_OF_TEXT))
     pair = f"{BEGIN_OF_TEXT} $A {END_OF_TEXT} $B:1"

@@ -1,1 +1,1 @@
-"""Hugging Face folders and model cards of trained models. May import reports and what is below it, not engines."""
+"""Hugging Face folders and model cards of trained models. May import reports and lower packages, not engines."""

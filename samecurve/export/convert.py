@@ -1,4 +1,4 @@
-"""A run's model in another dtype, with its card: the run's own export, or one that is made of a checkpoint."""
+"""`export`: converts a run's export or one of its checkpoints to a model folder of another dtype, with a card."""
 
 from __future__ import annotations
 
@@ -26,7 +26,15 @@ from samecurve.tasks import registry
 
 
 def run(directory: Path, source: Path, output: Path, made: Made, recipe: Recipe | None) -> int:
-    """`export`. directory: the run's. source: an export of it, or with its recipe a checkpoint."""
+    """Run the command `export`. Returns the exit code.
+
+    Args:
+        directory: run directory.
+        source: export of the run, or a checkpoint.
+        output: folder of the new model.
+        made: dtype and facts for the model card.
+        recipe: recipe of the checkpoint; None if `source` is an export.
+    """
     if recipe is None:
         from_export(directory, source, output, made)
     else:
@@ -38,7 +46,7 @@ def run(directory: Path, source: Path, output: Path, made: Made, recipe: Recipe 
 
 
 def from_export(directory: Path, source: Path, output: Path, made: Made) -> None:
-    """A copy of an export, its weights in another dtype. Raises NumericError for values that do not fit into it."""
+    """Convert an export to another dtype, with a new card. Raises NumericError for values out of the dtype's range."""
     partial_output = output.with_name(f"{output.name}.partial")
     try:
         with storage_errors(output):
@@ -50,7 +58,7 @@ def from_export(directory: Path, source: Path, output: Path, made: Made) -> None
 
 
 def copy_as(source: Path, target: Path, dtype: torch.dtype) -> None:
-    """A model's folder with its weights in another dtype. Raises NumericError for values that do not fit into it."""
+    """Copy a model folder with its weights in another dtype. Raises NumericError for values out of its range."""
     target.mkdir(parents=True)
     for path in source.iterdir():
         _copy(path, target / path.name, dtype)
@@ -82,10 +90,18 @@ def _cast(source: Path, target: Path, dtype: torch.dtype) -> None:
 
 
 def from_checkpoint(directory: Path, folder: Path, recipe: Recipe, output: Path, made: Made) -> None:
-    """A checkpoint's weights, read name by name from the ranks' files, as the training would have exported them.
+    """Export a checkpoint as the training would have done. Weights are read name by name from the ranks' files.
 
-    Tokenizer and names of classes come from the data that the recipe names. Raises CheckpointError when those or the
-    model are not what they were.
+    Args:
+        directory: run directory.
+        folder: folder of the checkpoint.
+        recipe: recipe of the run. Its data give the tokenizer and the names of classes.
+        output: folder of the new model.
+        made: dtype and facts for the model card.
+
+    Raises:
+        CheckpointError: if model or data differ from those of the checkpoint.
+        DataError: if the recipe's data cannot be loaded.
     """
     saved = read_state(folder)
     try:
@@ -94,7 +110,9 @@ def from_checkpoint(directory: Path, folder: Path, recipe: Recipe, output: Path,
         raise DataError(f"the tokenizer of a checkpoint comes from its recipe and data: {error}") from error
     skeleton = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
     now = json_values(identity(skeleton.config, task))
-    if recipe.tokenizer.vocabulary_size is None:  # then nothing of the model was made from the rows
+    if (
+        recipe.tokenizer.vocabulary_size is None
+    ):  # otherwise the tokenizer was trained on the rows, which must be the same
         now["data"]["rows"] = saved["data"]["rows"]
     _check_unchanged(folder, saved, now)
     reader, shapes = CheckpointReader(folder), trained_shapes(skeleton)

@@ -1,4 +1,4 @@
-"""The trained model as a plain Hugging Face folder, or its adapter as peft's, written one parameter at a time."""
+"""Writes the trained model as a Hugging Face folder, or its adapter in peft's format, one parameter at a time."""
 
 from __future__ import annotations
 
@@ -41,16 +41,24 @@ def export(
     write_beside: Callable[[Path, PreTrainedConfig], None] = lambda directory, config: None,
     busy: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write safetensors, config and tokenizer to `directory`: all of it, or nothing. Of an adapted model, what peft
-    loads beside the base model, which is not written again.
+    """Write safetensors, config and tokenizer to `directory`, atomically; of an adapted model only peft's adapter.
 
-    parameters: the engine's; every rank iterates it to the end, because gathering a parameter is collective. So a
-    problem found on the way is told after the last one. skeleton: the architecture on the meta device, whose
-    parameter names and shapes are what is expected, each once. Rank 0 holds at most one shard. dtype: of the weights in
-    the files. card, write_beside: write more files into the folder, on rank 0: the model's card, and the task's own.
-    busy: called now and then while files reach the disk.
-    Raises, on rank 0: NumericError for values that are not finite, CheckpointError for a missing, unknown, empty or
-    misshapen tensor, StorageError when the folder cannot be written or is there already.
+    Args:
+        parameters: the engine's parameters. Every rank iterates to the end, because gathering a parameter is
+            collective. So problems are reported after the last parameter.
+        skeleton: the model on the meta device. Each of its parameters is expected once, with its name and shape.
+        tokenizer: tokenizer of the model.
+        directory: folder to write; must not exist.
+        is_main: whether this is rank 0, which writes, holds at most one weight file in memory, and raises the errors.
+        shard_bytes: largest size of a weight file.
+        dtype: dtype of the weights in the files.
+        card, write_beside: write the model card and the task's own files into the folder.
+        busy: called repeatedly while files are flushed to the disk, to report progress to the watchdog.
+
+    Raises:
+        NumericError: for values that are not finite.
+        CheckpointError: for a missing, unknown, empty or misshapen tensor.
+        StorageError: if the folder cannot be written or already exists.
     """
     if not is_main:
         for _ in parameters:
@@ -74,8 +82,15 @@ def export(
 
 
 class _Layout(NamedTuple):
-    """groups: for each parameter those that are stored together with it. convert: a group's parameters to what is
-    stored, by name. stem: the file's name. write_config: (skeleton, directory, dtype)."""
+    """Layout of the files.
+
+    Attributes:
+        groups: for each parameter, the parameters that are converted together with it.
+        convert: maps a group's parameters to the stored tensors, by name.
+        stem: file name without suffix.
+        shard_bytes: largest size of a file, in bytes.
+        write_config: writes the config, called with (skeleton, directory, dtype).
+    """
 
     groups: dict[str, tuple[str, ...]]
     convert: Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -91,7 +106,7 @@ def _whole_model(skeleton: PreTrainedModel, shard_bytes: int) -> _Layout:
 
 
 def _adapter(skeleton: PreTrainedModel) -> _Layout:
-    """peft reads one file."""
+    """Return the layout of an adapter: a single file, because peft reads only one."""
     names = stored_names(skeleton)
 
     def convert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -102,14 +117,14 @@ def _adapter(skeleton: PreTrainedModel) -> _Layout:
 
 
 class _Writer:
-    """Collects parameters into shards. After the first problem it writes nothing more, and `finish` raises."""
+    """Collects parameters into files. After the first problem nothing more is written, and `finish` raises."""
 
     def __init__(self, skeleton: PreTrainedModel, layout: _Layout, directory: Path, dtype: torch.dtype):
         parameters = dict(skeleton.named_parameters())
         self._expected = {name: parameters[name] for name in layout.groups}
         self._layout, self._directory, self._limit, self._dtype = layout, directory, layout.shard_bytes, dtype
         self._stem = layout.stem
-        self._waiting: dict[str, Tensor] = {}  # for the rest of their group
+        self._waiting: dict[str, Tensor] = {}  # parameters whose group is not complete
         self._shard: dict[str, Tensor] = {}
         self._shard_size = self._total = 0
         self._shards: list[list[str]] = []
@@ -135,13 +150,13 @@ class _Writer:
     def _add(self, name: str, tensor: Tensor) -> None:
         if self._shard and self._shard_size + tensor.nbytes > self._limit:
             self._flush()
-        # a view would be saved with all of its storage, or refused as shared
+        # Clone a view, which would be saved with all of its storage, or refused as shared.
         self._shard[name] = tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
         self._shard_size += tensor.nbytes
         self._total += tensor.nbytes
 
     def finish(self) -> None:
-        """Write the last shard and the index. Raises the first problem's class with all problems in its message."""
+        """Write the last file and the index. Raises the first problem's class with all problems in its message."""
         missing = self._expected.keys() - self._seen
         if missing:
             self._problems.append(CheckpointError(f"never came: {', '.join(sorted(missing))}"))
@@ -168,7 +183,8 @@ class _Writer:
         return out_of_range(name, tensor, self._dtype)
 
     def _flush(self) -> None:
-        """An error here must not keep this rank from the parameters that are still to come, so it is kept."""
+        """Write the collected parameters to a file."""
+        # An error is stored and raised later: this rank must still take part in gathering the other parameters.
         try:
             with storage_errors(self._directory):
                 self._directory.mkdir(parents=True, exist_ok=True)
@@ -176,7 +192,7 @@ class _Writer:
             self._shards.append(list(self._shard))
         except StorageError as error:
             self._problems.append(error)
-        except SafetensorError as error:  # its word for an OSError
+        except SafetensorError as error:  # safetensors raises this for an OSError
             self._problems.append(StorageError(f"{self._directory}: {error}"))
         self._shard = {}
         self._shard_size = 0
@@ -185,7 +201,7 @@ class _Writer:
         return self._directory / f"shard-{index}.safetensors"
 
     def _name_shards(self) -> None:
-        """transformers' names: the number of shards is known only now."""
+        """Rename the files as transformers expects, which includes the number of files, and write the index."""
         count = len(self._shards)
         with storage_errors(self._directory):
             if count == 1:
@@ -201,7 +217,7 @@ class _Writer:
 
 
 def out_of_range(name: str, tensor: Tensor, dtype: torch.dtype) -> NumericError | None:
-    """fp16 ends at 65504; what is finite and larger would become infinite."""
+    """Return an error if finite values would become infinite in `dtype` (fp16 ends at 65504); else None."""
     lost = int((~torch.isfinite(tensor.detach().to(dtype))).sum())
     if not lost:
         return None
@@ -210,16 +226,15 @@ def out_of_range(name: str, tensor: Tensor, dtype: torch.dtype) -> NumericError 
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As a model's config.json has it: bfloat16, not torch.bfloat16."""
+    """Return the name of a dtype in a model's config.json: bfloat16, not torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
 def _write_adapter_config(skeleton: PreTrainedModel, directory: Path, dtype: torch.dtype) -> None:
-    """And the model's own config, where it may have another head than its base: names of classes, the token that pads.
-
-    In a folder of its own: transformers takes one with config.json for a whole model.
-    """
+    """Write peft's config, and the model's own config if its head may differ from the base model's."""
     stored_config(skeleton).save_pretrained(directory)
+    # The model's config has the names of classes and the padding token. It gets a folder of its own, because
+    # transformers takes a folder with config.json for a whole model.
     if kind_of(skeleton) != CAUSAL.kind:
         _write_config(skeleton, directory / ADAPTED_CONFIG, dtype)
 
@@ -228,7 +243,7 @@ def _write_config(skeleton: PreTrainedModel, directory: Path, dtype: torch.dtype
     config = copy.deepcopy(skeleton.config)
     config.architectures = [type(skeleton).__name__]
     config.dtype = dtype_name(dtype)
-    config.use_cache = True  # training turns it off; whoever generates with the export wants it
+    config.use_cache = True  # training turns it off, but generation with the export needs it
     if is_remote(config):
         custom_object_save(skeleton, directory, config=config)
     config.save_pretrained(directory)
@@ -239,7 +254,7 @@ def _write_config(skeleton: PreTrainedModel, directory: Path, dtype: torch.dtype
 
 
 def put_in_place(partial: Path, directory: Path, busy: Callable[[], None] = lambda: None) -> None:
-    """Every file is on the disk before the folder has its name. Raises StorageError where that is taken."""
+    """Flush all files to the disk, then rename the folder. Raises StorageError if `directory` already exists."""
     if directory.exists():
         raise StorageError(f"{directory} is there already; the model was not exported over it")
     for file in (path for path in partial.rglob("*") if path.is_file()):

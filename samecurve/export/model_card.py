@@ -1,4 +1,4 @@
-"""A model's card: what it was made of, how, and how well it does, as far as the run's directory knows it.
+"""Model cards: data, training and evaluation of a model, from the files of its run directory.
 
 The format is the Hugging Face hub's: YAML between two lines of dashes, then Markdown
 (https://huggingface.co/docs/hub/model-cards).
@@ -22,7 +22,7 @@ from samecurve.storage.atomic import utc_timestamp, write_text
 
 CARD, PICTURE = "README.md", "loss.svg"
 UNKNOWN = "not known"
-# Where an adapter's folder has the config of the model that it makes of its base.
+# Sub-folder of an adapter's folder with the config of the adapted model.
 ADAPTED_CONFIG = "model_config"
 _CURVE_POINTS = 12
 _LICENSE_ID = re.compile(r"[a-z0-9][a-z0-9.\-]*")
@@ -30,9 +30,13 @@ _LICENSE_ID = re.compile(r"[a-z0-9][a-z0-9.\-]*")
 
 @dataclass(frozen=True)
 class Made:
-    """What the directory does not say. dtype: of the stored weights. license: the user's word, None: not given.
+    """Facts about an export that the run directory does not contain.
 
-    step: after which the weights are what they are; None: after the last one. merged: an adapter and its base in one.
+    Attributes:
+        dtype: torch's name of the dtype of the stored weights.
+        license: license given by the user, None if not given.
+        step: step after which the weights were saved; None for the last one.
+        merged: whether an adapter is merged into its base model.
     """
 
     dtype: str = "float32"
@@ -42,7 +46,7 @@ class Made:
 
 
 def write_card(run: Path, made: Made, folder: Path) -> None:
-    """README.md, and the loss as a picture that it shows, into a model's folder. run: as for `model_card`."""
+    """Write README.md, and the picture of the loss that it shows, into a model's folder; see `model_card`."""
     write_text(folder / CARD, model_card(run, made))
     drawn = loss_picture(run, made)
     if drawn:
@@ -50,7 +54,7 @@ def write_card(run: Path, made: Made, folder: Path) -> None:
 
 
 def loss_picture(run: Path, made: Made) -> str:
-    """The SVG's text; "" where no loss is on record."""
+    """Return the loss curve as SVG text; "" if no loss was recorded."""
     return plot("loss", loss_series(_metrics(run, made)), session_marks(sessions(run)), Scale(logarithmic=True))
 
 
@@ -59,7 +63,7 @@ def _metrics(run: Path, made: Made) -> list[dict]:
 
 
 def model_card(run: Path, made: Made) -> str:
-    """README.md's text for a model of the run directory `run`, which holds a run.json."""
+    """Return the text of README.md for a model of the run directory `run`, which must contain a run.json."""
     known, metrics = sessions(run), _metrics(run, made)
     facts = known[-1].facts
     parts = [
@@ -77,7 +81,7 @@ def model_card(run: Path, made: Made) -> str:
 
 
 def metadata(facts: dict, made: Made) -> dict:
-    """The card's YAML. A base model or data that are not on the hub have no name there, so they are left out."""
+    """Return the card's YAML metadata. A base model that is not on the hub has no name there and is left out."""
     recipe, adapter = facts["recipe"], None if made.merged else facts["recipe"]["adapter"]["name"]
     found: dict = {"library_name": "peft" if adapter else "transformers", **_license(made.license)}
     base = recipe["model"]["path"]
@@ -90,7 +94,7 @@ def metadata(facts: dict, made: Made) -> dict:
 
 
 def _license(given: str | None) -> dict:
-    """The hub's names are short; any other text is its `other`."""
+    """Return the license entries. A text that is not one of the hub's short identifiers becomes `other`."""
     if given is None:
         return {"license": "unknown"}
     if _LICENSE_ID.fullmatch(given.lower()):
@@ -109,7 +113,7 @@ def _use(facts: dict, made: Made) -> Iterator[str]:
     if recipe["adapter"]["name"] and not made.merged:
         lines.insert(1, "from peft import PeftModel")
         base = repr(recipe["model"]["path"])
-        if TASKS[recipe["task"]].predicts:  # the config here says which head it has
+        if TASKS[recipe["task"]].predicts:  # the config in this folder defines the head
             lines[2] = f"from transformers import {loader}, AutoConfig, AutoTokenizer"
             base += f", config=AutoConfig.from_pretrained(folder, subfolder={ADAPTED_CONFIG!r})"
         lines += [f"model = {loader}.from_pretrained({base})  # what the adapter belongs to"]
@@ -231,7 +235,7 @@ def _unknown(facts: dict, made: Made) -> Iterator[str]:
 
 
 def _table(rows: Sequence[Sequence[object]]) -> str:
-    """Markdown; the first row is the header."""
+    """Return a Markdown table; the first row is the header."""
     lines = ["| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in row) + " |" for row in rows]
     lines.insert(1, "|" + "---|" * len(rows[0]))
     return "\n".join(lines)

@@ -1,1 +1,1 @@
-"""A trained model without its strategy: find, load, generate, predict, merge. May import export and what is below."""
+"""Trained models without their strategy: find, load, generate, predict, merge. May import export and lower packages."""

@@ -1,4 +1,4 @@
-"""A conversation with a trained chat model: a loop at a terminal, or one answer."""
+"""`chat`: a conversation with a trained chat model in a terminal, or a single answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COMMANDS = {"/system": "TEXT, or nothing to remove it", "/reset": "begin a new c
 
 
 def run(arguments: argparse.Namespace, how: Writing, piped: str | None) -> int:
-    """`chat`. piped: what came instead of a terminal's lines."""
+    """Run the command `chat`. `piped` is the standard input if it is not a terminal, which gets a single answer."""
     writer = load(arguments.run)
     if not writer.chat:
         raise ConfigurationError(_no_template(writer, arguments.run))
@@ -36,7 +36,7 @@ def _no_template(writer: Writer, run: Path) -> str:
 
 
 class Talk:
-    """A conversation so far. print_: takes each piece of an answer as it comes."""
+    """A conversation and its state. `print_` is called with each piece of an answer as it is generated."""
 
     def __init__(self, writer: Writer, how: Writing, system: str = "", print_: Callable[[str], None] | None = None):
         self.writer, self.how, self.system = writer, how, system
@@ -44,7 +44,10 @@ class Talk:
         self._print = print_ or _to_stdout
 
     def say(self, text: str) -> None:
-        """A user's turn and the answer to it. Raises ConfigurationError where it does not fit, and forgets the turn."""
+        """Add a user's turn and generate its answer.
+
+        Raises ConfigurationError, and drops the turn, if the conversation does not fit into the model's positions.
+        """
         turns = [*self.turns, {"role": "user", "content": text}]
         system = [{"role": "system", "content": self.system}] if self.system else []
         encoded = self.writer.encode([self.writer.ask([*system, *turns])], rendered=True)
@@ -58,7 +61,10 @@ class Talk:
 
 
 def loop(talk: Talk, read: Callable[[str], str]) -> int:
-    """read: shows its argument and returns a line; EOFError ends. Returns the exit code."""
+    """Read and answer lines until the end of the input. Returns the exit code.
+
+    `read` shows a prompt and returns a line, as `input` does; EOFError ends the loop.
+    """
     while True:
         try:
             line = read("> ").strip()
@@ -105,7 +111,7 @@ def _to_stdout(text: str) -> None:
 
 def _streamer(writer: Writer, print_: Callable[[str], None]):
     class Pieces(TextStreamer):
-        """Whole words as they come, and all of them together."""
+        """Prints whole words as they are generated, and collects them in `pieces`."""
 
         def __init__(self) -> None:
             super().__init__(writer.tokenizer, skip_prompt=True, skip_special_tokens=True)

@@ -1,4 +1,4 @@
-"""Where a run's exported model lies, and what its files say of it: all that can be told without torch."""
+"""Folders of exported models and the facts in their files. Needs no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 
 def model_folder(run: Path) -> Path:
-    """Raises ConfigurationError when neither RUN/model nor RUN holds a model or an adapter."""
+    """Return the folder of the exported model or adapter: RUN/model or RUN. Raises ConfigurationError without one."""
     for folder in (run / "model", run):
         if any((folder / file).is_file() for file in ("config.json", ADAPTER_CONFIG)):
             return folder
@@ -31,17 +31,17 @@ def model_folder(run: Path) -> Path:
 
 
 def run_directory(path: Path) -> Path | None:
-    """Where run.json is, for a run directory and for a folder in one, such as RUN/model. None: no run is known."""
+    """Return the run directory of a path: the path or its parent, whichever holds a run.json. None without one."""
     return next((folder for folder in (path, path.absolute().parent) if (folder / "run.json").is_file()), None)
 
 
 def recipe(run: Path) -> Recipe:
-    """What run.json says was trained. Errors: see recipe_of."""
+    """Read the recipe from run.json. Raises as `recipe_of` does."""
     return recipe_of(read_json(run / "run.json"), run / "run.json")
 
 
 def recipe_of(facts: dict, file: Path) -> Recipe:
-    """facts: the content of `file`. Raises ConfigurationError when no recipe of this version is in it."""
+    """Parse the recipe in `facts`, the content of `file`. Raises ConfigurationError without a valid recipe."""
     facts = in_new_names(facts)
     if "recipe" not in facts:
         raise ConfigurationError(f"{file}: holds no recipe; give a run's output_dir")
@@ -54,19 +54,16 @@ def recipe_of(facts: dict, file: Path) -> Recipe:
 
 
 def trusts_remote_code(folder: Path) -> bool:
-    """Whether the run that `folder` is of ran the model's own Python files (model.trust_remote_code).
-
-    A folder alone, of which no run is known, is not trusted.
-    """
+    """Whether the run that `folder` belongs to had model.trust_remote_code. A folder without a run is not trusted."""
     directory = run_directory(folder)
     facts = read_json(directory / "run.json") if directory else {}
     return bool(facts.get("recipe", {}).get("model", {}).get("trust_remote_code"))
 
 
 def base_path(folder: Path) -> str | None:
-    """Where the model is that an adapter's folder adapts; None for a whole model's.
+    """Return the path or hub name of an adapter's base model; None for the folder of a whole model.
 
-    Raises ConfigurationError when it does not say, and for a folder that is gone.
+    Raises ConfigurationError if the adapter does not name it, or names a folder that does not exist.
     """
     path = folder / ADAPTER_CONFIG
     if not path.is_file():
@@ -75,7 +72,7 @@ def base_path(folder: Path) -> str | None:
         base = json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(f"{path}: names no base_model_name_or_path ({error})") from error
-    is_folder = base.startswith((".", "/", "~")) or base.count("/") > 1  # a hub name is OWNER/NAME
+    is_folder = base.startswith((".", "/", "~")) or base.count("/") > 1  # a name on the hub is OWNER/NAME
     if is_folder and not Path(base).is_dir():
         raise ConfigurationError(
             f"{path}: the model that it adapts is gone: no such folder: {base}; put it back, or change "

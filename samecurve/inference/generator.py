@@ -1,4 +1,4 @@
-"""A trained causal model that writes: what `generate` and `chat` share."""
+"""Text generation with a trained causal language model, shared by `generate` and `chat`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,16 @@ Message = dict[str, str]
 
 @dataclass
 class Writer:
-    """recipe: what trained it, where that is known. chat: whether prompts are turns. ends: ids that stop it."""
+    """A causal language model with its tokenizer, ready to generate.
+
+    Attributes:
+        folder: folder of the model.
+        model: the model, on the device that generates.
+        tokenizer: its tokenizer.
+        recipe: recipe of its training run, None if unknown.
+        chat: whether prompts are turns of a chat.
+        ends: token ids that end a generation.
+    """
 
     folder: Path
     model: PreTrainedModel
@@ -36,16 +45,23 @@ class Writer:
     ends: list[int]
 
     def ask(self, messages: Sequence[Message]) -> str:
-        """The template's text up to where the answer begins. ConfigurationError for a turn that it does not know."""
+        """Render messages and the generation prompt. Raises ConfigurationError for a turn that the template refuses."""
         try:
             return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # jinja's, and whatever an expression of the template raises
+        except Exception as error:  # errors of Jinja, and of any expression in the template
             roles = ", ".join(message["role"] for message in messages)
             raise ConfigurationError(f"{self.folder}: its chat template cannot render {roles}: {error}") from error
 
     def encode(self, texts: Sequence[str], rendered: bool) -> dict[str, Tensor]:
-        """(len(texts), longest) input_ids and attention_mask, padded at the front. rendered: by the template, which
-        writes the special tokens itself."""
+        """Tokenise texts as a left-padded batch.
+
+        Args:
+            texts: the prompts.
+            rendered: whether the chat template rendered them; it writes the special tokens itself.
+
+        Returns:
+            input_ids and attention_mask, (len(texts), longest), on the model's device.
+        """
         self.tokenizer.padding_side = "left"
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
@@ -55,9 +71,18 @@ class Writer:
         return {name: encoded[name].to(self.model.device) for name in ("input_ids", "attention_mask")}
 
     def write(self, encoded: dict[str, Tensor], how: Writing, streamer=None) -> list[tuple[str, bool]]:
-        """For each row (what follows it, whether it ended by itself).
+        """Generate a continuation of each row.
 
-        Raises ConfigurationError where the model has no positions left for what it is asked.
+        Args:
+            encoded: the prompts, as `encode` returns them.
+            how: options of the generation.
+            streamer: streamer of transformers, which gets the tokens as they are generated.
+
+        Returns:
+            For each row (generated text, whether it ended with an end token).
+
+        Raises:
+            ConfigurationError: if the prompt leaves no position of the model for an answer.
         """
         length = encoded["input_ids"].shape[1]
         room = self.positions - length
@@ -75,14 +100,20 @@ class Writer:
 
     @property
     def positions(self) -> int:
+        """Number of the model's positions; 2^30 for a model without a limit."""
         found = getattr(self.model.config, "max_position_embeddings", None) or -1
-        return found if found > 0 else 1 << 30  # -1 where there is no limit
+        return found if found > 0 else 1 << 30  # configs state -1 for no limit
 
 
 def load(run: Path, raw: bool = False) -> Writer:
-    """The model of a run or a folder, on the device at hand. raw: prompts are text to be continued, never turns.
+    """Load the model of a run or folder on the GPU, else on the CPU.
 
-    Raises ConfigurationError when it is no causal language model.
+    Args:
+        run: run directory or model folder.
+        raw: never treat prompts as turns of a chat, but as text to continue.
+
+    Raises:
+        ConfigurationError: if the model is not a causal language model.
     """
     folder, recipe = find_model(run)
     model, tokenizer = loading.load(folder)
@@ -91,7 +122,7 @@ def load(run: Path, raw: bool = False) -> Writer:
 
 
 def _ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chat: bool) -> list[int]:
-    """What the model's config, the tokenizer and the chat template each end with: base models' often differ."""
+    """Collect the end tokens of the model's config, the tokenizer and the chat template, which often differ."""
     stored = model.generation_config.eos_token_id
     found = [*(stored if isinstance(stored, list) else [stored]), tokenizer.eos_token_id]
     if chat:
@@ -100,11 +131,11 @@ def _ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chat: bool
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The special token that the template writes behind an answer."""
+    """Return the special token that the chat template writes after an answer; None without one."""
     said = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
     try:
         text, spans = ChatEncoder(tokenizer, Schema()).render(Conversation("the chat template", said))
-    except DataError:  # such a template can be asked, but not trained on
+    except DataError:  # such a template can render prompts, but not be trained with
         return None
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     ending = text[: spans[-1][1]].rstrip()

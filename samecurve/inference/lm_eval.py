@@ -1,4 +1,4 @@
-"""EleutherAI's lm-evaluation-harness as a program of its own, on an exported model."""
+"""Runs EleutherAI's lm-evaluation-harness on an exported model, in a process of its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,17 @@ INSTALL = "pip install -c constraints.txt -r requirements-eval.txt"
 
 
 def run(arguments: argparse.Namespace, folder: Path, base: str | None, recipe: Recipe | None) -> int:
-    """lm_eval's exit code, 1 for any failure of it. base: the model that an adapter in `folder` adapts."""
+    """Run lm_eval.
+
+    Args:
+        arguments: parsed options of the command.
+        folder: folder of the model or adapter.
+        base: base model of an adapter; None for a whole model.
+        recipe: recipe of the run, None if unknown.
+
+    Returns:
+        The exit code: 0, or 1 for any failure of lm_eval.
+    """
     found = command(arguments, folder, base, recipe)
     print(shlex.join(found), flush=True)
     if arguments.show:
@@ -32,7 +42,7 @@ def run(arguments: argparse.Namespace, folder: Path, base: str | None, recipe: R
 
 
 def command(arguments: argparse.Namespace, folder: Path, base: str | None, recipe: Recipe | None) -> list[str]:
-    """What is run. Raises ConfigurationError where there is no causal language model."""
+    """Return lm_eval's command line. Raises ConfigurationError if there is no causal language model."""
     trusted = folders.trusts_remote_code(folder)
     loading.check_causal(folder)
     loaded = {"pretrained": base or str(folder), "tokenizer": str(folder)} | ({"peft": str(folder)} if base else {})

@@ -1,4 +1,4 @@
-"""Exported models as the commands load them: whole models, and adapters beside the one they adapt."""
+"""Loads exported models for the commands: whole models, and adapters with their base model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from samecurve.storage.atomic import read_json
 
 
 def check_base(run: Path, base: str) -> None:
-    """Raises CheckpointError when the base model has changed since the run. A folder alone does not know."""
+    """Raise CheckpointError if the base model has changed since the run. Without a run there is no check."""
     known = (read_json(run / "run.json").get("adapter") or {}).get("base_model")
     if known is None:
         return
@@ -32,7 +32,7 @@ def check_base(run: Path, base: str) -> None:
 def load(
     folder: Path, head: Head | None = None, attention: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model, in fp32 and with its adapter where the folder holds one, and its tokenizer. See load_model."""
+    """Load the model in fp32, with its adapter if the folder holds one, and its tokenizer. See `load_model`."""
     base = base_path(folder)
     if base is None:
         return load_model(str(folder), head, attention, trusts_remote_code(folder)), load_tokenizer(folder)
@@ -40,25 +40,25 @@ def load(
     from peft import PeftModel  # slow to import, and noisy unless `load_model` ran before it
 
     with warnings.catch_warnings():
-        # ours is made without the pooler that is told to be left alone
+        # The model is built without the pooler that exclude_modules names.
         warnings.filterwarnings("ignore", message="You have passed exclude_modules")
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
         return PeftModel.from_pretrained(model, folder).eval(), load_tokenizer(folder)
 
 
 def stored_config(folder: Path) -> PreTrainedConfig:
-    """Of a model, or of a base model with its adapter. ConfigurationError when there is none."""
+    """Load the config of a model, or of an adapter's base model. Raises ConfigurationError if there is none."""
     base = base_path(folder)
     return _config(_described(base or str(folder), folder), trusts_remote_code(folder))
 
 
 def stored_head(folder: Path) -> Head:
-    """What the model of an export or an adapter ends in."""
+    """Return the kind of head of an exported model or adapter."""
     return Head(kind_of_stored(stored_config(folder)))
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Raises ConfigurationError when the folder holds none."""
+    """Load the tokenizer of a folder. Raises ConfigurationError if the folder holds none."""
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trusts_remote_code(folder))
     except (OSError, ValueError) as error:
@@ -72,11 +72,17 @@ def load_model(
     trust_remote_code: bool = False,
     adapter: Path | None = None,
 ) -> PreTrainedModel:
-    """A whole model in fp32 on the CPU.
+    """Load a whole model in fp32 on the CPU.
 
-    head: what it ends in, a causal language model's by default. attention, trust_remote_code: as in a recipe's model.
-    adapter: the folder of one that is to be put beside it, and may bring the head.
-    Raises ConfigurationError when there is no model, or one with another head: its own would be drawn at random.
+    Args:
+        path: folder or hub name of the model.
+        head: expected head; default: causal language model.
+        attention: as model.attention in a recipe.
+        trust_remote_code: as model.trust_remote_code in a recipe.
+        adapter: folder of an adapter that will be added, and may contain the head.
+
+    Raises:
+        ConfigurationError: if there is no model, or one with another head, whose weights would be drawn at random.
     """
     _quiet()
     head = head or CAUSAL
@@ -98,19 +104,19 @@ def load_model(
 
 
 def check_causal(folder: Path) -> None:
-    """Raises ConfigurationError for a model, or an adapter's, that is no causal language model; its weights are not
-    looked at."""
+    """Raise ConfigurationError if a model, or an adapter's base model, is not a causal language model by its config."""
     _class(_described(base_path(folder) or str(folder), folder), CAUSAL, trusts_remote_code(folder))
 
 
 def _described(path: str, adapter: Path | None) -> str:
-    """Where the config of a model is: an adapter that gives its model another head has it, else the model itself."""
+    """Return the path of a model's config: the adapter's copy if it changes the head, else the model itself."""
     found = None if adapter is None else adapter / ADAPTED_CONFIG
     return str(found) if found is not None and found.is_dir() else path
 
 
 def _class(path: str, head: Head, trust_remote_code: bool) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
-    """What loads it. A tied output head would be found in a classifier's file, too, so the config is asked."""
+    """Return the class that loads a model, and its config. Raises ConfigurationError for a model with another head."""
+    # Decided by the config, because a tied output head would be found in a classifier's weight file too.
     config = _config(path, trust_remote_code)
     model_class = head.model_class(config)
     others = {getattr(Head(kind).model_class(config), "__name__", None) for kind in KINDS if kind != head.kind}
@@ -133,7 +139,7 @@ def _config(path: str, trust_remote_code: bool) -> PreTrainedConfig:
 
 
 def device() -> torch.device:
-    """The GPU where there is one."""
+    """Return the GPU if there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -144,5 +150,5 @@ def _quiet() -> None:
 
 
 def _no_load_report(record: logging.LogRecord) -> bool:
-    """Of transformers' table of missing weights: `load_model` raises for those that an adapter does not bring."""
+    """Filter out transformers' table of missing weights; `load_model` raises for those that no adapter contains."""
     return "LOAD REPORT" not in record.getMessage()

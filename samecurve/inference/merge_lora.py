@@ -1,4 +1,4 @@
-"""A model with its adapter merged into the weights, read back and compared with the two apart: `merge`."""
+"""`merge`: merges an adapter into its base model, and compares the stored result with the unmerged model."""
 
 from __future__ import annotations
 
@@ -21,13 +21,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ROWS, LENGTH = 4, 64
-# W x + s B (A x) and (W + s B A) x are rounded in other places. fp32 keeps 2^-24 = 6e-8 of a value, which the sums and
-# layers of a model make a few hundred times larger; an adapter that is merged wrongly is far beyond this.
+# W x + s B (A x) and (W + s B A) x are rounded at different places. fp32 has a relative rounding error of
+# 2^-24 = 6e-8, which the sums and layers of a model make a few hundred times larger. A wrongly merged adapter differs
+# by far more than this tolerance.
 TOLERANCE = 1e-4
 
 
 def run(arguments: argparse.Namespace, folder: Path, base: str, output: Path) -> int:
-    """`merge`. folder: the adapter's. base: the model that it adapts."""
+    """Run the command `merge`. Returns the exit code.
+
+    Args:
+        arguments: parsed options of the command.
+        folder: folder of the adapter.
+        base: path or hub name of the base model.
+        output: folder of the merged model.
+    """
     loading.check_base(arguments.run, base)
     partial, cast = (output.with_name(f"{output.name}.{name}") for name in ("partial", "cast"))
     try:
@@ -45,7 +53,7 @@ def run(arguments: argparse.Namespace, folder: Path, base: str, output: Path) ->
 
 
 def _cast(partial: Path, cast: Path, dtype: str) -> None:
-    """What is proved in fp32 is stored in another dtype. Raises NumericError for values that do not fit into it."""
+    """Convert the model, which was checked in fp32, to another dtype. Raises NumericError for values out of range."""
     with storage_errors(cast):
         copy_as(partial, cast, getattr(torch, DTYPES[dtype]))
         shutil.rmtree(partial)
@@ -54,19 +62,22 @@ def _cast(partial: Path, cast: Path, dtype: str) -> None:
 
 
 def _write_card(run: Path, output: Path, dtype: str) -> None:
-    """Where the run is known; a folder with an adapter alone says nothing of it."""
+    """Write a model card if the run is known. A folder with an adapter alone does not know its run."""
     directory = folders.run_directory(run)
     if directory is not None:
         write_card(directory, Made(DTYPES[dtype], merged=True), output)
 
 
 def _merge(folder: Path, base: str, output: Path) -> str:
-    """What was proved, in a sentence. Raises NumericError when the model that is read back has other logits."""
+    """Merge, read the result back and compare its logits. Returns a sentence that states the differences.
+
+    Raises NumericError if the logits differ from those of the unmerged model by more than TOLERANCE times the largest.
+    """
     head = loading.stored_head(folder)
     adapted, _ = loading.load(folder, head)
     rows = _rows(adapted)
     alone, expected = _without_matrices(adapted, rows), _logits(adapted, rows)
-    # safe_merge: refuses weights that are not finite
+    # safe_merge refuses weights that are not finite.
     merged = adapted.merge_and_unload(safe_merge=True)
     with storage_errors(output):
         merged.save_pretrained(output)
@@ -87,7 +98,7 @@ def _merge(folder: Path, base: str, output: Path) -> str:
 
 
 def _rows(model: PreTrainedModel) -> Tensor:
-    """Token ids (ROWS, LENGTH) drawn from the whole vocabulary, fewer where the model has fewer positions."""
+    """Draw token ids from the whole vocabulary, (ROWS, LENGTH), or shorter for a model with fewer positions."""
     positions = getattr(model.config, "max_position_embeddings", None) or LENGTH
     generator = torch.Generator().manual_seed(0)
     return torch.randint(model.config.vocab_size, (ROWS, min(LENGTH, positions)), generator=generator)
@@ -100,7 +111,7 @@ def _logits(model: PreTrainedModel, rows: Tensor) -> Tensor:
 
 
 def _without_matrices(model: PreTrainedModel, rows: Tensor) -> Tensor:
-    """`_logits` of the base model; a head that is trained with the adapter stays, as the base has none."""
+    """Return the logits without the LoRA matrices. A head trained with the adapter stays, as the base has none."""
     from peft.tuners.lora import LoraLayer
 
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
@@ -113,7 +124,7 @@ def _without_matrices(model: PreTrainedModel, rows: Tensor) -> Tensor:
 
 
 def _copy_the_rest(folder: Path, output: Path) -> None:
-    """The tokenizer, and what the task wrote beside the adapter."""
+    """Copy the tokenizer and the task's own files from the adapter's folder."""
     for path in folder.iterdir():
         skipped = path.name.startswith("adapter_") or path.name in (CARD, PICTURE, ADAPTED_CONFIG)
         if skipped or (output / path.name).exists():

@@ -1,4 +1,4 @@
-"""What trained models that do not write tell of texts, as lines: `predict`."""
+"""`predict`: prints the predictions of non-generative models as lines."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import numpy as np
 
 from samecurve.inference.predictor import Asked, Predictor, load
 
-SHOWN = 60  # characters of a text
-TABLE = 10  # texts whose similarities to each other are shown; of more texts each one's nearest
+SHOWN = 60  # characters of a text that are shown
+TABLE = 10  # up to so many texts all similarities are shown, for more texts only each one's nearest
 
 
 def run(arguments: argparse.Namespace, texts: Iterator[Asked]) -> int:
@@ -39,7 +39,7 @@ def _answers(predictor: Predictor, asked: Iterator[tuple[str, str | dict]], batc
 
 
 def _lines(answers: Iterator[dict[str, Any]]) -> Iterator[tuple[str, bool]]:
-    """(what a terminal shows, whether the text was cut)."""
+    """Yield (line for the terminal, whether the text was truncated)."""
     vectors = []
     for answer in answers:
         if "embedding" in answer:
@@ -64,7 +64,7 @@ def _line(answer: dict[str, Any]) -> str:
 
 
 def _likely(found: Sequence[tuple[str, float]]) -> str:
-    """A filler may be a line break."""
+    # A filler may be a line break, which is shown as repr.
     return ", ".join(f"{name if name.strip() else repr(name)} {probability:.3f}" for name, probability in found)
 
 
@@ -74,7 +74,7 @@ def _short(text: str) -> str:
 
 
 def _similarities(vectors: Sequence[dict[str, Any]]) -> list[list[float]]:
-    """Cosines, as the vectors have length 1."""
+    """Return cosine similarities; the vectors have length 1."""
     found = np.array([answer["embedding"] for answer in vectors])
     return (found @ found.T).tolist()
 

@@ -1,4 +1,4 @@
-"""Trained models that do not write, and what each tells of texts, which become tokens as they do in training."""
+"""Predictions of non-generative models: classes, rewards, embeddings, masked tokens. Tokenises texts as in training."""
 
 from __future__ import annotations
 
@@ -31,13 +31,20 @@ if TYPE_CHECKING:
 
 TOP = 5
 _MASKS = ("[MASK]", "<mask>")
-Asked = tuple[str, "str | dict"]  # where it is from, for messages; a text or a table's row
+Asked = tuple[str, "str | dict"]  # (place, for messages; a text or a table's row)
 _REWARD = "a reward model scores answers: give --prompt TEXT, or a --file with messages, or with prompt and completion"
 
 
 @dataclass(frozen=True)
 class Read:
-    """A text as it is told again, and its tokens, which may have lost their end."""
+    """An input text with its tokens.
+
+    Attributes:
+        text: the text as it appears in the answer.
+        tokens: token ids, truncated to the predictor's length.
+        segments: token type ids for pairs of texts.
+        truncated: whether tokens were removed.
+    """
 
     text: str
     tokens: Sequence[int]
@@ -47,7 +54,18 @@ class Read:
 
 @dataclass
 class Predictor(ABC):
-    """model: on the device at hand, in fp32. data: which columns the run read. length: of a row, in tokens."""
+    """A non-generative model and its predictions.
+
+    Attributes:
+        folder: folder of the model.
+        model: the model in fp32, on the device that computes.
+        tokenizer: its tokenizer.
+        recipe: recipe of its run, None if unknown.
+        prompt: prompt whose answers a reward model scores.
+        top: number of candidates per mask of a masked language model.
+        data: `data` block of the run, which names the columns of rows.
+        length: largest number of tokens of a text.
+    """
 
     folder: Path
     model: PreTrainedModel
@@ -69,7 +87,7 @@ class Predictor(ABC):
         return min(known, default=1024)
 
     def answers(self, asked: Sequence[Asked]) -> list[dict[str, Any]]:
-        """One for each text, in their order. DataError for one that cannot be read."""
+        """Return one answer per text, in order. Raises DataError for a text that cannot be read."""
         found = [self.read(place, what) for place, what in asked]
         empty = next((place for (place, _), each in zip(asked, found, strict=True) if not len(each.tokens)), None)
         if empty is not None:
@@ -84,11 +102,11 @@ class Predictor(ABC):
 
     @abstractmethod
     def read(self, place: str, found: str | dict) -> Read:
-        """A text or a row, cut to `length`. place: for messages."""
+        """Tokenise a text or a row, truncated to `length` tokens. `place` is for messages."""
 
     @abstractmethod
     def tell(self, output: Any, inputs: dict[str, Tensor]) -> list[dict[str, Any]]:
-        """What the model's output says of each text."""
+        """Return the prediction for each text from the model's output."""
 
     def _padded(self, texts: Sequence[Read]) -> dict[str, Tensor]:
         padding = tokenizer.padding(self.tokenizer).pad_token_id
@@ -117,6 +135,8 @@ class Predictor(ABC):
 
 
 class Classifier(Predictor):
+    """Predicts the class of a text or a pair of texts."""
+
     @cached_property
     def names(self) -> tuple[str, ...]:
         found = self.model.config.id2label
@@ -148,6 +168,8 @@ class Classifier(Predictor):
 
 
 class Scorer(Predictor):
+    """Predicts the reward of an answer."""
+
     @cached_property
     def schema(self) -> conversation.Schema:
         chats = self.data.chat if self.recipe else bool(self.tokenizer.chat_template)
@@ -174,9 +196,11 @@ class Scorer(Predictor):
 
 
 class Embedder(Predictor):
+    """Computes the embedding of a text, of length 1."""
+
     @cached_property
     def pooling(self) -> str:
-        """As the run says, or what is written beside its export; else the mean."""
+        """Pooling of the run's recipe, or of the export's 1_Pooling/config.json; "mean" if neither is known."""
         if self.recipe:
             return self.recipe.embed.pooling
         path = self.folder / "1_Pooling" / "config.json"
@@ -201,7 +225,7 @@ class Embedder(Predictor):
 
 
 class Filler(Predictor):
-    """[MASK] and <mask> mean the tokenizer's own mask token, whatever that is called."""
+    """Predicts masked tokens. [MASK] and <mask> both stand for the tokenizer's own mask token."""
 
     def read(self, place: str, found: str | dict) -> Read:
         text, mask = self._text(place, found), self.tokenizer.mask_token_id
@@ -213,7 +237,8 @@ class Filler(Predictor):
         return read
 
     def _masked(self, text: str) -> str:
-        """A byte-level token has its space in front, so a mask hides both, as in training."""
+        """Replace all masks by the tokenizer's mask token, without the spaces in front."""
+        # A byte-level token includes the space in front of it, so in training a mask hides both.
         for name in {*_MASKS, self.tokenizer.mask_token}:
             text = re.sub(rf" *{re.escape(name)}", lambda _: self.tokenizer.mask_token, text)
         return text
@@ -242,8 +267,17 @@ def _encoded(encoder: ExampleEncoder, example: Example) -> Read:
 
 
 def load(run: Path, prompt: str | None = None, top: int | None = None) -> Predictor:
-    """The model of a run or a folder. ConfigurationError for one that writes, and for what it does not ask for;
-    CheckpointError for an adapter whose base has changed."""
+    """Load the predictor for the model of a run or folder.
+
+    Args:
+        run: run directory or model folder.
+        prompt: prompt for a reward model, None for other models.
+        top: candidates per mask for a masked language model, None for other models.
+
+    Raises:
+        ConfigurationError: for a generative model, and for an option that the model does not use.
+        CheckpointError: for an adapter whose base model has changed.
+    """
     folder, directory = folders.model_folder(run), folders.run_directory(run)
     head, config = loading.stored_head(folder), loading.stored_config(folder)
     kind = "score" if head.kind == "sequence_classification" and config.num_labels == 1 else head.kind

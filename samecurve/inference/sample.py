@@ -1,4 +1,4 @@
-"""One sample of what a trained model writes: `generate`."""
+"""`generate`: one text sample of a trained model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from samecurve.inference.writing import Writing
 from samecurve.specs.data_names import BUILTIN, FUNCTIONS
 
 FUNCTION = 'def mean(values):\n    """Return the arithmetic mean of a list of numbers."""'
-# What fits what a model was trained on, where that is known.
+# Default prompts by the data set that a model was trained on.
 PROMPTS = {BUILTIN: "import os\n\n\ndef ", FUNCTIONS: FUNCTION}
 GREETING = "Hello! What can you do?"
 
@@ -41,7 +41,18 @@ def default_prompt(writer: Writer) -> str:
 
 
 def sample(writer: Writer, prompt: str, system: str | None, how: Writing, seed: int) -> str:
-    """What follows the prompt. The same seed writes the same text on the same machine."""
+    """Generate a continuation of the prompt. The same seed gives the same text on the same machine.
+
+    Args:
+        writer: the model.
+        prompt: user's turn of a chat model; otherwise the text to continue.
+        system: system turn of a chat model, None without one.
+        how: options of the generation.
+        seed: seed of the sampling.
+
+    Raises:
+        ConfigurationError: for a system turn of a model whose prompts are not turns of a chat.
+    """
     if system is not None and not writer.chat:
         raise ConfigurationError(f"--system: {writer.folder} is not asked as a chat model, so there is no system turn")
     torch.manual_seed(seed)

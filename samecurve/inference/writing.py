@@ -1,4 +1,4 @@
-"""Which models write, how they are asked to, and what is wrong with that: all that can be told without torch."""
+"""Options of text generation, and checks whether a model generates text. Needs no torch."""
 
 from __future__ import annotations
 
@@ -20,13 +20,18 @@ SILENT_HEADS = ("ForSequenceClassification", "ForMaskedLM")
 
 @dataclass(frozen=True)
 class Writing:
-    """max_new_tokens: at most, the turn's end included. temperature: 0 takes the likeliest token each time."""
+    """Options of a generation.
+
+    Attributes:
+        max_new_tokens: largest number of generated tokens, including the end of the turn; at least 1.
+        temperature: 0 or more. 0 is greedy decoding.
+    """
 
     max_new_tokens: int
     temperature: float
 
     def __post_init__(self) -> None:
-        """Raises ConfigurationError."""
+        """Raise ConfigurationError for values out of range."""
         if self.max_new_tokens < 1:
             raise ConfigurationError(f"--max_new_tokens: found {self.max_new_tokens}, at least 1 is needed")
         if self.temperature < 0:
@@ -38,9 +43,9 @@ class Writing:
 
 
 def find_model(run: Path) -> tuple[Path, Recipe | None]:
-    """The folder of a run's model, or of a model alone, and what trained it, where that is known.
+    """Return the folder of a generative model, and the recipe of its run if known.
 
-    Raises ConfigurationError when there is no model, or one that writes nothing.
+    Raises ConfigurationError if there is no model, or one that does not generate text.
     """
     folder, directory = folders.model_folder(run), folders.run_directory(run)
     recipe = folders.recipe(directory) if directory else None
@@ -49,7 +54,7 @@ def find_model(run: Path) -> tuple[Path, Recipe | None]:
 
 
 def check_writes(run: Path, folder: Path, recipe: Recipe | None) -> None:
-    """Raises ConfigurationError for a model that writes nothing."""
+    """Raise ConfigurationError for a model that does not generate text."""
     known = read_json(folder / "config.json").get("architectures") or []
     others = [name for name in known if not name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))]
     if recipe is not None and TASKS[recipe.task].predicts:
@@ -64,6 +69,6 @@ def check_writes(run: Path, folder: Path, recipe: Recipe | None) -> None:
 
 
 def is_chat(recipe: Recipe | None, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a model is asked in turns. recipe: what trained it; None: not known, so the template decides."""
+    """Whether a model's prompts are turns of a chat. With an unknown recipe (None) the chat template decides."""
     trained_on_turns = recipe is None or (TASKS[recipe.task].chats and recipe.data.chat)
     return bool(tokenizer.chat_template) and trained_on_turns

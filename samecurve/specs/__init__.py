@@ -1,1 +1,1 @@
-"""Facts that need no torch: tasks, optimizers, model families, dtypes, devices. Imports nothing but errors."""
+"""Facts about tasks, optimizers, model families, dtypes and devices. Needs no torch; imports only errors."""

@@ -1,4 +1,4 @@
-"""Names that stand for data and templates in a recipe."""
+"""Names of built-in data sets, chat templates and hub data sets in a recipe."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from samecurve.specs.file_kinds import is_text, table_kind
 _URL = re.compile(r"hf://datasets/([^/@]+/[^/@]+)(?:@(refs/(?:convert|pr)/[^/]+|[^/]+))?(?:/(.*))?")
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.\-]*/[\w.\-]+")
-_FILE = re.compile(r"\.[A-Za-z]\w{0,7}$")  # `owner/name.jsonl` was meant as a file, `owner/name-v1.5` was not
+_FILE = re.compile(r"\.[A-Za-z]\w{0,7}$")  # `owner/name.jsonl` means a file, `owner/name-v1.5` a data set
 
-CHATML = "chatml"  # what a recipe's tokenizer.chat_template says for it
+CHATML = "chatml"  # value of tokenizer.chat_template
 
 BUILTIN = "builtin:python-stdlib"
 FUNCTIONS = "builtin:python-functions"  # for sft
@@ -24,13 +24,19 @@ DOCSTRINGS = "builtin:python-docstrings"  # for embed
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether it can only be OWNER/NAME on the hub: nothing of that name is here, nor a folder that it would be in."""
+    """Whether a path can only be OWNER/NAME on the hub: neither the path nor its parent folder exists locally."""
     looks_like_one = _NAME.fullmatch(path) is not None and _FILE.search(path) is None
     return looks_like_one and not os.path.lexists(path) and not os.path.lexists(os.path.dirname(path))
 
 
 class Address(NamedTuple):
-    """Of a data set of the hub. inside: a folder or file of its repository, "" for the whole. revision: of a URL."""
+    """Address of a data set on the hub.
+
+    Attributes:
+        name: OWNER/NAME.
+        revision: revision in an hf:// URL, None if the URL has none.
+        inside: folder or file within the repository, "" for all of it.
+    """
 
     name: str
     revision: str | None = None
@@ -42,7 +48,7 @@ class Address(NamedTuple):
 
 
 def address(path: str) -> Address | None:
-    """Where on the hub the data are; None where they are elsewhere."""
+    """Parse a hub name or hf:// URL; None for any other path."""
     url = _URL.fullmatch(path)
     if url is not None:
         return Address(url[1], url[2], (url[3] or "").strip("/"))

@@ -23,8 +23,10 @@ VERSIONED = (
 
 
 def processor(about: Path = Path("/proc/cpuinfo")) -> str:
-    """Linux's name for this machine's, or Python's, which is often empty. Family and model tell apart what some clouds
-    call by one name."""
+    """Name the processor as Linux does, else as Python does, whose name is often empty.
+
+    The name includes family and model, because some clouds give several processors the same model name.
+    """
     with contextlib.suppress(OSError):
         lines = (line.partition(":") for line in about.read_text(encoding="utf-8").splitlines())
         found = {key.strip(): value.strip() for key, _, value in lines}
@@ -36,7 +38,7 @@ def processor(about: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def versions() -> dict[str, str | None]:
-    """Installed versions of what decides a run's numbers; None for what is not installed."""
+    """Return the installed versions of the packages that affect a run's numbers; None for a missing package."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for name in VERSIONED:
         try:

@@ -10,7 +10,7 @@ TEXTS = frozenset(".txt .text .md .rst .tex .html .xml .py .c .h .cc .cpp .rs .g
 
 
 def table_kind(file: Path) -> str | None:
-    """How a table is read, None for a text. `.jsonl.gz` and the like are tables too."""
+    """Return the format of a table, also of a compressed one (`.jsonl.gz`); None for any other file."""
     suffixes = [suffix.lower() for suffix in file.suffixes[-2:]]
     if suffixes and suffixes[-1] in COMPRESSED:
         suffixes.pop()
@@ -18,6 +18,6 @@ def table_kind(file: Path) -> str | None:
 
 
 def is_text(file: Path) -> bool:
-    """By its name, also of a compressed one."""
+    """Whether the suffix is that of a text file, compressed or not."""
     stem = file.with_suffix("") if file.suffix.lower() in COMPRESSED else file
     return stem.suffix.lower() in TEXTS

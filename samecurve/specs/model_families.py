@@ -1,6 +1,6 @@
-"""What is known of model families: where those that a pipeline can cut keep their parts, and which may be packed.
+"""Facts about model families: module names for pipeline stages; support for packing, varlen attention and Liger.
 
-Importing it loads no torch.
+Importing this module does not load torch.
 """
 
 from __future__ import annotations
@@ -17,9 +17,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Family:
-    """Where a model family keeps its parts, and which attention its layers have.
+    """Module names of a model family's parts, and the attention of its layers.
 
-    kinds: config -> "full_attention" or "sliding_attention" for every layer.
+    Attributes:
+        embedding: name of the token embedding.
+        layers: name of the list of layers.
+        norm: name of the final norm.
+        kinds: maps a config to "full_attention" or "sliding_attention" for every layer.
+        rotary: name of the rotary embedding, None if the family has none.
+        positions: name of the embedding of positions, None if the family has none.
+        dropout: name of the dropout behind the embedding, None if the family has none.
     """
 
     embedding: str
@@ -62,10 +69,10 @@ FAMILIES = {
     ),
 }
 
-# Families that build block-diagonal masks from position_ids and have nothing else that carries on from document to
-# document: in each a packed document has the logits that it has alone (tests/unit/test_rows.py). In others, seen with
-# transformers 5.23, it reads its neighbours: bloom, falcon, mpt, opt, biogpt and xglm take positions from elsewhere;
-# mamba, lfm2, minimax and qwen3_next have a state. doge does so with transformers 5.17 and sdpa.
+# Families that build block-diagonal masks from position_ids and carry no other state from document to document. In each
+# of them a packed document has the same logits as alone (tests/unit/test_rows.py). In other families a packed document
+# reads its neighbours, seen with transformers 5.23: bloom, falcon, mpt, opt, biogpt and xglm do not take positions from
+# position_ids; mamba, lfm2, minimax and qwen3_next have a recurrent state. doge leaks with transformers 5.17 and sdpa.
 PACKED = frozenset(
     """
     apertus arcee bitnet codegen cohere cohere2 diffllama ernie4_5 exaone4 gemma gemma2 gemma3_text gemma4_text
@@ -76,14 +83,15 @@ PACKED = frozenset(
 )
 
 
-# Families of PACKED whose attention may be another function than those that transformers has for them. codegen, gpt_neo
-# and gptj compute it themselves or choose from tables of their own; gemma2 and vaultgemma cap the scores.
+# Families of PACKED whose attention function can be replaced. codegen, gpt_neo and gptj compute attention themselves or
+# choose it from their own tables; gemma2 and vaultgemma cap the scores.
 VARLEN = PACKED - frozenset(("codegen", "gemma2", "gpt_neo", "gptj", "vaultgemma"))
 
 
-# Families that have PyTorch's loss and gradients when liger-kernel 0.8.5 replaces what it knows of them, seen with
-# transformers 5.17 and 5.23 by Triton's interpreter (tests/unit/test_kernels.py). Liger's own list is longer. Of the
-# others llama4_text had a loss 1 % off where rows have positions of their own; experts (mixtral) do not run there.
+# Families whose loss and gradients with the kernels of liger-kernel 0.8.5 equal PyTorch's. Measured with transformers
+# 5.17 and 5.23 in Triton's interpreter (tests/unit/test_kernels.py). Liger's own list is longer. Of the families left
+# out, llama4_text had a loss 1 % off where rows have their own positions; experts (mixtral) do not run in the
+# interpreter.
 LIGER = frozenset(
     """
     exaone4 gemma gemma2 gemma3_text glm4 granite hunyuan_v1_dense llama mistral nemotron olmo2 olmo3 phi3 qwen2 qwen3
@@ -92,10 +100,10 @@ LIGER = frozenset(
 )
 
 
-# Families whose work for a token is not what flops.py's formula makes of their config, with transformers 5.23. By
-# torch's counter or by their code they have other attention (big_bird, convbert, fnet, longformer, mra, nystromformer,
-# reformer), shorten the sequence or keep a narrower one inside (canine, funnel, mobilebert, perceiver), or have weights
-# that not every token is multiplied with (ibert, luke, xmod, and what reads images, too).
+# Families whose FLOPs per token differ from the formula in flops.py, with transformers 5.23, by torch's counter or by
+# their code. They have other attention (big_bird, convbert, fnet, longformer, mra, nystromformer, reformer), shorten
+# the sequence or have a narrower one inside (canine, funnel, mobilebert, perceiver), or have weights that not every
+# token is multiplied with (ibert, luke, xmod, and models that also read images).
 UNCOUNTED = frozenset(
     """
     big_bird canine convbert fnet funnel ibert longformer luke mobilebert modernvbert mra neomme nystromformer perceiver
@@ -105,7 +113,7 @@ UNCOUNTED = frozenset(
 
 
 def check_packing(model_type: str, packing: bool) -> None:
-    """Raises ConfigurationError for a family that is not known to keep the documents of a packed row apart."""
+    """Raise ConfigurationError if rows are packed and the family is not known to keep packed documents apart."""
     if packing and model_type not in PACKED:
         raise ConfigurationError(
             f"data.packing: found true, but a {model_type} is not known to keep packed documents apart: they would "

@@ -1,4 +1,4 @@
-"""What strategies, checkpoints and recipes have to know of each optimizer."""
+"""Facts about each optimizer for strategies, checkpoints and recipes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from typing import NamedTuple
 
 
 class OptimizerSpec(NamedTuple):
-    """What an optimizer is to strategies and checkpoints.
+    """Facts about one optimizer.
 
-    states: what it keeps of a matrix beside it, tensors of the matrix's shape, by torch's or bitsandbytes' names.
-    reads: the keys of the recipe's `optimizer` block that not every optimizer has a use for.
-    whole: why its update of a weight cannot be computed from a part of the weight alone, "" where it can.
+    Attributes:
+        states: states per matrix that have the matrix's shape, by torch's or bitsandbytes' names.
+        reads: keys of the recipe's `optimizer` block that this optimizer reads and some others do not.
+        whole: reason why the update of a weight cannot be computed from a shard of it; "" if it can.
     """
 
     states: tuple[str, ...]
@@ -31,5 +32,5 @@ OPTIMIZERS = {
 }
 
 
-# bitsandbytes': what is smaller keeps fp32 states
+# Constants of bitsandbytes. Tensors with fewer than SMALLEST_8BIT elements keep fp32 states.
 SMALLEST_8BIT, BLOCK_8BIT = 4096, 256

@@ -1,4 +1,4 @@
-"""What a recipe's `precision` is called in torch and in model configurations."""
+"""Maps a recipe's `precision` to dtypes of torch and of model configurations."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ PRECISIONS = {name: precision for precision, name in DTYPES.items()}
 
 
 def torch_dtype(precision: str) -> torch.dtype:
-    """precision: a key of DTYPES."""
+    """Return torch's dtype of a precision, which is a key of DTYPES."""
     import torch
 
     return getattr(torch, DTYPES[precision])
 
 
 def compute_dtype(precision: str) -> torch.dtype | None:
-    """As libraries want it for what is computed in less than fp32; None for fp32: nothing is cast."""
+    """Return the dtype for mixed-precision computation; None for fp32, in which nothing is cast."""
     return None if precision == "fp32" else torch_dtype(precision)

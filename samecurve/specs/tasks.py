@@ -1,4 +1,4 @@
-"""Facts about each task for the recipe, the strategies and the commands. What a task does is in tasks/."""
+"""Facts about each task for the recipe, the strategies and the commands. The tasks themselves are in tasks/."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ from samecurve.specs.data_names import BUILTIN, DOCSTRINGS, FUNCTIONS, MODULES, 
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """Attributes:
-    builtin: the data set that comes with samecurve.
-    reads: keys of a recipe that some tasks do not read.
-    row: what a row holds that is not packed with others; "" where rows may be packed.
-    by_token: the loss is a sum over tokens, each found in its own logits and targets (Task.by_token).
-    pipelined: a pipeline can run it.
-    chats: its data are turns of a conversation, or may be.
-    has_teacher: a second model stands beside the one that is trained.
-    auto_class: of transformers, that loads the exported model. hub_tag: the hub's name for what that does.
-    predicts: example arguments of `predict`; "" for a model that generates text.
+    """Facts about one task.
+
+    Attributes:
+        builtin: built-in data set of the task.
+        reads: keys of a recipe that this task reads and some others do not.
+        row: content of a row, for tasks whose rows cannot be packed; "" where rows may be packed.
+        by_token: whether the loss is a sum over tokens, each computed from its own logits and targets (Task.by_token).
+        pipelined: whether the task can run under pipeline parallelism.
+        chats: whether the data are, or may be, turns of a conversation.
+        has_teacher: whether a second model, the frozen teacher, is loaded.
+        auto_class: class of transformers that loads the exported model.
+        hub_tag: the hub's pipeline tag of the exported model.
+        predicts: example arguments of `predict`; "" for a model that generates text.
     """
 
     builtin: str
@@ -100,5 +103,5 @@ TASKS = {
 
 
 def readers(key: str) -> list[str]:
-    """The tasks that read a key of TaskSpec.reads."""
+    """Return the tasks that read a key of TaskSpec.reads."""
     return [task for task, spec in TASKS.items() if key in spec.reads]

@@ -1,4 +1,4 @@
-"""What is trained: which rows, which loss, which metrics. A module's name is the recipe's `task`.
+"""Training tasks: rows, loss and metrics. Each task is the module that the recipe's `task` names.
 
-May import interfaces and what is below it, never engines.
+May import interfaces and lower packages, never engines.
 """

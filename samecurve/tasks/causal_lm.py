@@ -1,4 +1,4 @@
-"""What tasks share that train a causal language model on tokens: the loss, the metrics, the checks."""
+"""Base of the tasks that train a causal language model on tokens: loss, metrics and data loading."""
 
 from __future__ import annotations
 
@@ -27,7 +27,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class CausalTask(Task):
-    """details: what else `describe` says of the data."""
+    """Next-token prediction, for pretraining and fine-tuning.
+
+    Attributes:
+        empty_documents: number of documents that were dropped because they hold no token.
+        details: further entries of `describe`, about the data.
+    """
 
     head = Head()
     by_token = True
@@ -53,7 +58,10 @@ class CausalTask(Task):
         return logits.new_zeros(0)
 
     def metrics(self, result: EvalResult) -> dict[str, float]:
-        """eval_loss in nats per token; eval_bits_per_byte, which tokenizers of any vocabulary can be compared by."""
+        """Return eval_loss in nats per token, eval_perplexity, eval_bits_per_byte and eval_tokens.
+
+        Bits per byte are comparable between tokenizers of different vocabularies.
+        """
         if result.tokens != self.held_out.num_targets:
             raise DataError(
                 f"{result.tokens} held-out tokens were evaluated, but the data hold {self.held_out.num_targets}"
@@ -84,7 +92,18 @@ def load(
     find: Callable[[Data], sources.DataSource],
     make_rows: Callable[[token_store.TokenStream], Rows],
 ) -> CausalTask:
-    """find: what `data` says of one path to its source. Errors: see parts.load."""
+    """Load the rows of a causal language modelling task, from one data set, a mixture or a stream.
+
+    Args:
+        recipe: the whole recipe.
+        text_tokenizer: tokenizer of the task.
+        encoder: turns a document into token ids.
+        find: returns the source of one `data` block.
+        make_rows: cuts a token stream into rows.
+
+    Raises:
+        DataError: see `splits.load`.
+    """
     details: dict[str, object] = {}
     if recipe.data.mixture is not None:
         found = mixture_splits.load(recipe, encoder, find, make_rows)
@@ -97,13 +116,10 @@ def load(
 
 
 def load_tokenizer(recipe: Recipe, find: Callable[[Data], sources.DataSource]) -> PreTrainedTokenizerFast:
-    """The recipe's. One that is trained here learns from all training documents.
-
-    Errors: see tokenizer.load_tokenizer.
-    """
+    """Load the recipe's tokenizer, or train it on all training documents. Raises as `tokenizer.load_tokenizer` does."""
     return tokenizer.load_tokenizer(recipe, lambda data: mixture_splits.find(recipe, find))
 
 
 def document_rows(recipe: Recipe, stream: token_store.TokenStream, padding_token: int) -> DocumentRows:
-    """One document a row, as the recipe wants them padded."""
+    """Return rows of one document each, grouped by length if the recipe sets data.group_by_length."""
     return splits.padded(recipe, (DocumentRows, GroupedDocumentRows), stream, padding_token)

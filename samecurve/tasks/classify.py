@@ -1,4 +1,4 @@
-"""Sequence classification: which of some classes a text, or a pair of texts, belongs to."""
+"""Sequence classification of single texts or pairs of texts."""
 
 from __future__ import annotations
 
@@ -26,31 +26,36 @@ if TYPE_CHECKING:
 
 @dataclass
 class ClassifyTask(splits.TextTask):
-    """names: of the classes; a class is its place there."""
+    """Single-label classification with a cross-entropy loss.
+
+    Attributes:
+        names: class names. A class's id is its index in this tuple.
+    """
 
     names: tuple[str, ...]
     counts = "rows"
 
     @property
     def head(self) -> Head:
-        """A decoder reads the class off its last token that is not padding, which it finds by pad_token_id."""
+        """Sequence classification head with the class names."""
         fields = {
             "id2label": dict(enumerate(self.names)),
             "label2id": {name: index for index, name in enumerate(self.names)},
             "problem_type": "single_label_classification",
+            # A decoder classifies from the last token that is not padding.
             "pad_token_id": self.tokenizer.pad_token_id,
         }
         return Head("sequence_classification", fields)
 
     def statistics(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """(classes x classes,): how many rows of each class (slow index) were taken for each class."""
+        """Return the confusion matrix, flattened to (classes * classes,); the true class is the slow index."""
         counted, size = labels != IGNORE_INDEX, len(self.names)
         return torch.bincount((labels * size + logits.argmax(dim=-1))[counted], minlength=size * size)
 
     def metrics(self, result: EvalResult) -> dict[str, float]:
-        """eval_loss in nats per row; eval_accuracy; eval_f1: the mean over classes of each one's F1.
+        """Return eval_loss in nats per row, eval_accuracy, eval_f1 (macro F1) and eval_rows.
 
-        A class that no row has and no row was taken for is left out of that mean, as in scikit-learn.
+        As in scikit-learn, macro F1 leaves out a class that is neither the label nor the prediction of any row.
         """
         confusion = np.array(result.statistics).reshape(len(self.names), -1)
         if not result.tokens == confusion.sum() == len(self.held_out):
@@ -73,7 +78,11 @@ class ClassifyTask(splits.TextTask):
 
 
 def load(recipe: Recipe) -> ClassifyTask:
-    """Errors: see parts.load and examples.class_names; DataError for a tokenizer without a token that pads."""
+    """Load the task.
+
+    Raises:
+        DataError: for a tokenizer without a padding token; see also `splits.load` and `classification.class_names`.
+    """
     data, cache = recipe.data, cache_folder(recipe.data.cache_dir)
     unnamed = find_examples(data, data.labels, sources.Selection.of(recipe, data))
     names = unnamed.names or classification.class_names(unnamed, cache)

@@ -1,4 +1,4 @@
-"""Distillation: a student learns to say of each token what its teacher does, and what stands there."""
+"""Knowledge distillation: a student learns its teacher's distribution over the next token, and the token itself."""
 
 from __future__ import annotations
 
@@ -24,7 +24,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class DistillTask(causal_lm.CausalTask):
-    """recipe: the run's. Among the targets is `teacher`: its logits, (sequences, sequence_length, vocabulary)."""
+    """Weighted sum of the divergence from the teacher and the label loss.
+
+    `loss`, `divergence` and `statistics` take the teacher's logits, (sequences, sequence_length, vocabulary), as the
+    target `teacher`.
+
+    Attributes:
+        recipe: the run's recipe.
+    """
 
     recipe: Recipe | None = None
 
@@ -32,7 +39,7 @@ class DistillTask(causal_lm.CausalTask):
     def teacher(self) -> Recipe:
         theirs = {"path": self.recipe.distill.teacher, "config": None, "new_head": False}
         model = self.recipe.model.model_copy(update=theirs)
-        # its embedding gets no rows that it was not trained with
+        # Without the recipe's chat template no tokens are added, so the teacher's embedding gets no untrained rows.
         tokenizer = self.recipe.tokenizer.model_copy(update={"chat_template": None})
         return self.recipe.model_copy(update={"model": model, "tokenizer": tokenizer, "adapter": Adapter()})
 
@@ -42,13 +49,14 @@ class DistillTask(causal_lm.CausalTask):
         return (1 - weight) * divergence + (weight * token_loss_sum(logits, labels) if weight else 0.0)
 
     def divergence(self, logits: Tensor, labels: Tensor, teacher: Tensor) -> Tensor:
-        """fp32 scalar, in nats: summed over the trained tokens, times the temperature's square, which keeps the
-        gradient's size (Hinton et al., 2015, arXiv:1503.02531, section 2).
+        """Return the divergence from the teacher in nats, summed over the trained tokens: an fp32 scalar.
 
-        forward_kl: KL(teacher || student), which covers all that the teacher says; reverse_kl: KL(student || teacher),
-        which keeps to what it says mostly. Ids that only one of the two embeddings has stand for no token.
+        forward_kl is KL(teacher || student) and covers all modes of the teacher's distribution. reverse_kl is
+        KL(student || teacher) and concentrates on its main modes. The sum is multiplied by the square of the
+        temperature, which keeps the size of the gradients (Hinton et al., 2015, arXiv:1503.02531, section 2).
         """
         settings, trained = self.recipe.distill, labels != IGNORE_INDEX
+        # Ids that only one of the two embeddings has stand for no token.
         size = min(logits.shape[-1], teacher.shape[-1])
         student, wanted = (
             functional.log_softmax(found[trained][..., :size].float() / settings.temperature, dim=-1)
@@ -58,18 +66,26 @@ class DistillTask(causal_lm.CausalTask):
         return settings.temperature**2 * functional.kl_div(*pair, reduction="sum", log_target=True)
 
     def statistics(self, logits: Tensor, labels: Tensor, teacher: Tensor) -> Tensor:
-        """(2,): the sums of the label loss and of the divergence."""
+        """Return (2,): the sum of the label loss and the sum of the divergence over the trained tokens."""
         return torch.stack([token_loss_sum(logits, labels), self.divergence(logits, labels, teacher)])
 
     def metrics(self, result: EvalResult) -> dict[str, float]:
-        """eval_loss is what is trained on; eval_label_loss, perplexity and bits per byte are of the tokens alone."""
+        """Return the metrics of CausalTask, with eval_loss as the training objective, and its two terms.
+
+        eval_label_loss, eval_perplexity and eval_bits_per_byte measure the label loss alone.
+        """
         label_loss, divergence = (total / max(result.tokens, 1) for total in result.statistics)
         found = super().metrics(replace(result, loss=label_loss))
         return {**found, "eval_loss": result.loss, "eval_label_loss": label_loss, "eval_divergence": divergence}
 
 
 def load(recipe: Recipe) -> DistillTask:
-    """Errors: see sft.load; ConfigurationError for a teacher with another vocabulary."""
+    """Load the task.
+
+    Raises:
+        ConfigurationError: for a teacher with another vocabulary.
+        DataError: see `sft.load`.
+    """
     task = sft.load(recipe)
     _check_vocabulary(task.tokenizer, recipe)
     return DistillTask(**{field.name: getattr(task, field.name) for field in fields(task)}, recipe=recipe)

@@ -1,4 +1,4 @@
-"""Preference optimisation without a reward model: the better answer to a prompt is made more likely than the worse."""
+"""Preference optimisation without a reward model: makes the chosen answer to a prompt likelier than the rejected."""
 
 from __future__ import annotations
 
@@ -28,12 +28,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class DpoTask(pairwise.PairTask):
-    """reference: (pairs, 2), log-probabilities of both answers under the model that the run began with; among the
-    rows' targets once `reference.provide` has found them, where the loss asks for them.
+    """Preference optimisation with one of the pairwise losses of `dpo.loss`.
 
-    The tokens are those of TRL's DPOTrainer by data.train_on=completion, with two differences: pairs that are equal
-    after the cut are left out (TRL counts them, with a gradient of 0), and no end-of-text token is added to what the
-    template wrote (TRL's ORPO and CPO add one where there is none).
+    Losses that need a reference model take the target `reference`, (pairs, 2): the log-probability of each answer under
+    the model that the run started with. `reference_logprobs.provide` adds it to the rows' targets.
+
+    With data.train_on=completion the tokens are those of TRL's DPOTrainer, with two differences. Pairs whose answers
+    are equal after truncation are left out (TRL counts them, with a gradient of 0). No end-of-text token is added to
+    the rendered template (TRL's ORPO and CPO add one if it is missing).
     """
 
     settings: Dpo
@@ -67,7 +69,7 @@ class DpoTask(pairwise.PairTask):
     def step_loss(
         self, logits: Tensor, labels: Tensor, reference: Tensor | None = None, drift: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The rewards come with the loss: another look at the logits would take their memory again."""
+        # Loss and rewards share one pass over the logits: a second one would need their memory again.
         found, lengths = _measured(logits, labels)
         counted = self.counted(labels)
         losses = pair_losses(self.settings, found, lengths, reference, drift)
@@ -80,7 +82,7 @@ class DpoTask(pairwise.PairTask):
         return rewards(self.settings, *_measured(logits, labels), reference)
 
     def features(self, logits: Tensor, labels: Tensor, reference: Tensor | None = None) -> Tensor:
-        """(pairs, 2): log-probabilities of both answers, less the reference's where those are known."""
+        """Return (pairs, 2): log-probabilities of both answers, minus those of the reference model if given."""
         found, _ = _measured(logits, labels)
         return found if reference is None else found - reference
 
@@ -89,7 +91,7 @@ class DpoTask(pairwise.PairTask):
 
 
 class KtoTask(DpoTask):
-    """Its pairs meet: each is compared with the mean of the whole global batch, and in an evaluation of all pairs."""
+    """KTO on pairs: each answer is compared with the mean over the global batch, in an evaluation over all pairs."""
 
     def context(self, features: Tensor) -> dict[str, Tensor]:
         return {"drift": kto_drift(features)}
@@ -102,7 +104,7 @@ class KtoTask(DpoTask):
 
 
 def load(recipe: Recipe) -> DpoTask:
-    """Errors: see pairs.load."""
+    """Load the task. Raises as `pairwise.load` does."""
     make = KtoTask if recipe.dpo.loss == "kto" else DpoTask
     return make(*pairwise.load(recipe, _rows), recipe.dpo)
 
@@ -112,6 +114,6 @@ def _rows(recipe: Recipe, stream: TokenStream, tokenizer: PreTrainedTokenizerFas
 
 
 def _measured(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """(pairs, 2) log-probabilities of the answers, and (pairs, 2) how many tokens they have."""
+    """Return the answers' log-probabilities and their numbers of trained tokens, both (pairs, 2)."""
     lengths = (labels != IGNORE_INDEX).sum(dim=-1)
     return sequence_log_probabilities(logits, labels).view(-1, 2), lengths.view(-1, 2)

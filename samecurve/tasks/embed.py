@@ -1,4 +1,4 @@
-"""Embeddings of texts, by contrast: an anchor is to be closer to its positive than to all other rows' texts."""
+"""Contrastive text embeddings (InfoNCE) with in-batch negatives from the whole global batch."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ if TYPE_CHECKING:
     from samecurve.config.schema import Data, Recipe
     from samecurve.interfaces.engine import EvalResult
 
-_DEPTH = 10  # of the mean reciprocal rank, as in the BEIR and MS MARCO benchmarks
+_DEPTH = 10  # cutoff of the mean reciprocal rank, as in the BEIR and MS MARCO benchmarks
 
 
 @dataclass
 class EmbedTask(splits.TextTask):
-    """Rows are read by their anchor, their positive and their negatives; those of all rows are every row's negatives.
+    """InfoNCE loss over anchors, positives and hard negatives.
 
-    So a row's loss needs the embeddings of the whole global batch, which `context` gives it.
+    The positives and negatives of all rows serve as negatives of every row. So a row's loss needs the embeddings of the
+    whole global batch, which `context` provides (gradient caching, see `Task`).
     """
 
     recipe: Recipe
@@ -49,7 +50,7 @@ class EmbedTask(splits.TextTask):
         return found.last_hidden_state
 
     def features(self, states: Tensor, labels: Tensor, attention_mask: Tensor) -> Tensor:
-        """(rows, sequences per row * n): embeddings of length 1."""
+        """Return embeddings of length 1, (rows, sequences per row * embedding size)."""
         pooled = contrastive.pool(states, attention_mask, self.recipe.embed.pooling)
         return functional.normalize(pooled, dim=-1).reshape(len(labels), -1)
 
@@ -67,10 +68,14 @@ class EmbedTask(splits.TextTask):
         return count_trained(labels)
 
     def metrics(self, result: EvalResult) -> dict[str, float]:
-        """eval_loss in nats per row, of held-out rows in their order, as many at a time as a step has.
+        """Return the loss and the retrieval metrics of the held-out rows.
 
-        eval_accuracy_at_k: the part of the anchors whose positive is among the k nearest of all different held-out
-        positives and negatives; eval_mrr_at_10: the mean of 1 / its place there, 0 behind the tenth.
+        Returns:
+            eval_loss: nats per row, computed on batches of global_batch_size rows in their order.
+            eval_accuracy_at_k (k = 1, 5): fraction of anchors whose positive is among the k nearest of all distinct
+                held-out positives and negatives.
+            eval_mrr_at_10: mean reciprocal rank of the positive among them; 0 for ranks above 10.
+            eval_rows: number of rows.
         """
         if result.tokens != len(self.held_out):
             raise DataError(f"{result.tokens} held-out rows were evaluated, but the data hold {len(self.held_out)}")
@@ -91,7 +96,7 @@ class EmbedTask(splits.TextTask):
         return {**self.parts.describe(), "vocabulary_size": self.vocabulary_size, **counted, **self.parts.counts}
 
     def write_beside(self, directory: Path, config: PreTrainedConfig) -> None:
-        """What sentence-transformers needs to load the export: how tokens become one vector."""
+        """Write the files that sentence-transformers needs to load the export: modules, pooling, similarity."""
         modules = ("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")
         listed = [
             {"idx": nth, "name": str(nth), "path": path, "type": f"sentence_transformers.models.{name}"}
@@ -109,12 +114,16 @@ class EmbedTask(splits.TextTask):
         write_json(directory / "config_sentence_transformers.json", {"similarity_fn_name": "cosine"})
 
     def _embeddings(self, features: Tensor, rows: RetrievalRows) -> Tensor:
-        """(rows, texts, n)."""
+        """Reshape features to (rows, sequences per row, embedding size)."""
         return features.unflatten(1, (rows.num_sequences, -1))
 
 
 def load(recipe: Recipe) -> EmbedTask:
-    """Errors: see parts.load; DataError for a tokenizer without a token that pads."""
+    """Load the task.
+
+    Raises:
+        DataError: for a tokenizer without a padding token; see also `splits.load`.
+    """
 
     def find(data: Data) -> sources.DataSource:
         return find_matches(data.path, data, sources.Selection.of(recipe, data))

@@ -1,4 +1,4 @@
-"""The data sets of `data.mixture`, each read, cached and checked by itself, as the rows of one task."""
+"""Loads the data sets of `data.mixture`. Each is read, cached and checked separately."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from samecurve.tasks import splits
 
 @dataclass(frozen=True)
 class WholeSource(sources.DataSource):
-    """All sources one after the other: what a tokenizer is trained on, whatever the weights."""
+    """Concatenation of all sources, on which a tokenizer is trained regardless of the mixture's weights."""
 
     members: tuple[sources.DataSource, ...] = ()
 
@@ -37,7 +37,7 @@ class WholeSource(sources.DataSource):
 
 
 def find(recipe: Recipe, find_one: Callable[[Data], sources.DataSource]) -> sources.DataSource:
-    """All training documents. Errors: DataError, of all sources together."""
+    """Return one source of all training documents. Raises one DataError that lists the problems of all sources."""
     found = _together(lambda data=data: find_one(data) for data in recipe.data.sources())
     if len(found) == 1:
         return found[0]
@@ -51,7 +51,17 @@ def load(
     find_one: Callable[[Data], sources.DataSource],
     make_rows: Callable[[token_store.TokenStream], Rows],
 ) -> splits.Parts:
-    """find_one: what `data` says of one source to that source. Errors: as parts.load, of all sources together."""
+    """Load the mixed training rows and the joined held-out rows.
+
+    Args:
+        recipe: a recipe with data.mixture.
+        encoder: turns a document into token ids.
+        find_one: returns the source of one `data` block.
+        make_rows: cuts a token stream into rows.
+
+    Raises:
+        DataError: as `splits.load`, with the problems of all sources together.
+    """
     fraction, cache = sources.validation_fraction(recipe), cache_folder(recipe.data.cache_dir)
 
     origins: dict[str, list[str]] = {}
@@ -77,7 +87,10 @@ def load(
 
 
 def describe(recipe: Recipe, loaded: splits.Parts) -> dict[str, dict[str, object]]:
-    """For the header and run.json, by source. epochs: how often a run of `steps` reads each of its rows."""
+    """Describe each source for the header and run.json.
+
+    `epochs` is how often a run of recipe.steps steps reads each row of the source.
+    """
     num_rows = recipe.steps * recipe.batch.global_batch_size
     found = {}
     for index, (source, rows, share) in enumerate(
@@ -93,7 +106,7 @@ def describe(recipe: Recipe, loaded: splits.Parts) -> dict[str, dict[str, object
 
 
 def _check(train: MixedRows, found: list[token_store.Corpus], recipe: Recipe) -> None:
-    """No row may be twice in one step."""
+    """Raise DataError if a step would read a row twice: too few rows of a source, or the same data in two sources."""
     batch, problems, known = recipe.batch, [], {}
     for index, (source, rows) in enumerate(zip(recipe.data.mixture, train.parts, strict=True)):
         num_wanted = train.most_in_step(index, batch.global_batch_size)
@@ -117,7 +130,7 @@ def _check(train: MixedRows, found: list[token_store.Corpus], recipe: Recipe) ->
 
 
 def _together(calls: Iterable[Callable]) -> list:
-    """All results. Raises DataError that tells what is wrong with all sources together."""
+    """Return the results of all calls. Raises one DataError that lists the problems of all of them."""
     results, problems = [], []
     for call in calls:
         try:

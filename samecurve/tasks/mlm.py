@@ -1,4 +1,4 @@
-"""Masked language modelling: an encoder tells the tokens that were hidden from it."""
+"""Masked language modelling: an encoder predicts masked tokens."""
 
 from __future__ import annotations
 
@@ -31,11 +31,14 @@ class MaskedTask(splits.TextTask):
         return Head("masked_lm", {"pad_token_id": self.tokenizer.pad_token_id})
 
     def statistics(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """(1,): how many of the hidden tokens were told right."""
+        """Return (1,): number of masked tokens that are predicted correctly."""
         return ((logits.argmax(dim=-1) == labels) & (labels != IGNORE_INDEX)).sum().reshape(1)
 
     def metrics(self, result: EvalResult) -> dict[str, float]:
-        """eval_loss in nats per hidden token; eval_accuracy: the part of them that is told right."""
+        """Return eval_loss in nats per masked token, eval_perplexity, eval_accuracy and eval_tokens.
+
+        eval_accuracy is the fraction of masked tokens that are predicted correctly.
+        """
         if result.tokens != self.held_out.num_targets:
             raise DataError(
                 f"{result.tokens} hidden tokens were evaluated, but the held-out rows have {self.held_out.num_targets}"
@@ -53,7 +56,11 @@ class MaskedTask(splits.TextTask):
 
 
 def load(recipe: Recipe) -> MaskedTask:
-    """Errors: see parts.load; DataError for a tokenizer without a mask token or without a token that pads."""
+    """Load the task.
+
+    Raises:
+        DataError: for a tokenizer without a mask token or without a padding token; see also `splits.load`.
+    """
 
     def find(data: Data) -> sources.DataSource:
         return sources.find_source(data.path, data.pattern, data.text_column, sources.Selection.of(recipe, data))

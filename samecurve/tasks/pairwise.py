@@ -1,4 +1,4 @@
-"""What tasks share that train on preference pairs: the data, the counts, the metrics."""
+"""Base of the tasks that train on preference pairs: data loading, counts and metrics."""
 
 from __future__ import annotations
 
@@ -27,34 +27,42 @@ if TYPE_CHECKING:
 
 @dataclass
 class PairTask(splits.TextTask):
+    """Task whose rows are pairs of a chosen and a rejected answer to one prompt."""
+
     counts = "pairs"
     num_step_statistics = 3
 
     @abstractmethod
     def rewards(self, logits: Tensor, labels: Tensor, **targets: Tensor) -> Tensor:
-        """(pairs, 2): how good the model finds each answer, the chosen one first."""
+        """Return the model's reward of each answer, (pairs, 2), the chosen one first."""
 
     @abstractmethod
     def counted(self, labels: Tensor) -> Tensor:
-        """(pairs,) bool: which pairs do not only fill up."""
+        """Return a mask (pairs,) bool: False for pairs that only pad the micro-batch."""
 
     def count(self, labels: Tensor, **_: Tensor) -> int:
         return int(self.counted(labels).sum())
 
     def statistics(self, logits: Tensor, labels: Tensor, **targets: Tensor) -> Tensor:
-        """(3,): the sum of the chosen answers' rewards, of the rejected ones', and how many pairs are the right way."""
+        """Return (3,): sum of chosen rewards, sum of rejected rewards, number of pairs with chosen above rejected."""
         return summed(self.rewards(logits, labels, **targets)[self.counted(labels)])
 
     def metrics(self, result: EvalResult) -> dict[str, float]:
-        """eval_loss in nats per pair; eval_accuracy: the part of the pairs whose chosen answer has the higher reward;
-        eval_margin: by how much on average."""
+        """Return the loss and the reward metrics of the held-out pairs.
+
+        Returns:
+            eval_loss: nats per pair.
+            eval_accuracy: fraction of pairs whose chosen answer has the higher reward.
+            eval_rewards_chosen, eval_rewards_rejected, eval_margin: mean rewards, and their mean difference.
+            eval_pairs: number of pairs.
+        """
         if result.tokens != len(self.held_out):
             raise DataError(f"{result.tokens} held-out pairs were evaluated, but the data hold {len(self.held_out)}")
         found = {f"eval_{name}": value for name, value in _means(result.statistics, result.tokens).items()}
         return {"eval_loss": result.loss, **found, "eval_pairs": result.tokens}
 
     def step_metrics(self, result: StepResult) -> dict[str, float | None]:
-        """The same numbers of the step's pairs, by the model that the step began with."""
+        """Return the same reward metrics for the step's pairs, under the weights before the step's update."""
         return _means(result.statistics or [math.nan] * self.num_step_statistics, max(result.tokens, 1))
 
     def describe(self) -> dict[str, object]:
@@ -73,7 +81,7 @@ def _means(statistics: Sequence[float], num_pairs: int) -> dict[str, float]:
 
 
 def summed(rewards: Tensor) -> Tensor:
-    """(3,) fp64 of (pairs, 2), see PairTask.statistics."""
+    """Reduce rewards (pairs, 2) to the sums of `PairTask.statistics`, (3,) fp64."""
     return torch.cat([rewards.double().sum(dim=0), (rewards[:, 0] > rewards[:, 1]).sum().reshape(1)])
 
 
@@ -82,8 +90,17 @@ def load(
     make_rows: Callable[[Recipe, token_store.TokenStream, PreTrainedTokenizerFast], PairRows],
     pads: bool = False,
 ) -> tuple[PreTrainedTokenizerFast, splits.Parts]:
-    """pads: whether the task needs a token that pads. Errors: see parts.load; DataError also for a tokenizer without
-    that, and without a chat template."""
+    """Load the tokenizer and the rows of a task on preference pairs.
+
+    Args:
+        recipe: the whole recipe.
+        make_rows: cuts a token stream into rows of pairs.
+        pads: whether the task needs a padding token.
+
+    Raises:
+        DataError: for a tokenizer without a chat template, or without a padding token if one is needed; see also
+            `splits.load`.
+    """
     schema = preference.Schema.of(recipe.data)
 
     def find(data: Data) -> sources.DataSource:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def load(recipe: Recipe) -> causal_lm.CausalTask:
-    """Errors: see causal.load."""
+    """Load the task. Raises as `causal_lm.load` does."""
 
     def find(data: Data) -> sources.DataSource:
         return sources.find_source(data.path, data.pattern, data.text_column, sources.Selection.of(recipe, data))

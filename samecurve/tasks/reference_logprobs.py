@@ -1,7 +1,7 @@
-"""Log-probabilities under the model that a run begins with: computed once for every pair, kept in the cache.
+"""Reference log-probabilities of preference pairs under the initial model, computed once and cached.
 
-They are taken from the live engine before its first step, so the model is sharded as it is trained and no second one
-is needed. With an adapter that is the base model: a new adapter adds nothing (its second matrix is 0).
+The live engine computes them before its first step. So the model is sharded as for training, and no second copy is
+needed. With an adapter the reference is the base model, because a new adapter adds nothing (its second matrix is 0).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 # Part of the cache key: raise it when the values for the same model and rows change.
 _VERSION = 1
-_MICRO_BATCHES = 16  # at a time: their values are gathered together
+_MICRO_BATCHES = 16  # gathered in one call
 _FILE = "log_probabilities.npy"
 _PLAIN_LINE_SECONDS = 30.0
 
@@ -49,12 +49,21 @@ def provide(
     world: ControlGroup,
     alive: Callable[[], None],
 ) -> None:
-    """Give rows their `reference`, from the cache or computed now; collective.
+    """Set `rows.reference` from the cache, or compute it now. Collective: every rank calls it.
 
-    title: of the rows, for messages. engine: with its initial weights, before a checkpoint is loaded. model: see
-    model_key. alive: called for each micro-batch.
-    Errors: StorageError when the cache cannot be written, DataError for a damaged file in it, NumericError for a model
-    whose log-probabilities are not finite.
+    Args:
+        rows: rows that get their reference.
+        title: name of the rows, for messages.
+        engine: engine with its initial weights, before a checkpoint is loaded.
+        recipe: the whole recipe.
+        model: cache key of the model, see `model_key`.
+        world: control group of all ranks.
+        alive: called for each micro-batch, to report progress to the watchdog.
+
+    Raises:
+        StorageError: when the cache cannot be written.
+        DataError: for a damaged file in the cache.
+        NumericError: for a model whose log-probabilities are not finite.
     """
     key = digest(_VERSION, rows.fingerprint, model, recipe.precision)
     target = cache_folder(recipe.data.cache_dir) / "references" / key
@@ -70,7 +79,7 @@ def provide(
 
 
 def model_key(recipe: Recipe, skeleton: PreTrainedModel, task: Task) -> str:
-    """Changes with what decides the first weights, and with what they compute."""
+    """Return the cache key of the initial model: a digest of its architecture and of the source of its weights."""
     architecture = identity(skeleton.config, task)["model"]
     if recipe.model.path is not None:
         weights = fingerprint(weight_files(recipe.model.path))
@@ -85,7 +94,18 @@ def compute(
     alive: Callable[[], None],
     progress: Callable,
 ) -> np.ndarray:
-    """(rows, 2) fp32, the same on every rank. progress: a context that gives a function of the part done."""
+    """Compute the log-probabilities of all answers.
+
+    Args:
+        rows: preference pairs.
+        engine: engine with its initial weights.
+        micro_batch_size: pairs per forward pass of a rank.
+        alive: called for each micro-batch.
+        progress: returns a context manager, which yields a function to call with the fraction done.
+
+    Returns:
+        (rows, 2) fp32, the same on every rank.
+    """
     batches = EvaluationBatches(rows, micro_batch_size, engine.shard, alive)
     found = np.empty((engine.shard[1], len(batches) * micro_batch_size, 2), dtype=np.float32)
     with progress() as done:
@@ -95,12 +115,12 @@ def compute(
             together = slice(start * micro_batch_size, stop * micro_batch_size)
             found[:, together] = values.reshape(engine.shard[1], -1, 2)
             done(stop / len(batches))
-    # each shard has the rows that follow those of the one before it
+    # The shards hold consecutive ranges of rows, in rank order.
     return found.reshape(-1, 2)[: len(rows)]
 
 
 def _together(world: ControlGroup, call: Callable[[], Any]) -> Any:
-    """What `call` returns. An error of one rank is raised on all of them; none goes on before all have called."""
+    """Return the result of `call` on this rank, after all ranks have called. Raises an error of one rank on all."""
     result, problem = None, None
     try:
         result = call()
@@ -133,7 +153,7 @@ def _read(file: Path, num_rows: int) -> np.ndarray:
 
 @contextmanager
 def _progress(title: str, prints: bool) -> Iterator[Callable[[float], None]]:
-    """A bar on a terminal, else a line every 30 s and one at the end."""
+    """Show a progress bar on a terminal, else print a line every 30 s and one at the end."""
     from rich.console import Console
     from rich.progress import Progress
 

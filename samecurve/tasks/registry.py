@@ -1,4 +1,4 @@
-"""What is trained: which rows, which loss, which metrics. A module's name is the recipe's `task`."""
+"""Loads the task that the recipe's `task` names: the module of that name."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ if TYPE_CHECKING:
 
 
 def load(recipe: Recipe) -> Task:
-    """Tokenizer and rows of the recipe's task. DataError when the data cannot be used."""
+    """Load the recipe's task with its tokenizer and rows. Raises DataError when the data cannot be used."""
     return import_module(f".{recipe.task}", __package__).load(recipe)
 
 
 def load_together(recipe: Recipe, world: ControlGroup) -> Task:
-    """The same task on every rank; all ranks call it.
+    """Load the same task on every rank. Collective: every rank calls it.
 
-    Rank 0 is the first, because it may have to tokenise; what it cannot use is every rank's error. Raises DataError
-    also where ranks find other data than rank 0 does.
+    Raises:
+        SamecurveError: on every rank, when rank 0 cannot load the task.
+        DataError: when some ranks find other data than rank 0.
     """
     task, problem = None, None
+    # Rank 0 loads first, because it may have to tokenise; the others then read its cache.
     if world.is_main:
         try:
             task = load(recipe)

@@ -1,4 +1,4 @@
-"""A reward model: a score for a whole conversation, higher for the better of two answers (Bradley-Terry)."""
+"""Reward modelling: a scalar score for a conversation, trained on preference pairs (Bradley-Terry)."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class RewardTask(pairwise.PairTask):
+    """Bradley-Terry loss on the scores of the chosen and the rejected answer."""
+
     settings: Reward
 
     @property
     def head(self) -> Head:
-        """A decoder's score is that of its last token that is not padding, which it finds by pad_token_id."""
+        # A decoder's score is that of its last token that is not padding.
         return Head("sequence_classification", {"num_labels": 1, "pad_token_id": self.tokenizer.pad_token_id})
 
     def describe(self) -> dict[str, object]:
@@ -34,10 +36,10 @@ class RewardTask(pairwise.PairTask):
         return {**super().describe(), "scores_read_before_the_last_token": early}
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """-log sigmoid of the difference (arXiv:2203.02155, equation 1, for two answers), summed over pairs.
+        """Return the sum over pairs of -log sigmoid(chosen - rejected) (arXiv:2203.02155, equation 1, two answers).
 
-        center_rewards_coefficient: and the squared sum of the two, which the difference leaves free (arXiv:2312.09244,
-        section 2).
+        center_rewards_coefficient adds a penalty on the squared sum of the two rewards, which their difference leaves
+        undetermined (arXiv:2312.09244, section 2).
         """
         rewards = self.rewards(logits, labels)
         losses = -F.logsigmoid(rewards[:, 0] - rewards[:, 1])
@@ -56,7 +58,7 @@ class RewardTask(pairwise.PairTask):
 
 
 def load(recipe: Recipe) -> RewardTask:
-    """Errors: see pairs.load."""
+    """Load the task. Raises as `pairwise.load` does."""
     return RewardTask(*pairwise.load(recipe, _rows, pads=True), recipe.reward)
 
 

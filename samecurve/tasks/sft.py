@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the answers of conversations."""
+"""Supervised fine-tuning on the assistant's turns of conversations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 
 
 def load(recipe: Recipe) -> causal_lm.CausalTask:
-    """Errors: see causal.load; DataError also for a tokenizer without a chat template."""
+    """Load the task.
+
+    Raises:
+        DataError: for a tokenizer without a chat template; see also `causal_lm.load`.
+    """
     schema = conversation.Schema.of(recipe.data)
 
     def find(data: Data) -> sources.DataSource:

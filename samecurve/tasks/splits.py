@@ -1,4 +1,4 @@
-"""What every task does with its data: read the training and the held-out part, check them, say what they hold."""
+"""Training and held-out rows of a task: loading, checking, describing."""
 
 from __future__ import annotations
 
@@ -21,14 +21,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-# in counts: where the rows come from
+# Keys of Parts.counts that name the origin of the training and of the evaluation data.
 ORIGIN, EVALUATED = "hub", "evaluated_on"
 
 
 @dataclass(frozen=True)
 class Parts:
-    """held_out: None when the recipe holds nothing out. counts: what the encoder counted, and of data of the hub which
-    split of which commit they are."""
+    """Training and held-out rows of a task.
+
+    Attributes:
+        train: training rows.
+        held_out: held-out rows; None when the recipe holds nothing out.
+        empty_documents: number of documents that were dropped because they hold no token.
+        counts: the encoder's counts by name; for data of the hub also the origin (split and commit).
+    """
 
     train: Rows
     held_out: Rows | None
@@ -42,7 +48,7 @@ class Parts:
 
 @dataclass
 class TextTask(Task):
-    """What every task is made of that reads no stream of tokens."""
+    """Base of the tasks that train on separate texts, not on a causal language model's token stream."""
 
     tokenizer: PreTrainedTokenizerFast
     parts: Parts
@@ -74,9 +80,16 @@ def load(
     find: Callable[[Data], sources.DataSource],
     make_rows: Callable[[token_store.TokenStream], Rows],
 ) -> Parts:
-    """find: what `data` says of one path to its source.
+    """Load the training and the held-out rows of one data set.
 
-    Errors: DataError for unusable data, for fewer rows than one global batch, for an empty held-out part.
+    Args:
+        recipe: the whole recipe.
+        encoder: turns a document into token ids.
+        find: returns the source of one `data` block.
+        make_rows: cuts a token stream into rows.
+
+    Raises:
+        DataError: for unusable data, for fewer rows than one global batch, for an empty held-out part.
     """
 
     origins: dict[str, str] = {}
@@ -103,9 +116,13 @@ def load(
 def padded(
     recipe: Recipe, kinds: tuple[type[Rows], type[LengthGroups]], stream: token_store.TokenStream, *arguments: object
 ) -> Rows:
-    """Rows that are padded. kinds: in any order, and with steps of nearly the same length (data.group_by_length).
+    """Return padded rows, grouped by length if the recipe sets data.group_by_length.
 
-    arguments: what else the rows take, the padding token first.
+    Args:
+        recipe: the whole recipe.
+        kinds: (class of plain rows, class of rows grouped by length).
+        stream: tokens of all documents.
+        arguments: further arguments of both classes, the padding token first.
     """
     plain, grouped = kinds
     given = (stream, recipe.batch.sequence_length, *arguments)
@@ -124,7 +141,7 @@ def _too_few(rows: Rows, training: token_store.Corpus, recipe: Recipe) -> DataEr
 
 
 def lost(rows: Rows, training: token_store.Corpus, validation_fraction: float) -> str:
-    """For a message about too few rows: how many documents are not among them, why, what to do; "" where none is."""
+    """Explain too few rows, for a message: how many documents are missing, why, and what to do; "" if none is."""
     counts, num_held_out = _describe(rows), len(training.held_out.offsets) - 1
     total = counts["documents"] + training.empty_documents + num_held_out
     reasons, fixes = [], []
@@ -148,7 +165,7 @@ def lost(rows: Rows, training: token_store.Corpus, validation_fraction: float) -
 
 
 def check_held_out(parts: Parts, recipe: Recipe) -> None:
-    """Raises DataError where something is held out, but no row."""
+    """Raise DataError if a part is held out but has no row."""
     if parts.held_out is None or len(parts.held_out):
         return
     if recipe.evaluation is not None:
@@ -165,12 +182,12 @@ def check_held_out(parts: Parts, recipe: Recipe) -> None:
 
 
 def describe_rows(rows: Rows) -> dict[str, int]:
-    """Of a mixture: the sums over its sources."""
+    """Return counts of rows, documents and tokens by name; for a mixture summed over its sources."""
     return added(_describe(part) for part in rows.parts)
 
 
 def added(counts: Iterable[dict[str, int]]) -> dict[str, int]:
-    """Counts of the same names, one by one."""
+    """Add up counts name by name."""
     total: Counter[str] = Counter()
     for part in counts:
         total.update(part)

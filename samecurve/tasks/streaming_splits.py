@@ -1,4 +1,7 @@
-"""`data.streaming`: text that is tokenised while training goes on, into a folder that stays small."""
+"""Loads the rows of `data.streaming`: text that is tokenised block by block during training.
+
+The folder of the tokenised blocks stays small, because blocks that are no longer needed are deleted.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,10 @@ from samecurve.tasks import splits
 
 
 def load(recipe: Recipe, encoder: Encoder, make_rows: Callable[[token_store.TokenStream], Rows]) -> splits.Parts:
-    """The first block is read now, so that most mistakes in the data are told before a model is loaded.
+    """Load the streamed training rows and the held-out rows. Raises DataError for unusable data.
 
-    What is held out are the first block's documents that are chosen by their content; others that are chosen are
-    trained on nowhere, either. Errors: DataError for unusable data.
+    Documents are held out by their content. Those of the first block are evaluated on; those of later blocks are
+    neither trained nor evaluated on.
     """
     data, fraction = recipe.data, sources.validation_fraction(recipe)
     files = stream_files.find_stream_files(
@@ -41,6 +44,7 @@ def load(recipe: Recipe, encoder: Encoder, make_rows: Callable[[token_store.Toke
         key = digest(data.text_column, fraction, encoder.identity, *map(astuple, source.pieces))
         return token_store.load_corpus_into(folder.of(block, key), key, source, encoder, fraction)
 
+    # Read now, so that most mistakes in the data are reported before a model is loaded.
     first = read(0)
     read_as = (data.text_column, data.shuffle_buffer_mib, fraction, encoder.identity)
     fingerprint = digest(stream_pieces.fingerprint(files), *read_as)
@@ -70,7 +74,7 @@ def load(recipe: Recipe, encoder: Encoder, make_rows: Callable[[token_store.Toke
 
 
 def _origin(data: Data, files: tuple[stream_files.StreamFile, ...]) -> dict[str, str]:
-    """Of a split of the hub, as parts.Parts.counts has it."""
+    """Return the origin of a split of the hub, as in `splits.Parts.counts`; {} for other data."""
     if not files[0].name.startswith("hf://") or "@" not in files[0].relative:
         return {}
     name, commit = "/".join(files[0].relative.split("/")[:2]).split("@")
@@ -78,11 +82,12 @@ def _origin(data: Data, files: tuple[stream_files.StreamFile, ...]) -> dict[str,
 
 
 def _evaluated(recipe: Recipe, data: Data, encoder: Encoder) -> token_store.Corpus:
-    """All of what is evaluated on. Of the hub the split's files are read alone, and not all of the data set first."""
+    """Tokenise all of the evaluation data."""
     cache, selection = cache_folder(data.cache_dir), sources.Selection.of(recipe, data)
     if address(data.path) is None:
         source = sources.find_source(data.path, data.pattern, data.text_column, selection)
         return token_store.load_corpus(source, encoder, 0.0, cache)
+    # Of a data set of the hub only the split's files are read, instead of downloading all of the data set first.
     files = stream_files.find_stream_files(data.path, data.pattern, data.text_column, selection)
     pieces = tuple(stream_pieces.cut_into_chunks(files, data.shuffle_buffer_mib * 2**20))
     source = stream_pieces.ChunkSource(data.path, (), data.text_column, pieces)
@@ -91,9 +96,10 @@ def _evaluated(recipe: Recipe, data: Data, encoder: Encoder) -> token_store.Corp
 
 
 class _Folder:
-    """Where the blocks of a run lie: the first one, for what is held out, and those about the position that is read.
+    """Folder of a run's tokenised blocks: the first one, for the held-out rows, and those near the current position.
 
-    Each run has its own, because it takes away what it does not need any more; the first process of each machine does.
+    Each run has its own folder, because it deletes blocks that it no longer needs. The first process of each machine
+    deletes them.
     """
 
     def __init__(self, recipe: Recipe):

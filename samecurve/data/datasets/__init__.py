@@ -1,1 +1,1 @@
-"""Rows of one length, readable by any index, for each kind of task, and their mixtures."""
+"""Random-access rows of one length for each kind of task, and their mixtures."""

@@ -1,4 +1,4 @@
-"""Tokens to rows of one length, readable by any index."""
+"""Rows of one length, cut from a token stream, with random access."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ if TYPE_CHECKING:
     from samecurve.data.token_store import TokenStream
 
 _ROWS_PER_PASS = 256
-# Matrices whose sides are a multiple of this are computed faster on GPUs, and there are fewer shapes.
+# GPUs multiply matrices faster whose sides are a multiple of this; it also limits the number of shapes.
 _WIDTH_MULTIPLE = 64
 
 
 @dataclass(frozen=True)
 class RowArrays:
-    """The rows of some indices, by the names that MicroBatch gives them: int64 arrays (len(indices), ...).
+    """Arrays of some rows: int64, (len(indices), ...), by the names of MicroBatch's inputs and targets.
 
-    What is long as a row has sequence_length as its last axis, and is cut to what its micro-batch needs. A row may be k
-    sequences (two answers to compare, a question and what answers it): (len(indices), k, sequence_length).
+    Arrays with one value per token have sequence_length as their last axis, which is cut to the width of the
+    micro-batch. A row may consist of k sequences (two answers to compare, a question and its answers), whose arrays are
+    (len(indices), k, sequence_length).
     """
 
     inputs: dict[str, np.ndarray]
@@ -41,19 +42,20 @@ class RowArrays:
 
 
 def causal_arrays(input_ids: np.ndarray, position_ids: np.ndarray, labels: np.ndarray) -> RowArrays:
-    """What a causal language model reads. position_ids restart at 0 where a document starts: without an attention_mask
-    transformers builds block-diagonal masks from that. labels are already shifted: labels[b, t] is the target at t."""
+    """Build the arrays for a causal language model.
+
+    position_ids restart at 0 at each document; without an attention_mask transformers builds block-diagonal masks from
+    them. labels are already shifted: labels[b, t] is the target at t.
+    """
     return RowArrays({"input_ids": input_ids, "position_ids": position_ids}, {"labels": labels})
 
 
 def range_sums(marks: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-    """int64, the sum of marks[start:stop] for each range; the ranges are in order and do not overlap.
-
-    Without a running sum, which is eight times the marks' memory.
-    """
+    """Return the sum of marks[start:stop] for each range, int64. The ranges must be in order and must not overlap."""
     if not len(starts):
         return np.zeros(0, dtype=np.int64)
-    # The sums from each start to its stop, and between.
+    # reduceat gives the sums from each start to its stop, and between the ranges. A running sum would need eight times
+    # the memory of the marks.
     bounds = np.stack([starts, stops], axis=1).ravel()
     at_end = bounds >= len(marks)
     sums = np.zeros(len(bounds), dtype=np.int64)
@@ -62,23 +64,22 @@ def range_sums(marks: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.n
 
 
 class Rows(ABC):
-    """Rows of one length, cut from a stream of documents and readable by any index."""
+    """Rows of one length, cut from a stream of documents, with random access by arrays of indices."""
 
-    targets_are_tokens = True
+    targets_are_tokens = True  # whether num_targets counts tokens
 
     def __init__(self, stream: TokenStream, sequence_length: int, padding_token: int):
-        """padding_token: any token; its labels are IGNORE_INDEX and no trained token attends to it."""
+        """padding_token: any token id. Its labels are IGNORE_INDEX, and no trained token attends to it."""
         self.stream = stream
         self.sequence_length = sequence_length
         self.padding_token = padding_token
         self.fingerprint = digest(type(self).__name__, stream.fingerprint, sequence_length, padding_token)
 
-    shares: tuple[float, ...] = ()
-    """Of a mixture: which part of the rows is from each source."""
+    shares: tuple[float, ...] = ()  # of a mixture: the fraction of the rows from each source
 
     @property
     def parts(self) -> tuple[Rows, ...]:
-        """The sources of a mixture; else these rows themselves."""
+        """Rows of each source of a mixture; otherwise only these rows."""
         return (self,)
 
     @abstractmethod
@@ -88,45 +89,52 @@ class Rows(ABC):
     def __getitem__(self, indices: np.ndarray) -> RowArrays: ...
 
     def drawn(self, indices: np.ndarray, positions: np.ndarray, seed: int) -> RowArrays:
-        """The rows that are read at these global positions. What is random in them is a function of (seed, position),
-        so it depends neither on the ranks nor on where a run goes on."""
+        """Return the rows read in training, with their random augmentation (such as masking).
+
+        The augmentation is a function of (seed, global position), so it depends neither on the number of ranks nor on
+        where a run resumes.
+        """
         return self[indices]
 
     @property
     @abstractmethod
     def num_targets(self) -> int:
-        """What is trained on in one pass over all rows: tokens, or whatever else the task counts."""
+        """Number of targets in one pass over all rows: tokens, or whatever else the task counts."""
 
     @abstractmethod
     def num_inputs(self, indices: np.ndarray) -> int:
-        """Tokens that a model reads in these rows, trained or not, without padding."""
+        """Return the number of input tokens in these rows, trained or not, without padding."""
 
     def at_positions(self, positions: np.ndarray, seed: int, steps: Bounds | None = None) -> np.ndarray:
-        """int64: which rows are read at the given global positions, see sampler.py.
+        """Return the indices of the rows read at the given global positions, int64 (see sampler.py).
 
-        steps: none of them reads a row twice; None: rows are read one by one."""
+        No optimizer step within the bounds `steps` reads a row twice. None: the order ignores steps.
+        """
         if steps is None:
             return rows_at(positions, len(self), seed)
         return rows_in_steps(positions, len(self), seed, steps)
 
     def most_reads(self, indices: np.ndarray) -> tuple[int, int]:
-        """(found, allowed): how often the row that is most often among the indices is, and how often it has to be."""
+        """Return (found, allowed): the largest count of one row among the indices, and the smallest possible one."""
         counts = np.unique(indices, return_counts=True)[1]
         return int(counts.max()), -(-len(indices) // len(self))
 
     def plan(self, seed: int, steps: Steps, num_steps: int, anchor: dict[str, int]) -> None:  # noqa: B027
-        """What will be read, and what `anchor` gave when a run stopped. Most rows need not know."""
+        """Prepare for reading; called before the first row is read. Only streams need this.
+
+        num_steps counts the steps of the whole run. anchor is the one of a checkpoint, {} for a new run.
+        """
 
     def anchor(self, position: int) -> dict[str, int]:
-        """What a run needs to know, beside the position, to go on from there without looking at what is before."""
+        """Return what a checkpoint needs, in addition to the position, to resume without reading earlier rows."""
         return {}
 
     def width(self, indices: np.ndarray) -> int:
-        """How long these rows have to be where they are read together: what is behind is padding."""
+        """Return the width in tokens of a batch of these rows. All tokens beyond it are padding."""
         return self.sequence_length
 
     def target_bytes(self, byte_lengths: np.ndarray) -> int:
-        """Bytes of text that the targets of all rows stand for. byte_lengths: (vocabulary,) bytes per token."""
+        """Return the bytes of text of all targets, given the bytes per token, (vocabulary,)."""
         return sum(int(byte_lengths[labels[labels != IGNORE_INDEX]].sum()) for labels in self._all_labels())
 
     def _all_labels(self) -> Iterator[np.ndarray]:
@@ -137,17 +145,17 @@ class Rows(ABC):
         return np.where(valid, self.stream.tokens[np.where(valid, places, 0)], self.padding_token).astype(np.int64)
 
     def _targets(self, places: np.ndarray, valid: np.ndarray) -> np.ndarray:
-        """Labels for the targets at `places`, where they are valid and trained."""
+        """Return labels for the targets at `places`: IGNORE_INDEX where they are not valid or not trained."""
         if self.stream.trained is not None:
             valid = valid & (self.stream.trained[np.where(valid, places, 0)] > 0)
         return np.where(valid, self._take(places, valid), IGNORE_INDEX)
 
 
 class PackedRows(Rows):
-    """All documents end to end, cut every `sequence_length` tokens.
+    """Concatenated documents, cut every `sequence_length` tokens.
 
-    Row i reads tokens [i * S, (i + 1) * S) and predicts tokens [i * S + 1, (i + 1) * S + 1), so every token is a
-    target exactly once, except the first of each document, which nothing precedes.
+    With S = sequence_length, row i reads tokens [i * S, (i + 1) * S) and predicts tokens [i * S + 1, (i + 1) * S + 1).
+    So every token is a target exactly once, except the first token of each document.
     """
 
     def __len__(self) -> int:
@@ -157,8 +165,8 @@ class PackedRows(Rows):
         row_starts = np.asarray(indices, dtype=np.int64)[:, None] * self.sequence_length
         places = row_starts + np.arange(self.sequence_length)
         targets, num_tokens = places + 1, len(self.stream.tokens)
-        # Padding counts on from the last document instead of starting a block of its own: it comes after every trained
-        # token, so causal attention already hides it.
+        # Positions of the padding continue those of the last document instead of starting a new block. Padding comes
+        # after every trained token, so causal attention already hides it.
         position_ids = places - np.maximum(self._document_starts(places), row_starts)
         trained = (targets < num_tokens) & (self._document_starts(targets) != targets)
         labels = np.where(trained, self._take(targets, targets < num_tokens), IGNORE_INDEX)
@@ -178,10 +186,15 @@ class PackedRows(Rows):
 
 
 class SampleRows(Rows):
-    """Rows of whole documents, or of what of a document fits into a row.
+    """Rows of documents that are each truncated to one row, instead of continued in the next.
 
-    Its last token is only a target, so a document of n tokens takes n - 1 places. num_truncated: documents that lost
-    their end, num_truncated_tokens: what they lost. num_dropped: those that train nothing (in what is left of them).
+    The last token of a document is only a target, so a document of n tokens takes n - 1 places of a row.
+
+    Attributes:
+        sizes: places that each document takes in a row.
+        num_truncated: number of documents that were truncated.
+        num_truncated_tokens: number of tokens that truncation removed.
+        num_dropped: number of documents without a trained token after truncation, which are left out.
     """
 
     def __init__(self, stream: TokenStream, sequence_length: int, padding_token: int):
@@ -199,14 +212,14 @@ class SampleRows(Rows):
         return int(self._count_trained(self._starts, self.sizes).sum())
 
     def _count_trained(self, starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        """Trained tokens among the targets of each document."""
+        """Count the trained tokens among the targets of each document."""
         if self.stream.trained is None:
             return sizes
         return range_sums(self.stream.trained, starts + 1, starts + 1 + sizes)
 
 
 class DocumentRows(SampleRows):
-    """Each document is a row of its own, truncated and padded, so rows train different numbers of tokens."""
+    """Rows of one document each, truncated and padded. Rows have different numbers of trained tokens."""
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -214,7 +227,7 @@ class DocumentRows(SampleRows):
     def __getitem__(self, indices: np.ndarray) -> RowArrays:
         steps = np.arange(self.sequence_length)[None, :]
         places, sizes = self._starts[indices][:, None] + steps, self.sizes[indices][:, None]
-        # Padding counts on, as in PackedRows.
+        # Positions of the padding continue, as in PackedRows.
         positions = np.broadcast_to(steps, places.shape).copy()
         return causal_arrays(self._take(places, steps <= sizes), positions, self._targets(places + 1, steps < sizes))
 
@@ -223,9 +236,10 @@ class DocumentRows(SampleRows):
 
 
 class LengthGroups(Rows):
-    """Rows of nearly the same length in each step (length_order.py), padded to the longest of them only.
+    """Mixin for padded rows: the rows of a step have nearly the same length and are padded to the longest of them.
 
-    `sizes`: each row's length. A step must not change its number of rows, so that is part of the fingerprint.
+    The order is that of length_order.py and needs `sizes`, the length of each row. The number of rows per step must not
+    change during a run, so it is part of the fingerprint.
     """
 
     def __init__(self, *arguments, global_batch_size: int):
@@ -234,7 +248,7 @@ class LengthGroups(Rows):
         self.fingerprint = digest(self.fingerprint, "grouped within each epoch", global_batch_size)
 
     def at_positions(self, positions: np.ndarray, seed: int, steps: Bounds | None = None) -> np.ndarray:
-        if len(self) < 2 * self.global_batch_size:  # an epoch has no two whole steps to distribute its rows over
+        if len(self) < 2 * self.global_batch_size:  # LengthOrder needs at least two whole steps per epoch
             return super().at_positions(positions, seed, Steps.of(self.global_batch_size))
         return LengthOrder(self.sizes, self.global_batch_size, seed).rows_at(positions)
 
@@ -244,13 +258,13 @@ class LengthGroups(Rows):
 
 
 class GroupedDocumentRows(LengthGroups, DocumentRows):
-    """Documents of nearly the same length in each step."""
+    """Rows of one document each, of nearly the same length in each step."""
 
 
 class PackedSampleRows(SampleRows):
-    """Whole documents side by side, none cut in two, in the fewest rows that best-fit-decreasing finds.
+    """Rows of several whole documents, packed by best-fit-decreasing.
 
-    Which documents share a row is a pure function of their lengths; position_ids restart at each.
+    The assignment of documents to rows is a pure function of their lengths. position_ids restart at each document.
     """
 
     def __init__(self, stream: TokenStream, sequence_length: int, padding_token: int):
@@ -270,12 +284,12 @@ class PackedSampleRows(SampleRows):
         return int(self._loads[indices].sum())
 
     def _row(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Where in the stream the row's inputs are, their positions, and which of them are not padding."""
+        """Return the places of the row's inputs in the stream, their position_ids, and a mask of non-padding."""
         members = self.members[self.row_offsets[index] : self.row_offsets[index + 1]]
         sizes = self.sizes[members]
         firsts = np.cumsum(sizes) - sizes
         steps = np.arange(self.sequence_length)
-        # Padding counts on from the last document, as in PackedRows.
+        # Positions of the padding continue those of the last document, as in PackedRows.
         nth = np.searchsorted(firsts, steps, side="right") - 1
         positions = steps - firsts[nth]
         return self._starts[members][nth] + positions, positions, steps < sizes.sum()

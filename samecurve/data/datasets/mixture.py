@@ -1,4 +1,4 @@
-"""Several data sets as one: whose turn it is at each position, as a pure function of the position, and their rows."""
+"""Weighted mixtures of data sets. The source of each position is a pure function of the position."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _LARGEST_DENOMINATOR = 1 << 31  # the product of two of them fits into int64
 
 
 class WeightedInterleaver:
-    """Sources take turns in proportion to their weights, with no state: O(number of sources) at any position.
+    """Interleaves sources in proportion to their weights, without state: O(number of sources) at any position.
 
-    The heaviest source has had round(share * n) of the first n turns; of what it left, the next one has its share of
-    the weights that are left, and so on. So of any first n turns each source has had its share, up to
-    (1 + 1 + 1/2 + ... + 1/(k - 1)) / 2 turns for k sources: less than 1 for two, less than 2 for ten. (The rounding
-    of the j-th source before this one is passed on in the part weight / weights left, at most 1/j.)
+    The heaviest source gets round(share * n) of the first n turns. Of the remaining turns, the next source gets its
+    share of the remaining weights, and so on. So after any n turns a source differs from its exact share by at most
+    (1 + 1 + 1/2 + ... + 1/(k - 1)) / 2 turns, for k sources: less than 1 for two, less than 2 for ten. (The rounding
+    error of the j-th source before this one is passed on with the factor weight / remaining weights, at most 1/j.)
     """
 
     def __init__(self, weights: Sequence[float]):
-        exact = [Fraction(str(weight)) for weight in weights]  # 0.7 as it is written, not as it is in binary
+        exact = [Fraction(str(weight)) for weight in weights]  # 0.7 in decimal, not its binary approximation
         self.shares = tuple(float(weight / sum(exact)) for weight in exact)
         self._cascade: list[tuple[int, Fraction]] = []
         rest = sum(exact)
@@ -39,7 +39,7 @@ class WeightedInterleaver:
             rest -= exact[source]
 
     def at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(sources, counts), int64 like `positions` (n,): whose turn it is, and how many it has had before."""
+        """Return (sources, counts), both int64 (n,): the source of each position, and its number of earlier turns."""
         places = np.asarray(positions, dtype=np.int64)
         sources, counts = np.empty_like(places), np.empty_like(places)
         left = np.arange(len(places))
@@ -51,7 +51,7 @@ class WeightedInterleaver:
         return sources, counts
 
     def before(self, source: int, position: int) -> int:
-        """How many turns the source has had before the position."""
+        """Count the turns of a source before a position."""
         for other, share in self._cascade:
             count = _rounded(position, share)
             if other == source:
@@ -60,8 +60,8 @@ class WeightedInterleaver:
         raise IndexError(source)
 
     def most(self, source: int, num_positions: int) -> int:
-        """How many turns the source has at most in so many consecutive positions, wherever they begin."""
-        left = num_positions  # at most, for this source and those after it
+        """Return an upper bound on the turns of a source within any `num_positions` consecutive positions."""
+        left = num_positions  # upper bound for this source and those after it
         for other, share in self._cascade:
             if other == source:
                 return math.ceil(left * share)
@@ -69,7 +69,7 @@ class WeightedInterleaver:
         raise IndexError(source)
 
     def position(self, source: int, count: int) -> int:
-        """The position of the source's turn number `count`, from 0 on."""
+        """Return the position of the source's turn number `count`, 0-based."""
         end = 1
         while self.before(source, end) <= count:
             end *= 2
@@ -78,7 +78,7 @@ class WeightedInterleaver:
 
 @dataclass(frozen=True)
 class SourceSteps:
-    """What steps take from one source, whose positions are counted by its own turns."""
+    """Bounds of the steps within one source, with positions counted in the source's own turns (see sampler.Bounds)."""
 
     steps: Bounds
     turns: WeightedInterleaver
@@ -98,13 +98,13 @@ class SourceSteps:
 
 
 def _rounded(numbers: Numbers, share: Fraction) -> Numbers:
-    """round(numbers * share), halves up, in integers."""
+    """Return round(numbers * share), halves up, in integer arithmetic."""
     part, whole = share.numerator, share.denominator
     return numbers // whole * part + (numbers % whole * part + whole // 2) // whole
 
 
 class SplitRows(Rows):
-    """Rows that are those of several others, which `_split` finds."""
+    """Base of rows that are composed of several parts. `_split` assigns indices to parts."""
 
     def __getitem__(self, indices: np.ndarray) -> RowArrays:
         return self._gather(indices, lambda part, own, inside: part[own])
@@ -113,7 +113,7 @@ class SplitRows(Rows):
         return self._gather(indices, lambda part, own, inside: part.drawn(own, positions[inside], seed))
 
     def most_reads(self, indices: np.ndarray) -> tuple[int, int]:
-        """Of the part in which the two are furthest apart."""
+        """Return (found, allowed) of the part in which they differ most."""
         return max((part.most_reads(own) for part, own, _ in self._split(indices)), key=lambda pair: pair[0] - pair[1])
 
     def num_inputs(self, indices: np.ndarray) -> int:
@@ -124,7 +124,7 @@ class SplitRows(Rows):
 
     @abstractmethod
     def _split(self, indices: np.ndarray) -> Iterator[tuple[Rows, np.ndarray, np.ndarray]]:
-        """(part, indices in it, where they are among the given ones) for each part that has any."""
+        """Yield (part, indices within the part, their places among the given indices) for each part that has any."""
 
     def _gather(self, indices: np.ndarray, read: Callable[[Rows, np.ndarray, np.ndarray], RowArrays]) -> RowArrays:
         found = [(inside, read(part, own, inside)) for part, own, inside in self._split(indices)]
@@ -133,7 +133,7 @@ class SplitRows(Rows):
 
 
 class JoinedRows(SplitRows):
-    """The rows of several sources, one source after the other: what is held out of them."""
+    """Concatenation of the rows of several sources, used for the held-out rows of a mixture."""
 
     def __init__(self, parts: Sequence[Rows]):
         self._parts = tuple(parts)
@@ -161,9 +161,9 @@ class JoinedRows(SplitRows):
 
 
 class MixedRows(JoinedRows):
-    """Rows of several sources in turns. Each source's rows come in epochs of its own, every row once in each.
+    """Interleaved rows of several sources. Each source has its own epochs, which read each of its rows once.
 
-    weights: of rows, so where rows are packed also of tokens.
+    The weights are fractions of rows; where rows are packed, also of tokens.
     """
 
     def __init__(self, parts: Sequence[Rows], weights: Sequence[float]):
@@ -173,7 +173,7 @@ class MixedRows(JoinedRows):
         self.fingerprint = digest(self.fingerprint, self.shares)
 
     def most_in_step(self, source: int, global_batch_size: int) -> int:
-        """The most rows that a step takes from a source. That is one more than its share in some steps."""
+        """Return the largest number of rows that a step reads from a source; up to one more than its share."""
         return self._turns.most(source, global_batch_size)
 
     def at_positions(self, positions: np.ndarray, seed: int, steps: Bounds | None = None) -> np.ndarray:
@@ -188,7 +188,7 @@ class MixedRows(JoinedRows):
 
 
 def _merge(parts: list[tuple[np.ndarray, dict[str, np.ndarray]]]) -> dict[str, np.ndarray]:
-    """parts: (which rows, their arrays by name)."""
+    """Merge arrays by name. `parts` holds (places of the rows, arrays of those rows)."""
     if len(parts) == 1:
         return parts[0][1]
     num_rows = sum(len(inside) for inside, _ in parts)

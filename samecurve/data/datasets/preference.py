@@ -1,4 +1,4 @@
-"""Rows of two sequences each: the answers of a preference pair, the chosen one first."""
+"""Rows of preference pairs: two sequences each, the chosen answer first."""
 
 from __future__ import annotations
 
@@ -9,15 +9,21 @@ from samecurve.data.token_store import TokenStream
 
 
 class PairRows(Rows):
-    """Each document of the stream is a pair: the tokens of segment 0 are the chosen answer, of 1 the rejected one.
+    """Rows of one pair each. Arrays are (rows, 2, sequence_length).
 
-    Each of the two is cut and padded to a row's length; arrays are (rows, 2, sequence_length). `sizes`: the longer
-    one's length. num_truncated: pairs that lost the end of an answer, num_truncated_tokens: what they lost.
-    num_dropped: pairs of which the cut leaves nothing to compare: two equal sequences, or one that trains nothing.
+    Each document of the stream is a pair: segment 0 is the chosen answer, segment 1 the rejected one. Each answer is
+    truncated and padded to the row's length.
+
+    Attributes:
+        sizes: length of the longer answer of each pair.
+        num_truncated: number of pairs with a truncated answer.
+        num_truncated_tokens: number of tokens that truncation removed.
+        num_dropped: number of pairs that are left out because truncation makes both sequences equal, or leaves one
+            without a trained token.
     """
 
     targets_are_tokens = False
-    ahead = 0  # how many tokens behind a sequence are read as its targets
+    ahead = 0  # tokens beyond a sequence's inputs that are read as its targets
 
     def __init__(self, stream: TokenStream, sequence_length: int, padding_token: int):
         super().__init__(stream, sequence_length, padding_token)
@@ -46,17 +52,17 @@ class PairRows(Rows):
         return int(self._sizes[indices].sum())
 
     def answers(self) -> DocumentRows:
-        """Every answer of every pair as a document in a row of its own, chosen and rejected in turn."""
+        """Return rows of one answer each, chosen and rejected in turn."""
         stream = TokenStream(self.stream.tokens, self._bounds, self.stream.fingerprint, self.stream.trained)
         return DocumentRows(stream, self.sequence_length, self.padding_token)
 
     def _places(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where in the stream the rows' inputs are, and which of them are not padding."""
+        """Return the places of the rows' inputs in the stream, and a mask of non-padding."""
         steps = np.arange(self.sequence_length)
         return self._starts[indices][..., None] + steps, steps < self._sizes[indices][..., None]
 
     def _count_trained(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """(pairs, 2): trained tokens behind the first one of each sequence, which nothing precedes."""
+        """Count the trained tokens of each sequence, (pairs, 2), without its first token, which cannot be a target."""
         stops = starts + lengths
         firsts = np.minimum(starts + 1, stops)
         return range_sums(self.stream.trained, firsts.ravel(), stops.ravel()).reshape(starts.shape)
@@ -70,9 +76,10 @@ class PairRows(Rows):
 
 
 class AnswerRows(PairRows):
-    """For a causal language model. labels are already shifted, and IGNORE_INDEX in the prompt.
+    """Pairs for a causal language model. Labels are already shifted, and IGNORE_INDEX in the prompt.
 
-    reference: (rows, 2) fp32, each answer's log-probability under the reference model; None as long as it is not known.
+    Attributes:
+        reference: (rows, 2) fp32, log-probability of each answer under the reference model; None until it is computed.
     """
 
     ahead = 1
@@ -80,7 +87,7 @@ class AnswerRows(PairRows):
 
     def __getitem__(self, indices: np.ndarray) -> RowArrays:
         places, exists = self._places(indices)
-        # Padding counts on, as in PackedRows.
+        # Positions of the padding continue, as in PackedRows.
         positions = np.broadcast_to(np.arange(self.sequence_length), places.shape).copy()
         arrays = causal_arrays(self._take(places, exists), positions, self._targets(places + 1, exists))
         if self.reference is not None:
@@ -89,7 +96,7 @@ class AnswerRows(PairRows):
 
 
 class ScoredRows(PairRows):
-    """For a model that scores whole texts. labels: (rows,), 0 for every pair: the first of the two is to win."""
+    """Pairs for a model that scores whole texts. Labels are (rows,), 0 for every pair: the first answer is better."""
 
     def __getitem__(self, indices: np.ndarray) -> RowArrays:
         places, exists = self._places(indices)
@@ -98,7 +105,7 @@ class ScoredRows(PairRows):
 
     @property
     def num_ended_by_padding(self) -> int:
-        """Sequences that end with the token that pads, so that transformers reads their score one token earlier."""
+        """Number of sequences that end with the padding token. transformers reads their score one token earlier."""
         return int((self.stream.tokens[self._starts + self._sizes - 1] == self.padding_token).sum())
 
 

@@ -1,4 +1,4 @@
-"""Rows of an anchor and its candidates, each a sequence of its own."""
+"""Rows for contrastive training: an anchor and its candidates, as separate sequences."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from samecurve.data.token_store import TokenStream
 
 
 class RetrievalRows(Rows):
-    """Each document of the stream is a row of num_sequences texts, which its segments tell apart: anchor, positive,
-    hard negatives. Arrays are (len(indices), num_sequences, sequence_length); attention_mask says what is padding, to
-    the model and to the loss. labels: (len(indices),), 0 where a row counts.
+    """Rows of num_sequences texts each: anchor, positive, hard negatives.
+
+    Each document of the stream is a row, and its segments separate the texts. Arrays are (len(indices), num_sequences,
+    sequence_length). Model and loss both get the attention_mask. Labels are (len(indices),), 0 for rows that count.
     """
 
     targets_are_tokens = False
@@ -47,18 +48,18 @@ class RetrievalRows(Rows):
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """What each sequence of a row is."""
+        """Name of each sequence of a row."""
         return ("anchor", "positive", *(f"negative {number}" for number in range(1, self.num_sequences - 1)))
 
     def texts(self) -> LabelledRows:
-        """Every text of every row as a row of its own, in turn; its label is its place in `roles`."""
+        """Return rows of one text each, in order. A text's label is its index in `roles`."""
         bounds = np.append(self._starts.ravel(), len(self.stream.tokens))
         labels = np.tile(np.arange(self.num_sequences), len(self))
         stream = TokenStream(self.stream.tokens, bounds, self.stream.fingerprint, labels=labels)
         return LabelledRows(stream, self.sequence_length, self.padding_token)
 
     def candidates(self) -> np.ndarray:
-        """int64 (rows, num_sequences - 1): a number for each different text, positives first."""
+        """Return a text id per candidate, int64 (rows, num_sequences - 1), positives first. Equal texts share one."""
         known: dict[bytes, int] = {}
         spans = zip(self._starts[:, 1:].ravel(), self._lengths[:, 1:].ravel(), strict=True)
         found = [

@@ -1,4 +1,4 @@
-"""Rows of text that is tokenised while training goes on, block by block."""
+"""Rows of streamed text, which is tokenised block by block during training."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from samecurve.data.sampler import Bounds, Steps
 from samecurve.errors import DataError
 from samecurve.storage.cache import digest
 
-# Ranks and their loaders are less than this many steps apart: a rank is at most one step ahead of another, and a loader
-# a few steps ahead of its rank.
+# Upper bound on the distance in steps between any two ranks and their loaders: a rank is at most one step ahead of
+# another, and a loader a few steps ahead of its rank.
 _KEPT_STEPS = 16
 
 
 class StreamRows(SplitRows):
-    """A row's index is the global position that it is read at: one block after the other, each shuffled in itself.
+    """Rows of a stream: one block after the other, each shuffled. A row's index is its global position.
 
-    How many rows a block has is known when it is tokenised. So a position is found by going on from an anchor: a block
-    and the position that it begins at. A checkpoint holds the one before its own position, so that going on takes one
-    block, wherever that is. Blocks are made in the background, one ahead.
+    The number of rows of a block is known only once it is tokenised. So a position is found by walking forward from an
+    anchor: a block and the position of its first row. A checkpoint holds the anchor before its own position, so that
+    resuming tokenises one block only, wherever it is. A background thread prepares one block ahead.
     """
 
     def __init__(
@@ -36,8 +36,15 @@ class StreamRows(SplitRows):
         fingerprint: str,
         facts: dict[str, int],
     ):
-        """make: a block's rows. drop: those before a block are not needed any more, but the first one; called again
-        with higher numbers. facts: what is known of the data, for the header.
+        """Create the rows, and tokenise the first block.
+
+        Args:
+            make: returns the rows of a block.
+            drop: called with a block's number when the blocks before it are no longer needed, except the first one.
+                Later calls have higher numbers.
+            blocks_per_epoch: number of blocks in one pass over the data.
+            fingerprint: changes when the data do.
+            facts: description of the data, for the header.
         """
         first = make(0)
         self.sequence_length = first.sequence_length
@@ -53,12 +60,12 @@ class StreamRows(SplitRows):
         self._steps: Steps | None = None
 
     def plan(self, seed: int, steps: Steps, num_steps: int, anchor: dict[str, int]) -> None:
-        """Before the first row is read. anchor: {} at the beginning, or what `anchor` gave."""
+        """Set the steps and the first block; see `Rows.plan`."""
         self._steps = steps
         self._seed, self._kept, self._last = seed, _KEPT_STEPS * steps.size, num_steps * steps.size
         if "block" in anchor:
             self._first_block, self._starts = anchor["block"], [anchor["start"]]
-        self._drop(self._first_block)  # what a session that was killed has left
+        self._drop(self._first_block)  # left over from a session that was killed
 
     def anchor(self, position: int) -> dict[str, int]:
         with self._lock:
@@ -85,14 +92,15 @@ class StreamRows(SplitRows):
         for owner in np.unique(owners).tolist():
             inside = np.flatnonzero(owners == owner)
             rows = self._rows(self._first_block + owner)
-            if self._blocks_per_epoch == 1:  # an epoch has the rows of the one before, and may share a step with it
+            if self._blocks_per_epoch == 1:  # epochs have the same rows, and a step may span two of them
                 own = rows.at_positions(indices[inside], self._seed, self._steps)
             else:
                 own = rows.at_positions(indices[inside] - starts[owner], self._seed + self._first_block + owner)
             yield rows, own, inside
 
     def _reach(self, position: int) -> None:
-        """Know where the block of the position begins and ends; have the next one made. Not locked while it waits."""
+        """Find the bounds of the position's block, and start preparing the next block."""
+        # The lock is not held while waiting for a block.
         num_empty = 0
         while True:
             with self._lock:
@@ -116,18 +124,18 @@ class StreamRows(SplitRows):
         with self._lock:
             if block not in self._made:
                 self._made[block] = Future()
-                # not a pool's: those are waited for when a run ends, and a block may take long
+                # A daemon thread, because a pool's threads are waited for when a run ends, and a block may take long.
                 threading.Thread(target=self._fill, args=(block, self._made[block]), daemon=True).start()
             return self._made[block]
 
     def _fill(self, block: int, made: Future[Rows]) -> None:
         try:
             made.set_result(self._make(block))
-        except BaseException as error:  # whoever waits for the block raises it
+        except BaseException as error:  # raised again where the block is waited for
             made.set_exception(error)
 
     def _forget(self, position: int) -> None:
-        """Blocks that end so far before the position that no rank reads them any more."""
+        """Drop blocks that end so far before the position that no rank reads them any more."""
         with self._lock:
             num_past = bisect_right(self._starts, position - self._kept) - 1
             first_kept = self._first_block + num_past

@@ -1,4 +1,4 @@
-"""Rows that hold one text each: for classification, and for masked language models."""
+"""Rows of one text each, for classification and masked language models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class TextRows(Rows):
-    """Each text is a row, padded; one that is longer goes on in further rows. What is padding, attention_mask says."""
+    """Padded rows of one text each, with an attention_mask. A text longer than a row continues in further rows."""
 
     def __init__(self, stream: TokenStream, sequence_length: int, padding_token: int):
         super().__init__(stream, sequence_length, padding_token)
@@ -47,7 +47,7 @@ class TextRows(Rows):
 
 
 class LabelledRows(TextRows):
-    """labels: (len(indices),), the class of each text."""
+    """Rows for classification. Labels are (len(indices),), the class of each text."""
 
     targets_are_tokens = False
 
@@ -62,10 +62,15 @@ class LabelledRows(TextRows):
 
 @dataclass(frozen=True)
 class Masking:
-    """BERT's (arXiv:1810.04805, section 3.1). special: ids that are never chosen.
+    """Masking of BERT (arXiv:1810.04805, section 3.1).
 
-    rate: the chance of a token to be chosen, which the model then has to tell. Of those chosen, `masked` become the
-    mask token, `random` any token of the vocabulary, and the rest stay as they are.
+    Attributes:
+        mask_token: id of the mask token.
+        vocabulary_size: number of ids to draw random tokens from.
+        special: ids that are never chosen.
+        rate: probability that a token is chosen as a target.
+        masked: fraction of the chosen tokens that become the mask token.
+        random: fraction of the chosen tokens that become a random token. The rest stay unchanged.
     """
 
     mask_token: int
@@ -77,9 +82,9 @@ class Masking:
 
 
 class MaskedRows(TextRows):
-    """Some tokens are hidden, and to be told: labels are theirs, IGNORE_INDEX elsewhere.
+    """Rows with masked tokens. Labels are the original ids of the chosen tokens, IGNORE_INDEX elsewhere.
 
-    Which ones is drawn anew each time that a row is read in training, and always the same in an evaluation.
+    In training the mask is drawn anew each time that a row is read. In an evaluation it is always the same.
     """
 
     def __init__(self, stream: TokenStream, sequence_length: int, padding_token: int, masking: Masking):
@@ -102,13 +107,13 @@ class MaskedRows(TextRows):
 
     @cached_property
     def num_targets(self) -> int:
-        """As an evaluation draws them; in training their number differs from epoch to epoch."""
+        """Number of targets with the mask of an evaluation. In training the number differs from epoch to epoch."""
         return sum(int((labels != IGNORE_INDEX).sum()) for labels in self._all_labels())
 
 
 class GroupedLabelledRows(LengthGroups, LabelledRows):
-    """Texts of nearly the same length in each step."""
+    """Labelled texts of nearly the same length in each step."""
 
 
 class GroupedMaskedRows(LengthGroups, MaskedRows):
-    """Texts of nearly the same length in each step."""
+    """Masked texts of nearly the same length in each step."""

@@ -1,1 +1,1 @@
-"""What one record of a data file means: a conversation, a preference pair, a labelled text, a retrieval pair."""
+"""Schemas of one record of a data file: conversation, preference pair, labelled text, retrieval pair."""

@@ -1,4 +1,4 @@
-"""Rows to labelled texts, and those to tokens: what sequence classification reads."""
+"""Labelled texts for sequence classification: reads them from rows of tables, and encodes them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-# Part of the cache key: raise it when the same rows give other names of classes.
+# Part of the cache key: raise it when the same rows give other class names.
 _VERSION = 2
 _SHOWN_NAMES = 8
 
 
 @dataclass(frozen=True)
 class Example:
-    """A text, or two, and the name of its class; labels that are whole numbers are named by them. place: of its row."""
+    """A text, or a pair of texts, with the name of its class. A label that is an integer is its own name.
+
+    Attributes:
+        place: location of the row, for messages.
+        text: the text, or the first one of the pair.
+        pair: the second text, None if there is none.
+        label: name of the class.
+    """
 
     place: str
     text: str
@@ -37,7 +44,13 @@ class Example:
 
 @dataclass(frozen=True)
 class ExampleSource(sources.TableSource):
-    """Tables whose rows are examples. names: of the classes in their order; None: not known yet, so any will do."""
+    """Tables whose rows are labelled texts.
+
+    Attributes:
+        pair_column: column of the second text, None if there is none.
+        label_column: column of the label.
+        names: class names in order; None if they are not known yet, in which case any label is accepted.
+    """
 
     documents_are, a_line_is = "labelled texts", "one text and its label"
 
@@ -59,7 +72,8 @@ class ExampleSource(sources.TableSource):
         return Example(place, text, pair, self._name(f"{place}: {self.label_column!r}", label))
 
     def _name(self, at: str, label: Any) -> str:
-        """DataError for a label that is no name and no number, or none of the classes. A csv has numbers as text."""
+        """Return the class name of a label. Raises DataError for one that is not a name or number of a class."""
+        # A csv file has numbers as text.
         if isinstance(label, str) and self.names is not None and label not in self.names and label.isdecimal():
             label = int(label)
         if isinstance(label, bool) or not isinstance(label, (str, int)) or label == "":
@@ -80,9 +94,11 @@ _FIX = "correct or remove the row, or name all classes in data.labels"
 
 
 def class_names(source: sources.DataSource, cache: Path) -> tuple[str, ...]:
-    """The classes of a source whose names nobody gave: sorted by name, or by number; read once and remembered.
+    """Find the class names of a source, sorted by name or by number. The result is cached.
 
-    DataError for rows that cannot be used, for names mixed with numbers, numbers with a gap, and a single class.
+    Raises:
+        DataError: for rows that cannot be used, for labels that mix names and numbers, for numbers with a gap, and for
+            a single class.
     """
     key = digest(_VERSION, sources.fingerprint(source, cache), source.identity)
     directory = build_once(cache / "classes" / key, lambda folder: _write_names(folder, source))
@@ -117,9 +133,10 @@ def _write_names(directory: Path, source: sources.DataSource) -> None:
 
 
 class ExampleEncoder(Encoder):
-    """A text or a pair as the tokenizer encodes it by itself, special tokens and all, cut to `sequence_length`.
+    """Encodes a text or a pair with the tokenizer's own special tokens, truncated to `sequence_length` tokens.
 
-    So it is what transformers' text-classification pipeline reads. Special tokens in a text are read as text.
+    The tokens are those of transformers' text-classification pipeline. Special tokens within a text are encoded as
+    text.
     """
 
     counted = ("truncated_documents",)
@@ -127,7 +144,14 @@ class ExampleEncoder(Encoder):
     ends_texts = False
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, sequence_length: int, names: tuple[str, ...], pairs: bool):
-        """pairs: whether the rows hold two texts; which is which is then told to models that ask for it."""
+        """Create the encoder.
+
+        Args:
+            tokenizer: a fast tokenizer.
+            sequence_length: largest number of tokens of a row, special tokens included.
+            names: class names; a class's id is its index.
+            pairs: whether rows hold two texts. Models that take token_type_ids then get them.
+        """
         super().__init__(tokenizer)
         self._rust.enable_truncation(sequence_length)
         self._index = {name: index for index, name in enumerate(names)}
@@ -145,7 +169,7 @@ class ExampleEncoder(Encoder):
 
 
 class WholeTextEncoder(Encoder):
-    """A plain text as the tokenizer encodes it by itself, special tokens and all, for masked language models."""
+    """Encodes a plain text with the tokenizer's own special tokens, untruncated, for masked language models."""
 
     ends_texts = False
 
@@ -159,7 +183,17 @@ class WholeTextEncoder(Encoder):
 
 
 def text_of(place: str, key: str, column: str, row: dict) -> str:
-    """What the column holds; key: of the recipe's data, by which the column is named. DataError where it is no text."""
+    """Return the text in a column.
+
+    Args:
+        place: location of the row, for messages.
+        key: key of the recipe's `data` block that names the column, for messages.
+        column: name of the column.
+        row: the row.
+
+    Raises:
+        DataError: if the column is missing, empty or not text.
+    """
     value = _value(place, key, column, row)
     if not isinstance(value, str):
         raise DataError(f"{place}: {column!r} is {value!r:.40}, not text; correct or remove the row")

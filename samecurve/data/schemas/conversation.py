@@ -1,4 +1,4 @@
-"""Rows to conversations: TRL's schema (`messages`, or `prompt` and `completion`), ShareGPT's, or columns by name."""
+"""Conversations in tables: TRL's schema (`messages`, or `prompt` and `completion`), ShareGPT's, or named columns."""
 
 from __future__ import annotations
 
@@ -21,9 +21,16 @@ _MESSAGES = ("messages", "conversations")
 
 @dataclass(frozen=True)
 class Schema:
-    """Where rows hold what. None: `messages` or `conversations` where a row has it, else `prompt` and `completion`.
+    """Columns of a conversation.
 
-    chat: whether prompt and completion that are text become turns. train_on: "assistant", "completion" or "all".
+    If all columns are None, a row's `messages` or `conversations` is read if present, else `prompt` and `completion`.
+
+    Attributes:
+        messages: column of the messages.
+        prompt: column of the prompt.
+        completion: column of the completion.
+        chat: whether a prompt and completion that are text become turns of a chat.
+        train_on: "assistant", "completion" or "all".
     """
 
     messages: str | None = None
@@ -39,10 +46,13 @@ class Schema:
 
 @dataclass(frozen=True)
 class Conversation:
-    """messages: as a chat template takes them. num_prompt: how many of them come before what is trained.
+    """One conversation. Its str() is its content without the place.
 
-    place: where the row is, for messages. tools: what the row offers to the model, for the template. Its str() is what
-    it says, without the place.
+    Attributes:
+        place: location of the row, for error messages.
+        messages: messages as a chat template takes them.
+        num_prompt: number of messages before the trained ones.
+        tools: JSON schemas of the tools that the template offers to the model.
     """
 
     place: str
@@ -79,7 +89,16 @@ class ConversationSource(sources.TableSource):
 
 
 def conversation(place: str, row: dict, schema: Schema) -> Conversation:
-    """A row, checked. DataError names the place, the column, the value and the fix."""
+    """Read and check one row.
+
+    Args:
+        place: location of the row, for messages.
+        row: the row.
+        schema: columns of the conversation.
+
+    Raises:
+        DataError: with the place, the column, the value and the fix.
+    """
     tools = tools_of(place, row.get("tools"))
     column = schema.messages or next((name for name in _MESSAGES if name in row), _MESSAGES[0])
     if schema.prompt is None and schema.completion is None and (schema.messages or column in row):
@@ -109,7 +128,7 @@ def conversation(place: str, row: dict, schema: Schema) -> Conversation:
 
 
 def turns(place: str, column: str, value: Any, role: str, schema: Schema) -> tuple[dict[str, Any], ...]:
-    """Text is one turn of the role; a list is messages."""
+    """Read a column as messages. Text becomes one turn of the given role; a list is read as messages."""
     if isinstance(value, list) and schema.chat:
         return messages_of(place, column, value)
     check_text(place, column, value, "text" if not schema.chat else "text or a list of messages")
@@ -125,7 +144,7 @@ def _check_prompt(place: str, column: str, messages: tuple[dict[str, Any], ...])
 
 
 def _check_trained(place: str, column: str, messages: tuple[dict[str, Any], ...], schema: Schema) -> None:
-    """DataError where nothing is trained, and for a turn of weight 0 where all of them are."""
+    """Raise DataError if no turn is trained, or if a turn has weight 0 although `train_on` trains all turns."""
     weights = [message.get("weight", 1) for message in messages if message["role"] == "assistant"]
     if schema.train_on != "assistant" and any(message.get("weight") == 0 for message in messages):
         raise DataError(
@@ -144,7 +163,7 @@ def _check_trained(place: str, column: str, messages: tuple[dict[str, Any], ...]
 
 
 def tools_of(place: str, value: Any) -> tuple[dict[str, Any], ...] | None:
-    """The column `tools`: a list of JSON schemas, or that list as JSON text, as Arrow files often hold it."""
+    """Read the column `tools`: a list of JSON schemas, or the list as JSON text, as in many Arrow files."""
     if isinstance(value, str) and value:
         try:
             value = json.loads(value)
@@ -158,7 +177,7 @@ def tools_of(place: str, value: Any) -> tuple[dict[str, Any], ...] | None:
 
 
 def _no_column(place: str, row: dict, names: dict[str, str]) -> DataError:
-    """names: "prompt_column" and "completion_column" -> the column that was looked for."""
+    """Return the error for missing columns. `names` maps "prompt_column" and "completion_column" to columns."""
     missing = {key: name for key, name in names.items() if name not in row}
     either = len(missing) == 2 and list(names.values()) == ["prompt", "completion"]
     if "completion_column" in missing:

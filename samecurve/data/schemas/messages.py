@@ -1,4 +1,4 @@
-"""Messages as rows hold them, checked, to messages as chat templates take them."""
+"""Checks the messages of a row and normalises them for chat templates."""
 
 from __future__ import annotations
 
@@ -10,17 +10,26 @@ from samecurve.data.formats import check_characters
 from samecurve.errors import DataError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# ShareGPT's {"from": ..., "value": ...}; the roles above mean there what they mean here.
+# Role names of ShareGPT's {"from": ..., "value": ...} that differ from the roles above.
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
-# What other schemas call them, for the message.
+# Role names of other schemas, for the error message.
 _OTHER_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "function": "tool"}
 _MAY_BE_EMPTY = ("system", "developer", "tool")
 
 
 def messages_of(place: str, column: str, value: Any) -> tuple[dict[str, Any], ...]:
-    """A column's list of {role, content}, or of ShareGPT's {from, value}. DataError names the message and the fix.
+    """Read a column's list of {role, content}, or of ShareGPT's {from, value}.
 
-    weight: 0 or 1, of an assistant's, as fine-tuning files of OpenAI's have it: a turn of weight 0 is not trained.
+    An assistant's message may have a `weight` of 0 or 1, as in OpenAI's fine-tuning files. A turn of weight 0 is not
+    trained.
+
+    Args:
+        place: location of the row, for messages.
+        column: name of the column, for messages.
+        value: content of the column.
+
+    Raises:
+        DataError: with the message and the fix.
     """
     if not isinstance(value, list) or not value:
         raise DataError(
@@ -33,7 +42,7 @@ def messages_of(place: str, column: str, value: Any) -> tuple[dict[str, Any], ..
 def _message(place: str, at: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DataError(f'{place}: {at} is {shown(value)}, not {{"role": ..., "content": ...}}')
-    # Arrow gives every message of a file all keys that any of them has
+    # Arrow gives each message all keys that any message of the file has.
     message = {key: part for key, part in value.items() if part is not None}
     if "role" not in message and {"from", "value"} <= message.keys():
         message = _from_sharegpt(message)
@@ -62,7 +71,8 @@ def _from_sharegpt(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tool_calls(place: str, at: str, value: Any) -> list:
-    """With arguments as objects, which chat templates write as JSON; of text they would write a quoted string."""
+    """Check tool calls, and parse arguments that are JSON text."""
+    # Chat templates write arguments as JSON: an object as it should be, but text as a quoted string.
     if not isinstance(value, list):
         raise DataError(f"{place}: {at} is {shown(value)}, not a list")
     return [_tool_call(place, f"{at}[{index}]", call) for index, call in enumerate(value)]

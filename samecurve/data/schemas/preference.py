@@ -1,4 +1,4 @@
-"""Rows to preference pairs: TRL's schema (`prompt`, `chosen` and `rejected`), or columns that the recipe names."""
+"""Preference pairs in tables: TRL's schema (`prompt`, `chosen` and `rejected`), or columns named in the recipe."""
 
 from __future__ import annotations
 
@@ -24,16 +24,20 @@ if TYPE_CHECKING:
 
     from samecurve.config.schema import Data
 
-# Part of the cache key: raise it when the same pair gives other tokens or other marks.
+# Part of the cache key: raise it when the same pair gives other tokens or other trained marks.
 _VERSION = 1
 Turns = tuple[dict[str, Any], ...]
 
 
 @dataclass(frozen=True)
 class Schema:
-    """Where rows hold what. prompt: None is `prompt` where a row has it; else both answers begin with their prompt.
+    """Columns of a preference pair.
 
-    chat: whether texts become turns of a chat, else they are joined as they are.
+    Attributes:
+        prompt: column of the prompt. None: `prompt` if a row has it; else both answers begin with the prompt.
+        chosen: column of the better answer.
+        rejected: column of the worse answer.
+        chat: whether texts become turns of a chat; otherwise they are concatenated without a template.
     """
 
     prompt: str | None = None
@@ -48,7 +52,7 @@ class Schema:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two conversations with the same prompt. Its str() is what they say, without the place."""
+    """Two conversations with the same prompt. Its str() is their content without the place."""
 
     chosen: Conversation
     rejected: Conversation
@@ -78,7 +82,16 @@ class PairSource(sources.TableSource):
 
 
 def pair(place: str, row: dict, schema: Schema) -> Pair:
-    """A row, checked. DataError names the place, the column, the value and the fix."""
+    """Read and check one row.
+
+    Args:
+        place: location of the row, for messages.
+        row: the row.
+        schema: columns of the pair.
+
+    Raises:
+        DataError: with the place, the column, the value and the fix.
+    """
     columns = {"prompt_column": schema.prompt, "chosen_column": schema.chosen, "rejected_column": schema.rejected}
     missing = {key: name for key, name in columns.items() if name is not None and name not in row}
     if missing:
@@ -93,7 +106,7 @@ def pair(place: str, row: dict, schema: Schema) -> Pair:
     prompt_column = schema.prompt or ("prompt" if "prompt" in row else None)
     if prompt_column is not None:
         prompt = _turns(place, prompt_column, row, "user", schema)
-        # some data sets repeat the prompt in front of both answers
+        # Some data sets repeat the prompt in front of both answers.
         if all(answer[: len(prompt)] == prompt for answer in answers):
             answers = [answer[len(prompt) :] for answer in answers]
     else:
@@ -104,12 +117,12 @@ def pair(place: str, row: dict, schema: Schema) -> Pair:
 
 
 def _turns(place: str, column: str, row: dict, role: str, schema: Schema) -> Turns:
-    """Text is one turn of the role; a list is messages."""
+    """Read a column as messages, see `conversation.turns`."""
     return turns(place, column, row[column], role, ChatSchema(chat=schema.chat))
 
 
 def _split_messages(place: str, row: dict, schema: Schema, chosen: Turns, rejected: Turns) -> tuple[Turns, ...]:
-    """(prompt, chosen, rejected): the messages that both begin with are the prompt."""
+    """Return (prompt, chosen, rejected). The prompt is the longest common prefix of messages."""
     if any(isinstance(row[column], str) for column in (schema.chosen, schema.rejected)):
         raise DataError(
             f"{place}: {schema.chosen!r} and {schema.rejected!r} are text and there is no column 'prompt'; name it "
@@ -122,9 +135,10 @@ def _split_messages(place: str, row: dict, schema: Schema, chosen: Turns, reject
 
 
 def _split_texts(place: str, row: dict, schema: Schema, chosen: Turns, rejected: Turns) -> tuple[Turns, ...]:
-    """A space before the first character that differs is the answers', as tokenizers join it to the word."""
+    """Return (prompt, chosen, rejected). The prompt is the longest common prefix of characters."""
     one, other = chosen[0]["content"], rejected[0]["content"]
     length = _common(one, other)
+    # A space before the first different character belongs to the answers, as tokenizers join it to the word.
     if length and one[length - 1] == " ":
         length -= 1
     if not length:
@@ -169,11 +183,11 @@ def _no_column(place: str, row: dict, missing: dict[str, str]) -> DataError:
 
 
 class PairEncoder(Encoder):
-    """The chosen conversation's tokens and then the rejected one's, as sft encodes them; segments say which is which.
+    """Encodes a pair as one document: the chosen conversation (segment 0), then the rejected one (segment 1).
 
-    So a pair is one document: both of its answers are on the same side of the held-out split. train_on: "assistant" or
-    "completion", see ChatEncoder. Both completions begin at the same token, as TRL's do, also where only one of them
-    shares its first token with the prompt.
+    Both conversations are encoded as for sft. As one document, both answers are on the same side of the held-out split.
+    With train_on="completion" (see ChatEncoder) both completions begin at the same token, as in TRL, also if only one
+    of them shares its first token with the prompt. The other value of train_on is "assistant".
     """
 
     masked = segmented = True
@@ -192,7 +206,7 @@ class PairEncoder(Encoder):
 
 
 def _aligned(chosen: Encoded, rejected: Encoded) -> tuple[Encoded, ...]:
-    """Both trained from the earlier one's first trained token to their ends."""
+    """Mark both answers as trained from the earlier of their first trained tokens to their ends."""
     start = min(int(np.argmax(answer.trained)) for answer in (chosen, rejected))
     return tuple(Encoded(answer.tokens, np.arange(len(answer.tokens)) >= start) for answer in (chosen, rejected))
 

@@ -1,4 +1,4 @@
-"""Rows to texts that belong together, and those to tokens: what embeddings are trained on."""
+"""Retrieval rows for contrastive training (anchor, positive, hard negatives): reads and encodes them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,13 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class Match:
-    """texts: the anchor, its positive, its hard negatives if any. place: of its row.
+    """An anchor with its positive and its hard negatives. Its str() is the anchor.
 
-    The anchor decides what is held out, so that one which stands in several rows is not on both sides.
+    The str() decides what is held out. So all rows with the same anchor are on the same side of the held-out split.
+
+    Attributes:
+        place: location of the row, for messages.
+        texts: anchor, positive, then the hard negatives if any.
     """
 
     place: str
@@ -36,7 +40,7 @@ class Match:
 
 @dataclass(frozen=True)
 class MatchSource(sources.TableSource):
-    """Tables whose rows are matches. columns: (key of the recipe, column) of each text, the anchor's first."""
+    """Tables whose rows are matches. `columns` holds (key of the recipe, column) for each text, the anchor's first."""
 
     documents_are, a_line_is = "anchors and positives", "one anchor and its positive"
 
@@ -58,10 +62,10 @@ class MatchSource(sources.TableSource):
 
 
 class MatchEncoder(Encoder):
-    """Each text as the tokenizer encodes it by itself, special tokens and all, cut to `sequence_length`.
+    """Encodes each text with the tokenizer's own special tokens, truncated to `sequence_length` tokens.
 
-    The texts of a row stand one after the other, and segments say which one a token is from. A row with a text that
-    holds no token is left out.
+    The texts of a row are concatenated, and segments give the text that a token is from. A row is left out if one of
+    its texts holds no token.
     """
 
     counted = ("truncated_texts",)
