@@ -17,9 +17,11 @@ from samecurve.inference import writing
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", type=Path, help="a run directory, or a folder with a model or an adapter")
-    parser.add_argument("--system", metavar="TEXT", default="", help="a system turn before the conversation")
-    parser.add_argument("--max_new_tokens", type=int, default=512, help="of one answer")
-    parser.add_argument("--temperature", type=float, default=0.7, help="0: always the likeliest token")
+    parser.add_argument("--system", metavar="TEXT", default="", help="system message before the conversation")
+    parser.add_argument("--max_new_tokens", type=int, default=512, help="longest answer, in tokens")
+    parser.add_argument(
+        "--temperature", type=float, default=0.7, help="sampling temperature; 0: always the likeliest token"
+    )
     parser.add_argument("--seed", type=int, default=0)
 
 

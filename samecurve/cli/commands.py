@@ -20,18 +20,18 @@ from samecurve.strategy import preflight
 
 INTERRUPTED = 130  # the shell's exit code for SIGINT
 COMMANDS = {
-    "inspect": "what a recipe trains on, token by token, without a model",
+    "inspect": "show the training data of a recipe, token by token, without a model",
     "compare": "run the same short job under each strategy and compare the curves",
-    "summary": "what a run did, and how to look at it and go on",
-    "report": "one page of curves and facts of a run, or of two side by side",
-    "generate": "let a trained model write",
-    "chat": "talk with a trained chat model",
-    "predict": "ask a classifier, a reward model, an embedding or a masked language model",
-    "evaluate": "measure a trained model on held-out data",
-    "lm_eval": "measure a trained model on public benchmarks",
-    "export": "a run's model, or a checkpoint's, as a folder to share: another dtype, and a card",
-    "bench": "how fast this machine is: matmuls, collectives, data, and a recipe's step with each lever",
-    "merge": "an adapter and its model as one model, and the proof that it is the same",
+    "summary": "summarize a run and print the commands to look at it or continue it",
+    "report": "write an HTML page with the curves and settings of a run, or of two",
+    "generate": "generate text with a trained model",
+    "chat": "chat with a trained model",
+    "predict": "run a classifier, reward model, embedding model or masked language model",
+    "evaluate": "evaluate a trained model on held-out data",
+    "lm_eval": "evaluate a trained model on public benchmarks",
+    "export": "export a run or a checkpoint as a folder to share, with a model card",
+    "bench": "measure matrix products, collectives, data loading and a recipe's step",
+    "merge": "merge an adapter into its base model, and check that the result is the same",
 }
 
 

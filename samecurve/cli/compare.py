@@ -28,12 +28,16 @@ TOLERANCES = {"fp32": 1e-5, "bf16": 1e-2, "fp16": 2e-3}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE")
-    parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="recipe values, for every strategy")
-    parser.add_argument("--strategies", default="", metavar="a,b,c", help="of configs/; the first one is the reference")
-    parser.add_argument("--num_processes", type=int, help="default: the number of GPUs, 2 without one")
+    parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="recipe values for every strategy")
+    parser.add_argument(
+        "--strategies", default="", metavar="a,b,c", help="names in configs/; the first one is the reference"
+    )
+    parser.add_argument("--num_processes", type=int, help="default: the number of GPUs, or 2 without a GPU")
     parser.add_argument("--steps", type=int, default=20)
     usual = "default: " + ", ".join(f"{value:g} in {precision}" for precision, value in TOLERANCES.items())
-    parser.add_argument("--tolerance", type=float, help=f"of the loss, relative, at every step ({usual})")
+    parser.add_argument(
+        "--tolerance", type=float, help=f"largest relative difference of the loss at any step ({usual})"
+    )
     parser.add_argument("--output", type=Path, help="default: runs/compare/RECIPE")
 
 

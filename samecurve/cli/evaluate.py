@@ -29,12 +29,19 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", type=Path, help="a run directory, for example runs/sft")
-    parser.add_argument("data", metavar="DATA", nargs="?", help="read like data.path; default: what was held out")
+    parser.add_argument(
+        "data",
+        metavar="DATA",
+        nargs="?",
+        help="evaluation data, read like data.path; default: the held-out rows of the run",
+    )
     parser.add_argument("columns", metavar="data.*=NAME", nargs="*", help="columns, split, config and revision of DATA")
-    parser.add_argument("--model", type=Path, metavar="FOLDER", help="another export of it, for example RUN/merged")
-    parser.add_argument("--precision", choices=PRECISIONS, help="to compute in; default: the recipe's")
+    parser.add_argument(
+        "--model", type=Path, metavar="FOLDER", help="another export of the run, for example RUN/merged"
+    )
+    parser.add_argument("--precision", choices=PRECISIONS, help="compute precision; default: the recipe's")
     parser.add_argument("--micro_batch_size", type=int, help="rows per forward pass; default: the recipe's")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers and what was measured there, too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers and their origin to FILE")
 
 
 def run(arguments: argparse.Namespace) -> Work:

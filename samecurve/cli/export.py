@@ -23,10 +23,14 @@ from samecurve.storage.filesystem import LocalFileSystem
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     where = "a run directory, for example runs/sft, or a model in one: runs/sft/merged"
     parser.add_argument("run", metavar="RUN", type=Path, help=where)
-    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of the stored weights; training's are fp32")
-    parser.add_argument("--checkpoint", metavar="FOLDER", help="of this run, instead of RUN/model; latest: the newest")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="fp32", help="precision of the stored weights; training keeps fp32"
+    )
+    parser.add_argument(
+        "--checkpoint", metavar="FOLDER", help="a checkpoint of this run instead of RUN/model; latest: the newest one"
+    )
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="default: RUN/model-DTYPE")
-    parser.add_argument("--license", metavar="TEXT", help="for the card, for example apache-2.0; it is yours to know")
+    parser.add_argument("--license", metavar="TEXT", help="license for the model card, for example apache-2.0")
 
 
 def run(arguments: argparse.Namespace) -> Work:

@@ -18,12 +18,14 @@ LONGEST, LONGEST_FUNCTION, TEMPERATURE = 120, 256, 0.5
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", type=Path, help="a run directory, or a folder with a model or an adapter")
-    parser.add_argument("--prompt", help="default: one that fits what the run was trained on")
-    parser.add_argument("--system", metavar="TEXT", help="a system turn before the prompt, for a chat model")
-    parser.add_argument("--raw", action="store_true", help="no chat template: the prompt is text to be continued")
+    parser.add_argument("--prompt", help="default: one that fits the run's training data")
+    parser.add_argument("--system", metavar="TEXT", help="system message before the prompt, for a chat model")
+    parser.add_argument("--raw", action="store_true", help="use no chat template: continue the prompt as plain text")
     longest = f"default: {LONGEST}; {LONGEST_FUNCTION} with --parse_rate"
     parser.add_argument("--max_new_tokens", type=int, help=longest)
-    parser.add_argument("--temperature", type=float, help=f"0: always the likeliest token; default: {TEMPERATURE}")
+    parser.add_argument(
+        "--temperature", type=float, help=f"sampling temperature; 0: always the likeliest token; default: {TEMPERATURE}"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--parse_rate",

@@ -13,8 +13,8 @@ from samecurve.errors import ConfigurationError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE")
     parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="recipe values, as for train.py")
-    parser.add_argument("--samples", type=int, default=3, help="how many of the first documents are shown")
-    parser.add_argument("--html", metavar="FILE", type=Path, help="write the same as a page, too")
+    parser.add_argument("--samples", type=int, default=3, help="number of documents to show")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="also write the output as an HTML page")
 
 
 def run(arguments: argparse.Namespace) -> Work:

@@ -17,15 +17,19 @@ from samecurve.specs.precision import DTYPES
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", type=Path, help="a run directory, or a folder with a model or an adapter")
     parser.add_argument(
-        "tasks", metavar="TASKS", help="names as its `lm-eval ls tasks` lists them, for example arc_easy"
+        "tasks", metavar="TASKS", help="task names, as `lm-eval ls tasks` lists them, for example arc_easy"
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="to compute in; default: the recipe's precision, else fp32")
-    parser.add_argument("--raw", action="store_true", help="no chat template, also for a chat model")
-    parser.add_argument("--limit", metavar="N", help="only the first N examples of each task")
-    parser.add_argument("--batch_size", default="8", metavar="N", help="or auto, on a GPU; default: 8")
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="for the results; default: RUN/lm_eval")
-    parser.add_argument("--options", default="", metavar="TEXT", help="more for it: --options='--num_fewshot 5'")
-    parser.add_argument("--show", action="store_true", help="print the command and do not run it")
+    parser.add_argument("--dtype", choices=DTYPES, help="compute precision; default: the recipe's, else fp32")
+    parser.add_argument("--raw", action="store_true", help="use no chat template, even for a chat model")
+    parser.add_argument("--limit", metavar="N", help="use only the first N examples of each task")
+    parser.add_argument(
+        "--batch_size", default="8", metavar="N", help="examples per batch, or auto on a GPU; default: 8"
+    )
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="where the results go; default: RUN/lm_eval")
+    parser.add_argument(
+        "--options", default="", metavar="TEXT", help="more lm-eval options: --options='--num_fewshot 5'"
+    )
+    parser.add_argument("--show", action="store_true", help="print the command instead of running it")
 
 
 def run(arguments: argparse.Namespace) -> Work:

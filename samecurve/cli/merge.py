@@ -13,7 +13,9 @@ from samecurve.specs.precision import DTYPES
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", type=Path, help="a run directory, or a folder with an adapter")
-    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of the stored weights; the proof is in fp32")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="fp32", help="precision of the stored weights; the check runs in fp32"
+    )
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="default: RUN/merged, RUN/merged-DTYPE")
 
 

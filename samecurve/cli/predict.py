@@ -27,17 +27,19 @@ TOP, BATCH = 5, 32
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", type=Path, help="a run directory, or a folder with a model or an adapter")
-    parser.add_argument("texts", metavar="TEXT", nargs="*", help="without: the lines of the standard input")
+    parser.add_argument("texts", metavar="TEXT", nargs="*", help="default: the lines of standard input")
     parser.add_argument(
         "--file",
         type=Path,
         help="instead of TEXT: a text per line, or a table (jsonl, json, csv, parquet) with the columns of the run's "
         "data; for a reward model messages, or prompt and completion",
     )
-    parser.add_argument("--prompt", help="what each TEXT answers (reward models)")
-    parser.add_argument("--top", type=int, metavar="N", help=f"fillers of each mask (mlm); default: {TOP}")
-    parser.add_argument("--batch_size", type=int, default=BATCH, metavar="N", help=f"default: {BATCH}")
-    parser.add_argument("--json", action="store_true", help="a JSON object per text, with every number")
+    parser.add_argument("--prompt", help="the prompt that each TEXT answers (reward models)")
+    parser.add_argument(
+        "--top", type=int, metavar="N", help=f"number of candidates for each mask (mlm); default: {TOP}"
+    )
+    parser.add_argument("--batch_size", type=int, default=BATCH, metavar="N", help=f"texts per batch; default: {BATCH}")
+    parser.add_argument("--json", action="store_true", help="print a JSON object per text, with every number")
 
 
 def run(arguments: argparse.Namespace) -> Work:

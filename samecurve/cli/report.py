@@ -13,8 +13,10 @@ from samecurve.storage.atomic import write_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="a run directory, or two to compare")
-    parser.add_argument("--html", metavar="FILE", type=Path, help=f"default: RUN/{REPORT}; of two RUN/report_RUN2.html")
+    parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="a run directory, or two of them to compare")
+    parser.add_argument(
+        "--html", metavar="FILE", type=Path, help=f"default: RUN/{REPORT}; for two runs RUN/report_RUN2.html"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

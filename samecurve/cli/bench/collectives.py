@@ -18,13 +18,17 @@ UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "K": 2**10, "M
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--processes", type=int, help="how many to start; default: the number of GPUs, 2 for gloo")
-    parser.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl on GPUs, gloo without")
-    parser.add_argument("--collectives", metavar="a,b", help="such as all_reduce,all_to_all; default: all")
-    parser.add_argument("--smallest", default="1KiB", help="message (default: %(default)s)")
-    parser.add_argument("--largest", default="64MiB", help="message (default: %(default)s)")
-    parser.add_argument("--factor", type=int, default=4, help="from one size to the next (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=0.3, help="for each number (default: %(default)s)")
+    parser.add_argument("--processes", type=int, help="number of processes; default: the number of GPUs, or 2 for gloo")
+    parser.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl with GPUs, gloo without")
+    parser.add_argument("--collectives", metavar="a,b", help="for example all_reduce,all_to_all; default: all")
+    parser.add_argument("--smallest", default="1KiB", help="smallest message (default: %(default)s)")
+    parser.add_argument("--largest", default="64MiB", help="largest message (default: %(default)s)")
+    parser.add_argument(
+        "--factor", type=int, default=4, help="ratio of one size to the one before (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=0.3, help="measuring time of each number (default: %(default)s)"
+    )
     printing.add_json(parser)
 
 

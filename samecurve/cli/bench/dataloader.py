@@ -14,14 +14,20 @@ from samecurve.errors import ConfigurationError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE")
     parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="recipe values")
-    parser.add_argument("--workers", metavar="a,b", help="default: 0, 1, 2, 4 and so on, up to the number of cores")
-    parser.add_argument("--seconds", type=float, default=3.0, help="for each number of workers (default: %(default)s)")
-    parser.add_argument("--data_parallel_size", type=int, default=1, help="of the run; one rank's share is read")
+    parser.add_argument("--workers", metavar="a,b", help="default: 0, 1, 2, 4, ... up to the number of cores")
+    parser.add_argument(
+        "--seconds", type=float, default=3.0, help="measuring time of each number of workers (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--data_parallel_size", type=int, default=1, help="data-parallel size of the run; one rank's share is read"
+    )
     processes = "of the run, which share the host's cores; the loader gets the share of one (default: %(default)s)"
     parser.add_argument("--processes_per_host", type=int, default=1, metavar="N", help=processes)
     need = parser.add_mutually_exclusive_group()
-    need.add_argument("--run", metavar="RUN", type=Path, help="a run of the recipe: enough is what it needs")
-    need.add_argument("--needed", metavar="ROWS_PER_SECOND", type=float, help="enough is that, for each rank")
+    need.add_argument(
+        "--run", metavar="RUN", type=Path, help="a run of the recipe, whose consumption is the requirement"
+    )
+    need.add_argument("--needed", metavar="ROWS_PER_SECOND", type=float, help="the requirement of each rank")
     printing.add_json(parser)
 
 

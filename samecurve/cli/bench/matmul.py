@@ -10,11 +10,15 @@ from samecurve.config import loader as recipes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="measure the shapes of its model's layers, too")
+    parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="also measure the shapes of this recipe's layers")
     parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="recipe values")
-    parser.add_argument("--precisions", metavar="a,b", help="of fp32, tf32, bf16, fp16; default: what suits the device")
-    parser.add_argument("--sizes", metavar="a,b", help="of the squares")
-    parser.add_argument("--seconds", type=float, default=0.5, help="for each number (default: %(default)s)")
+    parser.add_argument(
+        "--precisions", metavar="a,b", help="from fp32, tf32, bf16, fp16; default: those that the device supports"
+    )
+    parser.add_argument("--sizes", metavar="a,b", help="widths of the square matrices")
+    parser.add_argument(
+        "--seconds", type=float, default=0.5, help="measuring time of each number (default: %(default)s)"
+    )
     printing.add_json(parser)
 
 

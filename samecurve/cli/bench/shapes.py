@@ -14,12 +14,18 @@ PRECISIONS = "fp32", "tf32", "bf16", "fp16"  # the keys of timing.DTYPES, whose 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hidden_size", type=int, required=True)
     wanted = parser.add_mutually_exclusive_group()
-    wanted.add_argument("--width", type=int, help="of the inner layer; default: 8/3 of the hidden size, as in SwiGLU")
-    wanted.add_argument("--vocabulary_size", type=int, help="instead: a vocabulary, which can only be padded")
-    parser.add_argument("--tokens", type=int, default=4096, help="of a micro-batch (default: %(default)s)")
+    wanted.add_argument(
+        "--width", type=int, help="width of the inner layer; default: 8/3 of the hidden size, as in SwiGLU"
+    )
+    wanted.add_argument(
+        "--vocabulary_size", type=int, help="measure a vocabulary size instead, which can only be padded"
+    )
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of a micro-batch (default: %(default)s)")
     parser.add_argument("--precision", choices=PRECISIONS, default="bf16", help="default: %(default)s")
     parser.add_argument("--multiples", metavar="a,b", help="default: 64,128,256")
-    parser.add_argument("--seconds", type=float, default=2.0, help="for each width (default: %(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=2.0, help="measuring time of each width (default: %(default)s)"
+    )
     printing.add_json(parser)
 
 

@@ -20,15 +20,19 @@ from samecurve.errors import ConfigurationError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE")
-    parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="recipe values, for every variant")
-    parser.add_argument("--strategy", default="single", metavar="NAME", help="of configs/ (default: %(default)s)")
-    parser.add_argument("--num_processes", type=int, help="default: the number of GPUs, 2 without one")
+    parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="recipe values for every variant")
+    parser.add_argument(
+        "--strategy", default="single", metavar="NAME", help="a name in configs/ (default: %(default)s)"
+    )
+    parser.add_argument("--num_processes", type=int, help="default: the number of GPUs, or 2 without a GPU")
     keys = "keys or blocks of keys; default: all that there are; none: --variant only"
     parser.add_argument("--levers", metavar="a,b", help=keys)
     more = "one more, of your own: recipe keys, and keys of the strategy's files; may be repeated"
     parser.add_argument("--variant", action="append", default=[], metavar='"key=value key=value"', help=more)
-    parser.add_argument("--steps", type=int, default=20, help="of each run (default: %(default)s)")
-    parser.add_argument("--warm_up", type=int, default=5, help="steps that are not counted (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=20, help="steps of each run (default: %(default)s)")
+    parser.add_argument(
+        "--warm_up", type=int, default=5, help="steps left out of the measurement (default: %(default)s)"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="runs of each variant (default: %(default)s)")
     parser.add_argument("--output", type=Path, help="default: runs/bench_step/RECIPE")
     printing.add_json(parser)
