@@ -41,6 +41,7 @@ def main() -> None:
 
 
 def train(session) -> None:
+    """Run the optimizer steps of a Session from its start to the recipe's last step."""
     from samecurve.checkpoint.manager import TrainProgress  # torch is imported by now
 
     recipe, engine, batches = session.recipe, session.engine, session.batches
@@ -88,6 +89,7 @@ def train(session) -> None:
 
 
 def due(step: int, every_steps: int, last_step: int) -> bool:
+    """Whether a periodic action is due after `step`, 1-based; also due after the last step unless every_steps is 0."""
     return every_steps > 0 and (step % every_steps == 0 or step == last_step)
 
 

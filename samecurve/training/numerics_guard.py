@@ -19,6 +19,8 @@ MOST_ROLLBACKS = 3
 
 
 class Guard:
+    """Numerical checks of each optimizer step, of loss spikes and of replicated weights."""
+
     def __init__(self, settings: Settings, run: RunDirectory, world: ControlGroup):
         self._settings, self._run, self._world = settings, run, world
         self._skipped_in_a_row = self._rollbacks = 0
