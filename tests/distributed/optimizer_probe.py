@@ -65,7 +65,7 @@ def one(plan, accelerator, task, skeleton, origin: Path | None) -> dict:
         return [(result.loss, result.grad_norm) for result in results]
 
     described = engine.describe()
-    found = {"engine": described["engine"], "dtypes": [described["weight_dtype"], described["reduce_dtype"]]}
+    found = {"engine": described.engine, "dtypes": [described.weight_dtype, described.reduce_dtype]}
     found |= {"results": train(0, save_after=SAVED), "unequal": []}
     if recipe.optimizer.name == "adamw_bf16":
         # without a gradient nothing is summed, so the weights and their random rounding are the same to the last bit
