@@ -105,7 +105,7 @@ def describe(value: Any) -> str:
     if value is None:
         return "null"
     if isinstance(value, int) and value.bit_length() > 1024:  # Python writes no more than 4300 digits
-        return f"a whole number of {value.bit_length()} bits"
+        return f"an integer of {value.bit_length()} bits"
     shown = json.dumps(value, ensure_ascii=False) if isinstance(value, (str, bool, int, float)) else repr(value)
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
     return f"{shown} (text)" if isinstance(value, str) else shown
@@ -116,12 +116,12 @@ def suggest(path: KeyPath, legal: Iterable[KeyPath]) -> str:
     legal = sorted(legal)
     elsewhere = [".".join(other) for other in legal if other[-1] == path[-1]]
     if elsewhere:
-        return f"; it belongs at {' or '.join(elsewhere)}"
+        return f"; move it to {' or '.join(elsewhere)}"
     siblings = [other[-1] for other in legal if other[:-1] == path[:-1]]
     near = difflib.get_close_matches(path[-1], siblings, n=1)
     if near:
         return f"; did you mean {near[0]}?"
-    return f"; legal here: {', '.join(siblings)}" if len(siblings) <= 12 else ""
+    return f"; the keys of this block are {', '.join(siblings)}" if len(siblings) <= 12 else ""
 
 
 class _Loader(yaml.SafeLoader):
@@ -160,7 +160,7 @@ def _note_duplicates(node: yaml.MappingNode, path: KeyPath, document: Document) 
     for key_node, _ in node.value:
         key, line = str(key_node.value), key_node.start_mark.line + 1
         if key in first_lines:
-            text = f"given twice, first in line {first_lines[key]}; keep one"
+            text = f"given twice (first in line {first_lines[key]}); keep one"
             document.problems.append(ConfigProblem(Place(document.name, line), ".".join((*path, key)), text))
         first_lines.setdefault(key, line)
 
@@ -172,13 +172,13 @@ def parse_yaml(text: str, document: Document) -> Any:
         node = loader.get_single_node()
         return {} if node is None else _build(loader, node, (), document)
     except RecursionError:
-        document.unreadable((), "this is not YAML that can be used: an alias stands inside itself")
+        document.unreadable((), "invalid YAML: an alias refers to a value that contains it")
         return {}
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a tag such as !!int over a word
         mark = getattr(error, "problem_mark", None)
         place = Place(document.name, mark.line + 1 if mark else None)
         what = getattr(error, "problem", None) or str(error).splitlines()[0]
-        document.problems.append(ConfigProblem(place, "", f"this is not YAML: {what}"))
+        document.problems.append(ConfigProblem(place, "", f"invalid YAML: {what}"))
         document.incomplete = True
         return {}
     finally:
@@ -186,7 +186,7 @@ def parse_yaml(text: str, document: Document) -> Any:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
+    raise ValueError(f"{name} is not a JSON value")
 
 
 def _parse_json(text: str, document: Document) -> Any:
@@ -194,7 +194,7 @@ def _parse_json(text: str, document: Document) -> Any:
         content = json.loads(text, parse_constant=_refuse_constant)
     except ValueError as error:
         place = Place(document.name, getattr(error, "lineno", None))
-        document.problems.append(ConfigProblem(place, "", f"this is not JSON: {getattr(error, 'msg', error)}"))
+        document.problems.append(ConfigProblem(place, "", f"invalid JSON: {getattr(error, 'msg', error)}"))
         document.incomplete = True
         return {}
     # JSON without tabs is YAML, and PyYAML's nodes know their lines, which json's objects do not. The data is json's.
@@ -217,7 +217,7 @@ def read_document(path: str | os.PathLike) -> Document:
     if isinstance(content, dict):
         document.content = content
     else:
-        document.unreadable((), f"found {describe(content)}, a block of keys is needed")
+        document.unreadable((), f"found {describe(content)}, expected a block of keys")
     return document
 
 

@@ -19,23 +19,23 @@ from samecurve.config.schema import Recipe
 from samecurve.config.source import ANY_ITEM, RecipeSource, schema_paths
 from samecurve.errors import ConfigurationError
 
-_NEEDED = {
-    "int_type": "a whole number is needed",
-    "float_type": "a number is needed",
-    "finite_number": "a finite number is needed",
-    "string_type": "text is needed",
-    "string_too_short": "text that is not empty is needed",
-    "bool_type": "true or false is needed",
-    "dict_type": "a block of keys is needed",
-    "model_type": "a block of keys is needed",
-    "tuple_type": "a list is needed",
-    "too_short": "at least {min_length} value{s} needed, not {actual_length}",
-    "too_long": "{max_length} values are needed, not {actual_length}",
-    "literal_error": "one of {expected} is needed",
-    "greater_than": "a number above {gt} is needed",
-    "greater_than_equal": "a number of at least {ge} is needed",
-    "less_than": "a number below {lt} is needed",
-    "less_than_equal": "a number of at most {le} is needed",
+_EXPECTED = {
+    "int_type": "an integer",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "string_type": "text",
+    "string_too_short": "text that is not empty",
+    "bool_type": "true or false",
+    "dict_type": "a block of keys",
+    "model_type": "a block of keys",
+    "tuple_type": "a list",
+    "too_short": "at least {min_length} value{s}, not {actual_length}",
+    "too_long": "{max_length} values, not {actual_length}",
+    "literal_error": "one of {expected}",
+    "greater_than": "a number above {gt}",
+    "greater_than_equal": "a number of at least {ge}",
+    "less_than": "a number below {lt}",
+    "less_than_equal": "a number of at most {le}",
 }
 
 
@@ -80,14 +80,14 @@ def _read_based(path: str, chain: tuple[str, ...]) -> Document:
     if base is None:
         return document
     if not isinstance(base, str):
-        document.unreadable(("base",), f"found {describe(base)}, the name of a recipe file is needed")
+        document.unreadable(("base",), f"found {describe(base)}, expected the path of a recipe file")
         return document
     base_path = os.path.normpath(os.path.join(os.path.dirname(path), base))
     if base_path in (*chain, os.path.normpath(path)):
-        document.unreadable(("base",), f'found "{base}", which is based on this file; break the circle')
+        document.unreadable(("base",), f'found "{base}", which is itself based on this file; remove one of the two')
         return document
     if not os.path.isfile(base_path):
-        document.unreadable(("base",), f"no such file: {base_path}; the name is relative to {path}")
+        document.unreadable(("base",), f"no such file: {base_path}; give a path relative to {path}")
         return document
     return inheritance.merge_over_base(_read_based(base_path, (*chain, os.path.normpath(path))), document)
 
@@ -130,15 +130,15 @@ def _explain(detail: dict, path: KeyPath) -> str:
         return "missing; add it"
     if kind == "value_error":
         return f"found {describe(found)}, {detail['ctx']['error']}"
-    if kind not in _NEEDED:
+    if kind not in _EXPECTED:
         return f"found {describe(found)}: {detail['msg']}"
     limits = {key: f"{limit:g}" if isinstance(limit, float) else limit for key, limit in detail.get("ctx", {}).items()}
-    needed = _NEEDED[kind].format(**limits, s=" is" if limits.get("min_length") == 1 else "s are")
+    expected = _EXPECTED[kind].format(**limits, s="" if limits.get("min_length") == 1 else "s")
     hint = _number_hint(found) if kind in ("int_type", "float_type") else ""
     if kind == "model_type":
         fields = [known[-1] for known in schema_paths(Recipe) if known[:-1] == path]
         hint = block_as_value(".".join(path), found, fields)
-    return f"found {describe(found)}, {needed}{hint}"
+    return f"found {describe(found)}, expected {expected}{hint}"
 
 
 def _number_hint(found: Any) -> str:

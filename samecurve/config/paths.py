@@ -19,13 +19,13 @@ def path_problem(path: str | Path) -> str:
     try:
         mode = os.stat(path).st_mode
     except PermissionError:
-        return f"no permission to look at it; give the user of this process access to {Path(path).absolute().parent}"
+        return f"no permission to read {Path(path).absolute()}; give this process's user access to its folder"
     except (OSError, ValueError):  # ValueError: a null byte
         return f"no such file or folder: {Path(path).absolute()}"
     if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
         return ""
     kind = _SPECIAL_FILES.get(stat.S_IFMT(mode), "a special file")
-    return f"is {kind}, and data are read more than once; write its content to a file and name that"
+    return f"is {kind}, which can be read only once; copy its content to a regular file and use that"
 
 
 def pattern_hint(path: str, key: str = "data.pattern") -> str:
@@ -35,4 +35,4 @@ def pattern_hint(path: str, key: str = "data.pattern") -> str:
     if first is None:
         return ""
     folder, pattern = Path(*parts[:first]), Path(*parts[first:])
-    return f"; a path has no wildcards: give the folder {folder} as the path, and {key}='{pattern}'"
+    return f"; a path cannot contain wildcards: set the path to the folder {folder}, and {key}='{pattern}'"

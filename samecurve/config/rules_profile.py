@@ -15,13 +15,13 @@ Finding = tuple[str, str]
 def _order(value: Callable[[str], Any]) -> Iterator[Finding]:
     first, last = value("profile.steps") or (1, 1)
     if first > last:
-        yield "profile.steps", f"found [{first}, {last}]; it is the first step and the last one, so swap them"
+        yield "profile.steps", f"found [{first}, {last}], but the first step comes after the last one; swap them"
 
 
 def _end(value: Callable[[str], Any]) -> Iterator[Finding]:
     first, last = value("profile.steps") or (1, 1)
     if first <= last and last > value("steps"):
-        yield "profile.steps", f"found [{first}, {last}], but steps is {value('steps')}; end with a step that there is"
+        yield "profile.steps", f"found [{first}, {last}], but steps is {value('steps')}; end at that step or before"
 
 
 RULES = _order, _end
@@ -32,6 +32,7 @@ def check_ranks(source: RecipeSource, world_size: int) -> None:
     with contextlib.suppress(KeyError):
         absent = [rank for rank in source.value("profile.ranks") if rank >= world_size]
         if absent:
-            text = f"found {absent[0]}, but the ranks of {world_size} process{'es' * (world_size > 1)} are "
-            text += f"0 to {world_size - 1}" if world_size > 1 else "0 alone"
-            source.document.problem(("profile", "ranks"), f"{text}; name those")
+            known = f"{world_size} processes have ranks 0 to {world_size - 1}"
+            known = known if world_size > 1 else "1 process has rank 0"
+            text = f"found {absent[0]}, but {known} only; remove the others"
+            source.document.problem(("profile", "ranks"), text)

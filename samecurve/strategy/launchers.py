@@ -70,7 +70,7 @@ def running_ancestors() -> list[Ancestor]:
 
 
 def _bad_world_size(text: str) -> ConfigProblem:
-    what = f"found {describe(text)}, a whole number above 0 is needed; the launcher sets it"
+    what = f"found {describe(text)}, expected an integer above 0; leave it to the launcher"
     return ConfigProblem(ENVIRONMENT, "WORLD_SIZE", what, topology=True)
 
 
@@ -129,16 +129,16 @@ def _config_file(flags: Mapping[str, str], directory: str, environ: Mapping[str,
 
 
 # What a flag of the launcher or a variable must not say: both names, values that say nothing, who says it instead.
-_JSON_OWNS = "the DeepSpeed JSON owns it"
+_JSON_OWNS = "the DeepSpeed JSON sets this"
 _OVERRIDES = (
-    ("mixed_precision", "ACCELERATE_MIXED_PRECISION", ("no",), "the recipe's precision owns it"),
+    ("mixed_precision", "ACCELERATE_MIXED_PRECISION", ("no",), "the recipe's precision sets this"),
     ("cpu", "ACCELERATE_USE_CPU", ("false", "0", "no", "off", "f", "n"), "it turns FSDP and DeepSpeed off"),
-    ("gradient_accumulation_steps", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", (), "the recipe's batch owns it"),
-    ("gradient_clipping", "ACCELERATE_GRADIENT_CLIPPING", (), "the recipe's optimizer.max_grad_norm owns it"),
+    ("gradient_accumulation_steps", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", (), "the recipe's batch sets this"),
+    ("gradient_clipping", "ACCELERATE_GRADIENT_CLIPPING", (), "the recipe's optimizer.max_grad_norm sets this"),
     ("zero_stage", "ACCELERATE_DEEPSPEED_ZERO_STAGE", (), _JSON_OWNS),
     ("offload_optimizer_device", "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", (), _JSON_OWNS),
     ("offload_param_device", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", (), _JSON_OWNS),
-    ("dynamo_backend", "ACCELERATE_DYNAMO_BACKEND", ("no",), "the recipe owns torch.compile, by the key compile"),
+    ("dynamo_backend", "ACCELERATE_DYNAMO_BACKEND", ("no",), "the recipe sets torch.compile, by the key compile"),
 )
 
 # Flags of accelerate launch about processes and machines, which no file of ours owns.
@@ -168,5 +168,5 @@ def override_problems(launch: Launch, environ: Mapping[str, str], accelerate: Do
             yield ConfigProblem(ENVIRONMENT, variable, f"found {describe(value)}, but {reason}; unset it")
     for flag in flags:
         if flag not in _FREE_FLAGS:
-            text = "given to accelerate launch, but the strategy's file owns it; remove the flag"
+            text = "given to accelerate launch, but the strategy's file sets this; remove the flag"
             yield ConfigProblem(COMMAND_LINE, f"--{flag}", text)

@@ -98,7 +98,7 @@ def check_machine(plan: Plan, environ: Mapping[str, str] = os.environ) -> None:
     found = environment_problems(plan.strategy, plan.recipe.precision, environ)
     found += compiler_problems(plan.recipe, has_accelerator(environ), environ)
     if found:
-        lines = ["this machine cannot run the strategy as it is", *(f"  {problem}" for problem in found)]
+        lines = ["this machine cannot run the strategy", *(f"  {problem}" for problem in found)]
         raise ConfigurationError("\n".join(lines))
     needed = operators(plan.strategy)
     if needed and os.name == "posix":
@@ -119,7 +119,7 @@ def check_room(strategy: Strategy, num_parameters: int, environ: Mapping[str, st
             )
             raise StorageError(
                 f"strategy {strategy.name}: nvme_path {path}: {sizes} ({NVME_BYTES_PER_PARAMETER} bytes a parameter); "
-                "name a larger disk in the DeepSpeed JSON"
+                "set it to a larger disk in the DeepSpeed JSON"
             )
 
 
@@ -151,7 +151,7 @@ def compiler_problems(recipe: Recipe, accelerator: bool, environ: Mapping[str, s
     asked += [entry for entry in ligers if accelerator and entry[1] == "liger"]  # refused elsewhere
     for key, found, instead in asked:
         yield (
-            f"{key}: {found} needs a {language} compiler, and {names[0]!r} is not on PATH: apt-get install {usual[0]}, "
+            f"{key}: {found} needs a {language} compiler, but {names[0]!r} is not on PATH: apt-get install {usual[0]}, "
             f"or {key}={instead}"
         )
 
@@ -178,11 +178,11 @@ def _version(package: str) -> str:
 def _needs_accelerator(strategy: Strategy, precision: str) -> Iterator[str]:
     if strategy.family == "fsdp" and strategy.offload:
         yield (
-            "FSDP offloads through pinned memory, which needs an accelerator, and there is none here; "
-            "rehearse with configs/zero3_offload.yaml, or without offload with configs/fsdp.yaml"
+            "FSDP offloads through pinned memory, which needs an accelerator, and this machine has none; "
+            "use configs/zero3_offload.yaml here, or configs/fsdp.yaml, which does not offload"
         )
     if strategy.deepspeed is not None and precision == "fp16":
-        yield "DeepSpeed trains fp16 on accelerators only, and there is none here; set precision to bf16 or fp32"
+        yield "DeepSpeed trains in fp16 on accelerators only, and this machine has none; set precision to bf16 or fp32"
 
 
 def operators(strategy: Strategy) -> set[str]:
@@ -204,19 +204,19 @@ def _tools(strategy: Strategy, environ: Mapping[str, str], accelerator: bool) ->
     search = os.pathsep.join(folder for folder in folders if folder != str(build_supervisor.SUPERVISED))
     compiler = shlex.split(environ.get("CXX", "")) or ["c++"]
     if not shutil.which("ninja", path=search):
-        yield f"{why} and ninja is not installed: pip install ninja"
+        yield f"{why}, but ninja is not installed: pip install ninja"
     if not shutil.which(compiler[0], path=search):
         yield (
-            f"{why} and the C++ compiler {compiler[0]!r} is not on PATH: apt-get install g++, "
+            f"{why}, but the C++ compiler {compiler[0]!r} is not on PATH: apt-get install g++, "
             "or conda install -c conda-forge cxx-compiler"
         )
     elif "async_io" in needed and not _links_libaio(compiler, environ):
         yield (
-            f"{why} and libaio.h or libaio.so is missing: apt-get install libaio-dev (Debian, Ubuntu), "
+            f"{why}, but libaio.h or libaio.so is missing: apt-get install libaio-dev (Debian, Ubuntu), "
             "dnf install libaio-devel (Fedora, RHEL), or conda install -c conda-forge libaio"
         )
     if "async_io" in needed and accelerator and not _cuda_toolkit(environ, search):
-        yield f"{why} and, beside a GPU, builds it with the CUDA toolkit: install it, or set CUDA_HOME to its folder"
+        yield f"{why}, and on a GPU machine that needs the CUDA toolkit: install it, or set CUDA_HOME to its folder"
 
 
 def _prebuilt() -> set[str]:
@@ -260,8 +260,8 @@ def _folder(path: Path) -> Iterator[str]:
     """
     existing = _existing(path)
     if not existing.is_dir():
-        yield f"nvme_path {path}: {existing} is a file; name a folder on a local disk in the DeepSpeed JSON"
+        yield f"nvme_path {path}: {existing} is a file; set it to a folder on a local disk in the DeepSpeed JSON"
     elif existing not in (path.absolute(), path.absolute().parent):
-        yield f"nvme_path {path}: there is no folder {path.absolute().parent}; make it, or name one on a local disk"
+        yield f"nvme_path {path}: no such folder: {path.absolute().parent}; create it, or use one on a local disk"
     elif not os.access(existing, os.W_OK | os.X_OK):
-        yield f"nvme_path {path}: {existing} is not writable; name a writable folder on a local disk"
+        yield f"nvme_path {path}: {existing} is not writable; use a writable folder on a local disk"

@@ -74,12 +74,10 @@ def resolve_plan(
 def _resume_problems(arguments: argparse.Namespace) -> list[ConfigProblem]:
     found, problems = arguments.resume, []
     if found not in ("auto", "none") and not os.path.isdir(found):
-        text = f"found {found}, but there is no such folder; give auto, none or RUN/checkpoints/step_00000040"
+        text = f"no such folder: {found}; give auto, none or a checkpoint such as RUN/checkpoints/step_00000040"
         problems.append(ConfigProblem(COMMAND_LINE, "--resume", text))
     if arguments.fresh and found not in ("auto", "none"):
-        problems.append(
-            ConfigProblem(COMMAND_LINE, "--fresh", f"given together with --resume {found}; keep one of them")
-        )
+        problems.append(ConfigProblem(COMMAND_LINE, "--fresh", f"conflicts with --resume {found}; keep one of them"))
     return problems
 
 
@@ -120,17 +118,17 @@ def _choose(given: str | None, launch: Launch, environ: Mapping[str, str], probl
     """The strategy's file: --strategy, or the config file of accelerate launch. Given both, they are the same one."""
     found = launch.config_file
     if given and found and os.path.realpath(given) != os.path.realpath(found):
-        text = f"found {given}, but accelerate launch reads {found}; give both the same file, or leave --strategy out"
+        text = f"found {given}, but accelerate launch uses {found}; give both the same file, or omit --strategy"
         problems.append(ConfigProblem(COMMAND_LINE, "--strategy", text))
     if given or found:
         return given or found
     switches = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP")
     switched = [name for name in switches if environ.get(name, "false").lower() in ("true", "1", "yes")]
     if switched:
-        text = "is set, but no strategy file is known; pass --strategy FILE, or --config_file FILE to accelerate launch"
+        text = "set, but no strategy file is known; pass --strategy FILE, or --config_file FILE to accelerate launch"
         problems.append(ConfigProblem(ENVIRONMENT, switched[0], text))
     elif launch.launcher == "accelerate" and launch.flags is None:
-        text = "accelerate launch started this process, but its config file cannot be seen; pass --strategy FILE too"
+        text = "accelerate launch started this process, but its config file cannot be found; pass --strategy FILE too"
         problems.append(ConfigProblem(ENVIRONMENT, "ACCELERATE_MIXED_PRECISION", text))
     return None
 
@@ -146,7 +144,7 @@ def read_files(chosen: str | None) -> Files:
     if accelerate.get("distributed_type") != "DEEPSPEED" or not isinstance(json_path, str) or not json_path:
         return Files(accelerate, Document(""))
     if not os.path.isfile(json_path):
-        text = f"no such file: {os.path.abspath(json_path)}; the name is relative to the working directory"
+        text = f"no such file: {os.path.abspath(json_path)}; give a path relative to the working directory"
         accelerate.problem(("deepspeed_config", "deepspeed_config_file"), text)
         return Files(accelerate, Document(""))
     return Files(accelerate, read_document(json_path))

@@ -18,7 +18,7 @@ from samecurve.strategy.resolve import resolve_plan
 
 Row = tuple[str, ...]
 # kinds of values, as the messages name them
-INTEGER, NUMBER, TEXT, BLOCK = "whole number", "number", "text", "block of keys"
+INTEGER, NUMBER, TEXT, BLOCK = "an integer", "a number", "text", "a block of keys"
 
 GOOD = {
     "r.yaml": """\

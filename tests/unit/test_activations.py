@@ -179,7 +179,7 @@ def test_a_model_without_layers_is_told():
     [
         (
             "memory.every_n_layers=3",
-            ("memory.every_n_layers", "3", "every_n_layers", "memory.activation_checkpointing", "none", "leave it out"),
+            ("memory.every_n_layers", "3", "every_n_layers", "memory.activation_checkpointing", "none", "remove"),
         ),
         ("memory.every_n_layers=1", ("memory.every_n_layers", "1", "at least 2")),
     ],

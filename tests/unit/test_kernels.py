@@ -102,7 +102,7 @@ REFUSED = [
     ),
     (
         ["optimizer.implementation=foreach", "optimizer.name=lion"],
-        ("optimizer.implementation", "foreach", "adamw", "optimizer.name", "lion", "leave it out"),
+        ("optimizer.implementation", "foreach", "adamw", "optimizer.name", "lion", "remove"),
     ),
 ]
 
@@ -123,7 +123,7 @@ def test_deepspeed_takes_its_own_update_of_an_offloaded_optimizer(tmp_path, monk
     write(tmp_path, {"ds_configs/offload.json": json.dumps(block)})
     argv = ["r.yaml", "optimizer.implementation=for_loop", "--strategy", "ds_configs/offload.json"]
     report, code = message(tmp_path, argv, TORCHRUN)
-    check_report(report, [("command line", "optimizer.implementation", "for_loop", "CPU Adam", "leave it out")])
+    check_report(report, [("command line", "optimizer.implementation", "for_loop", "CPU Adam", "remove")])
     assert code == 2
 
 
@@ -150,7 +150,7 @@ def test_distilling_has_another_loss():
 
     values = {"loss.implementation": "liger", "task": "distill", "precision": "bf16"}
     [(key, text)] = findings(rules_tasks.RULES, values)
-    assert key == "loss.implementation" and "task distill learns from a teacher's logits" in text
+    assert key == "loss.implementation" and "task distill also needs the teacher's logits" in text
     assert findings(rules_tasks.RULES, {**values, "loss.implementation": "chunked"}) == []
 
 
