@@ -121,7 +121,7 @@ def suggest(path: KeyPath, legal: Iterable[KeyPath]) -> str:
     near = difflib.get_close_matches(path[-1], siblings, n=1)
     if near:
         return f"; did you mean {near[0]}?"
-    return f"; the keys of this block are {', '.join(siblings)}" if len(siblings) <= 12 else ""
+    return f"; valid keys here: {', '.join(siblings)}" if len(siblings) <= 12 else ""
 
 
 class _Loader(yaml.SafeLoader):

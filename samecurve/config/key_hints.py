@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 _SPREAD = "a recipe does not choose devices or sharding; pass a strategy: --strategy configs/zero3.yaml"
-_LENGTH = "steps: it counts optimizer steps, and one epoch has (rows of the data) / batch.global_batch_size of them"
+_LENGTH = "steps, the number of optimizer steps: an epoch has (rows of the data) / batch.global_batch_size"
 _ACCUMULATION = "batch.global_batch_size: accumulation follows from it, batch.micro_batch_size and the devices"
 # Names of transformers' TrainingArguments, TRL, peft, axolotl and LLaMA-Factory, and what is easily guessed.
 _HERE = {
@@ -61,7 +61,7 @@ def called_here(key: str) -> str:
     ours = _RENAMED.get(key, "")
     if ours == _SPREAD:
         return f"; {ours}"
-    return f"; recipes use {ours}" if ours else ""
+    return f"; use {ours}" if ours else ""
 
 
 def block_as_value(key: str, found: Any, fields: list[str]) -> str:

@@ -84,7 +84,7 @@ def _read_based(path: str, chain: tuple[str, ...]) -> Document:
         return document
     base_path = os.path.normpath(os.path.join(os.path.dirname(path), base))
     if base_path in (*chain, os.path.normpath(path)):
-        document.unreadable(("base",), f'found "{base}", which is itself based on this file; remove one of the two')
+        document.unreadable(("base",), f'found "{base}", which is based on this file itself; remove one base key')
         return document
     if not os.path.isfile(base_path):
         document.unreadable(("base",), f"no such file: {base_path}; give a path relative to {path}")

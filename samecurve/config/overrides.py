@@ -30,8 +30,8 @@ def apply_override(document: Document, argument: str) -> None:
     block = document.content
     for depth, key in enumerate(path[:-1], start=1):
         if not isinstance(block.get(key), (dict, type(None))):
-            found = describe(block[key])
-            why = f"{'.'.join(path[:depth])} is {found}, which has no keys; set it as a whole"
+            outer = ".".join(path[:depth])
+            why = f"{outer} is {describe(block[key])}, which has no keys; set {outer} itself"
             document.problems.append(ConfigProblem(COMMAND_LINE, dotted, why))
             return
         block[key] = dict(block.get(key) or {})

@@ -134,7 +134,7 @@ def _whole_conversations(value: Callable[[str], Any]) -> Iterator[Finding]:
 def _template(value: Callable[[str], Any]) -> Iterator[Finding]:
     template = value("tokenizer.chat_template")
     if template not in (None, CHATML) and not Path(template).is_file():
-        text = f"no such file: {Path(template).absolute()}; give a template file, or {CHATML}, which needs none"
+        text = f"no such file: {Path(template).absolute()}; give a template file, or {CHATML}, which needs no file"
         yield "tokenizer.chat_template", text
 
 
@@ -174,7 +174,7 @@ def _best(value: Callable[[str], Any]) -> Iterator[Finding]:
 def _rollback(value: Callable[[str], Any]) -> Iterator[Finding]:
     ratio = value("numerics.rollback_ratio")
     if ratio is not None and not value("checkpoint.every_steps"):
-        text = f"found {ratio:g}, but checkpoint.every_steps is 0 and there is no checkpoint to load; set it above 0"
+        text = f"found {ratio:g}, but rollback needs checkpoints and checkpoint.every_steps is 0; set that above 0"
         yield "numerics.rollback_ratio", text
 
 

@@ -21,7 +21,7 @@ def _order(value: Callable[[str], Any]) -> Iterator[Finding]:
 def _end(value: Callable[[str], Any]) -> Iterator[Finding]:
     first, last = value("profile.steps") or (1, 1)
     if first <= last and last > value("steps"):
-        yield "profile.steps", f"found [{first}, {last}], but steps is {value('steps')}; end at that step or before"
+        yield "profile.steps", f"found [{first}, {last}], but steps is {value('steps')}; end at that step or earlier"
 
 
 RULES = _order, _end

@@ -33,7 +33,7 @@ def _negatives(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 def _negative_too(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
     if value(key) in (value("data.negative_columns") or ()):
-        yield "data.negative_columns", f"{value(key)} is already the column of {key}; remove it"
+        yield "data.negative_columns", f"found {value(key)}, which {key} also names; remove it"
 
 
 def _no_teacher(value: Callable[[str], Any]) -> Iterator[Finding]:
@@ -145,7 +145,7 @@ def _instead(folder: Path) -> str:
     if (folder / "adapter_config.json").is_file():
         run = folder.parent if (folder.parent / "run.json").is_file() else folder
         command = f"python -m samecurve merge {run}"
-        return f"it is an adapter: merge it into its base model by {command}, and use {run / 'merged'}"
+        return f"it is an adapter: merge it into its base model with {command}, and use {run / 'merged'}"
     if (folder / "model").is_dir():
         return f"use the Hugging Face model folder {folder / 'model'}"
     return "give a Hugging Face model folder"

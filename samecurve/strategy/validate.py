@@ -186,8 +186,8 @@ def _accelerate(document: Document) -> None:
     for block, needed in _BLOCKS.items():
         if document.get(block) and kind != needed:
             place = document.place(("distributed_type",))
-            text = f"only {needed} uses this block, but distributed_type is {kind} ({place}); remove one of the two"
-            document.problem((block,), text)
+            text = f"only {needed} uses this block, but distributed_type is {kind} ({place})"
+            document.problem((block,), f"{text}; remove the block, or change distributed_type")
     if document.get("fsdp_config", "fsdp_forward_prefetch") is True:
         policy = document.get("fsdp_config", "fsdp_auto_wrap_policy") or "absent"
         if policy != "TRANSFORMER_BASED_WRAP":

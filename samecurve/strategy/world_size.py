@@ -108,7 +108,8 @@ def check_batch(source: RecipeSource, data_parallel_size: int) -> None:
     fitting = [size for size in sizes if total % (size * data_parallel_size) == 0]
     fitting = sorted(sorted(fitting, key=lambda size: abs(size - micro))[:2])
     text = (
-        f"found {total}, not a multiple of micro_batch_size {micro} x {data_parallel_size} data-parallel ranks; "
-        f"nearest global_batch_size: {near}; micro_batch_size that fits: {' or '.join(map(str, fitting)) or 'none'}"
+        f"found {total}, which is not a multiple of micro_batch_size {micro} x {data_parallel_size} data-parallel "
+        f"ranks; nearest global_batch_size: {near}; "
+        f"micro_batch_size that fits: {' or '.join(map(str, fitting)) or 'none'}"
     )
     source.document.problem(("batch", "global_batch_size"), text)
