@@ -1,4 +1,4 @@
-"""A recipe file and the command line's overrides -> a `Recipe`, or the list of everything that is wrong with them."""
+"""Reads a recipe file and the command line's overrides into a `Recipe`, or reports every problem in them."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ _EXPECTED = {
 
 
 def read_recipe(path: str, overrides: Sequence[str] = ()) -> RecipeSource:
-    """Read `path`, the files that it is based on, and `key.path=value` overrides; check schema and rules.
+    """Read a recipe, its base files and `key.path=value` overrides; check the schema and the rules.
 
-    The problems are in `RecipeSource.document.problems`. Whether the batch divides is known only with the world size.
+    The problems are in `RecipeSource.document.problems`. Whether the global batch size divides is checked later, once
+    the world size is known.
     """
     document = _read_based(path, ())
     for argument in overrides:
@@ -55,7 +56,11 @@ def read_recipe(path: str, overrides: Sequence[str] = ()) -> RecipeSource:
 
 
 def load_recipe(path: str, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe. Raises ConfigurationError with everything that is wrong with it."""
+    """Read a recipe.
+
+    Raises:
+        ConfigurationError: with every problem found.
+    """
     source = read_recipe(path, overrides)
     if source.document.problems:
         raise ConfigurationError(format_problems(source.document.problems))
@@ -63,9 +68,10 @@ def load_recipe(path: str, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def validate_recipe(document: Document) -> Recipe:
-    """By the schema alone: what a run has trained is not asked whether its files are still there.
+    """Check a document by the schema alone. A finished run's recipe stays valid when its files are gone.
 
-    Raises ConfigurationError with everything that is wrong with it.
+    Raises:
+        ConfigurationError: with every problem found.
     """
     recipe, _ = _validate(document)
     if document.problems:
@@ -74,7 +80,7 @@ def validate_recipe(document: Document) -> Recipe:
 
 
 def _read_based(path: str, chain: tuple[str, ...]) -> Document:
-    """The file merged over the file that its `base` key names (relative to the file), and so on."""
+    """Read the file merged over the file that its `base` key names (relative to the file), recursively."""
     document = read_document(path)
     base = document.content.pop("base", None)
     if base is None:
@@ -108,7 +114,7 @@ def _validate(document: Document) -> tuple[Recipe | None, frozenset[KeyPath]]:
 
 
 def _text_fields(document: Document) -> Iterator[KeyPath]:
-    """Keys of the command line that YAML reads as something else, but the schema wants as text (`output_dir=1`)."""
+    """Keys of the command line that YAML reads as another type although the schema wants text (`output_dir=1`)."""
     try:
         Recipe.model_validate(document.content)
     except ValidationError as error:

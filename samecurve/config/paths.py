@@ -1,4 +1,4 @@
-"""What is wrong with a path that a recipe names."""
+"""Problems of paths in a recipe."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def path_problem(path: str | Path) -> str:
 
 
 def pattern_hint(path: str, key: str = "data.pattern") -> str:
-    """What to do about a path with wildcards, for the end of a message; empty where there are none."""
+    """The end of a message about a path with wildcards: which key to use instead; "" for a path without any."""
     parts = Path(path).parts
     first = next((index for index, part in enumerate(parts) if set("*?[") & set(part)), None)
     if first is None:

@@ -1,6 +1,6 @@
-"""What more than one key of a recipe takes part in. A rule is skipped when a key that it asks for is itself wrong.
+"""Rules that involve more than one recipe key. A rule is skipped when a key that it reads is itself invalid.
 
-One rule, one function: a wrong key then hides what is wrong with that key's own rules alone.
+Each rule is one function, so that an invalid key hides only the problems of rules that read it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Rule = Callable[[Callable[[str], Any]], Iterator[Finding]]
 
 
 def apply_rules(source: RecipeSource) -> None:
-    """Add what the rules find to the source's problems."""
+    """Check all rules and add their findings to the source's problems."""
     parts = (rules_model, rules_memory, rules_tasks, rules_data, rules_optimizer, rules_profile)
     rules: list[Rule] = [*RULES, *(rule for part in parts for rule in part.RULES)]
     for index in range(source.length("data.mixture")):
@@ -38,7 +38,7 @@ def apply_rules(source: RecipeSource) -> None:
 
 
 def columns_of(task: str) -> list[str]:
-    """The keys by which a recipe of the task names columns."""
+    """The recipe keys that name data columns of the task."""
     return [key for key in TASKS[task].reads if key.endswith(("_column", "_columns"))]
 
 
@@ -70,7 +70,7 @@ def _readable(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
 
 
 def _known(value: Callable[[str], Any], key: str) -> Any:
-    """None for a key that is itself wrong."""
+    """The value of a key, or None where the key is invalid."""
     with contextlib.suppress(KeyError):
         return value(key)
     return None
@@ -82,7 +82,7 @@ def _sorted_and_packed(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 
 def _of_tasks(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
-    """A key that some tasks read, where another one runs and it would do nothing."""
+    """A key has no effect because the task does not use it."""
     task, found, tasks = value("task"), value(key), readers(key)
     if task not in tasks and found != _default(key):
         which = f"task {tasks[0]} uses" if len(tasks) == 1 else f"the tasks {', '.join(tasks)} use"

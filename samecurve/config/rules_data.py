@@ -1,4 +1,4 @@
-"""What `data.mixture` and `data.streaming` ask for, before any file is opened."""
+"""Rules for `data.mixture`, `data.streaming` and Hub data sets, checked before any file is opened."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OF_SFT = ("messages_column", "prompt_column", "completion_column")
 
 
 def in_mixture(index: int) -> tuple[Callable[[Callable[[str], Any]], Iterator[Finding]], ...]:
-    """The rules of one source of data.mixture; a path's own is not among them."""
+    """The rules of one source of data.mixture, except whether its path exists."""
     key = f"data.mixture.{index}"
     columns = (partial(_column, index, column) for column in ("text_column", *_OF_SFT))
     parts = (partial(_part_of_the_hub, key, part, default) for part, default in _HUB_KEYS.items())
@@ -100,7 +100,7 @@ def _vocabulary_of_stream(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 
 def _part_of_the_hub(block: str, key: str, default: str | None, value: Callable[[str], Any]) -> Iterator[Finding]:
-    """A key that chooses a part of a data set of the hub, where nothing would read it."""
+    """A key that selects part of a Hub data set has no effect."""
     path, found = value(f"{block}.path"), value(f"{block}.{key}")
     others_rule = value("data.mixture") is not None if block == "data" else block == "evaluate" and path is None
     if found == default or others_rule:
@@ -134,7 +134,7 @@ def _idle_without_split(key: str, value: Callable[[str], Any]) -> Iterator[Findi
 
 
 def _another_split(value: Callable[[str], Any]) -> Iterator[Finding]:
-    """What is evaluated on is another split of the data set that is trained on."""
+    """evaluate.split names another split of the training data, which must be a Hub data set."""
     split, path = value("evaluate.split"), value("data.path")
     if value("evaluate.path") is not None or split is None:
         return
@@ -148,7 +148,7 @@ def _another_split(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 
 def _measured_as_trained(value: Callable[[str], Any]) -> Iterator[Finding]:
-    """The evaluation reads rows that are trained on: the same split of the same data set, or one of another revision.
+    """Evaluation reads training rows: the same split of the same data set, or a split of another revision.
 
     A data set has several spellings: OWNER/NAME and its URL, no config and "default", no revision and "main".
     """
@@ -178,7 +178,7 @@ def _measured_as_trained(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 
 def _within_output_dir(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
-    """Such data would lie among the files that the run writes."""
+    """Data inside output_dir would be mixed with the files that the run writes."""
     path, output_dir = value(key), value("output_dir")
     if path is None or "://" in path or path.startswith("builtin:") or is_hub_name(path):
         return

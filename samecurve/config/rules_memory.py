@@ -1,4 +1,4 @@
-"""What more than one key of a recipe takes part in, of memory, compile, fp8 and kernels."""
+"""Rules for memory, compile, fp8 and kernels that involve more than one recipe key."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def _liger(key: str, instead: str, value: Callable[[str], Any]) -> Iterator[Find
 
 
 def _rotated_twice(value: Callable[[str], Any]) -> Iterator[Finding]:
-    """What Liger's rotary positions overwrite, without autograd's knowledge.
+    """Liger's rotary embedding overwrites saved tensors without autograd noticing.
 
-    Seen with liger-kernel 0.8.5: they are written into the projections' results, so that a kept result is rotated again
-    when the layer is recomputed, and gradients come out wrong below the same loss (tests/unit/test_kernels.py).
+    Seen with liger-kernel 0.8.5: it writes into the projections' results, so a saved result is rotated again when the
+    layer is recomputed. The loss stays the same and the gradients are wrong (tests/unit/test_kernels.py).
     """
     selective = value("memory.activation_checkpointing") == "selective"
     if value("model.kernels") == "liger" and selective and value("memory.selective_save") == "matmul":

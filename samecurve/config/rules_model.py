@@ -1,4 +1,4 @@
-"""What more than one key of a recipe takes part in, of the model and its adapter."""
+"""Rules for the model and its adapter that involve more than one recipe key."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _positions(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 
 def _flash_packed(value: Callable[[str], Any]) -> Iterator[Finding]:
-    """flash-attn tells packed documents apart by their positions only in a batch of one row."""
+    """flash-attn separates packed documents, by their positions, only in a batch of one row."""
     if value("model.attention") != "flash_attention_2":
         return
     if value("data.packing") and value("batch.micro_batch_size") > 1:
@@ -120,7 +120,7 @@ RULES = (
 
 
 def architecture(value: Callable[[str], Any]) -> dict[str, Any]:
-    """The fields of the model's config that the recipe or a local model folder gives."""
+    """The model's config as far as the recipe or a local model folder gives it."""
     with contextlib.suppress(OSError, ValueError):
         config = value("model.config")
         if config is None and value("model.path") is not None:
@@ -130,7 +130,7 @@ def architecture(value: Callable[[str], Any]) -> dict[str, Any]:
 
 
 def hidden_layers(source: RecipeSource) -> int | None:
-    """How many decoder layers the model has, where that is known without loading it."""
+    """The number of decoder layers, or None where the model would have to be loaded to know."""
     with contextlib.suppress(KeyError):
         fields = architecture(source.value)
         found = [fields[key] for key in ("num_hidden_layers", "n_layer", "num_layers") if key in fields]
@@ -139,7 +139,7 @@ def hidden_layers(source: RecipeSource) -> int | None:
 
 
 def model_type(source: RecipeSource) -> str | None:
-    """The model's family in transformers, where that is known without loading it."""
+    """The model_type of transformers, or None where the model would have to be loaded to know."""
     with contextlib.suppress(KeyError):
         found = architecture(source.value).get("model_type")
         return found if isinstance(found, str) else None

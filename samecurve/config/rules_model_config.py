@@ -1,4 +1,4 @@
-"""What `model.config` says, compared with the fields of the family's config in transformers, before that is loaded."""
+"""Rules that compare `model.config` with the fields of the family's config class, without loading transformers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from samecurve.config.section import LARGEST_INTEGER
 from samecurve.config.transformers_source import Family, Field, family, model_types
 
 Finding = tuple[str, str]
-# What another key of the recipe says; transformers would take the value, and nothing would come of it.
+# Fields that another key of the recipe sets; transformers would accept the value without effect.
 OWNED = {"attn_implementation": "model.attention", "dtype": "precision", "torch_dtype": "precision"}
 # Sizes of tensors and numbers of layers, by the names of families that have their own.
 _SIZES = {
@@ -50,7 +50,7 @@ def _keys(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 
 def _numbers(value: Callable[[str], Any]) -> Iterator[Finding]:
-    """Numbers that nothing can be computed with; inside of a list, infinity may stand for no limit."""
+    """Numbers must be finite and fit 64 bits. Inside a list, infinity is allowed: it may stand for no limit."""
     for key, found in _flat("model.config", _fields(value)):
         if isinstance(found, float) and (math.isnan(found) or (math.isinf(found) and key.count(".") == 2)):
             yield key, f"found {describe(found)}, expected a finite number"

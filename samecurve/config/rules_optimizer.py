@@ -1,4 +1,4 @@
-"""What the keys of a recipe's `optimizer` block have to do with one another."""
+"""Rules for the recipe's `optimizer` block."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _bitsandbytes(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 
 def _idle(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
-    """A key that the named optimizer has no use for: it would do nothing."""
+    """A key has no effect because the optimizer does not use it."""
     name, found = value("optimizer.name"), value(f"optimizer.{key}")
     default = Optimizer.model_fields[key].default
     if key not in OPTIMIZERS[name].reads and (tuple(found) if isinstance(found, list) else found) != default:

@@ -1,4 +1,4 @@
-"""What the keys of `profile` have to do with the run's length and the number of its processes."""
+"""Rules for `profile`, given the number of steps and of processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RULES = _order, _end
 
 
 def check_ranks(source: RecipeSource, world_size: int) -> None:
-    """Add a problem where profile.ranks names a rank that is not there."""
+    """Add a problem for a rank in profile.ranks that does not exist."""
     with contextlib.suppress(KeyError):
         absent = [rank for rank in source.value("profile.ranks") if rank >= world_size]
         if absent:

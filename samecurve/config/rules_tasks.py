@@ -1,4 +1,4 @@
-"""What more than one key of a recipe takes part in, of single tasks, and of the tokenizer."""
+"""Rules for single tasks, their losses and the tokenizer that involve more than one recipe key."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _continued(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 
 def _warmed_up(value: Callable[[str], Any]) -> Iterator[Finding]:
-    """Weights that know something already: the first steps do not shake them."""
+    """Pretrained weights need warm-up, because the first Adam steps are large."""
     if value("task") == "continue_pretrain" and value("schedule.warmup_steps") == 0:
         text = "found 0, but Adam's moments restart at 0, which makes the first updates about as large as any; "
         yield "schedule.warmup_steps", text + "set it above 0"

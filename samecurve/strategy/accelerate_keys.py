@@ -1,8 +1,8 @@
-"""The keys of an Accelerate YAML and a DeepSpeed JSON: which are honoured, which are refused, and why.
+"""The keys of an Accelerate YAML and how each is treated, with the rule types that deepspeed_keys.py shares.
 
-A table maps a key to a `ValueRule` (honoured, checked), to another table (a block), to `RecipeOwned` (the recipe says
-it) or to `Rejected`. Names are those of accelerate 1.15 and deepspeed 0.19; a test compares the tables with the
-installed ones.
+A table maps a key to a `ValueRule` (accepted after a check), another table (a block), `RecipeOwned` (set by the recipe)
+or `Rejected`. Names are those of accelerate 1.15 and deepspeed 0.19; a test compares the tables with the installed
+versions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class ValueRule:
 
 @dataclass(frozen=True)
 class RecipeOwned:
-    """The recipe's key `by` says it: absent here, or "auto" where the file knows that word."""
+    """The recipe's key `by` sets this: the key is absent, or "auto" where the file supports that."""
 
     by: str
     auto: bool = False
@@ -29,7 +29,7 @@ class RecipeOwned:
 
 @dataclass(frozen=True)
 class Rejected:
-    """`harmless`: values that `accelerate config` writes although they switch nothing on."""
+    """An unsupported key. `harmless`: values that `accelerate config` writes although they enable nothing."""
 
     reason: str
     harmless: tuple = (None,)
@@ -39,7 +39,7 @@ Table = dict[str, Any]
 
 
 def _whole(value: Any) -> bool:
-    # JSON files write sizes as 5e8, which DeepSpeed reads as the whole number that it is.
+    # JSON files write sizes as 5e8, which DeepSpeed converts to an integer.
     return not isinstance(value, bool) and (isinstance(value, int) or (isinstance(value, float) and value.is_integer()))
 
 
@@ -88,8 +88,8 @@ _COMPILE = Rejected(
     "the recipe sets torch.compile, by the key compile; remove it", (None, "NO", "no", False, "default")
 )
 
-# of Accelerate's YAML, but read here alone: Accelerate passes over nested keys that it does not know, and over
-# fsdp_forward_prefetch, which it has for FSDP1
+# Keys of Accelerate's YAML that only samecurve reads: Accelerate ignores unknown nested keys, and fsdp_forward_prefetch
+# except under FSDP1
 OURS = ("fsdp_reduce_dtype",)
 
 ACCELERATE: Table = {

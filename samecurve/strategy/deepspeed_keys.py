@@ -1,4 +1,4 @@
-"""The keys of a DeepSpeed JSON (see accelerate_keys.py for what the values mean)."""
+"""The keys of a DeepSpeed JSON and how each is treated (accelerate_keys.py defines the rule types)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _PARTITIONED = Rejected("it partitions among tensor-parallel ranks, which are no
 
 
 def _partition(value: Any) -> bool:
-    """What DeepSpeed 0.19 knows; it ends the pattern at a second colon, and a third method is named but not there."""
+    """The partition methods of DeepSpeed 0.19. Patterns end at a second colon; a third documented method is missing."""
     if not isinstance(value, str) or not value.startswith("type:"):
         return value in ("parameters", "uniform")
     with contextlib.suppress(re.error):
@@ -125,7 +125,7 @@ ZERO: Table = {
     "zeropp_loco_param": _removed("LoCo"),
 }
 
-# Which stages read a key of zero_optimization. Under another stage DeepSpeed takes it and does nothing.
+# The stages that use a key of zero_optimization. Under another stage DeepSpeed accepts it and ignores it.
 STAGES = {key: (3,) for key in ZERO if key.startswith("stage3_")} | {
     "offload_param": (3,),
     "zero_hpz_partition_size": (3,),

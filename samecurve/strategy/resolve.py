@@ -1,6 +1,6 @@
-"""Command line, environment, recipe, Accelerate YAML and DeepSpeed JSON -> one plan, or one report of all problems.
+"""Resolves command line, environment, recipe and strategy files into one plan, or reports all problems.
 
-Imports nothing heavy: a mistake is told before torch is loaded.
+Imports nothing heavy, so that a mistake is reported before torch is loaded.
 """
 
 from __future__ import annotations
@@ -36,10 +36,16 @@ single process. Under `accelerate launch --config_file FILE` that file is the st
 def resolve_plan(
     argv: Sequence[str], environ: Mapping[str, str], ancestors: Callable[[], Sequence[Ancestor]] | None = None
 ) -> Plan:
-    """`argv` without the program's name. `ancestors`: for tests, instead of the processes above this one.
+    """Resolve the plan of a run.
 
-    Raises ConfigurationError with every problem found, or TopologyError when all are about the number of processes;
-    their `output_dir` is the recipe's.
+    Args:
+        argv: the arguments without the program's name.
+        environ: the environment variables.
+        ancestors: replaces the parent processes in tests.
+
+    Raises:
+        ConfigurationError: with every problem found; its `output_dir` is the recipe's.
+        TopologyError: the same where all problems are about the number of processes.
     """
     arguments = command_line().parse_intermixed_args(argv)
     launch = launchers.detect_launch(environ, arguments.local_rank, ancestors)
@@ -115,7 +121,7 @@ def command_line() -> argparse.ArgumentParser:
 
 
 def _choose(given: str | None, launch: Launch, environ: Mapping[str, str], problems: list[ConfigProblem]) -> str | None:
-    """The strategy's file: --strategy, or the config file of accelerate launch. Given both, they are the same one."""
+    """The strategy's file: --strategy, or the config file of accelerate launch. If both are given, they must agree."""
     found = launch.config_file
     if given and found and os.path.realpath(given) != os.path.realpath(found):
         text = f"found {given}, but accelerate launch uses {found}; give both the same file, or omit --strategy"
@@ -134,7 +140,7 @@ def _choose(given: str | None, launch: Launch, environ: Mapping[str, str], probl
 
 
 def read_files(chosen: str | None) -> Files:
-    """Accelerate resolves the name of the DeepSpeed JSON against the working directory, and so it is here."""
+    """Read the strategy files. As in Accelerate, the DeepSpeed JSON's path is relative to the working directory."""
     if chosen is None:
         return Files(Document(""), Document(""))
     if chosen.endswith(".json"):
@@ -151,7 +157,7 @@ def read_files(chosen: str | None) -> Files:
 
 
 def describe_strategy(files: Files, launch: Launch) -> Strategy:
-    """What the files say. Wrong values count as absent here: `checks` reports them, and then no plan is made."""
+    """Describe the files' strategy. Invalid values count as absent: validate.py reports them and no plan is made."""
     accelerate, deepspeed = files.accelerate, files.deepspeed
     offloads = [
         (part, deepspeed.get("zero_optimization", f"offload_{part}", "device")) for part in ("optimizer", "param")

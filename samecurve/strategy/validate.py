@@ -1,4 +1,4 @@
-"""What the strategy's files must not say, alone and together with the recipe. Findings become problems of documents."""
+"""Checks the strategy's files, alone and together with the recipe. Findings become problems of the documents."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 Finding = tuple[str, str]
 Value = Callable[[str], Any]
-# Those whose loss is a function of the last stage's logits alone, for models that pipeline_split.py can cut.
+# Strategies that keep whole weights on every device in the model's dtype.
 _QUANTIZED = ("single", "ddp")
 _NO_LOGITS = ("chunked", "liger")  # loss.implementation
 
 
 def check_strategy(source: RecipeSource, files: Files, strategy: Strategy, launch: Launch) -> None:
-    """Add the problems of both files, of the number of processes and of the batch to their documents."""
+    """Add the problems of both strategy files, of the world size and of the batch to their documents."""
     if files.accelerate.content:
         _walk(files.accelerate, ACCELERATE, source)
         _accelerate(files.accelerate)
@@ -203,7 +203,10 @@ _NAMED = re.compile(r"(zero[123]|fsdp|hsdp|ddp|pipeline|single)(_|$)")
 
 
 def _names(files: Files, strategy: Strategy) -> None:
-    """Skipped where what the file says is broken itself; a JSON speaks for a YAML of the same name."""
+    """Check that the files' names match their content.
+
+    Skipped where the strategy itself is invalid. A JSON is checked in place of a YAML of the same name.
+    """
     kind = files.accelerate.get("distributed_type")
     json_stem = Path(files.deepspeed.name).stem
     if kind == "DEEPSPEED" and not (files.deepspeed.content and json_stem != Path(files.accelerate.name).stem):
@@ -215,7 +218,7 @@ def _names(files: Files, strategy: Strategy) -> None:
 
 
 def _name(document: Document, strategy: Strategy) -> None:
-    """A file called zero2_offload has to be that; names of another kind are free."""
+    """A file called zero2_offload must configure that; names that claim no strategy are free."""
     stem = Path(document.name).stem
     claimed = _NAMED.match(stem)
     if not claimed:

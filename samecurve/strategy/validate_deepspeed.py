@@ -1,4 +1,4 @@
-"""What a DeepSpeed JSON must not say although every key is legal: numbers that together do nothing or another thing."""
+"""Checks combinations of values in a DeepSpeed JSON that have no effect, or another one than they say."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _stages(document: Document, strategy: Strategy, source: RecipeSource) -> Non
 
 
 def _unsharded(document: Document, source: RecipeSource) -> None:
-    """What DeepSpeed's pipeline lacks without ZeRO: loss scaling and another dtype of accumulation than bf16's own."""
+    """DeepSpeed's pipeline without ZeRO lacks loss scaling, and accumulates bf16 gradients in bf16 only."""
     precision, accumulation = _precision_asked(source), document.get("data_types", "grad_accum_dtype")
     if document.get(*_STAGE) not in (None, 0):
         return
@@ -132,7 +132,7 @@ def _precision_asked(source: RecipeSource) -> str | None:
 
 
 def _recomputation(document: Document, source: RecipeSource) -> None:
-    """The recipe says whether to recompute; the interval only how many layers go together."""
+    """The recipe says whether to recompute; the interval only says how many layers are recomputed together."""
     owner, path = "memory.activation_checkpointing", ("pipeline", "activation_checkpoint_interval")
     interval = document.get(*path)
     if not isinstance(interval, int) or interval <= 0 or source.document.get(*owner.split(".")) == "full":

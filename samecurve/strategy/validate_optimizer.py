@@ -1,4 +1,4 @@
-"""Which optimizers a strategy can run: told before torch is loaded."""
+"""Checks which optimizers a strategy can run, before torch is loaded."""
 
 from __future__ import annotations
 
@@ -62,8 +62,16 @@ def _offloaded(strategy: Strategy) -> bool:
 
 
 def check_shards(name: str, shapes: Mapping[str, Sequence[int]], num_shards: int) -> None:
-    """Raise ConfigurationError where shards would cut an optimizer's blocks, so that another number would train another
-    curve. shapes: full ones by name, cut along their first dimension into num_shards."""
+    """Check that shards do not cut an optimizer's blocks, or else the number of shards would change the loss curve.
+
+    Args:
+        name: optimizer.name.
+        shapes: full parameter shapes by name; shards are cut along the first dimension.
+        num_shards: the number of shards of each parameter.
+
+    Raises:
+        ConfigurationError: where a shard would cut a block.
+    """
     if name != "adamw_8bit":
         return
     for parameter, (rows, *others) in shapes.items():

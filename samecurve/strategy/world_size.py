@@ -1,4 +1,4 @@
-"""Does the number of processes fit the strategy's files, and the batch the number of processes?"""
+"""Checks the number of processes against the strategy's files, and the batch against the number of processes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _REPLICAS = ("parallelism_config", "parallelism_config_dp_replicate_size")
 _SHARDS = ("parallelism_config", "parallelism_config_dp_shard_size")
 _SECONDARY = ("zero_optimization", "zero_hpz_partition_size")
 _STAGES = ("pipeline", "stages")
-# micro-batches that are looked at for one that fits; a number of 12 digits may stand in the recipe
+# limit of candidate micro-batch sizes; the recipe may contain a number of 12 digits
 _MOST_TRIED = 10_000
 
 
 def world_problems(files: Files, strategy: Strategy, launch: Launch) -> Iterator[ConfigProblem]:
-    """Everything about the number of processes."""
+    """All problems of the number of processes."""
     wrong = [*_wrong_count(files.accelerate, launch), *_alone(files.accelerate, strategy, launch)]
     yield from wrong
     if wrong:  # how the processes are arranged can be judged when there are as many as were meant
@@ -46,7 +46,7 @@ def _world_size(text: str) -> ConfigProblem:
 
 
 def _wrong_count(accelerate: Document, launch: Launch) -> Iterator[ConfigProblem]:
-    """A number given to the launcher wins over the file's `num_processes`, which is accelerate launch's default."""
+    """A number given to the launcher overrides the file's `num_processes`, which is accelerate launch's default."""
     world, said, machines = launch.world_size, accelerate.get("num_processes"), accelerate.get("num_machines")
     given = (launch.flags or {}).get("num_processes", "")
     if given.isdecimal() and int(given) != world:
@@ -82,7 +82,7 @@ def _alone(accelerate: Document, strategy: Strategy, launch: Launch) -> Iterator
 
 
 def _wrong_mesh(accelerate: Document, strategy: Strategy) -> Iterator[ConfigProblem]:
-    """Accelerate refuses replicas of one shard each, after the model has been loaded."""
+    """Accelerate refuses replicas of one shard each, but only after the model has been loaded."""
     world, replicas, shards = strategy.world_size, strategy.replicate_size, accelerate.get(*_SHARDS)
     if replicas > 1 and (world % replicas or world // replicas < 2):
         text = f"found {replicas}, but {world} processes cannot form {replicas} replicas of 2 or more shards"
@@ -94,7 +94,7 @@ def _wrong_mesh(accelerate: Document, strategy: Strategy) -> Iterator[ConfigProb
 
 
 def check_batch(source: RecipeSource, data_parallel_size: int) -> None:
-    """The global batch is micro-batch x data-parallel ranks x a whole number of accumulation steps."""
+    """Check that the global batch is micro-batch x data-parallel ranks x a whole number of accumulation steps."""
     try:
         total, micro = source.value("batch.global_batch_size"), source.value("batch.micro_batch_size")
     except KeyError:
