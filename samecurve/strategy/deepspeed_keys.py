@@ -45,7 +45,7 @@ _PARTITIONED = Rejected("it partitions among tensor-parallel ranks, which are no
 
 
 def _partition(value: Any) -> bool:
-    """The partition methods of DeepSpeed 0.19. Patterns end at a second colon; a third documented method is missing."""
+    """The partition methods of DeepSpeed 0.19. A pattern ends at a second colon; a third method is named, not there."""
     if not isinstance(value, str) or not value.startswith("type:"):
         return value in ("parameters", "uniform")
     with contextlib.suppress(re.error):
