@@ -1,6 +1,6 @@
-"""YAML and JSON files as data with positions: what every key path holds, and which line of which file says so.
+"""Reads YAML and JSON files as data with positions: the value, file and line of every key path.
 
-Nothing here raises for the user's mistakes. They become `ConfigProblem`s, so that one report can show all of them.
+Nothing here raises for the user's mistakes: they become `ConfigProblem`s, so that one report can show all of them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,14 @@ ENVIRONMENT = Place("environment")
 
 @dataclass(frozen=True)
 class ConfigProblem:
-    """One thing that is wrong. `text`: what was found, the rule; the fix. `topology`: about the number of processes."""
+    """One problem of the configuration.
+
+    Attributes:
+        place: file and line, command line or environment.
+        key: the dotted key; "" for a problem of the whole file.
+        text: the value found, the rule and the fix.
+        topology: True for problems about the number of processes.
+    """
 
     place: Place
     key: str
@@ -48,7 +55,7 @@ class ConfigProblem:
 
 
 def format_problems(problems: Iterable[ConfigProblem]) -> str:
-    """One text: a header, then each problem once; files by name and line, then the command line and the environment."""
+    """Format a report: a header, then each problem once; files by name and line, then command line and environment."""
 
     def position(problem: ConfigProblem) -> tuple:
         pseudo = problem.place in (COMMAND_LINE, ENVIRONMENT)
@@ -61,11 +68,12 @@ def format_problems(problems: Iterable[ConfigProblem]) -> str:
 
 @dataclass
 class Document:
-    """A file's content (always a mapping) with the place of every key path, and what was wrong while reading it.
+    """The content of a file (always a mapping), the place of every key path, and the problems found while reading it.
 
-    `typed` keeps the text of values given on the command line: only the schema knows whether `123` is a number.
-    `notes`: what was decided while reading it and the user should hear of, see inheritance.py. `incomplete`: a file
-    that it is made of could not be read, so an absent key may stand there.
+    Attributes:
+        typed: the text of values given on the command line. Only the schema knows whether `123` is a number.
+        notes: decisions made while reading that are printed for the user, see inheritance.py.
+        incomplete: a file that it is made of could not be read, so an absent key may stand there.
     """
 
     name: str
@@ -77,20 +85,20 @@ class Document:
     incomplete: bool = False
 
     def place(self, path: KeyPath) -> Place:
-        """Where the key is, or where the nearest block around it begins."""
+        """The place of the key, or of the nearest block around it."""
         while path and path not in self.places:
             path = path[:-1]
         return self.places.get(path, Place(self.name))
 
     def get(self, *path: str) -> Any:
-        """The value at a key path; None where nothing is."""
+        """The value at a key path, or None."""
         value: Any = self.content
         for key in path:
             value = value.get(key) if isinstance(value, dict) else None
         return value
 
     def unreadable(self, path: KeyPath, text: str) -> None:
-        """A problem that also keeps keys from being known."""
+        """Add a problem that leaves keys unknown."""
         self.problem(path, text)
         self.incomplete = True
 
@@ -99,33 +107,33 @@ class Document:
 
 
 def describe(value: Any) -> str:
-    """A found value the way a message shows it, with its kind where the value alone could mislead."""
+    """Format a found value for a message, with its type where the value alone could mislead."""
     if isinstance(value, (dict, list, tuple)):
         return "a block of keys" if isinstance(value, dict) else "a list"
     if value is None:
         return "null"
     if isinstance(value, int) and value.bit_length() > 1024:  # Python writes no more than 4300 digits
-        return f"a whole number of {value.bit_length()} bits"
+        return f"an integer of {value.bit_length()} bits"
     shown = json.dumps(value, ensure_ascii=False) if isinstance(value, (str, bool, int, float)) else repr(value)
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
     return f"{shown} (text)" if isinstance(value, str) else shown
 
 
 def suggest(path: KeyPath, legal: Iterable[KeyPath]) -> str:
-    """The nearest legal key: the same name in another block, else a similar name in this block."""
+    """Suggest the nearest valid key: the same name in another block, else a similar name in this block."""
     legal = sorted(legal)
     elsewhere = [".".join(other) for other in legal if other[-1] == path[-1]]
     if elsewhere:
-        return f"; it belongs at {' or '.join(elsewhere)}"
+        return f"; move it to {' or '.join(elsewhere)}"
     siblings = [other[-1] for other in legal if other[:-1] == path[:-1]]
     near = difflib.get_close_matches(path[-1], siblings, n=1)
     if near:
         return f"; did you mean {near[0]}?"
-    return f"; legal here: {', '.join(siblings)}" if len(siblings) <= 12 else ""
+    return f"; valid keys here: {', '.join(siblings)}" if len(siblings) <= 12 else ""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 numbers (`1e-4` is one) and no dates, over PyYAML's 1.1."""
+    """A YAML loader with YAML 1.2 numbers (`1e-4` is one) and without dates, unlike PyYAML's YAML 1.1."""
 
 
 _FLOAT = re.compile(
@@ -140,7 +148,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456
 
 
 def _build(loader: _Loader, node: yaml.Node, path: KeyPath, document: Document) -> Any:
-    """The data of a node. Notes the place of every key below it, and keys that a mapping has twice."""
+    """Build a node's data, and record the place of every key below it and duplicate keys."""
     if isinstance(node, yaml.SequenceNode):
         return [_build(loader, child, (*path, str(index)), document) for index, child in enumerate(node.value)]
     if not isinstance(node, yaml.MappingNode):
@@ -160,25 +168,25 @@ def _note_duplicates(node: yaml.MappingNode, path: KeyPath, document: Document) 
     for key_node, _ in node.value:
         key, line = str(key_node.value), key_node.start_mark.line + 1
         if key in first_lines:
-            text = f"given twice, first in line {first_lines[key]}; keep one"
+            text = f"given twice (first in line {first_lines[key]}); keep one"
             document.problems.append(ConfigProblem(Place(document.name, line), ".".join((*path, key)), text))
         first_lines.setdefault(key, line)
 
 
 def parse_yaml(text: str, document: Document) -> Any:
-    """The data; places and problems go to the document, which has none of it where the text is not YAML."""
+    """Parse YAML. Places and problems go to the document, which gets no places where the text is invalid."""
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
         return {} if node is None else _build(loader, node, (), document)
     except RecursionError:
-        document.unreadable((), "this is not YAML that can be used: an alias stands inside itself")
+        document.unreadable((), "invalid YAML: an alias refers to a value that contains it")
         return {}
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a tag such as !!int over a word
         mark = getattr(error, "problem_mark", None)
         place = Place(document.name, mark.line + 1 if mark else None)
         what = getattr(error, "problem", None) or str(error).splitlines()[0]
-        document.problems.append(ConfigProblem(place, "", f"this is not YAML: {what}"))
+        document.problems.append(ConfigProblem(place, "", f"invalid YAML: {what}"))
         document.incomplete = True
         return {}
     finally:
@@ -186,7 +194,7 @@ def parse_yaml(text: str, document: Document) -> Any:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
+    raise ValueError(f"{name} is not a JSON value")
 
 
 def _parse_json(text: str, document: Document) -> Any:
@@ -194,7 +202,7 @@ def _parse_json(text: str, document: Document) -> Any:
         content = json.loads(text, parse_constant=_refuse_constant)
     except ValueError as error:
         place = Place(document.name, getattr(error, "lineno", None))
-        document.problems.append(ConfigProblem(place, "", f"this is not JSON: {getattr(error, 'msg', error)}"))
+        document.problems.append(ConfigProblem(place, "", f"invalid JSON: {getattr(error, 'msg', error)}"))
         document.incomplete = True
         return {}
     # JSON without tabs is YAML, and PyYAML's nodes know their lines, which json's objects do not. The data is json's.
@@ -203,7 +211,7 @@ def _parse_json(text: str, document: Document) -> Any:
 
 
 def read_document(path: str | os.PathLike) -> Document:
-    """Read a YAML or JSON file (by its ending). A missing file or a syntax error is a problem of the document."""
+    """Read a YAML or JSON file (by its suffix). A missing file or a syntax error becomes a problem of the document."""
     document = Document(os.fspath(path))
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -217,12 +225,12 @@ def read_document(path: str | os.PathLike) -> Document:
     if isinstance(content, dict):
         document.content = content
     else:
-        document.unreadable((), f"found {describe(content)}, a block of keys is needed")
+        document.unreadable((), f"found {describe(content)}, expected a block of keys")
     return document
 
 
 def merge_blocks(base: dict, over: dict) -> dict:
-    """`over` on top of `base`, block by block; lists and values are replaced."""
+    """Merge `over` into `base` block by block; lists and values are replaced."""
     merged = dict(base)
     for key, value in over.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)

@@ -1,4 +1,4 @@
-"""What other frameworks call the keys of a recipe, and files that were named almost right: for messages alone."""
+"""Hints for messages: the recipe key for a name of another framework, and files with a similar name."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-_SPREAD = "a recipe does not say how it is spread over devices; that is the strategy's: --strategy configs/zero3.yaml"
-_LENGTH = "steps: a run's length is in optimizer steps; an epoch is the rows of the data / batch.global_batch_size"
-_ACCUMULATION = "batch.global_batch_size, of which the accumulation follows with batch.micro_batch_size and the devices"
+_SPREAD = "a recipe does not choose devices or sharding; pass a strategy: --strategy configs/zero3.yaml"
+_LENGTH = "steps, the number of optimizer steps: an epoch has (rows of the data) / batch.global_batch_size"
+_ACCUMULATION = "batch.global_batch_size: accumulation follows from it, batch.micro_batch_size and the devices"
 # Names of transformers' TrainingArguments, TRL, peft, axolotl and LLaMA-Factory, and what is easily guessed.
 _HERE = {
     "optimizer.learning_rate": "lr peak_lr",
@@ -51,21 +51,21 @@ _HERE = {
     _SPREAD: "deepspeed fsdp deepspeed_config fsdp_config num_processes num_gpus",
 }
 _RENAMED = {theirs: ours for ours, names in _HERE.items() for theirs in names.split()}
-# The key that a block is named for, when it is given as one value.
+# The key that is meant when a block is given as one value, in this order.
 _MAIN_KEYS = ("path", "name", "every_steps")
 _FOLDERS = ("recipes", "configs", "ds_configs")
 
 
 def called_here(key: str) -> str:
-    """ "" for a name that no framework uses."""
+    """The hint for a name that another framework uses; "" for other names."""
     ours = _RENAMED.get(key, "")
     if ours == _SPREAD:
         return f"; {ours}"
-    return f"; here it is called {ours}" if ours else ""
+    return f"; use {ours}" if ours else ""
 
 
 def block_as_value(key: str, found: Any, fields: list[str]) -> str:
-    """For `model=runs/sft/model`. fields: the keys of the block."""
+    """The hint for a value given in place of a block, such as `model=runs/sft/model`. fields: the keys of the block."""
     main = next((name for name in _MAIN_KEYS if name in fields), None)
     if main is None or isinstance(found, (dict, list)) or found is None:
         return ""
@@ -73,7 +73,7 @@ def block_as_value(key: str, found: Any, fields: list[str]) -> str:
 
 
 def near_file(path: str) -> str:
-    """For a file that is not there: `sft`, `recipes/sft.yml` and `zero2` have a file of nearly that name."""
+    """The hint for a missing file: `sft`, `recipes/sft.yml` and `zero2` nearly name a file."""
     given = Path(path)
     folders = dict.fromkeys([os.path.dirname(path), *_FOLDERS])
     known = [file for folder in folders for file in sorted(Path(folder).glob("*")) if file.suffix in (".yaml", ".json")]

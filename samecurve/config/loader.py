@@ -1,4 +1,4 @@
-"""A recipe file and the command line's overrides -> a `Recipe`, or the list of everything that is wrong with them."""
+"""Reads a recipe file and the command line's overrides into a `Recipe`, or reports every problem in them."""
 
 from __future__ import annotations
 
@@ -19,30 +19,31 @@ from samecurve.config.schema import Recipe
 from samecurve.config.source import ANY_ITEM, RecipeSource, schema_paths
 from samecurve.errors import ConfigurationError
 
-_NEEDED = {
-    "int_type": "a whole number is needed",
-    "float_type": "a number is needed",
-    "finite_number": "a finite number is needed",
-    "string_type": "text is needed",
-    "string_too_short": "text that is not empty is needed",
-    "bool_type": "true or false is needed",
-    "dict_type": "a block of keys is needed",
-    "model_type": "a block of keys is needed",
-    "tuple_type": "a list is needed",
-    "too_short": "at least {min_length} value{s} needed, not {actual_length}",
-    "too_long": "{max_length} values are needed, not {actual_length}",
-    "literal_error": "one of {expected} is needed",
-    "greater_than": "a number above {gt} is needed",
-    "greater_than_equal": "a number of at least {ge} is needed",
-    "less_than": "a number below {lt} is needed",
-    "less_than_equal": "a number of at most {le} is needed",
+_EXPECTED = {
+    "int_type": "an integer",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "string_type": "text",
+    "string_too_short": "text that is not empty",
+    "bool_type": "true or false",
+    "dict_type": "a block of keys",
+    "model_type": "a block of keys",
+    "tuple_type": "a list",
+    "too_short": "at least {min_length} value{s}, not {actual_length}",
+    "too_long": "{max_length} values, not {actual_length}",
+    "literal_error": "one of {expected}",
+    "greater_than": "a number above {gt}",
+    "greater_than_equal": "a number of at least {ge}",
+    "less_than": "a number below {lt}",
+    "less_than_equal": "a number of at most {le}",
 }
 
 
 def read_recipe(path: str, overrides: Sequence[str] = ()) -> RecipeSource:
-    """Read `path`, the files that it is based on, and `key.path=value` overrides; check schema and rules.
+    """Read a recipe, its base files and `key.path=value` overrides; check the schema and the rules.
 
-    The problems are in `RecipeSource.document.problems`. Whether the batch divides is known only with the world size.
+    The problems are in `RecipeSource.document.problems`. Whether the global batch size divides is checked later, once
+    the world size is known.
     """
     document = _read_based(path, ())
     for argument in overrides:
@@ -55,7 +56,11 @@ def read_recipe(path: str, overrides: Sequence[str] = ()) -> RecipeSource:
 
 
 def load_recipe(path: str, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe. Raises ConfigurationError with everything that is wrong with it."""
+    """Read a recipe.
+
+    Raises:
+        ConfigurationError: with every problem found.
+    """
     source = read_recipe(path, overrides)
     if source.document.problems:
         raise ConfigurationError(format_problems(source.document.problems))
@@ -63,9 +68,10 @@ def load_recipe(path: str, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def validate_recipe(document: Document) -> Recipe:
-    """By the schema alone: what a run has trained is not asked whether its files are still there.
+    """Check a document by the schema alone. A finished run's recipe stays valid when its files are gone.
 
-    Raises ConfigurationError with everything that is wrong with it.
+    Raises:
+        ConfigurationError: with every problem found.
     """
     recipe, _ = _validate(document)
     if document.problems:
@@ -74,20 +80,20 @@ def validate_recipe(document: Document) -> Recipe:
 
 
 def _read_based(path: str, chain: tuple[str, ...]) -> Document:
-    """The file merged over the file that its `base` key names (relative to the file), and so on."""
+    """Read the file merged over the file that its `base` key names (relative to the file), recursively."""
     document = read_document(path)
     base = document.content.pop("base", None)
     if base is None:
         return document
     if not isinstance(base, str):
-        document.unreadable(("base",), f"found {describe(base)}, the name of a recipe file is needed")
+        document.unreadable(("base",), f"found {describe(base)}, expected the path of a recipe file")
         return document
     base_path = os.path.normpath(os.path.join(os.path.dirname(path), base))
     if base_path in (*chain, os.path.normpath(path)):
-        document.unreadable(("base",), f'found "{base}", which is based on this file; break the circle')
+        document.unreadable(("base",), f'found "{base}", which is based on this file itself; remove one base key')
         return document
     if not os.path.isfile(base_path):
-        document.unreadable(("base",), f"no such file: {base_path}; the name is relative to {path}")
+        document.unreadable(("base",), f"no such file: {base_path}; give a path relative to {path}")
         return document
     return inheritance.merge_over_base(_read_based(base_path, (*chain, os.path.normpath(path))), document)
 
@@ -108,7 +114,7 @@ def _validate(document: Document) -> tuple[Recipe | None, frozenset[KeyPath]]:
 
 
 def _text_fields(document: Document) -> Iterator[KeyPath]:
-    """Keys of the command line that YAML reads as something else, but the schema wants as text (`output_dir=1`)."""
+    """Keys of the command line that YAML reads as another type although the schema wants text (`output_dir=1`)."""
     try:
         Recipe.model_validate(document.content)
     except ValidationError as error:
@@ -130,15 +136,15 @@ def _explain(detail: dict, path: KeyPath) -> str:
         return "missing; add it"
     if kind == "value_error":
         return f"found {describe(found)}, {detail['ctx']['error']}"
-    if kind not in _NEEDED:
+    if kind not in _EXPECTED:
         return f"found {describe(found)}: {detail['msg']}"
     limits = {key: f"{limit:g}" if isinstance(limit, float) else limit for key, limit in detail.get("ctx", {}).items()}
-    needed = _NEEDED[kind].format(**limits, s=" is" if limits.get("min_length") == 1 else "s are")
+    expected = _EXPECTED[kind].format(**limits, s="" if limits.get("min_length") == 1 else "s")
     hint = _number_hint(found) if kind in ("int_type", "float_type") else ""
     if kind == "model_type":
         fields = [known[-1] for known in schema_paths(Recipe) if known[:-1] == path]
         hint = block_as_value(".".join(path), found, fields)
-    return f"found {describe(found)}, {needed}{hint}"
+    return f"found {describe(found)}, expected {expected}{hint}"
 
 
 def _number_hint(found: Any) -> str:

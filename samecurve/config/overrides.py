@@ -17,7 +17,7 @@ def apply_override(document: Document, argument: str) -> None:
     dotted, equals, text = argument.partition("=")
     path = tuple(dotted.split("."))
     if not equals or not all(path):
-        text = f"found {describe(argument)}; an override is written key.path=value"
+        text = f"found {describe(argument)}, expected key.path=value"
         document.problems.append(ConfigProblem(COMMAND_LINE, "", text))
         return
     parsed, problems = _value(text)
@@ -30,8 +30,8 @@ def apply_override(document: Document, argument: str) -> None:
     block = document.content
     for depth, key in enumerate(path[:-1], start=1):
         if not isinstance(block.get(key), (dict, type(None))):
-            found = describe(block[key])
-            why = f"{'.'.join(path[:depth])} is {found}, which has no keys"
+            outer = ".".join(path[:depth])
+            why = f"{outer} is {describe(block[key])}, which has no keys; set {outer} itself"
             document.problems.append(ConfigProblem(COMMAND_LINE, dotted, why))
             return
         block[key] = dict(block.get(key) or {})
@@ -72,12 +72,12 @@ def _given_before(document: Document, path: KeyPath) -> str | None:
         return f"{'.'.join(known)}={document.typed[known]}"
 
     if path in document.typed:
-        return f"given twice, first as {first(path)}; keep one"
+        return f"given twice (first as {first(path)}); keep one"
     for known in document.typed:
         if known[: len(path)] == path:
-            return f"given together with {first(known)}, which it would replace; keep one"
+            return f"conflicts with {first(known)}, which it would replace; keep one"
         if path[: len(known)] == known and _holds(document, path, len(known)):
-            return f"given twice, first in {first(known)}; keep one"
+            return f"given twice (first in {first(known)}); keep one"
     return None
 
 

@@ -1,4 +1,4 @@
-"""What is wrong with a path that a recipe names."""
+"""Problems of paths in a recipe."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ def path_problem(path: str | Path) -> str:
     try:
         mode = os.stat(path).st_mode
     except PermissionError:
-        return f"no permission to look at it; give the user of this process access to {Path(path).absolute().parent}"
+        return f"no permission to read {Path(path).absolute()}; give this process's user access to its folder"
     except (OSError, ValueError):  # ValueError: a null byte
         return f"no such file or folder: {Path(path).absolute()}"
     if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
         return ""
     kind = _SPECIAL_FILES.get(stat.S_IFMT(mode), "a special file")
-    return f"is {kind}, and data are read more than once; write its content to a file and name that"
+    return f"is {kind}, which can be read only once; copy its content to a regular file and use that"
 
 
 def pattern_hint(path: str, key: str = "data.pattern") -> str:
-    """What to do about a path with wildcards, for the end of a message; empty where there are none."""
+    """The end of a message about a path with wildcards: which key to use instead; "" for a path without any."""
     parts = Path(path).parts
     first = next((index for index, part in enumerate(parts) if set("*?[") & set(part)), None)
     if first is None:
         return ""
     folder, pattern = Path(*parts[:first]), Path(*parts[first:])
-    return f"; a path has no wildcards: give the folder {folder} as the path, and {key}='{pattern}'"
+    return f"; a path cannot contain wildcards: set the path to the folder {folder}, and {key}='{pattern}'"

@@ -1,4 +1,4 @@
-"""Recipe keys, values and options that had another name once.
+"""Renamed recipe keys, values and options.
 
 A recipe in the old spelling is refused with the new name. What an earlier version saved (run.json, a checkpoint's
 state.json) is read in the new spelling, so that its run can be resumed.
@@ -14,7 +14,7 @@ import yaml
 
 from samecurve.config.documents import ConfigProblem, Document, KeyPath, describe, merge_blocks
 
-# A block stands after its keys: only what none of them names is left to be renamed with it.
+# A block comes after its keys, so that only the keys that no entry names are renamed with it.
 RENAMED_KEYS = {
     "data.held_out_fraction": "data.validation_fraction",
     "memory.every_k": "memory.every_n_layers",
@@ -36,7 +36,7 @@ RENAMED_OPTIONS = {"--share_that_parses": "--parse_rate", "--start_over": "--fre
 
 
 def refuse_old_names(document: Document) -> None:
-    """Report every old name, and put the new one in its place, so that the rules check what was meant."""
+    """Report every old name and replace it with the new one, so that the rules check the intended key."""
     for old, new in _rename_keys(document.content):
         inside = {path[len(old) :]: place for path, place in document.places.items() if path[: len(old)] == old}
         # `guard.key=1` gives the block no place of its own
@@ -48,7 +48,7 @@ def refuse_old_names(document: Document) -> None:
 
 
 def in_new_names(saved: dict[str, Any]) -> dict[str, Any]:
-    """The content of run.json or state.json with `recipe` and `overrides` in the present spelling."""
+    """Translate `recipe` and `overrides` of a saved run.json or state.json to the present spelling."""
     saved = copy.deepcopy(saved)
     if isinstance(saved.get("recipe"), dict):
         _rename_keys(saved["recipe"])
@@ -59,13 +59,13 @@ def in_new_names(saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def new_option_hint(message: str) -> str:
-    """The end of argparse's message about unknown options: the new names of those that were renamed."""
+    """The end of argparse's message about unknown options: the new names of renamed ones."""
     given = {word.partition("=")[0] for word in message.split()}
     return "".join(f"; {old} was renamed to {new}" for old, new in RENAMED_OPTIONS.items() if old in given)
 
 
 def _rename_keys(recipe: dict[str, Any]) -> list[tuple[KeyPath, KeyPath]]:
-    """Move the value of each old key to the new one, over what is there. Returns the paths (old, new)."""
+    """Move the value of each old key to the new one, overwriting it. Returns the paths (old, new)."""
     renamed = []
     for old, new in RENAMED_KEYS.items():
         (*old_block, old_key), (*new_block, new_key) = old.split("."), new.split(".")
@@ -110,6 +110,6 @@ def _rename_override(override: str) -> str:
 
 
 def _block(recipe: dict[str, Any], path: list[str]) -> dict[str, Any]:
-    """The top level or the block of that name; a new one where there is none."""
+    """The top level or the block of that name; a new one where it is absent."""
     found = recipe.get(path[0]) if path else recipe
     return found if isinstance(found, dict) else {}

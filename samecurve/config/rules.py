@@ -1,6 +1,6 @@
-"""What more than one key of a recipe takes part in. A rule is skipped when a key that it asks for is itself wrong.
+"""Rules that involve more than one recipe key. A rule is skipped when a key that it reads is itself invalid.
 
-One rule, one function: a wrong key then hides what is wrong with that key's own rules alone.
+Each rule is one function, so that an invalid key hides only the problems of rules that read it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Rule = Callable[[Callable[[str], Any]], Iterator[Finding]]
 
 
 def apply_rules(source: RecipeSource) -> None:
-    """Add what the rules find to the source's problems."""
+    """Check all rules and add their findings to the source's problems."""
     parts = (rules_model, rules_memory, rules_tasks, rules_data, rules_optimizer, rules_profile)
     rules: list[Rule] = [*RULES, *(rule for part in parts for rule in part.RULES)]
     for index in range(source.length("data.mixture")):
@@ -38,7 +38,7 @@ def apply_rules(source: RecipeSource) -> None:
 
 
 def columns_of(task: str) -> list[str]:
-    """The keys by which a recipe of the task names columns."""
+    """The recipe keys that name data columns of the task."""
     return [key for key in TASKS[task].reads if key.endswith(("_column", "_columns"))]
 
 
@@ -47,7 +47,7 @@ def _no_data(value: Callable[[str], Any]) -> Iterator[Finding]:
         task = _known(value, "task")
         builtin = TASKS[task].builtin if task else ""
         names = f"a file, a folder or {builtin}" if builtin else "a file or a folder"
-        yield "data.path", f"missing; name {names}, here or as data.path=... when starting"
+        yield "data.path", f"missing; set it to {names}, in the recipe or with data.path=... on the command line"
 
 
 def _readable(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
@@ -56,10 +56,12 @@ def _readable(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
         return
     if "://" in path:
         if key != "data.path" or streaming is False:
-            yield key, f"found {path}, but only data.path with data.streaming: true is read from a URL"
+            text = f"found {path}, but only data.path can be a URL, and only with data.streaming: true"
+            yield key, f"{text}; set both, or download the data"
     elif any(path == spec.builtin for spec in TASKS.values()):
         if task is not None and path != TASKS[task].builtin:
-            yield key, f"found {path}, which task {task} cannot read; {TASKS[task].builtin} is the one that it can"
+            instead = TASKS[task].builtin or "a file or a folder"
+            yield key, f"found {path}, which task {task} cannot read; use {instead}"
     elif is_hub_name(path):
         return  # downloaded when the data are read
     elif problem := path_problem(path):
@@ -68,7 +70,7 @@ def _readable(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
 
 
 def _known(value: Callable[[str], Any], key: str) -> Any:
-    """None for a key that is itself wrong."""
+    """The value of a key, or None where the key is invalid."""
     with contextlib.suppress(KeyError):
         return value(key)
     return None
@@ -76,15 +78,15 @@ def _known(value: Callable[[str], Any], key: str) -> Any:
 
 def _sorted_and_packed(value: Callable[[str], Any]) -> Iterator[Finding]:
     if value("data.group_by_length") and value("data.packing"):
-        yield "data.group_by_length", "found true, but packed rows are full already; set data.packing to false"
+        yield "data.group_by_length", "found true, but packed rows have equal lengths; set it or data.packing to false"
 
 
 def _of_tasks(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
-    """A key that some tasks read, where another one runs and it would do nothing."""
+    """A key has no effect because the task does not use it."""
     task, found, tasks = value("task"), value(key), readers(key)
     if task not in tasks and found != _default(key):
-        which = f"task {tasks[0]} reads" if len(tasks) == 1 else f"the tasks {', '.join(tasks)} read"
-        yield key, f"found {describe(found)}, but only {which} it and task is {task}"
+        which = f"task {tasks[0]} uses" if len(tasks) == 1 else f"the tasks {', '.join(tasks)} use"
+        yield key, f"found {describe(found)}, but only {which} this key and task is {task}; remove it"
 
 
 def _default(key: str) -> Any:
@@ -98,69 +100,73 @@ def _default(key: str) -> Any:
 def _not_packed(value: Callable[[str], Any]) -> Iterator[Finding]:
     task = value("task")
     if TASKS[task].row and value("data.packing"):
-        yield "data.packing", f"found true, but a row of task {task} holds {TASKS[task].row}; set it to false"
+        yield "data.packing", f"found true, but task {task} cannot pack: a row holds {TASKS[task].row}; set it to false"
 
 
 def _class_twice(value: Callable[[str], Any]) -> Iterator[Finding]:
     labels = value("data.labels") or ()
     twice = next((name for name in labels if labels.count(name) > 1), None)
     if twice is not None:
-        yield "data.labels", f"{twice} is there twice; each name is one class"
+        yield "data.labels", f"class {twice} is listed twice; remove one"
 
 
 def _known_classes(value: Callable[[str], Any]) -> Iterator[Finding]:
     if value("data.labels") and value("data.path") == MODULES:
-        yield "data.labels", f"given, but the classes of {MODULES} are known; leave it out"
+        yield "data.labels", f"found a list, but {MODULES} brings its own classes; remove it"
 
 
 def _one_kind_of_row(other: str, value: Callable[[str], Any]) -> Iterator[Finding]:
     if value("data.messages_column") is not None and value(other) is not None:
-        yield "data.messages_column", f"given together with {other}; a row is one or the other, keep one of them"
+        yield "data.messages_column", f"conflicts with {other}: rows hold messages or a prompt, not both; keep one"
 
 
 def _messages_without_template(value: Callable[[str], Any]) -> Iterator[Finding]:
     if value("data.messages_column") is not None and not value("data.chat"):
-        yield "data.chat", "found false, but messages need a template; set it to true, or name prompt_column instead"
+        yield "data.chat", "found false, but messages need a chat template; set it to true, or use prompt_column"
 
 
 def _whole_conversations(value: Callable[[str], Any]) -> Iterator[Finding]:
     if value("data.messages_column") is not None and value("data.train_on") == "completion":
-        text = "found completion, but data.messages_column names whole conversations, in which no prompt is set apart; "
-        yield "data.train_on", text + "use assistant, or name prompt_column and completion_column instead"
+        text = "found completion, but the conversations of data.messages_column have no separate prompt; use "
+        yield "data.train_on", text + "assistant, or prompt_column and completion_column instead"
 
 
 def _template(value: Callable[[str], Any]) -> Iterator[Finding]:
     template = value("tokenizer.chat_template")
     if template not in (None, CHATML) and not Path(template).is_file():
-        yield "tokenizer.chat_template", f"no such file: {Path(template).absolute()}; {CHATML} needs none"
+        text = f"no such file: {Path(template).absolute()}; give a template file, or {CHATML}, which needs no file"
+        yield "tokenizer.chat_template", text
 
 
 def _warmup(value: Callable[[str], Any]) -> Iterator[Finding]:
     steps, warmup = value("steps"), value("schedule.warmup_steps")
     if warmup >= steps:
-        yield "schedule.warmup_steps", f"found {warmup}, but steps is {steps}; warm-up has to end before the run does"
+        text = f"found {warmup}, but steps is {steps} and warm-up must end earlier; use at most {steps - 1}"
+        yield "schedule.warmup_steps", text
 
 
 def _decay(value: Callable[[str], Any]) -> Iterator[Finding]:
     name, decay = value("schedule.name"), value("schedule.decay_steps")
     if name != "wsd" and decay is not None:
-        yield "schedule.decay_steps", f"found {decay}, but only wsd has a decay of its own and schedule.name is {name}"
+        text = f"found {decay}, but only schedule wsd uses it and schedule.name is {name}; remove it"
+        yield "schedule.decay_steps", text
     elif name == "wsd" and decay is None:
-        yield "schedule.decay_steps", "missing; wsd needs the length of its final decay"
+        yield "schedule.decay_steps", "missing; wsd needs the number of steps of its final decay"
 
 
 def _long_decay(value: Callable[[str], Any]) -> Iterator[Finding]:
     steps, warmup, decay = value("steps"), value("schedule.warmup_steps"), value("schedule.decay_steps") or 0
     if value("schedule.name") == "wsd" and warmup < steps < warmup + decay:
-        yield "schedule.decay_steps", f"found {decay}; with {warmup} warm-up steps that is more than the {steps} steps"
+        text = f"found {decay}, but with {warmup} warm-up steps that exceeds the run's {steps} steps"
+        yield "schedule.decay_steps", f"{text}; use at most {steps - warmup}"
 
 
 def _best(value: Callable[[str], Any]) -> Iterator[Finding]:
     every, best, evaluated = map(value, ("checkpoint.every_steps", "checkpoint.best", "evaluate.every_steps"))
     if best and every and (not evaluated or every % evaluated):
         text = (
-            f"found {best}, but checkpoints are written every {every} steps and evaluate.every_steps is {evaluated}; "
-            "set that to a divisor of checkpoint.every_steps, so that each has a number of its own"
+            f"found {best}, but checkpoint.every_steps is {every}, evaluate.every_steps is {evaluated} and each "
+            "checkpoint needs an evaluation; set evaluate.every_steps to a divisor of checkpoint.every_steps"
         )
         yield "checkpoint.best", text
 
@@ -168,14 +174,14 @@ def _best(value: Callable[[str], Any]) -> Iterator[Finding]:
 def _rollback(value: Callable[[str], Any]) -> Iterator[Finding]:
     ratio = value("numerics.rollback_ratio")
     if ratio is not None and not value("checkpoint.every_steps"):
-        text = f"found {ratio:g}, but checkpoint.every_steps is 0, so there is nothing to go back to; set it above 0"
+        text = f"found {ratio:g}, but rollback needs checkpoints and checkpoint.every_steps is 0; set that above 0"
         yield "numerics.rollback_ratio", text
 
 
 def _evaluate(value: Callable[[str], Any]) -> Iterator[Finding]:
     every, held_out = value("evaluate.every_steps"), value("data.validation_fraction")
     if every and not held_out and value("evaluate.path") is None and value("evaluate.split") is None:
-        text = f"found {every}, but nothing is held out; set data.validation_fraction above 0 or evaluate.path"
+        text = f"found {every}, but there is no evaluation data; set data.validation_fraction above 0, or evaluate.path"
         yield "evaluate.every_steps", text
 
 

@@ -1,4 +1,4 @@
-"""What more than one key of a recipe takes part in, of memory, compile, fp8 and kernels."""
+"""Rules for memory, compile, fp8 and kernels that involve more than one recipe key."""
 
 from __future__ import annotations
 
@@ -15,52 +15,52 @@ Finding = tuple[str, str]
 def _idle(key: str, reader: str, value: Callable[[str], Any]) -> Iterator[Finding]:
     kind, found = value("memory.activation_checkpointing"), value(f"memory.{key}")
     if kind != reader and found != Memory.model_fields[key].default:
-        text = f"found {found}, but only {reader} reads it and memory.activation_checkpointing is {kind}"
-        yield f"memory.{key}", f"{text}; leave it out"
+        text = f"found {found}, but only {reader} uses it and memory.activation_checkpointing is {kind}"
+        yield f"memory.{key}", f"{text}; remove it"
 
 
 def _offload_compiled(value: Callable[[str], Any]) -> Iterator[Finding]:
     if value("compile") == "full" and value("memory.activation_checkpointing") == "offload":
-        text = "found full, but a copy to host memory ends what can be compiled, and offload makes one in every layer"
-        yield "compile", f"{text}; use regional"
+        text = "found full, but memory.activation_checkpointing: offload copies to host memory in every layer, "
+        yield "compile", f"{text}which breaks the compiled graph; use regional"
 
 
 def _torchao(value: Callable[[str], Any]) -> Iterator[Finding]:
     kind = value("fp8") or "off"
     if kind != "off" and importlib.util.find_spec("torchao") is None:
-        yield "fp8", f"found {kind}, which needs the package torchao: pip install torchao, or use off"
+        yield "fp8", f"found {kind}, which needs the package torchao; run pip install torchao, or use off"
 
 
 def _fp8_of_bf16(value: Callable[[str], Any]) -> Iterator[Finding]:
     kind = value("fp8") or "off"
     if kind != "off" and value("precision") != "bf16":
-        text = f"found {kind}, which rounds what bf16 would compute with, but precision is {value('precision')}"
-        yield "fp8", f"{text}; set that to bf16, or use off"
+        text = f"found {kind}, which needs bf16, but precision is {value('precision')}"
+        yield "fp8", f"{text}; set precision to bf16, or use off"
 
 
 def _fp8_of_4bit(value: Callable[[str], Any]) -> Iterator[Finding]:
     kind = value("fp8") or "off"
     if kind != "off" and value("adapter.quantization") is not None:
-        yield "fp8", f"found {kind}, but 4-bit weights have matrix products of their own; use off"
+        yield "fp8", f"found {kind}, but 4-bit weights (adapter.quantization) use their own matrix products; use off"
 
 
 def _liger(key: str, instead: str, value: Callable[[str], Any]) -> Iterator[Finding]:
     if value(key) == "liger" and importlib.util.find_spec("liger_kernel") is None:
-        yield key, f"found liger, which needs the package liger-kernel: pip install liger-kernel, or use {instead}"
+        yield key, f"found liger, which needs the package liger-kernel; run pip install liger-kernel, or use {instead}"
 
 
 def _rotated_twice(value: Callable[[str], Any]) -> Iterator[Finding]:
-    """What Liger's rotary positions overwrite, without autograd's knowledge.
+    """Liger's rotary embedding overwrites saved tensors without autograd noticing.
 
-    Seen with liger-kernel 0.8.5: they are written into the projections' results, so that a kept result is rotated again
-    when the layer is recomputed, and gradients come out wrong below the same loss (tests/unit/test_kernels.py).
+    Seen with liger-kernel 0.8.5: it writes into the projections' results, so a saved result is rotated again when the
+    layer is recomputed. The loss stays the same and the gradients are wrong (tests/unit/test_kernels.py).
     """
     selective = value("memory.activation_checkpointing") == "selective"
     if value("model.kernels") == "liger" and selective and value("memory.selective_save") == "matmul":
         yield (
             "model.kernels",
-            "found liger, which rotates queries and keys in place, where memory.selective_save: matmul keeps them to "
-            "be rotated again; set that to attention, or memory.activation_checkpointing to another kind, or use torch",
+            "found liger, which rotates queries and keys in place, but memory.selective_save: matmul keeps them and "
+            "would rotate them twice; set that to attention, change memory.activation_checkpointing, or use torch",
         )
 
 

@@ -1,4 +1,4 @@
-"""What more than one key of a recipe takes part in, of the model and its adapter."""
+"""Rules for the model and its adapter that involve more than one recipe key."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Finding = tuple[str, str]
 def _origin(value: Callable[[str], Any]) -> Iterator[Finding]:
     path, config = value("model.path"), value("model.config")
     if path is not None and config is not None:
-        yield "model", "both path and config are given, but a model has one origin; set one of them to null"
+        yield "model", "both path (pretrained) and config (from scratch) are given; set one of them to null"
     elif path is None and config is None:
         yield "model", "neither path (pretrained) nor config (from scratch) is given; add one"
 
@@ -34,7 +34,7 @@ def _model_type(value: Callable[[str], Any]) -> Iterator[Finding]:
     if config is not None and "model_type" not in config:
         yield "model.config", "model_type is missing; add it, for example model_type: llama"
     elif config is not None and not isinstance(config["model_type"], str):
-        yield "model.config.model_type", f"found {describe(config['model_type'])}, text is needed, for example llama"
+        yield "model.config.model_type", f"found {describe(config['model_type'])}, expected text, for example llama"
 
 
 def _folder(value: Callable[[str], Any]) -> Iterator[Finding]:
@@ -45,43 +45,43 @@ def _folder(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 def _new_from_scratch(value: Callable[[str], Any]) -> Iterator[Finding]:
     if value("model.new_head") and value("model.path") is None:
-        yield "model.new_head", "found true, but all of a model from scratch is new; set it to false"
+        yield "model.new_head", "found true, but a model from scratch is new as a whole; set it to false"
 
 
 def _new_of_embed(value: Callable[[str], Any]) -> Iterator[Finding]:
     if value("model.new_head") and value("task") == "embed":
-        yield "model.new_head", "found true, but a model for embeddings has no head; set it to false"
+        yield "model.new_head", "found true, but task embed uses no head; set it to false"
 
 
 def _new_and_frozen(value: Callable[[str], Any]) -> Iterator[Finding]:
     task = value("task")
     if value("model.new_head") and value("adapter.name") is not None and task not in ("classify", "reward", "embed"):
-        text = f"found true, but beside an adapter the head of task {task} is frozen, and would stay as it was drawn; "
+        text = f"found true, but with an adapter the head of task {task} is frozen and would stay random; "
         yield "model.new_head", text + "train the whole model (adapter.name=null)"
 
 
 def _dora(value: Callable[[str], Any]) -> Iterator[Finding]:
     if value("adapter.quantization") is not None and value("adapter.dora"):
-        yield "adapter.dora", "found true, which needs the norms of weights that are not quantized; use false"
+        yield "adapter.dora", "found true, but DoRA needs the norms of weights that are not quantized; use false"
 
 
 def _bitsandbytes(value: Callable[[str], Any]) -> Iterator[Finding]:
     if value("adapter.quantization") is not None and importlib.util.find_spec("bitsandbytes") is None:
-        text = "found 4bit, which needs the package bitsandbytes: pip install bitsandbytes, or use null"
+        text = "found 4bit, which needs the package bitsandbytes; run pip install bitsandbytes, or use null"
         yield "adapter.quantization", text
 
 
 def _idle(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
     found = value(f"adapter.{key}")
     if value("adapter.name") is None and found != Adapter.model_fields[key].default:
-        text = f"found {describe(found)}, but adapter.name is null, so there is no adapter; set it to lora"
+        text = f"found {describe(found)}, but adapter.name is null; set that to lora, or remove this key"
         yield f"adapter.{key}", text
 
 
 def _adapts(value: Callable[[str], Any]) -> Iterator[Finding]:
     if value("adapter.name") is not None and value("model.config") is not None:
-        text = f"found {value('adapter.name')}, which adapts a pretrained model, but model.config makes a new one; "
-        yield "adapter.name", text + "give model.path, or set adapter.name to null"
+        text = f"found {value('adapter.name')}, which needs a pretrained model, but model.config makes a new one; "
+        yield "adapter.name", text + "set model.path, or adapter.name to null"
 
 
 def _positions(value: Callable[[str], Any]) -> Iterator[Finding]:
@@ -90,16 +90,16 @@ def _positions(value: Callable[[str], Any]) -> Iterator[Finding]:
     for key in ("max_position_embeddings", "n_positions"):
         limit = fields.get(key)
         if isinstance(limit, int) and 0 < limit < length:  # -1 where there is no limit
-            yield "batch.sequence_length", f"found {length}, but {key} in {owner} is {limit}; a row has to fit into it"
+            yield "batch.sequence_length", f"found {length}, but {key} in {owner} is {limit}; use at most {limit}"
 
 
 def _flash_packed(value: Callable[[str], Any]) -> Iterator[Finding]:
-    """flash-attn tells packed documents apart by their positions only in a batch of one row."""
+    """flash-attn separates packed documents, by their positions, only in a batch of one row."""
     if value("model.attention") != "flash_attention_2":
         return
     if value("data.packing") and value("batch.micro_batch_size") > 1:
         text = (
-            f"found flash_attention_2, which does not keep packed documents apart when batch.micro_batch_size is "
+            f"found flash_attention_2, which cannot separate packed documents when batch.micro_batch_size is "
             f"{value('batch.micro_batch_size')}; set that to 1, or use sdpa, or data.packing: false"
         )
         yield "model.attention", text
@@ -107,7 +107,7 @@ def _flash_packed(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 def _flash_in_fp32(value: Callable[[str], Any]) -> Iterator[Finding]:
     if value("model.attention") == "flash_attention_2" and value("precision") == "fp32":
-        yield "model.attention", "found flash_attention_2, which does not compute in fp32; use sdpa, or precision: bf16"
+        yield "model.attention", "found flash_attention_2, which does not support fp32; use sdpa, or precision: bf16"
 
 
 RULES = (
@@ -120,7 +120,7 @@ RULES = (
 
 
 def architecture(value: Callable[[str], Any]) -> dict[str, Any]:
-    """The fields of the model's config that the recipe or a local model folder gives."""
+    """The model's config as far as the recipe or a local model folder gives it."""
     with contextlib.suppress(OSError, ValueError):
         config = value("model.config")
         if config is None and value("model.path") is not None:
@@ -130,7 +130,7 @@ def architecture(value: Callable[[str], Any]) -> dict[str, Any]:
 
 
 def hidden_layers(source: RecipeSource) -> int | None:
-    """How many decoder layers the model has, where that is known without loading it."""
+    """The number of decoder layers, or None where the model would have to be loaded to know."""
     with contextlib.suppress(KeyError):
         fields = architecture(source.value)
         found = [fields[key] for key in ("num_hidden_layers", "n_layer", "num_layers") if key in fields]
@@ -139,7 +139,7 @@ def hidden_layers(source: RecipeSource) -> int | None:
 
 
 def model_type(source: RecipeSource) -> str | None:
-    """The model's family in transformers, where that is known without loading it."""
+    """The model_type of transformers, or None where the model would have to be loaded to know."""
     with contextlib.suppress(KeyError):
         found = architecture(source.value).get("model_type")
         return found if isinstance(found, str) else None

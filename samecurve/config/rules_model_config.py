@@ -1,4 +1,4 @@
-"""What `model.config` says, compared with the fields of the family's config in transformers, before that is loaded."""
+"""Rules that compare `model.config` with the fields of the family's config class, without loading transformers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from samecurve.config.section import LARGEST_INTEGER
 from samecurve.config.transformers_source import Family, Field, family, model_types
 
 Finding = tuple[str, str]
-# What another key of the recipe says; transformers would take the value, and nothing would come of it.
+# Fields that another key of the recipe sets; transformers would accept the value without effect.
 OWNED = {"attn_implementation": "model.attention", "dtype": "precision", "torch_dtype": "precision"}
 # Sizes of tensors and numbers of layers, by the names of families that have their own.
 _SIZES = {
@@ -40,9 +40,9 @@ def _keys(value: Callable[[str], Any]) -> Iterator[Finding]:
     for key, found in fields.items():
         path = ("model", "config", key)
         if key in OWNED:
-            yield ".".join(path), f"the recipe's {OWNED[key]} says it; remove it"
+            yield ".".join(path), f"the recipe's {OWNED[key]} sets it; remove it here"
         elif made_as and path not in legal and key not in made_as.also and key != "model_type":
-            text = f"a {fields['model_type']} has no such key{suggest(path, legal) or '; remove it'}"
+            text = f"the config of {fields['model_type']} has no such key{suggest(path, legal) or '; remove it'}"
             yield ".".join(path), text
         elif made_as:
             text = _complaint(made_as, made_as.aliases.get(key, key), found)
@@ -50,12 +50,12 @@ def _keys(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 
 def _numbers(value: Callable[[str], Any]) -> Iterator[Finding]:
-    """Numbers that nothing can be computed with; inside of a list, infinity may stand for no limit."""
+    """Numbers must be finite and fit 64 bits. Inside a list, infinity is allowed: it may stand for no limit."""
     for key, found in _flat("model.config", _fields(value)):
         if isinstance(found, float) and (math.isnan(found) or (math.isinf(found) and key.count(".") == 2)):
-            yield key, f"found {describe(found)}, a finite number is needed"
+            yield key, f"found {describe(found)}, expected a finite number"
         elif isinstance(found, int) and abs(found) > LARGEST_INTEGER:
-            yield key, f"found {describe(found)}, a number of at most {LARGEST_INTEGER} is needed"
+            yield key, f"found {describe(found)}, expected a number of at most {LARGEST_INTEGER}"
 
 
 RULES = _known_family, _keys, _numbers
@@ -78,12 +78,12 @@ def _complaint(made_as: Family, name: str, found: Any) -> str | None:
             hint = f"; write {found}.0"
         elif isinstance(found, float) and found.is_integer() and known.accepts(1):
             hint = f"; write {int(found)}"
-        return f"found {describe(found)}, {known.needed} is needed{hint}"
+        return f"found {describe(found)}, expected {known.needed}{hint}"
     names = {name, *(theirs for theirs, own in made_as.aliases.items() if own == name)}
     if names & _SIZES and isinstance(found, int) and found < 1 and not isinstance(found, bool):
         default = known.default.value if hasattr(known.default, "value") else None
         if found != default:
-            return f"found {found}, a number of at least 1 is needed"
+            return f"found {found}, expected a number of at least 1"
     return None
 
 

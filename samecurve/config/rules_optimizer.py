@@ -1,4 +1,4 @@
-"""What the keys of a recipe's `optimizer` block have to do with one another."""
+"""Rules for the recipe's `optimizer` block."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ LARGEST_BF16_BETA = 0.99
 def _bitsandbytes(value: Callable[[str], Any]) -> Iterator[Finding]:
     name = value("optimizer.name")
     if name == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
-        yield "optimizer.name", f"found {name}, which needs the package bitsandbytes: pip install bitsandbytes"
+        yield "optimizer.name", f"found {name}, which needs the package bitsandbytes; run pip install bitsandbytes"
 
 
 def _idle(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
-    """A key that the named optimizer has no use for: it would do nothing."""
+    """A key has no effect because the optimizer does not use it."""
     name, found = value("optimizer.name"), value(f"optimizer.{key}")
     default = Optimizer.model_fields[key].default
     if key not in OPTIMIZERS[name].reads and (tuple(found) if isinstance(found, list) else found) != default:
         *others, last = (other for other, spec in OPTIMIZERS.items() if key in spec.reads)
-        readers = f"{', '.join(others)} and {last} read" if others else f"{last} reads"
-        text = f"found {describe(found)}, but only {readers} it and optimizer.name is {name}; leave it out"
+        readers = f"{', '.join(others)} and {last} use" if others else f"{last} uses"
+        text = f"found {describe(found)}, but only {readers} it and optimizer.name is {name}; remove it"
         yield f"optimizer.{key}", text
 
 
 def _bf16_weights(value: Callable[[str], Any]) -> Iterator[Finding]:
     if value("optimizer.name") == "adamw_bf16" and value("precision") != "bf16":
-        text = f"found adamw_bf16, whose weights are bf16, but precision is {value('precision')}; use bf16 there, or "
-        yield "optimizer.name", f"{text}another optimizer"
+        text = f"found adamw_bf16, which trains bf16 weights, but precision is {value('precision')}; set that to bf16"
+        yield "optimizer.name", f"{text}, or use another optimizer"
 
 
 def _bf16_mean(value: Callable[[str], Any]) -> Iterator[Finding]:
     second = value("optimizer.betas")[1]
     if value("optimizer.name") == "adamw_bf16" and second > LARGEST_BF16_BETA:
-        text = f"found {second:g}, but a bf16 mean does not see a change of {1 - second:.2g} of itself, which rounding "
-        yield "optimizer.betas", f"{text}undoes; use at most {LARGEST_BF16_BETA:g}, or adamw"
+        text = f"found {second:g}, but adamw_bf16 keeps its moments in bf16, where rounding undoes changes of "
+        yield "optimizer.betas", f"{text}{1 - second:.2g} of a value; use at most {LARGEST_BF16_BETA:g}, or adamw"
 
 
 RULES = (

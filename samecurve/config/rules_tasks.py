@@ -1,4 +1,4 @@
-"""What more than one key of a recipe takes part in, of single tasks, and of the tokenizer."""
+"""Rules for single tasks, their losses and the tokenizer that involve more than one recipe key."""
 
 from __future__ import annotations
 
@@ -15,32 +15,30 @@ _CHUNKED = ("chunked", "liger")
 
 def _alone(value: Callable[[str], Any]) -> Iterator[Finding]:
     if value("task") == "embed" and value("batch.global_batch_size") < 2:
-        yield (
-            "batch.global_batch_size",
-            "found 1, but embed learns from what tells rows apart; set it to 2 or more",
-        )
+        yield "batch.global_batch_size", "found 1, but task embed contrasts the rows of a batch; set it to 2 or more"
 
 
 def _one_positive(value: Callable[[str], Any]) -> Iterator[Finding]:
     if value("data.anchor_column") == value("data.positive_column"):
-        yield "data.positive_column", f"{value('data.positive_column')} is read twice"
+        text = f"found {value('data.positive_column')}, which data.anchor_column also names; use another column"
+        yield "data.positive_column", text
 
 
 def _negatives(value: Callable[[str], Any]) -> Iterator[Finding]:
     columns = value("data.negative_columns") or ()
     twice = next((name for name in columns if columns.count(name) > 1), None)
     if twice is not None:
-        yield "data.negative_columns", f"{twice} is read twice"
+        yield "data.negative_columns", f"{twice} is listed twice; remove one"
 
 
 def _negative_too(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
     if value(key) in (value("data.negative_columns") or ()):
-        yield "data.negative_columns", f"{value(key)} is read twice"
+        yield "data.negative_columns", f"found {value(key)}, which {key} also names; remove it"
 
 
 def _no_teacher(value: Callable[[str], Any]) -> Iterator[Finding]:
     if value("task") == "distill" and value("distill.teacher") is None:
-        yield "distill.teacher", "missing; name the folder or hub name of the model to learn from"
+        yield "distill.teacher", "missing; set it to the folder or hub name of the teacher model"
 
 
 def _teacher(value: Callable[[str], Any]) -> Iterator[Finding]:
@@ -52,12 +50,10 @@ def _teacher(value: Callable[[str], Any]) -> Iterator[Finding]:
 def _margin(value: Callable[[str], Any]) -> Iterator[Finding]:
     loss, gamma = value("dpo.loss"), value("dpo.gamma")
     if loss == "simpo" and gamma is None:
-        yield (
-            "dpo.gamma",
-            "missing; simpo needs its margin (its authors: beta 2 to 2.5, and gamma 0.1 to 0.8 times that)",
-        )
+        text = "missing; simpo needs a margin (its authors use beta 2 to 2.5, and gamma 0.1 to 0.8 times beta)"
+        yield "dpo.gamma", text
     elif loss != "simpo" and gamma is not None:
-        yield "dpo.gamma", f"found {gamma:g}, but only simpo has a margin and dpo.loss is {loss}; set it to null"
+        yield "dpo.gamma", f"found {gamma:g}, but only simpo uses a margin and dpo.loss is {loss}; set it to null"
 
 
 def _smoothing(value: Callable[[str], Any]) -> Iterator[Finding]:
@@ -69,63 +65,64 @@ def _smoothing(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 def _whole_answers(value: Callable[[str], Any]) -> Iterator[Finding]:
     if value("task") == "dpo" and value("data.train_on") == "all":
-        text = "found all, but answers are compared by their own tokens and share the prompt; use assistant or "
+        text = "found all, but task dpo compares two answers to the same prompt by their own tokens; use assistant or "
         yield "data.train_on", text + "completion"
 
 
 def _one_answer(value: Callable[[str], Any]) -> Iterator[Finding]:
     if value("data.chosen_column") == value("data.rejected_column"):
-        yield "data.rejected_column", f"found {value('data.rejected_column')}, which is data.chosen_column; name both"
+        text = f"found {value('data.rejected_column')}, which data.chosen_column also names; use different columns"
+        yield "data.rejected_column", text
 
 
 def _not_by_token(value: Callable[[str], Any]) -> Iterator[Finding]:
     kind, task = value("loss.implementation"), value("task")
     if kind in _CHUNKED and not TASKS[task].by_token:
         others = ", ".join(name for name, spec in TASKS.items() if spec.by_token)
-        text = f"found {kind}, but the loss of task {task} is not a sum over tokens ({others} have one)"
+        text = f"found {kind}, but the loss of task {task} is not a sum over tokens, as those of {others} are"
         yield "loss.implementation", f"{text}; use auto"
 
 
 def _liger_distill(value: Callable[[str], Any]) -> Iterator[Finding]:
     if value("loss.implementation") == "liger" and value("task") == "distill":
-        text = "found liger, but it computes cross-entropy with labels, and task distill learns from a teacher's logits"
-        yield "loss.implementation", f"{text}, too; use auto"
+        text = "found liger, which only computes cross-entropy, but task distill also needs the teacher's logits"
+        yield "loss.implementation", f"{text}; use auto"
 
 
 def _unscaled(value: Callable[[str], Any]) -> Iterator[Finding]:
     kind = value("loss.implementation")
     if kind in _CHUNKED and value("precision") == "fp16":
-        text = f"found {kind}, but it takes gradients before the loss is scaled, and in fp16 many of them are 0 then"
+        text = f"found {kind}, which computes gradients before the loss is scaled, so that many round to 0 in fp16"
         yield "loss.implementation", f"{text}; use auto"
 
 
 def _one_tokenizer(value: Callable[[str], Any]) -> Iterator[Finding]:
     if value("tokenizer.path") is not None and value("tokenizer.vocabulary_size") is not None:
-        yield "tokenizer", "both path and vocabulary_size (train one) are given; keep one"
+        yield "tokenizer", "both path (an existing tokenizer) and vocabulary_size (train one) are given; keep one"
 
 
 def _own_tokenizer(value: Callable[[str], Any]) -> Iterator[Finding]:
     size = value("tokenizer.vocabulary_size")
     if size is not None and value("model.path") is not None and value("model.config") is None:
-        text = f"found {size}, but a new tokenizer would give other tokens to the embeddings of model.path; "
-        yield "tokenizer.vocabulary_size", text + "set it to null, which takes the tokenizer of model.path"
+        text = f"found {size}, but the embeddings of model.path belong to its own tokenizer, not to a new one; "
+        yield "tokenizer.vocabulary_size", text + "set it to null to use the tokenizer of model.path"
 
 
 def _no_tokenizer(value: Callable[[str], Any]) -> Iterator[Finding]:
     if all(value(key) is None for key in ("tokenizer.path", "tokenizer.vocabulary_size", "model.path")):
-        yield "tokenizer", "a model from scratch brings no tokenizer; add tokenizer.path or tokenizer.vocabulary_size"
+        yield "tokenizer", "a model from scratch has no tokenizer; add tokenizer.path or tokenizer.vocabulary_size"
 
 
 def _continued(value: Callable[[str], Any]) -> Iterator[Finding]:
     if value("task") == "continue_pretrain" and value("model.path") is None:
-        yield "model.path", "missing; continue_pretrain goes on from a pretrained model: name a folder or a hub name"
+        yield "model.path", "missing; continue_pretrain starts from a pretrained model: set it to a folder or hub name"
 
 
 def _warmed_up(value: Callable[[str], Any]) -> Iterator[Finding]:
-    """Weights that know something already: the first steps do not shake them."""
+    """Pretrained weights need warm-up, because the first Adam steps are large."""
     if value("task") == "continue_pretrain" and value("schedule.warmup_steps") == 0:
-        text = "found 0, but Adam's moments start at 0 again, so the first full steps would be about as long as its "
-        yield "schedule.warmup_steps", text + "largest; set it above 0"
+        text = "found 0, but Adam's moments restart at 0, which makes the first updates about as large as any; "
+        yield "schedule.warmup_steps", text + "set it above 0"
 
 
 _NEGATIVE_TOO = (partial(_negative_too, f"data.{role}_column") for role in ("anchor", "positive"))
@@ -141,13 +138,14 @@ def model_folder(key: str, folder: Path) -> Iterator[Finding]:
     if not folder.is_dir():
         yield key, f"no such folder: {folder.absolute()}"
     elif not (folder / "config.json").is_file():
-        yield key, f"{folder.absolute()} holds no config.json; {_instead(folder)}"
+        yield key, f"{folder.absolute()} has no config.json; {_instead(folder)}"
 
 
 def _instead(folder: Path) -> str:
     if (folder / "adapter_config.json").is_file():
         run = folder.parent if (folder.parent / "run.json").is_file() else folder
-        return f"it is an adapter: python -m samecurve merge {run} makes one model of the two; name {run / 'merged'}"
+        command = f"python -m samecurve merge {run}"
+        return f"it is an adapter: merge it into its base model with {command}, and use {run / 'merged'}"
     if (folder / "model").is_dir():
-        return f"a Hugging Face model folder is needed: name {folder / 'model'}"
-    return "a Hugging Face model folder is needed"
+        return f"use the Hugging Face model folder {folder / 'model'}"
+    return "give a Hugging Face model folder"

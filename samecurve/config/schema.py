@@ -42,7 +42,7 @@ class Model(Section):
 def _modules(value: Any) -> Any:
     names = list(value) if isinstance(value, (list, tuple)) else [value]
     if not names or not all(isinstance(name, str) and name for name in names):
-        raise ValueError("a pattern, a list of names or all-linear is needed")
+        raise ValueError("expected a pattern, a list of names or all-linear")
     return value if isinstance(value, str) else tuple(names)
 
 

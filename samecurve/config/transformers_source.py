@@ -17,7 +17,7 @@ from typing import Any
 _ROOT_CLASS = "PreTrainedConfig"
 # what every family with the field rope_parameters takes in their place (RotaryEmbeddingConfigMixin)
 _ROTARY = ("rope_scaling", "rope_theta", "partial_rotary_factor")
-_WORDS = {"int": "a whole number", "float": "a number with a decimal point", "str": "text", "bool": "true or false"}
+_WORDS = {"int": "an integer", "float": "a number with a decimal point", "str": "text", "bool": "true or false"}
 _WORDS |= {"None": "null", "list": "a list", "dict": "a block of keys"}
 _TYPES = {"str": str, "bool": bool, "float": float, "list": list, "dict": dict}
 
@@ -36,8 +36,9 @@ class Field:
     def needed(self) -> str:
         """What is accepted, for a message."""
         words = dict.fromkeys(_words(self.annotation)) if self.annotation else {}
-        if {_WORDS["int"], _WORDS["float"]} <= words.keys():
-            words = dict.fromkeys(["a number", *(word for word in words if "number" not in word)])
+        numbers = {_WORDS["int"], _WORDS["float"]}
+        if numbers <= words.keys():
+            words = dict.fromkeys(["a number", *(word for word in words if word not in numbers)])
         return " or ".join(words)
 
 

@@ -131,8 +131,8 @@ def model_config(
     if config.vocab_size < vocabulary_size:
         _make_room(recipe, config, vocabulary_size)
     length, positions = recipe.batch.sequence_length, getattr(config, "max_position_embeddings", None)
-    if positions is not None and 0 < positions < length:  # -1 means no limit
-        text = f"found {length}, but the model's max_position_embeddings is {positions}; a row has to fit into it"
+    if positions is not None and 0 < positions < length:  # -1 where there is no limit
+        text = f"found {length}, but the model's max_position_embeddings is {positions}; use at most {positions}"
         raise ConfigurationError(f"batch.sequence_length: {text}")
     config._attn_implementation = chosen_attention(recipe, config, head.model_class(config), head.kind)
     return config
@@ -249,7 +249,7 @@ def _unknown(given: dict[str, Any], config: PreTrainedConfig) -> list[str]:
     left = vars(config).keys() | vars(GenerationConfig()).keys()  # generation keys are dropped silently
     legal = [("model", "config", key) for key in known]
     return [
-        f"model.config.{key}: a {config.model_type} has no such key{suggest(path, legal) or '; remove it'}"
+        f"model.config.{key}: the config of {config.model_type} has no such key{suggest(path, legal) or '; remove it'}"
         for path in (("model", "config", key) for key in given)
         if (key := path[-1]) not in known and key not in OWNED and key in left
     ]

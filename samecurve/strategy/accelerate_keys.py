@@ -1,8 +1,8 @@
-"""The keys of an Accelerate YAML and a DeepSpeed JSON: which are honoured, which are refused, and why.
+"""The keys of an Accelerate YAML and how each is treated, with the rule types that deepspeed_keys.py shares.
 
-A table maps a key to a `ValueRule` (honoured, checked), to another table (a block), to `RecipeOwned` (the recipe says
-it) or to `Rejected`. Names are those of accelerate 1.15 and deepspeed 0.19; a test compares the tables with the
-installed ones.
+A table maps a key to a `ValueRule` (accepted after a check), another table (a block), `RecipeOwned` (set by the recipe)
+or `Rejected`. Names are those of accelerate 1.15 and deepspeed 0.19; a test compares the tables with the installed
+versions.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ValueRule:
-    needed: str
+    expected: str
     accepts: Callable[[Any], bool]
 
 
 @dataclass(frozen=True)
 class RecipeOwned:
-    """The recipe's key `by` says it: absent here, or "auto" where the file knows that word."""
+    """The recipe's key `by` sets this: the key is absent, or "auto" where the file supports that."""
 
     by: str
     auto: bool = False
@@ -29,7 +29,7 @@ class RecipeOwned:
 
 @dataclass(frozen=True)
 class Rejected:
-    """`harmless`: values that `accelerate config` writes although they switch nothing on."""
+    """An unsupported key. `harmless`: values that `accelerate config` writes although they enable nothing."""
 
     reason: str
     harmless: tuple = (None,)
@@ -39,7 +39,7 @@ Table = dict[str, Any]
 
 
 def _whole(value: Any) -> bool:
-    # JSON files write sizes as 5e8, which DeepSpeed reads as the whole number that it is.
+    # JSON files write sizes as 5e8, which DeepSpeed converts to an integer.
     return not isinstance(value, bool) and (isinstance(value, int) or (isinstance(value, float) and value.is_integer()))
 
 
@@ -53,51 +53,49 @@ def _texts(value: Any) -> bool:
 
 def one_of(*choices: Any) -> ValueRule:
     shown = ", ".join(str(choice) for choice in choices)
-    return ValueRule(f"one of {shown} is needed", lambda value: not isinstance(value, bool) and value in choices)
+    return ValueRule(f"one of {shown}", lambda value: not isinstance(value, bool) and value in choices)
 
 
 def only(value: bool, reason: str) -> ValueRule:
-    return ValueRule(f"only {str(value).lower()} is possible: {reason}", lambda found: found is value)
+    return ValueRule(f"{str(value).lower()}: {reason}", lambda found: found is value)
 
 
 def optional(kind: ValueRule) -> ValueRule:
-    return ValueRule(f"null or {kind.needed}", lambda value: value is None or kind.accepts(value))
+    return ValueRule(f"null or {kind.expected}", lambda value: value is None or kind.accepts(value))
 
 
 def or_auto(kind: ValueRule) -> ValueRule:
-    return ValueRule(f'"auto" or {kind.needed}', lambda value: value == "auto" or kind.accepts(value))
+    return ValueRule(f'"auto" or {kind.expected}', lambda value: value == "auto" or kind.accepts(value))
 
 
-BOOLEAN = ValueRule("true or false is needed", lambda value: isinstance(value, bool))
-COUNT = ValueRule("a whole number above 0 is needed", lambda value: _whole(value) and value > 0)
-NATURAL = ValueRule("a whole number from 0 is needed", lambda value: _whole(value) and value >= 0)
-NUMBER = ValueRule("a number is needed", _number)
-NOT_NEGATIVE = ValueRule("a number from 0 is needed", lambda value: _number(value) and value >= 0)
-FRACTION = ValueRule("a number from 0 to 1 is needed", lambda value: _number(value) and 0 <= value <= 1)
-PORT = ValueRule("a port from 0 to 65535 is needed", lambda value: _whole(value) and 0 <= value < 2**16)
-TEXT = ValueRule("text is needed", lambda value: isinstance(value, str) and value != "")
-TEXTS = ValueRule("a list of texts is needed", _texts)
-GPU_IDS = ValueRule(
-    '"all" or numbers with commas are needed', lambda value: isinstance(value, str) or NATURAL.accepts(value)
-)
+BOOLEAN = ValueRule("true or false", lambda value: isinstance(value, bool))
+COUNT = ValueRule("an integer above 0", lambda value: _whole(value) and value > 0)
+NATURAL = ValueRule("an integer of at least 0", lambda value: _whole(value) and value >= 0)
+NUMBER = ValueRule("a number", _number)
+NOT_NEGATIVE = ValueRule("a number of at least 0", lambda value: _number(value) and value >= 0)
+FRACTION = ValueRule("a number from 0 to 1", lambda value: _number(value) and 0 <= value <= 1)
+PORT = ValueRule("a port from 0 to 65535", lambda value: _whole(value) and 0 <= value < 2**16)
+TEXT = ValueRule("text", lambda value: isinstance(value, str) and value != "")
+TEXTS = ValueRule("a list of texts", _texts)
+GPU_IDS = ValueRule('"all" or comma-separated numbers', lambda value: isinstance(value, str) or NATURAL.accepts(value))
 DTYPE = one_of("fp32", "bf16", "fp16")
 
 _TPU = Rejected("TPUs are not supported; remove it", (None, False, "no", "", []))
-_INLINE = Rejected("the DeepSpeed JSON owns it; move it there, under zero_optimization")
-_FSDP1 = Rejected("only FSDP1 reads it, and this is FSDP2; remove it")
+_INLINE = Rejected("it belongs in the DeepSpeed JSON; move it there, under zero_optimization")
+_FSDP1 = Rejected("only FSDP1 uses it, and this is FSDP2; remove it")
 _TENSOR = Rejected("only data-parallel replicas and shards are supported; remove it", (None, 1))
 _COMPILE = Rejected(
-    "the recipe owns torch.compile, by the key compile; remove it", (None, "NO", "no", False, "default")
+    "the recipe sets torch.compile, by the key compile; remove it", (None, "NO", "no", False, "default")
 )
 
-# of Accelerate's YAML, but read here alone: Accelerate passes over nested keys that it does not know, and over
-# fsdp_forward_prefetch, which it has for FSDP1
+# Keys of Accelerate's YAML that only samecurve reads: Accelerate ignores unknown nested keys, and fsdp_forward_prefetch
+# except under FSDP1
 OURS = ("fsdp_reduce_dtype",)
 
 ACCELERATE: Table = {
     "compute_environment": one_of("LOCAL_MACHINE"),
     "distributed_type": ValueRule(
-        'one of "NO" (in quotes, a bare NO is false in YAML), MULTI_GPU (on CPUs too), FSDP, DEEPSPEED is needed',
+        'one of "NO" (in quotes: a bare NO is false in YAML), MULTI_GPU (also for CPUs), FSDP, DEEPSPEED',
         lambda value: value in ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED"),
     ),
     "num_processes": COUNT,
@@ -114,7 +112,7 @@ ACCELERATE: Table = {
     "use_cpu": only(False, "true silently turns FSDP and DeepSpeed off; without an accelerator the CPU is used anyway"),
     "mixed_precision": RecipeOwned("precision"),
     "fp16": RecipeOwned("precision"),
-    "fp8_config": Rejected("the recipe's precision knows fp32, bf16 and fp16; remove it", (None, {})),
+    "fp8_config": Rejected("FP8 is set by the recipe's key fp8; remove it", (None, {})),
     "dynamo_backend": _COMPILE,
     "dynamo_config": {
         "dynamo_backend": _COMPILE,
@@ -124,7 +122,7 @@ ACCELERATE: Table = {
         "dynamo_use_regional_compilation": _COMPILE,
     },
     "megatron_lm_config": Rejected("Megatron-LM is not supported; remove it", (None, {})),
-    "mpirun_config": Rejected("processes come from torchrun here, not from MPI; remove it", (None, {})),
+    "mpirun_config": Rejected("processes are started by torchrun, not by MPI; remove it", (None, {})),
     "downcast_bf16": _TPU,
     "tpu_name": _TPU,
     "tpu_zone": _TPU,
@@ -136,13 +134,13 @@ ACCELERATE: Table = {
     "commands": _TPU,
     "fsdp_config": {
         "fsdp_version": ValueRule(
-            "2 is needed: FSDP1 clips, saves and rehearses differently", lambda value: value == 2
+            "2: FSDP1 clips gradients, saves and runs on CPUs differently", lambda value: value == 2
         ),
         "fsdp_reshard_after_forward": BOOLEAN,
         "fsdp_reduce_dtype": one_of("fp32", "bf16"),
         "fsdp_forward_prefetch": BOOLEAN,
         "fsdp_backward_prefetch": Rejected(
-            "FSDP2 always gathers the layer before while one is differentiated (BACKWARD_PRE); remove it",
+            "FSDP2 always prefetches the next layer in the backward pass (BACKWARD_PRE); remove it",
             (None, "BACKWARD_PRE"),
         ),
         "fsdp_auto_wrap_policy": one_of("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"),
@@ -150,10 +148,10 @@ ACCELERATE: Table = {
         "fsdp_min_num_params": NATURAL,
         "fsdp_offload_params": BOOLEAN,
         "fsdp_state_dict_type": one_of("SHARDED_STATE_DICT", "FULL_STATE_DICT"),
-        "fsdp_cpu_ram_efficient_loading": only(False, "weights are written shard by shard, no rank loads them whole"),
+        "fsdp_cpu_ram_efficient_loading": only(False, "each rank loads only its shards"),
         "fsdp_activation_checkpointing": RecipeOwned("memory.activation_checkpointing"),
         "fsdp_activation_checkpointing_offload": Rejected(
-            "the recipe owns it, by memory.activation_checkpointing: offload; remove it", (None, False)
+            "the recipe sets this, by memory.activation_checkpointing: offload; remove it", (None, False)
         ),
         "fsdp_sharding_strategy": _FSDP1,
         "fsdp_use_orig_params": _FSDP1,
@@ -184,9 +182,9 @@ ACCELERATE: Table = {
         "zero_stage": _INLINE,
         "offload_optimizer_device": _INLINE,
         "offload_param_device": _INLINE,
-        "offload_optimizer_nvme_path": Rejected("accelerate drops it; nvme_path belongs in the DeepSpeed JSON"),
-        "offload_param_nvme_path": Rejected("accelerate drops it; nvme_path belongs in the DeepSpeed JSON"),
+        "offload_optimizer_nvme_path": Rejected("Accelerate ignores it; set nvme_path in the DeepSpeed JSON"),
+        "offload_param_nvme_path": Rejected("Accelerate ignores it; set nvme_path in the DeepSpeed JSON"),
         "zero3_save_16bit_model": Rejected("the export gathers the weights itself, in fp32; remove it", (None, False)),
-        "deepspeed_moe_layer_cls_names": Rejected("it belongs in the DeepSpeed JSON: zero_optimization.leaf_module"),
+        "deepspeed_moe_layer_cls_names": Rejected("the DeepSpeed JSON sets this, by zero_optimization.leaf_module"),
     },
 }

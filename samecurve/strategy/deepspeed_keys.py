@@ -1,4 +1,4 @@
-"""The keys of a DeepSpeed JSON (see accelerate_keys.py for what the values mean)."""
+"""The keys of a DeepSpeed JSON and how each is treated (accelerate_keys.py defines the rule types)."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ def _removed(what: str, instead: str = "remove it") -> Rejected:
 
 
 _PRECISION = Rejected(
-    "weights, gradients and states are kept in fp32 masters under every strategy; remove it", (None, False)
+    "every strategy keeps fp32 master weights, gradients and optimizer states; remove it", (None, False)
 )
-_QUANTISED = Rejected("quantised communication (ZeRO++) changes the training; remove it", (None, False))
-_MONITOR = Rejected("the run directory has metrics and TensorBoard under every strategy; remove it")
-_OLD_OFFLOAD = Rejected("this name is deprecated; use offload_optimizer or offload_param", ())
+_QUANTISED = Rejected("quantised communication (ZeRO++) changes the training result; remove it", (None, False))
+_MONITOR = Rejected("metrics and TensorBoard files are already written to the run directory; remove it")
+_OLD_OFFLOAD = Rejected("this key is deprecated; use offload_optimizer or offload_param", ())
 _EXPERTS = Rejected("expert parallelism is not supported; remove it")
 _RECOMPUTATION = Rejected(
-    "nothing reads it; recomputation is the recipe's memory.activation_checkpointing; remove it", (None, False)
+    "nothing uses it: the recipe's memory.activation_checkpointing sets recomputation; remove it", (None, False)
 )
-_PARTITIONED = Rejected("only tensor-parallel ranks have parts, and there are none; remove it", (None, False))
+_PARTITIONED = Rejected("it partitions among tensor-parallel ranks, which are not supported; remove it", (None, False))
 
 
 def _partition(value: Any) -> bool:
-    """What DeepSpeed 0.19 knows; it ends the pattern at a second colon, and a third method is named but not there."""
+    """The partition methods of DeepSpeed 0.19. A pattern ends at a second colon; a third method is named, not there."""
     if not isinstance(value, str) or not value.startswith("type:"):
         return value in ("parameters", "uniform")
     with contextlib.suppress(re.error):
@@ -53,10 +53,10 @@ def _partition(value: Any) -> bool:
     return False
 
 
-_PARTITION = ValueRule('"parameters", "uniform" or "type:" and a regular expression is needed', _partition)
+_PARTITION = ValueRule('"parameters", "uniform" or "type:" with a regular expression', _partition)
 
 # fp32 ends at 2 ** 128
-_SCALE_POWER = ValueRule("a whole number from 0 to 127 is needed", lambda value: NATURAL.accepts(value) and value < 128)
+_SCALE_POWER = ValueRule("an integer from 0 to 127", lambda value: NATURAL.accepts(value) and value < 128)
 
 ZERO: Table = {
     "stage": one_of(0, 1, 2, 3),
@@ -111,21 +111,21 @@ ZERO: Table = {
     "cpu_offload": _OLD_OFFLOAD,
     "cpu_offload_param": _OLD_OFFLOAD,
     "cpu_offload_use_pin_memory": _OLD_OFFLOAD,
-    "stage3_gather_fp16_weights_on_model_save": Rejected("renamed: stage3_gather_16bit_weights_on_model_save", ()),
-    "elastic_checkpoint": Rejected("DeepSpeed replaced it by universal checkpoints; remove it", (None, False)),
-    "legacy_stage1": Rejected("DeepSpeed has no other stage 1 any more; remove it", (None, False)),
-    "pipeline_loading_checkpoint": Rejected("checkpoints are the recipe's business; remove it", (None, False)),
+    "stage3_gather_fp16_weights_on_model_save": Rejected("it is now stage3_gather_16bit_weights_on_model_save", ()),
+    "elastic_checkpoint": Rejected("DeepSpeed replaced it with universal checkpoints; remove it", (None, False)),
+    "legacy_stage1": Rejected("DeepSpeed removed the legacy stage 1; remove it", (None, False)),
+    "pipeline_loading_checkpoint": Rejected("the recipe's checkpoint block sets this; remove it", (None, False)),
     "save_muon_momentum_buffer_in_memory": Rejected("the recipe's optimizer is not Muon; remove it", (None, False)),
     "zenflow": Rejected("ZenFlow updates with stale gradients, which changes the loss curve; remove it"),
     "zero_quantized_weights": _QUANTISED,
     "zero_quantized_nontrainable_weights": _QUANTISED,
     "zero_quantized_gradients": _QUANTISED,
-    "mics_shard_size": _removed("MiCS", "zero_hpz_partition_size shards within a node"),
-    "mics_hierarchical_params_gather": _removed("MiCS", "zero_hpz_partition_size shards within a node"),
+    "mics_shard_size": _removed("MiCS", "use zero_hpz_partition_size to shard within a node"),
+    "mics_hierarchical_params_gather": _removed("MiCS", "use zero_hpz_partition_size to shard within a node"),
     "zeropp_loco_param": _removed("LoCo"),
 }
 
-# Which stages read a key of zero_optimization. Under another stage DeepSpeed takes it and does nothing.
+# The stages that use a key of zero_optimization. Under another stage DeepSpeed accepts it and ignores it.
 STAGES = {key: (3,) for key in ZERO if key.startswith("stage3_")} | {
     "offload_param": (3,),
     "zero_hpz_partition_size": (3,),
@@ -167,12 +167,12 @@ DEEPSPEED: Table = {
         "partition": _PARTITION,
         "activation_checkpoint_interval": NATURAL,
         "use_reentrant": Rejected(
-            "recomputation, which is the recipe's memory.activation_checkpointing, is never reentrant; remove it",
+            "recomputation (the recipe's memory.activation_checkpointing) is never reentrant; remove it",
             (None, False),
         ),
         "pipe_partitioned": _PARTITIONED,
         "grad_partitioned": _PARTITIONED,
-        "seed_layers": Rejected("weights are seeded by name, the same under every strategy; remove it", (None, False)),
+        "seed_layers": Rejected("weights are seeded by name, alike under every strategy; remove it", (None, False)),
     },
     "activation_checkpointing": {
         "partition_activations": _RECOMPUTATION,
@@ -198,9 +198,7 @@ DEEPSPEED: Table = {
         "keep_in_fp32_modules": or_auto(TEXTS),
     },
     "prescale_gradients": BOOLEAN,
-    "gradient_predivide_factor": ValueRule(
-        "a number above 0 is needed", lambda value: NUMBER.accepts(value) and value > 0
-    ),
+    "gradient_predivide_factor": ValueRule("a number above 0", lambda value: NUMBER.accepts(value) and value > 0),
     "gradient_allreduce_op": one_of("mean"),
     "disable_allgather": BOOLEAN,
     "disable_python_gc": RecipeOwned("memory.garbage_collection_steps"),
@@ -227,34 +225,32 @@ DEEPSPEED: Table = {
     "csv_monitor": _MONITOR,
     "comet": _MONITOR,
     "torch_autocast": Rejected("the recipe's precision decides what is cast; remove it"),
-    "bfloat16": Rejected("the block is called bf16", ()),
-    "checkpoint": Rejected("checkpoints are the recipe's business; remove it"),
-    "datastates_ckpt": Rejected("checkpoints are the recipe's business; remove it"),
-    "dataloader_drop_last": Rejected(
-        "the recipe's data has no rest to drop: every step is a whole global batch; remove it"
-    ),
+    "bfloat16": Rejected("the block was renamed to bf16", ()),
+    "checkpoint": Rejected("the recipe's checkpoint block sets this; remove it"),
+    "datastates_ckpt": Rejected("the recipe's checkpoint block sets this; remove it"),
+    "dataloader_drop_last": Rejected("every step is a complete global batch, so nothing is dropped; remove it"),
     "managed_gradient_accumulation": Rejected(
-        "the loop counts micro-batches by the global batch; remove it", (None, True)
+        "the training loop accumulates up to the global batch itself; remove it", (None, True)
     ),
-    "vocabulary_size": Rejected("it only makes DeepSpeed warn; the tokenizer says it; remove it"),
-    "data_efficiency": Rejected("it changes which data is seen; the recipe owns the data; remove it"),
-    "hybrid_engine": Rejected("it is for generation inside training (RLHF); remove it"),
-    "autotuning": Rejected("it starts other runs than the recipe's; remove it"),
+    "vocabulary_size": Rejected("the tokenizer sets the size, and DeepSpeed only warns about it; remove it"),
+    "data_efficiency": Rejected("it changes the data that the recipe chose; remove it"),
+    "hybrid_engine": Rejected("it serves generation during training (RLHF), which is not supported; remove it"),
+    "autotuning": Rejected("it starts runs other than the recipe's; remove it"),
     "compile": Rejected("DeepCompile is not supported; remove it"),
     "tensor_parallel": Rejected("tensor parallelism is not supported; remove it"),
     "sequence_parallel_size": Rejected("sequence parallelism is not supported; remove it", (None, 1)),
     "seq_parallel_communication_data_type": Rejected("sequence parallelism is not supported; remove it"),
     "expert_parallel": _EXPERTS,
     "use_data_before_expert_parallelism": _EXPERTS,
-    "weight_quantization": Rejected("quantised weights change the training; remove it"),
+    "weight_quantization": Rejected("quantised weights change the training result; remove it"),
     "nebula": _removed("Nebula checkpoints"),
-    "compression_training": _removed("the compression library; the model would train uncompressed"),
-    "amp": _removed("Apex AMP", "the recipe's precision replaces it"),
+    "compression_training": _removed("the compression library, so nothing would be compressed"),
+    "amp": _removed("Apex AMP", "use the recipe's precision"),
     "quantize_training": _removed("mixture-of-quantization"),
-    "sparse_gradients": _removed("sparse gradients; they would be reduced dense"),
+    "sparse_gradients": _removed("sparse gradients and would reduce them dense"),
     "eigenvalue": _removed("the eigenvalue block"),
     "sparse_attention": _removed("sparse attention"),
-    "elasticity": _removed("elastic training", "the recipe's global_batch_size keeps the batch at any world size"),
+    "elasticity": _removed("elastic training", "remove it: the recipe's global_batch_size fits any world size"),
     "graph_harvesting": _removed("graph harvesting"),
     "curriculum_learning": _removed("the old curriculum block"),
     "progressive_layer_drop": _removed("progressive layer dropping"),

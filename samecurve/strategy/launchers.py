@@ -1,6 +1,6 @@
-"""Who started this process, with how many others, and what that launcher was told.
+"""Detects the launcher, its options and the world size.
 
-`accelerate launch` hands its children variables, not the name of its config file; that is found in its command line.
+`accelerate launch` passes variables to its children, but not the name of its config file. Its command line tells that.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from samecurve.config.documents import COMMAND_LINE, ENVIRONMENT, ConfigProblem,
 
 @dataclass(frozen=True)
 class Ancestor:
-    """A process above this one: its command line and working directory."""
+    """A parent process at any level: its command line and working directory."""
 
     argv: tuple[str, ...]
     directory: str
@@ -23,10 +23,13 @@ class Ancestor:
 
 @dataclass(frozen=True)
 class Launch:
-    """launcher: "accelerate" | "torchrun" | "deepspeed" | "python".
+    """How this process was started.
 
-    flags: what accelerate launch was given, without dashes (`num_processes`); None when that cannot be seen.
-    config_file: the file that accelerate launch reads. counted: the launcher was told how many processes to start.
+    Attributes:
+        launcher: "accelerate" | "torchrun" | "deepspeed" | "python".
+        flags: the options of accelerate launch, without dashes (`num_processes`); None when they cannot be found.
+        config_file: the file that accelerate launch reads.
+        counted: True where the launcher was given the number of processes.
     """
 
     launcher: str
@@ -45,7 +48,12 @@ class Launch:
 def detect_launch(
     environ: Mapping[str, str], local_rank: int | None, ancestors: Callable[[], Sequence[Ancestor]] | None = None
 ) -> Launch:
-    """`local_rank`: the argument that the deepspeed launcher adds. `ancestors`: for tests; asked only where needed."""
+    """Detect the launcher.
+
+    Args:
+        local_rank: the argument that the deepspeed launcher adds.
+        ancestors: replaces the parent processes in tests; called only when needed.
+    """
     text = environ.get("WORLD_SIZE", "1")
     world_size, problems = (int(text), ()) if text.isdecimal() and int(text) else (1, (_bad_world_size(text),))
     # Every path through accelerate launch exports this one, with "no" as its default.
@@ -57,7 +65,7 @@ def detect_launch(
 
 
 def running_ancestors() -> list[Ancestor]:
-    """This process's parents, nearest first, as far as the system lets us see them."""
+    """This process's parents, nearest first, as far as the system shows them."""
     import psutil
 
     found = []
@@ -70,14 +78,14 @@ def running_ancestors() -> list[Ancestor]:
 
 
 def _bad_world_size(text: str) -> ConfigProblem:
-    what = f"found {describe(text)}, a whole number above 0 is needed; the launcher sets it"
+    what = f"found {describe(text)}, expected an integer above 0; leave it to the launcher"
     return ConfigProblem(ENVIRONMENT, "WORLD_SIZE", what, topology=True)
 
 
 def _other_launcher(environ: Mapping[str, str], local_rank: int | None) -> str:
     if "TORCHELASTIC_RUN_ID" in environ:
         return "torchrun"
-    # CROSS_SIZE (the number of nodes) is what deepspeed sets when it was told --no_local_rank.
+    # deepspeed sets CROSS_SIZE (the number of nodes) when given --no_local_rank.
     return "deepspeed" if local_rank is not None or "CROSS_SIZE" in environ else "python"
 
 
@@ -90,7 +98,7 @@ def _accelerate_flags(ancestors: Sequence[Ancestor]) -> tuple[dict[str, str] | N
 
 
 def _after_launch(argv: Sequence[str]) -> int | None:
-    """The index behind `accelerate launch`, `accelerate-launch` or `python -m accelerate.commands.launch`."""
+    """The index after `accelerate launch`, `accelerate-launch` or `python -m accelerate.commands.launch`."""
     for index, word in enumerate(argv):
         name = os.path.basename(word)
         if name == "accelerate-launch" or word.endswith(
@@ -103,7 +111,7 @@ def _after_launch(argv: Sequence[str]) -> int | None:
 
 
 def _parse_flags(words: Sequence[str]) -> dict[str, str]:
-    """Flags before the training script; a flag without a value has an empty one."""
+    """Flags before the training script. A flag without a value maps to ""."""
     flags: dict[str, str] = {}
     last = None
     for word in words:
@@ -128,20 +136,20 @@ def _config_file(flags: Mapping[str, str], directory: str, environ: Mapping[str,
     return str(default) if default.is_file() and "cpu" not in flags else None
 
 
-# What a flag of the launcher or a variable must not say: both names, values that say nothing, who says it instead.
-_JSON_OWNS = "the DeepSpeed JSON owns it"
+# Flags and variables that must not override the files: both names, harmless values, the reason.
+_JSON_OWNS = "the DeepSpeed JSON sets this"
 _OVERRIDES = (
-    ("mixed_precision", "ACCELERATE_MIXED_PRECISION", ("no",), "the recipe's precision owns it"),
+    ("mixed_precision", "ACCELERATE_MIXED_PRECISION", ("no",), "the recipe's precision sets this"),
     ("cpu", "ACCELERATE_USE_CPU", ("false", "0", "no", "off", "f", "n"), "it turns FSDP and DeepSpeed off"),
-    ("gradient_accumulation_steps", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", (), "the recipe's batch owns it"),
-    ("gradient_clipping", "ACCELERATE_GRADIENT_CLIPPING", (), "the recipe's optimizer.max_grad_norm owns it"),
+    ("gradient_accumulation_steps", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", (), "the recipe's batch sets this"),
+    ("gradient_clipping", "ACCELERATE_GRADIENT_CLIPPING", (), "the recipe's optimizer.max_grad_norm sets this"),
     ("zero_stage", "ACCELERATE_DEEPSPEED_ZERO_STAGE", (), _JSON_OWNS),
     ("offload_optimizer_device", "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", (), _JSON_OWNS),
     ("offload_param_device", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", (), _JSON_OWNS),
-    ("dynamo_backend", "ACCELERATE_DYNAMO_BACKEND", ("no",), "the recipe owns torch.compile, by the key compile"),
+    ("dynamo_backend", "ACCELERATE_DYNAMO_BACKEND", ("no",), "the recipe sets torch.compile, by the key compile"),
 )
 
-# Flags of accelerate launch about processes and machines, which no file of ours owns.
+# Flags of accelerate launch about processes and machines, which no file sets.
 _FREE_FLAGS = frozenset(
     "config_file num_processes num_machines machine_rank main_process_ip main_process_port gpu_ids same_network "
     "rdzv_backend rdzv_conf max_restarts monitor_interval num_cpu_threads_per_process enable_cpu_affinity quiet q "
@@ -151,9 +159,9 @@ _FREE_FLAGS = frozenset(
 
 
 def override_problems(launch: Launch, environ: Mapping[str, str], accelerate: Document) -> Iterator[ConfigProblem]:
-    """Flags and variables that would change what the recipe or the strategy's files say.
+    """Report flags and variables that would override the recipe or the strategy's files.
 
-    What the YAML itself holds (and accelerate launch exports) is reported there and not here.
+    Values that accelerate launch exports from its YAML are reported for the YAML and not here.
     """
     flags = dict(launch.flags or {})
     for flag, variable, harmless, reason in _OVERRIDES:
@@ -168,5 +176,5 @@ def override_problems(launch: Launch, environ: Mapping[str, str], accelerate: Do
             yield ConfigProblem(ENVIRONMENT, variable, f"found {describe(value)}, but {reason}; unset it")
     for flag in flags:
         if flag not in _FREE_FLAGS:
-            text = "given to accelerate launch, but the strategy's file owns it; remove the flag"
+            text = "given to accelerate launch, but the strategy's file sets this; remove the flag"
             yield ConfigProblem(COMMAND_LINE, f"--{flag}", text)

@@ -1,8 +1,8 @@
-"""What a strategy needs of this machine, asked before torch is loaded and before minutes of work are lost.
+"""Checks that this machine can run a strategy, before torch is loaded and minutes of work are lost.
 
-DeepSpeed compiles some of its operators the first time that they are used and fails in the middle of the start-up when
-a compiler is missing: `cpu_adam` for an optimizer in CPU memory or on NVMe, `async_io` for NVMe. A third one, for every
-DeepSpeed strategy on a CPU, the rehearsal leaves out (read in DeepSpeed 0.19.8).
+DeepSpeed compiles some operators on first use and fails during start-up when a compiler is missing: `cpu_adam` for an
+optimizer in CPU memory or on NVMe, `async_io` for NVMe. On a CPU every DeepSpeed strategy would compile a third one,
+which samecurve's CPU support avoids (read in DeepSpeed 0.19.8).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ALLOCATOR_SETTINGS = "expandable_segments:True"
 
 
 def plan(argv: Sequence[str], environ: Mapping[str, str]) -> Plan:
-    """Command line and environment -> the recipe and the strategy, or one report of all problems. Loads no torch."""
+    """Resolve command line and environment into a plan and check the machine, without loading torch."""
     resolved = resolve_plan(argv, environ)
     try:
         check_machine(resolved, environ)
@@ -49,11 +49,11 @@ def plan(argv: Sequence[str], environ: Mapping[str, str]) -> Plan:
 
 
 def prepare_environment() -> None:
-    """Put this Python's own bin folder first on PATH, so that operators are compiled by the ninja beside DeepSpeed.
+    """Put this Python's own bin folder first on PATH, so that operators are compiled by the ninja installed there.
 
-    Nothing else does when `.venv/bin/python` or `.venv/bin/accelerate` is run without activating the environment, and
-    another ninja would compile everything anew: 1.11 and 1.13 do not read each other's logs (seen; minutes for
-    async_io). DeepSpeed compiles inside the worker, so the worker's start is early enough.
+    `.venv/bin/python` and `.venv/bin/accelerate` do not do this without activating the environment, and another ninja
+    would compile everything anew: 1.11 and 1.13 do not read each other's logs (seen; minutes for async_io). DeepSpeed
+    compiles inside the worker, so the worker's start is early enough.
     """
     own = str(Path(sys.executable).parent)
     others = [folder for folder in os.environ.get("PATH", os.defpath).split(os.pathsep) if folder != own]
@@ -69,23 +69,27 @@ def supervise_builds() -> None:
 
 
 def quiet_libraries() -> None:
-    """Before transformers is imported: it imports torchao where that is installed, which warns of operators that it has
-    for other devices, and of a call of its own that torch 2.13 deprecates (seen with torchao 0.18)."""
+    """Silence torchao's warnings. Call it before transformers is imported.
+
+    transformers imports torchao where installed, which warns about operators for other devices and about a call of its
+    own that torch 2.13 deprecates (seen with torchao 0.18).
+    """
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def prepare_allocator(environ: MutableMapping[str, str] = os.environ, devices: Path = Path("/dev")) -> None:
-    """Segments of GPU memory that grow instead of leaving gaps, unless the user has settings of the allocator.
+    """Let segments of GPU memory grow instead of leaving gaps, unless the user configured the allocator.
 
-    PyTorch reads them when CUDA's library is loaded. Not for AMD's devices and WSL's, where not every build can do it.
+    PyTorch reads the setting when CUDA's library is loaded. AMD's devices and WSL's are left out, because not every
+    build supports it there.
     """
     if has_accelerator(environ) and any(devices.glob("nvidia[0-9]*")) and not allocator_settings(environ):
         environ[ALLOCATOR_VARIABLES[0]] = ALLOCATOR_SETTINGS
 
 
 def allocator_settings(environ: Mapping[str, str] = os.environ) -> str:
-    """With the variable that they are from; "" where there are none. In all versions the first name is the newest."""
+    """The user's allocator settings and their variables; "" without any. All versions prefer the first name."""
     found = (f"{environ[name]} ({name})" for name in ALLOCATOR_VARIABLES if name in environ)
     return ", ".join(found)
 
@@ -98,7 +102,7 @@ def check_machine(plan: Plan, environ: Mapping[str, str] = os.environ) -> None:
     found = environment_problems(plan.strategy, plan.recipe.precision, environ)
     found += compiler_problems(plan.recipe, has_accelerator(environ), environ)
     if found:
-        lines = ["this machine cannot run the strategy as it is", *(f"  {problem}" for problem in found)]
+        lines = ["this machine cannot run the strategy", *(f"  {problem}" for problem in found)]
         raise ConfigurationError("\n".join(lines))
     needed = operators(plan.strategy)
     if needed and os.name == "posix":
@@ -108,7 +112,11 @@ def check_machine(plan: Plan, environ: Mapping[str, str] = os.environ) -> None:
 
 
 def check_room(strategy: Strategy, num_parameters: int, environ: Mapping[str, str] = os.environ) -> None:
-    """Raise StorageError when an NVMe folder is too small for a model of `num_parameters`, all of it counted."""
+    """Raise StorageError when an NVMe folder is too small for the model.
+
+    Args:
+        num_parameters: all parameters of the model, over all ranks.
+    """
     local_ranks = int(environ.get("LOCAL_WORLD_SIZE", strategy.world_size))
     needed_bytes = num_parameters * NVME_BYTES_PER_PARAMETER * local_ranks // strategy.world_size
     for path in _nvme_paths(strategy):
@@ -119,12 +127,12 @@ def check_room(strategy: Strategy, num_parameters: int, environ: Mapping[str, st
             )
             raise StorageError(
                 f"strategy {strategy.name}: nvme_path {path}: {sizes} ({NVME_BYTES_PER_PARAMETER} bytes a parameter); "
-                "name a larger disk in the DeepSpeed JSON"
+                "set it to a larger disk in the DeepSpeed JSON"
             )
 
 
 def environment_problems(strategy: Strategy, precision: str, environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Why this machine cannot run the strategy, each with what to do about it; empty when it can.
+    """Why this machine cannot run the strategy, each with the fix; empty when it can.
 
     `precision`: the recipe's.
     """
@@ -137,8 +145,10 @@ def environment_problems(strategy: Strategy, precision: str, environ: Mapping[st
 
 
 def compiler_problems(recipe: Recipe, accelerator: bool, environ: Mapping[str, str] = os.environ) -> Iterator[str]:
-    """What torch.compile lacks, and Triton on a GPU: there it makes the kernels, Liger's too, and has a C compiler
-    build what starts them (triton/runtime/build.py)."""
+    """The compilers that torch.compile and, on a GPU, Triton need.
+
+    Triton makes the kernels there, Liger's too, and builds their launchers with a C compiler (triton/runtime/build.py).
+    """
     variable, usual, language = ("CC", ("gcc", "clang"), "C") if accelerator else ("CXX", ("g++",), "C++")
     names = shlex.split(environ.get(variable, ""))[:1] or usual
     if any(shutil.which(name, path=environ.get("PATH", os.defpath)) for name in names):
@@ -151,15 +161,15 @@ def compiler_problems(recipe: Recipe, accelerator: bool, environ: Mapping[str, s
     asked += [entry for entry in ligers if accelerator and entry[1] == "liger"]  # refused elsewhere
     for key, found, instead in asked:
         yield (
-            f"{key}: {found} needs a {language} compiler, and {names[0]!r} is not on PATH: apt-get install {usual[0]}, "
+            f"{key}: {found} needs a {language} compiler, but {names[0]!r} is not on PATH: apt-get install {usual[0]}, "
             f"or {key}={instead}"
         )
 
 
 def has_accelerator(environ: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> bool:
-    """Whether torch will find a GPU: its device files (NVIDIA, ROCm, WSL) are there and neither hidden nor useless.
+    """Whether torch will find a GPU: a device file exists (NVIDIA, ROCm, WSL), is not hidden, and torch supports GPUs.
 
-    torch itself would know better, but loading it takes seconds, and a configuration error has to be told before.
+    torch itself would know better, but loading it takes seconds, and configuration errors are reported before that.
     """
     if any(environ.get(name, "0").strip() in ("", "-1") for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")):
         return False
@@ -178,11 +188,11 @@ def _version(package: str) -> str:
 def _needs_accelerator(strategy: Strategy, precision: str) -> Iterator[str]:
     if strategy.family == "fsdp" and strategy.offload:
         yield (
-            "FSDP offloads through pinned memory, which needs an accelerator, and there is none here; "
-            "rehearse with configs/zero3_offload.yaml, or without offload with configs/fsdp.yaml"
+            "FSDP offloads through pinned memory, which needs an accelerator, and this machine has none; "
+            "use configs/zero3_offload.yaml here, or configs/fsdp.yaml, which does not offload"
         )
     if strategy.deepspeed is not None and precision == "fp16":
-        yield "DeepSpeed trains fp16 on accelerators only, and there is none here; set precision to bf16 or fp32"
+        yield "DeepSpeed trains in fp16 on accelerators only, and this machine has none; set precision to bf16 or fp32"
 
 
 def operators(strategy: Strategy) -> set[str]:
@@ -204,23 +214,23 @@ def _tools(strategy: Strategy, environ: Mapping[str, str], accelerator: bool) ->
     search = os.pathsep.join(folder for folder in folders if folder != str(build_supervisor.SUPERVISED))
     compiler = shlex.split(environ.get("CXX", "")) or ["c++"]
     if not shutil.which("ninja", path=search):
-        yield f"{why} and ninja is not installed: pip install ninja"
+        yield f"{why}, but ninja is not installed: pip install ninja"
     if not shutil.which(compiler[0], path=search):
         yield (
-            f"{why} and the C++ compiler {compiler[0]!r} is not on PATH: apt-get install g++, "
+            f"{why}, but the C++ compiler {compiler[0]!r} is not on PATH: apt-get install g++, "
             "or conda install -c conda-forge cxx-compiler"
         )
     elif "async_io" in needed and not _links_libaio(compiler, environ):
         yield (
-            f"{why} and libaio.h or libaio.so is missing: apt-get install libaio-dev (Debian, Ubuntu), "
+            f"{why}, but libaio.h or libaio.so is missing: apt-get install libaio-dev (Debian, Ubuntu), "
             "dnf install libaio-devel (Fedora, RHEL), or conda install -c conda-forge libaio"
         )
     if "async_io" in needed and accelerator and not _cuda_toolkit(environ, search):
-        yield f"{why} and, beside a GPU, builds it with the CUDA toolkit: install it, or set CUDA_HOME to its folder"
+        yield f"{why}, and on a GPU machine that needs the CUDA toolkit: install it, or set CUDA_HOME to its folder"
 
 
 def _prebuilt() -> set[str]:
-    """Operators in a DeepSpeed that was installed with DS_BUILD_OPS=1, read without importing DeepSpeed."""
+    """The operators of a DeepSpeed installed with DS_BUILD_OPS=1, read without importing DeepSpeed."""
     package = importlib.util.find_spec("deepspeed")
     build = Path(package.origin).with_name("git_version_info_installed.py") if package and package.origin else None
     if build is None or not build.is_file():
@@ -230,7 +240,7 @@ def _prebuilt() -> set[str]:
 
 
 def _links_libaio(compiler: list[str], environ: Mapping[str, str]) -> bool:
-    """A trial build, as DeepSpeed's own check does: a header may lie in many places, also in a conda environment."""
+    """Try a build, as DeepSpeed's own check does: the header may lie in many places, also in a conda environment."""
     source = "#include <libaio.h>\nint main() { return io_submit(0, 0, 0); }\n"
     with TemporaryDirectory() as folder:
         command = [*compiler, "-x", "c++", "-", "-o", f"{folder}/probe", "-laio"]
@@ -238,7 +248,7 @@ def _links_libaio(compiler: list[str], environ: Mapping[str, str]) -> bool:
 
 
 def _cuda_toolkit(environ: Mapping[str, str], search: str) -> bool:
-    """Where torch.utils.cpp_extension looks for it."""
+    """Whether the CUDA toolkit is where torch.utils.cpp_extension looks for it."""
     named = environ.get("CUDA_HOME") or environ.get("CUDA_PATH") or "/usr/local/cuda"
     return Path(named).is_dir() or shutil.which("nvcc", path=search) is not None
 
@@ -254,14 +264,14 @@ def _existing(path: Path) -> Path:
 
 
 def _folder(path: Path) -> Iterator[str]:
-    """A swap folder must be writable, or stand to be made in a writable one.
+    """A swap folder must be writable, or its parent must exist and be writable.
 
-    Not deeper: `/mnt/nvme/swap` on a machine without that disk would fill the disk of `/`.
+    A missing parent is refused: `/mnt/nvme/swap` on a machine without that disk would fill the disk of `/`.
     """
     existing = _existing(path)
     if not existing.is_dir():
-        yield f"nvme_path {path}: {existing} is a file; name a folder on a local disk in the DeepSpeed JSON"
+        yield f"nvme_path {path}: {existing} is a file; set it to a folder on a local disk in the DeepSpeed JSON"
     elif existing not in (path.absolute(), path.absolute().parent):
-        yield f"nvme_path {path}: there is no folder {path.absolute().parent}; make it, or name one on a local disk"
+        yield f"nvme_path {path}: no such folder: {path.absolute().parent}; create it, or use one on a local disk"
     elif not os.access(existing, os.W_OK | os.X_OK):
-        yield f"nvme_path {path}: {existing} is not writable; name a writable folder on a local disk"
+        yield f"nvme_path {path}: {existing} is not writable; use a writable folder on a local disk"

@@ -1,6 +1,6 @@
-"""Command line, environment, recipe, Accelerate YAML and DeepSpeed JSON -> one plan, or one report of all problems.
+"""Resolves command line, environment, recipe and strategy files into one plan, or reports all problems.
 
-Imports nothing heavy: a mistake is told before torch is loaded.
+Imports nothing heavy, so that a mistake is reported before torch is loaded.
 """
 
 from __future__ import annotations
@@ -36,10 +36,16 @@ single process. Under `accelerate launch --config_file FILE` that file is the st
 def resolve_plan(
     argv: Sequence[str], environ: Mapping[str, str], ancestors: Callable[[], Sequence[Ancestor]] | None = None
 ) -> Plan:
-    """`argv` without the program's name. `ancestors`: for tests, instead of the processes above this one.
+    """Resolve the plan of a run.
 
-    Raises ConfigurationError with every problem found, or TopologyError when all are about the number of processes;
-    their `output_dir` is the recipe's.
+    Args:
+        argv: the arguments without the program's name.
+        environ: the environment variables.
+        ancestors: replaces the parent processes in tests.
+
+    Raises:
+        ConfigurationError: with every problem found; its `output_dir` is the recipe's.
+        TopologyError: the same where all problems are about the number of processes.
     """
     arguments = command_line().parse_intermixed_args(argv)
     launch = launchers.detect_launch(environ, arguments.local_rank, ancestors)
@@ -74,12 +80,10 @@ def resolve_plan(
 def _resume_problems(arguments: argparse.Namespace) -> list[ConfigProblem]:
     found, problems = arguments.resume, []
     if found not in ("auto", "none") and not os.path.isdir(found):
-        text = f"found {found}, but there is no such folder; give auto, none or RUN/checkpoints/step_00000040"
+        text = f"no such folder: {found}; give auto, none or a checkpoint such as RUN/checkpoints/step_00000040"
         problems.append(ConfigProblem(COMMAND_LINE, "--resume", text))
     if arguments.fresh and found not in ("auto", "none"):
-        problems.append(
-            ConfigProblem(COMMAND_LINE, "--fresh", f"given together with --resume {found}; keep one of them")
-        )
+        problems.append(ConfigProblem(COMMAND_LINE, "--fresh", f"conflicts with --resume {found}; keep one of them"))
     return problems
 
 
@@ -117,26 +121,26 @@ def command_line() -> argparse.ArgumentParser:
 
 
 def _choose(given: str | None, launch: Launch, environ: Mapping[str, str], problems: list[ConfigProblem]) -> str | None:
-    """The strategy's file: --strategy, or the config file of accelerate launch. Given both, they are the same one."""
+    """The strategy's file: --strategy, or the config file of accelerate launch. If both are given, they must agree."""
     found = launch.config_file
     if given and found and os.path.realpath(given) != os.path.realpath(found):
-        text = f"found {given}, but accelerate launch reads {found}; give both the same file, or leave --strategy out"
+        text = f"found {given}, but accelerate launch uses {found}; give both the same file, or omit --strategy"
         problems.append(ConfigProblem(COMMAND_LINE, "--strategy", text))
     if given or found:
         return given or found
     switches = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP")
     switched = [name for name in switches if environ.get(name, "false").lower() in ("true", "1", "yes")]
     if switched:
-        text = "is set, but no strategy file is known; pass --strategy FILE, or --config_file FILE to accelerate launch"
+        text = "set, but no strategy file is known; pass --strategy FILE, or --config_file FILE to accelerate launch"
         problems.append(ConfigProblem(ENVIRONMENT, switched[0], text))
     elif launch.launcher == "accelerate" and launch.flags is None:
-        text = "accelerate launch started this process, but its config file cannot be seen; pass --strategy FILE too"
+        text = "accelerate launch started this process, but its config file cannot be found; pass --strategy FILE too"
         problems.append(ConfigProblem(ENVIRONMENT, "ACCELERATE_MIXED_PRECISION", text))
     return None
 
 
 def read_files(chosen: str | None) -> Files:
-    """Accelerate resolves the name of the DeepSpeed JSON against the working directory, and so it is here."""
+    """Read the strategy files. As in Accelerate, the DeepSpeed JSON's path is relative to the working directory."""
     if chosen is None:
         return Files(Document(""), Document(""))
     if chosen.endswith(".json"):
@@ -146,14 +150,14 @@ def read_files(chosen: str | None) -> Files:
     if accelerate.get("distributed_type") != "DEEPSPEED" or not isinstance(json_path, str) or not json_path:
         return Files(accelerate, Document(""))
     if not os.path.isfile(json_path):
-        text = f"no such file: {os.path.abspath(json_path)}; the name is relative to the working directory"
+        text = f"no such file: {os.path.abspath(json_path)}; give a path relative to the working directory"
         accelerate.problem(("deepspeed_config", "deepspeed_config_file"), text)
         return Files(accelerate, Document(""))
     return Files(accelerate, read_document(json_path))
 
 
 def describe_strategy(files: Files, launch: Launch) -> Strategy:
-    """What the files say. Wrong values count as absent here: `checks` reports them, and then no plan is made."""
+    """Describe the files' strategy. Invalid values count as absent: validate.py reports them and no plan is made."""
     accelerate, deepspeed = files.accelerate, files.deepspeed
     offloads = [
         (part, deepspeed.get("zero_optimization", f"offload_{part}", "device")) for part in ("optimizer", "param")

@@ -1,4 +1,4 @@
-"""What the strategy's files must not say, alone and together with the recipe. Findings become problems of documents."""
+"""Checks the strategy's files, alone and together with the recipe. Findings become problems of the documents."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 Finding = tuple[str, str]
 Value = Callable[[str], Any]
-# Those whose loss is a function of the last stage's logits alone, for models that pipeline_split.py can cut.
+# Strategies that keep whole weights on every device in the model's dtype.
 _QUANTIZED = ("single", "ddp")
 _NO_LOGITS = ("chunked", "liger")  # loss.implementation
 
 
 def check_strategy(source: RecipeSource, files: Files, strategy: Strategy, launch: Launch) -> None:
-    """Add the problems of both files, of the number of processes and of the batch to their documents."""
+    """Add the problems of both strategy files, of the world size and of the batch to their documents."""
     if files.accelerate.content:
         _walk(files.accelerate, ACCELERATE, source)
         _accelerate(files.accelerate)
@@ -51,14 +51,14 @@ def check_strategy(source: RecipeSource, files: Files, strategy: Strategy, launc
 
 def _sorted_rows(value: Value, strategy: Strategy) -> Iterator[Finding]:
     if strategy.family == "pipeline" and value("data.group_by_length"):
-        text = "found true, but the stages of a pipeline exchange tensors of one shape; set it to false"
+        text = "found true, but pipeline stages exchange tensors of one fixed shape; set it to false"
         yield "data.group_by_length", text
 
 
 def _task(value: Value, strategy: Strategy) -> Iterator[Finding]:
     task = value("task")
     if strategy.family == "pipeline" and not TASKS[task].pipelined:
-        why = "has no place for a teacher" if TASKS[task].has_teacher else "cuts causal language models only"
+        why = "cannot run a teacher model" if TASKS[task].has_teacher else "supports causal language models only"
         text = f"found {task}, but a pipeline {why}; use another strategy"
         yield "task", f"{text}, for example configs/fsdp.yaml"
 
@@ -66,13 +66,13 @@ def _task(value: Value, strategy: Strategy) -> Iterator[Finding]:
 def _loss(value: Value, strategy: Strategy) -> Iterator[Finding]:
     loss = value("loss.implementation")
     if strategy.family == "pipeline" and loss in _NO_LOGITS:
-        text = f"found {loss}, but DeepSpeed's pipeline hands whole logits to the loss; use auto or full"
+        text = f"found {loss}, but DeepSpeed's pipeline passes complete logits to the loss; use auto or full"
         yield "loss.implementation", text
 
 
 def _quantization(value: Value, strategy: Strategy) -> Iterator[Finding]:
     if strategy.family not in _QUANTIZED and value("adapter.quantization") is not None:
-        text = "found 4bit, but 4-bit weights stay whole on every device and this strategy would shard or cast them"
+        text = "found 4bit, but 4-bit weights must stay whole on every device and this strategy shards or casts them"
         yield "adapter.quantization", f"{text}; use configs/ddp.yaml, or null"
 
 
@@ -82,12 +82,12 @@ def _compile(value: Value, strategy: Strategy) -> Iterator[Finding]:
         return
     text = ""
     if strategy.zero_stage == 3:
-        text = "ZeRO-3 gathers weights inside every layer, which leaves pieces that are compiled again and again; use "
-        text += "off, or configs/fsdp.yaml, which gathers them around the layer"
+        text = "ZeRO-3 gathers weights inside every layer, which causes constant recompilation; use off, or "
+        text += "configs/fsdp.yaml, which gathers them around each layer"
     elif strategy.family == "pipeline" and kind == "full":
-        text = "no process of a pipeline has the whole model; use regional"
+        text = "no process of a pipeline holds the whole model; use regional"
     elif strategy.family == "fsdp" and kind == "full":
-        text = "FSDP gathers weights around every layer, which is where the model would be cut anyway; use regional"
+        text = "FSDP gathers weights around every layer, which splits the compiled graph there anyway; use regional"
     if text:
         yield "compile", f"found {kind}, but {text}"
 
@@ -95,14 +95,14 @@ def _compile(value: Value, strategy: Strategy) -> Iterator[Finding]:
 def _fp8(value: Value, strategy: Strategy) -> Iterator[Finding]:
     kind = value("fp8") or "off"
     if kind != "off" and strategy.zero_stage == 3:
-        text = "ZeRO-3 gathers each layer's weights for a moment, and torchao's layers keep what they were given until "
-        text += "the backward pass; use off, or configs/fsdp.yaml, which frees them itself"
+        text = "ZeRO-3 gathers each layer's weights only briefly, while torchao's layers keep them until the backward "
+        text += "pass; use off, or configs/fsdp.yaml, which frees them itself"
         yield "fp8", f"found {kind}, but {text}"
 
 
 def _gradient_sync(value: Value, strategy: Strategy) -> Iterator[Finding]:
     if strategy.zero_stage >= 2 and value("memory.gradient_sync") == "last_micro_batch":
-        text = f"found last_micro_batch, but ZeRO-{strategy.zero_stage} shares gradients out as they are made; use auto"
+        text = f"found last_micro_batch, but ZeRO-{strategy.zero_stage} reduces gradients as they are made; use auto"
         yield "memory.gradient_sync", text
 
 
@@ -128,18 +128,18 @@ def _walk(document: Document, table: Table, source: RecipeSource, path: KeyPath 
 
 def _complaint(rule: Any, value: Any, source: RecipeSource) -> str | None:
     if isinstance(rule, dict):
-        return None if value is None else f"found {describe(value)}, a block of keys is needed"
+        return None if value is None else f"found {describe(value)}, expected a block of keys"
     if isinstance(rule, ValueRule):
         if not rule.accepts(value):
-            return f"found {describe(value)}, {rule.needed}{_quotes_hint(value)}"
+            return f"found {describe(value)}, expected {rule.expected}{_quotes_hint(value)}"
         too_large = isinstance(value, (int, float)) and abs(value) > LARGEST_INTEGER
-        return f"found {describe(value)}, a number of at most {LARGEST_INTEGER} is needed" if too_large else None
+        return f"found {describe(value)}, expected a number of at most {LARGEST_INTEGER}" if too_large else None
     if isinstance(rule, RecipeOwned):
         if rule.auto and value == "auto":
             return None
         fix = 'write "auto" or remove it' if rule.auto else "remove it"
-        return f"found {describe(value)}, but the recipe owns it: {source.cite(rule.by)}; {fix}"
-    return None if _harmless(rule, value) else f"found {describe(value)}: {rule.reason}"
+        return f"found {describe(value)}, but the recipe sets this: {source.cite(rule.by)}; {fix}"
+    return None if _harmless(rule, value) else f"found {describe(value)}, but {rule.reason}"
 
 
 def _harmless(rule: Rejected, value: Any) -> bool:
@@ -167,39 +167,46 @@ def _honoured(table: Table, path: KeyPath = ()) -> Iterator[KeyPath]:
 _BLOCKS = {"fsdp_config": "FSDP", "parallelism_config": "FSDP", "deepspeed_config": "DEEPSPEED"}
 _DEMANDED = {
     "FSDP": (
-        ("fsdp_config", "fsdp_version", "accelerate's default is 1; add fsdp_version: 2"),
-        ("fsdp_config", "fsdp_cpu_ram_efficient_loading", "accelerate's default is true; add it with false"),
+        ("fsdp_config", "fsdp_version", "missing, and Accelerate's default is 1; add fsdp_version: 2"),
+        (
+            "fsdp_config",
+            "fsdp_cpu_ram_efficient_loading",
+            "missing, and Accelerate's default is true; add it with false",
+        ),
     ),
-    "DEEPSPEED": (("deepspeed_config", "deepspeed_config_file", "add the path of the DeepSpeed JSON"),),
+    "DEEPSPEED": (("deepspeed_config", "deepspeed_config_file", "missing; set it to the path of the DeepSpeed JSON"),),
 }
 
 
 def _accelerate(document: Document) -> None:
     kind = document.get("distributed_type")
     if "distributed_type" not in document.content:
-        document.problem(("distributed_type",), "missing; add NO (in quotes), MULTI_GPU, FSDP or DEEPSPEED")
+        document.problem(("distributed_type",), 'missing; set it to "NO" (in quotes), MULTI_GPU, FSDP or DEEPSPEED')
         return
     for block, needed in _BLOCKS.items():
         if document.get(block) and kind != needed:
             place = document.place(("distributed_type",))
-            text = f"only {needed} reads it, but distributed_type is {kind} ({place}); keep one of the two"
-            document.problem((block,), text)
+            text = f"only {needed} uses this block, but distributed_type is {kind} ({place})"
+            document.problem((block,), f"{text}; remove the block, or change distributed_type")
     if document.get("fsdp_config", "fsdp_forward_prefetch") is True:
         policy = document.get("fsdp_config", "fsdp_auto_wrap_policy") or "absent"
         if policy != "TRANSFORMER_BASED_WRAP":
-            text = "found true, but only the layers of TRANSFORMER_BASED_WRAP follow one another, and "
+            text = "found true, but only the layers of TRANSFORMER_BASED_WRAP run in a known order and "
             text += f"fsdp_auto_wrap_policy is {policy}; set it to false"
             document.problem(("fsdp_config", "fsdp_forward_prefetch"), text)
     for block, key, advice in _DEMANDED.get(kind if isinstance(kind, str) else "", ()):
         if document.get(block, key) is None:
-            document.problem((block, key), f"missing; {advice}")
+            document.problem((block, key), advice)
 
 
 _NAMED = re.compile(r"(zero[123]|fsdp|hsdp|ddp|pipeline|single)(_|$)")
 
 
 def _names(files: Files, strategy: Strategy) -> None:
-    """Skipped where what the file says is broken itself; a JSON speaks for a YAML of the same name."""
+    """Check that the files' names match their content.
+
+    Skipped where the strategy itself is invalid. A JSON is checked in place of a YAML of the same name.
+    """
     kind = files.accelerate.get("distributed_type")
     json_stem = Path(files.deepspeed.name).stem
     if kind == "DEEPSPEED" and not (files.deepspeed.content and json_stem != Path(files.accelerate.name).stem):
@@ -211,7 +218,7 @@ def _names(files: Files, strategy: Strategy) -> None:
 
 
 def _name(document: Document, strategy: Strategy) -> None:
-    """A file called zero2_offload has to be that; names of another kind are free."""
+    """A file called zero2_offload must configure that; names that claim no strategy are free."""
     stem = Path(document.name).stem
     claimed = _NAMED.match(stem)
     if not claimed:
@@ -224,9 +231,11 @@ def _name(document: Document, strategy: Strategy) -> None:
         kind_key = offload_key = ("deepspeed_config", "deepspeed_config_file")
     it_is = truth.get(strategy.family, strategy.family)
     if claimed[1] != it_is:
-        document.problem(kind_key, f"the file is called {stem}, but what it says is {it_is}; rename it or change it")
+        text = f"the file is called {stem}, but it configures {it_is}; rename the file or change what it configures"
+        document.problem(kind_key, text)
     to_nvme = any(target.endswith("nvme") for target in strategy.offload)
     promised = "_nvme" in stem or "_offload" in stem
     if promised != bool(strategy.offload) or ("_nvme" in stem) != to_nvme:
-        said = " and ".join(strategy.offload) or "nothing"
-        document.problem(offload_key, f"the file is called {stem}, but it offloads {said}; rename it or change it")
+        offloaded = " and ".join(strategy.offload) or "nothing"
+        text = f"the file is called {stem}, but it offloads {offloaded}; rename the file or change what it offloads"
+        document.problem(offload_key, text)

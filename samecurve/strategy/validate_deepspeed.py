@@ -1,4 +1,4 @@
-"""What a DeepSpeed JSON must not say although every key is legal: numbers that together do nothing or another thing."""
+"""Checks combinations of values in a DeepSpeed JSON that have no effect, or another one than they say."""
 
 from __future__ import annotations
 
@@ -38,27 +38,28 @@ def _zero_block(document: Document) -> dict[str, Any]:
 def _precision(document: Document) -> None:
     if document.get("bf16", "enabled") is True and document.get("fp16", "enabled") is True:
         place = document.place(("bf16", "enabled"))
-        document.problem(("fp16", "enabled"), f"bf16 is on too ({place}), and DeepSpeed takes one of them")
+        text = f"bf16.enabled is true too ({place}), but DeepSpeed accepts only one of them; remove one"
+        document.problem(("fp16", "enabled"), text)
 
 
 def _reduction(document: Document, source: RecipeSource) -> None:
     path = ("communication_data_type",)
     if document.get(*path) == "fp16" and _precision_asked(source) not in (None, "fp16"):
-        text = f'found "fp16" (text), but gradients need a loss scale to fit into it, and {source.cite("precision")}'
+        text = f'found "fp16" (text), but fp16 gradients need a loss scale, and {source.cite("precision")}'
         document.problem(path, f'{text}; use "fp32" or "bf16"')
 
 
 def _zero(document: Document, strategy: Strategy) -> None:
     stage = document.get(*_STAGE)
     if stage is None:
-        document.problem(_STAGE, "missing; add 1, 2 or 3")
+        document.problem(_STAGE, "missing; set it to 1, 2 or 3")
     elif stage == 0 and not isinstance(stage, bool):
-        document.problem(_STAGE, "found 0, which shards nothing; choose configs/ddp.yaml, or a stage from 1 to 3")
+        document.problem(_STAGE, "found 0, which shards nothing; use configs/ddp.yaml, or a stage from 1 to 3")
     for key, value in _zero_block(document).items():
         stages = STAGES.get(key, (stage,))
         if strategy.zero_stage and stage not in stages and not _switched_off(value):
             readers = " and ".join(map(str, stages))
-            text = f"only stage {readers} reads it, and zero_optimization.stage is {stage}; remove it"
+            text = f"only stage {readers} uses this key, and zero_optimization.stage is {stage}; remove it"
             document.problem(("zero_optimization", key), text)
 
 
@@ -72,47 +73,45 @@ def _offload(document: Document, strategy: Strategy) -> None:
         path = ("zero_optimization", part)
         device = document.get(*path, "device")
         if device == "nvme" and document.get(*path, "nvme_path") is None:
-            document.problem((*path, "nvme_path"), "missing; add a folder on a local disk")
+            document.problem((*path, "nvme_path"), "missing; set it to a folder on a local disk")
         if device == "nvme" and part == "offload_optimizer" and low_stage:
-            text = (
-                f'stage {strategy.zero_stage} offloads to the CPU instead, without a word; write "cpu" or use stage 3'
-            )
+            text = f'ZeRO stage {strategy.zero_stage} silently offloads to the CPU instead; write "cpu" or use stage 3'
             document.problem((*path, "device"), f"found {describe(device)}, but {text}")
         if device in ("cpu", "nvme") and strategy.family == "pipeline":
-            document.problem(path, "a pipeline cannot offload here; remove it")
+            document.problem(path, "a pipeline does not support offloading; remove it")
     ratio = document.get("zero_optimization", "offload_optimizer", "ratio")
     if isinstance(ratio, (int, float)) and ratio < 1 and low_stage:
-        text = f"found {ratio}, but only stage 3 offloads a part, and zero_optimization.stage is {strategy.zero_stage}"
-        document.problem(("zero_optimization", "offload_optimizer", "ratio"), text)
+        text = f"found {ratio}, but only stage 3 offloads a part and zero_optimization.stage is {strategy.zero_stage}"
+        document.problem(("zero_optimization", "offload_optimizer", "ratio"), f"{text}; remove it")
 
 
 def _pipeline(document: Document, strategy: Strategy) -> None:
     if strategy.zero_stage > 1:
-        text = f"found {strategy.zero_stage}, but a pipeline works with stage 0 or 1 only; set it to 1"
+        text = f"found {strategy.zero_stage}, but a pipeline supports stage 0 or 1 only; set it to 1"
         document.problem(_STAGE, text)
     for key, value in _zero_block(document).items():
         if value == "auto":
-            text = 'found "auto", but Accelerate, which knows that word, does not prepare a pipeline; write a number'
+            text = 'found "auto", which only Accelerate resolves, and it does not prepare a pipeline; write a number'
             document.problem(("zero_optimization", key), text)
 
 
 def _stages(document: Document, strategy: Strategy, source: RecipeSource) -> None:
     stages, layers = document.get("pipeline", "stages"), hidden_layers(source)
     if stages is None:
-        document.problem(("pipeline", "stages"), "missing; add how many stages the layers are cut into")
+        document.problem(("pipeline", "stages"), "missing; set the number of stages to split the layers into")
     elif layers is not None and strategy.pipeline_stages > layers:
-        text = f"found {stages}, but the recipe's model has {layers} layers; a stage needs at least one"
+        text = f"found {stages}, but each stage needs a layer and the model has {layers}; use at most {layers}"
         document.problem(("pipeline", "stages"), text)
 
     family = model_type(source)
     if family is not None and family not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
-        text = f"it cannot cut the recipe's model, whose model_type is {family}; it can cut {known}"
+        text = f"a pipeline cannot split a model of model_type {family}, only {known}"
         document.problem(("pipeline",), f"{text}; use one of these or another strategy")
 
 
 def _unsharded(document: Document, source: RecipeSource) -> None:
-    """What DeepSpeed's pipeline lacks without ZeRO: loss scaling and another dtype of accumulation than bf16's own."""
+    """DeepSpeed's pipeline without ZeRO lacks loss scaling, and accumulates bf16 gradients in bf16 only."""
     precision, accumulation = _precision_asked(source), document.get("data_types", "grad_accum_dtype")
     if document.get(*_STAGE) not in (None, 0):
         return
@@ -123,7 +122,7 @@ def _unsharded(document: Document, source: RecipeSource) -> None:
         lack = f"sums bf16 gradients in bf16, and data_types.grad_accum_dtype is {describe(accumulation)} ({place})"
     else:
         return
-    document.problem(_STAGE, f"a pipeline of stage 0, which is also the default, {lack}; set it to 1")
+    document.problem(_STAGE, f"a pipeline with stage 0 (also the default) {lack}; set it to 1")
 
 
 def _precision_asked(source: RecipeSource) -> str | None:
@@ -133,11 +132,10 @@ def _precision_asked(source: RecipeSource) -> str | None:
 
 
 def _recomputation(document: Document, source: RecipeSource) -> None:
-    """The recipe says whether to recompute; the interval only how many layers go together."""
+    """The recipe says whether to recompute; the interval only says how many layers are recomputed together."""
     owner, path = "memory.activation_checkpointing", ("pipeline", "activation_checkpoint_interval")
     interval = document.get(*path)
     if not isinstance(interval, int) or interval <= 0 or source.document.get(*owner.split(".")) == "full":
         return
-    document.problem(
-        path, f"found {interval}, but the recipe owns recomputation: {source.cite(owner)}; make them agree"
-    )
+    text = f"found {interval}, but the recipe sets recomputation: {source.cite(owner)}; remove it, or set that to full"
+    document.problem(path, text)

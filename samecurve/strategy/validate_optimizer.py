@@ -1,4 +1,4 @@
-"""Which optimizers a strategy can run: told before torch is loaded."""
+"""Checks which optimizers a strategy can run, before torch is loaded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _implementation(value: Callable[[str], Any], strategy: Strategy) -> Iterator
     implementation = value("optimizer.implementation")
     if strategy.family in _DEEPSPEED and _offloaded(strategy) and implementation != "fused":
         why = "DeepSpeed updates an offloaded optimizer with its own CPU Adam"
-        yield "optimizer.implementation", f"found {implementation}, but {why}; leave it out"
+        yield "optimizer.implementation", f"found {implementation}, but {why}; remove it"
 
 
 RULES = _name, _implementation
@@ -36,22 +36,22 @@ def _refusal(name: str, strategy: Strategy) -> str | None:
     offloaded = _offloaded(strategy)
     if offloaded and strategy.family in _DEEPSPEED and name != "adamw":
         return (
-            "DeepSpeed updates an offloaded optimizer with its own CPU Adam, whatever it is given; use adamw, "
+            "DeepSpeed updates an offloaded optimizer with its own CPU Adam, whatever is configured; use adamw, "
             "or a strategy without offload, for example configs/zero3.yaml"
         )
     if name == "adamw_bf16" and strategy.family in _DEEPSPEED:
         return (
-            "DeepSpeed keeps fp32 copies of bf16 weights itself and hands those to the optimizer; use "
+            "DeepSpeed makes fp32 copies of bf16 weights and passes those to the optimizer; use "
             "configs/fsdp.yaml or configs/ddp.yaml, or adamw"
         )
     whole = OPTIMIZERS[name].whole
     if whole and strategy.family in _DEEPSPEED:
         return (
-            f"it {whole}, and DeepSpeed hands an optimizer parts of many weights in one flat tensor; use "
+            f"it {whole}, and DeepSpeed passes parts of many weights to the optimizer as one flat tensor; use "
             "configs/fsdp.yaml or configs/ddp.yaml, or adamw, lion or sgd"
         )
     if name == "adamw_8bit" and offloaded:
-        return "its kernels are not tested on shards in host memory; use configs/fsdp.yaml, or adamw"
+        return "its kernels are untested on shards in host memory; use configs/fsdp.yaml, or adamw"
     if whole and offloaded:
         return f"it {whole}, which ranks would have to exchange from host memory; use configs/fsdp.yaml, or adamw"
     return None
@@ -62,8 +62,16 @@ def _offloaded(strategy: Strategy) -> bool:
 
 
 def check_shards(name: str, shapes: Mapping[str, Sequence[int]], num_shards: int) -> None:
-    """Raise ConfigurationError where shards would cut an optimizer's blocks, so that another number would train another
-    curve. shapes: full ones by name, cut along their first dimension into num_shards."""
+    """Check that shards do not cut an optimizer's blocks, or else the number of shards would change the loss curve.
+
+    Args:
+        name: optimizer.name.
+        shapes: full parameter shapes by name; shards are cut along the first dimension.
+        num_shards: the number of shards of each parameter.
+
+    Raises:
+        ConfigurationError: where a shard would cut a block.
+    """
     if name != "adamw_8bit":
         return
     for parameter, (rows, *others) in shapes.items():
@@ -71,6 +79,6 @@ def check_shards(name: str, shapes: Mapping[str, Sequence[int]], num_shards: int
         if rows * math.prod(others) >= SMALLEST_8BIT and each % BLOCK_8BIT:
             raise ConfigurationError(
                 f"optimizer.name: found adamw_8bit, which {OPTIMIZERS[name].whole}, but each of {num_shards} shards of "
-                f"{parameter} {(rows, *others)} has {each} values, which is no multiple of {BLOCK_8BIT}; use another "
+                f"{parameter} {(rows, *others)} has {each} values, not a multiple of {BLOCK_8BIT}; use another "
                 "number of processes, configs/ddp.yaml, or adamw"
             )

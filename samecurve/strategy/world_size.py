@@ -1,4 +1,4 @@
-"""Does the number of processes fit the strategy's files, and the batch the number of processes?"""
+"""Checks the number of processes against the strategy's files, and the batch against the number of processes."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ _REPLICAS = ("parallelism_config", "parallelism_config_dp_replicate_size")
 _SHARDS = ("parallelism_config", "parallelism_config_dp_shard_size")
 _SECONDARY = ("zero_optimization", "zero_hpz_partition_size")
 _STAGES = ("pipeline", "stages")
-# micro-batches that are looked at for one that fits; a number of 12 digits may stand in the recipe
+# limit of candidate micro-batch sizes; the recipe may contain a number of 12 digits
 _MOST_TRIED = 10_000
 
 
 def world_problems(files: Files, strategy: Strategy, launch: Launch) -> Iterator[ConfigProblem]:
-    """Everything about the number of processes."""
+    """All problems of the number of processes."""
     wrong = [*_wrong_count(files.accelerate, launch), *_alone(files.accelerate, strategy, launch)]
     yield from wrong
     if wrong:  # how the processes are arranged can be judged when there are as many as were meant
         return
     world, stages = strategy.world_size, strategy.pipeline_stages
     if world % stages:
-        text = f"{world} processes do not divide into {stages} stages; start a multiple of {stages}"
+        text = f"{world} processes cannot be divided into {stages} stages; start a multiple of {stages}"
         yield _at(files.deepspeed, _STAGES, text)
     yield from _wrong_mesh(files.accelerate, strategy)
     secondary = files.deepspeed.get(*_SECONDARY)
     if isinstance(secondary, int) and secondary > 1 and strategy.zero_stage == 3 and world % secondary:
-        yield _at(files.deepspeed, _SECONDARY, f"found {secondary}, which does not divide the {world} processes")
+        text = f"found {secondary}, which does not divide the {world} processes; use a divisor of {world}"
+        yield _at(files.deepspeed, _SECONDARY, text)
 
 
 def _at(document: Document, path: KeyPath, text: str) -> ConfigProblem:
@@ -45,12 +46,12 @@ def _world_size(text: str) -> ConfigProblem:
 
 
 def _wrong_count(accelerate: Document, launch: Launch) -> Iterator[ConfigProblem]:
-    """A number given to the launcher wins over the file's `num_processes`, which is accelerate launch's default."""
+    """A number given to the launcher overrides the file's `num_processes`, which is accelerate launch's default."""
     world, said, machines = launch.world_size, accelerate.get("num_processes"), accelerate.get("num_machines")
     given = (launch.flags or {}).get("num_processes", "")
     if given.isdecimal() and int(given) != world:
         text = f"found {world}, but accelerate launch was given --num_processes {given}"
-        yield _world_size(f"{text}; its distributed_type does not start more than one, choose another strategy")
+        yield _world_size(f"{text}; its distributed_type starts only one process; choose another strategy")
     many_machines = isinstance(machines, int) and machines > 1
     if not isinstance(said, int) or said == world or (launch.counted and not many_machines):
         return
@@ -60,7 +61,7 @@ def _wrong_count(accelerate: Document, launch: Launch) -> Iterator[ConfigProblem
         found = f"plain python starts one process, but {place} says num_processes: {said}"
         fix = f"start it with accelerate launch --config_file {accelerate.name}, or torchrun --nproc_per_node {said}"
     elif many_machines:
-        fix = f"start {said} in all on the {machines} machines, or correct the file"
+        fix = f"start {said} processes in total on the {machines} machines, or correct the file"
     else:
         fix = "make the two equal"
     yield _world_size(f"{found}; {fix}")
@@ -72,27 +73,28 @@ def _alone(accelerate: Document, strategy: Strategy, launch: Launch) -> Iterator
     if world == 1 or strategy.family != "single":
         return
     if strategy.path is None and not config_unseen:
-        text = f"found {world}, but no strategy is chosen, so each would train alone; pass --strategy configs/ddp.yaml"
+        text = f"found {world}, but without a strategy each process would train alone; pass --strategy configs/ddp.yaml"
         yield _world_size(text)
     elif accelerate.get("distributed_type") == "NO":
         place = accelerate.place(("distributed_type",))
-        text = f"found {world}, but {place} says distributed_type: NO, which is one process; choose configs/ddp.yaml"
+        text = f"found {world}, but {place} says distributed_type: NO, which is one process; use configs/ddp.yaml"
         yield _world_size(text)
 
 
 def _wrong_mesh(accelerate: Document, strategy: Strategy) -> Iterator[ConfigProblem]:
-    """Accelerate refuses replicas of one shard each, after the model has been loaded."""
+    """Accelerate refuses replicas of one shard each, but only after the model has been loaded."""
     world, replicas, shards = strategy.world_size, strategy.replicate_size, accelerate.get(*_SHARDS)
     if replicas > 1 and (world % replicas or world // replicas < 2):
-        text = f"found {replicas}, but {world} processes do not make {replicas} replicas of 2 or more"
-        yield _at(accelerate, _REPLICAS, f"{text}; start a multiple of {replicas} from {2 * replicas}, or use fsdp")
+        text = f"found {replicas}, but {world} processes cannot form {replicas} replicas of 2 or more shards"
+        text += f"; start {2 * replicas} processes or a larger multiple of {replicas}, or use fsdp"
+        yield _at(accelerate, _REPLICAS, text)
     elif isinstance(shards, int) and shards * replicas != world:
-        text = f"found {shards}, but {world} processes in {replicas} replicas make {world // replicas}"
-        yield _at(accelerate, _SHARDS, f"{text}; remove it, it is derived")
+        text = f"found {shards}, but {world} processes in {replicas} replicas make {world // replicas} shards"
+        yield _at(accelerate, _SHARDS, f"{text}; remove it, since it is derived")
 
 
 def check_batch(source: RecipeSource, data_parallel_size: int) -> None:
-    """The global batch is micro-batch x data-parallel ranks x a whole number of accumulation steps."""
+    """Check that the global batch is micro-batch x data-parallel ranks x a whole number of accumulation steps."""
     try:
         total, micro = source.value("batch.global_batch_size"), source.value("batch.micro_batch_size")
     except KeyError:
@@ -106,7 +108,8 @@ def check_batch(source: RecipeSource, data_parallel_size: int) -> None:
     fitting = [size for size in sizes if total % (size * data_parallel_size) == 0]
     fitting = sorted(sorted(fitting, key=lambda size: abs(size - micro))[:2])
     text = (
-        f"found {total}, which is no multiple of micro_batch_size {micro} x {data_parallel_size} data-parallel ranks; "
-        f"nearest global_batch_size: {near}; micro_batch_size that fits: {' or '.join(map(str, fitting)) or 'none'}"
+        f"found {total}, which is not a multiple of micro_batch_size {micro} x {data_parallel_size} data-parallel "
+        f"ranks; nearest global_batch_size: {near}; "
+        f"micro_batch_size that fits: {' or '.join(map(str, fitting)) or 'none'}"
     )
     source.document.problem(("batch", "global_batch_size"), text)

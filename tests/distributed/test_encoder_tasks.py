@@ -209,4 +209,4 @@ def test_a_run_goes_on_under_another_strategy_with_the_same_hidden_tokens(worksp
 def test_a_pipeline_refuses_them_by_name(workspace, settings):
     run = workspace.run("pipeline", 2, *settings["mlm", "bert"].overrides)
     assert run.returncode != 0
-    assert "task: found mlm, but a pipeline cuts causal language models only; use another strategy" in run.output
+    assert "task: found mlm, but a pipeline supports causal language models only; use another strategy" in run.output

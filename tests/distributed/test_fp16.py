@@ -23,4 +23,4 @@ def test_follows_the_fp32_reference(strategy, workspace, reference):
 def test_deepspeed_is_refused_with_the_reason(workspace):
     run = workspace.run("zero2", 2, "precision=fp16", "batch.micro_batch_size=2")
     assert run.returncode == 1 and not run.directory.exists()
-    assert "DeepSpeed trains fp16 on accelerators only" in run.output
+    assert "DeepSpeed trains in fp16 on accelerators only" in run.output

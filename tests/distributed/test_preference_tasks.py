@@ -257,4 +257,4 @@ def test_an_adapters_reference_is_the_base_model(strategy, workspace, settings):
 def test_a_pipeline_refuses_a_reward_model_by_name(workspace, settings):
     run = workspace.run("pipeline", 2, *settings["reward"].overrides)
     assert run.returncode != 0
-    assert "task: found reward, but a pipeline cuts causal language models only; use another strategy" in run.output
+    assert "task: found reward, but a pipeline supports causal language models only; use another strategy" in run.output

@@ -122,7 +122,7 @@ def test_follows_the_plain_loop(mode, strategy, workspace, overrides, plain):
 
 def test_a_pipeline_refuses_rows_of_changing_shape(workspace, overrides):
     run = workspace.run("pipeline", 2, *overrides, *MODES["grouped"])
-    assert "data.group_by_length: found true, but the stages of a pipeline exchange tensors of one shape" in run.output
+    assert "data.group_by_length: found true, but pipeline stages exchange tensors of one fixed shape" in run.output
 
 
 @pytest.mark.parametrize(

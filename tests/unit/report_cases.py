@@ -1,8 +1,13 @@
-"""What the tables of configuration mistakes share: good files, one change, and the whole message that must come out."""
+"""What the tables of configuration mistakes share: good files, one change, and the report that must come out.
+
+A row of a table is one problem: (place, key, *fragments). The fragments are what a message must not lose, whatever its
+wording: the value found, the keys and values of the rule, the fix.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -10,6 +15,10 @@ from samecurve.errors import SamecurveError
 from samecurve.strategy.launchers import Ancestor
 from samecurve.strategy.plan import Plan
 from samecurve.strategy.resolve import resolve_plan
+
+Row = tuple[str, ...]
+# kinds of values, as the messages name them
+INTEGER, NUMBER, TEXT, BLOCK = "an integer", "a number", "text", "a block of keys"
 
 GOOD = {
     "r.yaml": """\
@@ -115,9 +124,31 @@ def message(folder: Path, argv: Sequence[str], environ: Mapping[str, str], ances
         return str(error).replace(f"{folder}/", ""), error.exit_code
 
 
-def expected(lines: Sequence[str]) -> str:
-    header = "1 problem in the configuration" if len(lines) == 1 else f"{len(lines)} problems in the configuration"
-    return "\n".join([header, *(f"  {line}" for line in lines)])
+def check_report(report: str, rows: Sequence[Row]) -> None:
+    """The report has exactly these problems, in this order: place, key and every fragment of each."""
+    header, *lines = report.splitlines()
+    assert header == f"{len(rows)} problem{'s' * (len(rows) > 1)} in the configuration", report
+    assert len(lines) == len(rows), report
+    for line, (place, key, *fragments) in zip(lines, rows, strict=True):
+        start = f"  {place}: {key}: " if key else f"  {place}: "
+        assert line.startswith(start), f"{start!r} is not the start of {line!r}"
+        text = line.removeprefix(start)
+        assert key or not re.match(r"[\w.]+: ", text), f"a key that was not expected: {line!r}"
+        assert fragments and not missing(text, fragments), f"{missing(text, fragments)} not in {text!r}"
+
+
+def missing(text: str, fragments: Iterable[str]) -> list[str]:
+    """The fragments that are not in the text, as whole words and each at a place of its own."""
+    lost = []
+    for fragment in sorted(fragments, key=len, reverse=True):
+        before = r"(?<!\w)(?<!\d\.)" if re.match(r"\w", fragment) else ""
+        after = r"(?!\w|\.\d)" if re.search(r"\w$", fragment) else ""
+        found = re.search(before + re.escape(fragment) + after, text)
+        if found:
+            text = f"{text[: found.start()]}\0{text[found.end() :]}"
+        else:
+            lost.append(fragment)
+    return lost
 
 
 def findings(rules: Iterable[Callable], values: dict[str, object]) -> list[tuple[str, str]]:

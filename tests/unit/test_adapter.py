@@ -216,11 +216,11 @@ optimizer: {learning_rate: 1e-3}
             "adapter.name=null adapter.quantization=4bit",
             'adapter.quantization: found "4bit" (text), but adapter.name is null',
         ),
-        ("adapter.quantization=4bit adapter.dora=true", "adapter.dora: found true, which needs the norms"),
+        ("adapter.quantization=4bit adapter.dora=true", "adapter.dora: found true, but DoRA needs the norms"),
         ("adapter.target_modules=3", "adapter.target_modules: found 3"),
         ("adapter.target_modules=[]", "adapter.target_modules: found"),
         ("adapter.rank=0", "adapter.rank: found 0"),
-        ("model.path=null model.config={model_type: llama}", "adapter.name: found lora, which adapts a pretrained"),
+        ("model.path=null model.config={model_type: llama}", "adapter.name: found lora, which needs a pretrained"),
     ],
 )
 def test_recipes_that_cannot_be(folders, tmp_path, override, text):

@@ -221,7 +221,7 @@ def test_a_run_without_evaluation_says_so(run):
             ["evaluate", "RUN", "my.jsonl", "data.chosen_column=a"],
             "the run's recipe: data.chosen_column: task pretrain reads no such columns; it knows data.text_column",
         ),
-        (["evaluate", "RUN", "my.jsonl", "data.text_column={"], "data.text_column: this is not YAML"),
+        (["evaluate", "RUN", "my.jsonl", "data.text_column={"], "data.text_column: invalid YAML"),
         (["export", "RUN/model/nothing"], "holds no run (run.json)"),
         (["export", "RUN", "--checkpoint", "latest"], "RUN holds no checkpoint; give the output_dir of a run that got"),
         (["export", "RUN", "--checkpoint", "gone"], "gone: no such folder"),

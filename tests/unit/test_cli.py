@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -73,7 +74,8 @@ def test_help_and_errors_need_no_torch(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert all(command in done.stdout for command in commands.COMMANDS)
-    assert done.stderr == f"{tmp_path} holds no run with a finished step (run.json, metrics.jsonl)\n"
+    assert done.stderr.startswith(f"{tmp_path} ") and done.stderr.count("\n") == 1
+    assert "run.json" in done.stderr and "metrics.jsonl" in done.stderr
 
 
 def test_another_working_directory_is_refused(tmp_path, monkeypatch, recipe_file, capsys):
@@ -81,7 +83,7 @@ def test_another_working_directory_is_refused(tmp_path, monkeypatch, recipe_file
     assert commands.main(["compare", recipe_file]) == ConfigurationError.exit_code
     root = Path(commands.__file__).parents[2]
     told = capsys.readouterr().err
-    assert told.startswith((f"the strategy files are read relative to the repository: first cd {root}", str(root)))
+    assert told.startswith(str(root)) or f"cd {root}" in told
 
 
 # compare: which jobs
@@ -101,7 +103,7 @@ def test_every_strategy_gets_processes_that_make_sense(strategies, asked, expect
 
 
 def test_unknown_strategy(strategies):
-    with pytest.raises(ConfigurationError, match="no configs/dpp.yaml; there are ddp, hsdp, pipeline, single"):
+    with pytest.raises(ConfigurationError, match="configs/dpp.yaml.*ddp, hsdp, pipeline, single"):
         jobs.jobs(["ddp", "dpp"], 2)
 
 
@@ -462,5 +464,5 @@ def test_generate_without_temperature_ignores_the_seed(trained, capsys):
 
 
 def test_generate_needs_a_model(tmp_path):
-    with pytest.raises(ConfigurationError, match="holds an exported model"):
+    with pytest.raises(ConfigurationError, match=rf"{re.escape(str(tmp_path))}.*config.json"):
         folders.model_folder(tmp_path)

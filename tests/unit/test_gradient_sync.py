@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from report_cases import TORCHRUN, Plan, expected, message, write
+from report_cases import TORCHRUN, Plan, check_report, message, write
 from test_progress import FACTS
 
 from samecurve.config.schema import Batch, Memory
@@ -27,8 +27,9 @@ def test_zero_shares_gradients_out_as_they_are_made(stage, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     write(tmp_path, {f"ds_configs/zero{stage}.json": f'{{"zero_optimization": {{"stage": {stage}}}}}'})
     argv = ["r.yaml", "memory.gradient_sync=last_micro_batch", "--strategy", f"ds_configs/zero{stage}.json"]
-    text = f"found last_micro_batch, but ZeRO-{stage} shares gradients out as they are made; use auto"
-    assert message(tmp_path, argv, TORCHRUN) == (expected([f"command line: memory.gradient_sync: {text}"]), 2)
+    report, code = message(tmp_path, argv, TORCHRUN)
+    check_report(report, [("command line", "memory.gradient_sync", "last_micro_batch", f"ZeRO-{stage}", "auto")])
+    assert code == 2
 
 
 @pytest.mark.parametrize("strategy", ["configs/ddp.yaml", "configs/fsdp.yaml"])

@@ -276,7 +276,7 @@ def test_a_source_with_less_than_a_batch_takes(folder):
 
 
 MIXTURE_MISTAKES = [
-    ("[{path: a.jsonl, weight: 0}]", "data.mixture.0.weight: found 0, a number above 0 is needed"),
+    ("[{path: a.jsonl, weight: 0}]", "data.mixture.0.weight: found 0, expected a number above 0"),
     ("[{path: a.jsonl}]", "data.mixture.0.weight: missing; add it"),
     ("[{path: a.jsonl, wieght: 1}]", "data.mixture.0.wieght: unknown key; did you mean weight?"),
     ("[{path: nowhere, weight: 1}]", "data.mixture.0.path: no such file or folder: "),
@@ -284,17 +284,17 @@ MIXTURE_MISTAKES = [
         "[{path: builtin:python-functions, weight: 1}]",
         "data.mixture.0.path: found builtin:python-functions, which task",
     ),
-    ("[{path: ., weight: 1, pattern: ../x}]", "leaves the folder; set data.mixture.0.path to the other one"),
+    ("[{path: ., weight: 1, pattern: ../x}]", "leaves data.mixture.0.path; set data.mixture.0.path to"),
     (
         "[{path: ., weight: 1}, {path: ., weight: 2}]",
-        "data.mixture.1.path: found ., which is data.mixture.0 already",
+        "data.mixture.1.path: found ., which data.mixture.0 already reads",
     ),
     (
         "[{path: ., weight: 1, prompt_column: p}]",
         'data.mixture.0.prompt_column: found "p" (text), but only task',
     ),
     ("[]", "data.mixture: found a list"),
-    ("{path: a}", "data.mixture: found a block of keys, a list is needed"),
+    ("{path: a}", "data.mixture: found a block of keys, expected a list"),
 ]
 
 
@@ -317,9 +317,9 @@ def test_mistakes_around_a_mixture_are_told_together(folder):
     ]
     with pytest.raises(ConfigurationError) as caught:
         loader.load_recipe(str(folder / "recipe.json"), overrides)
-    assert "data.mixture: given together with data.path (.); set one of them to null" in str(caught.value)
+    assert "data.mixture: conflicts with data.path (.); set one of them to null" in str(caught.value)
     assert 'data.pattern: found "*.md" (text), but data.mixture is given' in str(caught.value)
-    assert "data.group_by_length: found true, but the sources of data.mixture are not" in str(caught.value)
+    assert "data.group_by_length: found true, but the sources of data.mixture cannot" in str(caught.value)
 
 
 def test_the_place_of_a_mistake_is_its_line(folder):
@@ -330,7 +330,7 @@ def test_the_place_of_a_mistake_is_its_line(folder):
     checked(folder)
     with pytest.raises(ConfigurationError) as caught:
         loader.load_recipe(str(file))
-    assert "lines.yaml:6: data.mixture.1.weight: found -2, a number above 0 is needed" in str(caught.value)
+    assert "lines.yaml:6: data.mixture.1.weight: found -2, expected a number above 0" in str(caught.value)
 
 
 def test_conversations_are_mixed_too(tmp_path):

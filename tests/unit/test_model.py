@@ -194,12 +194,13 @@ MISTAKES = [
     (
         "unknown key",
         recipe({**LLAMA, "num_hiden_layers": 5}),
-        "model.config.num_hiden_layers: a llama has no such key; did you mean num_hidden_layers?",
+        "model.config.num_hiden_layers: the config of llama has no such key; did you mean num_hidden_layers?",
     ),
     (
         "unknown keys, a parameter of generation and another family's",
         recipe({**FAMILIES["gpt2"], "max_length": 5, "rope_theta": 1e4}),
-        "model.config.max_length: a gpt2 has no such key; remove it\nmodel.config.rope_theta: a gpt2 has no such key",
+        "model.config.max_length: the config of gpt2 has no such key; remove it\n"
+        "model.config.rope_theta: the config of gpt2 has no such key",
     ),
     (
         "another key of the recipe",
@@ -226,7 +227,7 @@ MISTAKES = [
     (
         "too few positions by default",
         recipe(FAMILIES["gpt2"], sequence_length=65),
-        "batch.sequence_length: found 65, but the model's max_position_embeddings is 64; a row has to fit into it",
+        "batch.sequence_length: found 65, but the model's max_position_embeddings is 64; use at most 64",
     ),
     ("unknown family", recipe({"model_type": "lama"}), "model.config.model_type: transformers "),
     ("no such name on the hub", recipe(path="no/such"), "model.path: no model's config could be read from no/such (OS"),

@@ -111,9 +111,9 @@ def test_an_untied_head_of_a_causal_model(tmp_path):
 
 FROM_SCRATCH = ["model.path=null"]
 RULES = {
-    "all of a model from scratch is new; set it to false": FROM_SCRATCH,
-    "a model for embeddings has no head; set it to false": ["task=embed"],
-    "beside an adapter the head of task mlm is frozen, and would stay as it was drawn; train the whole model": [
+    "a model from scratch is new as a whole; set it to false": FROM_SCRATCH,
+    "task embed uses no head; set it to false": ["task=embed"],
+    "with an adapter the head of task mlm is frozen and would stay random; train the whole model": [
         "adapter.name=lora"
     ],
 }

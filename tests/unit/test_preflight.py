@@ -71,7 +71,7 @@ CASES = [
         strategy("zero", ("optimizer:cpu",)),
         {"executables": "ninja", "accelerator": True},
         "fp16",
-        ("compiles cpu_adam on first use and the C++ compiler 'c++' is not on PATH",),
+        ("compiles cpu_adam on first use, but the C++ compiler 'c++' is not on PATH",),
     ),
     (
         "weight offload on a GPU",
@@ -108,7 +108,7 @@ def test_check_raises_all_of_it(machine):
     with pytest.raises(ConfigurationError) as error:
         preflight.check_machine(plan, environ)
     header, *lines = str(error.value).splitlines()
-    assert header == "this machine cannot run the strategy as it is"
+    assert header == "this machine cannot run the strategy"
     assert [line[:19] for line in lines] == ["  strategy probed: "] * 3
     plan.strategy = strategy("ddp")
     preflight.check_machine(plan, environ)
@@ -136,7 +136,7 @@ def test_swap_folder_must_be_a_writable_folder_with_room(machine, tmp_path, monk
     swap = strategy("zero", NVME, str(tmp_path / "made_later"))
     assert preflight.environment_problems(swap, "bf16", environ) == []
     [line] = preflight.environment_problems(strategy("zero", NVME, str(tmp_path / "no" / "swap")), "bf16", environ)
-    assert f"there is no folder {tmp_path / 'no'}; make it" in line
+    assert f"no such folder: {tmp_path / 'no'}; create it" in line
     monkeypatch.chdir(tmp_path)
     assert preflight.environment_problems(strategy("zero", NVME, "here"), "bf16", environ) == []
     a_file = tmp_path / "file"

@@ -147,13 +147,13 @@ def test_json_that_is_no_rows(tmp_path, content, message):
 
 
 def test_a_path_with_wildcards_is_told_where_they_belong():
-    hint = "; a path has no wildcards: give the folder data/books as the path, and data.pattern='**/*.txt'"
+    hint = "; a path cannot contain wildcards: set the path to the folder data/books, and data.pattern='**/*.txt'"
     assert sources.pattern_hint("data/books/**/*.txt") == hint
     assert sources.pattern_hint("*.txt", "data.mixture.1.pattern").endswith(
-        "the folder . as the path, and data.mixture.1.pattern='*.txt'"
+        "the folder ., and data.mixture.1.pattern='*.txt'"
     )
     assert sources.pattern_hint("data/books") == ""
-    with pytest.raises(DataError, match="data.path does not exist; .*; a path has no wildcards"):
+    with pytest.raises(DataError, match="data.path does not exist; .*; a path cannot contain wildcards"):
         sources.find_source("data/*.txt")
 
 
@@ -435,13 +435,13 @@ def test_a_file_without_read_permission_is_an_error_that_names_it(name, monkeypa
         os.seteuid(65534 if me == 0 else me)
         with pytest.raises(DataError, match="closed: the folder cannot be listed: Permission denied; give the user"):
             sources.find_source(str(folder))
-        with pytest.raises(DataError, match="no permission to look at it; give the user of this process access to"):
+        with pytest.raises(DataError, match="no permission to read .*a.txt; give"):
             sources.find_source(str(folder / "closed" / "a.txt"))
 
 
 def test_a_fifo_is_not_missing(tmp_path):
     os.mkfifo(tmp_path / "a.jsonl")
-    with pytest.raises(DataError, match=r"a.jsonl: is a FIFO \(named pipe\), and data are read more than once; write"):
+    with pytest.raises(DataError, match=r"a.jsonl: is a FIFO \(named pipe\), which can be read only once; copy"):
         sources.find_source(str(tmp_path / "a.jsonl"))
 
 

@@ -358,24 +358,27 @@ def test_what_is_described(recipe_file):
     [
         (
             ["tokenizer={vocabulary_size: 300, path: null}"],
-            "tokenizer.vocabulary_size: found 300, but a stream",
+            "tokenizer.vocabulary_size: found 300, but data.streaming",
         ),
-        (["data.group_by_length=true", "data.packing=false"], "data.group_by_length: found true, but rows of a stream"),
+        (
+            ["data.group_by_length=true", "data.packing=false"],
+            "data.group_by_length: found true, but sorting by length",
+        ),
         (
             ["data.path=null", "data.mixture=[{path: ., weight: 1}]"],
             "data.streaming: found true, but data.mixture",
         ),
-        (["data.num_workers=2"], "data.num_workers: found 2, but the rows of a stream are made in the background"),
+        (["data.num_workers=2"], "data.num_workers: found 2, but data.streaming prepares rows in the background"),
         (["data.streaming=false"], "data.shuffle_buffer_mib: found 0.015625, but data.streaming is false"),
         (
             ["data.streaming=false", "data.path=hf://a/b"],
-            "data.path: found hf://a/b, but only data.path with",
+            "data.path: found hf://a/b, but only data.path can",
         ),
         (
             ["evaluate.path=hf://a/b"],
-            "evaluate.path: found hf://a/b, but only data.path with",
+            "evaluate.path: found hf://a/b, but only data.path can",
         ),
-        (["task=sft"], "data.streaming: found true, but only the tasks pretrain, continue_pretrain read it"),
+        (["task=sft"], "data.streaming: found true, but only the tasks pretrain, continue_pretrain use this key"),
     ],
 )
 def test_mistakes_around_streaming(recipe_file, overrides, message):
