@@ -3,6 +3,7 @@
 #
 #   bash scripts/test.sh [--full] [--shard 2/4] [pytest arguments ...]
 #
+# Without paths of tests, the unit and file tests run beside the others and are printed after them.
 # --shard 2/4 runs the second of four parts, whole files each. --full adds the long batteries (marker "full"), among
 # them two hosts in network namespaces, which need root on Linux.
 set -euo pipefail
@@ -10,9 +11,16 @@ cd "$(dirname "$0")/.."
 source scripts/_environment.sh
 
 arguments=(-m "not full")
+chosen=()
 full=
 for argument in "$@"; do
-    if [ "$argument" = --full ]; then full=1; else arguments+=("$argument"); fi
+    if [ "$argument" = --full ]; then
+        full=1
+    elif [ -e "${argument%%::*}" ]; then
+        chosen+=("$argument")
+    else
+        arguments+=("$argument")
+    fi
 done
 [ -z "$full" ] || arguments+=(-m "full or not full") # the last -m wins
 
@@ -37,5 +45,25 @@ export HF_HUB_OFFLINE=1 CUDA_VISIBLE_DEVICES= # GPUs have tests of their own: sc
 say "ruff"
 ruff check .
 ruff format --check .
+
 say "pytest"
-exec pytest "${arguments[@]}"
+if [ ${#chosen[@]} != 0 ]; then
+    exec pytest "${arguments[@]}" "${chosen[@]}"
+fi
+
+# Processes that wait for each other leave the cores idle half of the time: the unit and file tests run beside the others.
+# DeepSpeed's operators take minutes to compile, once; they are there when the first test needs them.
+beside=$(mktemp -d)
+trap 'kill $(jobs -p) 2>/dev/null; rm -rf "$beside"' EXIT
+nice python -c 'from deepspeed.ops import op_builder as b; b.CPUAdamBuilder().load(); b.AsyncIOBuilder().load()' \
+    >"$beside/build" 2>&1 &
+pytest "${arguments[@]}" tests/unit tests/files >"$beside/tests" 2>&1 &
+first=$! code=0 other=0
+pytest "${arguments[@]}" tests/faults tests/distributed tests/gpu || code=$?
+wait "$first" || other=$?
+say "pytest tests/unit tests/files"
+cat "$beside/tests"
+nothing=5 # pytest's code where no test was chosen
+[ "$code" != "$nothing" ] || exit "$other"
+[ "$other" = "$nothing" ] || [ "$code" != 0 ] || exit "$other"
+exit "$code"
