@@ -3,7 +3,7 @@
 #
 #   bash scripts/test.sh [--full] [--shard 2/4] [pytest arguments ...]
 #
-# Without paths of tests, the unit and file tests run beside the others and are printed after them.
+# Without paths of tests, the unit, file and fault tests run beside the distributed ones and are printed after them.
 # --shard 2/4 runs the second of four parts, whole files each. --full adds the long batteries (marker "full"), among
 # them two hosts in network namespaces, which need root on Linux.
 set -euo pipefail
@@ -51,17 +51,17 @@ if [ ${#chosen[@]} != 0 ]; then
     exec pytest "${arguments[@]}" "${chosen[@]}"
 fi
 
-# Processes that wait for each other leave the cores idle half of the time: the unit and file tests run beside the others.
+# Processes that wait for each other leave the cores idle half of the time, so two parts run beside each other.
 # DeepSpeed's operators take minutes to compile, once; they are there when the first test needs them.
 beside=$(mktemp -d)
 trap 'kill $(jobs -p) 2>/dev/null; rm -rf "$beside"' EXIT
 nice python -c 'from deepspeed.ops import op_builder as b; b.CPUAdamBuilder().load(); b.AsyncIOBuilder().load()' \
     >"$beside/build" 2>&1 &
-pytest "${arguments[@]}" tests/unit tests/files >"$beside/tests" 2>&1 &
+pytest "${arguments[@]}" tests/unit tests/files tests/faults >"$beside/tests" 2>&1 &
 first=$! code=0 other=0
-pytest "${arguments[@]}" tests/faults tests/distributed tests/gpu || code=$?
+pytest "${arguments[@]}" tests/distributed tests/gpu || code=$?
 wait "$first" || other=$?
-say "pytest tests/unit tests/files"
+say "pytest tests/unit tests/files tests/faults"
 cat "$beside/tests"
 nothing=5 # pytest's code where no test was chosen
 [ "$code" != "$nothing" ] || exit "$other"
