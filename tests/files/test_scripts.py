@@ -173,3 +173,25 @@ def test_quickstart_takes_the_gpus_that_are_there(gpus, strategy, processes, bat
     monkeypatch.chdir(ROOT)
     world = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": str(processes)}
     resolve_plan(["recipes/quickstart.yaml", *changed.split(), "--strategy", f"configs/{strategy}.yaml"], world)
+
+
+@pytest.mark.parametrize(
+    ("units", "distributed", "expected"),
+    [(0, 0, 0), (1, 0, 1), (0, 1, 1), (2, 1, 1), (5, 0, 0), (0, 5, 0), (1, 5, 1), (5, 5, 5)],
+)
+def test_both_parts_of_the_tests_decide_the_exit_code(units, distributed, expected, tmp_path):
+    """5 is pytest's code where no test was chosen."""
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    (tmp_path / "scripts" / "_environment.sh").write_text('say() { echo "$@"; }\nmake_environment() { :; }\n')
+    with open(tmp_path / "scripts" / "_environment.sh", "a") as file:
+        file.write("install_packages() { :; }\n")
+    pytest_body = f'case "$*" in *tests/unit*) echo of the units; exit {units};; *) exit {distributed};; esac'
+    for name, body in {"ruff": "exit 0", "python": "exit 1", "pytest": pytest_body}.items():
+        stand_in(tmp_path / "bin", name, body)
+    environment = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "TMPDIR": str(tmp_path / "tmp")}
+    (tmp_path / "tmp").mkdir()
+    done = subprocess.run(
+        ["bash", "scripts/test.sh", "-k", "loss"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout.count("of the units")) == (expected, 1), done.stdout + done.stderr
+    assert list((tmp_path / "tmp").iterdir()) == []
