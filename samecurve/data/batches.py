@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,10 +40,14 @@ class MicroBatch:
         inputs: arguments of the model's forward, by name.
         targets: arguments of the task's loss, by name. `labels` is always present, IGNORE_INDEX where nothing is
             trained.
+        step: 0-based optimizer step, for dropout.
+        places: (rows,) int64 on the CPU, the rows' places in the global batch, for dropout.
     """
 
     inputs: dict[str, Tensor]
     targets: dict[str, Tensor]
+    step: int = 0
+    places: Tensor | None = None
 
     def to(self, device: torch.device | str) -> MicroBatch:
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
@@ -57,12 +61,15 @@ class MicroBatch:
         The first axis must be the rows, and the second axis of a 3-D tensor the sequences of a row.
         """
         inputs, targets = _split(self.inputs, num_rows), _split(self.targets, num_rows)
-        return [MicroBatch(*parts) for parts in zip(inputs, targets, strict=True)]
+        places = itertools.repeat(None) if self.places is None else self.places.split(num_rows)
+        return [MicroBatch(*parts, self.step, its) for *parts, its in zip(inputs, targets, places, strict=False)]
 
     def without_labels(self, num_rows: int) -> MicroBatch:
         """Copy the first `num_rows` rows with labels that train nothing. The first axis must be the rows."""
         inputs, targets = ({name: t[:num_rows] for name, t in part.items()} for part in (self.inputs, self.targets))
-        return MicroBatch(inputs, targets | {"labels": torch.full_like(targets["labels"], IGNORE_INDEX)})
+        targets["labels"] = torch.full_like(targets["labels"], IGNORE_INDEX)
+        places = None if self.places is None else self.places[:num_rows]
+        return replace(self, inputs=inputs, targets=targets, places=places)
 
     def padded(self, num_rows: int, padded_rows: int) -> MicroBatch:
         """Append copies of the first row, with labels that train nothing, from `num_rows` to `padded_rows` rows."""
@@ -76,7 +83,8 @@ class MicroBatch:
             return torch.cat([tensor, *[first] * missing])
 
         inputs, targets = ({n: padded(n, t) for n, t in part.items()} for part in (self.inputs, self.targets))
-        return MicroBatch(inputs, targets)
+        places = None if self.places is None else padded("places", self.places)
+        return replace(self, inputs=inputs, targets=targets, places=places)
 
     @property
     def labels(self) -> Tensor:
@@ -84,7 +92,7 @@ class MicroBatch:
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
         inputs = {name: change(tensor) for name, tensor in self.inputs.items()}
-        return MicroBatch(inputs, {name: change(tensor) for name, tensor in self.targets.items()})
+        return replace(self, inputs=inputs, targets={name: change(tensor) for name, tensor in self.targets.items()})
 
 
 class StepBatches:
@@ -171,8 +179,9 @@ class StepBatches:
         shares = self.batch.rows_per_rank(size)
         first = sum(shares[:rank])
         mine = slice(first, first + shares[rank]) if shares[rank] else slice(1)  # one row to copy, if there is none
-        own, positions = together[mine], self._positions(step)[mine]
-        return _whole(self.rows.drawn(own, positions, self.seed), self.rows.width(together))
+        drawn = self.rows.drawn(together[mine], self._positions(step)[mine], self.seed)
+        places = torch.arange(self.batch.global_batch_size)[mine]
+        return replace(_whole(drawn, self.rows.width(together)), step=step, places=places)
 
     def rows_of(self, step: int) -> np.ndarray:
         """Return the rows that all ranks together read in the given 0-based step, int64 (global_batch_size,)."""
@@ -205,10 +214,10 @@ class StepBatches:
             return _pinned(self._whole(step))
 
         with ThreadPoolExecutor(1, thread_name_prefix="step-batches") as pool:
-            pending = deque(pool.submit(make, step) for step in islice(upcoming, _PREFETCHED_STEPS))
+            pending = deque(pool.submit(make, step) for step in itertools.islice(upcoming, _PREFETCHED_STEPS))
             while pending:
                 whole = pending.popleft().result()
-                pending.extend(pool.submit(make, step) for step in islice(upcoming, 1))
+                pending.extend(pool.submit(make, step) for step in itertools.islice(upcoming, 1))
                 yield whole
 
     def _by_workers(self) -> Iterator[MicroBatch]:

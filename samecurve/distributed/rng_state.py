@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -44,14 +42,6 @@ def restore(states: dict[str, Tensor], device: torch.device) -> None:
     random.setstate((3, tuple(internal), gauss_next if has_next else None))
     if "torch_cuda" in states and device.type == "cuda":
         torch.cuda.set_rng_state(states["torch_cuda"], device)
-
-
-@contextmanager
-def rehearsed(device: torch.device) -> Iterator[None]:
-    """Restore the generators at the end of the body, so that later code draws the same numbers again."""
-    before = capture(device)
-    yield
-    restore(before, device)
 
 
 def reseed(seed: int, step: int, rank: int) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from samecurve.distributed import rng_state
 from samecurve.engines import grad_cache
 from samecurve.interfaces.engine import EvalResult
 from samecurve.losses import chunked_cross_entropy
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from samecurve.config.schema import Recipe
     from samecurve.data.batches import MicroBatch
     from samecurve.interfaces.task import Task
+    from samecurve.models.dropout import DropoutKeys
 
 
 @dataclass
@@ -35,6 +36,7 @@ class Forward:
         loss_implementation: full, chunked or liger, see `install_loss`.
         teacher: the frozen model of a distillation task, else None.
         rows: Batch.micro_batches of a training step; only a cross-batch loss reads them.
+        dropout: the keys of the model's dropout; None for an evaluation alone.
     """
 
     accelerator: Accelerator
@@ -43,6 +45,7 @@ class Forward:
     loss_implementation: str = "full"
     teacher: nn.Module | None = None
     rows: Sequence[Sequence[int]] = ()
+    dropout: DropoutKeys | None = None
 
     @property
     def shard(self) -> tuple[int, int]:
@@ -68,12 +71,17 @@ class Forward:
         if positions is not None:
             positions = positions.to(self.accelerator.device, non_blocking=True)
         batch, targets = self._on_device(batch)
-        return self.model(**batch.inputs, sums=TokenSums(measure, targets, positions))
+        return self._run(batch, sums=TokenSums(measure, targets, positions))
 
     def logits(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the logits (Task.outputs) of a micro-batch and return them with its targets on the device."""
         batch, targets = self._on_device(batch)
-        return self.task.outputs(self.model(**batch.inputs)), targets
+        return self.task.outputs(self._run(batch)), targets
+
+    def _run(self, batch: MicroBatch, **options: TokenSums) -> Any:
+        """Run the model, in training with the dropout of the batch's rows."""
+        with nullcontext() if self.dropout is None or batch.places is None else self.dropout.micro_batch(batch):
+            return self.model(**batch.inputs, **options)
 
     def _on_device(self, batch: MicroBatch) -> tuple[MicroBatch, dict[str, Tensor]]:
         batch = batch.to(self.accelerator.device)
@@ -92,8 +100,7 @@ class Forward:
         contexts: list[dict[str, Tensor]] = [{}] * len(micro_batches)
         if self.task.context is not None:
             padded_rows = grad_cache.padded_rows(self.rows)
-            with rng_state.rehearsed(self.accelerator.device):
-                features = self._features(micro_batches, padded_rows)
+            features = self._features(micro_batches, padded_rows)  # drops the same values as the pass with gradients
             contexts = grad_cache.contexts(self.task, features, self.rows, self.shard[0])
         for index, (batch, context) in enumerate(zip(micro_batches, contexts, strict=True), start=1):
             yield batch, context, index == len(micro_batches)

@@ -29,7 +29,7 @@ from samecurve.errors import ConfigurationError
 from samecurve.interfaces.engine import EngineDescription, EvalResult, StepResult, dtype_name
 from samecurve.interfaces.memory import Held
 from samecurve.interfaces.sharded_state import State
-from samecurve.models import compilation, liger
+from samecurve.models import compilation, dropout, liger
 from samecurve.models.lora import trained_shapes
 from samecurve.models.pipeline_split import cut
 from samecurve.models.weights import fill
@@ -53,9 +53,10 @@ class PipelineEngine:
         self._last_stage: Callable[..., Tensor] = self._weighted_loss
         self.shapes, self._num_parameters = trained_shapes(skeleton), skeleton.num_parameters()
         model = copy.deepcopy(skeleton)
+        self._dropout = dropout.install(model, plan.recipe.seed, self.device)
         compilation.prepare(model, plan.recipe, self.device, but="full")  # the stage itself does full checkpointing
         self._kernels = tuple(liger.replaced(model))
-        module = build_stage(plan, cut(model), self._loss, self.device)
+        module = build_stage(plan, cut(model), self._loss, self.device, self._dropout)
         self._weights, self._stages = module.named_weights(), module.stages_by_name()
         _check_trained({self._stages[name] for name in self.shapes}, module.num_stages)
 
@@ -85,8 +86,10 @@ class PipelineEngine:
         # DeepSpeed averages over micro-batches and data-parallel ranks; the factor turns that into the token mean
         self._loss_factor = len(micro_batches) * self.shard[1] / tokens
         contexts = self._contexts(micro_batches)
+        self._dropout.queue(micro_batches)
         self._sums = torch.zeros(self._task.num_step_statistics, dtype=torch.float64, device=self.device)
-        self._engine.train_batch(self._rows(micro_batches, contexts))
+        with self._dropout.check_draws():
+            self._engine.train_batch(self._rows(micro_batches, contexts))
         # only the last stage of each pipeline has values, so a sum over all ranks distributes them
         statistics = tuple(sum_over_ranks(self._sums.tolist(), self.device)) if self._task.num_step_statistics else ()
         guard = self._guard
@@ -191,10 +194,13 @@ class PipelineEngine:
         return everything.flatten(0, 1)
 
     def _contexts(self, micro_batches: Sequence[MicroBatch]) -> list[dict[str, Tensor]]:
-        # features without dropout, unlike Forward's, because DeepSpeed's pass without gradients is an evaluation
         if self._task.context is None:
             return [{}] * len(micro_batches)
+        module = self._engine.module
+        self._dropout.queue(micro_batches)
+        module.eval = lambda: module  # DeepSpeed evaluates, but these features have to drop what the step drops
         features = self.features(micro_batches)
+        vars(module).pop("eval", None)
         return grad_cache.contexts(self._task, features, self._micro_rows, self.shard[0], padded=True)
 
     def _rows(

@@ -6,11 +6,10 @@ Only the stage's own layers get memory; the other stages' layers stay on the met
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
@@ -22,6 +21,7 @@ from samecurve.errors import ConfigurationError
 from samecurve.models.pipeline_split import Decoder, Layer, TiedHead, TokenEmbedding, project
 
 if TYPE_CHECKING:
+    from samecurve.models.dropout import DropoutKeys
     from samecurve.strategy.plan import Plan
 
 _TIED = "embedding"
@@ -50,7 +50,34 @@ class _Shared(TiedLayerSpec):
 
 
 class StageModule(PipelineModule):
-    """The layers of this process's stage, and the assignment of all layers to stages."""
+    """The layers of this process's stage, and the assignment of all layers to stages.
+
+    Args:
+        dropout: the keys of the model's dropout.
+        more: arguments of PipelineModule.
+    """
+
+    def __init__(self, *layers: list[LayerSpec], dropout: DropoutKeys, **more: Any):
+        self._dropout = dropout
+        super().__init__(*layers, activation_checkpoint_func=self._checkpoint, **more)
+
+    def forward(self, forward_input: Any) -> Any:
+        if self.training:
+            self._dropout.use_next()
+        return super().forward(forward_input)
+
+    def _checkpoint(self, function: Callable, *inputs: Any) -> Any:
+        """Recompute activations with the dropout of their own micro-batch: the backward pass comes micro-batches later.
+
+        DeepSpeed's default, reentrant checkpointing, loses the embedding's gradient, because its inputs are integers.
+        """
+        keys = self._dropout.current
+
+        def with_keys(*values: Any) -> Any:
+            self._dropout.current = keys
+            return function(*values)
+
+        return checkpoint(with_keys, *inputs, use_reentrant=False)
 
     def named_weights(self) -> dict[str, torch.nn.Parameter]:
         """Return this stage's parameters by Hugging Face name."""
@@ -91,7 +118,11 @@ class StageModule(PipelineModule):
 
 
 def build_stage(
-    plan: Plan, layers: list[Layer], loss: Callable[[Tensor, Tensor], Tensor], device: torch.device
+    plan: Plan,
+    layers: list[Layer],
+    loss: Callable[[Tensor, Tensor], Tensor],
+    device: torch.device,
+    dropout: DropoutKeys,
 ) -> StageModule:
     """Build this process's stage with uninitialized weights.
 
@@ -105,6 +136,7 @@ def build_stage(
         layers: all layers of the model, on the meta device.
         loss: (logits, targets) -> scalar, called on the last stage.
         device: device of the stage's weights.
+        dropout: the keys of the model's dropout.
 
     Raises:
         ConfigurationError: a stage would have no decoder layer.
@@ -120,9 +152,7 @@ def build_stage(
             loss_fn=loss,
             partition_method=partition,
             activation_checkpoint_interval=interval if plan.recipe.memory.activation_checkpointing == "full" else 0,
-            # DeepSpeed's default, reentrant checkpointing, loses the embedding's gradient, because its inputs are
-            # integers
-            activation_checkpoint_func=functools.partial(checkpoint, use_reentrant=False),
+            dropout=dropout,
         )
     for stage, (start, stop) in enumerate(pairwise(module.parts)):
         if not any(isinstance(layer, Decoder) for layer in layers[start:stop]):

@@ -22,7 +22,7 @@ from samecurve.engines.sharded_state import LiveState
 from samecurve.interfaces.engine import EngineDescription, EvalResult, StepResult, dtype_name
 from samecurve.interfaces.memory import Held
 from samecurve.interfaces.sharded_state import State
-from samecurve.models import bnb_4bit, compilation, liger
+from samecurve.models import bnb_4bit, compilation, dropout, liger
 from samecurve.models.lora import trained_shapes
 from samecurve.models.weights import build, fill
 from samecurve.optim import factory
@@ -58,6 +58,7 @@ class TorchEngine:
         else:
             model = build(type(skeleton), skeleton.config, torch.device(self.device), self.recipe.adapter)
         model = factory.cast_weights(model, settings)
+        drops = dropout.install(model, self.recipe.seed, self.device)
         compilation.prepare(model, self.recipe, self.device)
         loss_implementation = install_loss(model, skeleton, task, self.recipe)
         self.model = fsdp.shard(accelerator, model) if self.sharded else accelerator.prepare_model(model)
@@ -77,7 +78,7 @@ class TorchEngine:
             fill(skeleton, self.recipe, self._write)
         beside = teacher.build(accelerator, plan, task.teacher, task.vocabulary_size) if task.teacher else None
         rows = self.recipe.batch.micro_batches(accelerator.num_processes)
-        self.forward = Forward(accelerator, self.model, task, loss_implementation, beside, rows)
+        self.forward = Forward(accelerator, self.model, task, loss_implementation, beside, rows, drops)
 
     def _write(self, name: str, full: Tensor) -> None:
         if bnb_4bit.is_quantized(self.tensors[name]):

@@ -20,7 +20,7 @@ from samecurve.engines.sharded_state import FragmentState, PartitionState
 from samecurve.interfaces.engine import EngineDescription, EvalResult, StepResult, dtype_name
 from samecurve.interfaces.memory import Held
 from samecurve.interfaces.sharded_state import State
-from samecurve.models import compilation, liger
+from samecurve.models import compilation, dropout, liger
 from samecurve.models.lora import trained_shapes
 from samecurve.models.weights import build, fill
 from samecurve.optim.factory import build_optimizer, parameter_groups, set_learning_rate, state_names
@@ -47,6 +47,7 @@ class ZeroEngine:
         if plan.strategy.zero_stage == 3:
             where = deepspeed.zero.Init(config_dict_or_path=accelerator.deepspeed_plugin.deepspeed_config)
         model = build(type(skeleton), skeleton.config, where, recipe.adapter)
+        drops = dropout.install(model, recipe.seed, self.device)
         compilation.prepare(model, recipe, self.device)
         loss_implementation = install_loss(model, skeleton, task, recipe)
         # ZeRO-3 replaces every shape by an empty one, so the groups use the skeleton's shapes
@@ -65,7 +66,7 @@ class ZeroEngine:
             fill(skeleton, recipe, self._write)
         beside = teacher.build(accelerator, plan, task.teacher, task.vocabulary_size) if task.teacher else None
         rows = recipe.batch.micro_batches(accelerator.num_processes)
-        self.forward = Forward(accelerator, self.model, task, loss_implementation, beside, rows)
+        self.forward = Forward(accelerator, self.model, task, loss_implementation, beside, rows, drops)
 
     def _write(self, name: str, full: Tensor) -> None:
         """Write the working weight and its fp32 master, which DeepSpeed would otherwise copy from rounded values."""

@@ -224,7 +224,7 @@ def _dropout(rates: dict[str, float]) -> str:
     if not rates:
         return ""
     shown = ", ".join(f"{name} {rate}" for name, rate in rates.items())
-    return f"{shown}: masks are drawn per process, so curves under other strategies agree on average only"
+    return f"{shown}: masks of each row and step, the same under every strategy"
 
 
 def _parameters(facts: dict) -> str:

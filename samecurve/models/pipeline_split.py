@@ -53,7 +53,7 @@ class TokenEmbedding(Layer):
 class PositionEmbedding(Layer):
     """GPT-2's learned positions, separate from the token embedding, which the last stage may share."""
 
-    def __init__(self, positions: nn.Embedding, dropout: nn.Dropout, prefix: str):
+    def __init__(self, positions: nn.Embedding, dropout: nn.Module, prefix: str):
         super().__init__(positions=prefix)
         self.positions, self.dropout = positions, dropout
 

@@ -20,6 +20,7 @@ from transformers.integrations import deepspeed as deepspeed_integration
 
 from samecurve.config.schema import Adapter, Recipe
 from samecurve.errors import ConfigurationError
+from samecurve.models import dropout
 from samecurve.models import lora as adapters
 from samecurve.models.embeddings import embeddings
 from samecurve.models.hf_config import (
@@ -121,11 +122,10 @@ def describe(model: PreTrainedModel, recipe: Recipe) -> dict:
 
     `dropout` holds the config's rates above 0 by config key, `new_head` the parameters that `model.path` lacks.
     """
-    rates = {key: value for key, value in model.config.to_dict().items() if "dropout" in key or key.endswith("pdrop")}
     return {
         "model_type": model.config.model_type,
         "attention": model.config._attn_implementation if has_attention(model.config) else "none",
-        "dropout": {key: rate for key, rate in rates.items() if isinstance(rate, float) and rate > 0},
+        "dropout": dropout.rates(model.config),
         "new_head": new_head_names(model, recipe),
     }
 

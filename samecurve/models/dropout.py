@@ -1,0 +1,292 @@
+"""Dropout whose masks depend on the row and the step, not on the process, the micro-batch or the strategy.
+
+A mask is a pure function of (seed, step, the sequence's place in the global batch, index of the value in the sequence,
+name of the module). So all strategies, worlds and micro-batch sizes drop the same values, also when activations are
+recomputed, when layers are compiled and after a resume. Documents of a packed row draw by their place in the row.
+
+The index counts values of the whole tensor of a sequence: (token, feature) of hidden states, (head, query, key) of
+attention probabilities. A model that is cut by heads, features or tokens can draw its part of the same mask.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import create_position_bias_mask, sdpa_attention_forward
+
+from samecurve.distributed import rng_state
+from samecurve.errors import ConfigurationError
+from samecurve.models.dropout_bits import keep_mask, keys_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+# Forwards that drop values by a function, not by a module, as OPT's layers do.
+_FUNCTION = re.compile(r"functional\.dropout\(|\bF\.dropout\(|\bdropout_add\(|\bdropout_p=")
+# Forwards that call one of transformers' attention functions with a rate.
+_ATTENTION = re.compile(r"\bdropout=")
+# DeBERTa drops values of its table of relative positions, which has no rows of the batch.
+_WITHOUT_ROWS = ("pos_dropout",)
+_NO_SEQUENCE = 2**62
+_NOISE = re.compile("jitter|noise|layerdrop|drop_path|stochastic")
+
+
+class KeyedRows(Protocol):
+    """What the keys need to know of a micro-batch (data.batches.MicroBatch)."""
+
+    inputs: dict[str, Tensor]
+    step: int
+    places: Tensor | None
+
+
+class DropoutKeys:
+    """Keys of the micro-batch that is computed, for all places of a model that drop values.
+
+    Attributes:
+        current: (places, sequences + 1, 2) int32 on the device; the last key is that of values without a row.
+    """
+
+    def __init__(self, seed: int, device: torch.device, config: PreTrainedConfig):
+        self.seed, self.device, self.config = seed, device, config
+        self.current: Tensor | None = None
+        self._sites: list[int] = []
+        self._upcoming: Iterator[Tensor] = iter(())
+        self._is_checked = False
+
+    def add(self, name: str) -> Place:
+        """Add a place by its unique name."""
+        self._sites.append(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little"))
+        return Place(self, len(self._sites) - 1)
+
+    @contextmanager
+    def micro_batch(self, batch: KeyedRows) -> Iterator[None]:
+        """Use the keys of a training micro-batch from now on, also after the body, where activations are recomputed.
+
+        The body is a forward pass, see `check_draws`.
+        """
+        self.current = self._of(batch)
+        with self.check_draws():
+            yield
+
+    @contextmanager
+    def check_draws(self) -> Iterator[None]:
+        """Raise ConfigurationError if the body, the first training pass, advances a random generator.
+
+        Whatever draws from a generator (noise on a router's input, layer drop) draws otherwise on other devices.
+        """
+        if self._is_checked:
+            yield
+            return
+        self._is_checked = True
+        before = rng_state.capture(self.device)
+        yield
+        after = rng_state.capture(self.device)
+        drawn = [name for name, state in before.items() if not torch.equal(state, after[name])]
+        if drawn:
+            rates = {key: value for key, value in self.config.to_dict().items() if _NOISE.search(key) and value}
+            listed = ", ".join(f"{key}: {value}" for key, value in rates.items()) or "no key of its config names it"
+            raise ConfigurationError(
+                f"model.config: a {self.config.model_type} draws random numbers besides dropout ({listed}), so its "
+                "curve would depend on the number of devices; set their rate to 0 in model.config"
+            )
+
+    def queue(self, micro_batches: Sequence[KeyedRows]) -> None:
+        """Prepare the keys of a step's micro-batches for a pipeline, which calls `use_next` before each of them."""
+        self._upcoming = iter([self._of(batch) for batch in micro_batches])
+
+    def use_next(self) -> None:
+        """Use the keys of the next micro-batch of `queue`."""
+        self.current = next(self._upcoming)
+
+    def _of(self, batch: KeyedRows) -> Tensor:
+        assert batch.places is not None, "only training rows have keys"
+        each = len(next(iter(batch.inputs.values()))) // len(batch.places)  # sequences of a row
+        sequences = (batch.places.numpy()[:, None] * each + np.arange(each)).ravel()
+        sites = np.array(self._sites, dtype=np.uint64)
+        keys = keys_of(self.seed, batch.step, np.append(sequences, _NO_SEQUENCE), sites)
+        return keys.to(self.device, non_blocking=True)
+
+
+class Place:
+    """A place of the model that drops values: the `index`-th of the keys."""
+
+    def __init__(self, keys: DropoutKeys, index: int):
+        self._keys = keys
+        # a tensor, because torch.compile would compile a layer anew for each number
+        self._index = torch.tensor([index], device=keys.device)
+
+    def drop(self, values: Tensor, rate: float, has_rows: bool = True) -> Tensor:
+        """Drop values, as torch's dropout, with the mask of the current micro-batch.
+
+        Args:
+            values: the first axis counts sequences, or tokens of all sequences.
+            rate: probability of dropping a value.
+            has_rows: False for values that do not depend on the batch, which all micro-batches drop alike.
+        """
+        assert self._keys.current is not None, "dropout needs the keys of a micro-batch"
+        own = self._keys.current.index_select(0, self._index)[0]
+        own = own[:-1] if has_rows else own[-1:]
+        assert values.shape[0] % len(own) == 0, "the first axis of what is dropped is not the batch"
+        keep = keep_mask(own, values.numel() // len(own), rate).view(values.shape)
+        # `where` keeps only the mask for the backward pass
+        return torch.where(keep, values, 0.0) * (1 / (1 - rate))
+
+
+class KeyedDropout(nn.Module):
+    """nn.Dropout with the masks of `DropoutKeys`."""
+
+    def __init__(self, rate: float, place: Place, has_rows: bool = True):
+        super().__init__()
+        self.p, self._place, self._has_rows = rate, place, has_rows
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self._place.drop(values, self.p, self._has_rows) if self.training else values
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
+
+
+class _ByFunction(TorchFunctionMode):
+    """Replaces the calls of torch's dropout functions within one module's forward."""
+
+    def __init__(self, places: Iterable[Place]):
+        super().__init__()
+        self._places = iter(places)
+
+    def __torch_function__(self, func: Callable, types: Sequence, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is functional.dropout:
+            return self._dropout(*args, **kwargs or {})
+        if func is functional.scaled_dot_product_attention:
+            return self._attention(*args, **kwargs or {})
+        return func(*args, **kwargs or {})
+
+    def _dropout(self, values: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        return next(self._places).drop(values, p) if training and p else values
+
+    def _attention(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
+        options |= dict(zip(("attn_mask", "dropout_p", "is_causal"), args, strict=False))
+        if not options.get("dropout_p"):
+            return functional.scaled_dot_product_attention(query, key, value, **options)
+        return attention(query, key, value, next(self._places), **options)
+
+
+_MOST_CALLS = 4  # of dropout functions in one module's forward; seen: 2
+
+
+def install(model: PreTrainedModel, seed: int, device: torch.device) -> DropoutKeys:
+    """Replace all dropout of a model, in place, before anything wraps or compiles its layers.
+
+    Args:
+        model: the model, with its adapters.
+        seed: the recipe's seed.
+        device: device of the computation.
+
+    Returns:
+        The keys, which have to be those of the micro-batch that is computed.
+    """
+    keys, modules = DropoutKeys(seed, device, model.config), list(model.named_modules())
+    for name, module in modules:
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            parent, _, child = name.rpartition(".")
+            replacement = KeyedDropout(module.p, keys.add(name), child not in _WITHOUT_ROWS)
+            model.get_submodule(parent).register_module(child, replacement.train(module.training))
+    if not rates(model.config):
+        return keys
+    # transformers' own function where no place is set: models without dropout, and other models of this process
+    AttentionInterface.register("sdpa", sdpa)
+    for name, module in modules:
+        source = "" if type(module).__module__.startswith("torch.") else inspect.getsource(type(module).forward)
+        by_interface = model.config._attn_implementation == "sdpa" and "attention_interface(" in source
+        places = [keys.add(f"{name}:{call}") for call in range(_MOST_CALLS)]
+        if by_interface:
+            module.dropout_place = places[0]
+        if _FUNCTION.search(source) or (_ATTENTION.search(source) and not by_interface):
+            module.forward = _by_function(module.forward, places)
+    return keys
+
+
+def rates(config: PreTrainedConfig) -> dict[str, float]:
+    """Collect the dropout rates above 0 of a model's config, by key."""
+    found = {key: rate for key, rate in config.to_dict().items() if "dropout" in key or key.endswith("pdrop")}
+    return {key: rate for key, rate in found.items() if isinstance(rate, float) and rate > 0}
+
+
+def sdpa(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Compute transformers' "sdpa" attention, with the dropout of `module.dropout_place` if there is one.
+
+    Not through `_ByFunction`, because torch.compile breaks the graph at a TorchFunctionMode (torch 2.13).
+
+    Args:
+        others: of transformers' function; arguments and result are its own, too.
+    """
+    place = getattr(module, "dropout_place", None)
+    if not dropout or place is None:
+        options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, "position_bias": position_bias}
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options, **others)
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    is_causal = is_causal and attention_mask is None and query.shape[2] > 1
+    if position_bias is not None:
+        attention_mask, is_causal = (
+            create_position_bias_mask(position_bias, attention_mask, is_causal, query, key),
+            False,
+        )
+    mixed = attention(query, key, value, place, attention_mask, dropout, is_causal, scaling, enable_gqa=True)
+    return mixed.transpose(1, 2).contiguous(), None
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    place: Place,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Compute scaled_dot_product_attention with the dropout of `place`: torch's fused kernels draw their own masks.
+
+    The arguments are those of torch's function; query, key and value have shape (sequences, heads, tokens, width).
+    """
+    if enable_gqa:
+        groups = query.shape[1] // key.shape[1]
+        key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, torch.finfo(scores.dtype).min)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    return place.drop(scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype), dropout_p) @ value
+
+
+def _by_function(forward: Callable, places: Sequence[Place]) -> Callable:
+    def keyed(*args: Any, **kwargs: Any) -> Any:
+        with _ByFunction(places):
+            return forward(*args, **kwargs)
+
+    return keyed

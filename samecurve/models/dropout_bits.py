@@ -1,0 +1,84 @@
+"""Random bits of dropout: a pure function of a key and an index, the same on every device.
+
+No generator has a state, so a mask does not depend on which process draws it, in which order, or how often. The hash is
+MurmurHash3's finalizer (public domain) over index and key, with the second word of the key in its middle: keys that
+differ in one word only do not give the same sequence at another place.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_GOLDEN, _FIRST, _SECOND = -1640531535, -2048144789, -1028477387  # 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35 as int32
+_PART_ON_CPU = 2**20  # values at a time, so that they stay in a cache
+_PART = 2**26
+
+
+@torch.library.custom_op("samecurve::keep_mask", mutates_args=())
+def keep_mask(keys: Tensor, length: int, rate: float) -> Tensor:
+    """Draw which values dropout keeps. An operator of its own, so that torch.compile does not change its bits.
+
+    Args:
+        keys: (sequences, 2) int32, from `keys_of`.
+        length: values of each sequence.
+        rate: probability of dropping a value, a multiple of 2**-32.
+
+    Returns:
+        (sequences, length) bool, True with probability 1 - rate.
+    """
+    threshold = round(rate * 2**32) - 2**31
+    first, second = keys.split(1, dim=1)
+    keep = torch.empty(len(keys), length, dtype=torch.bool, device=keys.device)
+    part = _PART_ON_CPU if keys.device.type == "cpu" else _PART
+    width = max(min(length, part), 1)
+    height = max(part // width, 1)
+    counter = torch.arange(width, dtype=torch.int32, device=keys.device).mul_(_GOLDEN)
+    for top, left in itertools.product(range(0, len(keys), height), range(0, length, width)):
+        rows, out = slice(top, top + height), keep[top : top + height, left : left + width]
+        bits = counter[: out.shape[1]] + (first[rows] + _signed(left * _GOLDEN))
+        # int32's shift repeats the sign, so the bits that come in are masked; the upper bits decide the comparison
+        bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF)).mul_(_FIRST).bitwise_xor_(second[rows])
+        bits.bitwise_xor_((bits >> 13).bitwise_and_(0x7FFFF)).mul_(_SECOND)
+        torch.ge(bits, threshold, out=out)
+    return keep
+
+
+@keep_mask.register_fake
+def _(keys: Tensor, length: int, rate: float) -> Tensor:
+    return keys.new_empty(len(keys), length, dtype=torch.bool)
+
+
+def keys_of(seed: int, step: int, sequences: np.ndarray, sites: np.ndarray) -> Tensor:
+    """Compute the key of each sequence of a step at each place of the model that drops values.
+
+    Args:
+        seed: the recipe's seed.
+        step: 0-based optimizer step.
+        sequences: (n,) int64, the sequences' numbers in the global batch.
+        sites: (m,) uint64, from `site_of`.
+
+    Returns:
+        (m, n, 2) int32.
+    """
+    here = _mix(_mix(np.array([seed], dtype=np.uint64)) + np.uint64(step))
+    rows = _mix(here + sequences.astype(np.uint64))
+    keys = _mix(_mix(sites)[:, None] ^ rows)
+    return torch.from_numpy(keys.view(np.int32).reshape(*keys.shape, 2))
+
+
+def _mix(values: np.ndarray) -> np.ndarray:
+    """Hash 64-bit integers, as SplitMix64 does (Steele et al. 2014)."""
+    with np.errstate(over="ignore"):
+        values = values + np.uint64(0x9E3779B97F4A7C15)
+        values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return values ^ (values >> np.uint64(31))
+
+
+def _signed(value: int) -> int:
+    """Reduce modulo 2**32 to an int32."""
+    return (value + 2**31) % 2**32 - 2**31
