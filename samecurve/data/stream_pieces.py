@@ -102,8 +102,8 @@ class _Joints:
     num_pieces: int
     before: int
     after: int
-    since: ClassVar[int] = 0
-    earlier: ClassVar[None] = None
+    since: int = 0
+    earlier: None = None
 
     def bounds(self, position: int) -> tuple[int, int]:
         epoch = position // self.num_pieces
