@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import math
 from collections.abc import Callable, Iterator
@@ -81,7 +82,7 @@ def _complaint(made_as: Family, name: str, found: Any) -> str | None:
         return f"found {describe(found)}, expected {known.needed}{hint}"
     names = {name, *(theirs for theirs, own in made_as.aliases.items() if own == name)}
     if names & _SIZES and isinstance(found, int) and found < 1 and not isinstance(found, bool):
-        default = known.default.value if hasattr(known.default, "value") else None
+        default = known.default.value if isinstance(known.default, ast.Constant) else None
         if found != default:
             return f"found {found}, expected a number of at least 1"
     return None
