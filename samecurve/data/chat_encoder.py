@@ -101,7 +101,7 @@ class ChatEncoder(Encoder):
         return text, [self._with_end(conversation, text, span) for span in spans]
 
     def _template(self, conversation: Conversation) -> str:
-        tools = conversation.tools and list(conversation.tools)
+        tools = list(conversation.tools) if conversation.tools else None
         template = self.tokenizer.get_chat_template(None, tools)
         used = {"tools": tools, "tool_calls": any("tool_calls" in message for message in conversation.messages)}
         for name, is_used in used.items():
@@ -125,16 +125,17 @@ class ChatEncoder(Encoder):
         try:
             texts, spans = render_jinja_template(
                 [[_without_weight(message) for message in conversation.messages[:num_messages]]],
-                tools=conversation.tools and list(conversation.tools),
+                tools=list(conversation.tools) if conversation.tools else None,
                 chat_template=template,
                 return_assistant_tokens_mask=marks,
                 add_generation_prompt=prompt,
-                **self.tokenizer.special_tokens_map,
+                **self.tokenizer.special_tokens_map,  # pyright: ignore[reportArgumentType]  # values of the template
             )
         except Exception as error:  # errors of Jinja, and of any expression in the template
             reason = " ".join(str(error).split()) or type(error).__name__
             raise DataError(f"{conversation.place}: the chat template cannot render it: {reason}") from error
-        return texts[0], spans[0] if marks else []
+        # render_jinja_template returns (texts, spans), whatever its annotation says.
+        return texts[0], spans[0] if marks else []  # pyright: ignore[reportReturnType]
 
     def _without_untrained(self, conversation: Conversation, template: str, text: str, spans: list[Span]) -> list[Span]:
         """Remove spans in turns that are not trained."""

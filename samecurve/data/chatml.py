@@ -27,7 +27,7 @@ def apply_chatml(tokenizer: PreTrainedTokenizerFast) -> None:
 
     New tokens take the ids after the last one. `models.hf_config` checks that the model's embedding has rows for them.
     """
-    from tokenizers import AddedToken
+    from transformers import AddedToken
 
     known = tokenizer.added_tokens_decoder.values()
     special = {token.content for token in known if token.special}

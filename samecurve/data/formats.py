@@ -21,7 +21,9 @@ _LARGEST_FIELD = 2**31 - 1  # bytes; some documents exceed csv's default limit o
 
 def read_rows(file: Path) -> Iterator[tuple[str, dict]]:
     """Yield (place, row) for every row of a table. The place, for messages, is `file:line` or `file: row N`."""
-    return _READERS[table_kind(file)](file)
+    kind = table_kind(file)
+    assert kind is not None, file
+    return _READERS[kind](file)
 
 
 def read_last_row(file: Path) -> Iterator[tuple[str, dict]]:

@@ -57,7 +57,7 @@ class Split:
         number = 0
         try:
             for number, row in enumerate(self.table, start=1):
-                yield f"{self.name}, split {self.split}: row {number}", row
+                yield f"{self.name}, split {self.split}: row {number}", row  # pyright: ignore[reportReturnType]  # a dict, as `table` has no format
         except MemoryError:
             raise
         except Exception as error:  # each column's decoder raises its own errors
@@ -86,6 +86,8 @@ def read_hub_split(name: str, selection: Selection) -> Split:
 
     Raises DataError if it is not available, with the names of the existing splits or configurations.
     """
+    import datasets
+
     builder = _builder(Address(name), selection)
     try:
         builder.download_and_prepare()
@@ -94,6 +96,7 @@ def read_hub_split(name: str, selection: Selection) -> Split:
         raise
     except Exception as error:  # datasets passes on any error of the network, the disk or a reader
         raise _unreadable(name, error) from error
+    assert isinstance(table, datasets.Dataset) and builder.hash is not None  # of one split, and of the hub
     return Split(name, builder.config.name, selection.split, builder.hash, table)
 
 
@@ -117,6 +120,7 @@ def hub_urls(where: Address, selection: Selection) -> list[str]:
             f"{where.name}: its README.md sets {', '.join(changed)}, which streaming does not read; set "
             "data.streaming=false"
         )
+    assert builder.config.data_files is not None  # only a builder of the cache has none
     return [str(url) for url in builder.config.data_files[selection.split]]
 
 
@@ -131,8 +135,8 @@ def _builder(where: Address, selection: Selection) -> DatasetBuilder:
             "data.validation_fraction"
         )
     try:
-        options = {"data_dir": where.inside} if where.inside else {}
-        builder = datasets.load_dataset_builder(name, selection.config, revision=revision, **options)
+        folder = where.inside or None
+        builder = datasets.load_dataset_builder(name, selection.config, data_dir=folder, revision=revision)
         builder = _of_commit(builder, name, revision) if _is_cached(builder) else builder
     except (DataError, MemoryError):
         raise

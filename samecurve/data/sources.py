@@ -44,6 +44,10 @@ class DataSource:
     quiet: ClassVar[bool] = False  # whether reading shows no progress
 
     @property
+    def local_files(self) -> tuple[Path, ...]:
+        return tuple(file for file in self.files if isinstance(file, Path))
+
+    @property
     def num_bytes(self) -> int:
         return sum(file.num_bytes if isinstance(file, hub.Split) else _stat(file).st_size for file in self.files)
 
@@ -204,13 +208,13 @@ def fingerprint(source: DataSource, cache: Path) -> str:
     The digest is cached by the files' sizes and modification times, so they are read once.
     """
     splits = [file.identity for file in source.files if isinstance(file, hub.Split)]
-    files = [file for file in source.files if not isinstance(file, hub.Split)]
+    files = source.local_files
     if splits:
         return digest("hub", splits, *([_fingerprint(files, cache)] if files else []))
     return _fingerprint(files, cache)
 
 
-def _fingerprint(files: list[Path], cache: Path) -> str:
+def _fingerprint(files: tuple[Path, ...], cache: Path) -> str:
     stats = [(str(file.resolve()), (stat := _stat(file)).st_size, stat.st_mtime_ns) for file in files]
     remembered = cache / "fingerprints" / digest(stats)
     if remembered.is_file() and (known := remembered.read_text()):
@@ -222,7 +226,7 @@ def _fingerprint(files: list[Path], cache: Path) -> str:
     return contents
 
 
-def _hashes(files: list[Path]) -> list[str]:
+def _hashes(files: tuple[Path, ...]) -> list[str]:
     """Hash the content of each file. Raises one DataError with the first files that cannot be read."""
     hashes, problems = [], []
     for file in files:

@@ -59,7 +59,7 @@ def find_stream_files(
         name = name.removeprefix("file://")
         root = Path(name).expanduser()
         below = root if root.is_dir() else root.parent
-        found = [_local(file, below) for file in sources.find_source(name, pattern, text_column, selection).files]
+        found = [_local(file, below) for file in sources.find_source(name, pattern, text_column, selection).local_files]
     whole = [file.name for file in found if table_kind(Path(file.name)) in ("json", "csv")]
     if whole:
         raise DataError(

@@ -166,6 +166,7 @@ class _Writer:
         for name, file in self._beside.items():
             np.asarray(getattr(encoded, name), dtype=np.uint8).tofile(file)
         if self.labels is not None:
+            assert encoded.label is not None  # the encoder is labelled
             self.labels.append(encoded.label)
         self.offsets.append(self.offsets[-1] + len(encoded.tokens))
 

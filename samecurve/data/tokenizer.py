@@ -66,13 +66,15 @@ def _known(tokenizer: PreTrainedTokenizerFast, token: str) -> str:
 
 
 def _load(recipe: Recipe, find: Callable[[Data], sources.DataSource] | None) -> PreTrainedTokenizerFast:
-    if recipe.tokenizer.vocabulary_size is not None:
+    size = recipe.tokenizer.vocabulary_size
+    if size is not None:
         if find is None:
             data, selection = recipe.data, sources.Selection.of(recipe, recipe.data)
+            assert data.path is not None  # the tasks that take a mixture give `find`
             source = sources.find_source(data.path, data.pattern, data.text_column, selection)
         else:
             source = find(recipe.data)
-        return _trained(recipe, source)
+        return _trained(recipe, source, size)
     path = recipe.tokenizer.path or recipe.model.path
     if path is None:
         raise ConfigurationError("no tokenizer: set tokenizer.path, or tokenizer.vocabulary_size to train one")
@@ -141,10 +143,10 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def _trained(recipe: Recipe, source: sources.DataSource) -> PreTrainedTokenizerFast:
+def _trained(recipe: Recipe, source: sources.DataSource, size: int) -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 
-    size, fraction = recipe.tokenizer.vocabulary_size, sources.validation_fraction(recipe)
+    fraction = sources.validation_fraction(recipe)
     cache, chat = cache_folder(recipe.data.cache_dir), TASKS[recipe.task].chats
     more = (BEGIN_OF_TURN, END_OF_TURN) if chat else (MASK,) if recipe.task == "mlm" else ()
     markers = (BEGIN_OF_TEXT, END_OF_TEXT, *more)

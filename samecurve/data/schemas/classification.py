@@ -69,10 +69,11 @@ class ExampleSource(sources.TableSource):
         text = text_of(place, "text_column", self.text_column, row)
         pair = None if self.pair_column is None else text_of(place, "text_pair_column", self.pair_column, row)
         label = _value(place, "label_column", self.label_column, row)
-        return Example(place, text, pair, self._name(f"{place}: {self.label_column!r}", label))
+        return Example(place, text, pair, self._name(place, label))
 
-    def _name(self, at: str, label: Any) -> str:
+    def _name(self, place: str, label: Any) -> str:
         """Return the class name of a label. Raises DataError for one that is not a name or number of a class."""
+        at = f"{place}: {self.label_column!r}"
         # A csv file has numbers as text.
         if isinstance(label, str) and self.names is not None and label not in self.names and label.isdecimal():
             label = int(label)
@@ -84,7 +85,7 @@ class ExampleSource(sources.TableSource):
                 highest = "" if number_of_classes is None else f" to {number_of_classes - 1}"
                 raise DataError(f"{at} is {label}, out of range: classes are counted from 0{highest}; {_FIX}")
             return str(label) if self.names is None else self.names[label]
-        check_characters(*at.split(": ", 1), label)
+        check_characters(place, self.label_column, label)
         if self.names is not None and label not in self.names:
             raise DataError(f"{at} is {label!r:.40}, which is none of the classes {_listed(self.names)}; {_FIX}")
         return label
@@ -93,7 +94,7 @@ class ExampleSource(sources.TableSource):
 _FIX = "correct or remove the row, or name all classes in data.labels"
 
 
-def class_names(source: sources.DataSource, cache: Path) -> tuple[str, ...]:
+def class_names(source: ExampleSource, cache: Path) -> tuple[str, ...]:
     """Find the class names of a source, sorted by name or by number. The result is cached.
 
     Raises:
@@ -105,7 +106,7 @@ def class_names(source: sources.DataSource, cache: Path) -> tuple[str, ...]:
     return tuple(json.loads((directory / "names.json").read_text()))
 
 
-def _write_names(directory: Path, source: sources.DataSource) -> None:
+def _write_names(directory: Path, source: ExampleSource) -> None:
     source.check()
     first: dict[str, str] = {}
     for example in source.documents():

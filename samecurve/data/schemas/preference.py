@@ -207,10 +207,12 @@ class PairEncoder(Encoder):
 
 def _aligned(chosen: Encoded, rejected: Encoded) -> tuple[Encoded, ...]:
     """Mark both answers as trained from the earlier of their first trained tokens to their ends."""
-    start = min(int(np.argmax(answer.trained)) for answer in (chosen, rejected))
+    assert chosen.trained is not None and rejected.trained is not None  # both encoders of chats are masked
+    start = min(int(np.argmax(trained)) for trained in (chosen.trained, rejected.trained))
     return tuple(Encoded(answer.tokens, np.arange(len(answer.tokens)) >= start) for answer in (chosen, rejected))
 
 
 def _joined(chosen: Encoded, rejected: Encoded) -> Encoded:
+    assert chosen.trained is not None and rejected.trained is not None  # both encoders of chats are masked
     segments = [0] * len(chosen.tokens) + [1] * len(rejected.tokens)
     return Encoded([*chosen.tokens, *rejected.tokens], [*chosen.trained, *rejected.trained], segments)
