@@ -24,7 +24,7 @@ Span = tuple[int, int]
 _VERSION = 1
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PROBE = "\N{REFERENCE MARK}"
-_FIX = "mark what is trained by {% generation %} in a template of your own (tokenizer.chat_template: FILE)"
+_FIX = "set tokenizer.chat_template to a template of your own that marks the trained text with {% generation %}"
 
 
 class ChatEncoder(Encoder):
@@ -55,9 +55,9 @@ class ChatEncoder(Encoder):
         super().__init__(tokenizer)
         if not tokenizer.chat_template:
             raise DataError(
-                f"{tokenizer.name_or_path or 'the tokenizer'}: has no chat template; use a chat model's tokenizer, "
-                f"or set tokenizer.chat_template={CHATML}, which adds its two tokens where they are missing, or to a "
-                "Jinja file, or data.chat=false for prompts and completions"
+                f"{tokenizer.name_or_path or 'the tokenizer'}: there is no chat template; use a chat model's "
+                f"tokenizer, set tokenizer.chat_template to a Jinja file or to {CHATML} (which adds its two tokens if "
+                "they are missing), or set data.chat=false to train on prompts and completions without a template"
             )
         from tokenizers import processors
 
@@ -97,7 +97,10 @@ class ChatEncoder(Encoder):
         else:
             spans = self._by_difference(conversation, template, text)
         if not spans:
-            raise DataError(f"{conversation.place}: the chat template marks no part of it as the assistant's; {_FIX}")
+            raise DataError(
+                f"{conversation.place}: the chat template marks no text of this conversation as the assistant's, so no "
+                f"token would be trained; {_FIX}"
+            )
         return text, [self._with_end(conversation, text, span) for span in spans]
 
     def _template(self, conversation: Conversation) -> str:
@@ -107,8 +110,8 @@ class ChatEncoder(Encoder):
         for name, is_used in used.items():
             if is_used and name not in template:
                 raise DataError(
-                    f"{conversation.place}: has {name}, which the chat template leaves out; remove them, or set "
-                    "tokenizer.chat_template to a template that renders them"
+                    f"{conversation.place}: the row has {name}, which the chat template does not render; remove them, "
+                    "or set tokenizer.chat_template to a template that does"
                 )
         return template
 
@@ -133,7 +136,10 @@ class ChatEncoder(Encoder):
             )
         except Exception as error:  # errors of Jinja, and of any expression in the template
             reason = " ".join(str(error).split()) or type(error).__name__
-            raise DataError(f"{conversation.place}: the chat template cannot render it: {reason}") from error
+            raise DataError(
+                f"{conversation.place}: the chat template cannot render this conversation: {reason}; correct or remove "
+                "the row, or set tokenizer.chat_template to another template"
+            ) from error
         # render_jinja_template returns (texts, spans), whatever its annotation says.
         return texts[0], spans[0] if marks else []  # pyright: ignore[reportReturnType]
 
@@ -147,7 +153,7 @@ class ChatEncoder(Encoder):
                 if not text.startswith(before):
                     raise DataError(
                         f"{conversation.place}: the chat template renders the first {count} messages differently when "
-                        "others follow, so where the turns end that are not trained cannot be said; give all as one "
+                        "others follow, so the end of the untrained turns cannot be found; put all turns into one "
                         "column of messages without weights"
                     )
                 ends.append(len(before))
@@ -160,7 +166,7 @@ class ChatEncoder(Encoder):
         if not text.startswith(asked):
             raise DataError(
                 f"{conversation.place}: the chat template renders the prompt differently when the completion follows, "
-                "so where the completion begins is unknown; set data.train_on=assistant"
+                "so the start of the completion cannot be found; set data.train_on=assistant"
             )
         return len(asked), len(text)
 
@@ -175,14 +181,14 @@ class ChatEncoder(Encoder):
             asked, answered = apply(index, prompt=True)[0], apply(index + 1)[0]
             if not (text.startswith(answered) and answered.startswith(asked)):
                 raise DataError(
-                    f"{conversation.place}: message {index}: the chat template renders this turn differently when it "
-                    f"is not the last one, so its tokens cannot be told from the others; {_FIX}"
+                    f"{conversation.place}: message {index}: the chat template renders this turn differently when "
+                    f"others follow, so its tokens cannot be found; {_FIX}"
                 )
             header = self._header(conversation, template, index) if asked == apply(index)[0] else ""
             if header:
                 raise DataError(
                     f"{conversation.place}: message {index}: the chat template has no generation prompt, so "
-                    f"{_shown(header)} cannot be told from the answer; {_FIX}"
+                    f"{_shown(header)} cannot be separated from the answer; {_FIX}"
                 )
             spans.append(self._trimmed(text, len(asked), len(answered)))
         return spans
@@ -209,10 +215,10 @@ class ChatEncoder(Encoder):
         following = max((token for token in self._special if text.startswith(token, end)), key=len, default=None)
         if following is None:
             raise DataError(
-                f"{conversation.place}: the chat template ends the assistant's turn {_shown(text[start:end])} with no "
-                "special token, so a model would never learn to stop; write {{ eos_token }} behind it in a template of "
-                f"your own (tokenizer.chat_template: FILE), or set tokenizer.chat_template={CHATML}, which adds the "
-                "tokens that it writes"
+                f"{conversation.place}: the chat template writes no special token after the assistant's turn "
+                f"{_shown(text[start:end])}, so the model would never learn to stop; set tokenizer.chat_template to a "
+                "template of your own that writes {{ eos_token }} there, or to "
+                f"{CHATML}, which adds the tokens that it writes"
             )
         return start, end + len(following)
 

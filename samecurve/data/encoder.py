@@ -52,9 +52,9 @@ class Encoder(ABC):
         from tokenizers import Tokenizer
 
         if not hasattr(tokenizer, "backend_tokenizer"):
-            raise DataError(f"{tokenizer.name_or_path}: only fast tokenizers (with a tokenizer.json) are supported")
+            raise DataError(f"{tokenizer.name_or_path}: not a fast tokenizer; use one with a tokenizer.json")
         if self.ends_texts and tokenizer.eos_token_id is None:
-            raise DataError(f"{tokenizer.name_or_path}: no eos_token; name one in tokenizer_config.json")
+            raise DataError(f"{tokenizer.name_or_path}: there is no eos_token; name one in tokenizer_config.json")
         self._begin, self._end = _known(tokenizer.bos_token_id), _known(tokenizer.eos_token_id)
         self._rust = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self._rust.no_truncation()

@@ -126,7 +126,7 @@ def table_rows(file: Path | hub.Split, documents_are: str) -> Iterator[tuple[str
         yield from file.rows()
         return
     if table_kind(file) is None:
-        raise DataError(f"{file}: {documents_are} are the rows of a jsonl, json, parquet or csv file")
+        raise DataError(f"{file}: not a table; {documents_are} must be the rows of a jsonl, json, parquet or csv file")
     yield from read_rows(file)
 
 
@@ -160,13 +160,13 @@ def what_rows_are(files: Iterable[Path | hub.Split], one_is: str) -> str:
     """Describe the rows that each kind of file should have, for a message about a table without rows."""
     kinds = {"hub" if isinstance(file, hub.Split) else table_kind(file) for file in files}
     meanings = {
-        "csv": f"each line of a csv file below its header is {one_is.replace('an object', 'a row')}",
-        "jsonl": f"each line of a jsonl file is {one_is}",
-        "json": f"a json file is a list, in which each entry is {one_is}",
-        "parquet": f"each row of a parquet file is {one_is.replace('an object', 'a row')}",
-        "hub": f"each row is {one_is.replace('an object', 'a row')}",
+        "csv": f"each line of a csv file below its header must be {one_is.replace('an object', 'a row')}",
+        "jsonl": f"each line of a jsonl file must be {one_is}",
+        "json": f"a json file must be a list, in which each entry is {one_is}",
+        "parquet": f"each row of a parquet file must be {one_is.replace('an object', 'a row')}",
+        "hub": f"each row must be {one_is.replace('an object', 'a row')}",
     }
-    return "; ".join(text for kind, text in meanings.items() if kind in kinds) or f"each row is {one_is}"
+    return "; ".join(text for kind, text in meanings.items() if kind in kinds) or f"each row must be {one_is}"
 
 
 def check_rows(
@@ -185,7 +185,7 @@ def check_rows(
     except DataError as error:  # the rows end here: the file itself is broken
         found[str(error)] = [str(error)]
     if not found and not num_rows:
-        raise DataError(f"{name}: holds no row; {what_a_row_is}")
+        raise DataError(f"{name}: there are no rows; {what_a_row_is}")
     if found:
         raise DataError(_listed(name, list(found.values())))
 
@@ -258,9 +258,9 @@ def is_held_out(text: str, fraction: float) -> bool:
 def text_of(place: str, row: dict, column: str) -> str:
     """Return the text of a table's row. Raises DataError if the column is missing or not text."""
     if column not in row:
-        raise no_column(place, row, {"text_column": column}, fix="set data.text_column, or remove what has no text")
+        raise no_column(place, row, {"text_column": column}, fix="set data.text_column, or remove rows without text")
     if not isinstance(row[column], str):
-        raise DataError(f"{place}: {column!r} is {row[column]!r:.40}, not text; remove or fill the row")
+        raise DataError(f"{place}: {column!r} is {row[column]!r:.40}, not text; correct or remove the row")
     check_characters(place, column, row[column])
     return row[column]
 
@@ -279,7 +279,9 @@ def builtin_files() -> tuple[Path, ...]:
         subfolders[:] = [name for name in subfolders if name not in _NOT_STDLIB]
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     if not files:
-        raise DataError(f"{BUILTIN}: {root} holds no .py file; this Python keeps its library elsewhere: set data.path")
+        raise DataError(
+            f"{BUILTIN}: this Python has no .py files of its library in {root}; set data.path to other data"
+        )
     return tuple(sorted(files))
 
 

@@ -60,8 +60,8 @@ def _known(tokenizer: PreTrainedTokenizerFast, token: str) -> str:
         return token
     special = ", ".join(dict.fromkeys(tokenizer.all_special_tokens)) or "none"
     raise ConfigurationError(
-        f"tokenizer.pad_token: found {describe(token)}, which is no token of "
-        f"{tokenizer.name_or_path or 'the tokenizer'}; its special tokens: {special}"
+        f"tokenizer.pad_token: found {describe(token)}, which is not a token of "
+        f"{tokenizer.name_or_path or 'the tokenizer'}; use one of its tokens (special ones: {special})"
     )
 
 
@@ -88,8 +88,8 @@ def padding(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
             f", for example its eos_token: tokenizer.pad_token='{tokenizer.eos_token}'" if tokenizer.eos_token else ""
         )
         raise DataError(
-            f"{tokenizer.name_or_path}: has no pad_token; set tokenizer.pad_token to one of its tokens that no text "
-            f"holds{example}"
+            f"{tokenizer.name_or_path}: there is no pad_token; set tokenizer.pad_token to one of its tokens that "
+            f"occurs in no text{example}"
         )
     return tokenizer
 

@@ -83,11 +83,11 @@ class ExampleSource(sources.TableSource):
             number_of_classes = None if self.names is None else len(self.names)
             if label < 0 or (number_of_classes is not None and label >= number_of_classes):
                 highest = "" if number_of_classes is None else f" to {number_of_classes - 1}"
-                raise DataError(f"{at} is {label}, out of range: classes are counted from 0{highest}; {_FIX}")
+                raise DataError(f"{at} is {label}, but classes are numbered from 0{highest}; {_FIX}")
             return str(label) if self.names is None else self.names[label]
         check_characters(place, self.label_column, label)
         if self.names is not None and label not in self.names:
-            raise DataError(f"{at} is {label!r:.40}, which is none of the classes {_listed(self.names)}; {_FIX}")
+            raise DataError(f"{at} is {label!r:.40}, which is not one of the classes {_listed(self.names)}; {_FIX}")
         return label
 
 
@@ -116,8 +116,8 @@ def _write_names(directory: Path, source: ExampleSource) -> None:
     if numbers and len(numbers) < len(names):
         word = next(name for name in names if not name.isdecimal())
         raise DataError(
-            f"{source.name}: labels are both numbers ({numbers[0]} in {first[numbers[0]]}) and names ({word!r} in "
-            f"{first[word]}); use one of the two"
+            f"{source.name}: the labels mix numbers ({numbers[0]} in {first[numbers[0]]}) and names ({word!r} in "
+            f"{first[word]}); use only one of the two"
         )
     if numbers:
         names = sorted(names, key=int)
@@ -125,11 +125,14 @@ def _write_names(directory: Path, source: ExampleSource) -> None:
         if missing is not None:
             last = names[-1]
             raise DataError(
-                f"{first[last]}: the label {last} is out of range: no row has {missing}; number the classes from 0 "
+                f"{first[last]}: the label is {last}, but no row has the label {missing}; number the classes from 0 "
                 "without a gap, or name all of them in data.labels"
             )
     if len(names) < 2:
-        raise DataError(f"{source.name}: every row has the label {names[0]!r}; there is nothing to tell apart")
+        raise DataError(
+            f"{source.name}: every row has the label {names[0]!r}, but a classifier needs two classes; add rows of "
+            "another class, or name all classes in data.labels"
+        )
     (directory / "names.json").write_text(json.dumps(names))
 
 

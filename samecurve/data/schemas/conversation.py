@@ -103,7 +103,7 @@ def conversation(place: str, row: dict, schema: Schema) -> Conversation:
     column = schema.messages or next((name for name in _MESSAGES if name in row), _MESSAGES[0])
     if schema.prompt is None and schema.completion is None and (schema.messages or column in row):
         if not schema.chat:
-            raise DataError(f"{place}: {column!r}: messages need a template; set data.chat=true")
+            raise DataError(f"{place}: {column!r} holds messages, which need a chat template; set data.chat=true")
         if column not in row:
             raise no_column(place, row, {"messages_column": column}, fix=_SET_COLUMNS)
         if schema.train_on == "completion":
@@ -138,8 +138,8 @@ def turns(place: str, column: str, value: Any, role: str, schema: Schema) -> tup
 def _check_prompt(place: str, column: str, messages: tuple[dict[str, Any], ...]) -> None:
     if any(message.get("weight") == 1 for message in messages):
         raise DataError(
-            f"{place}: {column!r} has a turn of weight 1, but a prompt is not trained; remove the weight, or give all "
-            "as one column of messages"
+            f"{place}: {column!r} has a turn of weight 1, but a prompt is not trained; remove the weight, or put "
+            "all turns into one column of messages"
         )
 
 
@@ -156,10 +156,10 @@ def _check_trained(place: str, column: str, messages: tuple[dict[str, Any], ...]
     roles = ", ".join(message["role"] for message in messages)
     fix = "; remove the row, or set data.train_on=all"
     if weights:
-        what, fix = "no assistant turn but with weight 0", "; remove the row, or give a turn the weight 1"
+        what, fix = "only assistant turns of weight 0", "; remove the row, or give a turn the weight 1"
     else:
         what = f"no assistant turn (roles: {roles})"
-    raise DataError(f"{place}: {column!r} has {what}, so nothing of it is trained{fix}")
+    raise DataError(f"{place}: {column!r} has {what}, so no token would be trained{fix}")
 
 
 def tools_of(place: str, value: Any) -> tuple[dict[str, Any], ...] | None:

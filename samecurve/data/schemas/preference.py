@@ -125,8 +125,8 @@ def _split_messages(place: str, row: dict, schema: Schema, chosen: Turns, reject
     """Return (prompt, chosen, rejected). The prompt is the longest common prefix of messages."""
     if any(isinstance(row[column], str) for column in (schema.chosen, schema.rejected)):
         raise DataError(
-            f"{place}: {schema.chosen!r} and {schema.rejected!r} are text and there is no column 'prompt'; name it "
-            "(data.prompt_column), give messages, or set data.chat=false to take what both begin with as the prompt"
+            f"{place}: {schema.chosen!r} and {schema.rejected!r} are text, but there is no column 'prompt'; set "
+            "data.prompt_column, write messages, or set data.chat=false to take the common beginning as the prompt"
         )
     length = _common(chosen, rejected)
     if not length:
@@ -148,12 +148,12 @@ def _split_texts(place: str, row: dict, schema: Schema, chosen: Turns, rejected:
 
 
 _UNPAIRED = (
-    "this is unpaired data, as TRL's KTO has them, which are not read yet: give the better and the worse answer of "
-    "each prompt as chosen and rejected, also for dpo.loss=kto"
+    "unpaired rows (completion and label, as for TRL's KTO) are not supported: write the better and the worse answer "
+    "of each prompt as chosen and rejected, also for dpo.loss=kto"
 )
 _NOTHING_SHARED = (
-    "{place}: {schema.chosen!r} and {schema.rejected!r} have no first {what} in common, so there is no prompt that "
-    "both answer; correct or remove the row, or name the prompt's column (data.prompt_column)"
+    "{place}: {schema.chosen!r} and {schema.rejected!r} do not begin with the same {what}, so they have no common "
+    "prompt; correct or remove the row, or set data.prompt_column"
 )
 
 
@@ -163,7 +163,7 @@ def _common(one: Any, other: Any) -> int:
 
 def _check_answer(place: str, column: str, answer: Turns) -> None:
     if not answer or not any(message["content"].strip() or message.get("tool_calls") for message in answer):
-        raise DataError(f"{place}: {column!r} is empty behind the prompt; add the answer or remove the row")
+        raise DataError(f"{place}: {column!r} has no answer after the prompt; add it or remove the row")
     if any(message.get("weight") == 0 for message in answer):
         raise DataError(
             f"{place}: {column!r} has a turn of weight 0, but pairs are compared by their whole answers; remove the "
@@ -172,8 +172,8 @@ def _check_answer(place: str, column: str, answer: Turns) -> None:
     if answer[0]["role"] != "assistant":
         roles = ", ".join(message["role"] for message in answer)
         raise DataError(
-            f"{place}: {column!r} does not answer the prompt with an assistant turn (roles behind it: {roles}); "
-            "correct or remove the row"
+            f"{place}: {column!r} has no assistant turn right after the prompt (roles there: {roles}); correct or "
+            "remove the row"
         )
 
 
