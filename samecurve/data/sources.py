@@ -208,10 +208,9 @@ def fingerprint(source: DataSource, cache: Path) -> str:
     The digest is cached by the files' sizes and modification times, so they are read once.
     """
     splits = [file.identity for file in source.files if isinstance(file, hub.Split)]
-    files = source.local_files
-    if splits:
-        return digest("hub", splits, *([_fingerprint(files, cache)] if files else []))
-    return _fingerprint(files, cache)
+    if not splits:
+        return _fingerprint(source.local_files, cache)
+    return digest("hub", splits, *([_fingerprint(source.local_files, cache)] if source.local_files else []))
 
 
 def _fingerprint(files: tuple[Path, ...], cache: Path) -> str:

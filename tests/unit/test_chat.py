@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from report_cases import check_message
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -245,42 +246,74 @@ STRICT = "{{ raise_exception('roles must alternate') }}"
 HEADLESS = UNMARKED.replace("{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}", "")
 HEADLESS_CALLS = UNMARKED_CALLS.partition("{% if add_generation")[0]
 ERRORS = [
-    (HEADLESS_CALLS, CALLING, "here: message 1: the chat template has no generation prompt, so '<|im_start|>assistant"),
+    (
+        HEADLESS_CALLS,
+        CALLING,
+        (
+            "here",
+            "message 1",
+            "no generation prompt",
+            "'<|im_start|>assistant",
+            "tokenizer.chat_template",
+            "{% generation %}",
+        ),
+    ),
     (
         None,
         TURNS,
-        "has no chat template; use a chat model's tokenizer, or set tokenizer.chat_template=chatml, which adds its "
-        "two tokens where they are missing, or to a Jinja file, or data.chat=false",
+        (
+            "the tokenizer",
+            "no chat template",
+            "chat model's tokenizer",
+            "tokenizer.chat_template",
+            "chatml",
+            "data.chat=false",
+        ),
     ),
-    (STRICT, TURNS, "here: the chat template cannot render it: roles must alternate"),
+    (
+        STRICT,
+        TURNS,
+        ("here", "cannot render", "roles must alternate", "correct or remove the row", "tokenizer.chat_template"),
+    ),
     (
         FORGETFUL,
         TURNS[:2] + [{"role": "assistant", "content": "think|answer"}] + TURNS[3:],
-        "here: message 2: the chat",
+        ("here", "message 2", "differently", "tokenizer.chat_template", "{% generation %}"),
     ),
-    (HEADLESS, TURNS, "here: message 2: the chat template has no generation prompt, so '<|im_start|>assistant' cannot"),
-    ("{{ messages[-1]['content'] }}", TURNS, "here: message 2: the chat template renders this turn differently"),
+    (HEADLESS, TURNS, ("here", "message 2", "no generation prompt", "'<|im_start|>assistant'", "{% generation %}")),
+    ("{{ messages[-1]['content'] }}", TURNS, ("here", "message 2", "differently", "{% generation %}")),
     (
         "{% for m in messages %}{{ m['content'] + '\n' }}{% endfor %}",
         TURNS,
-        "here: the chat template ends the assistant's turn '  héllo 🙂\\n\\n\\n' with no special token, so a model "
-        "would never learn to stop",
+        (
+            "here",
+            "no special token",
+            "'  héllo 🙂\\n\\n\\n'",
+            "never learn to stop",
+            "tokenizer.chat_template",
+            "{{ eos_token }}",
+            "chatml",
+        ),
     ),
-    ("{% generation %}{% endgeneration %}x", TURNS, "here: the chat template marks no part of it as the assistant's"),
-    (CHAT_TEMPLATE, TOOL_CALL, "here: has tool_calls, which the chat template leaves out"),
+    (
+        "{% generation %}{% endgeneration %}x",
+        TURNS,
+        ("here", "marks no text", "no token would be trained", "{% generation %}"),
+    ),
+    (CHAT_TEMPLATE, TOOL_CALL, ("here", "tool_calls", "does not render", "tokenizer.chat_template")),
     (
         CHAT_TEMPLATE,
         {"messages": TURNS, "tools": json.dumps([{"name": "f"}])},
-        "here: has tools, which the chat template",
+        ("here", "tools", "does not render", "tokenizer.chat_template"),
     ),
 ]
 
 
-@pytest.mark.parametrize(("template", "row", "message"), ERRORS)
-def test_what_cannot_be_marked_exactly_is_an_error(make, template, row, message):
+@pytest.mark.parametrize(("template", "row", "told"), ERRORS)
+def test_what_cannot_be_marked_exactly_is_an_error(make, template, row, told):
     with pytest.raises(DataError) as caught:
         encode(make(template), row)
-    assert message in str(caught.value)
+    check_message(str(caught.value), *told)
 
 
 @pytest.fixture
@@ -309,5 +342,5 @@ def test_processes_that_share_the_work_find_what_one_finds(make, two_processes, 
 
 def test_what_a_process_cannot_render_is_told_by_its_place(make, two_processes):
     template = "{% if messages[0]['content'] == 'what is 23?' %}{{ raise_exception('no') }}{% endif %}" + UNMARKED
-    with pytest.raises(DataError, match="row 23: the chat template cannot render it"):
+    with pytest.raises(DataError, match="row 23: the chat template cannot render"):
         encoded_in_batches(make(template))
