@@ -36,14 +36,15 @@ def _known_family(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 def _keys(value: Callable[[str], Any]) -> Iterator[Finding]:
     fields = _fields(value)
-    made_as = _family(fields)
+    model_type = fields.get("model_type")
+    made_as = family(model_type) if isinstance(model_type, str) else None
     legal = [("model", "config", name) for name in (*made_as.fields, *made_as.aliases)] if made_as else []
     for key, found in fields.items():
         path = ("model", "config", key)
         if key in OWNED:
             yield ".".join(path), f"the recipe's {OWNED[key]} sets it; remove it here"
         elif made_as and path not in legal and key not in made_as.also and key != "model_type":
-            text = f"the config of {fields['model_type']} has no such key{suggest(path, legal) or '; remove it'}"
+            text = f"the config of {model_type} has no such key{suggest(path, legal) or '; remove it'}"
             yield ".".join(path), text
         elif made_as:
             text = _complaint(made_as, made_as.aliases.get(key, key), found)
@@ -64,11 +65,6 @@ RULES = _known_family, _keys, _numbers
 
 def _fields(value: Callable[[str], Any]) -> dict[str, Any]:
     return value("model.config") or {}
-
-
-def _family(fields: dict[str, Any]) -> Family | None:
-    found = fields.get("model_type")
-    return family(found) if isinstance(found, str) else None
 
 
 def _complaint(made_as: Family, name: str, found: Any) -> str | None:

@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from samecurve.data.encoder import Encoded, Encoder
-from samecurve.data.schemas.conversation import Conversation, Schema
+from samecurve.data.schemas.conversation import ChatSchema, Conversation
 from samecurve.errors import DataError
 from samecurve.specs.data_names import CHATML
 from samecurve.storage.cache import digest
@@ -51,7 +51,7 @@ class ChatEncoder(Encoder):
     masked = renders = True
     counted = ("answers_begun_inside_a_token", "messages_with_special_tokens")
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, schema: Schema):
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, schema: ChatSchema):
         super().__init__(tokenizer)
         if not tokenizer.chat_template:
             raise DataError(
@@ -78,11 +78,9 @@ class ChatEncoder(Encoder):
             found.append(Encoded(encoding.ids, _overlap(offsets, spans)))
             inside = sum(bool(((offsets[:, 0] < start) & (start < offsets[:, 1])).any()) for start, _ in spans)
             self.counts["answers_begun_inside_a_token"] += inside
-            self.counts["messages_with_special_tokens"] += self._count_special(document)
+            special = (any(token in message["content"] for token in self._special) for message in document.messages)
+            self.counts["messages_with_special_tokens"] += sum(special)
         return found
-
-    def _count_special(self, document: Conversation) -> int:
-        return sum(any(token in message["content"] for token in self._special) for message in document.messages)
 
     def render(self, conversation: Conversation) -> tuple[str, list[Span]]:
         """Return the rendered text and its trained character ranges."""
@@ -125,9 +123,11 @@ class ChatEncoder(Encoder):
         from transformers.utils.chat_template_utils import render_jinja_template
 
         marks = _GENERATION.search(template) is not None
+        said = conversation.messages[:num_messages]
+        messages = [{key: value for key, value in message.items() if key != "weight"} for message in said]
         try:
             texts, spans = render_jinja_template(
-                [[_without_weight(message) for message in conversation.messages[:num_messages]]],
+                [messages],
                 tools=list(conversation.tools) if conversation.tools else None,
                 chat_template=template,
                 return_assistant_tokens_mask=marks,
@@ -231,7 +231,7 @@ class TextEncoder(Encoder):
 
     masked = True
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, schema: Schema):
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, schema: ChatSchema):
         super().__init__(tokenizer)
         from tokenizers import processors
 
@@ -256,7 +256,7 @@ class TextEncoder(Encoder):
         return text, [(0 if self.schema.train_on == "all" else len(prompt), len(text))]
 
 
-def encoder(tokenizer: PreTrainedTokenizerFast, schema: Schema) -> ChatEncoder | TextEncoder:
+def encoder(tokenizer: PreTrainedTokenizerFast, schema: ChatSchema) -> ChatEncoder | TextEncoder:
     return ChatEncoder(tokenizer, schema) if schema.chat else TextEncoder(tokenizer, schema)
 
 
@@ -270,10 +270,6 @@ def _untrained(conversation: Conversation) -> Iterator[tuple[int, int]]:
     for index, following in zip(answers, [*answers[1:], len(conversation.messages)], strict=True):
         if index >= conversation.num_prompt and conversation.messages[index].get("weight") == 0:
             yield index, following
-
-
-def _without_weight(message: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in message.items() if key != "weight"}
 
 
 def _shown(text: str) -> str:

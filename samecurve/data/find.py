@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING
 from samecurve.data import sources
 from samecurve.data.builtin import DocstringSource, FunctionSource, ModuleSource, PreferenceSource
 from samecurve.data.schemas.classification import ExampleSource
-from samecurve.data.schemas.conversation import ConversationSource
-from samecurve.data.schemas.conversation import Schema as ChatSchema
-from samecurve.data.schemas.preference import PairSource
-from samecurve.data.schemas.preference import Schema as PairSchema
+from samecurve.data.schemas.conversation import ChatSchema, ConversationSource
+from samecurve.data.schemas.preference import PairSchema, PairSource
 from samecurve.data.schemas.retrieval import MatchSource
 from samecurve.specs.data_names import DOCSTRINGS, FUNCTIONS, MODULES, PREFERENCES
 

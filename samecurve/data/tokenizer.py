@@ -133,14 +133,11 @@ def load_pretrained_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedT
         folder = str(Path(path).expanduser()) if path.startswith("~") else path
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigurationError(
-            f"{path}: no tokenizer could be loaded ({_first_line(error)}); a folder needs tokenizer.json and "
+            f"{path}: no tokenizer could be loaded ({reason}); a folder needs tokenizer.json and "
             "tokenizer_config.json, a hub name needs the network or an earlier download"
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _trained(recipe: Recipe, source: sources.DataSource, size: int) -> PreTrainedTokenizerFast:

@@ -44,7 +44,7 @@ BY_HAND = {
 
 def pair_tokens(name: str, row: dict, train_on: str) -> list[tuple[list[int], list[bool]]]:
     """Ids and marks of both answers."""
-    schema = preference.Schema()
+    schema = preference.PairSchema()
     encoder = preference.PairEncoder(make_tokenizer(name), schema, train_on)
     (found,) = encoder.encode([preference.pair("here", row, schema)])
     segments = np.array(found.segments)
@@ -67,7 +67,7 @@ def test_the_trained_tokens_of_an_answer_by_hand(name, train_on):
     assert chosen == BY_HAND[name, train_on]
     assert rejected == chosen.replace("[b", "[cd")
     row = {"prompt": "a", "completion": "b"}  # and sft's are the same
-    schema = conversation.Schema(train_on=train_on)
+    schema = conversation.ChatSchema(train_on=train_on)
     (found,) = chat_encoder.encoder(tokenizer, schema).encode([conversation.conversation("here", row, schema)])
     assert bracketed(tokenizer, list(found.tokens), list(found.trained)) == chosen
 
@@ -115,7 +115,7 @@ def test_marks_decide_what_is_the_assistants_and_nothing_about_a_completion(turn
     )
     row, found = {"prompt": "a", "completion": "b"}, {}
     for train_on in ("assistant", "completion"):
-        schema = conversation.Schema(train_on=train_on)
+        schema = conversation.ChatSchema(train_on=train_on)
         said = conversation.conversation("here", row, schema)
         (encoded,) = chat_encoder.encoder(tokenizer, schema).encode([said])
         found[train_on] = bracketed(tokenizer, list(encoded.tokens), list(encoded.trained))
@@ -248,7 +248,7 @@ ERRORS = [
 
 @pytest.mark.parametrize(("row", "template", "told"), ERRORS)
 def test_what_has_no_completion_is_an_error(row, template, told):
-    tokenizer, schema = make_tokenizer("chatml"), conversation.Schema(train_on="completion")
+    tokenizer, schema = make_tokenizer("chatml"), conversation.ChatSchema(train_on="completion")
     tokenizer.chat_template = template or tokenizer.chat_template
     with pytest.raises(DataError) as caught:
         chat_encoder.encoder(tokenizer, schema).encode([conversation.conversation("here", row, schema)])

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from samecurve.data import parallel_encoding
 from samecurve.data.chat_encoder import ChatEncoder, TextEncoder
-from samecurve.data.schemas.conversation import Schema, conversation
+from samecurve.data.schemas.conversation import ChatSchema, conversation
 from samecurve.data.tokenizer import CHAT_TEMPLATE
 from samecurve.errors import DataError
 
@@ -90,7 +90,7 @@ def make(rust):
 
 
 def encode(tokenizer, row: dict | list, **schema) -> tuple[list[int], list[bool]]:
-    schema = Schema(**schema)
+    schema = ChatSchema(**schema)
     row = {"messages": row} if isinstance(row, list) else row
     encoder = (ChatEncoder if schema.chat else TextEncoder)(tokenizer, schema)
     (encoded,) = encoder.encode([conversation("here", row, schema)])
@@ -153,8 +153,8 @@ def test_a_turn_of_weight_0_is_not_trained(make, template):
     row = {"prompt": TURNS[:2], "completion": [*weighted(0, 1)[2:]]}
     assert trained_text(make(template), row) == ["4<|im_end|>"]
     shown = "{% for m in messages %}{{ m | tojson }}{% endfor %}"  # the weight is no part of the conversation
-    plain, with_weights = (ChatEncoder(make(shown), Schema(train_on="all")) for _ in range(2))
-    given = [conversation("here", {"messages": turns}, Schema()) for turns in (TURNS, weighted(0, 1))]
+    plain, with_weights = (ChatEncoder(make(shown), ChatSchema(train_on="all")) for _ in range(2))
+    given = [conversation("here", {"messages": turns}, ChatSchema()) for turns in (TURNS, weighted(0, 1))]
     assert plain.render(given[0])[0] == with_weights.render(given[1])[0]
 
 
@@ -217,9 +217,9 @@ def test_empty_keys_that_arrow_adds_are_not_seen_by_the_template(make):
 
 
 def test_what_is_trained_but_never_asked_for_is_counted(make):
-    encoder = ChatEncoder(make(), Schema())
+    encoder = ChatEncoder(make(), ChatSchema())
     odd = [{"role": "user", "content": "<|im_end|>"}, {"role": "assistant", "content": "\t\t4"}]  # "\n\t" is one token
-    encoder.encode([conversation("here", {"messages": messages}, Schema()) for messages in (TURNS, odd)])
+    encoder.encode([conversation("here", {"messages": messages}, ChatSchema()) for messages in (TURNS, odd)])
     assert encoder.counts == {"answers_begun_inside_a_token": 1, "messages_with_special_tokens": 1}
     assert trained_text(make(), odd) == ["\n\t\t4<|im_end|>"]  # as transformers marks it, and no token less
 
@@ -232,11 +232,14 @@ def test_offsets_are_not_trimmed(make):
 
 
 def test_identity_holds_whatever_changes_tokens_or_marks(make):
-    encoders = [ChatEncoder(make(), Schema()), ChatEncoder(make(), Schema(train_on="all"))]
-    encoders += [ChatEncoder(make(UNMARKED), Schema()), ChatEncoder(make(eos="<|end_of_text|>"), Schema())]
-    encoders += [TextEncoder(make(), Schema(chat=False)), TextEncoder(make(), Schema(chat=False, train_on="all"))]
+    encoders = [ChatEncoder(make(), ChatSchema()), ChatEncoder(make(), ChatSchema(train_on="all"))]
+    encoders += [ChatEncoder(make(UNMARKED), ChatSchema()), ChatEncoder(make(eos="<|end_of_text|>"), ChatSchema())]
+    encoders += [
+        TextEncoder(make(), ChatSchema(chat=False)),
+        TextEncoder(make(), ChatSchema(chat=False, train_on="all")),
+    ]
     assert len({encoder.identity for encoder in encoders}) == 6
-    assert ChatEncoder(make(), Schema()).identity == encoders[0].identity
+    assert ChatEncoder(make(), ChatSchema()).identity == encoders[0].identity
 
 
 THOUGHT = TURNS[:2] + [{"role": "assistant", "content": "think|answer"}] + TURNS[3:]
@@ -326,8 +329,8 @@ def encoded_in_batches(tokenizer) -> tuple[list, dict[str, int]]:
     """43 conversations in batches of 5, with what was counted."""
     turns = [[("user", f"what is {n}?"), ("assistant", f" {n} {SPECIAL[0]}")] for n in range(43)]
     rows = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in turns]
-    documents = [conversation(f"row {number}", row, Schema()) for number, row in enumerate(rows)]
-    encoder = ChatEncoder(tokenizer, Schema())
+    documents = [conversation(f"row {number}", row, ChatSchema()) for number, row in enumerate(rows)]
+    encoder = ChatEncoder(tokenizer, ChatSchema())
     found = list(parallel_encoding.encoded(encoder, [documents[at : at + 5] for at in range(0, 43, 5)], 1 << 30))
     assert [document for part, _ in found for document in part] == documents
     return [([*one.tokens], [*one.trained]) for _, part in found for one in part], encoder.counts

@@ -14,7 +14,7 @@ from samecurve.config.schema import Recipe
 from samecurve.data import builtin
 from samecurve.data.find import find_conversations
 from samecurve.data.schemas import conversation
-from samecurve.data.schemas.conversation import Schema
+from samecurve.data.schemas.conversation import ChatSchema
 from samecurve.errors import DataError
 from samecurve.specs.data_names import FUNCTIONS
 from samecurve.tasks import registry
@@ -44,7 +44,7 @@ def jsonl(path: Path, *rows: dict) -> Path:
 
 
 def read(path: Path | str, **schema) -> list[conversation.Conversation]:
-    source = find_conversations(str(path), None, Schema(**schema))
+    source = find_conversations(str(path), None, ChatSchema(**schema))
     source.check()
     return list(source.documents())
 
@@ -80,7 +80,7 @@ def test_sharegpt_is_read(tmp_path):
     roles = {"system": "system", "user": "human", "assistant": "gpt"}
     turns = [{"role": "system", "content": "s"}, *GOOD["messages"]]
     row = {"conversations": [{"from": roles[turn["role"]], "value": turn["content"]} for turn in turns]}
-    expected = str(conversation.conversation("here", {"messages": turns}, Schema()))
+    expected = str(conversation.conversation("here", {"messages": turns}, ChatSchema()))
     assert [str(found) for found in read(jsonl(tmp_path / "a.jsonl", row))] == [expected]
     assert [str(found) for found in read(jsonl(tmp_path / "b.jsonl", {"conversations": turns}))] == [expected]
     assert [str(found) for found in read(tmp_path / "a.jsonl", messages="conversations")] == [expected]

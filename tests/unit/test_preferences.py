@@ -15,7 +15,7 @@ from samecurve.data.batches import EvaluationBatches
 from samecurve.data.datasets.preference import AnswerRows, GroupedAnswerRows, ScoredRows
 from samecurve.data.find import find_pairs
 from samecurve.data.schemas import preference
-from samecurve.data.schemas.preference import Schema
+from samecurve.data.schemas.preference import PairSchema
 from samecurve.data.token_store import TokenStream
 from samecurve.errors import DataError
 from samecurve.specs.data_names import PREFERENCES
@@ -30,7 +30,7 @@ def answer(content: str) -> list[dict]:
 
 
 def read(path, **schema) -> list[preference.Pair]:
-    source = find_pairs(str(path), None, Schema(**schema))
+    source = find_pairs(str(path), None, PairSchema(**schema))
     source.check()
     return list(source.documents())
 

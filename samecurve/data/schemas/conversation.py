@@ -20,7 +20,7 @@ _MESSAGES = ("messages", "conversations")
 
 
 @dataclass(frozen=True)
-class Schema:
+class ChatSchema:
     """Columns of a conversation.
 
     If all columns are None, a row's `messages` or `conversations` is read if present, else `prompt` and `completion`.
@@ -40,7 +40,7 @@ class Schema:
     train_on: str = "assistant"
 
     @classmethod
-    def of(cls, data: Data) -> Schema:
+    def of(cls, data: Data) -> ChatSchema:
         return cls(data.messages_column, data.prompt_column, data.completion_column, data.chat, data.train_on)
 
 
@@ -75,7 +75,7 @@ class ConversationSource(sources.TableSource):
 
     documents_are, a_line_is = "conversations", "one conversation"
 
-    schema: Schema = Schema()
+    schema: ChatSchema = ChatSchema()
 
     @property
     def identity(self) -> str:
@@ -88,7 +88,7 @@ class ConversationSource(sources.TableSource):
         return conversation(place, row, self.schema)
 
 
-def conversation(place: str, row: dict, schema: Schema) -> Conversation:
+def conversation(place: str, row: dict, schema: ChatSchema) -> Conversation:
     """Read and check one row.
 
     Args:
@@ -117,8 +117,8 @@ def conversation(place: str, row: dict, schema: Schema) -> Conversation:
     asked, answered = schema.prompt or "prompt", schema.completion or "completion"
     if asked not in row or answered not in row:
         raise _no_column(place, row, {"prompt_column": asked, "completion_column": answered})
-    prompt = turns(place, asked, row[asked], "user", schema)
-    completion = turns(place, answered, row[answered], "assistant", schema)
+    prompt = turns(place, asked, row[asked], "user", schema.chat)
+    completion = turns(place, answered, row[answered], "assistant", schema.chat)
     if schema.train_on == "all":
         _check_trained(place, answered, (*prompt, *completion), schema)
     else:
@@ -127,11 +127,11 @@ def conversation(place: str, row: dict, schema: Schema) -> Conversation:
     return Conversation(place, (*prompt, *completion), len(prompt), tools)
 
 
-def turns(place: str, column: str, value: Any, role: str, schema: Schema) -> tuple[dict[str, Any], ...]:
-    """Read a column as messages. Text becomes one turn of the given role; a list is read as messages."""
-    if isinstance(value, list) and schema.chat:
+def turns(place: str, column: str, value: Any, role: str, chat: bool) -> tuple[dict[str, Any], ...]:
+    """Read a column as messages. Text becomes one turn of the given role; with `chat`, a list is read as messages."""
+    if isinstance(value, list) and chat:
         return messages_of(place, column, value)
-    check_text(place, column, value, "text" if not schema.chat else "text or a list of messages")
+    check_text(place, column, value, "text or a list of messages" if chat else "text")
     return ({"role": role, "content": value},)
 
 
@@ -143,7 +143,7 @@ def _check_prompt(place: str, column: str, messages: tuple[dict[str, Any], ...])
         )
 
 
-def _check_trained(place: str, column: str, messages: tuple[dict[str, Any], ...], schema: Schema) -> None:
+def _check_trained(place: str, column: str, messages: tuple[dict[str, Any], ...], schema: ChatSchema) -> None:
     """Raise DataError if no turn is trained, or if a turn has weight 0 although `train_on` trains all turns."""
     weights = [message.get("weight", 1) for message in messages if message["role"] == "assistant"]
     if schema.train_on != "assistant" and any(message.get("weight") == 0 for message in messages):
