@@ -13,11 +13,11 @@ from samecurve.config.schema_data import Data, Tokenizer
 from samecurve.config.schema_training import Batch, Loss, Memory, Optimizer, Schedule
 from samecurve.config.section import LARGEST_INTEGER, Count, Name, Natural, Section
 
-# numpy takes seeds below 2**32, and the rank is added to this one
+# numpy takes seeds below 2**32, and the rank is added to this one.
 LARGEST_SEED = 2**31 - 1
-# the step in the name of a checkpoint's folder has eight digits
+# The name of a checkpoint's folder has eight digits for the step.
 MOST_STEPS = 10**8 - 1
-# 31 years, in seconds: the clocks of PyTorch and Python that wait for a step end after some hundred
+# 31 years in seconds. Timeouts of some hundred years overflow in PyTorch and Python.
 LONGEST_TIMEOUT = 10**9
 Pooling = Literal["mean", "cls", "last"]
 
@@ -185,7 +185,7 @@ class Distill(Section):
 
 
 def _off(value: Any) -> Any:
-    return "off" if value is False else value  # as YAML 1.1 reads the word
+    return "off" if value is False else value  # YAML 1.1 reads an unquoted off as false
 
 
 class Recipe(Section):

@@ -11,11 +11,11 @@ from pydantic import Field
 
 from samecurve.config.section import LARGEST_INTEGER, Name, Section
 
-# every byte and two special tokens
+# Every byte and two special tokens.
 SMALLEST_VOCABULARY = 256 + 2
-# an exbibyte, more than any machine has
+# An exbibyte, more than any machine has.
 LARGEST_BUFFER_MIB = 2**40
-# processes of each rank
+# Processes of each rank.
 MOST_WORKERS = 1024
 
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from samecurve.config.documents import Document, KeyPath
 from samecurve.config.schema import Recipe
 
-# in a key path: any place of a list
+# In a key path: any index of a list.
 ANY_ITEM = "*"
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 _ROOT_CLASS = "PreTrainedConfig"
-# what every family with the field rope_parameters takes in their place (RotaryEmbeddingConfigMixin)
+# Every family with the field rope_parameters accepts these names instead (RotaryEmbeddingConfigMixin).
 _ROTARY = ("rope_scaling", "rope_theta", "partial_rotary_factor")
 _WORDS = {"int": "an integer", "float": "a number with a decimal point", "str": "text", "bool": "true or false"}
 _WORDS |= {"None": "null", "list": "a list", "dict": "a block of keys"}
@@ -78,7 +78,7 @@ def family(model_type: str) -> Family | None:
 
 @lru_cache
 def _root() -> Path:
-    spec = find_spec("transformers")  # of a package that is not inside another: nothing is imported
+    spec = find_spec("transformers")  # for a top-level package, find_spec imports nothing
     return Path(spec.origin).parent if spec and spec.origin else Path("/nowhere")
 
 
@@ -138,7 +138,7 @@ def _collect(path: Path, name: str, into: Family) -> bool:
             into.also.update(_made_use_of(statement, reads_arguments))
             if statement.name == "__init__":
                 into.also.update(argument.arg for argument in ast.walk(statement) if isinstance(argument, ast.arg))
-    if name == _ROOT_CLASS:  # what that is made from has no fields
+    if name == _ROOT_CLASS:  # its own base classes have no fields
         return True
     return all(_collect(*_origin(path, base), into) for base in node.bases)
 

@@ -132,7 +132,8 @@ class ChatEncoder(Encoder):
                 chat_template=template,
                 return_assistant_tokens_mask=marks,
                 add_generation_prompt=prompt,
-                **self.tokenizer.special_tokens_map,  # pyright: ignore[reportArgumentType]  # values of the template
+                # Names such as eos_token, for the template; pyright expects them to be other parameters.
+                **self.tokenizer.special_tokens_map,  # pyright: ignore[reportArgumentType]
             )
         except Exception as error:  # errors of Jinja, and of any expression in the template
             reason = " ".join(str(error).split()) or type(error).__name__

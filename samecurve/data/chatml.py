@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 BEGIN_OF_TURN, END_OF_TURN = "<|im_start|>", "<|im_end|>"
-# A model is trained on the part inside of `generation`.
+# The model is trained on the text inside `generation`.
 CHAT_TEMPLATE = """\
 {{ bos_token }}{% for message in messages %}
 {{- '<|im_start|>' + message['role'] + '\\n' }}

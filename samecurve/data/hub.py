@@ -57,7 +57,8 @@ class Split:
         number = 0
         try:
             for number, row in enumerate(self.table, start=1):
-                yield f"{self.name}, split {self.split}: row {number}", row  # pyright: ignore[reportReturnType]  # a dict, as `table` has no format
+                # A row is a dict, as `table` has no format; datasets annotates the rows of every format.
+                yield f"{self.name}, split {self.split}: row {number}", row  # pyright: ignore[reportReturnType]
         except MemoryError:
             raise
         except Exception as error:  # each column's decoder raises its own errors
