@@ -50,7 +50,7 @@ class Timed(TrainerCallback):
 
 def main(arguments: argparse.Namespace) -> None:
     recipe = load_recipe(arguments.recipe, arguments.overrides)
-    schema = conversation.Schema.of(recipe.data)
+    schema = conversation.ChatSchema.of(recipe.data)
     source = find_conversations(recipe.data.path, recipe.data.pattern, schema)
     chats = [list(found.messages) for found in source.documents()]
     chats = Random(recipe.seed).sample(chats, min(SAMPLES, len(chats)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from samecurve.config.documents import COMMAND_LINE, Document, KeyPath, Place, merge_blocks
 
-# given -> what it takes the place of
+# Given key -> key that it replaces.
 ALTERNATIVES: tuple[tuple[KeyPath, KeyPath], ...] = (
     (("model", "path"), ("model", "config")),
     (("model", "config"), ("model", "path")),
@@ -16,7 +16,7 @@ ALTERNATIVES: tuple[tuple[KeyPath, KeyPath], ...] = (
     (("data", "mixture"), ("data", "path")),
     (("tokenizer", "path"), ("tokenizer", "vocabulary_size")),
     (("tokenizer", "vocabulary_size"), ("tokenizer", "path")),
-    # a pretrained model's embeddings mean the tokens of the tokenizer that it was trained with
+    # A pretrained model's embeddings belong to the tokenizer that it was trained with.
     (("model", "path"), ("tokenizer", "vocabulary_size")),
 )
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from samecurve.config import inheritance, rules
 from samecurve.config.documents import Document, KeyPath, describe, format_problems, read_document, suggest
@@ -62,7 +63,7 @@ def load_recipe(path: str, overrides: Sequence[str] = ()) -> Recipe:
         ConfigurationError: with every problem found.
     """
     source = read_recipe(path, overrides)
-    if source.document.problems:
+    if source.recipe is None or source.document.problems:
         raise ConfigurationError(format_problems(source.document.problems))
     return source.recipe
 
@@ -74,7 +75,7 @@ def validate_recipe(document: Document) -> Recipe:
         ConfigurationError: with every problem found.
     """
     recipe, _ = _validate(document)
-    if document.problems:
+    if recipe is None or document.problems:
         raise ConfigurationError(format_problems(document.problems))
     return recipe
 
@@ -124,8 +125,8 @@ def _text_fields(document: Document) -> Iterator[KeyPath]:
                 yield path
 
 
-def _explain(detail: dict, path: KeyPath) -> str:
-    kind, found = detail["type"], detail["input"]
+def _explain(detail: ErrorDetails, path: KeyPath) -> str:
+    kind, found, context = detail["type"], detail["input"], detail.get("ctx", {})
     if kind == "extra_forbidden":
         asked = tuple(ANY_ITEM if part.isdecimal() else part for part in path)
         legal = [known for known in schema_paths(Recipe) if (ANY_ITEM in known) == (ANY_ITEM in asked)]
@@ -135,10 +136,10 @@ def _explain(detail: dict, path: KeyPath) -> str:
     if kind == "missing":
         return "missing; add it"
     if kind == "value_error":
-        return f"found {describe(found)}, {detail['ctx']['error']}"
+        return f"found {describe(found)}, {context['error']}"
     if kind not in _EXPECTED:
         return f"found {describe(found)}: {detail['msg']}"
-    limits = {key: f"{limit:g}" if isinstance(limit, float) else limit for key, limit in detail.get("ctx", {}).items()}
+    limits = {key: f"{limit:g}" if isinstance(limit, float) else limit for key, limit in context.items()}
     expected = _EXPECTED[kind].format(**limits, s="" if limits.get("min_length") == 1 else "s")
     hint = _number_hint(found) if kind in ("int_type", "float_type") else ""
     if kind == "model_type":

@@ -42,10 +42,12 @@ def render_reference() -> str:
 def meanings(section: type[Section]) -> dict[str, str]:
     """The text below each key of a section's class, in one line. A key without one is absent."""
     (tree,) = ast.parse(inspect.getsource(section)).body
+    assert isinstance(tree, ast.ClassDef)
     found = {}
-    for key, text in zip(tree.body, tree.body[1:], strict=False):
-        if isinstance(key, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-            found[key.target.id] = " ".join(text.value.value.split())
+    for statements in zip(tree.body, tree.body[1:], strict=False):
+        match statements:
+            case ast.AnnAssign(target=ast.Name(id=key)), ast.Expr(value=ast.Constant(value=str(text))):
+                found[key] = " ".join(text.split())
     return found
 
 

@@ -15,6 +15,7 @@ from samecurve.config import rules_data, rules_memory, rules_model, rules_optimi
 from samecurve.config.documents import describe
 from samecurve.config.paths import path_problem, pattern_hint
 from samecurve.config.schema import Recipe
+from samecurve.config.section import Section
 from samecurve.specs.data_names import CHATML, MODULES, is_hub_name
 from samecurve.specs.tasks import TASKS, readers
 
@@ -91,9 +92,11 @@ def _of_tasks(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
 
 def _default(key: str) -> Any:
     *blocks, name = key.split(".")
-    section = Recipe
+    section: type[Section] = Recipe
     for block in blocks:
-        section = section.model_fields[block].annotation
+        annotation = section.model_fields[block].annotation
+        assert isinstance(annotation, type) and issubclass(annotation, Section), key
+        section = annotation
     return section.model_fields[name].default
 
 

@@ -106,7 +106,7 @@ def _part_of_the_hub(block: str, key: str, default: str | None, value: Callable[
     if found == default or others_rule:
         return
     where, shown = None if path is None else address(path), f"found {describe(found)}"
-    if where is None:
+    if path is None or where is None:
         why = "data.path is not given" if path is None else f"{path} is not a data set of the Hub"
         yield f"{block}.{key}", f"{shown}, but {why}; remove it"
     elif key == "revision":
@@ -138,10 +138,11 @@ def _another_split(value: Callable[[str], Any]) -> Iterator[Finding]:
     split, path = value("evaluate.split"), value("data.path")
     if value("evaluate.path") is not None or split is None:
         return
-    if path is None or address(path) is None:
+    where = None if path is None else address(path)
+    if where is None:
         why = "data.mixture is given" if path is None else f"{path} is not a data set of the Hub"
         yield "evaluate.split", f"found {describe(split)}, but {why}; set evaluate.path to the evaluation data"
-    elif value("data.pattern") or address(path).is_file:
+    elif value("data.pattern") or where.is_file:
         owner = "data.pattern" if value("data.pattern") else "data.path"
         text = f"found {describe(split)}, but {owner} selects files, whatever their split; set evaluate.path to the "
         yield "evaluate.split", text + "evaluation data"

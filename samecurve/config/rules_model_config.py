@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import math
 from collections.abc import Callable, Iterator
@@ -35,14 +36,15 @@ def _known_family(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 def _keys(value: Callable[[str], Any]) -> Iterator[Finding]:
     fields = _fields(value)
-    made_as = _family(fields)
+    model_type = fields.get("model_type")
+    made_as = family(model_type) if isinstance(model_type, str) else None
     legal = [("model", "config", name) for name in (*made_as.fields, *made_as.aliases)] if made_as else []
     for key, found in fields.items():
         path = ("model", "config", key)
         if key in OWNED:
             yield ".".join(path), f"the recipe's {OWNED[key]} sets it; remove it here"
         elif made_as and path not in legal and key not in made_as.also and key != "model_type":
-            text = f"the config of {fields['model_type']} has no such key{suggest(path, legal) or '; remove it'}"
+            text = f"the config of {model_type} has no such key{suggest(path, legal) or '; remove it'}"
             yield ".".join(path), text
         elif made_as:
             text = _complaint(made_as, made_as.aliases.get(key, key), found)
@@ -65,11 +67,6 @@ def _fields(value: Callable[[str], Any]) -> dict[str, Any]:
     return value("model.config") or {}
 
 
-def _family(fields: dict[str, Any]) -> Family | None:
-    found = fields.get("model_type")
-    return family(found) if isinstance(found, str) else None
-
-
 def _complaint(made_as: Family, name: str, found: Any) -> str | None:
     known = made_as.fields.get(name, Field(None))
     if not known.accepts(found):
@@ -81,7 +78,7 @@ def _complaint(made_as: Family, name: str, found: Any) -> str | None:
         return f"found {describe(found)}, expected {known.needed}{hint}"
     names = {name, *(theirs for theirs, own in made_as.aliases.items() if own == name)}
     if names & _SIZES and isinstance(found, int) and found < 1 and not isinstance(found, bool):
-        default = known.default.value if hasattr(known.default, "value") else None
+        default = known.default.value if isinstance(known.default, ast.Constant) else None
         if found != default:
             return f"found {found}, expected a number of at least 1"
     return None

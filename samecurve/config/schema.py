@@ -13,11 +13,11 @@ from samecurve.config.schema_data import Data, Tokenizer
 from samecurve.config.schema_training import Batch, Loss, Memory, Optimizer, Schedule
 from samecurve.config.section import LARGEST_INTEGER, Count, Name, Natural, Section
 
-# numpy takes seeds below 2**32, and the rank is added to this one
+# numpy takes seeds below 2**32, and the rank is added to this one.
 LARGEST_SEED = 2**31 - 1
-# the step in the name of a checkpoint's folder has eight digits
+# The name of a checkpoint's folder has eight digits for the step.
 MOST_STEPS = 10**8 - 1
-# 31 years, in seconds: the clocks of PyTorch and Python that wait for a step end after some hundred
+# 31 years in seconds. Timeouts of some hundred years overflow in PyTorch and Python.
 LONGEST_TIMEOUT = 10**9
 Pooling = Literal["mean", "cls", "last"]
 
@@ -55,7 +55,7 @@ class Adapter(Section):
     """The rank of the matrices."""
     alpha: Count = 32
     """The update is scaled by alpha / rank."""
-    dropout: float = Field(0.0, ge=0, lt=1)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout on the adapter's input."""
     target_modules: Annotated[Any, BeforeValidator(_modules)] = "all-linear"
     """The adapted modules: `all-linear` (all but the output head), a list of the last parts of names, such as
@@ -71,7 +71,7 @@ class Adapter(Section):
 class Embed(Section):
     """Task `embed`."""
 
-    temperature: float = Field(0.05, gt=0)
+    temperature: float = Field(default=0.05, gt=0)
     """Cosine similarities are divided by it. A lower one gives more weight to the nearest negatives."""
     pooling: Pooling = "mean"
     """How the token states become one vector: their mean, the first (`cls`) or the last one."""
@@ -97,7 +97,7 @@ class Checkpoint(Section):
 
     every_steps: Natural = 200
     """Steps between checkpoints; the last step writes one too. 0: only when a signal stops the run."""
-    keep: int = Field(2, ge=2, le=LARGEST_INTEGER)
+    keep: int = Field(default=2, ge=2, le=LARGEST_INTEGER)
     """How many of the newest are kept. At least two, so that one is left when the newest is corrupt."""
     best: Literal["eval_loss"] | None = None
     """`eval_loss` also keeps the checkpoint with the lowest evaluation loss."""
@@ -118,7 +118,7 @@ class Numerics(Section):
 
     max_skipped_steps: Natural = 3
     """Steps in a row that may be skipped because loss or gradient is not finite. The next one ends the run."""
-    rollback_ratio: float | None = Field(None, gt=1)
+    rollback_ratio: float | None = Field(default=None, gt=1)
     """Return to the last checkpoint's weights when the loss exceeds the smoothed loss by this factor. null: off."""
     compare_replicas_every_steps: Natural = 0
     """Steps between comparisons of the weights that ranks replicate, by hash. 0: off."""
@@ -127,7 +127,7 @@ class Numerics(Section):
 class Watchdog(Section):
     """The watchdog."""
 
-    timeout_seconds: int = Field(600, ge=0, le=LONGEST_TIMEOUT)
+    timeout_seconds: int = Field(default=600, ge=0, le=LONGEST_TIMEOUT)
     """Seconds without progress after which the run writes the stacks of all ranks and exits with code 124. 0: never."""
 
 
@@ -141,9 +141,9 @@ class Logging(Section):
 class Profile(Section):
     """PyTorch's profiler. See [Profiling](profiling.md)."""
 
-    steps: tuple[Count, Count] | None = Field(None, strict=False)
+    steps: tuple[Count, Count] | None = Field(default=None, strict=False)
     """The first and the last recorded step, 1-based and inclusive. null disables profiling."""
-    ranks: tuple[Natural, ...] = Field((0,), strict=False, min_length=1)
+    ranks: tuple[Natural, ...] = Field(default=(0,), strict=False, min_length=1)
     """The ranks that write a trace. The lowest of them writes the summary."""
 
 
@@ -152,11 +152,11 @@ class Dpo(Section):
 
     loss: Literal["sigmoid", "ipo", "kto", "orpo", "simpo"] = "sigmoid"
     """The preference loss. `sigmoid` is DPO."""
-    beta: float = Field(0.1, gt=0)
+    beta: float = Field(default=0.1, gt=0)
     """The strength of the reference model's constraint; for `orpo` the weight of the odds ratio."""
-    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
     """`sigmoid` only: the probability that the two answers of a pair are swapped."""
-    gamma: float | None = Field(None, ge=0)
+    gamma: float | None = Field(default=None, ge=0)
     """`simpo` only, and required there: the target reward margin."""
 
     @property
@@ -167,7 +167,7 @@ class Dpo(Section):
 class Reward(Section):
     """Task `reward`."""
 
-    center_rewards_coefficient: float | None = Field(None, gt=0)
+    center_rewards_coefficient: float | None = Field(default=None, gt=0)
     """The weight of a term that pulls the mean reward of a pair to 0. null: no such term. TRL's example has 0.01."""
 
 
@@ -176,16 +176,16 @@ class Distill(Section):
 
     teacher: Name | None = None
     """The frozen teacher: a Hugging Face folder, or its name on the hub. Required."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(default=1.0, gt=0)
     """Softens the distributions of teacher and student. Above 1, unlikely tokens count more."""
     divergence: Literal["forward_kl", "reverse_kl"] = "forward_kl"
     """`forward_kl` makes the student cover the teacher's distribution; `reverse_kl` makes it seek its modes."""
-    label_weight: float = Field(0.0, ge=0, lt=1)
+    label_weight: float = Field(default=0.0, ge=0, lt=1)
     """The weight of the cross-entropy with the labels. The divergence has the rest."""
 
 
 def _off(value: Any) -> Any:
-    return "off" if value is False else value  # as YAML 1.1 reads the word
+    return "off" if value is False else value  # YAML 1.1 reads an unquoted off as false
 
 
 class Recipe(Section):
@@ -197,7 +197,7 @@ class Recipe(Section):
     """What is trained. See [Fine-tuning](finetuning.md)."""
     output_dir: Name
     """The run directory. See [Run directory](run_directory.md)."""
-    seed: int = Field(0, ge=0, le=LARGEST_SEED)
+    seed: int = Field(default=0, ge=0, le=LARGEST_SEED)
     """Seeds the first weights, the order of the rows and dropout."""
     steps: int = Field(ge=1, le=MOST_STEPS)
     """Optimizer steps."""

@@ -11,11 +11,11 @@ from pydantic import Field
 
 from samecurve.config.section import LARGEST_INTEGER, Name, Section
 
-# every byte and two special tokens
+# Every byte and two special tokens.
 SMALLEST_VOCABULARY = 256 + 2
-# an exbibyte, more than any machine has
+# An exbibyte, more than any machine has.
 LARGEST_BUFFER_MIB = 2**40
-# processes of each rank
+# Processes of each rank.
 MOST_WORKERS = 1024
 
 
@@ -30,7 +30,7 @@ class Tokenizer(Section):
     pad_token: Name | None = None
     """Tasks `classify`, `reward`, `embed` and `mlm`: the padding token of a tokenizer that names none. It must be in
     the vocabulary and in no text; for many decoders it is the `eos_token`. Its embedding is not trained."""
-    vocabulary_size: int | None = Field(None, ge=SMALLEST_VOCABULARY, le=LARGEST_INTEGER)
+    vocabulary_size: int | None = Field(default=None, ge=SMALLEST_VOCABULARY, le=LARGEST_INTEGER)
     """Train a byte-level BPE of this size on the training data."""
 
 
@@ -110,13 +110,13 @@ class Data(Section):
     truncated and padded. The other tasks need false."""
     group_by_length: bool = False
     """Without packing: put rows of similar length into one step and pad to the longest of them."""
-    validation_fraction: float = Field(0.0, ge=0.0, lt=1.0)
+    validation_fraction: float = Field(default=0.0, ge=0.0, lt=1.0)
     """The fraction of documents, chosen by their content, that is evaluated on and never trained on."""
     streaming: bool = False
     """`pretrain`, `continue_pretrain`: tokenize during training instead of ahead of it."""
-    shuffle_buffer_mib: float = Field(64.0, gt=0, le=LARGEST_BUFFER_MIB)
+    shuffle_buffer_mib: float = Field(default=64.0, gt=0, le=LARGEST_BUFFER_MIB)
     """Streaming: the MiB of text that are tokenized and shuffled together."""
-    num_workers: int = Field(0, ge=0, le=MOST_WORKERS)
+    num_workers: int = Field(default=0, ge=0, le=MOST_WORKERS)
     """Processes per device that prepare rows. 0: a thread of the training process. The order of rows stays the same."""
     cache_dir: str | None = None
     """Where tokens and trained tokenizers are cached. null: `$SAMECURVE_CACHE`, else `~/.cache/samecurve`."""

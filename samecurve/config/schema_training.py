@@ -53,19 +53,19 @@ class Optimizer(Section):
     """The algorithm. [Optimizers](optimizers.md) compares them."""
     learning_rate: float = Field(gt=0)
     """The peak learning rate. Lion needs 3 to 10 times less than AdamW; for Adafactor it is relative to the weights."""
-    betas: tuple[Beta, Beta] = Field((0.9, 0.95), strict=False)
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), strict=False)
     """Decay rates of the two moments. Not read by `sgd` and `adafactor`."""
-    momentum: float = Field(0.9, gt=0, lt=1)
+    momentum: float = Field(default=0.9, gt=0, lt=1)
     """Momentum of `sgd` and `muon`. The authors of Muon use 0.95."""
-    epsilon: float = Field(1e-8, gt=0, lt=1)
+    epsilon: float = Field(default=1e-8, gt=0, lt=1)
     """Added to the denominator of the AdamW variants, including the one inside `muon`."""
     bf16_rounding: Literal["stochastic", "kahan"] = "stochastic"
     """How `adamw_bf16` updates a bf16 weight: stochastic rounding, or Kahan summation with 2 more bytes per weight."""
     implementation: Literal["fused", "foreach", "for_loop"] = "fused"
     """`adamw` only: one kernel per update, one per operation, or one per operation and tensor."""
-    weight_decay: float = Field(0.1, ge=0)
+    weight_decay: float = Field(default=0.1, ge=0)
     """Weight decay. It applies to matrices and embeddings, not to norms and biases."""
-    max_grad_norm: float = Field(1.0, gt=0)
+    max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are clipped to this global norm."""
 
 
@@ -78,7 +78,7 @@ class Schedule(Section):
     """Steps of linear warm-up. It must be less than `steps`."""
     decay_steps: Natural | None = None
     """`wsd` only, and required there: the length of the final decay in steps."""
-    min_lr_ratio: float = Field(0.1, ge=0, le=1)
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """The last learning rate divided by the peak."""
 
 
@@ -98,7 +98,7 @@ class Memory(Section):
     keeps the results of some operators and recomputes the rest; `offload` is `full` with the inputs in host memory."""
     selective_save: Literal["matmul", "attention"] = "matmul"
     """`selective` only: keep the results of matrix products and attention, or of attention alone."""
-    every_n_layers: int = Field(2, ge=2, le=LARGEST_INTEGER)
+    every_n_layers: int = Field(default=2, ge=2, le=LARGEST_INTEGER)
     """`every_n_layers` only: one layer out of this many is recomputed."""
     gradient_sync: Literal["auto", "last_micro_batch"] = "auto"
     """When gradients are reduced during accumulation. `last_micro_batch` makes FSDP reduce once per step,

@@ -6,10 +6,10 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-# empty is what a shell makes of `data.path=$UNSET`; read as a folder it would be the working directory
+# A shell turns `data.path=$UNSET` into empty text, which as a folder would be the working directory.
 Name = Annotated[str, Field(min_length=1)]
 
-# PyTorch, numpy and JSON's readers count in 64 bits
+# PyTorch, numpy and readers of JSON hold integers in 64 bits.
 LARGEST_INTEGER = 2**63 - 1
 Count = Annotated[int, Field(ge=1, le=LARGEST_INTEGER, strict=True)]
 Natural = Annotated[int, Field(ge=0, le=LARGEST_INTEGER, strict=True)]

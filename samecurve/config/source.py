@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from samecurve.config.documents import Document, KeyPath
 from samecurve.config.schema import Recipe
 
-# in a key path: any place of a list
+# In a key path: any index of a list.
 ANY_ITEM = "*"
 
 
@@ -30,11 +30,13 @@ class RecipeSource(NamedTuple):
         path = tuple(dotted.split("."))
         if any(path[: len(bad)] == bad or bad[: len(path)] == path for bad in self.invalid):
             raise KeyError(dotted)
-        found, model = self.document.content, Recipe
+        found: Any = self.document.get()
+        model: type[BaseModel] | None = Recipe
         for key in path:
             if isinstance(found, (list, tuple)):
                 found = found[int(key)]
                 continue
+            assert model is not None, dotted  # no rule asks for a key below one that is not a block
             info = model.model_fields[key]
             if key not in found and self.document.incomplete:
                 raise KeyError(dotted)

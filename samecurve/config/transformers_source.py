@@ -7,7 +7,7 @@ What cannot be read this way is None here, and checked once transformers is load
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.util import find_spec
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 _ROOT_CLASS = "PreTrainedConfig"
-# what every family with the field rope_parameters takes in their place (RotaryEmbeddingConfigMixin)
+# Every family with the field rope_parameters accepts these names instead (RotaryEmbeddingConfigMixin).
 _ROTARY = ("rope_scaling", "rope_theta", "partial_rotary_factor")
 _WORDS = {"int": "an integer", "float": "a number with a decimal point", "str": "text", "bool": "true or false"}
 _WORDS |= {"None": "null", "list": "a list", "dict": "a block of keys"}
@@ -78,7 +78,7 @@ def family(model_type: str) -> Family | None:
 
 @lru_cache
 def _root() -> Path:
-    spec = find_spec("transformers")  # of a package that is not inside another: nothing is imported
+    spec = find_spec("transformers")  # for a top-level package, find_spec imports nothing
     return Path(spec.origin).parent if spec and spec.origin else Path("/nowhere")
 
 
@@ -101,12 +101,18 @@ def _mapping(name: str, file: str = "configuration_auto.py") -> dict[str, str]:
             for node in ast.walk(statement):
                 pairs = zip(node.keys, node.values, strict=True) if isinstance(node, ast.Dict) else ()
                 pairs = [node.elts] if isinstance(node, ast.Tuple) and len(node.elts) == 2 else pairs
-                found.update((key.value, value.value) for key, value in pairs if _texts(key, value))
+                found |= _texts(pairs)
     return found
 
 
-def _texts(*nodes: ast.expr | None) -> bool:
-    return all(isinstance(node, ast.Constant) and isinstance(node.value, str) for node in nodes)
+def _texts(pairs: Iterable[Sequence[ast.expr | None]]) -> dict[str, str]:
+    """The pairs of two constant texts."""
+    found = {}
+    for pair in pairs:
+        match pair:
+            case ast.Constant(value=str(key)), ast.Constant(value=str(value)):
+                found[key] = value
+    return found
 
 
 def _classes(path: Path) -> dict[str, ast.ClassDef]:
@@ -121,18 +127,18 @@ def _collect(path: Path, name: str, into: Family) -> bool:
     checked = any("strict" in ast.unparse(each) for each in node.decorator_list) and not _lazily_typed(path)
     for statement in node.body:
         target = getattr(statement, "target", None) or (getattr(statement, "targets", None) or [None])[0]
-        if isinstance(target, ast.Name) and target.id == "attribute_map" and isinstance(statement.value, ast.Dict):
-            pairs = zip(statement.value.keys, statement.value.values, strict=True)
-            into.aliases = {key.value: value.value for key, value in pairs if _texts(key, value)} | into.aliases
+        value = getattr(statement, "value", None)
+        if isinstance(target, ast.Name) and target.id == "attribute_map" and isinstance(value, ast.Dict):
+            into.aliases = _texts(zip(value.keys, value.values, strict=True)) | into.aliases
         elif isinstance(statement, ast.AnnAssign) and "ClassVar" not in ast.unparse(statement.annotation):
             own = Field(statement.annotation if checked else None, statement.value)
-            into.fields.setdefault(statement.target.id, own)
+            into.fields.setdefault(ast.unparse(statement.target), own)
         elif isinstance(statement, ast.FunctionDef):
             reads_arguments = name != _ROOT_CLASS or statement.name == "__post_init__"
             into.also.update(_made_use_of(statement, reads_arguments))
             if statement.name == "__init__":
                 into.also.update(argument.arg for argument in ast.walk(statement) if isinstance(argument, ast.arg))
-    if name == _ROOT_CLASS:  # what that is made from has no fields
+    if name == _ROOT_CLASS:  # its own base classes have no fields
         return True
     return all(_collect(*_origin(path, base), into) for base in node.bases)
 

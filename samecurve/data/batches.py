@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -207,7 +207,7 @@ class StepBatches:
                 self.step += 1
                 yield self._micro_batches(whole)
 
-    def _by_thread(self) -> Iterator[MicroBatch]:
+    def _by_thread(self) -> Generator[MicroBatch, None, None]:
         upcoming = iter(range(self.step, self.num_steps))
 
         def make(step: int) -> MicroBatch:
@@ -220,7 +220,7 @@ class StepBatches:
                 pending.extend(pool.submit(make, step) for step in itertools.islice(upcoming, 1))
                 yield whole
 
-    def _by_workers(self) -> Iterator[MicroBatch]:
+    def _by_workers(self) -> Generator[MicroBatch, None, None]:
         """Prepare steps in worker processes, one whole step per worker. PyTorch's DataLoader keeps their order."""
         yield from DataLoader(
             _Steps(self._whole),

@@ -35,7 +35,7 @@ class FunctionSource(ConversationSource):
         """Do nothing: no row was written by the user."""
 
     def documents(self) -> Iterator[Conversation]:
-        for place, prompt, body in _distinct_functions(self.files):
+        for place, prompt, body in _distinct_functions(self.local_files):
             yield _conversation(place, prompt, body)
 
 
@@ -52,7 +52,7 @@ class PreferenceSource(PairSource):
 
     def documents(self) -> Iterator[Pair]:
         before = "pass"
-        for place, prompt, body in _distinct_functions(self.files):
+        for place, prompt, body in _distinct_functions(self.local_files):
             rejected = _corrupted(prompt, body, before)
             yield Pair(_conversation(place, prompt, body), _conversation(place, prompt, rejected))
             before = body
@@ -90,7 +90,7 @@ def _third(things: list) -> int:
 
 
 # Classes: packages of about the same size on different subjects.
-PACKAGES = ("asyncio", "email", "logging", "multiprocessing", "tkinter", "unittest", "xml")
+PACKAGES: tuple[str, ...] = ("asyncio", "email", "logging", "multiprocessing", "tkinter", "unittest", "xml")
 _MOST_PER_PACKAGE = 200
 
 
@@ -112,7 +112,7 @@ class ModuleSource(ExampleSource):
         root = Path(sysconfig.get_paths()["stdlib"])
         counts = dict.fromkeys(PACKAGES, 0)
         seen = set()
-        for file in self.files:
+        for file in self.local_files:
             package = file.relative_to(root).parts[0].removesuffix(".py")
             for line, prompt, body in _functions(file) if package in counts else ():
                 code = function(prompt, body)
@@ -137,7 +137,7 @@ class DocstringSource(MatchSource):
         """Yield each pair whose paragraph and function are both new."""
         # Otherwise a text's second match would be trained as its negative.
         seen: set[str] = set()
-        for file in self.files:
+        for file in self.local_files:
             for line, prompt, body in _functions(file):
                 texts = _summary_and_code(prompt, body)
                 if texts and not seen.intersection(texts):
@@ -151,7 +151,8 @@ def _summary_and_code(prompt: str, body: str) -> tuple[str, str] | None:
     Returns None if the paragraph has less than three words, or the docstring begins in the function's first line.
     """
     definition = ast.parse(function(prompt, body)).body[0]
-    summary = " ".join(ast.get_docstring(definition).split("\n\n")[0].split())
+    assert isinstance(definition, Function)
+    summary = " ".join((ast.get_docstring(definition) or "").split("\n\n")[0].split())
     signature = "\n".join(prompt.split("\n")[: definition.body[0].lineno - 1])
     if len(summary.split()) < 3 or not signature:
         return None

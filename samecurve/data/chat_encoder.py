@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from samecurve.data.encoder import Encoded, Encoder
-from samecurve.data.schemas.conversation import Conversation, Schema
+from samecurve.data.schemas.conversation import ChatSchema, Conversation
 from samecurve.errors import DataError
 from samecurve.specs.data_names import CHATML
 from samecurve.storage.cache import digest
@@ -24,7 +24,7 @@ Span = tuple[int, int]
 _VERSION = 1
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PROBE = "\N{REFERENCE MARK}"
-_FIX = "mark what is trained by {% generation %} in a template of your own (tokenizer.chat_template: FILE)"
+_FIX = "set tokenizer.chat_template to a template of your own that marks the trained text with {% generation %}"
 
 
 class ChatEncoder(Encoder):
@@ -51,13 +51,13 @@ class ChatEncoder(Encoder):
     masked = renders = True
     counted = ("answers_begun_inside_a_token", "messages_with_special_tokens")
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, schema: Schema):
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, schema: ChatSchema):
         super().__init__(tokenizer)
         if not tokenizer.chat_template:
             raise DataError(
-                f"{tokenizer.name_or_path or 'the tokenizer'}: has no chat template; use a chat model's tokenizer, "
-                f"or set tokenizer.chat_template={CHATML}, which adds its two tokens where they are missing, or to a "
-                "Jinja file, or data.chat=false for prompts and completions"
+                f"{tokenizer.name_or_path or 'the tokenizer'}: there is no chat template; use a chat model's "
+                f"tokenizer, set tokenizer.chat_template to a Jinja file or to {CHATML} (which adds its two tokens if "
+                "they are missing), or set data.chat=false to train on prompts and completions without a template"
             )
         from tokenizers import processors
 
@@ -78,11 +78,9 @@ class ChatEncoder(Encoder):
             found.append(Encoded(encoding.ids, _overlap(offsets, spans)))
             inside = sum(bool(((offsets[:, 0] < start) & (start < offsets[:, 1])).any()) for start, _ in spans)
             self.counts["answers_begun_inside_a_token"] += inside
-            self.counts["messages_with_special_tokens"] += self._count_special(document)
+            special = (any(token in message["content"] for token in self._special) for message in document.messages)
+            self.counts["messages_with_special_tokens"] += sum(special)
         return found
-
-    def _count_special(self, document: Conversation) -> int:
-        return sum(any(token in message["content"] for token in self._special) for message in document.messages)
 
     def render(self, conversation: Conversation) -> tuple[str, list[Span]]:
         """Return the rendered text and its trained character ranges."""
@@ -97,18 +95,21 @@ class ChatEncoder(Encoder):
         else:
             spans = self._by_difference(conversation, template, text)
         if not spans:
-            raise DataError(f"{conversation.place}: the chat template marks no part of it as the assistant's; {_FIX}")
+            raise DataError(
+                f"{conversation.place}: the chat template marks no text of this conversation as the assistant's, so no "
+                f"token would be trained; {_FIX}"
+            )
         return text, [self._with_end(conversation, text, span) for span in spans]
 
     def _template(self, conversation: Conversation) -> str:
-        tools = conversation.tools and list(conversation.tools)
+        tools = list(conversation.tools) if conversation.tools else None
         template = self.tokenizer.get_chat_template(None, tools)
         used = {"tools": tools, "tool_calls": any("tool_calls" in message for message in conversation.messages)}
         for name, is_used in used.items():
             if is_used and name not in template:
                 raise DataError(
-                    f"{conversation.place}: has {name}, which the chat template leaves out; remove them, or set "
-                    "tokenizer.chat_template to a template that renders them"
+                    f"{conversation.place}: the row has {name}, which the chat template does not render; remove them, "
+                    "or set tokenizer.chat_template to a template that does"
                 )
         return template
 
@@ -122,19 +123,26 @@ class ChatEncoder(Encoder):
         from transformers.utils.chat_template_utils import render_jinja_template
 
         marks = _GENERATION.search(template) is not None
+        said = conversation.messages[:num_messages]
+        messages = [{key: value for key, value in message.items() if key != "weight"} for message in said]
         try:
             texts, spans = render_jinja_template(
-                [[_without_weight(message) for message in conversation.messages[:num_messages]]],
-                tools=conversation.tools and list(conversation.tools),
+                [messages],
+                tools=list(conversation.tools) if conversation.tools else None,
                 chat_template=template,
                 return_assistant_tokens_mask=marks,
                 add_generation_prompt=prompt,
-                **self.tokenizer.special_tokens_map,
+                # Names such as eos_token, for the template; pyright expects them to be other parameters.
+                **self.tokenizer.special_tokens_map,  # pyright: ignore[reportArgumentType]
             )
         except Exception as error:  # errors of Jinja, and of any expression in the template
             reason = " ".join(str(error).split()) or type(error).__name__
-            raise DataError(f"{conversation.place}: the chat template cannot render it: {reason}") from error
-        return texts[0], spans[0] if marks else []
+            raise DataError(
+                f"{conversation.place}: the chat template cannot render this conversation: {reason}; correct or remove "
+                "the row, or set tokenizer.chat_template to another template"
+            ) from error
+        # render_jinja_template returns (texts, spans), whatever its annotation says.
+        return texts[0], spans[0] if marks else []  # pyright: ignore[reportReturnType]
 
     def _without_untrained(self, conversation: Conversation, template: str, text: str, spans: list[Span]) -> list[Span]:
         """Remove spans in turns that are not trained."""
@@ -146,7 +154,7 @@ class ChatEncoder(Encoder):
                 if not text.startswith(before):
                     raise DataError(
                         f"{conversation.place}: the chat template renders the first {count} messages differently when "
-                        "others follow, so where the turns end that are not trained cannot be said; give all as one "
+                        "others follow, so the end of the untrained turns cannot be found; put all turns into one "
                         "column of messages without weights"
                     )
                 ends.append(len(before))
@@ -159,7 +167,7 @@ class ChatEncoder(Encoder):
         if not text.startswith(asked):
             raise DataError(
                 f"{conversation.place}: the chat template renders the prompt differently when the completion follows, "
-                "so where the completion begins is unknown; set data.train_on=assistant"
+                "so the start of the completion cannot be found; set data.train_on=assistant"
             )
         return len(asked), len(text)
 
@@ -174,14 +182,14 @@ class ChatEncoder(Encoder):
             asked, answered = apply(index, prompt=True)[0], apply(index + 1)[0]
             if not (text.startswith(answered) and answered.startswith(asked)):
                 raise DataError(
-                    f"{conversation.place}: message {index}: the chat template renders this turn differently when it "
-                    f"is not the last one, so its tokens cannot be told from the others; {_FIX}"
+                    f"{conversation.place}: message {index}: the chat template renders this turn differently when "
+                    f"others follow, so its tokens cannot be found; {_FIX}"
                 )
             header = self._header(conversation, template, index) if asked == apply(index)[0] else ""
             if header:
                 raise DataError(
                     f"{conversation.place}: message {index}: the chat template has no generation prompt, so "
-                    f"{_shown(header)} cannot be told from the answer; {_FIX}"
+                    f"{_shown(header)} cannot be separated from the answer; {_FIX}"
                 )
             spans.append(self._trimmed(text, len(asked), len(answered)))
         return spans
@@ -208,10 +216,10 @@ class ChatEncoder(Encoder):
         following = max((token for token in self._special if text.startswith(token, end)), key=len, default=None)
         if following is None:
             raise DataError(
-                f"{conversation.place}: the chat template ends the assistant's turn {_shown(text[start:end])} with no "
-                "special token, so a model would never learn to stop; write {{ eos_token }} behind it in a template of "
-                f"your own (tokenizer.chat_template: FILE), or set tokenizer.chat_template={CHATML}, which adds the "
-                "tokens that it writes"
+                f"{conversation.place}: the chat template writes no special token after the assistant's turn "
+                f"{_shown(text[start:end])}, so the model would never learn to stop; set tokenizer.chat_template to a "
+                "template of your own that writes {{ eos_token }} there, or to "
+                f"{CHATML}, which adds the tokens that it writes"
             )
         return start, end + len(following)
 
@@ -224,7 +232,7 @@ class TextEncoder(Encoder):
 
     masked = True
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, schema: Schema):
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, schema: ChatSchema):
         super().__init__(tokenizer)
         from tokenizers import processors
 
@@ -249,7 +257,7 @@ class TextEncoder(Encoder):
         return text, [(0 if self.schema.train_on == "all" else len(prompt), len(text))]
 
 
-def encoder(tokenizer: PreTrainedTokenizerFast, schema: Schema) -> ChatEncoder | TextEncoder:
+def encoder(tokenizer: PreTrainedTokenizerFast, schema: ChatSchema) -> ChatEncoder | TextEncoder:
     return ChatEncoder(tokenizer, schema) if schema.chat else TextEncoder(tokenizer, schema)
 
 
@@ -263,10 +271,6 @@ def _untrained(conversation: Conversation) -> Iterator[tuple[int, int]]:
     for index, following in zip(answers, [*answers[1:], len(conversation.messages)], strict=True):
         if index >= conversation.num_prompt and conversation.messages[index].get("weight") == 0:
             yield index, following
-
-
-def _without_weight(message: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in message.items() if key != "weight"}
 
 
 def _shown(text: str) -> str:

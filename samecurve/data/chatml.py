@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 BEGIN_OF_TURN, END_OF_TURN = "<|im_start|>", "<|im_end|>"
-# A model is trained on the part inside of `generation`.
+# The model is trained on the text inside `generation`.
 CHAT_TEMPLATE = """\
 {{ bos_token }}{% for message in messages %}
 {{- '<|im_start|>' + message['role'] + '\\n' }}
@@ -27,7 +27,7 @@ def apply_chatml(tokenizer: PreTrainedTokenizerFast) -> None:
 
     New tokens take the ids after the last one. `models.hf_config` checks that the model's embedding has rows for them.
     """
-    from tokenizers import AddedToken
+    from transformers import AddedToken
 
     known = tokenizer.added_tokens_decoder.values()
     special = {token.content for token in known if token.special}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -52,11 +52,10 @@ class Encoder(ABC):
         from tokenizers import Tokenizer
 
         if not hasattr(tokenizer, "backend_tokenizer"):
-            raise DataError(f"{tokenizer.name_or_path}: only fast tokenizers (with a tokenizer.json) are supported")
+            raise DataError(f"{tokenizer.name_or_path}: not a fast tokenizer; use one with a tokenizer.json")
         if self.ends_texts and tokenizer.eos_token_id is None:
-            raise DataError(f"{tokenizer.name_or_path}: no eos_token; name one in tokenizer_config.json")
-        self._begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-        self._end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+            raise DataError(f"{tokenizer.name_or_path}: there is no eos_token; name one in tokenizer_config.json")
+        self._begin, self._end = _known(tokenizer.bos_token_id), _known(tokenizer.eos_token_id)
         self._rust = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self._rust.no_truncation()
         self._rust.no_padding()
@@ -72,6 +71,11 @@ class Encoder(ABC):
 
     @abstractmethod
     def encode(self, documents: list) -> list[Encoded]: ...
+
+
+def _known(token_id: Any) -> list[int]:
+    """Return the id in a list, [] for None. transformers types no special token."""
+    return [] if token_id is None else [token_id]
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING
 from samecurve.data import sources
 from samecurve.data.builtin import DocstringSource, FunctionSource, ModuleSource, PreferenceSource
 from samecurve.data.schemas.classification import ExampleSource
-from samecurve.data.schemas.conversation import ConversationSource
-from samecurve.data.schemas.conversation import Schema as ChatSchema
-from samecurve.data.schemas.preference import PairSource
-from samecurve.data.schemas.preference import Schema as PairSchema
+from samecurve.data.schemas.conversation import ChatSchema, ConversationSource
+from samecurve.data.schemas.preference import PairSchema, PairSource
 from samecurve.data.schemas.retrieval import MatchSource
 from samecurve.specs.data_names import DOCSTRINGS, FUNCTIONS, MODULES, PREFERENCES
 
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
 
 def find_conversations(
     name: str, pattern: str | None, schema: ChatSchema, selection: sources.Selection = sources.WHOLE
-) -> sources.DataSource:
+) -> ConversationSource:
     """Find the conversations of `data.path`. Raises as `sources.find_source` does."""
     if name == FUNCTIONS:
         return FunctionSource(name, sources.builtin_files())
@@ -33,26 +31,27 @@ def find_conversations(
 
 def find_pairs(
     name: str, pattern: str | None, schema: PairSchema, selection: sources.Selection = sources.WHOLE
-) -> sources.DataSource:
+) -> PairSource:
     """Find the preference pairs of `data.path`. Raises as `sources.find_source` does."""
     if name == PREFERENCES:
         return PreferenceSource(name, sources.builtin_files())
     return PairSource(name, sources.find_source(name, pattern, selection=selection).files, schema=schema)
 
 
-def find_examples(data: Data, names: tuple[str, ...] | None, selection: sources.Selection) -> sources.DataSource:
+def find_examples(data: Data, names: tuple[str, ...] | None, selection: sources.Selection) -> ExampleSource:
     """Find the labelled texts of `data.path`. Raises as `sources.find_source` does.
 
     `names` are the class names, None if they are not known yet.
     """
     name = data.path
+    assert name is not None  # classify takes no mixture
     if name == MODULES:
         return ModuleSource(name, sources.builtin_files())
     files = sources.find_source(name, data.pattern, selection=selection).files
     return ExampleSource(name, files, data.text_column, data.text_pair_column, data.label_column, names)
 
 
-def find_matches(name: str, data: Data, selection: sources.Selection = sources.WHOLE) -> sources.DataSource:
+def find_matches(name: str, data: Data, selection: sources.Selection = sources.WHOLE) -> MatchSource:
     """Find the anchors and candidates of `data.path`. Raises as `sources.find_source` does.
 
     Without data.negative_columns the first row is read, and a broken first file raises its DataError.
@@ -71,4 +70,4 @@ def _negative_columns(file: Path | Split) -> list[str]:
     numbers = {
         name: int(match[1] or 0) for name in map(str, first) if (match := re.fullmatch(r"negative(?:_(\d+))?", name))
     }
-    return sorted(numbers, key=numbers.get)
+    return sorted(numbers, key=numbers.__getitem__)

@@ -21,7 +21,9 @@ _LARGEST_FIELD = 2**31 - 1  # bytes; some documents exceed csv's default limit o
 
 def read_rows(file: Path) -> Iterator[tuple[str, dict]]:
     """Yield (place, row) for every row of a table. The place, for messages, is `file:line` or `file: row N`."""
-    return _READERS[table_kind(file)](file)
+    kind = table_kind(file)
+    assert kind is not None, file
+    return _READERS[kind](file)
 
 
 def read_last_row(file: Path) -> Iterator[tuple[str, dict]]:
@@ -83,14 +85,14 @@ def no_column(place: str, row: Iterable, missing: dict[str, str], wanted: str = 
 
 
 def check_characters(place: str, column: str, text: str) -> None:
-    """Raise DataError for a text with half a surrogate pair."""
+    """Raise DataError for a text with a lone surrogate."""
     # JSON can spell one (`"\ud83d"`, an emoji cut in two), but no tokenizer and no hash accepts it.
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{place}: {column!r} holds half a surrogate pair, {text[error.start]!a}, at character {error.start}; "
-            "correct or remove the row"
+            f"{place}: {column!r} has a lone surrogate, {text[error.start]!a}, at character {error.start}, which UTF-8 "
+            "cannot encode; correct or remove the row"
         ) from error
 
 
@@ -151,8 +153,8 @@ def _check_lines(file: Path, first: bytes) -> None:
         return
     rows = [key for key, value in whole.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
     raise DataError(
-        f"{file}: is one JSON object ({', '.join(map(repr, whole))}) over several lines, not rows; write a list of "
-        "objects, or one object per line" + (f": the list of {rows[0]!r} alone would do" if rows else "")
+        f"{file}: the file is one JSON object (keys {', '.join(map(repr, whole))}) over several lines, not a list of "
+        f"rows; write a list of objects, or one object per line{f': keep only the list {rows[0]!r}' if rows else ''}"
     )
 
 
@@ -169,7 +171,7 @@ def _csv_rows(file: Path) -> Iterator[tuple[str, dict]]:
         try:
             fields = next(reader, None)
         except csv.Error as error:
-            raise DataError(f"{place}: not csv: {error}; correct or remove the row") from error
+            raise DataError(f"{place}: the row is not valid csv: {error}; correct or remove it") from error
         last = reader.line_num
         if fields is None:
             return
@@ -181,8 +183,8 @@ def _csv_rows(file: Path) -> Iterator[tuple[str, dict]]:
             yield place, dict(zip(columns, fields, strict=True))
         else:
             raise DataError(
-                f"{place}: has {len(fields)} fields and the header {len(columns)}; correct the row, or quote the field "
-                "that holds a comma or a line break"
+                f"{place}: the row has {len(fields)} fields, but the header has {len(columns)}; correct the row, or "
+                "quote the field that contains a comma or a line break"
             )
 
 
@@ -235,10 +237,10 @@ def _parse_json(at: Callable[[int], str], text: str, ended: bool) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         cut_off = error.pos >= len(text.rstrip()) or not ended
-        fix = "is the end of the file cut off? Correct or remove the line" if cut_off else "correct or remove the line"
-        raise DataError(f"{at(error.lineno - 1)}: column {error.colno}: not JSON: {error.msg}; {fix}") from error
+        fix = "correct or remove the line" + (" (is the file truncated here?)" if cut_off else "")
+        raise DataError(f"{at(error.lineno - 1)}: invalid JSON at column {error.colno}: {error.msg}; {fix}") from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
-        raise DataError(f"{at(0)}: not JSON that can be read: {error}; remove the line") from error
+        raise DataError(f"{at(0)}: this JSON cannot be read: {error}; remove the line") from error
 
 
 def _parquet_rows(file: Path) -> Iterator[tuple[str, dict]]:
@@ -255,7 +257,7 @@ def _parquet_rows(file: Path) -> Iterator[tuple[str, dict]]:
     except MemoryError:  # ArrowMemoryError is one: nothing is wrong with the file
         raise
     except Exception as error:  # datasets passes on any error of pyarrow or a codec.
-        raise DataError(f"{file}: after row {number}: {error}; check that the file is whole parquet") from error
+        raise DataError(f"{file}: error after row {number}: {error}; check that the file is complete") from error
 
 
 _READERS = {"jsonl": _json_lines, "json": _json_rows, "csv": _csv_rows, "parquet": _parquet_rows}

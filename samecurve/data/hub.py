@@ -57,11 +57,12 @@ class Split:
         number = 0
         try:
             for number, row in enumerate(self.table, start=1):
-                yield f"{self.name}, split {self.split}: row {number}", row
+                # A row is a dict, as `table` has no format; datasets annotates the rows of every format.
+                yield f"{self.name}, split {self.split}: row {number}", row  # pyright: ignore[reportReturnType]
         except MemoryError:
             raise
         except Exception as error:  # each column's decoder raises its own errors
-            raise DataError(f"{self.name}, split {self.split}: after row {number}: {_reason(error)}") from error
+            raise DataError(f"{self.name}, split {self.split}: error after row {number}: {_reason(error)}") from error
 
 
 def download_hub_folder(name: str, pattern: str, revision: str | None) -> Path:
@@ -86,6 +87,8 @@ def read_hub_split(name: str, selection: Selection) -> Split:
 
     Raises DataError if it is not available, with the names of the existing splits or configurations.
     """
+    import datasets
+
     builder = _builder(Address(name), selection)
     try:
         builder.download_and_prepare()
@@ -94,6 +97,7 @@ def read_hub_split(name: str, selection: Selection) -> Split:
         raise
     except Exception as error:  # datasets passes on any error of the network, the disk or a reader
         raise _unreadable(name, error) from error
+    assert isinstance(table, datasets.Dataset) and builder.hash is not None  # of one split, and of the hub
     return Split(name, builder.config.name, selection.split, builder.hash, table)
 
 
@@ -106,17 +110,18 @@ def hub_urls(where: Address, selection: Selection) -> list[str]:
     builder = _builder(where, selection)
     if _is_cached(builder):
         raise DataError(
-            f"{where.name}: a stream is read from the hub, which cannot be reached; set data.streaming=false to read "
-            "what an earlier run downloaded"
+            f"{where.name}: data.streaming reads from the hub, which cannot be reached; set data.streaming=false to "
+            "read what an earlier run downloaded"
         )
     usual, settings = type(builder.config)(), set(map(lambda known: known.name, fields(builder.config)))
     settings -= {"name", "version", "data_dir", "data_files", "description"}
     changed = sorted(key for key in settings if getattr(builder.config, key) != getattr(usual, key))
     if changed:
         raise DataError(
-            f"{where.name}: its README.md sets {', '.join(changed)}, which streaming does not read; set "
+            f"{where.name}: its README.md sets {', '.join(changed)}, which data.streaming does not support; set "
             "data.streaming=false"
         )
+    assert builder.config.data_files is not None  # only a builder of the cache has none
     return [str(url) for url in builder.config.data_files[selection.split]]
 
 
@@ -127,12 +132,12 @@ def _builder(where: Address, selection: Selection) -> DatasetBuilder:
     name, revision = where.name, where.revision or selection.revision
     if not _SPLIT.fullmatch(selection.split):
         raise DataError(
-            f"{name}: split {selection.split!r} is not the name of a split; name one of them, and hold rows out with "
-            "data.validation_fraction"
+            f"{name}: split {selection.split!r} is not the name of a split; name a whole split, and hold rows out "
+            "with data.validation_fraction"
         )
     try:
-        options = {"data_dir": where.inside} if where.inside else {}
-        builder = datasets.load_dataset_builder(name, selection.config, revision=revision, **options)
+        folder = where.inside or None
+        builder = datasets.load_dataset_builder(name, selection.config, data_dir=folder, revision=revision)
         builder = _of_commit(builder, name, revision) if _is_cached(builder) else builder
     except (DataError, MemoryError):
         raise
@@ -145,7 +150,7 @@ def _builder(where: Address, selection: Selection) -> DatasetBuilder:
     if selection.split not in known:
         raise DataError(
             f"{name}: configuration {builder.config.name!r} has no split {selection.split!r}, only "
-            f"{_listed(known)}; correct data.split (of what is evaluated on: evaluate.split)"
+            f"{_listed(known)}; correct data.split (for the evaluation data: evaluate.split)"
         )
     return builder
 
@@ -167,8 +172,8 @@ def _of_commit(newest: DatasetBuilder, name: str, revision: str | None) -> Datas
         asked = f"revision {revision or 'main'}" + (f" (commit {commit})" if commit not in (None, revision) else "")
         others = sorted(folder.name for folder in versions.glob("*/*") if _COMMIT.fullmatch(folder.name))
         raise DataError(
-            f"{name}: the hub cannot be reached, and {asked} is not in the cache of datasets; it holds the commits "
-            f"{_listed(others)}: name one as data.revision, or go online once"
+            f"{name}: the hub cannot be reached, and {asked} is not in the cache of datasets; download it while "
+            f"online, or set data.revision to one of the commits in the cache: {_listed(others)}"
         )
     return type(newest)(
         dataset_name=newest.dataset_name,
@@ -199,9 +204,11 @@ def _config_error(name: str, config: str | None, revision: str | None) -> DataEr
     with contextlib.suppress(Exception):
         known = datasets.get_dataset_config_names(name, revision=revision)
         if config is None and len(known) > 1:
-            return DataError(f"{name}: has {len(known)} configurations; set data.config to one of {_listed(known)}")
+            return DataError(f"{name}: set data.config to one of the {len(known)} configurations {_listed(known)}")
         if config is not None and config not in known:
-            return DataError(f"{name}: has no configuration {config!r}, only {_listed(known)}; correct data.config")
+            return DataError(
+                f"{name}: no configuration is named {config!r}, only {_listed(known)}; correct data.config"
+            )
     return None
 
 
@@ -212,7 +219,7 @@ def _listed(names: list[str]) -> str:
 
 def _unreadable(name: str, error: Exception) -> DataError:
     return DataError(
-        f"{name}: there is no such file or folder here, and as a data set of the hub it cannot be read: "
+        f"{name}: there is no such local file or folder, and the hub's data set of that name cannot be read: "
         f"{_reason(error)}"
     )
 
@@ -220,11 +227,11 @@ def _unreadable(name: str, error: Exception) -> DataError:
 def _reason(error: Exception) -> str:
     kind, text = type(error).__name__, " ".join(str(error).split())
     if kind == "RevisionNotFoundError" or (kind == "DatasetNotFoundError" and text.startswith("Revision ")):
-        return "it has no such revision; correct data.revision"
+        return "there is no such revision; correct data.revision"
     if kind in ("RepositoryNotFoundError", "GatedRepoError", "DatasetNotFoundError"):
-        return "the hub has none of that name, or shows it only to members; for those: hf auth login"
+        return "the hub has no data set of that name, or restricts access; correct data.path, or run hf auth login"
     if kind in ("LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectionError"):
         offline = os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE")
-        why = "HF_HUB_OFFLINE is set" if offline else "the hub cannot be reached"
+        why = "HF_HUB_OFFLINE is set; unset it" if offline else "the hub cannot be reached; check the network"
         return f"it is not in the hub's cache, and {why}"
     return f"{kind}: {text[:400]}"

@@ -66,6 +66,8 @@ def _begin(encoder: Encoder) -> None:
 
 def _encode(documents: list) -> tuple[list[Encoded], dict[str, int]]:
     """Encode documents in a worker. Returns them with the counts of these documents."""
-    before = dict(_worker_encoder.counts)
-    found = _worker_encoder.encode(documents)
-    return found, {name: count - before[name] for name, count in _worker_encoder.counts.items()}
+    encoder = _worker_encoder
+    assert encoder is not None  # _begin ran when this process started
+    before = dict(encoder.counts)
+    found = encoder.encode(documents)
+    return found, {name: count - before[name] for name, count in encoder.counts.items()}

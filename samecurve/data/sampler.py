@@ -48,19 +48,21 @@ def rows_at(positions: np.ndarray, num_rows: int, seed: int) -> np.ndarray:
 
 
 class Bounds(Protocol):
-    """Positions that each step reads. Hashable.
+    """Positions that each step reads. Hashable."""
 
-    Attributes:
-        since: first position that these bounds are valid for.
-        earlier: bounds of the steps before `since`, of a session with another number of rows per step; None if there
-            was none.
-    """
+    @property
+    def since(self) -> int:
+        """First position that these bounds are valid for."""
+        ...
 
-    since: int
-    earlier: Bounds | None
+    @property
+    def earlier(self) -> Bounds | None:
+        """Bounds of the steps before `since`, of a session with another number of rows per step; None without one."""
+        ...
 
     def bounds(self, position: int) -> tuple[int, int]:
         """Return (first, end) of the positions that are read in the same step as `position`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ class Steps:
         first = [(0, 1 if start else size)]
         for since, rows in sorted((int(since), rows) for since, rows in named.items()) or first:
             steps = cls(rows, since, steps)
+        assert steps is not None  # the loop ran at least once
         if steps.size == size and (start - steps.since) % size == 0:
             return steps
         return cls(size, start, steps.earlier if steps.since == start else steps)
@@ -173,7 +176,10 @@ class _Order:
     def _end(self, epoch: int, places: np.ndarray) -> np.ndarray:
         """Return the rows at places where nothing was moved."""
         origin = epoch if epoch < self._first else self.origin(epoch)
-        return self._earlier.rows(origin, places) if origin < self._first else self._plain(origin, places)
+        if origin >= self._first:
+            return self._plain(origin, places)
+        assert self._earlier is not None  # the steps of the first session begin at position 0, so `_first` is 0
+        return self._earlier.rows(origin, places)
 
     def _plain(self, epoch: int, places: np.ndarray) -> np.ndarray:
         return rows_at(epoch * self._num_rows + places, self._num_rows, self._seed)

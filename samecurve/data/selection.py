@@ -75,22 +75,24 @@ def folder_files(root: Path, name: str, pattern: str | None, own: Iterable[str] 
     if pattern:
         if not found:
             raise DataError(
-                f"{name}: no file matches data.pattern={pattern!r}{without}; `**/*.ext` looks in sub-folders too"
+                f"{name}: no file matches data.pattern={pattern!r}{without}; use **/*.ext to search sub-folders too"
             )
         return tuple(found)
     if tables and texts:
         raise DataError(
-            f"{name}: the folder holds {len(tables)} table files ({tables[0].name}, ...) and {len(texts)} text files "
-            f"({texts[0].name}, ...); say which are the data with data.pattern='**/*{tables[0].suffix}'"
+            f"{name}: the folder has {len(tables)} table files ({tables[0].name}, ...) and {len(texts)} text files "
+            f"({texts[0].name}, ...); select one kind, for example with data.pattern='**/*{tables[0].suffix}'"
         )
     if not tables and not texts:
         if left_out and not found:
-            written = f"all of the folder's {sum(left_out.values())} files were written by runs of samecurve"
-            raise DataError(f"{name}: {written}; name the folder of your data")
+            written = f"runs of samecurve wrote all {sum(left_out.values())} files of this folder"
+            raise DataError(f"{name}: {written}; set data.path to the folder of your data")
         suffixes = ", ".join(suffix or "(none)" for suffix, _ in Counter(f.suffix for f in found).most_common(5))
         raise DataError(
-            f"{name}: no text or table file among the folder's {len(found)} files{without}"
-            + (f" (suffixes: {suffixes}); set data.pattern to read them as text" if found else "; it is empty")
+            f"{name}: none of the folder's {len(found)} files is a text or a table{without} (suffixes: {suffixes}); "
+            "set data.pattern to read them as text"
+            if found
+            else f"{name}: the folder is empty; set data.path to the folder of your data"
         )
     _check_one_split(name, root, tables)
     return tuple(tables or texts)
@@ -104,7 +106,7 @@ def _listed(root: Path, pattern: str | None) -> Iterable[Path]:
     def refuse(error: OSError) -> None:
         raise DataError(
             f"{error.filename}: the folder cannot be listed: {error.strerror}; give the user of this process access to "
-            "it, or say which files are the data with data.pattern"
+            "it, or select other files with data.pattern"
         ) from error
 
     found = []
@@ -171,6 +173,6 @@ def _check_one_split(name: str, root: Path, tables: list[Path]) -> None:
     others = [file for file in relative if _OTHER_SPLITS.search(file) and not _TRAINING.search(file)]
     if training and others:
         raise DataError(
-            f"{name}: the folder holds more than one split by the names of its files ({training[0]}, {others[0]}), and "
-            "all would be trained on; say which are the data with data.pattern, such as data.pattern='**/*train*'"
+            f"{name}: by their names, the files are of more than one split ({training[0]}, {others[0]}), and training "
+            "would read all of them; select the training files, for example with data.pattern='**/*train*'"
         )

@@ -44,6 +44,10 @@ class DataSource:
     quiet: ClassVar[bool] = False  # whether reading shows no progress
 
     @property
+    def local_files(self) -> tuple[Path, ...]:
+        return tuple(file for file in self.files if isinstance(file, Path))
+
+    @property
     def num_bytes(self) -> int:
         return sum(file.num_bytes if isinstance(file, hub.Split) else _stat(file).st_size for file in self.files)
 
@@ -122,7 +126,7 @@ def table_rows(file: Path | hub.Split, documents_are: str) -> Iterator[tuple[str
         yield from file.rows()
         return
     if table_kind(file) is None:
-        raise DataError(f"{file}: {documents_are} are the rows of a jsonl, json, parquet or csv file")
+        raise DataError(f"{file}: not a table; {documents_are} must be the rows of a jsonl, json, parquet or csv file")
     yield from read_rows(file)
 
 
@@ -156,13 +160,13 @@ def what_rows_are(files: Iterable[Path | hub.Split], one_is: str) -> str:
     """Describe the rows that each kind of file should have, for a message about a table without rows."""
     kinds = {"hub" if isinstance(file, hub.Split) else table_kind(file) for file in files}
     meanings = {
-        "csv": f"each line of a csv file below its header is {one_is.replace('an object', 'a row')}",
-        "jsonl": f"each line of a jsonl file is {one_is}",
-        "json": f"a json file is a list, in which each entry is {one_is}",
-        "parquet": f"each row of a parquet file is {one_is.replace('an object', 'a row')}",
-        "hub": f"each row is {one_is.replace('an object', 'a row')}",
+        "csv": f"each line of a csv file below its header must be {one_is.replace('an object', 'a row')}",
+        "jsonl": f"each line of a jsonl file must be {one_is}",
+        "json": f"a json file must be a list, in which each entry is {one_is}",
+        "parquet": f"each row of a parquet file must be {one_is.replace('an object', 'a row')}",
+        "hub": f"each row must be {one_is.replace('an object', 'a row')}",
     }
-    return "; ".join(text for kind, text in meanings.items() if kind in kinds) or f"each row is {one_is}"
+    return "; ".join(text for kind, text in meanings.items() if kind in kinds) or f"each row must be {one_is}"
 
 
 def check_rows(
@@ -181,7 +185,7 @@ def check_rows(
     except DataError as error:  # the rows end here: the file itself is broken
         found[str(error)] = [str(error)]
     if not found and not num_rows:
-        raise DataError(f"{name}: holds no row; {what_a_row_is}")
+        raise DataError(f"{name}: there are no rows; {what_a_row_is}")
     if found:
         raise DataError(_listed(name, list(found.values())))
 
@@ -204,13 +208,12 @@ def fingerprint(source: DataSource, cache: Path) -> str:
     The digest is cached by the files' sizes and modification times, so they are read once.
     """
     splits = [file.identity for file in source.files if isinstance(file, hub.Split)]
-    files = [file for file in source.files if not isinstance(file, hub.Split)]
-    if splits:
-        return digest("hub", splits, *([_fingerprint(files, cache)] if files else []))
-    return _fingerprint(files, cache)
+    if not splits:
+        return _fingerprint(source.local_files, cache)
+    return digest("hub", splits, *([_fingerprint(source.local_files, cache)] if source.local_files else []))
 
 
-def _fingerprint(files: list[Path], cache: Path) -> str:
+def _fingerprint(files: tuple[Path, ...], cache: Path) -> str:
     stats = [(str(file.resolve()), (stat := _stat(file)).st_size, stat.st_mtime_ns) for file in files]
     remembered = cache / "fingerprints" / digest(stats)
     if remembered.is_file() and (known := remembered.read_text()):
@@ -222,7 +225,7 @@ def _fingerprint(files: list[Path], cache: Path) -> str:
     return contents
 
 
-def _hashes(files: list[Path]) -> list[str]:
+def _hashes(files: tuple[Path, ...]) -> list[str]:
     """Hash the content of each file. Raises one DataError with the first files that cannot be read."""
     hashes, problems = [], []
     for file in files:
@@ -254,9 +257,9 @@ def is_held_out(text: str, fraction: float) -> bool:
 def text_of(place: str, row: dict, column: str) -> str:
     """Return the text of a table's row. Raises DataError if the column is missing or not text."""
     if column not in row:
-        raise no_column(place, row, {"text_column": column}, fix="set data.text_column, or remove what has no text")
+        raise no_column(place, row, {"text_column": column}, fix="set data.text_column, or remove rows without text")
     if not isinstance(row[column], str):
-        raise DataError(f"{place}: {column!r} is {row[column]!r:.40}, not text; remove or fill the row")
+        raise DataError(f"{place}: {column!r} is {row[column]!r:.40}, not text; correct or remove the row")
     check_characters(place, column, row[column])
     return row[column]
 
@@ -275,7 +278,9 @@ def builtin_files() -> tuple[Path, ...]:
         subfolders[:] = [name for name in subfolders if name not in _NOT_STDLIB]
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     if not files:
-        raise DataError(f"{BUILTIN}: {root} holds no .py file; this Python keeps its library elsewhere: set data.path")
+        raise DataError(
+            f"{BUILTIN}: this Python has no .py files of its library in {root}; set data.path to other data"
+        )
     return tuple(sorted(files))
 
 

@@ -59,12 +59,12 @@ def find_stream_files(
         name = name.removeprefix("file://")
         root = Path(name).expanduser()
         below = root if root.is_dir() else root.parent
-        found = [_local(file, below) for file in sources.find_source(name, pattern, text_column, selection).files]
+        found = [_local(file, below) for file in sources.find_source(name, pattern, text_column, selection).local_files]
     whole = [file.name for file in found if table_kind(Path(file.name)) in ("json", "csv")]
     if whole:
         raise DataError(
-            f"{whole[0]}: streaming reads text, jsonl (also compressed) and parquet; convert it, choose other files "
-            "with data.pattern, or set data.streaming=false"
+            f"{whole[0]}: data.streaming reads only text, jsonl (also compressed) and parquet; convert the file, "
+            "choose other files with data.pattern, or set data.streaming=false"
         )
     return tuple(found)
 
@@ -86,8 +86,8 @@ def _of_split(where: Address, selection: sources.Selection) -> list[StreamFile]:
     for url in hub.hub_urls(where, selection):
         if table_kind(Path(url)) not in ("jsonl", "json", "parquet"):
             raise DataError(
-                f"{url}: of the hub's data sets streaming reads jsonl (also compressed) and parquet; set "
-                "data.streaming=false, or choose files with data.pattern"
+                f"{url}: data.streaming reads only the jsonl (also compressed) and parquet files of a hub data set; "
+                "set data.streaming=false, or choose files with data.pattern"
             )
         try:
             system, path = url_to_fs(url)
@@ -118,7 +118,7 @@ def _listed(url: str, pattern: str | None) -> list[StreamFile]:
     except MemoryError:
         raise
     except Exception as error:  # each kind of file system raises its own errors
-        raise DataError(f"{url}: could not be listed: {error}") from error
+        raise DataError(f"{url}: could not be listed: {error}; correct data.path, or check the access") from error
     below = root if len(found) != 1 or root not in found else os.path.dirname(root)
     files = []
     for name, facts in sorted(found.items()):
@@ -127,5 +127,5 @@ def _listed(url: str, pattern: str | None) -> list[StreamFile]:
             relative = os.path.relpath(name, below)
             files.append(StreamFile(system.unstrip_protocol(name), relative, facts["size"], _version(facts)))
     if not files:
-        raise DataError(f"{url}: no text, jsonl or parquet file there; correct data.path or data.pattern")
+        raise DataError(f"{url}: there is no text, jsonl or parquet file; correct data.path or data.pattern")
     return files

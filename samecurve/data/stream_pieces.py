@@ -102,8 +102,8 @@ class _Joints:
     num_pieces: int
     before: int
     after: int
-    since: ClassVar[int] = 0
-    earlier: ClassVar[None] = None
+    since: int = 0
+    earlier: None = None
 
     def bounds(self, position: int) -> tuple[int, int]:
         epoch = position // self.num_pieces
@@ -233,7 +233,9 @@ def _texts(piece: FileChunk, column: str) -> Iterator[tuple[str, str]]:
             try:
                 yield file.name, data.decode("utf-8-sig")
             except UnicodeDecodeError as error:
-                raise DataError(f"{file.name}: byte {error.start} is not UTF-8: {error.reason}; convert it") from error
+                raise DataError(
+                    f"{file.name}: byte {error.start} is not UTF-8: {error.reason}; convert the file"
+                ) from error
 
 
 _READERS = {"lines": _lines, "compressed": _compressed, "parquet": _row_group, "text": _texts}

@@ -166,6 +166,7 @@ class _Writer:
         for name, file in self._beside.items():
             np.asarray(getattr(encoded, name), dtype=np.uint8).tofile(file)
         if self.labels is not None:
+            assert encoded.label is not None  # the encoder is labelled
             self.labels.append(encoded.label)
         self.offsets.append(self.offsets[-1] + len(encoded.tokens))
 
@@ -197,7 +198,9 @@ def _map(directory: Path, part: str, meta: dict, key: str) -> TokenStream:
 
 def _map_file(file: Path, dtype: np.dtype, num_tokens: int) -> np.ndarray:
     if not file.is_file() or file.stat().st_size != num_tokens * dtype.itemsize:
-        raise DataError(f"{file}: does not hold the {num_tokens} tokens that meta.json states; delete {file.parent}")
+        raise DataError(
+            f"{file}: the file does not hold the {num_tokens} tokens that meta.json states; delete {file.parent}"
+        )
     # An empty file cannot be mapped.
     return np.memmap(file, dtype=dtype, mode="r") if num_tokens else np.empty(0, dtype=dtype)
 

@@ -60,19 +60,21 @@ def _known(tokenizer: PreTrainedTokenizerFast, token: str) -> str:
         return token
     special = ", ".join(dict.fromkeys(tokenizer.all_special_tokens)) or "none"
     raise ConfigurationError(
-        f"tokenizer.pad_token: found {describe(token)}, which is no token of "
-        f"{tokenizer.name_or_path or 'the tokenizer'}; its special tokens: {special}"
+        f"tokenizer.pad_token: found {describe(token)}, which is not a token of "
+        f"{tokenizer.name_or_path or 'the tokenizer'}; use one of its tokens (special ones: {special})"
     )
 
 
 def _load(recipe: Recipe, find: Callable[[Data], sources.DataSource] | None) -> PreTrainedTokenizerFast:
-    if recipe.tokenizer.vocabulary_size is not None:
+    size = recipe.tokenizer.vocabulary_size
+    if size is not None:
         if find is None:
             data, selection = recipe.data, sources.Selection.of(recipe, recipe.data)
+            assert data.path is not None  # the tasks that take a mixture give `find`
             source = sources.find_source(data.path, data.pattern, data.text_column, selection)
         else:
             source = find(recipe.data)
-        return _trained(recipe, source)
+        return _trained(recipe, source, size)
     path = recipe.tokenizer.path or recipe.model.path
     if path is None:
         raise ConfigurationError("no tokenizer: set tokenizer.path, or tokenizer.vocabulary_size to train one")
@@ -86,8 +88,8 @@ def padding(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
             f", for example its eos_token: tokenizer.pad_token='{tokenizer.eos_token}'" if tokenizer.eos_token else ""
         )
         raise DataError(
-            f"{tokenizer.name_or_path}: has no pad_token; set tokenizer.pad_token to one of its tokens that no text "
-            f"holds{example}"
+            f"{tokenizer.name_or_path}: there is no pad_token; set tokenizer.pad_token to one of its tokens that "
+            f"occurs in no text{example}"
         )
     return tokenizer
 
@@ -131,20 +133,17 @@ def load_pretrained_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedT
         folder = str(Path(path).expanduser()) if path.startswith("~") else path
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigurationError(
-            f"{path}: no tokenizer could be loaded ({_first_line(error)}); a folder needs tokenizer.json and "
+            f"{path}: no tokenizer could be loaded ({reason}); a folder needs tokenizer.json and "
             "tokenizer_config.json, a hub name needs the network or an earlier download"
         ) from error
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def _trained(recipe: Recipe, source: sources.DataSource) -> PreTrainedTokenizerFast:
+def _trained(recipe: Recipe, source: sources.DataSource, size: int) -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 
-    size, fraction = recipe.tokenizer.vocabulary_size, sources.validation_fraction(recipe)
+    fraction = sources.validation_fraction(recipe)
     cache, chat = cache_folder(recipe.data.cache_dir), TASKS[recipe.task].chats
     more = (BEGIN_OF_TURN, END_OF_TURN) if chat else (MASK,) if recipe.task == "mlm" else ()
     markers = (BEGIN_OF_TEXT, END_OF_TEXT, *more)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from samecurve.data.chat_encoder import ChatEncoder
-from samecurve.data.schemas.conversation import Conversation, Schema
+from samecurve.data.schemas.conversation import ChatSchema, Conversation
 from samecurve.errors import ConfigurationError, DataError
 from samecurve.inference import loading
 from samecurve.inference.writing import Writing, find_model, is_chat
@@ -134,7 +134,7 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the special token that the chat template writes after an answer; None without one."""
     said = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
     try:
-        text, spans = ChatEncoder(tokenizer, Schema()).render(Conversation("the chat template", said))
+        text, spans = ChatEncoder(tokenizer, ChatSchema()).render(Conversation("the chat template", said))
     except DataError:  # such a template can render prompts, but not be trained with
         return None
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]

@@ -171,9 +171,9 @@ class Scorer(Predictor):
     """Predicts the reward of an answer."""
 
     @cached_property
-    def schema(self) -> conversation.Schema:
+    def schema(self) -> conversation.ChatSchema:
         chats = self.data.chat if self.recipe else bool(self.tokenizer.chat_template)
-        return conversation.Schema(prompt=self.data.prompt_column, chat=chats)
+        return conversation.ChatSchema(prompt=self.data.prompt_column, chat=chats)
 
     @cached_property
     def encoder(self) -> Encoder:

@@ -45,6 +45,7 @@ def lock_folder(path: Path, patience_seconds: float = 0.0) -> IO:
 
 def _taken(stream: IO, deadline: float) -> bool:
     """Try to take the lock. Raises BlockingIOError if another process has it and the deadline has passed."""
+    assert fcntl is not None  # lock_folder asks first
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

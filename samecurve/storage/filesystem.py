@@ -23,17 +23,21 @@ class FileSystem(Protocol):
 
     def folders(self, folder: Path) -> list[str]:
         """List the names of the subfolders; [] if the folder does not exist."""
+        ...
 
     def exists(self, path: Path) -> bool: ...
 
     def size(self, path: Path) -> int:
         """Return the size of a file in bytes."""
+        ...
 
     def read(self, path: Path) -> Iterator[bytes]:
         """Read a file in pieces."""
+        ...
 
     def create(self, path: Path) -> AbstractContextManager[WritableFile]:
         """Create an empty file and open it for writing."""
+        ...
 
     def sync(self, file: Any) -> None:
         """Make an open file's content durable, but not its name."""

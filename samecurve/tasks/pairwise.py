@@ -101,7 +101,7 @@ def load(
         DataError: for a tokenizer without a chat template, or without a padding token if one is needed; see also
             `splits.load`.
     """
-    schema = preference.Schema.of(recipe.data)
+    schema = preference.PairSchema.of(recipe.data)
 
     def find(data: Data) -> sources.DataSource:
         return find_pairs(data.path, data.pattern, schema, sources.Selection.of(recipe, data))

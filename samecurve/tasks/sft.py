@@ -20,10 +20,10 @@ def load(recipe: Recipe) -> causal_lm.CausalTask:
     Raises:
         DataError: for a tokenizer without a chat template; see also `causal_lm.load`.
     """
-    schema = conversation.Schema.of(recipe.data)
+    schema = conversation.ChatSchema.of(recipe.data)
 
     def find(data: Data) -> sources.DataSource:
-        own_schema = conversation.Schema.of(data)
+        own_schema = conversation.ChatSchema.of(data)
         return find_conversations(data.path, data.pattern, own_schema, sources.Selection.of(recipe, data))
 
     chat_tokenizer = causal_lm.load_tokenizer(recipe, find)

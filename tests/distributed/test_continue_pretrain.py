@@ -145,7 +145,7 @@ def test_a_broken_line_far_into_a_stream_ends_all_ranks(workspace, streaming):
     file.write_text("".join([*lines[:200], "{\n", *lines[200:]]))
     run = workspace.run("ddp", 2, *streaming, f"data.path={file}", "steps=200")
     assert run.status["state"] == "failed" and run.status["exit_code"] == 3
-    assert "broken.jsonl: byte" in run.output and "not JSON" in run.output
+    assert "broken.jsonl: byte" in run.output and "invalid JSON" in run.output
 
 
 @pytest.mark.parametrize("name", ["single", "streamed"])

@@ -131,7 +131,8 @@ def test_a_pipeline_refuses_rows_of_changing_shape(workspace, overrides):
         ('{"messages": [{"role": "bot", "content": "x"}]}', "messages[0].role is 'bot'; write 'assistant'"),
         (
             '{"messages": [{"role"',
-            "column 22: not JSON: Expecting ':' delimiter; is the end of the file cut off? Correct or remove the line",
+            "invalid JSON at column 22: Expecting ':' delimiter; correct or remove the line "
+            "(is the file truncated here?)",
         ),
     ],
 )

@@ -137,6 +137,14 @@ def check_report(report: str, rows: Sequence[Row]) -> None:
         assert fragments and not missing(text, fragments), f"{missing(text, fragments)} not in {text!r}"
 
 
+def check_message(text: str, place: str, *fragments: str) -> None:
+    """The message of one problem begins with its place and has every fragment."""
+    start = f"{place}: "
+    assert text.startswith(start), f"{start!r} is not the start of {text!r}"
+    lost = missing(text.removeprefix(start), fragments)
+    assert fragments and not lost, f"{lost} not in {text!r}"
+
+
 def missing(text: str, fragments: Iterable[str]) -> list[str]:
     """The fragments that are not in the text, as whole words and each at a place of its own."""
     lost = []

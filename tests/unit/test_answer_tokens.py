@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from chat_templates import END_OF_TURN, FAMILIES, make_tokenizer, save_models
+from report_cases import check_message
 from test_conversations import jsonl, make_recipe
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -43,7 +44,7 @@ BY_HAND = {
 
 def pair_tokens(name: str, row: dict, train_on: str) -> list[tuple[list[int], list[bool]]]:
     """Ids and marks of both answers."""
-    schema = preference.Schema()
+    schema = preference.PairSchema()
     encoder = preference.PairEncoder(make_tokenizer(name), schema, train_on)
     (found,) = encoder.encode([preference.pair("here", row, schema)])
     segments = np.array(found.segments)
@@ -66,7 +67,7 @@ def test_the_trained_tokens_of_an_answer_by_hand(name, train_on):
     assert chosen == BY_HAND[name, train_on]
     assert rejected == chosen.replace("[b", "[cd")
     row = {"prompt": "a", "completion": "b"}  # and sft's are the same
-    schema = conversation.Schema(train_on=train_on)
+    schema = conversation.ChatSchema(train_on=train_on)
     (found,) = chat_encoder.encoder(tokenizer, schema).encode([conversation.conversation("here", row, schema)])
     assert bracketed(tokenizer, list(found.tokens), list(found.trained)) == chosen
 
@@ -114,7 +115,7 @@ def test_marks_decide_what_is_the_assistants_and_nothing_about_a_completion(turn
     )
     row, found = {"prompt": "a", "completion": "b"}, {}
     for train_on in ("assistant", "completion"):
-        schema = conversation.Schema(train_on=train_on)
+        schema = conversation.ChatSchema(train_on=train_on)
         said = conversation.conversation("here", row, schema)
         (encoded,) = chat_encoder.encoder(tokenizer, schema).encode([said])
         found[train_on] = bracketed(tokenizer, list(encoded.tokens), list(encoded.trained))
@@ -235,21 +236,20 @@ def test_what_is_trained_is_part_of_the_rows_fingerprint(family):
 
 FORGETFUL = "{% for m in messages %}{{ loop.last ~ m['content'] }}<|im_end|>{% endfor %}"
 ERRORS = [
-    ({"messages": [{"role": "assistant", "content": "b"}]}, None, "here: 'messages' is a whole conversation, but "
-     "data.train_on=completion needs to know where the prompt ends; set data.train_on=assistant, or give prompt"),
+    ({"messages": [{"role": "assistant", "content": "b"}]}, None,
+     ("here", "'messages'", "whole conversation", "data.train_on=completion", "data.train_on=assistant")),
     ({"prompt": "a", "completion": [{"role": "assistant", "content": "b", "weight": 0}]}, None,
-     "here: 'completion' has a turn of weight 0, but data.train_on=completion trains all turns; set it to assistant"),
-    ({"prompt": "a", "completion": "b"}, FORGETFUL, "here: the chat template renders the prompt differently when the "
-     "completion follows, so where the completion begins is unknown; set data.train_on=assistant"),
+     ("here", "'completion'", "weight 0", "data.train_on=completion", "set it to assistant", "remove the weight")),
+    ({"prompt": "a", "completion": "b"}, FORGETFUL, ("here", "prompt", "differently", "data.train_on=assistant")),
     ({"prompt": "a", "completion": "b"}, FORGETFUL.replace("loop.last ~", "").replace("<|im_end|>", ""),
-     "here: the chat template ends the assistant's turn 'b' with no special token"),
+     ("here", "'b'", "no special token", "{{ eos_token }}", "chatml")),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("row", "template", "message"), ERRORS)
-def test_what_has_no_completion_is_an_error(row, template, message):
-    tokenizer, schema = make_tokenizer("chatml"), conversation.Schema(train_on="completion")
+@pytest.mark.parametrize(("row", "template", "told"), ERRORS)
+def test_what_has_no_completion_is_an_error(row, template, told):
+    tokenizer, schema = make_tokenizer("chatml"), conversation.ChatSchema(train_on="completion")
     tokenizer.chat_template = template or tokenizer.chat_template
     with pytest.raises(DataError) as caught:
         chat_encoder.encoder(tokenizer, schema).encode([conversation.conversation("here", row, schema)])
-    assert str(caught.value).startswith(message)
+    check_message(str(caught.value), *told)

@@ -3,12 +3,13 @@ from __future__ import annotations
 import json
 
 import pytest
+from report_cases import check_message
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from samecurve.data import parallel_encoding
 from samecurve.data.chat_encoder import ChatEncoder, TextEncoder
-from samecurve.data.schemas.conversation import Schema, conversation
+from samecurve.data.schemas.conversation import ChatSchema, conversation
 from samecurve.data.tokenizer import CHAT_TEMPLATE
 from samecurve.errors import DataError
 
@@ -89,7 +90,7 @@ def make(rust):
 
 
 def encode(tokenizer, row: dict | list, **schema) -> tuple[list[int], list[bool]]:
-    schema = Schema(**schema)
+    schema = ChatSchema(**schema)
     row = {"messages": row} if isinstance(row, list) else row
     encoder = (ChatEncoder if schema.chat else TextEncoder)(tokenizer, schema)
     (encoded,) = encoder.encode([conversation("here", row, schema)])
@@ -152,8 +153,8 @@ def test_a_turn_of_weight_0_is_not_trained(make, template):
     row = {"prompt": TURNS[:2], "completion": [*weighted(0, 1)[2:]]}
     assert trained_text(make(template), row) == ["4<|im_end|>"]
     shown = "{% for m in messages %}{{ m | tojson }}{% endfor %}"  # the weight is no part of the conversation
-    plain, with_weights = (ChatEncoder(make(shown), Schema(train_on="all")) for _ in range(2))
-    given = [conversation("here", {"messages": turns}, Schema()) for turns in (TURNS, weighted(0, 1))]
+    plain, with_weights = (ChatEncoder(make(shown), ChatSchema(train_on="all")) for _ in range(2))
+    given = [conversation("here", {"messages": turns}, ChatSchema()) for turns in (TURNS, weighted(0, 1))]
     assert plain.render(given[0])[0] == with_weights.render(given[1])[0]
 
 
@@ -216,9 +217,9 @@ def test_empty_keys_that_arrow_adds_are_not_seen_by_the_template(make):
 
 
 def test_what_is_trained_but_never_asked_for_is_counted(make):
-    encoder = ChatEncoder(make(), Schema())
+    encoder = ChatEncoder(make(), ChatSchema())
     odd = [{"role": "user", "content": "<|im_end|>"}, {"role": "assistant", "content": "\t\t4"}]  # "\n\t" is one token
-    encoder.encode([conversation("here", {"messages": messages}, Schema()) for messages in (TURNS, odd)])
+    encoder.encode([conversation("here", {"messages": messages}, ChatSchema()) for messages in (TURNS, odd)])
     assert encoder.counts == {"answers_begun_inside_a_token": 1, "messages_with_special_tokens": 1}
     assert trained_text(make(), odd) == ["\n\t\t4<|im_end|>"]  # as transformers marks it, and no token less
 
@@ -231,11 +232,14 @@ def test_offsets_are_not_trimmed(make):
 
 
 def test_identity_holds_whatever_changes_tokens_or_marks(make):
-    encoders = [ChatEncoder(make(), Schema()), ChatEncoder(make(), Schema(train_on="all"))]
-    encoders += [ChatEncoder(make(UNMARKED), Schema()), ChatEncoder(make(eos="<|end_of_text|>"), Schema())]
-    encoders += [TextEncoder(make(), Schema(chat=False)), TextEncoder(make(), Schema(chat=False, train_on="all"))]
+    encoders = [ChatEncoder(make(), ChatSchema()), ChatEncoder(make(), ChatSchema(train_on="all"))]
+    encoders += [ChatEncoder(make(UNMARKED), ChatSchema()), ChatEncoder(make(eos="<|end_of_text|>"), ChatSchema())]
+    encoders += [
+        TextEncoder(make(), ChatSchema(chat=False)),
+        TextEncoder(make(), ChatSchema(chat=False, train_on="all")),
+    ]
     assert len({encoder.identity for encoder in encoders}) == 6
-    assert ChatEncoder(make(), Schema()).identity == encoders[0].identity
+    assert ChatEncoder(make(), ChatSchema()).identity == encoders[0].identity
 
 
 THOUGHT = TURNS[:2] + [{"role": "assistant", "content": "think|answer"}] + TURNS[3:]
@@ -245,42 +249,74 @@ STRICT = "{{ raise_exception('roles must alternate') }}"
 HEADLESS = UNMARKED.replace("{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}", "")
 HEADLESS_CALLS = UNMARKED_CALLS.partition("{% if add_generation")[0]
 ERRORS = [
-    (HEADLESS_CALLS, CALLING, "here: message 1: the chat template has no generation prompt, so '<|im_start|>assistant"),
+    (
+        HEADLESS_CALLS,
+        CALLING,
+        (
+            "here",
+            "message 1",
+            "no generation prompt",
+            "'<|im_start|>assistant",
+            "tokenizer.chat_template",
+            "{% generation %}",
+        ),
+    ),
     (
         None,
         TURNS,
-        "has no chat template; use a chat model's tokenizer, or set tokenizer.chat_template=chatml, which adds its "
-        "two tokens where they are missing, or to a Jinja file, or data.chat=false",
+        (
+            "the tokenizer",
+            "no chat template",
+            "chat model's tokenizer",
+            "tokenizer.chat_template",
+            "chatml",
+            "data.chat=false",
+        ),
     ),
-    (STRICT, TURNS, "here: the chat template cannot render it: roles must alternate"),
+    (
+        STRICT,
+        TURNS,
+        ("here", "cannot render", "roles must alternate", "correct or remove the row", "tokenizer.chat_template"),
+    ),
     (
         FORGETFUL,
         TURNS[:2] + [{"role": "assistant", "content": "think|answer"}] + TURNS[3:],
-        "here: message 2: the chat",
+        ("here", "message 2", "differently", "tokenizer.chat_template", "{% generation %}"),
     ),
-    (HEADLESS, TURNS, "here: message 2: the chat template has no generation prompt, so '<|im_start|>assistant' cannot"),
-    ("{{ messages[-1]['content'] }}", TURNS, "here: message 2: the chat template renders this turn differently"),
+    (HEADLESS, TURNS, ("here", "message 2", "no generation prompt", "'<|im_start|>assistant'", "{% generation %}")),
+    ("{{ messages[-1]['content'] }}", TURNS, ("here", "message 2", "differently", "{% generation %}")),
     (
         "{% for m in messages %}{{ m['content'] + '\n' }}{% endfor %}",
         TURNS,
-        "here: the chat template ends the assistant's turn '  héllo 🙂\\n\\n\\n' with no special token, so a model "
-        "would never learn to stop",
+        (
+            "here",
+            "no special token",
+            "'  héllo 🙂\\n\\n\\n'",
+            "never learn to stop",
+            "tokenizer.chat_template",
+            "{{ eos_token }}",
+            "chatml",
+        ),
     ),
-    ("{% generation %}{% endgeneration %}x", TURNS, "here: the chat template marks no part of it as the assistant's"),
-    (CHAT_TEMPLATE, TOOL_CALL, "here: has tool_calls, which the chat template leaves out"),
+    (
+        "{% generation %}{% endgeneration %}x",
+        TURNS,
+        ("here", "marks no text", "no token would be trained", "{% generation %}"),
+    ),
+    (CHAT_TEMPLATE, TOOL_CALL, ("here", "tool_calls", "does not render", "tokenizer.chat_template")),
     (
         CHAT_TEMPLATE,
         {"messages": TURNS, "tools": json.dumps([{"name": "f"}])},
-        "here: has tools, which the chat template",
+        ("here", "tools", "does not render", "tokenizer.chat_template"),
     ),
 ]
 
 
-@pytest.mark.parametrize(("template", "row", "message"), ERRORS)
-def test_what_cannot_be_marked_exactly_is_an_error(make, template, row, message):
+@pytest.mark.parametrize(("template", "row", "told"), ERRORS)
+def test_what_cannot_be_marked_exactly_is_an_error(make, template, row, told):
     with pytest.raises(DataError) as caught:
         encode(make(template), row)
-    assert message in str(caught.value)
+    check_message(str(caught.value), *told)
 
 
 @pytest.fixture
@@ -293,8 +329,8 @@ def encoded_in_batches(tokenizer) -> tuple[list, dict[str, int]]:
     """43 conversations in batches of 5, with what was counted."""
     turns = [[("user", f"what is {n}?"), ("assistant", f" {n} {SPECIAL[0]}")] for n in range(43)]
     rows = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in turns]
-    documents = [conversation(f"row {number}", row, Schema()) for number, row in enumerate(rows)]
-    encoder = ChatEncoder(tokenizer, Schema())
+    documents = [conversation(f"row {number}", row, ChatSchema()) for number, row in enumerate(rows)]
+    encoder = ChatEncoder(tokenizer, ChatSchema())
     found = list(parallel_encoding.encoded(encoder, [documents[at : at + 5] for at in range(0, 43, 5)], 1 << 30))
     assert [document for part, _ in found for document in part] == documents
     return [([*one.tokens], [*one.trained]) for _, part in found for one in part], encoder.counts
@@ -309,5 +345,5 @@ def test_processes_that_share_the_work_find_what_one_finds(make, two_processes, 
 
 def test_what_a_process_cannot_render_is_told_by_its_place(make, two_processes):
     template = "{% if messages[0]['content'] == 'what is 23?' %}{{ raise_exception('no') }}{% endif %}" + UNMARKED
-    with pytest.raises(DataError, match="row 23: the chat template cannot render it"):
+    with pytest.raises(DataError, match="row 23: the chat template cannot render"):
         encoded_in_batches(make(template))

@@ -67,7 +67,7 @@ def filled(recipe: Recipe) -> tuple[Task, torch.nn.Module, dict[str, torch.Tenso
 
 def test_a_base_model_has_no_template_and_is_told_of_one(tmp_path):
     base_model(tmp_path / "base", 257, tied=True)
-    with pytest.raises(DataError, match="has no chat template; .*tokenizer.chat_template=chatml"):
+    with pytest.raises(DataError, match="no chat template; .*tokenizer.chat_template .* chatml"):
         registry.load(made(tmp_path))
 
 

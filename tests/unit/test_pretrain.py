@@ -142,5 +142,5 @@ def test_too_little_data(tmp_path, change, message):
 
 def test_no_documents_at_all(tmp_path):
     (tmp_path / "empty.jsonl").write_text("")
-    with pytest.raises(DataError, match="empty.jsonl: holds no row"):
+    with pytest.raises(DataError, match="empty.jsonl: there are no rows"):
         registry.load(make_recipe(tmp_path, {"path": str(tmp_path / "empty.jsonl")}))

@@ -147,8 +147,8 @@ def test_a_url_holds_the_same_as_the_folder(folder):
 
 MISTAKES = [
     ('{"text": "a"}\n{"body": "b"}\n', "a.jsonl: byte 14: no column 'text', found: body; set data.text_column"),
-    ('{"text": "a"}\n{"text": 3}\n', "a.jsonl: byte 14: 'text' is 3, not text; remove or fill the row"),
-    ('{"text": "a"}\n{"text": \n', "a.jsonl: byte 14: column 10: not JSON: "),
+    ('{"text": "a"}\n{"text": 3}\n', "a.jsonl: byte 14: 'text' is 3, not text; correct or remove the row"),
+    ('{"text": "a"}\n{"text": \n', "a.jsonl: byte 14: invalid JSON at column 10: "),
     ('{"text": "a"}\n[1]\n', "a.jsonl: byte 14: [1] is not a JSON object"),
 ]
 
@@ -175,7 +175,7 @@ def test_compressed_texts_are_streamed(tmp_path):
 
 def test_files_that_cannot_be_streamed_are_refused(tmp_path):
     (tmp_path / "a.csv").write_text("text\nx\n")
-    with pytest.raises(DataError, match="a.csv: streaming reads text, jsonl .also compressed. and parquet; convert it"):
+    with pytest.raises(DataError, match="a.csv: data.streaming reads only text, jsonl .also compressed. and parquet;"):
         stream_files.find_stream_files(str(tmp_path), None, "text")
     (tmp_path / "b.jsonl.gz").write_bytes(b"not gzip")
     with pytest.raises(DataError, match="b.jsonl.gz: could not be read: "):
@@ -323,7 +323,7 @@ def test_every_row_is_read_once_before_any_is_read_again():
 def test_a_stream_without_a_row_ends(tmp_path):
     empty = PackedRows(token_store.TokenStream(np.empty(0, dtype=np.uint16), np.array([0]), "x"), 4, 0)
     rows = StreamRows(lambda block: empty, lambda block: None, 3, "fingerprint", {})
-    with pytest.raises(DataError, match="the stream holds no training row"):
+    with pytest.raises(DataError, match="the stream has no training rows"):
         rows[np.arange(2)]
 
 
@@ -331,7 +331,7 @@ def test_a_mistake_in_a_later_block_is_raised_where_it_is_read(recipe_file, fold
     with open(folder / "data" / "a.jsonl", "a") as file:
         file.write("\n{\n")
     found = loader.load_recipe(recipe_file)
-    with pytest.raises(DataError, match="a.jsonl: byte .*: not JSON: "):
+    with pytest.raises(DataError, match="a.jsonl: byte .*: invalid JSON at column "):
         for step in batches(registry.load(found), found):
             assert step
 

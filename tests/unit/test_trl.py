@@ -75,7 +75,7 @@ def test_tokens_labels_and_loss_are_those_of_trl(tmp_path, kind):
     tokenizer = load(tmp_path, path).tokenizer
     tokenizer.save_pretrained(tmp_path)
     save_model(tmp_path / "model", len(tokenizer))
-    schema = conversation.Schema(chat=kind != "text")
+    schema = conversation.ChatSchema(chat=kind != "text")
     encoded = chat_encoder.encoder(tokenizer, schema).encode(
         list(find_conversations(str(path), None, schema).documents())
     )

@@ -242,6 +242,8 @@ class LengthGroups(Rows):
     change during a run, so it is part of the fingerprint.
     """
 
+    sizes: np.ndarray
+
     def __init__(self, *arguments, global_batch_size: int):
         super().__init__(*arguments)
         self.global_batch_size = global_batch_size

@@ -28,6 +28,7 @@ class PairRows(Rows):
     def __init__(self, stream: TokenStream, sequence_length: int, padding_token: int):
         super().__init__(stream, sequence_length, padding_token)
         offsets = np.asarray(stream.offsets)
+        assert stream.segments is not None  # PairEncoder is segmented
         num_rejected = range_sums(stream.segments, offsets[:-1], offsets[1:])
         lengths = np.stack([np.diff(offsets) - num_rejected, num_rejected], axis=1)
         starts = np.stack([offsets[:-1], offsets[1:] - num_rejected], axis=1)
@@ -65,6 +66,7 @@ class PairRows(Rows):
         """Count the trained tokens of each sequence, (pairs, 2), without its first token, which cannot be a target."""
         stops = starts + lengths
         firsts = np.minimum(starts + 1, stops)
+        assert self.stream.trained is not None  # PairEncoder is masked
         return range_sums(self.stream.trained, firsts.ravel(), stops.ravel()).reshape(starts.shape)
 
     def _distinct(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -21,6 +21,7 @@ class RetrievalRows(Rows):
     def __init__(self, stream: TokenStream, sequence_length: int, padding_token: int):
         super().__init__(stream, sequence_length, padding_token)
         segments, num_rows = stream.segments, len(stream.offsets) - 1
+        assert segments is not None  # MatchEncoder is segmented
         begins = np.ones(len(segments), dtype=bool)
         begins[1:] = segments[1:] != segments[:-1]  # a row's last segment is never its first
         bounds = np.append(np.flatnonzero(begins), len(segments))

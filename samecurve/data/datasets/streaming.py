@@ -73,11 +73,11 @@ class StreamRows(SplitRows):
             return {"block": self._first_block + nth, "start": self._starts[nth]}
 
     def __len__(self) -> int:
-        raise TypeError("how many rows a stream has is not known before all of it is read")
+        raise TypeError("a stream's number of rows is unknown before all of it is read")
 
     @property
     def num_targets(self) -> int:
-        raise TypeError("how many tokens a stream has is not known before all of it is read")
+        raise TypeError("a stream's number of tokens is unknown before all of it is read")
 
     def at_positions(self, positions: np.ndarray, seed: int, steps: Bounds | None = None) -> np.ndarray:
         return np.asarray(positions, dtype=np.int64)
@@ -110,7 +110,7 @@ class StreamRows(SplitRows):
             num_rows = len(self._rows(block))
             num_empty = 0 if num_rows else num_empty + 1
             if num_empty > self._blocks_per_epoch:
-                raise DataError("the stream holds no training row; correct data.path or lower data.validation_fraction")
+                raise DataError("the stream has no training rows; correct data.path or lower data.validation_fraction")
             with self._lock:
                 if block == self._first_block + len(self._starts) - 1:
                     self._starts.append(end + num_rows)

@@ -52,6 +52,7 @@ class LabelledRows(TextRows):
     targets_are_tokens = False
 
     def __getitem__(self, indices: np.ndarray) -> RowArrays:
+        assert self.stream.labels is not None  # ExampleEncoder is labelled
         labels = self.stream.labels[self.documents[indices]].astype(np.int64)
         return RowArrays(self._inputs(indices), {"labels": labels})
 

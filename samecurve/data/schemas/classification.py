@@ -69,10 +69,11 @@ class ExampleSource(sources.TableSource):
         text = text_of(place, "text_column", self.text_column, row)
         pair = None if self.pair_column is None else text_of(place, "text_pair_column", self.pair_column, row)
         label = _value(place, "label_column", self.label_column, row)
-        return Example(place, text, pair, self._name(f"{place}: {self.label_column!r}", label))
+        return Example(place, text, pair, self._name(place, label))
 
-    def _name(self, at: str, label: Any) -> str:
+    def _name(self, place: str, label: Any) -> str:
         """Return the class name of a label. Raises DataError for one that is not a name or number of a class."""
+        at = f"{place}: {self.label_column!r}"
         # A csv file has numbers as text.
         if isinstance(label, str) and self.names is not None and label not in self.names and label.isdecimal():
             label = int(label)
@@ -82,18 +83,18 @@ class ExampleSource(sources.TableSource):
             number_of_classes = None if self.names is None else len(self.names)
             if label < 0 or (number_of_classes is not None and label >= number_of_classes):
                 highest = "" if number_of_classes is None else f" to {number_of_classes - 1}"
-                raise DataError(f"{at} is {label}, out of range: classes are counted from 0{highest}; {_FIX}")
+                raise DataError(f"{at} is {label}, but classes are numbered from 0{highest}; {_FIX}")
             return str(label) if self.names is None else self.names[label]
-        check_characters(*at.split(": ", 1), label)
+        check_characters(place, self.label_column, label)
         if self.names is not None and label not in self.names:
-            raise DataError(f"{at} is {label!r:.40}, which is none of the classes {_listed(self.names)}; {_FIX}")
+            raise DataError(f"{at} is {label!r:.40}, which is not one of the classes {_listed(self.names)}; {_FIX}")
         return label
 
 
 _FIX = "correct or remove the row, or name all classes in data.labels"
 
 
-def class_names(source: sources.DataSource, cache: Path) -> tuple[str, ...]:
+def class_names(source: ExampleSource, cache: Path) -> tuple[str, ...]:
     """Find the class names of a source, sorted by name or by number. The result is cached.
 
     Raises:
@@ -105,7 +106,7 @@ def class_names(source: sources.DataSource, cache: Path) -> tuple[str, ...]:
     return tuple(json.loads((directory / "names.json").read_text()))
 
 
-def _write_names(directory: Path, source: sources.DataSource) -> None:
+def _write_names(directory: Path, source: ExampleSource) -> None:
     source.check()
     first: dict[str, str] = {}
     for example in source.documents():
@@ -115,8 +116,8 @@ def _write_names(directory: Path, source: sources.DataSource) -> None:
     if numbers and len(numbers) < len(names):
         word = next(name for name in names if not name.isdecimal())
         raise DataError(
-            f"{source.name}: labels are both numbers ({numbers[0]} in {first[numbers[0]]}) and names ({word!r} in "
-            f"{first[word]}); use one of the two"
+            f"{source.name}: the labels mix numbers ({numbers[0]} in {first[numbers[0]]}) and names ({word!r} in "
+            f"{first[word]}); use only one of the two"
         )
     if numbers:
         names = sorted(names, key=int)
@@ -124,11 +125,14 @@ def _write_names(directory: Path, source: sources.DataSource) -> None:
         if missing is not None:
             last = names[-1]
             raise DataError(
-                f"{first[last]}: the label {last} is out of range: no row has {missing}; number the classes from 0 "
+                f"{first[last]}: the label is {last}, but no row has the label {missing}; number the classes from 0 "
                 "without a gap, or name all of them in data.labels"
             )
     if len(names) < 2:
-        raise DataError(f"{source.name}: every row has the label {names[0]!r}; there is nothing to tell apart")
+        raise DataError(
+            f"{source.name}: every row has the label {names[0]!r}, but a classifier needs two classes; add rows of "
+            "another class, or name all classes in data.labels"
+        )
     (directory / "names.json").write_text(json.dumps(names))
 
 

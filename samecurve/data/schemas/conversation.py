@@ -20,7 +20,7 @@ _MESSAGES = ("messages", "conversations")
 
 
 @dataclass(frozen=True)
-class Schema:
+class ChatSchema:
     """Columns of a conversation.
 
     If all columns are None, a row's `messages` or `conversations` is read if present, else `prompt` and `completion`.
@@ -40,7 +40,7 @@ class Schema:
     train_on: str = "assistant"
 
     @classmethod
-    def of(cls, data: Data) -> Schema:
+    def of(cls, data: Data) -> ChatSchema:
         return cls(data.messages_column, data.prompt_column, data.completion_column, data.chat, data.train_on)
 
 
@@ -75,7 +75,7 @@ class ConversationSource(sources.TableSource):
 
     documents_are, a_line_is = "conversations", "one conversation"
 
-    schema: Schema = Schema()
+    schema: ChatSchema = ChatSchema()
 
     @property
     def identity(self) -> str:
@@ -88,7 +88,7 @@ class ConversationSource(sources.TableSource):
         return conversation(place, row, self.schema)
 
 
-def conversation(place: str, row: dict, schema: Schema) -> Conversation:
+def conversation(place: str, row: dict, schema: ChatSchema) -> Conversation:
     """Read and check one row.
 
     Args:
@@ -103,7 +103,7 @@ def conversation(place: str, row: dict, schema: Schema) -> Conversation:
     column = schema.messages or next((name for name in _MESSAGES if name in row), _MESSAGES[0])
     if schema.prompt is None and schema.completion is None and (schema.messages or column in row):
         if not schema.chat:
-            raise DataError(f"{place}: {column!r}: messages need a template; set data.chat=true")
+            raise DataError(f"{place}: {column!r} holds messages, which need a chat template; set data.chat=true")
         if column not in row:
             raise no_column(place, row, {"messages_column": column}, fix=_SET_COLUMNS)
         if schema.train_on == "completion":
@@ -117,8 +117,8 @@ def conversation(place: str, row: dict, schema: Schema) -> Conversation:
     asked, answered = schema.prompt or "prompt", schema.completion or "completion"
     if asked not in row or answered not in row:
         raise _no_column(place, row, {"prompt_column": asked, "completion_column": answered})
-    prompt = turns(place, asked, row[asked], "user", schema)
-    completion = turns(place, answered, row[answered], "assistant", schema)
+    prompt = turns(place, asked, row[asked], "user", schema.chat)
+    completion = turns(place, answered, row[answered], "assistant", schema.chat)
     if schema.train_on == "all":
         _check_trained(place, answered, (*prompt, *completion), schema)
     else:
@@ -127,23 +127,23 @@ def conversation(place: str, row: dict, schema: Schema) -> Conversation:
     return Conversation(place, (*prompt, *completion), len(prompt), tools)
 
 
-def turns(place: str, column: str, value: Any, role: str, schema: Schema) -> tuple[dict[str, Any], ...]:
-    """Read a column as messages. Text becomes one turn of the given role; a list is read as messages."""
-    if isinstance(value, list) and schema.chat:
+def turns(place: str, column: str, value: Any, role: str, chat: bool) -> tuple[dict[str, Any], ...]:
+    """Read a column as messages. Text becomes one turn of the given role; with `chat`, a list is read as messages."""
+    if isinstance(value, list) and chat:
         return messages_of(place, column, value)
-    check_text(place, column, value, "text" if not schema.chat else "text or a list of messages")
+    check_text(place, column, value, "text or a list of messages" if chat else "text")
     return ({"role": role, "content": value},)
 
 
 def _check_prompt(place: str, column: str, messages: tuple[dict[str, Any], ...]) -> None:
     if any(message.get("weight") == 1 for message in messages):
         raise DataError(
-            f"{place}: {column!r} has a turn of weight 1, but a prompt is not trained; remove the weight, or give all "
-            "as one column of messages"
+            f"{place}: {column!r} has a turn of weight 1, but a prompt is not trained; remove the weight, or put "
+            "all turns into one column of messages"
         )
 
 
-def _check_trained(place: str, column: str, messages: tuple[dict[str, Any], ...], schema: Schema) -> None:
+def _check_trained(place: str, column: str, messages: tuple[dict[str, Any], ...], schema: ChatSchema) -> None:
     """Raise DataError if no turn is trained, or if a turn has weight 0 although `train_on` trains all turns."""
     weights = [message.get("weight", 1) for message in messages if message["role"] == "assistant"]
     if schema.train_on != "assistant" and any(message.get("weight") == 0 for message in messages):
@@ -156,10 +156,10 @@ def _check_trained(place: str, column: str, messages: tuple[dict[str, Any], ...]
     roles = ", ".join(message["role"] for message in messages)
     fix = "; remove the row, or set data.train_on=all"
     if weights:
-        what, fix = "no assistant turn but with weight 0", "; remove the row, or give a turn the weight 1"
+        what, fix = "only assistant turns of weight 0", "; remove the row, or give a turn the weight 1"
     else:
         what = f"no assistant turn (roles: {roles})"
-    raise DataError(f"{place}: {column!r} has {what}, so nothing of it is trained{fix}")
+    raise DataError(f"{place}: {column!r} has {what}, so no token would be trained{fix}")
 
 
 def tools_of(place: str, value: Any) -> tuple[dict[str, Any], ...] | None:

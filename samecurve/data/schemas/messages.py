@@ -41,7 +41,7 @@ def messages_of(place: str, column: str, value: Any) -> tuple[dict[str, Any], ..
 
 def _message(place: str, at: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise DataError(f'{place}: {at} is {shown(value)}, not {{"role": ..., "content": ...}}')
+        raise DataError(f'{place}: {at} is {shown(value)}, not a message; write {{"role": ..., "content": ...}}')
     # Arrow gives each message all keys that any message of the file has.
     message = {key: part for key, part in value.items() if part is not None}
     if "role" not in message and {"from", "value"} <= message.keys():
@@ -57,7 +57,7 @@ def _message(place: str, at: str, value: Any) -> dict[str, Any]:
     elif "content" not in message:
         raise DataError(f"{place}: {at} has no 'content', found: {', '.join(map(repr, message))}; add it")
     if isinstance(message["content"], list):
-        raise DataError(f"{place}: {at}.content is a list of parts; only text can be trained on, write one string")
+        raise DataError(f"{place}: {at}.content is a list of parts, but only text is supported; write one string")
     _check_weight(place, at, message)
     may_be_empty = role in _MAY_BE_EMPTY or "tool_calls" in message
     check_text(place, f"{at}.content", message["content"], "text", may_be_empty)
@@ -74,13 +74,13 @@ def _tool_calls(place: str, at: str, value: Any) -> list:
     """Check tool calls, and parse arguments that are JSON text."""
     # Chat templates write arguments as JSON: an object as it should be, but text as a quoted string.
     if not isinstance(value, list):
-        raise DataError(f"{place}: {at} is {shown(value)}, not a list")
+        raise DataError(f'{place}: {at} is {shown(value)}, not a list; write [{{"name": ..., "arguments": ...}}]')
     return [_tool_call(place, f"{at}[{index}]", call) for index, call in enumerate(value)]
 
 
 def _tool_call(place: str, at: str, call: Any) -> Any:
     if not isinstance(call, dict):
-        raise DataError(f'{place}: {at} is {shown(call)}, not {{"name": ..., "arguments": ...}}')
+        raise DataError(f'{place}: {at} is {shown(call)}, not a call; write {{"name": ..., "arguments": ...}}')
     if isinstance(call.get("function"), dict):
         return {**call, "function": _tool_call(place, f"{at}.function", call["function"])}
     if not isinstance(call.get("arguments"), str):
@@ -100,7 +100,7 @@ def _tool_call(place: str, at: str, call: Any) -> Any:
 def _check_weight(place: str, at: str, message: dict[str, Any]) -> None:
     weight = message.get("weight", 0)
     if isinstance(weight, bool) or weight not in (0, 1):
-        raise DataError(f"{place}: {at}.weight is {shown(weight)}; it is 0 (not trained) or 1 (trained)")
+        raise DataError(f"{place}: {at}.weight is {shown(weight)}; write 0 (not trained) or 1 (trained)")
     if weight and message["role"] != "assistant":
         raise DataError(
             f"{place}: {at}.weight is 1, but only assistant turns are trained, and this one's role is "
@@ -119,7 +119,7 @@ def check_text(place: str, at: str, value: Any, needed: str, may_be_empty: bool 
 def _nearest_role(role: Any) -> str:
     near = difflib.get_close_matches(str(role).lower(), ROLES, n=1)
     known = _OTHER_NAMES.get(str(role).lower()) or (near[0] if near else None)
-    return f"write {known!r}" if known else f"it is one of {', '.join(ROLES)}"
+    return f"write {known!r}" if known else f"write one of {', '.join(ROLES)}"
 
 
 def shown(value: Any) -> str:

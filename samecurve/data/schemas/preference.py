@@ -13,8 +13,7 @@ from samecurve.data import sources
 from samecurve.data.chat_encoder import encoder
 from samecurve.data.encoder import Encoded, Encoder
 from samecurve.data.formats import no_column
-from samecurve.data.schemas.conversation import Conversation, tools_of, turns
-from samecurve.data.schemas.conversation import Schema as ChatSchema
+from samecurve.data.schemas.conversation import ChatSchema, Conversation, tools_of, turns
 from samecurve.data.schemas.messages import shown
 from samecurve.errors import DataError
 from samecurve.storage.cache import digest
@@ -30,7 +29,7 @@ Turns = tuple[dict[str, Any], ...]
 
 
 @dataclass(frozen=True)
-class Schema:
+class PairSchema:
     """Columns of a preference pair.
 
     Attributes:
@@ -46,7 +45,7 @@ class Schema:
     chat: bool = True
 
     @classmethod
-    def of(cls, data: Data) -> Schema:
+    def of(cls, data: Data) -> PairSchema:
         return cls(data.prompt_column, data.chosen_column, data.rejected_column, data.chat)
 
 
@@ -67,7 +66,7 @@ class PairSource(sources.TableSource):
 
     documents_are, a_line_is = "preference pairs", "one pair of answers"
 
-    schema: Schema = Schema()
+    schema: PairSchema = PairSchema()
 
     @property
     def identity(self) -> str:
@@ -81,7 +80,7 @@ class PairSource(sources.TableSource):
         return pair(place, row, self.schema)
 
 
-def pair(place: str, row: dict, schema: Schema) -> Pair:
+def pair(place: str, row: dict, schema: PairSchema) -> Pair:
     """Read and check one row.
 
     Args:
@@ -95,9 +94,11 @@ def pair(place: str, row: dict, schema: Schema) -> Pair:
     columns = {"prompt_column": schema.prompt, "chosen_column": schema.chosen, "rejected_column": schema.rejected}
     missing = {key: name for key, name in columns.items() if name is not None and name not in row}
     if missing:
-        raise _no_column(place, row, missing)
+        unpaired = {"chosen_column", "rejected_column"} <= missing.keys() and {"completion", "label"} <= row.keys()
+        raise no_column(place, row, missing, fix=_UNPAIRED if unpaired else "")
     tools = tools_of(place, row.get("tools"))
-    answers = [_turns(place, column, row, "assistant", schema) for column in (schema.chosen, schema.rejected)]
+    both = (schema.chosen, schema.rejected)
+    answers = [turns(place, column, row[column], "assistant", schema.chat) for column in both]
     if answers[0] == answers[1]:
         raise DataError(
             f"{place}: {schema.chosen!r} and {schema.rejected!r} are the same ({shown(answers[0][-1]['content'])}), so "
@@ -105,28 +106,23 @@ def pair(place: str, row: dict, schema: Schema) -> Pair:
         )
     prompt_column = schema.prompt or ("prompt" if "prompt" in row else None)
     if prompt_column is not None:
-        prompt = _turns(place, prompt_column, row, "user", schema)
+        prompt = turns(place, prompt_column, row[prompt_column], "user", schema.chat)
         # Some data sets repeat the prompt in front of both answers.
         if all(answer[: len(prompt)] == prompt for answer in answers):
             answers = [answer[len(prompt) :] for answer in answers]
     else:
         prompt, *answers = (_split_messages if schema.chat else _split_texts)(place, row, schema, *answers)
-    for column, answer in zip((schema.chosen, schema.rejected), answers, strict=True):
+    for column, answer in zip(both, answers, strict=True):
         _check_answer(place, column, answer)
     return Pair(*(Conversation(place, (*prompt, *answer), len(prompt), tools) for answer in answers))
 
 
-def _turns(place: str, column: str, row: dict, role: str, schema: Schema) -> Turns:
-    """Read a column as messages, see `conversation.turns`."""
-    return turns(place, column, row[column], role, ChatSchema(chat=schema.chat))
-
-
-def _split_messages(place: str, row: dict, schema: Schema, chosen: Turns, rejected: Turns) -> tuple[Turns, ...]:
+def _split_messages(place: str, row: dict, schema: PairSchema, chosen: Turns, rejected: Turns) -> tuple[Turns, ...]:
     """Return (prompt, chosen, rejected). The prompt is the longest common prefix of messages."""
     if any(isinstance(row[column], str) for column in (schema.chosen, schema.rejected)):
         raise DataError(
-            f"{place}: {schema.chosen!r} and {schema.rejected!r} are text and there is no column 'prompt'; name it "
-            "(data.prompt_column), give messages, or set data.chat=false to take what both begin with as the prompt"
+            f"{place}: {schema.chosen!r} and {schema.rejected!r} are text, but there is no column 'prompt'; set "
+            "data.prompt_column, write messages, or set data.chat=false to take the common beginning as the prompt"
         )
     length = _common(chosen, rejected)
     if not length:
@@ -134,7 +130,7 @@ def _split_messages(place: str, row: dict, schema: Schema, chosen: Turns, reject
     return chosen[:length], chosen[length:], rejected[length:]
 
 
-def _split_texts(place: str, row: dict, schema: Schema, chosen: Turns, rejected: Turns) -> tuple[Turns, ...]:
+def _split_texts(place: str, row: dict, schema: PairSchema, chosen: Turns, rejected: Turns) -> tuple[Turns, ...]:
     """Return (prompt, chosen, rejected). The prompt is the longest common prefix of characters."""
     one, other = chosen[0]["content"], rejected[0]["content"]
     length = _common(one, other)
@@ -148,12 +144,12 @@ def _split_texts(place: str, row: dict, schema: Schema, chosen: Turns, rejected:
 
 
 _UNPAIRED = (
-    "this is unpaired data, as TRL's KTO has them, which are not read yet: give the better and the worse answer of "
-    "each prompt as chosen and rejected, also for dpo.loss=kto"
+    "unpaired rows (completion and label, as for TRL's KTO) are not supported: write the better and the worse answer "
+    "of each prompt as chosen and rejected, also for dpo.loss=kto"
 )
 _NOTHING_SHARED = (
-    "{place}: {schema.chosen!r} and {schema.rejected!r} have no first {what} in common, so there is no prompt that "
-    "both answer; correct or remove the row, or name the prompt's column (data.prompt_column)"
+    "{place}: {schema.chosen!r} and {schema.rejected!r} do not begin with the same {what}, so they have no common "
+    "prompt; correct or remove the row, or set data.prompt_column"
 )
 
 
@@ -163,7 +159,7 @@ def _common(one: Any, other: Any) -> int:
 
 def _check_answer(place: str, column: str, answer: Turns) -> None:
     if not answer or not any(message["content"].strip() or message.get("tool_calls") for message in answer):
-        raise DataError(f"{place}: {column!r} is empty behind the prompt; add the answer or remove the row")
+        raise DataError(f"{place}: {column!r} has no answer after the prompt; add it or remove the row")
     if any(message.get("weight") == 0 for message in answer):
         raise DataError(
             f"{place}: {column!r} has a turn of weight 0, but pairs are compared by their whole answers; remove the "
@@ -172,14 +168,9 @@ def _check_answer(place: str, column: str, answer: Turns) -> None:
     if answer[0]["role"] != "assistant":
         roles = ", ".join(message["role"] for message in answer)
         raise DataError(
-            f"{place}: {column!r} does not answer the prompt with an assistant turn (roles behind it: {roles}); "
-            "correct or remove the row"
+            f"{place}: {column!r} has no assistant turn right after the prompt (roles there: {roles}); correct or "
+            "remove the row"
         )
-
-
-def _no_column(place: str, row: dict, missing: dict[str, str]) -> DataError:
-    unpaired = "chosen_column" in missing and "rejected_column" in missing and {"completion", "label"} <= row.keys()
-    return no_column(place, row, missing, fix=_UNPAIRED if unpaired else "")
 
 
 class PairEncoder(Encoder):
@@ -192,7 +183,7 @@ class PairEncoder(Encoder):
 
     masked = segmented = True
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, schema: Schema, train_on: str = "assistant"):
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, schema: PairSchema, train_on: str = "assistant"):
         super().__init__(tokenizer)
         self._one = encoder(tokenizer, ChatSchema(chat=schema.chat, train_on=train_on))
         self._completions = train_on == "completion"
@@ -207,10 +198,12 @@ class PairEncoder(Encoder):
 
 def _aligned(chosen: Encoded, rejected: Encoded) -> tuple[Encoded, ...]:
     """Mark both answers as trained from the earlier of their first trained tokens to their ends."""
-    start = min(int(np.argmax(answer.trained)) for answer in (chosen, rejected))
+    assert chosen.trained is not None and rejected.trained is not None  # both encoders of chats are masked
+    start = min(int(np.argmax(trained)) for trained in (chosen.trained, rejected.trained))
     return tuple(Encoded(answer.tokens, np.arange(len(answer.tokens)) >= start) for answer in (chosen, rejected))
 
 
 def _joined(chosen: Encoded, rejected: Encoded) -> Encoded:
+    assert chosen.trained is not None and rejected.trained is not None  # both encoders of chats are masked
     segments = [0] * len(chosen.tokens) + [1] * len(rejected.tokens)
     return Encoded([*chosen.tokens, *rejected.tokens], [*chosen.trained, *rejected.trained], segments)
