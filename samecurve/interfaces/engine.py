@@ -164,12 +164,15 @@ class Engine(Protocol):
     @property
     def shard(self) -> tuple[int, int]:
         """(data-parallel rank, data-parallel size), which select this process's rows of the global batch."""
+        ...
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
         """Run forward, backward and one update over this rank's micro-batches."""
+        ...
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         """Compute the loss without an update. Every rank passes the same number of micro-batches."""
+        ...
 
     def features(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Compute Task.features without dropout, gathered over all ranks.
@@ -180,15 +183,19 @@ class Engine(Protocol):
             (rows, n), fp32 on the CPU, the same on every rank. A rank's rows are contiguous, rank 0's first. For
             EvaluationBatches the rows are in dataset order, followed by the padding rows.
         """
+        ...
 
     def parameters(self) -> Iterator[tuple[str, Tensor | None]]:
         """Yield the weights to export, one at a time: Hugging Face name, full fp32 CPU tensor on rank 0, else None."""
+        ...
 
     def held_bytes(self) -> Held:
         """Measure the memory that this rank holds between two steps. Not collective."""
+        ...
 
     def describe(self) -> EngineDescription:
         """Report the live configuration. Not collective."""
+        ...
 
     shapes: dict[str, torch.Size]
     device: torch.device
