@@ -18,6 +18,7 @@ Forward = Callable[["MicroBatch"], tuple[Tensor, dict[str, Tensor]]]
 @torch.no_grad()
 def features(task: Task, forward: Forward, micro_batches: Iterable[MicroBatch]) -> Tensor:
     """Compute the features of this rank's rows: (rows, n), fp32. `forward` returns a batch's (logits, targets)."""
+    assert task.features is not None  # only tasks with features come here
     found = []
     for batch in micro_batches:
         logits, targets = forward(batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +17,8 @@ from samecurve.interfaces.memory import Held
 def held_bytes(module: nn.Module, optimizer: object, described: EngineDescription) -> Held:
     """Measure the bytes of weights, optimizer state and gradients that this rank holds between two steps."""
     weights = list(_storages([*module.parameters(), *module.buffers()]))
-    chain = [optimizer]
-    while hasattr(chain[-1], "optimizer"):  # accelerate's and DeepSpeed's wrappers
+    chain: list[Any] = [optimizer]
+    while hasattr(chain[-1], "optimizer"):  # Accelerate's and DeepSpeed's wrappers, which share no base class
         chain.append(chain[-1].optimizer)
     own = {storage.data_ptr() for storage in weights}
     kept = _storages(_tensors_of(chain[-1]))
@@ -30,7 +31,7 @@ def held_bytes(module: nn.Module, optimizer: object, described: EngineDescriptio
     )
 
 
-def _kept_gradients(module: nn.Module, optimizers: list[object], gradients: int) -> int:
+def _kept_gradients(module: nn.Module, optimizers: list[Any], gradients: int) -> int:
     """Bytes of gradients that stay allocated between steps.
 
     ZeRO-3 and DeepSpeed's bf16 optimizer under a pipeline keep flat buffers; offloaded optimizers keep the gradients

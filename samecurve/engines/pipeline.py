@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 from samecurve.engines import deepspeed_introspection, grad_cache
 from samecurve.engines.forward import evaluation_sums
 from samecurve.engines.memory_usage import held_bytes
-from samecurve.engines.pipeline_stage import build_stage
-from samecurve.engines.sharded_state import FragmentState, LiveState
+from samecurve.engines.pipeline_stage import StageModule, build_stage
+from samecurve.engines.sharded_state import DeepSpeedParameter, FragmentState, LiveState
 from samecurve.errors import ConfigurationError
 from samecurve.interfaces.engine import EngineDescription, EvalResult, StepResult, dtype_name
 from samecurve.interfaces.memory import Held
@@ -49,22 +49,24 @@ class PipelineEngine:
     """Implementation of interfaces.engine.Engine. `skeleton` is the model on the meta device and stays there."""
 
     def __init__(self, accelerator: Accelerator, plan: Plan, skeleton: PreTrainedModel, task: Task):
-        self._task, self.device = task, accelerator.device
+        self._task = task
+        self.device: torch.device = accelerator.device
         self._loss_factor, self._target_names = 1.0, ("labels",)
         self._last_stage: Callable[..., Tensor] = self._weighted_loss
         self.shapes, self._num_parameters = trained_shapes(skeleton), skeleton.num_parameters()
         model = copy.deepcopy(skeleton)
         compilation.prepare(model, plan.recipe, self.device, but="full")  # the stage itself does full checkpointing
         self._kernels = tuple(liger.replaced(model))
-        module = build_stage(plan, cut(model), self._loss, self.device)
+        module = self._module = build_stage(plan, cut(model), self._loss, self.device)
         self._weights, self._stages = module.named_weights(), module.stages_by_name()
-        _check_trained({self._stages[name] for name in self.shapes}, module.num_stages)
+        _check_trained({self._stages[name] for name in self.shapes}, plan.strategy.pipeline_stages)
 
         settings = self._settings = plan.recipe.optimizer
         optimizer = build_optimizer(parameter_groups(self._weights.items(), self.shapes, settings), settings)
-        self._engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=resolve_auto(plan))
-        self._grid = self._engine.grid
-        self._guard = _Guard(self._engine)
+        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=resolve_auto(plan))
+        assert isinstance(engine, deepspeed.PipelineEngine)  # because the model is a PipelineModule
+        self._engine, self._grid, self._guard = engine, module.mpu(), _Guard(engine, module, self.device)
+        self._optimizer: Any = engine.optimizer  # DeepSpeed's optimizers have no base class in common
         # after initialization, because DeepSpeed casts weights to bf16 and copies its fp32 masters from rounded weights
         fill(skeleton, plan.recipe, self._write, names=set(self._weights))
         self.state = self._state()
@@ -75,14 +77,17 @@ class PipelineEngine:
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
         """See Engine.step. Every stage of a pipeline passes the same gradient_accumulation_steps micro-batches."""
-        local = sum(self._task.count(**batch.targets) for batch in micro_batches)
-        tokens = int(_sum([local], self.device, self._grid.get_data_parallel_group())[0])
+        tokens = self._count(micro_batches)
         if tokens == 0:
             return StepResult.of_nothing()
-        set_learning_rate(self._engine.optimizer, learning_rate)
+        set_learning_rate(self._optimizer, learning_rate)
         # DeepSpeed averages over micro-batches and data-parallel ranks; the factor turns that into the token mean
         self._loss_factor = len(micro_batches) * self.shard[1] / tokens
-        contexts = self._contexts(micro_batches)
+        contexts: list[dict[str, Tensor]] = [{}] * len(micro_batches)
+        if self._task.context is not None:
+            # features without dropout, unlike Forward's, because DeepSpeed's pass without gradients is an evaluation
+            context = self._task.context(self.features(micro_batches))
+            contexts = grad_cache.cut(context, self.shard, len(micro_batches))
         self._sums = torch.zeros(self._task.num_step_statistics, dtype=torch.float64, device=self.device)
         self._engine.train_batch(self._rows(micro_batches, contexts))
         # only the last stage of each pipeline has values, so a sum over all ranks distributes them
@@ -95,28 +100,31 @@ class PipelineEngine:
         def measure(logits: Tensor, **targets: Tensor) -> Tensor:
             return evaluation_sums(self._task, logits, **targets)[None]
 
-        tokens = sum(self._task.count(**batch.targets) for batch in micro_batches)
-        tokens = _sum([tokens], self.device, self._grid.get_data_parallel_group())[0]
+        tokens = self._count(micro_batches)
         if self._task.context is not None:
-            return EvalResult(math.nan, int(tokens), features=self.features(micro_batches))
+            return EvalResult(math.nan, tokens, features=self.features(micro_batches))
         loss, *statistics = self._on_last_stage(micro_batches, measure).sum(dim=0).tolist()
-        return EvalResult(loss=loss / max(tokens, 1), tokens=int(tokens), statistics=tuple(statistics))
+        return EvalResult(loss=loss / max(tokens, 1), tokens=tokens, statistics=tuple(statistics))
 
     def features(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        assert self._task.features is not None  # only tasks with features come here
         return self._on_last_stage(micro_batches, self._task.features).float().cpu()
 
     def parameters(self) -> Iterator[tuple[str, Tensor | None]]:
         rank = dist.get_rank()
         for name, shape in self.shapes.items():
-            stage = self._stages[name]
-            full = self._master(name) if self._grid.get_stage_id() == stage else None
+            stage, full = self._stages[name], None
             sender = self._grid.topology().get_rank(pipe=stage, data=0)
-            if sender != 0 and rank == sender:
-                dist.send(full, dst=0)
-            if sender != 0 and rank == 0:
+            if self._grid.get_stage_id() == stage:
+                # gathered over the stage's data-parallel ranks if the master is sharded; None if there is no master
+                master = safe_get_full_fp32_param(self._weights[name])
+                full = self._weights[name].detach() if master is None else master
+                if rank == sender != 0:
+                    dist.send(full, dst=0)
+            elif rank == 0:
                 full = torch.empty(shape, dtype=torch.float32, device=self.device)
                 dist.recv(full, src=sender)
-            yield name, full.cpu() if rank == 0 else None
+            yield name, full.cpu() if full is not None and rank == 0 else None
 
     @property
     def loss_scale_state(self) -> dict:
@@ -127,30 +135,37 @@ class PipelineEngine:
         deepspeed_introspection.set_loss_scale(self._engine, values)
 
     def held_bytes(self) -> Held:
-        return held_bytes(self._engine.module, self._engine.optimizer, self.describe())
+        return held_bytes(self._module, self._optimizer, self.describe())
 
     def describe(self) -> EngineDescription:
-        engine = self._engine
+        engine, module = self._engine, self._module
+        accumulated = engine.get_data_types()[1]
         return EngineDescription(
             engine=type(engine).__name__,
             **deepspeed_introspection.numbers(engine),
             world_size=dist.get_world_size(),
             data_parallel_size=self.shard[1],
-            pipeline_stages=engine.num_stages,
-            layers_per_stage=tuple(engine.module.layers_per_stage()),
+            pipeline_stages=self._grid.pipe_parallel_size,
+            layers_per_stage=tuple(module.layers_per_stage()),
             device=str(engine.device),
             num_parameters=self._num_parameters,
             num_trained_parameters=sum(shape.numel() for shape in self.shapes.values()),
             num_parameters_per_rank=sum(weight.numel() for weight in self._weights.values()),
-            activation_checkpoint_interval=engine.module.activation_checkpoint_interval,
-            weight_dtype=dtype_name(next(engine.module.parameters()).dtype),
-            accumulation_dtype=dtype_name(engine.get_data_types()[1]),
+            activation_checkpoint_interval=module.activation_checkpoint_interval,
+            weight_dtype=dtype_name(next(module.parameters()).dtype),
+            accumulation_dtype=dtype_name(accumulated) if accumulated else None,
             kernels=self._kernels,
             sharded=False,
         )
 
+    def _count(self, micro_batches: Sequence[MicroBatch]) -> int:
+        """Count the tokens (or other units, see Task.count) of the micro-batches over all ranks."""
+        group = self._grid.get_data_parallel_group()
+        assert isinstance(group, dist.ProcessGroup)  # of which this rank is a member
+        return int(_sum([sum(self._task.count(**b.targets) for b in micro_batches)], self.device, group)[0])
+
     def _state(self) -> State:
-        optimizer, stage = self._engine.optimizer, self._grid.get_stage_id()
+        optimizer, stage = self._optimizer, self._grid.get_stage_id()
         trained = {name: weight for name, weight in self._weights.items() if name in self.shapes}
         saved = {name for name in trained if self._stages[name] == stage}  # two stages hold a tied weight; one saves
         states = state_names(self._settings, self.shapes)
@@ -172,7 +187,7 @@ class PipelineEngine:
         self._last_stage = keep
         self._engine.eval_batch(
             self._rows(micro_batches, [{}] * len(micro_batches)),
-            reduce_output=None,
+            reduce_output=None,  # pyright: ignore[reportArgumentType]  # DeepSpeed documents None
             bcast_loss=False,
             num_micro_batches=len(micro_batches),
         )
@@ -185,12 +200,6 @@ class PipelineEngine:
             everything[rank] = torch.cat(found)
         dist.all_reduce(everything)
         return everything.flatten(0, 1)
-
-    def _contexts(self, micro_batches: Sequence[MicroBatch]) -> list[dict[str, Tensor]]:
-        # features without dropout, unlike Forward's, because DeepSpeed's pass without gradients is an evaluation
-        if self._task.context is None:
-            return [{}] * len(micro_batches)
-        return grad_cache.cut(self._task.context(self.features(micro_batches)), self.shard, len(micro_batches))
 
     def _rows(
         self, micro_batches: Sequence[MicroBatch], contexts: Sequence[dict[str, Tensor]]
@@ -215,11 +224,6 @@ class PipelineEngine:
         if name in self.shapes:
             safe_set_full_fp32_param(weight, value.to(weight.device))
 
-    def _master(self, name: str) -> Tensor:
-        """The fp32 weight, gathered over the stage's data-parallel ranks if its master is sharded over them."""
-        master = safe_get_full_fp32_param(self._weights[name])
-        return self._weights[name].detach() if master is None else master
-
 
 class _Guard:
     """Hook between DeepSpeed's gradient reduction and its optimizer, which refuses a non-finite step.
@@ -228,9 +232,10 @@ class _Guard:
     ignores a non-finite loss.
     """
 
-    def __init__(self, engine: deepspeed.PipelineEngine):
+    def __init__(self, engine: deepspeed.PipelineEngine, module: StageModule, device: torch.device):
         self.loss, self.grad_norm, self.refused = math.nan, math.nan, False
-        self._engine, self._optimizer = engine, engine.optimizer
+        self._engine, self._module, self._device = engine, module, device
+        self._optimizer: Any = engine.optimizer  # DeepSpeed's optimizers have no base class in common
         self._take_model_step: Callable = engine._take_model_step
         engine._take_model_step = self._step
 
@@ -239,27 +244,32 @@ class _Guard:
         self.refused = not math.isfinite(self.loss) or not (
             math.isfinite(self.grad_norm) or deepspeed_introspection.may_rescale(self._engine)
         )
-        if self.refused:
-            self._discard()
-        else:
+        if not self.refused:
             self._take_model_step(lr_kwargs)
+            return
+        if isinstance(self._optimizer, DeepSpeedZeroOptimizer):  # whose zero_grad clears the weights' own only
+            for index in self._optimizer.averaged_gradients:
+                self._optimizer.averaged_gradients[index] = None
+                self._optimizer.all_grad_tensors[index] = None
+        self._optimizer.zero_grad()
 
     def _measure(self) -> None:
         engine = self._engine
-        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in self._counted_gradients()]
-        squares = torch.stack(norms).square().sum().item() if norms else 0.0
-        loss = engine.total_loss.item() if engine.is_last_stage() else 0.0
-        loss, squares = _sum([loss, squares], engine.device)
+        norms = [
+            torch.linalg.vector_norm(gradient, dtype=torch.float64)
+            for gradient, weight in self._gradients()
+            if gradient is not None and not weight.ds_pipe_replicated  # tied weights count on the first stage
+        ]
+        squares, loss = torch.stack(norms).square().sum().item() if norms else 0.0, 0.0
+        if engine.is_last_stage():
+            assert isinstance(engine.total_loss, Tensor)  # a list only for a loss function that returns several
+            loss = engine.total_loss.item()
+        loss, squares = _sum([loss, squares], self._device)
         self.loss = loss / (engine.gradient_accumulation_steps() * engine.dp_world_size)
         self.grad_norm = math.sqrt(squares) / getattr(self._optimizer, "loss_scale", 1.0)
 
-    def _counted_gradients(self) -> Iterator[Tensor]:
-        """Yield this rank's part of the global gradient: each element on one rank, tied weights on the first stage."""
-        for gradient, weight in self._gradients():
-            if gradient is not None and not weight.ds_pipe_replicated:
-                yield gradient
-
-    def _gradients(self) -> Iterator[tuple[Tensor | None, Tensor]]:
+    def _gradients(self) -> Iterator[tuple[Tensor | None, DeepSpeedParameter]]:
+        """Yield this rank's gradients with their weights; each element on one of the stage's data-parallel ranks."""
         optimizer = self._optimizer
         if isinstance(optimizer, DeepSpeedZeroOptimizer):
             for index, gradients in optimizer.averaged_gradients.items():
@@ -270,14 +280,7 @@ class _Guard:
                 for gradients, weights in zip(optimizer.fp32_groups_gradients, optimizer.bf16_groups, strict=True):
                     yield from zip(gradients, weights, strict=True)
             else:
-                yield from ((weight.grad, weight) for weight in self._engine.module.parameters())
-
-    def _discard(self) -> None:
-        if isinstance(self._optimizer, DeepSpeedZeroOptimizer):
-            for index in self._optimizer.averaged_gradients:
-                self._optimizer.averaged_gradients[index] = None
-                self._optimizer.all_grad_tensors[index] = None
-        self._optimizer.zero_grad()
+                yield from ((weight.grad, weight) for weight in self._module.parameters())
 
 
 def _check_trained(stages: set[int], num_stages: int) -> None:

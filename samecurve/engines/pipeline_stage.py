@@ -10,7 +10,7 @@ import functools
 import io
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
@@ -91,7 +91,7 @@ class StageModule(PipelineModule):
 
 
 def build_stage(
-    plan: Plan, layers: list[Layer], loss: Callable[[Tensor, Tensor], Tensor], device: torch.device
+    plan: Plan, layers: list[Layer], loss: Callable[[Tensor, tuple[Tensor, ...]], Tensor], device: torch.device
 ) -> StageModule:
     """Build this process's stage with uninitialized weights.
 
@@ -109,6 +109,7 @@ def build_stage(
     Raises:
         ConfigurationError: a stage would have no decoder layer.
     """
+    assert plan.strategy.deepspeed is not None  # of every pipeline strategy
     block = plan.strategy.deepspeed.get("pipeline", {})
     partition = block.get("partition", "parameters")
     interval = block.get("activation_checkpoint_interval") or 1
@@ -131,7 +132,8 @@ def build_stage(
                 f"{module.num_stages} without a decoder layer (layers per stage: {module.layers_per_stage()}); "
                 'use "uniform" or "type:decoder", or fewer pipeline.stages'
             )
-    for weight in module.parameters():
+    weights: list[Any] = [*module.parameters()]  # with the attributes that DeepSpeed adds
+    for weight in weights:
         # DeepSpeed's clip_grad_norm_ (fp32 without ZeRO) mistakes the stage for a tensor-parallel rank: it leaves out
         # all weights of the later stages without this attribute
         weight.model_parallel = not weight.ds_pipe_replicated
@@ -139,8 +141,8 @@ def build_stage(
 
 
 def _specs(layers: list[Layer], device: torch.device) -> list[LayerSpec]:
-    if not isinstance(layers[-1], TiedHead):
+    last = layers[-1]
+    if not isinstance(last, TiedHead):
         return [_Deferred(layer, device) for layer in layers]
-    first, *middle, last = layers
-    head = _Shared(last.embedding, device, project)
-    return [_Shared(first, device), *(_Deferred(layer, device) for layer in middle), head]
+    first, head = _Shared(last.embedding, device), _Shared(last.embedding, device, project)
+    return [first, *(_Deferred(layer, device) for layer in layers[1:-1]), head]

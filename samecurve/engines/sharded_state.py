@@ -7,8 +7,9 @@ is therefore the one layout that all strategies can read and write. Only `finish
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,9 @@ from torch.distributed.tensor import DTensor
 from samecurve.engines.optimizer_state import set_updates, state_of
 from samecurve.engines.shard_ranges import factor_placed, placed
 from samecurve.interfaces.sharded_state import FACTOR, WEIGHT, Held, Kinds, Visit
+
+DeepSpeedParameter = Any
+"""An nn.Parameter with the attributes that DeepSpeed adds, e.g. _hp_mapping, or ds_tensor under ZeRO-3."""
 
 
 def with_weight(states: Kinds) -> Kinds:
@@ -58,7 +62,9 @@ class LiveState:
         self.factors = {f"{name}.{key}": shape for (name, key), shape in factors.items()}
         self.kinds |= dict.fromkeys(self.factors, (FACTOR,))
         # the blocks' absolute maxima (absmax1) belong to 8-bit codes (state1)
-        self.codes = {(name, key.replace("absmax", "state")) for name, key in factors if key.startswith("absmax")}
+        self.codes: Container[tuple[str, str]] = {
+            (name, key.replace("absmax", "state")) for name, key in factors if key.startswith("absmax")
+        }
         self._keys: dict[str, list[str]] = {}
         for name, key in factors:
             self._keys.setdefault(name, []).append(key)
@@ -106,10 +112,10 @@ class FragmentState:
     `saved` holds the names that this rank saves. Only one of the two pipeline stages that share a weight saves it.
     """
 
-    factors: dict = {}
-    codes = ()
+    factors: dict[str, tuple[int, ...]] = {}
+    codes: Container[tuple[str, str]] = ()
 
-    def __init__(self, parameters: dict[str, nn.Parameter], optimizer, states: Kinds, saved: set[str]):
+    def __init__(self, parameters: dict[str, DeepSpeedParameter], optimizer, states: Kinds, saved: set[str]):
         self._parameters, self._optimizer, self._saved = parameters, optimizer, saved
         self.kinds = with_weight(states)
 
@@ -153,10 +159,10 @@ class PartitionState:
     `optimizer` is a DeepSpeedZeroOptimizer_Stage3; its partitions and its swapping are private attributes.
     """
 
-    factors: dict = {}
-    codes = ()
+    factors: dict[str, tuple[int, ...]] = {}
+    codes: Container[tuple[str, str]] = ()
 
-    def __init__(self, parameters: dict[str, nn.Parameter], optimizer, states: Kinds, rank: int):
+    def __init__(self, parameters: dict[str, DeepSpeedParameter], optimizer, states: Kinds, rank: int):
         self._parameters, self._optimizer, self._rank = parameters, optimizer, rank
         self.kinds = with_weight(states)
         self._names = {id(parameter): name for name, parameter in parameters.items()}
@@ -185,7 +191,7 @@ class PartitionState:
                 for parameter in group:
                     self._refresh(parameter, flat)
 
-    def _refresh(self, parameter: nn.Parameter, flat: Tensor) -> None:
+    def _refresh(self, parameter: DeepSpeedParameter, flat: Tensor) -> None:
         import deepspeed
         from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus, ZeroParamStatus
 
@@ -219,7 +225,7 @@ class PartitionState:
     def replicas(self) -> Iterator[tuple[str, Tensor]]:
         return iter(())
 
-    def _visit_one(self, parameter: nn.Parameter, flat: Tensor, state: dict) -> Visit:
+    def _visit_one(self, parameter: DeepSpeedParameter, flat: Tensor, state: dict) -> Visit:
         held = self._held(parameter)
         if held is None:
             return
@@ -228,7 +234,7 @@ class PartitionState:
             whole = flat if kind == WEIGHT else state[kind]
             yield held, kind, whole.detach().narrow(0, offset, held.stop - held.start)
 
-    def _held(self, parameter: nn.Parameter) -> Held | None:
+    def _held(self, parameter: DeepSpeedParameter) -> Held | None:
         start = self._rank * parameter.partition_numel()
         stop = min(start + parameter.partition_numel(), parameter.ds_numel)  # the last partition is padded
         return Held(self._names[id(parameter)], start, stop, start, stop) if stop > start else None

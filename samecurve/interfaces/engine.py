@@ -146,9 +146,9 @@ class EvalResult:
     features: Tensor | None = None
 
 
-def dtype_name(dtype: torch.dtype | None) -> str | None:
+def dtype_name(dtype: torch.dtype) -> str:
     """Name a dtype as in run.json: float32 instead of torch.float32."""
-    return None if dtype is None else str(dtype).removeprefix("torch.")
+    return str(dtype).removeprefix("torch.")
 
 
 class Engine(Protocol):
@@ -158,7 +158,6 @@ class Engine(Protocol):
         shapes: full shape of every trained parameter, by Hugging Face name.
         device: the device that this rank computes on.
         state: this rank's shards of weights and optimizer state, read and written by checkpoints.
-        loss_scale_state: fp16's dynamic loss scale, {} without one. Assigning a saved value restores the scale.
     """
 
     @property
@@ -197,7 +196,14 @@ class Engine(Protocol):
         """Report the live configuration. Not collective."""
         ...
 
+    @property
+    def loss_scale_state(self) -> dict:
+        """fp16's dynamic loss scale, {} without one. Assigning a saved value restores the scale."""
+        ...
+
+    @loss_scale_state.setter
+    def loss_scale_state(self, values: dict) -> None: ...
+
     shapes: dict[str, torch.Size]
     device: torch.device
     state: State
-    loss_scale_state: dict
