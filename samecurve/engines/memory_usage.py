@@ -32,16 +32,14 @@ def held_bytes(module: nn.Module, optimizer: object, described: EngineDescriptio
 
 
 def _kept_gradients(module: nn.Module, optimizers: list[Any], gradients: int) -> int:
-    """Bytes of gradients that stay allocated between steps.
-
-    ZeRO-3 and DeepSpeed's bf16 optimizer under a pipeline keep flat buffers; offloaded optimizers keep the gradients
-    of their update.
-    """
+    """Bytes of gradients that stay allocated between steps."""
     if isinstance(module, DistributedDataParallel):
         return gradients  # DDP keeps its buckets, and the gradients are views of them (gradient_as_bucket_view)
     kept = [parameter.grad for parameter in module.parameters()]
+    # offloaded optimizers keep the gradients of their update
     kept += [parameter.grad for group in optimizers[-1].param_groups for parameter in group["params"]]
     for each in optimizers:
+        # flat buffers of ZeRO-3 and of DeepSpeed's bf16 optimizer under a pipeline
         kept.append(getattr(each, "grad_partitions_flat_buffer", None))
         kept += getattr(each, "fp32_groups_gradients_flat", None) or []
     return sum(storage.nbytes() for storage in _storages(tensor for tensor in kept if tensor is not None))

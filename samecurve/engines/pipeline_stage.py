@@ -69,14 +69,12 @@ class StageModule(PipelineModule):
         return [int(stop - start) for start, stop in pairwise(self.parts)]
 
     def get_tied_weights_and_groups(self) -> list[tuple[torch.nn.Parameter, dist.ProcessGroup]]:
-        """List the trained tied weights, whose weight.grad DeepSpeed sums over the stages that share them.
-
-        Under fp16 with fp32 accumulation (data_types.grad_accum_dtype) the gradient is in weight.grad_accum instead.
-        DeepSpeed 0.19 does not sum that one, so this method does. Frozen weights are left out: they have no gradient,
-        and DeepSpeed's bf16 optimizer fails on them.
-        """
+        """List the trained tied weights, whose weight.grad DeepSpeed sums over the stages that share them."""
+        # without frozen weights, which have no gradient: DeepSpeed's bf16 optimizer fails on them
         pairs = [(weight, group) for weight, group in super().get_tied_weights_and_groups() if weight.requires_grad]
         for weight, group in pairs:
+            # Under fp16 with fp32 accumulation (data_types.grad_accum_dtype) the gradient is here instead. DeepSpeed
+            # 0.19 does not sum that one.
             if getattr(weight, "grad_accum", None) is not None:
                 dist.all_reduce(weight.grad_accum, group=group)
         return pairs

@@ -129,11 +129,8 @@ class FragmentState:
         return found
 
     def visit(self, writing: bool = False) -> Visit:
-        """See State.visit. Reads the flat groups instead of DeepSpeed's fragments of the optimizer state.
-
-        DeepSpeed 0.19 links those fragments after the first group's first step, when the other groups have no state
-        yet; their fragments stay empty.
-        """
+        # Reads the flat groups instead of DeepSpeed's fragments of the optimizer state. DeepSpeed 0.19 links those
+        # fragments after the first group's first step, when the other groups have no state yet; theirs stay empty.
         base = self._optimizer.optimizer
         for held in self.held():
             mapping = self._parameters[held.name]._hp_mapping
@@ -179,11 +176,6 @@ class PartitionState:
                     yield from self._visit_one(parameter, flat, state)
 
     def finish(self, updates: int) -> None:
-        """Set the step counter and refresh the working weights from their fp32 masters. Collective.
-
-        A partition in memory is updated in place. A partition on NVMe, or a parameter that is already whole (DeepSpeed
-        keeps small parameters whole), is updated through a gather.
-        """
         zero = self._optimizer
         set_updates(zero.optimizer, updates)
         for index, group in enumerate(zero.fp16_groups):
@@ -192,6 +184,7 @@ class PartitionState:
                     self._refresh(parameter, flat)
 
     def _refresh(self, parameter: DeepSpeedParameter, flat: Tensor) -> None:
+        """Set the working weight to its fp32 master in the group's `flat` weights. Collective."""
         import deepspeed
         from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus, ZeroParamStatus
 
@@ -202,6 +195,7 @@ class PartitionState:
         if alone and parameter.ds_tensor.status == PartitionedParamStatus.AVAILABLE:
             parameter.ds_tensor.data[:length].copy_(partition)
             return
+        # a partition on NVMe, or a parameter that is already whole: DeepSpeed keeps small parameters whole
         full = zero._fp32_state_allgather(parameter, partition.to(parameter.device))
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             if torch.distributed.get_rank() == 0:
