@@ -20,6 +20,7 @@ from accelerate.utils import (
     ProjectConfiguration,
     set_seed,
 )
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from samecurve.distributed import allocator
 from samecurve.distributed.cpu_workers import share_of_cores
@@ -69,8 +70,8 @@ def start(plan: Plan) -> Accelerator:
         project_config=ProjectConfiguration(project_dir=recipe.output_dir, logging_dir=recipe.output_dir),
         **_plugins(plan),
     )
-    if dist.is_initialized():
-        _WORLDS.append(dist.group.WORLD)
+    if (world := dist.group.WORLD) is not None:
+        _WORLDS.append(world)
     set_seed(recipe.seed, device_specific=True)  # for dropout only; weights and rows have their own generators
     if cpu_bridge.needed():
         cpu_bridge.adjust(accelerator, recipe.precision)
@@ -111,29 +112,18 @@ def _plugins(plan: Plan) -> dict:
         return {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=resolve_auto(plan))}
     if strategy.family != "fsdp":
         return {}
-    plugin = FullyShardedDataParallelPlugin(mixed_precision_policy=_fsdp_policy(plan))
+    keys = strategy.accelerate["fsdp_config"]
+    # Accelerate's own policy would reduce gradients in bf16. Outputs keep their dtype: the loss is computed in fp32
+    # from the logits (cross_entropy.py), and one output dtype for all layers would pass fp32 activations to bf16
+    # weights during recomputation.
+    reduce_dtype = torch_dtype(keys.get("fsdp_reduce_dtype", "fp32"))
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype(plan.recipe.precision), reduce_dtype=reduce_dtype)
+    plugin = FullyShardedDataParallelPlugin(mixed_precision_policy=policy)
     # set after construction: Accelerate 1.15 rejects the option for FSDP2 in the constructor; fsdp.py implements it
-    plugin.forward_prefetch = _fsdp_key(plan, "fsdp_forward_prefetch", False)
+    plugin.forward_prefetch = keys.get("fsdp_forward_prefetch", False)
     plugins: dict = {"fsdp_plugin": plugin}
     if strategy.replicate_size > 1:
         plugins["parallelism_config"] = ParallelismConfig(
             dp_replicate_size=strategy.replicate_size, dp_shard_size=strategy.world_size // strategy.replicate_size
         )
     return plugins
-
-
-def _fsdp_policy(plan: Plan):
-    """Compute in the recipe's precision, but reduce gradients in fp32 unless the strategy's file requests bf16.
-
-    Accelerate's own policy would reduce in bf16. Outputs keep their dtype: the loss is computed in fp32 from the logits
-    (cross_entropy.py), and one output dtype for all layers would pass fp32 activations to bf16 weights during
-    recomputation.
-    """
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    reduced = torch_dtype(_fsdp_key(plan, "fsdp_reduce_dtype", "fp32"))
-    return MixedPrecisionPolicy(param_dtype=compute_dtype(plan.recipe.precision), reduce_dtype=reduced)
-
-
-def _fsdp_key(plan: Plan, key: str, default):
-    return plan.strategy.accelerate["fsdp_config"].get(key, default)

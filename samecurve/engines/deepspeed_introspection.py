@@ -8,6 +8,7 @@ from samecurve.interfaces.engine import dtype_name
 
 if TYPE_CHECKING:
     import deepspeed
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
 
 def precision(engine: deepspeed.DeepSpeedEngine) -> str:
@@ -19,23 +20,22 @@ def precision(engine: deepspeed.DeepSpeedEngine) -> str:
 
 def numbers(engine: deepspeed.DeepSpeedEngine) -> dict:
     """Collect the fields of EngineDescription that DeepSpeed reports."""
+    reduced = engine.communication_data_type
     return {
         "optimizer": type(engine.optimizer).__name__,
         "precision": precision(engine),
         "micro_batch_size": engine.train_micro_batch_size_per_gpu(),
         "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
         "gradient_clipping": engine.gradient_clipping(),
-        "reduce_dtype": dtype_name(engine.communication_data_type),
+        "reduce_dtype": dtype_name(reduced) if reduced else None,
         "zero_stage": int(engine.zero_optimization_stage()),
     }
 
 
 def may_rescale(engine: deepspeed.DeepSpeedEngine) -> bool:
     """Whether a smaller fp16 loss scale may cure an overflow: DeepSpeed then skips the step and lowers the scale."""
-    if not engine.fp16_enabled():
-        return False
-    scaler = engine.optimizer.loss_scaler
-    return scaler.dynamic and scaler.cur_scale > scaler.min_scale
+    scaler = _dynamic_scaler(engine)
+    return scaler is not None and scaler.cur_scale > scaler.min_scale
 
 
 def skip_at_smallest_scale(engine: deepspeed.DeepSpeedEngine) -> None:
@@ -44,8 +44,8 @@ def skip_at_smallest_scale(engine: deepspeed.DeepSpeedEngine) -> None:
     By default DeepSpeed raises a bare Exception there, before it has discarded the step's gradients
     (runtime/fp16/loss_scaler.py in 0.19.8).
     """
-    scaler = getattr(engine.optimizer, "loss_scaler", None)
-    if getattr(scaler, "dynamic", False):
+    scaler = _dynamic_scaler(engine)
+    if scaler is not None:
         scaler.raise_error_at_min_scale = False
 
 
@@ -54,8 +54,8 @@ _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 def loss_scale_state(engine: deepspeed.DeepSpeedEngine) -> dict:
     """Read the dynamic loss scale in LossScale's format and, for an exact resume, in DeepSpeed's; {} without one."""
-    scaler = getattr(engine.optimizer, "loss_scaler", None)
-    if not engine.fp16_enabled() or not getattr(scaler, "dynamic", False):
+    scaler = _dynamic_scaler(engine)
+    if scaler is None:
         return {}
     good_steps = max(scaler.cur_iter - 1 - scaler.last_overflow_iter, 0) % scaler.scale_window
     own = {name: getattr(scaler, name) for name in _SCALER}
@@ -64,9 +64,15 @@ def loss_scale_state(engine: deepspeed.DeepSpeedEngine) -> dict:
 
 def set_loss_scale(engine: deepspeed.DeepSpeedEngine, values: dict) -> None:
     """Restore a loss scale from `loss_scale_state` of any strategy's engine."""
-    if not values or not loss_scale_state(engine):
+    scaler = _dynamic_scaler(engine)
+    if not values or scaler is None:
         return
-    scaler = engine.optimizer.loss_scaler
     own = {"cur_scale": values["value"], "cur_iter": values["good_steps"] + 1, "last_overflow_iter": 0}
     for name, value in values.get("deepspeed", own).items():
         setattr(scaler, name, value)
+
+
+def _dynamic_scaler(engine: deepspeed.DeepSpeedEngine) -> DynamicLossScaler | None:
+    """Return the dynamic loss scaler of fp16; None in another precision or with a fixed scale."""
+    scaler = getattr(engine.optimizer, "loss_scaler", None)  # not every optimizer of DeepSpeed has one
+    return scaler if engine.fp16_enabled() and getattr(scaler, "dynamic", False) else None

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -111,10 +111,10 @@ class Forward:
             return EvalResult(math.nan, self.count(micro_batches), features=self.features(micro_batches))
         self.model.eval()
         with torch.no_grad():
-            sums = sum(map(partial(self.sums, partial(evaluation_sums, self.task)), micro_batches))
+            sums = reduce(torch.add, map(partial(self.sums, partial(evaluation_sums, self.task)), micro_batches))
         self.model.train()
         tokens = self.count(micro_batches)
-        loss, *statistics = self.total(sums)
+        loss, *statistics = self.totals(sums)
         return EvalResult(loss=loss / max(tokens, 1), tokens=tokens, statistics=tuple(statistics))
 
     def features(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
@@ -126,19 +126,26 @@ class Forward:
 
     def _features(self, micro_batches: Iterable[MicroBatch], padded_rows: int = 0) -> Tensor:
         """Features gathered over all ranks."""
-        return self.accelerator.gather(grad_cache.features(self.task, self.logits, micro_batches, padded_rows))
+        found = self.accelerator.gather(grad_cache.features(self.task, self.logits, micro_batches, padded_rows))
+        assert isinstance(found, Tensor)  # gather returns the type of its argument
+        return found
 
     def count(self, micro_batches: Sequence[MicroBatch]) -> int:
         """Count the tokens (or other units, see Task.count) of the micro-batches over all ranks."""
         tokens = torch.tensor(sum(self.task.count(**batch.targets) for batch in micro_batches), dtype=torch.float64)
         return int(self.total(tokens))
 
-    def total(self, values: Tensor) -> float | list[float]:
-        """Sum over all ranks in fp64: a number for a scalar tensor, a list for a 1-D tensor."""
+    def total(self, value: Tensor) -> float:
+        """Sum a scalar tensor over all ranks in fp64."""
+        return self.totals(value.reshape(1))[0]
+
+    def totals(self, values: Tensor) -> tuple[float, ...]:
+        """Sum each value of a 1-D tensor over all ranks in fp64."""
         if not values.numel():
-            return []
-        on_device = values.to(self.accelerator.device, torch.float64)
-        return self.accelerator.reduce(on_device, reduction="sum").tolist()
+            return ()
+        found = self.accelerator.reduce(values.to(self.accelerator.device, torch.float64), reduction="sum")
+        assert isinstance(found, Tensor)  # reduce returns the type of its argument
+        return tuple(found.tolist())
 
 
 def install_loss(model: PreTrainedModel, skeleton: PreTrainedModel, task: Task, recipe: Recipe) -> str:

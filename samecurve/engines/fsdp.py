@@ -14,27 +14,33 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from accelerate.utils import FullyShardedDataParallelPlugin
     from transformers import PreTrainedModel
 
     from samecurve.strategy.plan import Plan
 
 
-def shard(accelerator: Accelerator, model: PreTrainedModel) -> nn.Module:
-    """Shard the model on the meta device, then allocate the shards, so that no rank ever holds a full model.
+def shard(accelerator: Accelerator, model: PreTrainedModel) -> PreTrainedModel:
+    """Shard the model on the meta device in place, then allocate the shards: no rank ever holds a full model.
 
     The allocated weights are uninitialized.
     """
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
-    with _embeddings_left(model), _dtypes_left(accelerator), _policy_left(accelerator):
-        model = fsdp2_prepare_model(accelerator, model)
-    offloaded = accelerator.state.fsdp_plugin.cpu_offload
-    model.to_empty(device="cpu" if getattr(offloaded, "pin_memory", False) else accelerator.device)
+    plugin = accelerator.state.fsdp_plugin
+    assert plugin is not None  # accelerator.py passed it for this strategy
+    with _embeddings_left(model), _dtypes_left(accelerator), _policy_left(plugin):
+        fsdp2_prepare_model(accelerator, model)
+    # only CPUOffloadPolicy, not the policy without offload, has pin_memory
+    model.to_empty(device="cpu" if getattr(plugin.cpu_offload, "pin_memory", False) else accelerator.device)
     model.tie_weights()  # allocation may have given each of two tied modules its own parameter
     for buffer in model.buffers():
         buffer.data = buffer.data.to(accelerator.device)
-    if accelerator.state.fsdp_plugin.forward_prefetch:
-        _prefetch_forward(model)
+    if plugin.forward_prefetch:
+        # each layer starts the all-gather of the next layer's weights before its own computation
+        for layers in (module for module in model.modules() if isinstance(module, nn.ModuleList)):
+            for unit, following in pairwise(layer for layer in layers if isinstance(layer, FSDPModule)):
+                unit.set_modules_to_forward_prefetch([following])
     accelerator._models.append(model)
     return model
 
@@ -57,19 +63,12 @@ def whole_gradient_bytes(plan: Plan, shapes: Mapping[str, torch.Size], reduced_i
     Args:
         plan: the strategy and recipe.
         shapes: full shape of every trained parameter.
-        reduced_in: the reduce dtype.
+        reduced_in: the reduce dtype; None in a single process.
     """
     steps = plan.recipe.batch.accumulation_steps(plan.strategy.data_parallel_size)
-    waits = plan.strategy.family == "fsdp" and reduces_once(plan) and steps > 1
-    return reduced_in.itemsize * sum(shape.numel() for shape in shapes.values()) if waits else 0
-
-
-def _prefetch_forward(model: nn.Module) -> None:
-    """Make each layer start the all-gather of the next layer's weights before its own computation."""
-    for layers in (module for module in model.modules() if isinstance(module, nn.ModuleList)):
-        units = [layer for layer in layers if isinstance(layer, FSDPModule)]
-        for unit, following in pairwise(units):
-            unit.set_modules_to_forward_prefetch([following])
+    if reduced_in is None or plan.strategy.family != "fsdp" or not reduces_once(plan) or steps == 1:
+        return 0
+    return reduced_in.itemsize * sum(shape.numel() for shape in shapes.values())
 
 
 def write(tensor: Tensor, full: Tensor) -> None:
@@ -95,12 +94,11 @@ def _dtypes_left(accelerator: Accelerator) -> Iterator[None]:
 
 
 @contextmanager
-def _policy_left(accelerator: Accelerator) -> Iterator[None]:
+def _policy_left(plugin: FullyShardedDataParallelPlugin) -> Iterator[None]:
     """Restore the wrap policy, so that a teacher of another model family gets its own.
 
     Accelerate 1.15 would look for the first model's layer classes in every later model.
     """
-    plugin = accelerator.state.fsdp_plugin
     names, policy = plugin.transformer_cls_names_to_wrap, plugin.auto_wrap_policy
     yield
     plugin.transformer_cls_names_to_wrap, plugin.auto_wrap_policy = names, policy

@@ -30,6 +30,7 @@ def features(task: Task, forward: Forward, micro_batches: Iterable[MicroBatch], 
     Returns:
         (rows, n), fp32.
     """
+    assert task.features is not None  # only tasks with features come here
     found = []
     for batch in micro_batches:
         logits, targets = forward(batch)

@@ -50,12 +50,7 @@ def adopt(strategy: Strategy, environ: Mapping[str, str] = os.environ) -> None:
 
 
 def meet_again(backend: str | None, environ: Mapping[str, str] = os.environ) -> None:
-    """Create the process group after a restart by torchrun, with its own key prefix in the store.
-
-    torch 2.13 treats the launcher's key-value store as new at every restart (distributed/rendezvous.py,
-    _create_c10d_store). The store still contains the addresses of the dead processes, and the new processes wait for
-    them (seen with a fixed --master_port and with --rdzv_backend c10d). Accelerate and DeepSpeed use an existing group.
-    """
+    """Create the process group after a restart by torchrun; Accelerate and DeepSpeed use an existing group."""
     restart = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if restart == "0" or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
@@ -66,6 +61,9 @@ def meet_again(backend: str | None, environ: Mapping[str, str] = os.environ) -> 
     store = dist.TCPStore(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), world_size, is_master=False)
     if torch.cuda.is_available():
         torch.cuda.set_device(int(environ["LOCAL_RANK"]))
+    # With a key prefix of its own: torch 2.13 treats the launcher's key-value store as new at every restart
+    # (distributed/rendezvous.py, _create_c10d_store). The store still contains the addresses of the dead processes, and
+    # the new processes would wait for them (seen with a fixed --master_port and with --rdzv_backend c10d).
     dist.init_process_group(
         backend or "cpu:gloo,cuda:nccl",
         store=dist.PrefixStore(f"restart_{restart}", store),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +17,8 @@ from samecurve.interfaces.memory import Held
 def held_bytes(module: nn.Module, optimizer: object, described: EngineDescription) -> Held:
     """Measure the bytes of weights, optimizer state and gradients that this rank holds between two steps."""
     weights = list(_storages([*module.parameters(), *module.buffers()]))
-    chain = [optimizer]
-    while hasattr(chain[-1], "optimizer"):  # accelerate's and DeepSpeed's wrappers
+    chain: list[Any] = [optimizer]
+    while hasattr(chain[-1], "optimizer"):  # Accelerate's and DeepSpeed's wrappers, which share no base class
         chain.append(chain[-1].optimizer)
     own = {storage.data_ptr() for storage in weights}
     kept = _storages(_tensors_of(chain[-1]))
@@ -30,17 +31,15 @@ def held_bytes(module: nn.Module, optimizer: object, described: EngineDescriptio
     )
 
 
-def _kept_gradients(module: nn.Module, optimizers: list[object], gradients: int) -> int:
-    """Bytes of gradients that stay allocated between steps.
-
-    ZeRO-3 and DeepSpeed's bf16 optimizer under a pipeline keep flat buffers; offloaded optimizers keep the gradients
-    of their update.
-    """
+def _kept_gradients(module: nn.Module, optimizers: list[Any], gradients: int) -> int:
+    """Bytes of gradients that stay allocated between steps."""
     if isinstance(module, DistributedDataParallel):
         return gradients  # DDP keeps its buckets, and the gradients are views of them (gradient_as_bucket_view)
     kept = [parameter.grad for parameter in module.parameters()]
+    # offloaded optimizers keep the gradients of their update
     kept += [parameter.grad for group in optimizers[-1].param_groups for parameter in group["params"]]
     for each in optimizers:
+        # flat buffers of ZeRO-3 and of DeepSpeed's bf16 optimizer under a pipeline
         kept.append(getattr(each, "grad_partitions_flat_buffer", None))
         kept += getattr(each, "fp32_groups_gradients_flat", None) or []
     return sum(storage.nbytes() for storage in _storages(tensor for tensor in kept if tensor is not None))

@@ -22,14 +22,12 @@ def set_updates(optimizer: torch.optim.Optimizer, updates: int) -> None:
 
 
 def _replay(optimizer, updates: int) -> None:
-    """Repeat the multiplications by which DeepSpeed's CPU Adam computes beta ** step.
-
-    The optimizer updates that product step by step in fp32 (0.19.8, csrc/includes/cpu_adam.h); only the same
-    multiplications give the same bits.
-    """
+    """Repeat the multiplications by which DeepSpeed's CPU Adam computes beta ** step."""
     group = optimizer.param_groups[0]
     values = [torch.zeros(1) for _ in range(4)]
     beta1, beta2 = group["betas"]
+    # the optimizer updates that product step by step in fp32 (0.19.8, csrc/includes/cpu_adam.h); only the same
+    # multiplications give the same bits
     for step in range(1, updates + 1):
         optimizer.ds_opt_adam.adam_update(
             optimizer.opt_id, step, 0.0, beta1, beta2, group["eps"], 0.0, group["bias_correction"], *values

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
@@ -48,7 +48,8 @@ class PipelineEngine:
     """Implementation of interfaces.engine.Engine. `skeleton` is the model on the meta device and stays there."""
 
     def __init__(self, accelerator: Accelerator, plan: Plan, skeleton: PreTrainedModel, task: Task):
-        self._task, self.device = task, accelerator.device
+        self._task = task
+        self.device: torch.device = accelerator.device
         self._loss_factor, self._target_names = 1.0, ("labels",)
         self._last_stage: Callable[..., Tensor] = self._weighted_loss
         self.shapes, self._num_parameters = trained_shapes(skeleton), skeleton.num_parameters()
@@ -56,16 +57,18 @@ class PipelineEngine:
         self._dropout = dropout.install(model, plan.recipe.seed, self.device)
         compilation.prepare(model, plan.recipe, self.device, but="full")  # the stage itself does full checkpointing
         self._kernels = tuple(liger.replaced(model))
-        module = build_stage(plan, cut(model), self._loss, self.device, self._dropout)
+        module = self._module = build_stage(plan, cut(model), self._loss, self.device, self._dropout)
         self._weights, self._stages = module.named_weights(), module.stages_by_name()
-        _check_trained({self._stages[name] for name in self.shapes}, module.num_stages)
+        _check_trained({self._stages[name] for name in self.shapes}, plan.strategy.pipeline_stages)
 
         settings = self._settings = plan.recipe.optimizer
         optimizer = build_optimizer(parameter_groups(self._weights.items(), self.shapes, settings), settings)
-        self._engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=resolve_auto(plan))
-        self._grid, self._shape = self._engine.grid, None
+        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=resolve_auto(plan))
+        assert isinstance(engine, deepspeed.PipelineEngine)  # because the model is a PipelineModule
+        self._engine, self._grid, self._guard = engine, module.mpu(), PipelineGuard(engine, module, self.device)
+        self._optimizer: Any = engine.optimizer  # DeepSpeed's optimizers have no base class in common
         self._micro_rows = plan.recipe.batch.micro_batches(self.shard[1])
-        self._guard = PipelineGuard(self._engine)
+        self._shape: torch.Size | None = None
         # after initialization, because DeepSpeed casts weights to bf16 and copies its fp32 masters from rounded weights
         fill(skeleton, plan.recipe, self._write, names=set(self._weights))
         self.state = self._state()
@@ -76,11 +79,10 @@ class PipelineEngine:
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
         """See Engine.step. Every stage of a pipeline passes the same gradient_accumulation_steps micro-batches."""
-        local = sum(self._task.count(**batch.targets) for batch in micro_batches)
-        tokens = int(sum_over_ranks([local], self.device, self._grid.get_data_parallel_group())[0])
+        tokens = self._count(micro_batches)
         if tokens == 0:
             return StepResult.of_nothing()
-        set_learning_rate(self._engine.optimizer, learning_rate)
+        set_learning_rate(self._optimizer, learning_rate)
         sizes, most = self._micro_rows[self.shard[0]], grad_cache.padded_rows(self._micro_rows)
         micro_batches = [batch.padded(max(n, 1), most) for batch, n in zip(micro_batches, sizes, strict=True)]
         # DeepSpeed averages over micro-batches and data-parallel ranks; the factor turns that into the token mean
@@ -100,28 +102,31 @@ class PipelineEngine:
         def measure(logits: Tensor, **targets: Tensor) -> Tensor:
             return evaluation_sums(self._task, logits, **targets)[None]
 
-        tokens = sum(self._task.count(**batch.targets) for batch in micro_batches)
-        tokens = sum_over_ranks([tokens], self.device, self._grid.get_data_parallel_group())[0]
+        tokens = self._count(micro_batches)
         if self._task.context is not None:
-            return EvalResult(math.nan, int(tokens), features=self.features(micro_batches))
+            return EvalResult(math.nan, tokens, features=self.features(micro_batches))
         loss, *statistics = self._on_last_stage(micro_batches, measure).sum(dim=0).tolist()
-        return EvalResult(loss=loss / max(tokens, 1), tokens=int(tokens), statistics=tuple(statistics))
+        return EvalResult(loss=loss / max(tokens, 1), tokens=tokens, statistics=tuple(statistics))
 
     def features(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        assert self._task.features is not None  # only tasks with features come here
         return self._on_last_stage(micro_batches, self._task.features).float().cpu()
 
     def parameters(self) -> Iterator[tuple[str, Tensor | None]]:
         rank = dist.get_rank()
         for name, shape in self.shapes.items():
-            stage = self._stages[name]
-            full = self._master(name) if self._grid.get_stage_id() == stage else None
+            stage, full = self._stages[name], None
             sender = self._grid.topology().get_rank(pipe=stage, data=0)
-            if sender != 0 and rank == sender:
-                dist.send(full, dst=0)
-            if sender != 0 and rank == 0:
+            if self._grid.get_stage_id() == stage:
+                # gathered over the stage's data-parallel ranks if the master is sharded; None if there is no master
+                master = safe_get_full_fp32_param(self._weights[name])
+                full = self._weights[name].detach() if master is None else master
+                if rank == sender != 0:
+                    dist.send(full, dst=0)
+            elif rank == 0:
                 full = torch.empty(shape, dtype=torch.float32, device=self.device)
                 dist.recv(full, src=sender)
-            yield name, full.cpu() if rank == 0 else None
+            yield name, full.cpu() if full is not None and rank == 0 else None
 
     @property
     def loss_scale_state(self) -> dict:
@@ -132,30 +137,37 @@ class PipelineEngine:
         deepspeed_introspection.set_loss_scale(self._engine, values)
 
     def held_bytes(self) -> Held:
-        return held_bytes(self._engine.module, self._engine.optimizer, self.describe())
+        return held_bytes(self._module, self._optimizer, self.describe())
 
     def describe(self) -> EngineDescription:
-        engine = self._engine
+        engine, module = self._engine, self._module
+        accumulated = engine.get_data_types()[1]
         return EngineDescription(
             engine=type(engine).__name__,
             **deepspeed_introspection.numbers(engine),
             world_size=dist.get_world_size(),
             data_parallel_size=self.shard[1],
-            pipeline_stages=engine.num_stages,
-            layers_per_stage=tuple(engine.module.layers_per_stage()),
+            pipeline_stages=self._grid.pipe_parallel_size,
+            layers_per_stage=tuple(module.layers_per_stage()),
             device=str(engine.device),
             num_parameters=self._num_parameters,
             num_trained_parameters=sum(shape.numel() for shape in self.shapes.values()),
             num_parameters_per_rank=sum(weight.numel() for weight in self._weights.values()),
-            activation_checkpoint_interval=engine.module.activation_checkpoint_interval,
-            weight_dtype=dtype_name(next(engine.module.parameters()).dtype),
-            accumulation_dtype=dtype_name(engine.get_data_types()[1]),
+            activation_checkpoint_interval=module.activation_checkpoint_interval,
+            weight_dtype=dtype_name(next(module.parameters()).dtype),
+            accumulation_dtype=dtype_name(accumulated) if accumulated else None,
             kernels=self._kernels,
             sharded=False,
         )
 
+    def _count(self, micro_batches: Sequence[MicroBatch]) -> int:
+        """Count the tokens (or other units, see Task.count) of the micro-batches over all ranks."""
+        group = self._grid.get_data_parallel_group()
+        assert isinstance(group, dist.ProcessGroup)  # of which this rank is a member
+        return int(sum_over_ranks([sum(self._task.count(**b.targets) for b in micro_batches)], self.device, group)[0])
+
     def _state(self) -> State:
-        optimizer, stage = self._engine.optimizer, self._grid.get_stage_id()
+        optimizer, stage = self._optimizer, self._grid.get_stage_id()
         trained = {name: weight for name, weight in self._weights.items() if name in self.shapes}
         saved = {name for name in trained if self._stages[name] == stage}  # two stages hold a tied weight; one saves
         states = state_names(self._settings, self.shapes)
@@ -177,7 +189,7 @@ class PipelineEngine:
         self._last_stage = keep
         self._engine.eval_batch(
             self._rows(micro_batches, [{}] * len(micro_batches)),
-            reduce_output=None,
+            reduce_output=None,  # pyright: ignore[reportArgumentType]  # DeepSpeed documents None
             bcast_loss=False,
             num_micro_batches=len(micro_batches),
         )
@@ -196,7 +208,7 @@ class PipelineEngine:
     def _contexts(self, micro_batches: Sequence[MicroBatch]) -> list[dict[str, Tensor]]:
         if self._task.context is None:
             return [{}] * len(micro_batches)
-        module = self._engine.module
+        module = self._module
         self._dropout.queue(micro_batches)
         module.eval = lambda: module  # DeepSpeed evaluates, but these features have to drop what the step drops
         features = self.features(micro_batches)
@@ -229,11 +241,6 @@ class PipelineEngine:
         weight.data.copy_(value)
         if name in self.shapes:
             safe_set_full_fp32_param(weight, value.to(weight.device))
-
-    def _master(self, name: str) -> Tensor:
-        """The fp32 weight, gathered over the stage's data-parallel ranks if its master is sharded over them."""
-        master = safe_get_full_fp32_param(self._weights[name])
-        return self._weights[name].detach() if master is None else master
 
 
 def _check_trained(stages: set[int], num_stages: int) -> None:

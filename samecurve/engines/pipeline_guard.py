@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
@@ -13,6 +14,10 @@ from torch import Tensor
 from torch import distributed as dist
 
 from samecurve.engines import deepspeed_introspection
+from samecurve.engines.sharded_state import DeepSpeedParameter
+
+if TYPE_CHECKING:
+    from samecurve.engines.pipeline_stage import StageModule
 
 
 class PipelineGuard:
@@ -22,9 +27,10 @@ class PipelineGuard:
     ignores a non-finite loss.
     """
 
-    def __init__(self, engine: deepspeed.PipelineEngine):
+    def __init__(self, engine: deepspeed.PipelineEngine, module: StageModule, device: torch.device):
         self.loss, self.grad_norm, self.refused = math.nan, math.nan, False
-        self._engine, self._optimizer = engine, engine.optimizer
+        self._engine, self._module, self._device = engine, module, device
+        self._optimizer: Any = engine.optimizer  # DeepSpeed's optimizers have no base class in common
         self._take_model_step: Callable = engine._take_model_step
         engine._take_model_step = self._step
 
@@ -33,27 +39,32 @@ class PipelineGuard:
         self.refused = not math.isfinite(self.loss) or not (
             math.isfinite(self.grad_norm) or deepspeed_introspection.may_rescale(self._engine)
         )
-        if self.refused:
-            self._discard()
-        else:
+        if not self.refused:
             self._take_model_step(lr_kwargs)
+            return
+        if isinstance(self._optimizer, DeepSpeedZeroOptimizer):  # whose zero_grad clears the weights' own only
+            for index in self._optimizer.averaged_gradients:
+                self._optimizer.averaged_gradients[index] = None
+                self._optimizer.all_grad_tensors[index] = None
+        self._optimizer.zero_grad()
 
     def _measure(self) -> None:
         engine = self._engine
-        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in self._counted_gradients()]
-        squares = torch.stack(norms).square().sum().item() if norms else 0.0
-        loss = engine.total_loss.item() if engine.is_last_stage() else 0.0
-        loss, squares = sum_over_ranks([loss, squares], engine.device)
+        norms = [
+            torch.linalg.vector_norm(gradient, dtype=torch.float64)
+            for gradient, weight in self._gradients()
+            if gradient is not None and not weight.ds_pipe_replicated  # tied weights count on the first stage
+        ]
+        squares, loss = torch.stack(norms).square().sum().item() if norms else 0.0, 0.0
+        if engine.is_last_stage():
+            assert isinstance(engine.total_loss, Tensor)  # a list only for a loss function that returns several
+            loss = engine.total_loss.item()
+        loss, squares = sum_over_ranks([loss, squares], self._device)
         self.loss = loss / (engine.gradient_accumulation_steps() * engine.dp_world_size)
         self.grad_norm = math.sqrt(squares) / getattr(self._optimizer, "loss_scale", 1.0)
 
-    def _counted_gradients(self) -> Iterator[Tensor]:
-        """Yield this rank's part of the global gradient: each element on one rank, tied weights on the first stage."""
-        for gradient, weight in self._gradients():
-            if gradient is not None and not weight.ds_pipe_replicated:
-                yield gradient
-
-    def _gradients(self) -> Iterator[tuple[Tensor | None, Tensor]]:
+    def _gradients(self) -> Iterator[tuple[Tensor | None, DeepSpeedParameter]]:
+        """Yield this rank's gradients with their weights; each element on one of the stage's data-parallel ranks."""
         optimizer = self._optimizer
         if isinstance(optimizer, DeepSpeedZeroOptimizer):
             for index, gradients in optimizer.averaged_gradients.items():
@@ -65,14 +76,7 @@ class PipelineGuard:
                 for gradients, weights in zip(optimizer.fp32_groups_gradients, optimizer.bf16_groups, strict=True):
                     yield from zip(gradients, weights, strict=True)
             else:
-                yield from ((weight.grad, weight) for weight in self._engine.module.parameters())
-
-    def _discard(self) -> None:
-        if isinstance(self._optimizer, DeepSpeedZeroOptimizer):
-            for index in self._optimizer.averaged_gradients:
-                self._optimizer.averaged_gradients[index] = None
-                self._optimizer.all_grad_tensors[index] = None
-        self._optimizer.zero_grad()
+                yield from ((weight.grad, weight) for weight in self._module.parameters())
 
 
 def sum_over_ranks(values: list[float], device: torch.device, group: dist.ProcessGroup | None = None) -> list[float]:

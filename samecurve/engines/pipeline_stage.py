@@ -53,13 +53,14 @@ class StageModule(PipelineModule):
     """The layers of this process's stage, and the assignment of all layers to stages.
 
     Args:
+        layers: all layers of the model.
         dropout: the keys of the model's dropout.
-        more: arguments of PipelineModule.
+        more: further arguments of PipelineModule.
     """
 
-    def __init__(self, *layers: list[LayerSpec], dropout: DropoutKeys, **more: Any):
+    def __init__(self, layers: list[LayerSpec], dropout: DropoutKeys, **more: Any):
         self._dropout = dropout
-        super().__init__(*layers, activation_checkpoint_func=self._checkpoint, **more)
+        super().__init__(layers, activation_checkpoint_func=self._checkpoint, **more)
 
     def forward(self, forward_input: Any) -> Any:
         if self.training:
@@ -96,14 +97,12 @@ class StageModule(PipelineModule):
         return [int(stop - start) for start, stop in pairwise(self.parts)]
 
     def get_tied_weights_and_groups(self) -> list[tuple[torch.nn.Parameter, dist.ProcessGroup]]:
-        """List the trained tied weights, whose weight.grad DeepSpeed sums over the stages that share them.
-
-        Under fp16 with fp32 accumulation (data_types.grad_accum_dtype) the gradient is in weight.grad_accum instead.
-        DeepSpeed 0.19 does not sum that one, so this method does. Frozen weights are left out: they have no gradient,
-        and DeepSpeed's bf16 optimizer fails on them.
-        """
+        """List the trained tied weights, whose weight.grad DeepSpeed sums over the stages that share them."""
+        # without frozen weights, which have no gradient: DeepSpeed's bf16 optimizer fails on them
         pairs = [(weight, group) for weight, group in super().get_tied_weights_and_groups() if weight.requires_grad]
         for weight, group in pairs:
+            # Under fp16 with fp32 accumulation (data_types.grad_accum_dtype) the gradient is here instead. DeepSpeed
+            # 0.19 does not sum that one.
             if getattr(weight, "grad_accum", None) is not None:
                 dist.all_reduce(weight.grad_accum, group=group)
         return pairs
@@ -120,7 +119,7 @@ class StageModule(PipelineModule):
 def build_stage(
     plan: Plan,
     layers: list[Layer],
-    loss: Callable[[Tensor, Tensor], Tensor],
+    loss: Callable[[Tensor, tuple[Tensor, ...]], Tensor],
     device: torch.device,
     dropout: DropoutKeys,
 ) -> StageModule:
@@ -141,6 +140,7 @@ def build_stage(
     Raises:
         ConfigurationError: a stage would have no decoder layer.
     """
+    assert plan.strategy.deepspeed is not None  # of every pipeline strategy
     block = plan.strategy.deepspeed.get("pipeline", {})
     partition = block.get("partition", "parameters")
     interval = block.get("activation_checkpoint_interval") or 1
@@ -161,7 +161,8 @@ def build_stage(
                 f"{module.num_stages} without a decoder layer (layers per stage: {module.layers_per_stage()}); "
                 'use "uniform" or "type:decoder", or fewer pipeline.stages'
             )
-    for weight in module.parameters():
+    weights: list[Any] = [*module.parameters()]  # with the attributes that DeepSpeed adds
+    for weight in weights:
         # DeepSpeed's clip_grad_norm_ (fp32 without ZeRO) mistakes the stage for a tensor-parallel rank: it leaves out
         # all weights of the later stages without this attribute
         weight.model_parallel = not weight.ds_pipe_replicated
@@ -169,8 +170,8 @@ def build_stage(
 
 
 def _specs(layers: list[Layer], device: torch.device) -> list[LayerSpec]:
-    if not isinstance(layers[-1], TiedHead):
+    last = layers[-1]
+    if not isinstance(last, TiedHead):
         return [_Deferred(layer, device) for layer in layers]
-    first, *middle, last = layers
-    head = _Shared(last.embedding, device, project)
-    return [_Shared(first, device), *(_Deferred(layer, device) for layer in middle), head]
+    first, head = _Shared(last.embedding, device), _Shared(last.embedding, device, project)
+    return [first, *(_Deferred(layer, device) for layer in layers[1:-1]), head]

@@ -7,8 +7,9 @@ is therefore the one layout that all strategies can read and write. Only `finish
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,9 @@ from torch.distributed.tensor import DTensor
 from samecurve.engines.optimizer_state import set_updates, state_of
 from samecurve.engines.shard_ranges import factor_placed, placed
 from samecurve.interfaces.sharded_state import FACTOR, WEIGHT, Held, Kinds, Visit
+
+DeepSpeedParameter = Any
+"""An nn.Parameter with the attributes that DeepSpeed adds, e.g. _hp_mapping, or ds_tensor under ZeRO-3."""
 
 
 def with_weight(states: Kinds) -> Kinds:
@@ -58,7 +62,9 @@ class LiveState:
         self.factors = {f"{name}.{key}": shape for (name, key), shape in factors.items()}
         self.kinds |= dict.fromkeys(self.factors, (FACTOR,))
         # the blocks' absolute maxima (absmax1) belong to 8-bit codes (state1)
-        self.codes = {(name, key.replace("absmax", "state")) for name, key in factors if key.startswith("absmax")}
+        self.codes: Container[tuple[str, str]] = {
+            (name, key.replace("absmax", "state")) for name, key in factors if key.startswith("absmax")
+        }
         self._keys: dict[str, list[str]] = {}
         for name, key in factors:
             self._keys.setdefault(name, []).append(key)
@@ -106,10 +112,10 @@ class FragmentState:
     `saved` holds the names that this rank saves. Only one of the two pipeline stages that share a weight saves it.
     """
 
-    factors: dict = {}
-    codes = ()
+    factors: dict[str, tuple[int, ...]] = {}
+    codes: Container[tuple[str, str]] = ()
 
-    def __init__(self, parameters: dict[str, nn.Parameter], optimizer, states: Kinds, saved: set[str]):
+    def __init__(self, parameters: dict[str, DeepSpeedParameter], optimizer, states: Kinds, saved: set[str]):
         self._parameters, self._optimizer, self._saved = parameters, optimizer, saved
         self.kinds = with_weight(states)
 
@@ -123,11 +129,8 @@ class FragmentState:
         return found
 
     def visit(self, writing: bool = False) -> Visit:
-        """See State.visit. Reads the flat groups instead of DeepSpeed's fragments of the optimizer state.
-
-        DeepSpeed 0.19 links those fragments after the first group's first step, when the other groups have no state
-        yet; their fragments stay empty.
-        """
+        # Reads the flat groups instead of DeepSpeed's fragments of the optimizer state. DeepSpeed 0.19 links those
+        # fragments after the first group's first step, when the other groups have no state yet; theirs stay empty.
         base = self._optimizer.optimizer
         for held in self.held():
             mapping = self._parameters[held.name]._hp_mapping
@@ -153,10 +156,10 @@ class PartitionState:
     `optimizer` is a DeepSpeedZeroOptimizer_Stage3; its partitions and its swapping are private attributes.
     """
 
-    factors: dict = {}
-    codes = ()
+    factors: dict[str, tuple[int, ...]] = {}
+    codes: Container[tuple[str, str]] = ()
 
-    def __init__(self, parameters: dict[str, nn.Parameter], optimizer, states: Kinds, rank: int):
+    def __init__(self, parameters: dict[str, DeepSpeedParameter], optimizer, states: Kinds, rank: int):
         self._parameters, self._optimizer, self._rank = parameters, optimizer, rank
         self.kinds = with_weight(states)
         self._names = {id(parameter): name for name, parameter in parameters.items()}
@@ -173,11 +176,6 @@ class PartitionState:
                     yield from self._visit_one(parameter, flat, state)
 
     def finish(self, updates: int) -> None:
-        """Set the step counter and refresh the working weights from their fp32 masters. Collective.
-
-        A partition in memory is updated in place. A partition on NVMe, or a parameter that is already whole (DeepSpeed
-        keeps small parameters whole), is updated through a gather.
-        """
         zero = self._optimizer
         set_updates(zero.optimizer, updates)
         for index, group in enumerate(zero.fp16_groups):
@@ -185,7 +183,8 @@ class PartitionState:
                 for parameter in group:
                     self._refresh(parameter, flat)
 
-    def _refresh(self, parameter: nn.Parameter, flat: Tensor) -> None:
+    def _refresh(self, parameter: DeepSpeedParameter, flat: Tensor) -> None:
+        """Set the working weight to its fp32 master in the group's `flat` weights. Collective."""
         import deepspeed
         from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus, ZeroParamStatus
 
@@ -196,6 +195,7 @@ class PartitionState:
         if alone and parameter.ds_tensor.status == PartitionedParamStatus.AVAILABLE:
             parameter.ds_tensor.data[:length].copy_(partition)
             return
+        # a partition on NVMe, or a parameter that is already whole: DeepSpeed keeps small parameters whole
         full = zero._fp32_state_allgather(parameter, partition.to(parameter.device))
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             if torch.distributed.get_rank() == 0:
@@ -219,7 +219,7 @@ class PartitionState:
     def replicas(self) -> Iterator[tuple[str, Tensor]]:
         return iter(())
 
-    def _visit_one(self, parameter: nn.Parameter, flat: Tensor, state: dict) -> Visit:
+    def _visit_one(self, parameter: DeepSpeedParameter, flat: Tensor, state: dict) -> Visit:
         held = self._held(parameter)
         if held is None:
             return
@@ -228,7 +228,7 @@ class PartitionState:
             whole = flat if kind == WEIGHT else state[kind]
             yield held, kind, whole.detach().narrow(0, offset, held.stop - held.start)
 
-    def _held(self, parameter: nn.Parameter) -> Held | None:
+    def _held(self, parameter: DeepSpeedParameter) -> Held | None:
         start = self._rank * parameter.partition_numel()
         stop = min(start + parameter.partition_numel(), parameter.ds_numel)  # the last partition is padded
         return Held(self._names[id(parameter)], start, stop, start, stop) if stop > start else None

@@ -41,7 +41,8 @@ def build(accelerator: Accelerator, plan: Plan | None, recipe: Recipe, vocabular
         found = _partitioned(accelerator, skeleton)
     elif family == "zero":
         # DeepSpeed computes in the dtype of the weights
-        found = _frozen(skeleton, torch.device(accelerator.device)).to(torch_dtype(recipe.precision))
+        found = _frozen(skeleton, torch.device(accelerator.device))
+        found.to(torch_dtype(recipe.precision))  # pyright: ignore[reportArgumentType]  # transformers hides the signature
     else:
         found = accelerator.prepare_model(_frozen(skeleton, torch.device(accelerator.device)), evaluation_mode=True)
     _fill(found, skeleton, recipe)
@@ -57,6 +58,7 @@ def _partitioned(accelerator: Accelerator, skeleton: PreTrainedModel) -> nn.Modu
     """Build a separate DeepSpeed engine without an optimizer, whose hooks gather each layer during its computation."""
     import deepspeed
 
+    assert accelerator.deepspeed_plugin is not None  # of every ZeRO strategy
     config = accelerator.deepspeed_plugin.deepspeed_config
     zero = {key: value for key, value in config["zero_optimization"].items() if key != "offload_optimizer"}
     config = {**config, "zero_optimization": zero}

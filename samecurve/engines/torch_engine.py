@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -43,7 +44,8 @@ class TorchEngine:
 
     def __init__(self, accelerator: Accelerator, plan: Plan, skeleton: PreTrainedModel, task: Task):
         self.accelerator, self.plan, self.skeleton, self.task = accelerator, plan, skeleton, task
-        self.recipe, self.device = plan.recipe, accelerator.device
+        self.recipe = plan.recipe
+        self.device: torch.device = accelerator.device
         self.accumulation_steps = self.recipe.batch.accumulation_steps(accelerator.num_processes)
         self.loss_scale = LossScale() if self.recipe.precision == "fp16" else None
         self.shapes, settings = trained_shapes(skeleton), self.recipe.optimizer
@@ -130,7 +132,7 @@ class TorchEngine:
         may_rescale = self.loss_scale is not None and not self.loss_scale.exhausted
         if self.loss_scale:
             self.loss_scale.update(applied)
-        return StepResult.of(mean, grad_norm, tokens, applied, may_rescale, tuple(forward.total(statistics)))
+        return StepResult.of(mean, grad_norm, tokens, applied, may_rescale, forward.totals(statistics))
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         return self.forward.evaluate(micro_batches)
@@ -142,7 +144,8 @@ class TorchEngine:
         for name in self.shapes:
             full = self.tensors[name].detach()
             if isinstance(full, DTensor):
-                full = full.to(full.device_mesh.device_type).full_tensor()
+                on_mesh = cast(DTensor, full.to(full.device_mesh.device_type))  # typed as Tensor; offloaded shards move
+                full = on_mesh.full_tensor()
             yield name, full.float().cpu() if self.accelerator.is_main_process else None
 
     @property
@@ -165,6 +168,7 @@ class TorchEngine:
         reduced = weight.dtype if self.accelerator.num_processes > 1 else None
         replicate_size, offload = 1, ()
         if isinstance(weight, DTensor):
+            assert isinstance(self.model, FSDPModule)
             policy = self.model._get_fsdp_state()._mp_policy
             precision = PRECISIONS[dtype_name(policy.param_dtype or torch.float32)]
             reduced = policy.reduce_dtype
@@ -187,7 +191,7 @@ class TorchEngine:
             gradient_accumulation_steps=self.accumulation_steps,
             gradient_clipping=self.recipe.optimizer.max_grad_norm,
             weight_dtype=dtype_name(weight.dtype),
-            reduce_dtype=dtype_name(reduced),
+            reduce_dtype=dtype_name(reduced) if reduced else None,
             whole_gradient_bytes=fsdp.whole_gradient_bytes(self.plan, self.shapes, reduced),
             sharded=isinstance(weight, DTensor),
             replicate_size=replicate_size,

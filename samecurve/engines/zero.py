@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
@@ -41,10 +41,12 @@ class ZeroEngine:
 
     def __init__(self, accelerator: Accelerator, plan: Plan, skeleton: PreTrainedModel, task: Task):
         self.accelerator, self.skeleton, self.task = accelerator, skeleton, task
-        self.device, self.shapes = accelerator.device, trained_shapes(skeleton)
+        self.device: torch.device = accelerator.device
+        self.shapes = trained_shapes(skeleton)
         recipe, settings = plan.recipe, plan.recipe.optimizer
         where = torch.device(self.device)
         if plan.strategy.zero_stage == 3:
+            assert accelerator.deepspeed_plugin is not None  # of every ZeRO strategy
             where = deepspeed.zero.Init(config_dict_or_path=accelerator.deepspeed_plugin.deepspeed_config)
         model = build(type(skeleton), skeleton.config, where, recipe.adapter)
         drops = dropout.install(model, recipe.seed, self.device)
@@ -118,7 +120,7 @@ class ZeroEngine:
         may_rescale = deepspeed_introspection.may_rescale(self.model)
         self.model.step()  # also clips the gradients
         grad_norm, applied = float(self.model.get_global_grad_norm()), self.model.was_step_applied()
-        return StepResult.of(mean, grad_norm, tokens, applied, may_rescale, tuple(forward.total(statistics)))
+        return StepResult.of(mean, grad_norm, tokens, applied, may_rescale, forward.totals(statistics))
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         return self.forward.evaluate(micro_batches)
@@ -129,6 +131,7 @@ class ZeroEngine:
     def parameters(self) -> Iterator[tuple[str, Tensor | None]]:
         for name in self.shapes:
             full = safe_get_full_fp32_param(self.tensors[name])
+            assert full is not None  # every trained weight has a master
             yield name, full.float().cpu() if self.accelerator.is_main_process else None
 
     @property
@@ -165,7 +168,8 @@ class ZeroEngine:
         )
 
 
-def _local_numel(parameters: Iterable[nn.Parameter]) -> int:
+def _local_numel(parameters: Iterable[Any]) -> int:
+    # ZeRO-3 adds ds_tensor, this rank's partition
     return sum(p.ds_tensor.ds_numel if hasattr(p, "ds_tensor") else p.numel() for p in parameters)
 
 

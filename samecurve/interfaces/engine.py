@@ -146,9 +146,9 @@ class EvalResult:
     features: Tensor | None = None
 
 
-def dtype_name(dtype: torch.dtype | None) -> str | None:
+def dtype_name(dtype: torch.dtype) -> str:
     """Name a dtype as in run.json: float32 instead of torch.float32."""
-    return None if dtype is None else str(dtype).removeprefix("torch.")
+    return str(dtype).removeprefix("torch.")
 
 
 class Engine(Protocol):
@@ -158,18 +158,20 @@ class Engine(Protocol):
         shapes: full shape of every trained parameter, by Hugging Face name.
         device: the device that this rank computes on.
         state: this rank's shards of weights and optimizer state, read and written by checkpoints.
-        loss_scale_state: fp16's dynamic loss scale, {} without one. Assigning a saved value restores the scale.
     """
 
     @property
     def shard(self) -> tuple[int, int]:
         """(data-parallel rank, data-parallel size), which select this process's rows of the global batch."""
+        ...
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
         """Run forward, backward and one update over this rank's micro-batches."""
+        ...
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         """Compute the loss without an update. Every rank passes the same number of micro-batches."""
+        ...
 
     def features(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Compute Task.features without dropout, gathered over all ranks.
@@ -180,17 +182,28 @@ class Engine(Protocol):
             (rows, n), fp32 on the CPU, the same on every rank. A rank's rows are contiguous, rank 0's first. For
             EvaluationBatches the rows are in dataset order, followed by the padding rows.
         """
+        ...
 
     def parameters(self) -> Iterator[tuple[str, Tensor | None]]:
         """Yield the weights to export, one at a time: Hugging Face name, full fp32 CPU tensor on rank 0, else None."""
+        ...
 
     def held_bytes(self) -> Held:
         """Measure the memory that this rank holds between two steps. Not collective."""
+        ...
 
     def describe(self) -> EngineDescription:
         """Report the live configuration. Not collective."""
+        ...
+
+    @property
+    def loss_scale_state(self) -> dict:
+        """fp16's dynamic loss scale, {} without one. Assigning a saved value restores the scale."""
+        ...
+
+    @loss_scale_state.setter
+    def loss_scale_state(self, values: dict) -> None: ...
 
     shapes: dict[str, torch.Size]
     device: torch.device
     state: State
-    loss_scale_state: dict

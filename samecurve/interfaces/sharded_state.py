@@ -38,18 +38,22 @@ class State(Protocol):
 
     def held(self) -> list[Held]:
         """List this rank's non-empty ranges in the order of `visit`."""
+        ...
 
     def visit(self, writing: bool = False) -> Visit:
         """Yield each range once per kind, with its live tensor of shape (stop - start,).
 
         A tensor is valid only until the next one is yielded. Changes to the tensors persist only if `writing` is true.
         """
+        ...
 
     def finish(self, updates: int) -> None:
         """Set the optimizer's step counter and refresh the working weights after a visit that wrote. Collective."""
+        ...
 
     def replicas(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (label, tensor) of every replicated tensor; ranks with the same label must agree bit for bit."""
+        ...
 
 
 WEIGHT, FACTOR = "weight", "factor"

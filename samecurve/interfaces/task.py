@@ -70,7 +70,7 @@ class Task(Protocol):
 
     def outputs(self, found: ModelOutput) -> Tensor:
         """Select the tensor that loss and features need from the model's output. Pipelines always use the logits."""
-        return found.logits
+        return found.logits  # pyright: ignore[reportAttributeAccessIssue]  # the base class of all outputs has none
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Sum the loss over the counted units: an fp32 scalar, which the engine divides by the step's global count."""
@@ -86,9 +86,11 @@ class Task(Protocol):
 
     def statistics(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Compute the 1-D sums that `metrics` needs besides the loss; the engine adds them over rows and ranks."""
+        ...
 
     def metrics(self, result: EvalResult) -> dict[str, float]:
         """Compute the `eval_*` values of metrics.jsonl."""
+        ...
 
     def step_metrics(self, result: StepResult) -> dict[str, float | None]:
         """Compute the task's own values for the step's line of metrics.jsonl; None if nothing was trained."""
@@ -111,9 +113,12 @@ class Task(Protocol):
             alive: callback that reports progress to the watchdog.
             held_out_only: prepare the validation rows only, because nothing is trained.
         """
+        ...
 
     def describe(self) -> dict[str, object]:
         """Describe the data, for the header and run.json."""
+        ...
 
     def write_beside(self, directory: Path, config: PreTrainedConfig) -> None:
         """Write the task's further files into the exported model's folder. `config` is the model's."""
+        ...

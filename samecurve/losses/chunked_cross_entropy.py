@@ -5,9 +5,8 @@ and the loss needs several copies. Here each chunk's gradient is computed right 
 et al., 2024, arXiv:2410.10989). Only the gradients with respect to the hidden states and the head's weight are kept for
 the backward pass. Untrained tokens, such as a prompt's, are dropped before the head and cost nothing there.
 
-torch's own `linear_cross_entropy` is not used. torch 2.11 does not have the function. In torch 2.13 its chunks fail
-under torch.compile, summed bf16 inputs to 34816 instead of 34967, and were slower on a CPU than plain logits (seen on
-2026-11-21).
+torch's own `linear_cross_entropy` is not used: torch 2.11 lacks the function. In torch 2.13 its chunks fail under
+torch.compile, summed bf16 inputs to 34816 instead of 34967, and were slower than plain logits on a CPU (2026-11-21).
 """
 
 from __future__ import annotations
@@ -97,8 +96,7 @@ def chunked_sums(
 def _compiled(measure: Measure) -> Measure:
     """Compile the measure into two kernels, one for the loss and one for its gradient.
 
-    In eager mode a cross-entropy reads and writes each logit in fp32 several times (by count 42 bytes instead of 10),
-    and the matrix products wait for that.
+    In eager mode a cross-entropy reads and writes an fp32 logit several times: by count 42 bytes instead of 10.
     """
     return torch.compile(measure)
 
@@ -124,8 +122,8 @@ def install_chunked_head(
         ConfigurationError: the head is not chunkable and `wanted` is not auto.
     """
     head = model.get_output_embeddings()
-    plain = isinstance(head, nn.Linear) and head.weight.is_floating_point()  # no adapter, not quantized to 4 bits
-    if not plain or not is_chunkable(skeleton):
+    # an adapter's layer is no nn.Linear, and weights quantized to 4 bits are integers
+    if not isinstance(head, nn.Linear) or not head.weight.is_floating_point() or not is_chunkable(skeleton):
         if wanted == "auto":
             return None
         raise ConfigurationError(
@@ -146,10 +144,10 @@ def install_chunked_head(
         # Some families upcast their logits. A module call, because ZeRO-3 gathers the head's weights in a hook.
         return head(hidden.to(stand_in.dtype), sums)
 
-    def head_forward(hidden: Tensor, sums: TokenSums | None = None) -> Tensor:
+    def head_forward(input: Tensor, sums: TokenSums | None = None) -> Tensor:
         if sums is None:
-            return nn.functional.linear(hidden, head.weight, head.bias)
-        return chunked_sums(hidden, head, sums, kind, compiles)
+            return nn.functional.linear(input, head.weight, head.bias)
+        return chunked_sums(input, head, sums, kind, compiles)  # pyright: ignore[reportCallIssue]  # disable has no types
 
     model.forward, head.forward = forward, head_forward
     return kind
@@ -194,7 +192,11 @@ def is_chunkable(model: PreTrainedModel) -> bool:
     states = torch.empty(1, 2, model.config.get_text_config().hidden_size, device="meta")
     seen: list[tuple[Tensor, int]] = []
     (parent, name), stand_in = _place(model, head), _HeadInput(head)
-    stand_in.register_forward_hook(lambda _module, _inputs, output: seen.append((output, output._version)))
+
+    def note(_module: nn.Module, _inputs: tuple, output: Tensor) -> None:
+        seen.append((output, output._version))
+
+    stand_in.register_forward_hook(note)
     setattr(parent, name, stand_in)
     body.forward = lambda *_args, **_kwargs: _Body(last_hidden_state=states)
     try:
@@ -234,8 +236,7 @@ class _SumWithGradients(torch.autograd.Function):
         would add their own rounding to that of the logits.
         """
         computed, shift = _as(hidden, weight, bias)
-        total = torch.zeros((), device=hidden.device)
-        of_hidden = torch.empty_like(hidden)
+        total, of_hidden = torch.zeros((), device=hidden.device), torch.empty_like(hidden)
         of_weight, of_bias = (
             torch.zeros(p.shape, device=p.device) if p is not None and p.requires_grad else None for p in (weight, bias)
         )
@@ -283,8 +284,7 @@ def _logits(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _chunks(wanted: TokenSums, weight: Tensor) -> Iterator[tuple[slice, dict[str, Tensor]]]:
     """Yield each chunk's slice and targets; at least one chunk, which is empty if no token is trained."""
-    total = len(next(iter(wanted.targets.values())))
-    size = chunk_size(weight.shape[0], weight.device)
+    total, size = len(next(iter(wanted.targets.values()))), chunk_size(weight.shape[0], weight.device)
     for start in range(0, max(total, 1), size):
         at = slice(start, min(start + size, total))
         yield at, {name: target[at] for name, target in wanted.targets.items()}

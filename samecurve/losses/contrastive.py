@@ -59,6 +59,7 @@ def info_nce_context(embeddings: Tensor, temperature: float) -> dict[str, Tensor
         for losses in _losses(leaf, temperature):
             losses.sum().backward()
             found.append(losses.detach())
+    assert leaf.grad is not None  # every part of the loss went backward
     return {"row_loss": torch.cat(found), "gradient": leaf.grad}
 
 

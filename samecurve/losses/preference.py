@@ -53,17 +53,29 @@ def pair_losses(
     Returns:
         (pairs,).
     """
-    mean = log_probabilities / lengths.clamp(min=1)
-    if settings.loss == "simpo":
-        return _simpo(settings, mean)
+    beta, lengths = settings.beta, lengths.clamp(min=1)
+    mean = log_probabilities / lengths
+    if settings.loss == "simpo":  # arXiv:2405.14734, equation 6
+        assert settings.gamma is not None  # a rule of the configuration
+        return -F.logsigmoid(beta * (mean[:, 0] - mean[:, 1]) - settings.gamma)
     if settings.loss == "orpo":
         return _orpo(settings, mean)
+    assert reference is not None  # see Dpo.has_reference
     ratios = log_probabilities - reference
     if settings.loss == "ipo":
-        return _ipo(settings, ratios / lengths.clamp(min=1))
+        # arXiv:2310.12036, equation 17, with beta as its tau. Log-ratios are means over tokens, as in TRL, whose
+        # authors consulted the paper's authors: a sum would grow with the answer's length, the target of the square
+        # does not.
+        means = ratios / lengths
+        return (means[:, 0] - means[:, 1] - 1 / (2 * beta)).square()
     if settings.loss == "kto":
-        return _kto(settings, ratios, drift)
-    return _sigmoid(settings, ratios)
+        # arXiv:2402.01306, equation 8, with equally many good and bad answers; mean over a pair's two answers
+        assert drift is not None
+        sign = torch.tensor([1.0, -1.0], device=ratios.device)
+        return (1 - torch.sigmoid(beta * sign * (ratios - drift))).mean(dim=1)
+    # DPO, arXiv:2305.18290, equation 7; the smoothing is the probability of a wrong label (conservative DPO)
+    scaled, smoothing = beta * (ratios[:, 0] - ratios[:, 1]), settings.label_smoothing
+    return -(1 - smoothing) * F.logsigmoid(scaled) - smoothing * F.logsigmoid(-scaled)
 
 
 def rewards(settings: Dpo, log_probabilities: Tensor, lengths: Tensor, reference: Tensor | None) -> Tensor:
@@ -74,6 +86,7 @@ def rewards(settings: Dpo, log_probabilities: Tensor, lengths: Tensor, reference
     """
     if settings.loss in ("orpo", "simpo"):
         return settings.beta * log_probabilities / lengths.clamp(min=1)
+    assert reference is not None  # see Dpo.has_reference
     return settings.beta * (log_probabilities - reference)
 
 
@@ -87,32 +100,6 @@ def kto_drift(ratios: Tensor) -> Tensor:
     return ratios.mean(dim=0).clamp(min=0).flip(0).expand_as(ratios)
 
 
-def _sigmoid(settings: Dpo, ratios: Tensor) -> Tensor:
-    """DPO (arXiv:2305.18290, equation 7); label_smoothing is the probability of a wrong label (conservative DPO)."""
-    scaled, smoothing = settings.beta * (ratios[:, 0] - ratios[:, 1]), settings.label_smoothing
-    return -(1 - smoothing) * F.logsigmoid(scaled) - smoothing * F.logsigmoid(-scaled)
-
-
-def _ipo(settings: Dpo, mean_ratios: Tensor) -> Tensor:
-    """IPO (arXiv:2310.12036, equation 17), with beta as its tau.
-
-    Log-ratios are means over tokens, as in TRL, whose authors consulted the paper's authors: a sum would grow with the
-    answer's length, while the target of the square does not.
-    """
-    return (mean_ratios[:, 0] - mean_ratios[:, 1] - 1 / (2 * settings.beta)).square()
-
-
-def _kto(settings: Dpo, ratios: Tensor, drift: Tensor) -> Tensor:
-    """KTO (arXiv:2402.01306, equation 8) with equally many good and bad answers; mean over a pair's two answers."""
-    sign = torch.tensor([1.0, -1.0], device=ratios.device)
-    return (1 - torch.sigmoid(settings.beta * sign * (ratios - drift))).mean(dim=1)
-
-
-def _simpo(settings: Dpo, mean: Tensor) -> Tensor:
-    """SimPO (arXiv:2405.14734, equation 6)."""
-    return -F.logsigmoid(settings.beta * (mean[:, 0] - mean[:, 1]) - settings.gamma)
-
-
 def _orpo(settings: Dpo, mean: Tensor) -> Tensor:
     """ORPO (arXiv:2403.07691, equations 6 and 7), with beta as its lambda.
 
@@ -120,11 +107,8 @@ def _orpo(settings: Dpo, mean: Tensor) -> Tensor:
     prompts included, so its value depends on the distribution of the batch over devices.
     """
     bounded = mean.clamp(max=_LARGEST_LOG_PROBABILITY)
-    log_odds = bounded - _log1mexp(bounded)
+    # log(1 - exp(bounded)) by the numerically stable form on either side of -ln 2 (Maechler, 2012)
+    near = bounded > -math.log(2)
+    log_complement = torch.where(near, torch.log(-torch.expm1(bounded)), torch.log1p(-torch.exp(bounded)))
+    log_odds = bounded - log_complement
     return -mean[:, 0] - settings.beta * F.logsigmoid(log_odds[:, 0] - log_odds[:, 1])
-
-
-def _log1mexp(x: Tensor) -> Tensor:
-    """Compute log(1 - exp(x)) for x < 0 by the numerically stable form on either side of -ln 2 (Maechler, 2012)."""
-    near = x > -math.log(2)
-    return torch.where(near, torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(x)))

@@ -45,9 +45,14 @@ _NOISE = re.compile("jitter|noise|layerdrop|drop_path|stochastic")
 class KeyedRows(Protocol):
     """What the keys need to know of a micro-batch (data.batches.MicroBatch)."""
 
-    inputs: dict[str, Tensor]
-    step: int
-    places: Tensor | None
+    @property
+    def inputs(self) -> dict[str, Tensor]: ...
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def places(self) -> Tensor | None: ...
 
 
 class DropoutKeys:

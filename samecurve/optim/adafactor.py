@@ -8,20 +8,21 @@ weight and of the update. They are summed over the shards, with three all-reduce
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from samecurve.optim.dtensor import all_reduce_sums, shards_of, to_local
+from samecurve.optim.base import GroupOptimizer
+from samecurve.optim.dtensor import all_reduce_sums, local_gradient, shards_of, to_local
 
 SMALLEST_VARIANCE = torch.finfo(torch.float32).eps
 SMALLEST_RMS = 1e-3
 CLIPPED_RMS = 1.0
 
 
-class Adafactor(torch.optim.Optimizer):
+class Adafactor(GroupOptimizer):
     """Adafactor with a relative learning rate: a step is that fraction of max(the weight's RMS, 1e-3).
 
     The state of a matrix (..., rows, columns) is row_var (..., rows, 1), for this rank's rows, and col_var
@@ -36,18 +37,11 @@ class Adafactor(torch.optim.Optimizer):
         part = to_local(weight)
         if weight.dim() < 2:
             return {"step": 0, "variance": torch.zeros_like(weight)}
-        return {"step": 0, "row_var": torch.zeros_like(part[..., :1]), "col_var": part.new_zeros(_columns(part))}
+        columns = (*part.shape[:-2], 1, part.shape[-1])
+        return {"step": 0, "row_var": torch.zeros_like(part[..., :1]), "col_var": part.new_zeros(columns)}
 
-    @torch.no_grad()
-    def step(self, closure: Callable | None = None) -> None:
+    def update_group(self, group: dict, weights: list[Tensor]) -> None:
         """Apply Algorithm 4 of the paper with the learning rate of torch's class: min(rate, 1 / sqrt(step))."""
-        assert closure is None
-        for group in self.param_groups:
-            weights = [weight for weight in group["params"] if weight.grad is not None]
-            if weights:
-                self._update(group, weights)
-
-    def _update(self, group: dict, weights: list[Tensor]) -> None:
         shards, rate = shards_of(weights[0]), group["lr"]
         states = self._moments(weights, shards)
         squares = all_reduce_sums([_squares(to_local(weight)) for weight in weights], shards)
@@ -74,7 +68,7 @@ class Adafactor(torch.optim.Optimizer):
             state = self.state[weight]
             states.append(state)
             state["step"] += 1
-            squares = to_local(weight.grad).square()
+            squares = local_gradient(weight).square()
             if weight.dim() < 2:
                 to_local(state["variance"]).lerp_(squares, _share(state))
             else:
@@ -88,14 +82,12 @@ class Adafactor(torch.optim.Optimizer):
         means = iter(
             (next(exchanged), next(exchanged)) if over else pair for pair, over in zip(sums, across, strict=True)
         )
-        return [state | self._columns(weight, state, means) for weight, state in zip(weights, states, strict=True)]
-
-    def _columns(self, weight: Tensor, state: dict, sums: Iterator[tuple[Tensor, Tensor]]) -> dict:
-        if weight.dim() < 2:
-            return {}
-        (columns, rows), number = next(sums), weight.shape[-2]
-        state["col_var"].lerp_(columns / number, _share(state))
-        return {"row_mean": rows / number}
+        for index, (weight, state) in enumerate(zip(weights, states, strict=True)):
+            if weight.dim() > 1:
+                (columns, rows), number = next(means), weight.shape[-2]
+                state["col_var"].lerp_(columns / number, _share(state))
+                states[index] = state | {"row_mean": rows / number}  # a copy: the optimizer does not keep the mean
+        return states
 
     def _direction(self, weight: Tensor, state: dict) -> Tensor:
         """Divide this rank's part of the gradient by the square root of its estimated variance."""
@@ -103,16 +95,12 @@ class Adafactor(torch.optim.Optimizer):
             variance = to_local(state["variance"])
         else:
             variance = state["row_var"] @ state["col_var"] / state["row_mean"].clamp(min=SMALLEST_VARIANCE)
-        return to_local(weight.grad) * variance.clamp(min=SMALLEST_VARIANCE**2).rsqrt()
+        return local_gradient(weight) * variance.clamp(min=SMALLEST_VARIANCE**2).rsqrt()
 
 
 def _share(state: dict) -> float:
     """Weight of this step's squared gradient in the running means."""
     return state["step"] ** -0.8
-
-
-def _columns(part: Tensor) -> tuple[int, ...]:
-    return (*part.shape[:-2], 1, part.shape[-1]) if part.dim() > 2 else (1, part.shape[-1])
 
 
 def _squares(tensor: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import bitsandbytes
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from samecurve.optim.dtensor import to_local
+from samecurve.optim.dtensor import local_gradient, to_local
 from samecurve.specs.optimizers import BLOCK_8BIT
 
 
@@ -41,7 +41,7 @@ class AdamW8bit(bitsandbytes.optim.AdamW8bit):
             super().update_step(group, p, gindex, pindex)
             return
         state, part = self.state[p], nn.Parameter(to_local(p.detach()))
-        part.grad = to_local(p.grad)
+        part.grad = local_gradient(p)
         if not part.numel():
             state["step"] += 1
             return

@@ -18,7 +18,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from samecurve.optim.dtensor import first_index, to_local
+from samecurve.optim.dtensor import first_index, local_gradient, to_local
 
 # The random bits are a hash of the value's index in the full weight, the step and the weight's name, so they are the
 # same under any sharding and after a resume. The constants are those of MurmurHash3's finalizer, public domain.
@@ -67,9 +67,9 @@ class AdamWBf16(torch.optim.Optimizer):
         state["step"] += 1
         key = hashlib.sha256(f"{self._seed}:{name}:{state['step']}".encode()).digest()
         salt = int.from_bytes(key[:4], "little")
-        whole = weight, weight.grad, *(state[name] for name in self._states)
+        local = to_local(weight), local_gradient(weight), *(to_local(state[name]) for name in self._states)
         # .data, because torch.compile would compile views of a matrix and of a vector separately
-        tensors = [to_local(tensor).view(-1).data for tensor in whole]
+        tensors = [tensor.view(-1).data for tensor in local]
         numbers = _numbers(*group["betas"], group["lr"], group["weight_decay"], group["eps"], state["step"])
         update, size = update_part, _PART
         if can_compile_update(tensors[0].device, "compensation" in self._states):

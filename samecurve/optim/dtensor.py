@@ -13,6 +13,12 @@ def to_local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def local_gradient(weight: Tensor) -> Tensor:
+    """Return this rank's shard of the weight's gradient."""
+    assert weight.grad is not None  # optimizers skip weights without a gradient
+    return to_local(weight.grad)
+
+
 def shards_of(tensor: Tensor) -> ProcessGroup | None:
     """Return the group of ranks whose shards make up the tensor; None if this rank has all of the tensor."""
     if not isinstance(tensor, DTensor):

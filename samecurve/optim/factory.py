@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,6 +15,9 @@ from samecurve.optim.adamw_bf16 import AdamWBf16
 from samecurve.optim.lion import Lion
 from samecurve.optim.muon import Muon
 from samecurve.specs.optimizers import BLOCK_8BIT, OPTIMIZERS, SMALLEST_8BIT
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def state_names(
@@ -58,14 +62,12 @@ def num_bytes_per_parameter(settings: Optimizer) -> float:
     return 4 * (2 + len(OPTIMIZERS[settings.name].states))
 
 
-def hidden_matrices(model: torch.nn.Module, shapes: Mapping[str, Sequence[int]]) -> set[str]:
+def hidden_matrices(model: PreTrainedModel, shapes: Mapping[str, Sequence[int]]) -> set[str]:
     """Find the names of the matrices that map features to features: no embeddings, output head, norms or biases.
 
-    `model` is a transformers model, and `shapes` holds the shapes of its trained parameters by name.
+    `shapes` holds the shapes of the model's trained parameters by name.
     """
-    from torch.nn import Embedding
-
-    edges = {id(module) for module in model.modules() if isinstance(module, Embedding)}
+    edges = {id(module) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     edges.add(id(model.get_output_embeddings()))
     owned = {
         f"{prefix}.{name}"
@@ -76,7 +78,7 @@ def hidden_matrices(model: torch.nn.Module, shapes: Mapping[str, Sequence[int]])
     return {name for name, shape in shapes.items() if len(shape) == 2 and name not in owned}
 
 
-def cast_weights(model: torch.nn.Module, settings: Optimizer) -> torch.nn.Module:
+def cast_weights(model: PreTrainedModel, settings: Optimizer) -> PreTrainedModel:
     """Cast the weights, in place, to bf16 for adamw_bf16; other optimizers keep fp32. Buffers are not changed."""
     if settings.name == "adamw_bf16":
         for parameter in filter(torch.is_floating_point, model.parameters()):
@@ -156,8 +158,9 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
 
 def empty_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, names: Iterable[str]) -> dict:
     """Create the states `names` of a parameter before its first update, with a step counter where needed."""
-    if hasattr(optimizer, "empty_state"):
-        return optimizer.empty_state(parameter)
+    own = getattr(optimizer, "empty_state", None)  # of the classes in this package
+    if own is not None:
+        return own(parameter)
     state = {name: torch.zeros_like(parameter) for name in names}
     if "exp_avg_sq" not in state:
         return state

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from samecurve.optim.dtensor import to_local
+from samecurve.optim.base import GroupOptimizer
+from samecurve.optim.dtensor import local_gradient, to_local
 
 
-class Lion(torch.optim.Optimizer):
+class Lion(GroupOptimizer):
     """Lion, which keeps one state per weight and moves every weight by the learning rate.
 
     For that reason its authors use a learning rate 3 to 10 times smaller than AdamW's, and a weight decay larger by the
@@ -20,22 +21,14 @@ class Lion(torch.optim.Optimizer):
     def __init__(self, params: Iterable, lr: float, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: Callable | None = None) -> None:
+    def update_group(self, group: dict, weights: list[Tensor]) -> None:
         """Apply c = beta1 m + (1 - beta1) g;  w -= rate (sign(c) + decay w);  m = beta2 m + (1 - beta2) g."""
-        assert closure is None
-        for group in self.param_groups:
-            weights = [weight for weight in group["params"] if weight.grad is not None]
-            if weights:
-                self._update(group, weights)
-
-    def _update(self, group: dict, weights: list[Tensor]) -> None:
         beta1, beta2 = group["betas"]
         for weight in weights:
             if "exp_avg" not in self.state[weight]:
                 self.state[weight]["exp_avg"] = torch.zeros_like(weight)
         means = [to_local(self.state[weight]["exp_avg"]) for weight in weights]
-        gradients, weights = [to_local(weight.grad) for weight in weights], [to_local(weight) for weight in weights]
+        gradients, weights = [local_gradient(weight) for weight in weights], [to_local(weight) for weight in weights]
         # the update is elementwise and needs no other shard; empty shards are left out
         chosen = [index for index, weight in enumerate(weights) if weight.numel()]
         weights, gradients, means = ([tensors[i] for i in chosen] for tensors in (weights, gradients, means))

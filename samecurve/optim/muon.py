@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from samecurve.optim.dtensor import to_local
+from samecurve.optim.dtensor import local_gradient, to_local
 
 # Coefficients of the polynomial that drives all singular values near 1 in five iterations.
 A, B, C = 3.4445, -4.7750, 2.0315
@@ -82,10 +82,15 @@ class Muon(torch.optim.Optimizer):
     def _update(self, group: dict, weight: Tensor) -> None:
         if not self.state[weight]:
             self.state[weight] = self.empty_state(weight)
-        mean, gradient, momentum = self.state[weight]["momentum_buffer"], weight.grad, group["momentum"]
-        to_local(mean).lerp_(to_local(gradient), 1 - momentum)
-        to_local(gradient).lerp_(to_local(mean), momentum)  # in place: the gradient is not needed again
-        direction = _like(orthogonalize(_full(gradient).to(self._dtype)), weight)
+        mean, gradient, momentum = to_local(self.state[weight]["momentum_buffer"]), weight.grad, group["momentum"]
+        mean.lerp_(local_gradient(weight), 1 - momentum)
+        local_gradient(weight).lerp_(mean, momentum)  # in place: the gradient is not needed again
+        full = gradient.full_tensor() if isinstance(gradient, DTensor) else local_gradient(weight)
+        direction = orthogonalize(full.to(self._dtype))
+        if isinstance(weight, DTensor):
+            # every rank has the direction in full and takes its shard without communication (src_data_rank=None)
+            mesh, placements = weight.device_mesh, weight.placements
+            direction = distribute_tensor(direction.contiguous(), mesh, placements, src_data_rank=None).to_local()
         own, rate = to_local(weight), group["lr"]
         own.mul_(1 - rate * group["weight_decay"])
         own.add_(direction.to(own.dtype), alpha=-rate * RMS_OF_ADAMW * math.sqrt(max(weight.shape)))
@@ -100,15 +105,3 @@ def orthogonalize(matrix: Tensor) -> Tensor:
         gram = found @ found.T
         found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=B, alpha=C), found, beta=A)
     return found.T if upright else found
-
-
-def _full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _like(full: Tensor, weight: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor that every rank has in full, without communication (src_data_rank=None)."""
-    if not isinstance(weight, DTensor):
-        return full
-    placed = distribute_tensor(full.contiguous(), weight.device_mesh, weight.placements, src_data_rank=None)
-    return placed.to_local()

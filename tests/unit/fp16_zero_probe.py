@@ -9,12 +9,12 @@ import json
 import os
 import socket
 import sys
-from types import SimpleNamespace
 
 import deepspeed
 import torch
 from accelerate import Accelerator
 from deepspeed.accelerator import get_accelerator
+from transformers.utils import ModelOutput
 
 from samecurve.data.batches import MicroBatch
 from samecurve.engines import cpu_bridge, deepspeed_introspection
@@ -39,8 +39,8 @@ class Product(Task):
 
 
 class Dot(torch.nn.Linear):
-    def forward(self, rows: torch.Tensor) -> SimpleNamespace:
-        return SimpleNamespace(logits=super().forward(rows))
+    def forward(self, rows: torch.Tensor) -> ModelOutput:
+        return ModelOutput(logits=super().forward(rows))
 
 
 def wrapped(stage: int) -> ZeroEngine:

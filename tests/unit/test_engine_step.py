@@ -8,6 +8,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from transformers.utils import ModelOutput
 
 from samecurve.data.batches import MicroBatch
 from samecurve.engines.forward import Forward
@@ -24,8 +25,8 @@ class Dot(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.tensor([1.0, 2.0]))
 
-    def forward(self, **_) -> SimpleNamespace:
-        return SimpleNamespace(logits=self.weight)
+    def forward(self, **_) -> ModelOutput:
+        return ModelOutput(logits=self.weight)
 
 
 class Task(Task):
