@@ -67,7 +67,7 @@ def safetensors_chunks(entries: list[Entry], values: Iterable[Tensor]) -> Iterat
     for entry, tensor in zip(entries, values, strict=True):
         assert tensor.shape == (entry.numel,) and tensor.dtype == entry.dtype, f"{entry} came as {tensor.shape}"
         if entry.numel:
-            yield memoryview(tensor.numpy()).cast("B")
+            yield tensor.numpy().data.cast("B")
 
 
 class CheckpointReader:

@@ -64,6 +64,7 @@ def resolve_plan(
         with contextlib.suppress(KeyError):  # it may be what is wrong
             error.output_dir = source.value("output_dir")
         raise error
+    assert source.recipe is not None  # a recipe that cannot be built is one of the problems above
     plan = Plan(
         recipe=source.recipe,
         strategy=strategy,
@@ -191,5 +192,6 @@ def _family(files: Files) -> str:
 
 
 def _count(value: object, default: int) -> int:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and float(value).is_integer() and value > 0
-    return int(value) if number else default
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return default
+    return int(value) if value > 0 and float(value).is_integer() else default
