@@ -113,7 +113,7 @@ def _plugins(plan: Plan) -> dict:
         return {}
     plugin = FullyShardedDataParallelPlugin(mixed_precision_policy=_fsdp_policy(plan))
     # set after construction: Accelerate 1.15 rejects the option for FSDP2 in the constructor; fsdp.py implements it
-    plugin.forward_prefetch = _fsdp_key(plan, "fsdp_forward_prefetch", False)
+    plugin.forward_prefetch = strategy.fsdp_forward_prefetch
     plugins: dict = {"fsdp_plugin": plugin}
     if strategy.replicate_size > 1:
         plugins["parallelism_config"] = ParallelismConfig(
@@ -131,9 +131,5 @@ def _fsdp_policy(plan: Plan):
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    reduced = torch_dtype(_fsdp_key(plan, "fsdp_reduce_dtype", "fp32"))
+    reduced = torch_dtype(plan.strategy.fsdp_reduce_dtype)
     return MixedPrecisionPolicy(param_dtype=compute_dtype(plan.recipe.precision), reduce_dtype=reduced)
-
-
-def _fsdp_key(plan: Plan, key: str, default):
-    return plan.strategy.accelerate["fsdp_config"].get(key, default)
