@@ -19,8 +19,8 @@ def refusals(saved: dict, now: dict) -> list[str]:
         saved: the content of the checkpoint's state.json: `recipe`, `model`, `data`, `step`, ...
         now: the same facts about the current run.
     """
-    recipes = (_with_every_key(facts["recipe"]) for facts in (saved, now))
-    found = [text for key, text in _differences(*recipes) if key in FIXED]
+    recipe_changes = _differences(_with_every_key(saved["recipe"]), _with_every_key(now["recipe"]))
+    found = [text for key, text in recipe_changes if key in FIXED]
     found += [f"model.{text}" for _, text in _differences(*_shared(saved["model"], now["model"]))]
     found += [f"data, which is not what it was: {text}" for _, text in _differences(saved["data"], now["data"])]
     before, after = ({"adapter": facts.get("adapter")} for facts in (saved, now))

@@ -67,7 +67,7 @@ def safetensors_chunks(entries: list[Entry], values: Iterable[Tensor]) -> Iterat
     for entry, tensor in zip(entries, values, strict=True):
         assert tensor.shape == (entry.numel,) and tensor.dtype == entry.dtype, f"{entry} came as {tensor.shape}"
         if entry.numel:
-            yield memoryview(tensor.numpy()).cast("B")
+            yield tensor.numpy().data.cast("B")
 
 
 class CheckpointReader:
@@ -137,14 +137,14 @@ class CheckpointReader:
             raise CheckpointError(f"{path}: {key} cannot be read ({error})") from error
         if stop is not None and found.shape != (stop - start,):
             raise CheckpointError(
-                f"{path}: {key} holds {tuple(found.shape)} from {start} on, {stop - start} are needed"
+                f"{path}: expected {stop - start} values of {key} from {start} on, found {tuple(found.shape)}"
             )
         return found
 
 
 def _integers(values: list, length: int | None = None) -> tuple[int, ...]:
     if length not in (None, len(values)) or not all(type(value) is int and value >= 0 for value in values):
-        raise ValueError(f"found {values!r:.40}, whole numbers are needed")
+        raise ValueError(f"expected integers of 0 or more, found {values!r:.40}")
     return tuple(values)
 
 

@@ -236,6 +236,7 @@ class Checkpoints:
     def _commit(self, save: _Save, entries: list[Entry], values: Generator[Tensor, None, None], state: bytes) -> None:
         """Write and commit one save. An error is stored in `save.error`; `wait` raises it."""
         snapshot, rank = self._snapshot, self._world.rank
+        assert snapshot is not None  # `save` has just taken it
 
         def write(folder: Path) -> tuple[list, list]:
             with closing(values):

@@ -104,10 +104,11 @@ def _listed(fs: FileSystem, folder: Path) -> list[FileRecord]:
 
 
 def _record(item: Any) -> FileRecord:
-    fields = [item.get(field) for field in FileRecord._fields] if isinstance(item, dict) else []
-    if [type(field) for field in fields] != [str, int, str]:
-        raise _Damaged(MANIFEST, "files with name, size and sha256", f"{item!r:.80}")
-    record = FileRecord(*fields)
+    match item:
+        case {"name": str(name), "size": int(size), "sha256": str(sha256)} if not isinstance(size, bool):
+            record = FileRecord(name, size, sha256)
+        case _:
+            raise _Damaged(MANIFEST, "files with name, size and sha256", f"{item!r:.80}")
     if record.name in ("", ".", "..") or any(character in record.name for character in "/\\:\0"):
         raise _Damaged(MANIFEST, "names of files in this folder", repr(record.name))
     return record

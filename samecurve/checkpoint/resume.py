@@ -110,5 +110,5 @@ def read_state(folder: Path) -> dict:
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{folder / STATE}: cannot be read ({error})") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{folder / STATE}: found {type(content).__name__}, a JSON object is needed")
+        raise CheckpointError(f"{folder / STATE}: expected a JSON object, found {type(content).__name__}")
     return in_new_names(content)

@@ -112,15 +112,14 @@ def _plugins(plan: Plan) -> dict:
         return {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=resolve_auto(plan))}
     if strategy.family != "fsdp":
         return {}
-    keys = strategy.accelerate["fsdp_config"]
     # Accelerate's own policy would reduce gradients in bf16. Outputs keep their dtype: the loss is computed in fp32
     # from the logits (cross_entropy.py), and one output dtype for all layers would pass fp32 activations to bf16
     # weights during recomputation.
-    reduce_dtype = torch_dtype(keys.get("fsdp_reduce_dtype", "fp32"))
+    reduce_dtype = torch_dtype(strategy.fsdp_reduce_dtype)
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype(plan.recipe.precision), reduce_dtype=reduce_dtype)
     plugin = FullyShardedDataParallelPlugin(mixed_precision_policy=policy)
     # set after construction: Accelerate 1.15 rejects the option for FSDP2 in the constructor; fsdp.py implements it
-    plugin.forward_prefetch = keys.get("fsdp_forward_prefetch", False)
+    plugin.forward_prefetch = strategy.fsdp_forward_prefetch
     plugins: dict = {"fsdp_plugin": plugin}
     if strategy.replicate_size > 1:
         plugins["parallelism_config"] = ParallelismConfig(

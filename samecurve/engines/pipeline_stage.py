@@ -140,10 +140,8 @@ def build_stage(
     Raises:
         ConfigurationError: a stage would have no decoder layer.
     """
-    assert plan.strategy.deepspeed is not None  # of every pipeline strategy
-    block = plan.strategy.deepspeed.get("pipeline", {})
-    partition = block.get("partition", "parameters")
-    interval = block.get("activation_checkpoint_interval") or 1
+    partition = plan.strategy.pipeline_partition
+    interval = plan.strategy.pipeline_checkpoint_interval
     # DeepSpeed prints its topology and layers, and broadcasts tied weights with autograd enabled
     with contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
         module = StageModule(

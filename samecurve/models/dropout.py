@@ -215,7 +215,7 @@ def install(model: PreTrainedModel, seed: int, device: torch.device) -> DropoutK
         by_interface = model.config._attn_implementation == "sdpa" and "attention_interface(" in source
         places = [keys.add(f"{name}:{call}") for call in range(_MOST_CALLS)]
         if by_interface:
-            module.dropout_place = places[0]
+            vars(module)["dropout_place"] = places[0]
         if _FUNCTION.search(source) or (_ATTENTION.search(source) and not by_interface):
             module.forward = _by_function(module.forward, places)
     return keys
@@ -250,14 +250,12 @@ def sdpa(
     if not dropout or place is None:
         options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, "position_bias": position_bias}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options, **others)
-    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    is_causal = is_causal and attention_mask is None and query.shape[2] > 1
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = causal and attention_mask is None and query.shape[2] > 1
     if position_bias is not None:
-        attention_mask, is_causal = (
-            create_position_bias_mask(position_bias, attention_mask, is_causal, query, key),
-            False,
-        )
-    mixed = attention(query, key, value, place, attention_mask, dropout, is_causal, scaling, enable_gqa=True)
+        attention_mask = create_position_bias_mask(position_bias, attention_mask, causal, query, key)
+        causal = False
+    mixed = attention(query, key, value, place, attention_mask, dropout, causal, scaling, enable_gqa=True)
     return mixed.transpose(1, 2).contiguous(), None
 
 

@@ -18,7 +18,7 @@ from samecurve.run.status import refused_elsewhere
 from samecurve.run.watchdog import LAST_RESORT_SECONDS, Watchdog, last_resort
 
 if TYPE_CHECKING:
-    from samecurve.run.run_directory import RunDirectory
+    from samecurve.run.run_directory import RunDirectory, State
 
 WAIT_SECONDS = 10
 PREEMPTED_SECONDS = 1
@@ -219,7 +219,7 @@ class RunSupervisor:
         if not self._ending.acquire(blocking=False):
             time.sleep(LAST_RESORT_SECONDS)
 
-    def _write(self, state: str, reason: str, code: int) -> None:
+    def _write(self, state: State, reason: str, code: int) -> None:
         with contextlib.suppress(SamecurveError):  # a full disk must not hide the original error
             force = self.watchdog.replaces_rank_0()
             self._run.status(state, reason=reason, step=self._run.step, exit_code=code, force=force)

@@ -69,6 +69,7 @@ def _adapter(recipe: Recipe) -> dict | None:
     """Describe the adapter: layers and sizes of its matrices, and a fingerprint of the frozen weights, not a path."""
     if recipe.adapter.name is None:
         return None
+    assert recipe.model.path is not None  # the recipe's rules demand pretrained weights under an adapter
     return recipe.adapter.model_dump() | {"base_model": fingerprint(weight_files(recipe.model.path))}
 
 

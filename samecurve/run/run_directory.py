@@ -47,7 +47,7 @@ class RunDirectory:
 
     Attributes:
         continues: the directory has checkpoints to resume from.
-        is_done: an earlier run finished here, as seen by this rank.
+        is_done: an earlier run finished here, as seen by this rank; False after `begin`.
         is_exported: its exported model exists, as seen by this rank.
         notice: one line about the files that were moved, "" if none were.
         step: the last step with a record.
@@ -69,6 +69,9 @@ class RunDirectory:
         fresh: bool = False,
     ):
         self.path = Path(path)
+        self.model, self.profile = self.path / "model", self.path / "profile"
+        self.checkpoints, self.tensorboard = self.path / "checkpoints", self.path / "tensorboard"
+        self.metrics = self.path / "metrics.jsonl"
         self.is_main = is_main
         self.notice = ""
         self.step = 0
@@ -82,7 +85,7 @@ class RunDirectory:
                 _make_durable(self.path)
                 self._lock = lock_folder(self.path, DEAD_HOST_SECONDS if is_restart(os.environ) else 0)
         self._before, self._refused = split_refused(read_status(self.path / STATUS))
-        self._keeps_status = self._before.get("state") == "done"
+        self.is_done = self._before.get("state") == "done"
         if not is_main:
             return
         try:
@@ -110,12 +113,6 @@ class RunDirectory:
         else:
             (self.path / STARTING_OVER).unlink(missing_ok=True)
 
-    model = property(lambda self: self.path / "model")
-    tensorboard = property(lambda self: self.path / "tensorboard")
-    checkpoints = property(lambda self: self.path / "checkpoints")
-    profile = property(lambda self: self.path / "profile")
-    metrics = property(lambda self: self.path / "metrics.jsonl")
-    is_done = property(lambda self: self._keeps_status)
     is_exported = property(lambda self: (self.model / "config.json").is_file())
 
     def write_run(self, facts: dict) -> None:
@@ -142,7 +139,7 @@ class RunDirectory:
             before = {}
         if state == "failed" and before:
             write_json(file, with_refused(before, reason, exit_code, failures))
-        elif not self._keeps_status:
+        elif not self.is_done:
             content = {"state": state, "reason": reason, "step": step, "exit_code": exit_code, "time": utc_timestamp()}
             if before:
                 content["earlier"] = before  # until `begin` moves it to the earlier session's files
@@ -183,7 +180,7 @@ class RunDirectory:
                     self._go_on(step, record, busy)
                 else:
                     self.set_aside()
-        self._begun, self._keeps_status = True, False
+        self._begun, self.is_done = True, False
         self.status("running")
 
     def set_aside(self) -> None:

@@ -98,8 +98,9 @@ class Watchdog:
         Of several, the most likely cause is returned. Ranks that this watchdog has given up and is ending do not count,
         see `wait_if_ending`.
         """
-        found = [peer for peer in self._peers() if peer.ended and peer.beat.rank not in self._given_up]
-        ended = [peer for peer in found if time.monotonic() - peer.ended >= after_seconds]
+        found = [peer for peer in self._peers() if peer.beat.rank not in self._given_up]
+        latest = time.monotonic() - after_seconds
+        ended = [peer for peer in found if peer.ended is not None and peer.ended <= latest]
         if not ended:
             return None
         # A reported failure comes first: it describes an error of its own or the effect of another rank's death.

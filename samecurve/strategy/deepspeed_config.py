@@ -15,6 +15,7 @@ def resolve_auto(plan: Plan) -> dict:
     The "pipeline" block is ours (DeepSpeed reads no stages from JSON), so it is left out.
     """
     recipe, strategy = plan.recipe, plan.strategy
+    assert strategy.deepspeed is not None  # only the DeepSpeed engines call this
     config = copy.deepcopy(strategy.deepspeed)
     config.pop("pipeline", None)
     micro, steps = recipe.batch.micro_batch_size, recipe.batch.accumulation_steps(strategy.data_parallel_size)

@@ -119,7 +119,7 @@ def check_room(strategy: Strategy, num_parameters: int, environ: Mapping[str, st
     """
     local_ranks = int(environ.get("LOCAL_WORLD_SIZE", strategy.world_size))
     needed_bytes = num_parameters * NVME_BYTES_PER_PARAMETER * local_ranks // strategy.world_size
-    for path in _nvme_paths(strategy):
+    for path in set(strategy.nvme_paths):
         free_bytes = shutil.disk_usage(_existing(path)).free
         if free_bytes < needed_bytes:
             sizes = (
@@ -139,7 +139,7 @@ def environment_problems(strategy: Strategy, precision: str, environ: Mapping[st
     accelerator = has_accelerator(environ)
     found = [] if accelerator else list(_needs_accelerator(strategy, precision))
     found += _tools(strategy, environ, accelerator)
-    for path in sorted(_nvme_paths(strategy)):
+    for path in sorted(set(strategy.nvme_paths)):
         found += _folder(path)
     return [f"strategy {strategy.name}: {text}" for text in found]
 
@@ -251,12 +251,6 @@ def _cuda_toolkit(environ: Mapping[str, str], search: str) -> bool:
     """Whether the CUDA toolkit is where torch.utils.cpp_extension looks for it."""
     named = environ.get("CUDA_HOME") or environ.get("CUDA_PATH") or "/usr/local/cuda"
     return Path(named).is_dir() or shutil.which("nvcc", path=search) is not None
-
-
-def _nvme_paths(strategy: Strategy) -> set[Path]:
-    zero = (strategy.deepspeed or {}).get("zero_optimization", {})
-    blocks = (zero.get("offload_optimizer"), zero.get("offload_param"))
-    return {Path(block["nvme_path"]) for block in blocks if block and block.get("device") == "nvme"}
 
 
 def _existing(path: Path) -> Path:

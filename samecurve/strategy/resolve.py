@@ -64,6 +64,7 @@ def resolve_plan(
         with contextlib.suppress(KeyError):  # it may be what is wrong
             error.output_dir = source.value("output_dir")
         raise error
+    assert source.recipe is not None  # a recipe that cannot be built is one of the problems above
     plan = Plan(
         recipe=source.recipe,
         strategy=strategy,
@@ -180,7 +181,18 @@ def describe_strategy(files: Files, launch: Launch) -> Strategy:
         pipeline_stages=_count(deepspeed.get("pipeline", "stages"), 1) if family == "pipeline" else 1,
         replicate_size=_count(accelerate.get("parallelism_config", "parallelism_config_dp_replicate_size"), 1),
         offload=tuple(f"{part}:{device}" for part, device in offloads if device in ("cpu", "nvme")),
+        nvme_paths=_nvme_paths(deepspeed),
+        fsdp_forward_prefetch=accelerate.get("fsdp_config", "fsdp_forward_prefetch") is True,
+        fsdp_reduce_dtype=_text(accelerate.get("fsdp_config", "fsdp_reduce_dtype"), "fp32"),
+        pipeline_partition=_text(deepspeed.get("pipeline", "partition"), "parameters"),
+        pipeline_checkpoint_interval=_count(deepspeed.get("pipeline", "activation_checkpoint_interval"), 1),
     )
+
+
+def _nvme_paths(deepspeed: Document) -> tuple[Path, ...]:
+    blocks = [("zero_optimization", f"offload_{part}") for part in ("optimizer", "param")]
+    paths = [deepspeed.get(*block, "nvme_path") for block in blocks if deepspeed.get(*block, "device") == "nvme"]
+    return tuple(Path(path) for path in paths if isinstance(path, str))
 
 
 def _family(files: Files) -> str:
@@ -190,6 +202,11 @@ def _family(files: Files) -> str:
     return {"MULTI_GPU": "ddp", "FSDP": "fsdp"}.get(kind if isinstance(kind, str) else "", "single")
 
 
+def _text(value: object, default: str) -> str:
+    return value if isinstance(value, str) else default
+
+
 def _count(value: object, default: int) -> int:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and float(value).is_integer() and value > 0
-    return int(value) if number else default
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return default
+    return int(value) if value > 0 and float(value).is_integer() else default

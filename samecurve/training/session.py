@@ -110,9 +110,9 @@ class Session:
             self.run, identity, self.world, self.progress.log, self.watch.local_progress, background
         )
         found = self.checkpoints.find(self.plan.resume)
-        is_exported = self.run.is_exported or not self.recipe.export.enabled
-        is_done = self.world.all_gather_object(self.run.is_done and is_exported)[0]
-        if found and is_done and read_state(found)["step"] >= self.recipe.steps:
+        has_all_outputs = self.run.is_exported or not self.recipe.export.enabled
+        is_complete = self.world.all_gather_object(self.run.is_done and has_all_outputs)[0]  # rank 0's view counts
+        if found and is_complete and read_state(found)["step"] >= self.recipe.steps:
             where = f"the model is in {self.run.model}" if self.run.is_exported else f"its last step is in {found}"
             raise NothingToDo(
                 f"already done at step {self.recipe.steps}, nothing to train: {where}; more steps=..., another "

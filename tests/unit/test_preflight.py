@@ -21,13 +21,17 @@ NOTHING: tuple[str, ...] = ()
 
 
 def strategy(family: str, offload: tuple[str, ...] = NOTHING, nvme_path: str = gettempdir(), world_size: int = 2):
-    zero = {
-        f"offload_{part}": {"device": device, **({"nvme_path": nvme_path} if device == "nvme" else {})}
-        for part, device in (target.split(":") for target in offload)
-    }
-    deepspeed = {"zero_optimization": zero} if family in ("zero", "pipeline") else None
+    deepspeed = {} if family in ("zero", "pipeline") else None
+    nvme_paths = tuple(Path(nvme_path) for target in offload if target.endswith(":nvme"))
     fields = dict.fromkeys(Strategy.__dataclass_fields__)
-    fields |= {"name": "probed", "family": family, "offload": offload, "deepspeed": deepspeed, "world_size": world_size}
+    fields |= {
+        "name": "probed",
+        "family": family,
+        "offload": offload,
+        "deepspeed": deepspeed,
+        "world_size": world_size,
+        "nvme_paths": nvme_paths,
+    }
     return Strategy(**fields)
 
 
