@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from samecurve.errors import ConfigurationError
 from samecurve.models.activation_checkpointing import layers
-from samecurve.models.lora import is_adapters
+from samecurve.models.lora import is_adapter_weight
 
 if TYPE_CHECKING:
     from samecurve.config.schema import Recipe
@@ -64,7 +64,7 @@ def count(model: nn.Module, kind: str) -> int:
 
 
 def _fits(name: str, module: nn.Module) -> bool:
-    if type(module) is not nn.Linear or is_adapters(f"{name}.weight"):
+    if type(module) is not nn.Linear or is_adapter_weight(f"{name}.weight"):
         return False
     return not any(size % MULTIPLE for size in module.weight.shape)
 

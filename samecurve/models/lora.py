@@ -45,7 +45,7 @@ _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _MAGNITUDE = f".lora_magnitude_vector.{NAME}.weight"
 
 
-def quiet() -> None:
+def silence_bitsandbytes() -> None:
     """Silence bitsandbytes before peft is imported.
 
     peft imports bitsandbytes if installed, even for an adapter on unquantized weights. On a CPU bitsandbytes then warns
@@ -60,7 +60,7 @@ def inject(model: PreTrainedModel, settings: Adapter) -> None:
     Raises:
         ConfigurationError: adapter.target_modules matches nothing or a layer that cannot be adapted.
     """
-    quiet()
+    silence_bitsandbytes()
     from peft import LoraConfig, inject_adapter_in_model
 
     chosen, whole = settings.target_modules, whole_modules(model)
@@ -73,7 +73,7 @@ def inject(model: PreTrainedModel, settings: Adapter) -> None:
         use_rslora=settings.rslora,
         use_dora=settings.dora,
         fan_in_fan_out=_transposed(model),
-        init_lora_weights=False,  # under ZeRO-3 there is nothing to initialize yet; see `initial`
+        init_lora_weights=False,  # under ZeRO-3 there is nothing to initialize yet; see `initial_matrices`
         task_type=_TASK_TYPES.get(kind_of(model)),
     )
     try:
@@ -82,7 +82,7 @@ def inject(model: PreTrainedModel, settings: Adapter) -> None:
             warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
             inject_adapter_in_model(config, model, NAME)
     except ValueError as error:
-        raise ConfigurationError(f"adapter.target_modules: found {_shown(chosen)}; {error}") from error
+        raise ConfigurationError(f"adapter.target_modules: found {_format_targets(chosen)}; {error}") from error
     for name in whole:
         model.get_submodule(name).requires_grad_(True)
 
@@ -105,7 +105,7 @@ def _with_parts(model: PreTrainedModel, names: list[str]) -> list[str]:
     return [name for name, _ in model.named_modules() if any(f"{name}.".startswith(f"{each}.") for each in names)]
 
 
-def check(model: PreTrainedModel, settings: Adapter) -> None:
+def check_targets(model: PreTrainedModel, settings: Adapter) -> None:
     """Check targets that peft accepts.
 
     Raises:
@@ -116,9 +116,9 @@ def check(model: PreTrainedModel, settings: Adapter) -> None:
     if whole:  # peft 0.21 adds these by itself if all-linear or experts are given for a Mixtral or a Qwen2-MoE
         linear = ", ".join(sorted({name.rpartition(".")[2] for name in adapted.keys() - set(whole)} & _ATTENTION))
         raise ConfigurationError(
-            f"adapter.target_modules: found {_shown(settings.target_modules)}, by which peft adapts {whole[0]} of this "
-            f"{model.config.model_type}: experts or a router, which are single parameters and are not adapted here; "
-            f"name the layers of attention: [{linear or 'q_proj, v_proj'}]"
+            f"adapter.target_modules: {_format_targets(settings.target_modules)} matches {whole[0]} of this "
+            f"{model.config.model_type}, which are the weights of experts or of a router and cannot be adapted; name "
+            f"the linear layers of attention instead: [{linear or 'q_proj, v_proj'}]"
         )
     if not isinstance(settings.target_modules, str):
         idle = [name for name in settings.target_modules if not any(f".{key}".endswith(f".{name}") for key in adapted)]
@@ -153,11 +153,11 @@ def pretrained_name(name: str) -> str:
     return name.replace(_BASE, ".")
 
 
-def is_adapters(name: str) -> bool:
+def is_adapter_weight(name: str) -> bool:
     return f".{NAME}." in name and ".lora_" in name
 
 
-def initial(shapes: dict[str, torch.Size], seed: int) -> Iterator[tuple[str, Tensor]]:
+def initial_matrices(shapes: dict[str, torch.Size], seed: int) -> Iterator[tuple[str, Tensor]]:
     """Yield an adapter's initial matrices, full and fp32, distributed as in peft: A uniform, B zero.
 
     Each name has its own generator, so the values are the same under any sharding. `shapes` holds the wanted matrices'
@@ -174,7 +174,7 @@ def initial(shapes: dict[str, torch.Size], seed: int) -> Iterator[tuple[str, Ten
             yield name, torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
-def magnitude(model: PreTrainedModel, name: str, weight: Tensor) -> tuple[str, Tensor] | None:
+def initial_magnitude(model: PreTrainedModel, name: str, weight: Tensor) -> tuple[str, Tensor] | None:
     """Compute DoRA's initial magnitudes (out_features,) for the frozen weight `name`; None for other parameters.
 
     The magnitudes are the norms of the weight's rows, because B starts at 0.
@@ -207,13 +207,13 @@ def stored_names(model: PreTrainedModel) -> dict[str, str]:
     from peft import get_peft_model_state_dict
 
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    named = {name: p for name, p in trained.items() if is_adapters(name)}
+    named = {name: p for name, p in trained.items() if is_adapter_weight(name)}
     stored = get_peft_model_state_dict(model, named, NAME, save_embedding_layers=False)
     names = {id(parameter): name for name, parameter in stored.items()}
     return {name: _STORED + names.get(id(parameter), name) for name, parameter in trained.items()}
 
 
-def brought(folder: Path) -> set[str]:
+def stored_tensor_names(folder: Path) -> set[str]:
     """Collect the tensor names in an adapter's folder, without peft's prefix.
 
     Raises:
@@ -223,7 +223,7 @@ def brought(folder: Path) -> set[str]:
     return {name.removeprefix(_STORED) for name in header(path)} if path.is_file() else set()
 
 
-def fingerprint(files: dict[str, Stored]) -> str:
+def weights_fingerprint(files: dict[str, Stored]) -> str:
     """Compute a fingerprint of a pretrained model's weights: names, dtypes, shapes and first bytes of every tensor.
 
     The fingerprint reads a few MB of any model, distinguishes two models of one architecture, and does not depend on
@@ -254,5 +254,5 @@ def _linear_names(model: PreTrainedModel) -> list[str]:
     return sorted(parts - head)
 
 
-def _shown(value) -> str:
+def _format_targets(value) -> str:
     return repr(value) if isinstance(value, str) else ", ".join(value)

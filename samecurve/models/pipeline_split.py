@@ -158,7 +158,7 @@ class Positions:
         return {"position_embeddings": self._rotary(hidden, position_ids=position_ids)}
 
 
-def cut(model: PreTrainedModel) -> list[Layer]:
+def split_layers(model: PreTrainedModel) -> list[Layer]:
     """Split the model into layers in execution order, which share its modules (also on the meta device).
 
     With tied embeddings the last layer is a TiedHead that contains the first layer.

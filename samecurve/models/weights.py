@@ -56,7 +56,7 @@ def build(
         ConfigurationError: as lora.inject.
     """
     with no_init_weights(), where:
-        with _only_ours():
+        with _without_zero3_init():
             model = model_class(config, **without_pooler(model_class))
         if adapter is not None and adapter.name:
             adapters.inject(model, adapter)
@@ -66,7 +66,7 @@ def build(
 
 
 @contextmanager
-def _only_ours() -> Iterator[None]:
+def _without_zero3_init() -> Iterator[None]:
     """Hide ZeRO-3 from transformers during construction.
 
     Under ZeRO-3 `from_config`, with which transformers' classifiers build their decoder, would shard even a skeleton.
@@ -102,7 +102,7 @@ def skeleton(
     _check_complete(model)
     if recipe.adapter.name:
         adapters.inject(model, recipe.adapter)
-        adapters.check(model, recipe.adapter)
+        adapters.check_targets(model, recipe.adapter)
     return model
 
 
@@ -159,8 +159,10 @@ def _source(model: PreTrainedModel, recipe: Recipe, wanted: set[str]) -> Iterato
     if not recipe.model.path:
         yield from _seeded(model, recipe.seed, wanted)
         return
-    added = {name: p.shape for name, p in model.named_parameters() if name in wanted and adapters.is_adapters(name)}
-    pretrained = Pretrained(model, alone(model), recipe.model.path)
+    added = {
+        name: p.shape for name, p in model.named_parameters() if name in wanted and adapters.is_adapter_weight(name)
+    }
+    pretrained = Pretrained(model, without_adapter(model), recipe.model.path)
     new = new_head(model, recipe, pretrained.missing())
     growing = embeddings(model) if recipe.tokenizer.chat_template == CHATML else set()
     stored = wanted - added.keys() - new
@@ -168,13 +170,13 @@ def _source(model: PreTrainedModel, recipe: Recipe, wanted: set[str]) -> Iterato
     yield from _seeded(model, recipe.seed, wanted & new)
     for name, tensor in pretrained.tensors(stored, growing):
         yield name, tensor
-        derived = adapters.magnitude(model, name, tensor) if added else None
+        derived = adapters.initial_magnitude(model, name, tensor) if added else None
         if derived is not None:
             yield derived
-    yield from adapters.initial(added, recipe.seed)
+    yield from adapters.initial_matrices(added, recipe.seed)
 
 
-def alone(model: PreTrainedModel) -> PreTrainedModel:
+def without_adapter(model: PreTrainedModel) -> PreTrainedModel:
     """Return the skeleton without its adapter."""
     return build(type(model), model.config, torch.device("meta")) if adapters.is_adapted(model) else model
 
@@ -292,4 +294,4 @@ def new_head_names(model: PreTrainedModel, recipe: Recipe) -> list[str]:
     """List a pretrained model's newly initialized parameters, for the header. Raises as `fill`."""
     if recipe.model.path is None or not (recipe.model.new_head or is_classifier(model)):
         return []
-    return sorted(new_head(model, recipe, Pretrained(model, alone(model), recipe.model.path).missing()))
+    return sorted(new_head(model, recipe, Pretrained(model, without_adapter(model), recipe.model.path).missing()))

@@ -57,7 +57,7 @@ def test_a_row_is_what_the_tokenizer_makes_of_the_text_and_its_class(tmp_path):
         assert arrays.inputs["input_ids"][index][kept].tolist() == ids
     assert arrays.labels.tolist() == [0, 0, 1, 1]
     assert task.names == ("no", "yes")
-    assert task.parts.counts == {"truncated_documents": 2}
+    assert task.splits.counts == {"truncated_documents": 2}
     assert set(arrays.inputs) == {"input_ids", "attention_mask"}
 
 
@@ -97,7 +97,7 @@ def test_pairs_say_which_text_a_token_is_from(tmp_path):
 def test_metrics_by_hand(tmp_path):
     """Of 3 x a and 1 x b, one a is taken for b: accuracy 3/4, F1 2*2/(2*2+1) = 4/5 and 2*1/(2*1+1) = 2/3; c: nothing."""
     task = registry.load(made(tmp_path, labels=("no", "yes", "never")))
-    task.parts = task.parts.__class__(task.train, task.train, 0, {})
+    task.splits = task.splits.__class__(task.train, task.train, 0, {})
     logits = torch.eye(3)[torch.tensor([0, 0, 1, 1, 2])]
     found = task.statistics(logits, torch.tensor([0, 0, 0, 1, -100]))
     assert found.tolist() == [2, 1, 0, 0, 1, 0, 0, 0, 0]
@@ -108,7 +108,7 @@ def test_metrics_by_hand(tmp_path):
         "eval_f1": pytest.approx((4 / 5 + 2 / 3) / 2),
         "eval_rows": 4,
     }
-    with pytest.raises(DataError, match="5 held-out rows were evaluated and 4 classified, but the data hold 4"):
+    with pytest.raises(DataError, match="5 validation rows were evaluated and 4 classified, but the data have 4"):
         task.metrics(EvalResult(loss=0.5, tokens=5, statistics=tuple(found.tolist())))
 
 

@@ -21,7 +21,9 @@ def positions() -> torch.Tensor:
     return torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in LENGTHS])
 
 
-def masks(window: int | None = None, attention_mask: torch.Tensor | None = None) -> tuple[torch.Tensor, varlen.Visible]:
+def masks(
+    window: int | None = None, attention_mask: torch.Tensor | None = None
+) -> tuple[torch.Tensor, varlen.VarlenMask]:
     """What transformers makes for sdpa, (rows, 1, queries, keys), and for varlen."""
     build = create_causal_mask if window is None else create_sliding_window_causal_mask
     found = []
@@ -59,7 +61,7 @@ def masked(inputs: list[torch.Tensor], gradient: torch.Tensor, mask: torch.Tenso
     return [output, query.grad, key.grad, value.grad]
 
 
-def by_documents(inputs: list[torch.Tensor], gradient: torch.Tensor, visible: varlen.Visible) -> list[torch.Tensor]:
+def by_documents(inputs: list[torch.Tensor], gradient: torch.Tensor, visible: varlen.VarlenMask) -> list[torch.Tensor]:
     query, key, value = (x.detach().clone().requires_grad_() for x in inputs)
     output, _ = varlen.attention(torch.nn.Module(), query, key, value, visible, scaling=WIDTH**-0.5)
     output.backward(gradient)
@@ -250,7 +252,7 @@ def test_the_kernel_of_a_gpu(window, key_heads):
     inputs, gradient = tensors(torch.bfloat16, key_heads)
     exact = masked([x.double() for x in inputs], gradient.double(), mask)
     allowed = error(masked(inputs, gradient, mask), exact)
-    there = varlen.Visible(visible.first.cuda(), varlen._documents(visible.first[:, 0, :, 0].cuda()))
+    there = varlen.VarlenMask(visible.first.cuda(), varlen._documents(visible.first[:, 0, :, 0].cuda()))
     found = by_documents([x.detach().cuda() for x in inputs], gradient.cuda(), there)
     assert error([x.cpu() for x in found], exact) <= 3 * allowed
 

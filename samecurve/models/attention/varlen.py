@@ -3,7 +3,7 @@
 On a GPU the implementation is torch's `varlen_attn`, on a CPU block_causal.py. torch's own attention on a CPU computes
 also the scores that a mask hides, and in bf16 is far slower than the matrix products that block_causal.py uses.
 
-Importing this module registers the name with transformers, whose models then get a `Visible` as their mask.
+Importing this module registers the name with transformers, whose models then get a `VarlenMask` as their mask.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SHARES_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # tor
 
 
 @dataclass(frozen=True)
-class Visible:
+class VarlenMask:
     """Range of visible keys for each query of a micro-batch, computed once for all layers.
 
     Attributes:
@@ -66,7 +66,7 @@ def visible_keys(
     attention_mask: Tensor | None = None,
     device: torch.device | str = "cpu",
     **_,
-) -> Visible:
+) -> VarlenMask:
     """Compute the visible keys; transformers calls this function in place of building a mask.
 
     Args:
@@ -93,7 +93,7 @@ def visible_keys(
     if attention_mask is not None:
         begin = attention_mask.int().argmax(dim=-1, keepdim=True)
         highest = torch.where(queries < begin, highest, torch.maximum(highest, begin))
-    return Visible(highest[:, None, :, None], _documents(highest) if _on_gpu(highest) else None)
+    return VarlenMask(highest[:, None, :, None], _documents(highest) if _on_gpu(highest) else None)
 
 
 def _on_gpu(first: Tensor) -> bool:
@@ -115,7 +115,7 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Visible,
+    attention_mask: VarlenMask,
     dropout: float = 0.0,
     scaling: float | None = None,
     **others,
