@@ -102,7 +102,7 @@ def _pads(recipe: Recipe) -> bool:
     return not recipe.data.packing or tokens % MULTIPLE != 0
 
 
-def _forward(self: nn.Module, inputs: Tensor) -> Tensor:
+def _forward(self: nn.Linear, inputs: Tensor) -> Tensor:
     """Compute (..., in_features) -> (..., out_features) in bf16, like torchao's forward (0.18) with bf16 operands.
 
     torchao's own forward rounds an fp32 weight directly to fp8, so that a weight sharded and gathered in bf16 would

@@ -13,6 +13,7 @@ arXiv:2402.09353.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import logging
@@ -20,7 +21,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -62,17 +63,19 @@ def inject(model: PreTrainedModel, settings: Adapter) -> None:
     """
     silence_bitsandbytes()
     from peft import LoraConfig, inject_adapter_in_model
+    from transformers.pytorch_utils import Conv1D
 
     chosen, whole = settings.target_modules, whole_modules(model)
+    parts = [name for name, _ in model.named_modules() if any(f"{name}.".startswith(f"{each}.") for each in whole)]
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
         target_modules=chosen if isinstance(chosen, str) else list(chosen),
-        exclude_modules=_with_parts(model, whole) or None,
+        exclude_modules=parts or None,
         use_rslora=settings.rslora,
         use_dora=settings.dora,
-        fan_in_fan_out=_transposed(model),
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
         init_lora_weights=False,  # under ZeRO-3 there is nothing to initialize yet; see `initial_matrices`
         task_type=_TASK_TYPES.get(kind_of(model)),
     )
@@ -99,10 +102,6 @@ def whole_modules(model: PreTrainedModel) -> list[str]:
     behind = [name for name, _ in model.named_children() if name != base]
     poolers = [name for name, _ in model.named_modules() if name.startswith(f"{base}.") and name.endswith(".pooler")]
     return [name for name in (*behind, *poolers) if any(True for _ in model.get_submodule(name).parameters())]
-
-
-def _with_parts(model: PreTrainedModel, names: list[str]) -> list[str]:
-    return [name for name, _ in model.named_modules() if any(f"{name}.".startswith(f"{each}.") for each in names)]
 
 
 def check_targets(model: PreTrainedModel, settings: Adapter) -> None:
@@ -180,8 +179,11 @@ def initial_magnitude(model: PreTrainedModel, name: str, weight: Tensor) -> tupl
     The magnitudes are the norms of the weight's rows, because B starts at 0.
     """
     prefix, found, last = name.rpartition(_BASE)
-    module = model.get_submodule(prefix) if found and last == "weight" else None
-    if module is None or NAME not in module.lora_magnitude_vector:
+    module: Any = model.get_submodule(prefix) if found and last == "weight" else None  # a layer of peft
+    if module is None:
+        return None
+    assert isinstance(module.lora_magnitude_vector, nn.ModuleDict)  # empty without DoRA
+    if NAME not in module.lora_magnitude_vector:
         return None
     rows = weight.T if module.fan_in_fan_out else weight
     return prefix + _MAGNITUDE, torch.linalg.norm(rows, dim=1)
@@ -189,9 +191,10 @@ def initial_magnitude(model: PreTrainedModel, name: str, weight: Tensor) -> tupl
 
 def stored_config(model: PreTrainedModel) -> LoraConfig:
     """Build the content of adapter_config.json: the base model's path, adapted layers, and layers stored in full."""
-    import copy
+    from peft import LoraConfig
 
     config = copy.deepcopy(model.peft_config[NAME])
+    assert isinstance(config, LoraConfig)  # as `inject` made it
     path = model.config._name_or_path
     config.base_model_name_or_path = str(Path(path).resolve()) if Path(path).is_dir() else path
     config.modules_to_save = whole_modules(model) or None
@@ -236,12 +239,6 @@ def weights_fingerprint(files: dict[str, Stored]) -> str:
             sample = stream.read(min(SAMPLE_BYTES, stored.stop - stored.start))
         found.update(json.dumps([name, stored.dtype, stored.shape]).encode() + sample)
     return found.hexdigest()
-
-
-def _transposed(model: PreTrainedModel) -> bool:
-    from transformers.pytorch_utils import Conv1D
-
-    return any(isinstance(module, Conv1D) for module in model.modules())
 
 
 def _linear_names(model: PreTrainedModel) -> list[str]:

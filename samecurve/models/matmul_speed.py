@@ -236,7 +236,7 @@ def _warm_up(device: torch.device, precisions: Sequence[str]) -> None:
             _timed(run, device)
 
 
-def _timed(run: Callable[[], torch.Tensor], device: torch.device) -> float:
+def _timed(run: Callable[[], object], device: torch.device) -> float:
     """Measure one call in seconds, including its completion on the device."""
     import torch
 

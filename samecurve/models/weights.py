@@ -90,8 +90,10 @@ def skeleton(
         ConfigurationError: the model cannot be built or is not causal, or as `model_config`.
     """
     config = model_config(recipe, vocabulary_size, special_tokens, head)
+    model_class = head.model_class(config)
+    assert model_class is not None  # model_config has checked it
     try:
-        model = build(head.model_class(config), config, torch.device("meta"))
+        model = build(model_class, config, torch.device("meta"))
     except Exception as error:  # a missing package, or an attention or activation that the family does not support
         raise ConfigurationError(
             f"model: transformers cannot build this {config.model_type} with model.attention {recipe.model.attention} "

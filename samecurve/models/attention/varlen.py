@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -93,7 +93,9 @@ def visible_keys(
     if attention_mask is not None:
         begin = attention_mask.int().argmax(dim=-1, keepdim=True)
         highest = torch.where(queries < begin, highest, torch.maximum(highest, begin))
-    return VarlenMask(highest[:, None, :, None], _documents(highest) if _on_gpu(highest) else None)
+    # torch gives no type to a function under torch.compiler.disable
+    documents: Documents | None = _documents(highest) if _on_gpu(highest) else None  # pyright: ignore[reportArgumentType, reportAssignmentType]
+    return VarlenMask(highest[:, None, :, None], documents)
 
 
 def _on_gpu(first: Tensor) -> bool:
@@ -138,9 +140,11 @@ def attention(
         ValueError: dropout, bidirectional attention, soft caps, sinks or biases, which are not supported.
     """
     unknown = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
-    unknown += ["dropout"] * (dropout > 0) + ["both directions"] * (not getattr(module, "is_causal", True))
+    unknown += ["dropout"] * (dropout > 0) + ["bidirectional attention"] * (not getattr(module, "is_causal", True))
     if unknown:
-        raise ValueError(f"varlen attention knows no {', '.join(unknown)}: set model.attention to sdpa or eager")
+        raise ValueError(
+            f"varlen attention does not support {', '.join(unknown)}: set model.attention to sdpa or eager"
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     kind = query.device.type
     if torch.is_autocast_enabled(kind):
@@ -161,8 +165,11 @@ def _of_torch(query: Tensor, key: Tensor, value: Tensor, documents: Documents, s
     if not _SHARES_HEADS:
         groups = query.shape[1] // key.shape[1]
         key, value = (x if groups == 1 else x.repeat_interleave(groups, 1) for x in (key, value))
-    flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
+    flat_query, flat_key, flat_value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     sizes = (-1, 0) if window + 1 >= longest else (window, 0)
-    shared = {"enable_gqa": True} if _SHARES_HEADS else {}
-    output = varlen_attn(*flat, starts, starts, longest, longest, scale=scale, window_size=sizes, **shared)
+    shared: dict[str, Any] = {"enable_gqa": True} if _SHARES_HEADS else {}
+    output = varlen_attn(
+        flat_query, flat_key, flat_value, starts, starts, longest, longest, scale=scale, window_size=sizes, **shared
+    )
+    assert isinstance(output, Tensor)  # a tuple only with return_aux
     return output.unflatten(0, (query.shape[0], query.shape[2]))
