@@ -18,7 +18,7 @@ from samecurve.engines.evaluation_engine import EvaluationEngine, InitialModel
 from samecurve.inference import folders, loading
 from samecurve.interfaces.task import InitialState, Task
 from samecurve.metrics.console import number, spaced
-from samecurve.models.attention.choice import chosen_attention
+from samecurve.models.attention.choice import choose_attention
 from samecurve.models.weights import skeleton
 from samecurve.run.run_directory import read_metrics
 from samecurve.specs.environment import versions
@@ -69,7 +69,7 @@ def measured(recipe: Recipe, folder: Path) -> tuple[dict[str, Any], dict[str, fl
     """
     task: Task = registry.load(recipe)
     config = loading.stored_config(folder)
-    attention = chosen_attention(recipe, config, task.head.model_class(config), task.head.kind)
+    attention = choose_attention(recipe, config, task.head.model_class(config), task.head.kind)
     model, _ = loading.load(folder, task.head, attention)
     engine = EvaluationEngine(model, task, recipe)
     with _shown() as (start, advance):

@@ -117,7 +117,7 @@ class Task(Protocol):
 
     def statistics(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Compute the 1-D sums that `metrics` needs besides the loss; the engine adds them over rows and ranks."""
-        ...
+        return logits.new_zeros(0)
 
     def metrics(self, result: EvalResult) -> dict[str, float]:
         """Compute the `eval_*` values of metrics.jsonl."""

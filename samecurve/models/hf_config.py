@@ -31,6 +31,7 @@ from samecurve.config.documents import suggest
 from samecurve.config.rules_model_config import OWNED
 from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError, DataError
+from samecurve.models.attention.choice import choose_attention
 from samecurve.specs.data_names import CHATML
 
 # With transformers 5.23, a token of these families changes the logits of earlier positions, whatever the config says.
@@ -135,7 +136,7 @@ def model_config(
     if positions is not None and 0 < positions < length:  # -1 where there is no limit
         text = f"found {length}, but the model's max_position_embeddings is {positions}; use at most {positions}"
         raise ConfigurationError(f"batch.sequence_length: {text}")
-    config._attn_implementation = chosen_attention(recipe, config, model_class, head.kind)
+    config._attn_implementation = choose_attention(recipe, config, model_class, head.kind)
     return config
 
 

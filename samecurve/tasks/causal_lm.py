@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 from samecurve.data import sources, token_store, tokenizer
 from samecurve.data.datasets.base import DocumentRows, GroupedDocumentRows, Rows
 from samecurve.data.encoder import Encoder
@@ -40,9 +38,6 @@ class CausalTask(splits.LoadedTask[Rows]):
     def special_tokens(self) -> dict[str, int]:
         # Without pad_token_id: the config of a causal language model needs none.
         return {name: getattr(self.tokenizer, name) for name in ("bos_token_id", "eos_token_id")}
-
-    def statistics(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return logits.new_zeros(0)
 
     def metrics(self, result: EvalResult) -> dict[str, float]:
         """Return eval_loss in nats per token, eval_perplexity, eval_bits_per_byte and eval_tokens.

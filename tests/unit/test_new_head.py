@@ -13,7 +13,7 @@ from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError
 from samecurve.metrics.console import header_lines
 from samecurve.models import weights
-from samecurve.models.attention.choice import chosen_attention
+from samecurve.models.attention.choice import choose_attention
 from samecurve.tasks import registry
 
 HEAD = {
@@ -172,7 +172,7 @@ def test_every_causal_family_has_what_auto_takes():
     for family in ("bloom", "gptj", "gpt_oss", "mamba", "llama", "jetmoe", "mpt", "falcon"):
         config = round_trip_config(family)
         model_class = AutoModelForCausalLM._model_mapping[type(config)]
-        config._attn_implementation = chosen_attention(asked, config, model_class)
+        config._attn_implementation = choose_attention(asked, config, model_class)
         with torch.device("meta"):
             assert model_class(config).config._attn_implementation == config._attn_implementation
 

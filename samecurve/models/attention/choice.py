@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 
 
-def chosen_attention(
+def choose_attention(
     recipe: Recipe, config: PreTrainedConfig, model_class: type[PreTrainedModel], kind: str = "causal_lm"
 ) -> str:
     """Return transformers' name of the implementation that `model.attention` selects.
