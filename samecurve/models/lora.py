@@ -180,10 +180,7 @@ def initial_magnitude(model: PreTrainedModel, name: str, weight: Tensor) -> tupl
     """
     prefix, found, last = name.rpartition(_BASE)
     module: Any = model.get_submodule(prefix) if found and last == "weight" else None  # a layer of peft
-    if module is None:
-        return None
-    assert isinstance(module.lora_magnitude_vector, nn.ModuleDict)  # empty without DoRA
-    if NAME not in module.lora_magnitude_vector:
+    if module is None or NAME not in module.lora_magnitude_vector:
         return None
     rows = weight.T if module.fan_in_fan_out else weight
     return prefix + _MAGNITUDE, torch.linalg.norm(rows, dim=1)

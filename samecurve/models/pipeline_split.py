@@ -175,7 +175,7 @@ def split_layers(model: PreTrainedModel) -> list[Layer]:
         )
     embedding = TokenEmbedding(_submodule(model, family.embedding, nn.Embedding), family.embedding)
     layers: list[Layer] = [embedding]
-    if family.positions and family.dropout:
+    if family.positions:
         assert family.dropout  # GPT-2's, behind the positions
         learned = _submodule(model, family.positions, nn.Embedding)
         layers.append(PositionEmbedding(learned, _submodule(model, family.dropout, nn.Dropout), family.positions))

@@ -31,8 +31,8 @@ try:
     )
 except ImportError as moved:
     raise ConfigurationError(
-        f"transformers {transformers_version}: its rules for stored weights have moved ({moved}); install a version that "
-        "constraints.txt or requirements.txt allows"
+        f"transformers {transformers_version}: its rules for stored weights have moved ({moved}); install a version "
+        "that constraints.txt or requirements.txt allows"
     ) from moved
 
 if TYPE_CHECKING:
@@ -114,8 +114,7 @@ class Storage:
         rules = [rule for rule in rules if not isinstance(rule, PrefixChange)]
         self._converts = bool(rules)
         self._model: Any = copy.copy(model)
-        # where revert_weight_conversion looks first; transformers does not declare the attribute
-        self._model._weight_conversions = rules  # pyright: ignore[reportArgumentType]
+        self._model._weight_conversions = rules  # where revert_weight_conversion looks first
         backwards = [rule.reverse_transform() for rule in rules[::-1]]
         self._converters = [rule for rule in backwards if isinstance(rule, WeightConverter)]
 
