@@ -155,9 +155,9 @@ def test_flops_are_counted_like_those_of_torchs_attention():
 @pytest.mark.parametrize(
     ("more", "text"),
     [
-        ({"dropout": 0.1}, "no dropout"),
-        ({"softcap": 30.0}, "no softcap"),
-        ({"s_aux": torch.zeros(4)}, "no s_aux"),
+        ({"dropout": 0.1}, "does not support dropout"),
+        ({"softcap": 30.0}, "does not support softcap"),
+        ({"s_aux": torch.zeros(4)}, "does not support s_aux"),
     ],
 )
 def test_what_it_does_not_know_is_refused(more, text):
