@@ -42,12 +42,12 @@ def check_device(kind: str, device: torch.device) -> None:
     if kind == "off" or device.type == "cpu":
         return
     if device.type != "cuda":
-        raise ConfigurationError(f"fp8: found {kind}, which needs an NVIDIA GPU, and the device is {device}; use off")
+        raise ConfigurationError(f"fp8: found {kind}, which needs an NVIDIA GPU, but the device is {device}; use off")
     capability = torch.cuda.get_device_capability(device)
     if capability < SMALLEST_CAPABILITY:
         needed, found = (".".join(map(str, pair)) for pair in (SMALLEST_CAPABILITY, capability))
         raise ConfigurationError(
-            f"fp8: found {kind}, which needs a GPU of compute capability {needed} or more, and "
+            f"fp8: found {kind}, which needs a GPU of compute capability {needed} or more, but "
             f"{torch.cuda.get_device_name(device)} has {found}; use off"
         )
 
@@ -82,8 +82,8 @@ def convert(model: nn.Module, recipe: Recipe, device: torch.device) -> None:
     names = set(converted(model))
     if not names:
         raise ConfigurationError(
-            f"fp8: found {recipe.fp8}, but the layers of {type(model).__name__} have no torch.nn.Linear whose sides "
-            f"are multiples of {MULTIPLE}; use off"
+            f"fp8: found {recipe.fp8}, but the layers of {type(model).__name__} have no torch.nn.Linear with "
+            f"both sides a multiple of {MULTIPLE}; use off"
         )
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 

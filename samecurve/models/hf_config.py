@@ -127,7 +127,9 @@ def model_config(
     if model_class is None or "vocab_size" not in _fields(config) or two_parts:
         raise ConfigurationError(f"model: {config.model_type} is not a {_FITTING[head.kind]}")
     if head.kind == "masked_lm" and getattr(config, "is_decoder", False):
-        raise ConfigurationError("model: is_decoder is true, which hides what follows a masked token; set it to false")
+        raise ConfigurationError(
+            "model: is_decoder is true, which hides the tokens after a masked one; set it to false"
+        )
     for key, value in head.fields.items():
         setattr(config, key, value)
     if config.vocab_size < vocabulary_size:

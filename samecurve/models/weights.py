@@ -149,8 +149,8 @@ def fill(model: PreTrainedModel, recipe: Recipe, write: Write, names: set[str] |
         written.add(name)
     if written != wanted:
         raise ConfigurationError(
-            f"model: {model.config.model_type} keeps weights beside its layers, which cannot be initialised layer "
-            f"by layer yet: {', '.join(sorted(wanted - written))}"
+            f"model: {model.config.model_type} has weights outside its layers, which cannot be initialized: "
+            f"{', '.join(sorted(wanted - written))}; use another model_type"
         )
     for name, tensor in _buffers(model):
         if names is None or name in names:
@@ -209,7 +209,7 @@ def _initialised(model: PreTrainedModel, prefix: str, unit: nn.Module, seed: int
             try:
                 model._init_weights(module)
             except Exception as error:  # for example a rule that needs the rest of the model
-                text = f"model: a {model.config.model_type} cannot be made layer by layer: "
+                text = f"model: {model.config.model_type} cannot be initialized layer by layer: "
                 raise ConfigurationError(f"{text}{prefix}.{name}: {reason(error)}") from error
     _check_set(model, prefix, real.named_parameters())
     return real
@@ -229,8 +229,8 @@ def _check_set(model: PreTrainedModel, prefix: str, tensors: Iterator[tuple[str,
     left = [name for name, tensor in tensors if tensor.is_floating_point() and bool(torch.isnan(tensor).any())]
     if left:
         raise ConfigurationError(
-            f"model: a {model.config.model_type} does not set {prefix}.{left[0]} by the rule of its own module, so "
-            "its layers cannot be made one by one; use another model_type"
+            f"model: {model.config.model_type} does not initialize {prefix}.{left[0]} in that module's own rule, so "
+            "its layers cannot be initialized one by one; use another model_type"
         )
 
 
@@ -272,8 +272,8 @@ def new_head(model: PreTrainedModel, recipe: Recipe, missing: set[str]) -> set[s
     new = {name for name in missing if _is_heads(model, name)}
     if recipe.model.new_head and not new:
         raise ConfigurationError(
-            f"model.new_head: found true, but {recipe.model.path} holds every tensor of a {type(model).__name__}, its "
-            "head as well, and that is kept; remove the key"
+            f"model.new_head: found true, but {recipe.model.path} has all tensors of a {type(model).__name__}, "
+            "with its head, which is kept; remove the key"
         )
     return new
 

@@ -83,6 +83,6 @@ def test_a_damaged_file_of_the_model_is_an_error_that_names_it(workspace, tokeni
     for more in ((), (LORA,)):  # an adapter's run reads the file before the model is built, too
         ended = run(workspace, path, *more)
         assert ended.returncode == 2, ended.output
-        assert f"{file}: is damaged or not whole: it has " in ended.output and "Traceback" not in ended.output
+        assert f"{file}: the file is damaged or incomplete: it has " in ended.output and "Traceback" not in ended.output
         status = json.loads((ended.directory / "status.json").read_text())
         assert status["exit_code"] == 2

@@ -170,7 +170,7 @@ def test_a_gpu_that_has_no_such_products_is_refused(monkeypatch):
     with pytest.raises(ConfigurationError) as error:
         fp8.check_device("rowwise", torch.device("cuda:0"))
     assert str(error.value) == text
-    with pytest.raises(ConfigurationError, match="needs an NVIDIA GPU, and the device is mps"):
+    with pytest.raises(ConfigurationError, match="needs an NVIDIA GPU, but the device is mps"):
         fp8.check_device("rowwise", torch.device("mps"))
     fp8.check_device("off", torch.device("cuda:0"))
     fp8.check_device("rowwise", CPU)

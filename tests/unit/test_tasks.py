@@ -244,7 +244,7 @@ def test_a_missing_layer_of_the_base_is_no_new_head(tmp_path):
     ("task", "config", "message"),
     [
         ("mlm", {**BERT, "model_type": "llama", "num_key_value_heads": 2}, "llama is not a masked language model; choose an encoder"),
-        ("mlm", {**BERT, "is_decoder": True}, "is_decoder is true, which hides what follows a masked token"),
+        ("mlm", {**BERT, "is_decoder": True}, "is_decoder is true, which hides the tokens after a masked one"),
     ],
 )  # fmt: skip
 def test_models_that_do_not_fit_the_task(tmp_path, task, config, message):

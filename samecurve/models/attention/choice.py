@@ -34,8 +34,8 @@ def choose_attention(
     asked = recipe.model.attention
     if asked in ("sdpa", "flex_attention", "flash_attention_2") and not supports(model_class, asked):
         raise ConfigurationError(
-            f"model.attention: found {asked}, which transformers does not have for a {config.model_type}; set it to "
-            "eager, or to auto, which takes what there is"
+            f"model.attention: found {asked}, which transformers does not have for a {config.model_type}; use "
+            "eager or auto"
         )
     if asked not in ("auto", varlen.NAME):
         return asked
