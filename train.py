@@ -68,9 +68,9 @@ def train(session) -> None:
                 meter.start()
             if guard.spiked(step, result, usual_loss, batches):
                 updates = session.roll_back(updates)
-            if session.held_out and due(step, recipe.evaluate.every_steps, recipe.steps):
+            if session.validation and due(step, recipe.evaluate.every_steps, recipe.steps):
                 session.watch.phase("evaluate", step)
-                metrics = session.held_out.metrics(engine, session.task)
+                metrics = session.validation.metrics(engine, session.task)
                 progress.evaluation(step, metrics)
                 record |= metrics
                 meter.start()

@@ -16,9 +16,9 @@ from samecurve.distributed.control_group import ControlGroup
 from samecurve.engines import factory
 from samecurve.engines.evaluation_engine import EvaluationEngine, InitialModel
 from samecurve.inference import folders, loading
-from samecurve.interfaces.task import Task
+from samecurve.interfaces.task import InitialState, Task
 from samecurve.metrics.console import number, spaced
-from samecurve.models.attention.choice import chosen_attention
+from samecurve.models.attention.choice import choose_attention
 from samecurve.models.weights import skeleton
 from samecurve.run.run_directory import read_metrics
 from samecurve.specs.environment import versions
@@ -62,23 +62,27 @@ def run(arguments: argparse.Namespace, directory: Path, folder: Path, recipe: Re
 
 
 def measured(recipe: Recipe, folder: Path) -> tuple[dict[str, Any], dict[str, float]]:
-    """Evaluate the model in `folder` on the recipe's held-out rows.
+    """Evaluate the model in `folder` on the recipe's validation rows.
 
     Returns:
         (facts about data, hardware and versions; the task's `eval_*` numbers).
     """
     task: Task = registry.load(recipe)
     config = loading.stored_config(folder)
-    attention = chosen_attention(recipe, config, task.head.model_class(config), task.head.kind)
+    attention = choose_attention(recipe, config, task.head.model_class(config), task.head.kind)
     model, _ = loading.load(folder, task.head, attention)
     engine = EvaluationEngine(model, task, recipe)
     with _shown() as (start, advance):
         if task.has_reference:
             _prepare(task, recipe, advance)
-        held_out = Evaluation(task.held_out, recipe.batch.micro_batch_size, engine.shard, advance)
-        start(held_out.num_micro_batches)
-        metrics = held_out.metrics(engine, task)
-    facts = {"rows": len(task.held_out), "data_fingerprint": task.held_out.fingerprint, "precision": recipe.precision}
+        validation = Evaluation(task.validation, recipe.batch.micro_batch_size, engine.shard, advance)
+        start(validation.num_micro_batches)
+        metrics = validation.metrics(engine, task)
+    facts = {
+        "rows": len(task.validation),
+        "data_fingerprint": task.validation.fingerprint,
+        "precision": recipe.precision,
+    }
     return facts | {"device": factory.device_name(engine.accelerator), "versions": versions()}, metrics
 
 
@@ -86,7 +90,8 @@ def _prepare(task: Task, recipe: Recipe, alive: Callable[[], None]) -> None:
     """Prepare a task that compares with the run's initial model, which is rebuilt as training built it."""
     plain = recipe.model_copy(update={"adapter": Adapter()})  # a new adapter adds nothing
     shape = skeleton(plain, task.vocabulary_size, task.special_tokens, task.head)
-    task.prepare(InitialModel(shape, plain, task), plain, shape, ControlGroup(), alive, held_out_only=True)
+    model = InitialModel(shape, plain, task)
+    task.prepare(InitialState(model, plain, shape, ControlGroup(), alive, validation_only=True))
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from samecurve.interfaces.memory import Held
 from samecurve.interfaces.sharded_state import State
 from samecurve.models import compilation, dropout, liger
 from samecurve.models.lora import trained_shapes
-from samecurve.models.pipeline_split import cut
+from samecurve.models.pipeline_split import split_layers
 from samecurve.models.weights import fill
 from samecurve.optim.factory import build_optimizer, parameter_groups, set_learning_rate, state_names
 from samecurve.strategy.deepspeed_config import resolve_auto
@@ -57,7 +57,7 @@ class PipelineEngine:
         self._dropout = dropout.install(model, plan.recipe.seed, self.device)
         compilation.prepare(model, plan.recipe, self.device, but="full")  # the stage itself does full checkpointing
         self._kernels = tuple(liger.replaced(model))
-        module = self._module = build_stage(plan, cut(model), self._loss, self.device, self._dropout)
+        module = self._module = build_stage(plan, split_layers(model), self._loss, self.device, self._dropout)
         self._weights, self._stages = module.named_weights(), module.stages_by_name()
         _check_trained({self._stages[name] for name in self.shapes}, plan.strategy.pipeline_stages)
 

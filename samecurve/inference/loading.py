@@ -25,7 +25,7 @@ def check_base(run: Path, base: str) -> None:
     known = (read_json(run / "run.json").get("adapter") or {}).get("base_model")
     if known is None:
         return
-    if lora.fingerprint(weight_files(base)) != known:
+    if lora.weights_fingerprint(weight_files(base)) != known:
         raise CheckpointError(f"{base}: its weights are not those that {run} adapted; put the same model there")
 
 
@@ -95,7 +95,7 @@ def load_model(
         )
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigurationError(f"{path}: no model can be loaded from there ({error})") from error
-    missing = set(found["missing_keys"]) - (lora.brought(adapter) if adapter else set())
+    missing = set(found["missing_keys"]) - (lora.stored_tensor_names(adapter) if adapter else set())
     if missing:
         names = ", ".join(sorted(missing)[:3])
         made_as = ", ".join(config.architectures or ["another one"])
@@ -146,7 +146,7 @@ def device() -> torch.device:
 def _quiet() -> None:
     disable_progress_bar()
     logging.getLogger("transformers.modeling_utils").addFilter(_no_load_report)
-    lora.quiet()
+    lora.silence_bitsandbytes()
 
 
 def _no_load_report(record: logging.LogRecord) -> bool:

@@ -2,22 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from samecurve.losses.cross_entropy import count_trained, token_loss_sum
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
-    from transformers.utils import ModelOutput
 
     from samecurve.config.schema import Recipe
+    from samecurve.data.batches import MicroBatch
     from samecurve.data.datasets.base import Rows
     from samecurve.distributed.control_group import ControlGroup
-    from samecurve.interfaces.engine import Engine, EvalResult, StepResult
+    from samecurve.interfaces.engine import EvalResult, StepResult
     from samecurve.models.hf_config import Head
+
+
+class FeatureEngine(Protocol):
+    """The part of an Engine that computes features."""
+
+    @property
+    def shard(self) -> tuple[int, int]: ...
+
+    def features(self, micro_batches: Sequence[MicroBatch]) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class InitialState:
+    """A run before its first step, for Task.prepare.
+
+    Attributes:
+        engine: engine whose model has the run's initial weights.
+        recipe: the whole recipe.
+        skeleton: the model on the meta device.
+        world: control group of all ranks.
+        report_progress: called for each micro-batch, for the watchdog.
+        validation_only: whether nothing is trained, so that only the validation rows are needed.
+    """
+
+    engine: FeatureEngine
+    recipe: Recipe
+    skeleton: PreTrainedModel
+    world: ControlGroup
+    report_progress: Callable[[], None]
+    validation_only: bool = False
 
 
 class Task(Protocol):
@@ -36,15 +67,15 @@ class Task(Protocol):
 
     Attributes:
         train: the training rows.
-        held_out: the validation rows; None if the recipe holds out none.
+        validation: the validation rows; None if the recipe has none.
         special_tokens: token ids for the config of a model trained from scratch.
         head: the model's output head.
         teacher: recipe of a frozen model that runs alongside the trained one. Its logits are passed to loss,
             statistics and features as the target `teacher`. None without a teacher.
         features: (logits, **targets) -> (rows, n), per-row outputs other than the loss; None if the task has none.
         context: (rows, n) features of all rows of an optimizer step -> further targets of `loss` by name, with rows as
-            the first axis. Evaluation then computes no loss; `metrics` derives it from the features of all held-out
-            rows. None if rows' losses are independent.
+            the first axis. Evaluation then computes no loss; `metrics` derives it from the features of all
+            validation rows. None if rows' losses are independent.
         has_reference: whether `prepare` computes something from the initial weights that training needs later.
         by_token: whether loss and statistics are sums over trained tokens, each computed from its own logits and
             targets alone, so that they can be computed in chunks of tokens. Such a task has no step statistics.
@@ -55,7 +86,7 @@ class Task(Protocol):
 
     tokenizer: PreTrainedTokenizerFast
     train: Rows
-    held_out: Rows | None
+    validation: Rows | None
     vocabulary_size: int
     special_tokens: dict[str, int]
     head: Head
@@ -68,9 +99,9 @@ class Task(Protocol):
     origin: str = ""
     num_step_statistics: int = 0
 
-    def outputs(self, found: ModelOutput) -> Tensor:
+    def outputs(self, output: Any) -> Tensor:
         """Select the tensor that loss and features need from the model's output. Pipelines always use the logits."""
-        return found.logits  # pyright: ignore[reportAttributeAccessIssue]  # the base class of all outputs has none
+        return output.logits
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Sum the loss over the counted units: an fp32 scalar, which the engine divides by the step's global count."""
@@ -86,7 +117,7 @@ class Task(Protocol):
 
     def statistics(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Compute the 1-D sums that `metrics` needs besides the loss; the engine adds them over rows and ranks."""
-        ...
+        return logits.new_zeros(0)
 
     def metrics(self, result: EvalResult) -> dict[str, float]:
         """Compute the `eval_*` values of metrics.jsonl."""
@@ -96,22 +127,10 @@ class Task(Protocol):
         """Compute the task's own values for the step's line of metrics.jsonl; None if nothing was trained."""
         return {}
 
-    def prepare(
-        self,
-        engine: Engine,
-        recipe: Recipe,
-        skeleton: PreTrainedModel,
-        world: ControlGroup,
-        alive: Callable[[], None],
-        held_out_only: bool = False,
-    ) -> None:
+    def prepare(self, start: InitialState) -> None:
         """Compute what the task needs from the initial weights (see has_reference). Collective.
 
         Called once, while the engine's model has the run's initial weights, also before a checkpoint is loaded.
-
-        Args:
-            alive: callback that reports progress to the watchdog.
-            held_out_only: prepare the validation rows only, because nothing is trained.
         """
         ...
 

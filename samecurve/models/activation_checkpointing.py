@@ -52,8 +52,8 @@ def layers(model: nn.Module) -> list[nn.Module]:
             found[name] = module
     if not found:
         raise ConfigurationError(
-            f"model: {type(model).__name__} has no layer of transformers' GradientCheckpointingLayer, so neither "
-            "memory.activation_checkpointing nor compile: regional nor fp8 can find its layers; use none and off"
+            f"model: {type(model).__name__} has no GradientCheckpointingLayer, by which transformers marks a "
+            "model's layers; set memory.activation_checkpointing to none, and compile and fp8 to off"
         )
     return list(found.values())
 

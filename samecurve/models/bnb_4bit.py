@@ -6,7 +6,7 @@ multiplied in the recipe's precision. Embeddings, norms and the adapter stay fp3
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from samecurve.models import weights as models
 from samecurve.specs.precision import torch_dtype
 
 if TYPE_CHECKING:
+    from bitsandbytes.nn import Params4bit
     from transformers import PreTrainedModel
 
     from samecurve.config.schema import Recipe
@@ -28,10 +29,11 @@ def build(skeleton: PreTrainedModel, recipe: Recipe, device: torch.device) -> Pr
     The layers to quantize are never allocated unquantized.
     """
     model = models.build(type(skeleton), skeleton.config, torch.device("meta"), recipe.adapter)
+    output = model.get_output_embeddings()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and not child.weight.requires_grad and child is not _head(model):
-                setattr(parent, name, _layer(child, device, torch_dtype(recipe.precision)))
+            if type(child) is nn.Linear and not child.weight.requires_grad and child is not output:
+                setattr(parent, name, _quantized_layer(child, device, torch_dtype(recipe.precision)))
     for module in model.modules():
         if not is_quantized(getattr(module, "weight", None)):
             module.to_empty(device=device, recurse=False)
@@ -39,11 +41,11 @@ def build(skeleton: PreTrainedModel, recipe: Recipe, device: torch.device) -> Pr
     return model
 
 
-def is_quantized(parameter: object) -> bool:
+def is_quantized(parameter: object) -> TypeGuard[Params4bit]:
     return hasattr(parameter, "quant_type")
 
 
-def write(parameter: nn.Parameter, full: Tensor) -> None:
+def write(parameter: Params4bit, full: Tensor) -> None:
     """Quantize `full`, (out_features, in_features), into a 4-bit parameter of a model from `build`."""
     from bitsandbytes.functional import quantize_4bit
 
@@ -51,27 +53,34 @@ def write(parameter: nn.Parameter, full: Tensor) -> None:
         full.to(parameter.device), blocksize=BLOCK_SIZE, compress_statistics=True, quant_type="nf4"
     )
     parameter.data.copy_(packed)
+    assert parameter.module is not None  # as `_layer` sets it
     parameter.quant_state = parameter.module.quant_state = state
 
 
-def _head(model: PreTrainedModel) -> nn.Module:
+def _head(model: PreTrainedModel) -> nn.Module | None:
     return model.get_output_embeddings()
 
 
-def _layer(linear: nn.Linear, device: torch.device, computed_in: torch.dtype) -> nn.Module:
+def _quantized_layer(linear: nn.Linear, device: torch.device, compute_dtype: torch.dtype) -> nn.Module:
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     layer = Linear4bit(
         linear.in_features,
         linear.out_features,
         bias=linear.bias is not None,
-        compute_dtype=computed_in,
+        compute_dtype=compute_dtype,
         quant_type="nf4",
         device=torch.device("meta"),
     )
     packed = torch.empty((linear.weight.numel() + 1) // 2, 1, dtype=torch.uint8, device=device)
+    # pyright reads torch's stub of nn.Parameter in place of Params4bit.__new__
     layer.weight = Params4bit(
-        packed, requires_grad=False, blocksize=BLOCK_SIZE, quant_type="nf4", bnb_quantized=True, module=layer
+        packed,
+        requires_grad=False,
+        blocksize=BLOCK_SIZE,  # pyright: ignore[reportCallIssue]
+        quant_type="nf4",  # pyright: ignore[reportCallIssue]
+        bnb_quantized=True,  # pyright: ignore[reportCallIssue]
+        module=layer,  # pyright: ignore[reportCallIssue]
     )
     if linear.bias is not None:
         layer.bias = nn.Parameter(torch.empty(linear.out_features, device=device), requires_grad=False)

@@ -76,14 +76,14 @@ class Recompilations:
 
     Args:
         enabled: whether anything is compiled.
-        say: function that prints a line.
+        log: prints a line.
         earlier: number of recompilations in the sessions that this one resumes.
     """
 
-    def __init__(self, enabled: bool, say: Callable[[str], None], earlier: int = 0):
-        self._enabled, self._say = enabled, say
+    def __init__(self, enabled: bool, log: Callable[[str], None], earlier: int = 0):
+        self._enabled, self._log = enabled, log
         self._count, self._steps = earlier, 0
-        self._told = self._evaluated = False
+        self._warned = self._evaluated = False
 
     def record(self, step: int) -> dict[str, int]:
         """Return {"recompilations": total so far}, or {} if nothing is compiled. Call once per step."""
@@ -92,10 +92,10 @@ class Recompilations:
         reasons = _reasons()
         self._count += len(reasons)
         self._steps += 1
-        news = [reason for reason in reasons if not self._first_evaluation(reason)]
-        if news and self._steps > SETTLED_STEPS and not self._told:
-            self._told = True
-            self._say(f"step {step}: torch.compile compiled again (recompilation {self._count}): {news[0]}")
+        unexpected = [reason for reason in reasons if not self._first_evaluation(reason)]
+        if unexpected and self._steps > SETTLED_STEPS and not self._warned:
+            self._warned = True
+            self._log(f"step {step}: torch.compile recompiled (recompilation {self._count}): {unexpected[0]}")
         return {"recompilations": self._count}
 
     def _first_evaluation(self, reason: str) -> bool:

@@ -16,7 +16,7 @@ def embeddings(model: PreTrainedModel) -> set[str]:
     return {name for name, parameter in model.named_parameters() if id(parameter) in owned}
 
 
-def with_rows(tensor: Tensor, num_rows: int) -> Tensor:
+def grow_embedding(tensor: Tensor, num_rows: int) -> Tensor:
     """Extend an embedding to (num_rows, ...) with rows equal to the mean of the existing ones.
 
     New tokens then start neither likely nor unlikely. A random row can be far from all existing rows and spoil the loss

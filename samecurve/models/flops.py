@@ -205,13 +205,16 @@ def _uses(model: PreTrainedModel) -> dict[int, int]:
 
     Several of ALBERT's num_hidden_layers share one group's weights (modeling_albert.py: AlbertTransformer).
     """
+    from torch import nn
+
     uses = dict.fromkeys(map(id, model.parameters()), 1)
     config = model.config
     if config.model_type == "albert":
         num_layers, num_groups = config.num_hidden_layers, config.num_hidden_groups
         of_group = Counter(int(index / (num_layers / num_groups)) for index in range(num_layers))
-        (groups,) = (each for name, each in model.named_modules() if name.endswith("albert_layer_groups"))
-        uses |= {id(p): of_group[nth] for nth, group in enumerate(groups) for p in group.parameters()}
+        lists = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
+        (groups,) = (module for name, module in lists if name.endswith("albert_layer_groups"))
+        uses |= {id(p): of_group[nth] for nth, group in enumerate(groups.children()) for p in group.parameters()}
     return uses
 
 

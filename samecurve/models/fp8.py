@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from samecurve.errors import ConfigurationError
 from samecurve.models.activation_checkpointing import layers
-from samecurve.models.lora import is_adapters
+from samecurve.models.lora import is_adapter_weight
 
 if TYPE_CHECKING:
     from samecurve.config.schema import Recipe
@@ -42,12 +42,12 @@ def check_device(kind: str, device: torch.device) -> None:
     if kind == "off" or device.type == "cpu":
         return
     if device.type != "cuda":
-        raise ConfigurationError(f"fp8: found {kind}, which needs an NVIDIA GPU, and the device is {device}; use off")
+        raise ConfigurationError(f"fp8: found {kind}, which needs an NVIDIA GPU, but the device is {device}; use off")
     capability = torch.cuda.get_device_capability(device)
     if capability < SMALLEST_CAPABILITY:
         needed, found = (".".join(map(str, pair)) for pair in (SMALLEST_CAPABILITY, capability))
         raise ConfigurationError(
-            f"fp8: found {kind}, which needs a GPU of compute capability {needed} or more, and "
+            f"fp8: found {kind}, which needs a GPU of compute capability {needed} or more, but "
             f"{torch.cuda.get_device_name(device)} has {found}; use off"
         )
 
@@ -64,7 +64,7 @@ def count(model: nn.Module, kind: str) -> int:
 
 
 def _fits(name: str, module: nn.Module) -> bool:
-    if type(module) is not nn.Linear or is_adapters(f"{name}.weight"):
+    if type(module) is not nn.Linear or is_adapter_weight(f"{name}.weight"):
         return False
     return not any(size % MULTIPLE for size in module.weight.shape)
 
@@ -82,8 +82,8 @@ def convert(model: nn.Module, recipe: Recipe, device: torch.device) -> None:
     names = set(converted(model))
     if not names:
         raise ConfigurationError(
-            f"fp8: found {recipe.fp8}, but the layers of {type(model).__name__} have no torch.nn.Linear whose sides "
-            f"are multiples of {MULTIPLE}; use off"
+            f"fp8: found {recipe.fp8}, but the layers of {type(model).__name__} have no torch.nn.Linear with "
+            f"both sides a multiple of {MULTIPLE}; use off"
         )
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -102,7 +102,7 @@ def _pads(recipe: Recipe) -> bool:
     return not recipe.data.packing or tokens % MULTIPLE != 0
 
 
-def _forward(self: nn.Module, inputs: Tensor) -> Tensor:
+def _forward(self: nn.Linear, inputs: Tensor) -> Tensor:
     """Compute (..., in_features) -> (..., out_features) in bf16, like torchao's forward (0.18) with bf16 operands.
 
     torchao's own forward rounds an fp32 weight directly to fp8, so that a weight sharded and gathered in bf16 would

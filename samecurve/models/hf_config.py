@@ -31,7 +31,7 @@ from samecurve.config.documents import suggest
 from samecurve.config.rules_model_config import OWNED
 from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError, DataError
-from samecurve.models.attention.choice import chosen_attention
+from samecurve.models.attention.choice import choose_attention
 from samecurve.specs.data_names import CHATML
 
 # With transformers 5.23, a token of these families changes the logits of earlier positions, whatever the config says.
@@ -120,12 +120,16 @@ def model_config(
     if settings.path is not None:
         config = _stored(settings.path, settings.trust_remote_code)
     else:
+        assert settings.config is not None  # a recipe gives either path or config
         config = _from_scratch(settings.config, {"vocab_size": vocabulary_size, **(special_tokens or {})})
     two_parts = head.kind == "embedding" and config.is_encoder_decoder  # the decoder would also need an input
-    if head.model_class(config) is None or "vocab_size" not in _fields(config) or two_parts:
+    model_class = head.model_class(config)
+    if model_class is None or "vocab_size" not in _fields(config) or two_parts:
         raise ConfigurationError(f"model: {config.model_type} is not a {_FITTING[head.kind]}")
     if head.kind == "masked_lm" and getattr(config, "is_decoder", False):
-        raise ConfigurationError("model: is_decoder is true, which hides what follows a masked token; set it to false")
+        raise ConfigurationError(
+            "model: is_decoder is true, which hides the tokens after a masked one; set it to false"
+        )
     for key, value in head.fields.items():
         setattr(config, key, value)
     if config.vocab_size < vocabulary_size:
@@ -134,7 +138,7 @@ def model_config(
     if positions is not None and 0 < positions < length:  # -1 where there is no limit
         text = f"found {length}, but the model's max_position_embeddings is {positions}; use at most {positions}"
         raise ConfigurationError(f"batch.sequence_length: {text}")
-    config._attn_implementation = chosen_attention(recipe, config, head.model_class(config), head.kind)
+    config._attn_implementation = choose_attention(recipe, config, model_class, head.kind)
     return config
 
 

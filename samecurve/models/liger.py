@@ -50,8 +50,8 @@ def check_device(recipe: Recipe, device: torch.device) -> None:
     for key, found, instead in asked:
         if found == "liger" and device.type not in ("cuda", "xpu"):
             raise ConfigurationError(
-                f"{key}: found liger, whose kernels are written in Triton, which compiles for GPUs only, and the "
-                f"device is {device}; use {instead}"
+                f"{key}: found liger, but its Triton kernels run on a GPU only and the device is {device}; use "
+                f"{instead}"
             )
 
 
@@ -64,8 +64,8 @@ def check_family(kind: str, model_type: str) -> None:
         return
     if model_type not in LIGER:
         raise ConfigurationError(
-            f"model.kernels: found liger, which is not known to compute what PyTorch does in a {model_type}, but in "
-            f"{', '.join(sorted(LIGER))}; use torch"
+            f"model.kernels: found liger, which is supported for {', '.join(sorted(LIGER))} only, not for "
+            f"{model_type}; use torch"
         )
     try:
         import_module("liger_kernel.transformers.monkey_patch")
@@ -121,8 +121,8 @@ def _check_activations(model: nn.Module, before: Mapping[str, Activation]) -> No
             ligers = [function for part, function in _ACTIVATIONS.items() if part in kind]
             if ligers and not torch.allclose(own(inputs), ligers[0](inputs), atol=1e-6):
                 raise ConfigurationError(
-                    f"model.kernels: found liger, whose {kind} has an activation of its own, and that of {name} is "
-                    f"another ({type(own).__name__}); use torch"
+                    f"model.kernels: found liger, whose {kind} has a fixed activation, but {name} uses "
+                    f"{type(own).__name__}; use torch"
                 )
 
 

@@ -13,6 +13,7 @@ arXiv:2402.09353.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import logging
@@ -20,7 +21,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +46,7 @@ _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _MAGNITUDE = f".lora_magnitude_vector.{NAME}.weight"
 
 
-def quiet() -> None:
+def silence_bitsandbytes() -> None:
     """Silence bitsandbytes before peft is imported.
 
     peft imports bitsandbytes if installed, even for an adapter on unquantized weights. On a CPU bitsandbytes then warns
@@ -60,20 +61,22 @@ def inject(model: PreTrainedModel, settings: Adapter) -> None:
     Raises:
         ConfigurationError: adapter.target_modules matches nothing or a layer that cannot be adapted.
     """
-    quiet()
+    silence_bitsandbytes()
     from peft import LoraConfig, inject_adapter_in_model
+    from transformers.pytorch_utils import Conv1D
 
     chosen, whole = settings.target_modules, whole_modules(model)
+    parts = [name for name, _ in model.named_modules() if any(f"{name}.".startswith(f"{each}.") for each in whole)]
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
         target_modules=chosen if isinstance(chosen, str) else list(chosen),
-        exclude_modules=_with_parts(model, whole) or None,
+        exclude_modules=parts or None,
         use_rslora=settings.rslora,
         use_dora=settings.dora,
-        fan_in_fan_out=_transposed(model),
-        init_lora_weights=False,  # under ZeRO-3 there is nothing to initialize yet; see `initial`
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
+        init_lora_weights=False,  # under ZeRO-3 there is nothing to initialize yet; see `initial_matrices`
         task_type=_TASK_TYPES.get(kind_of(model)),
     )
     try:
@@ -82,7 +85,7 @@ def inject(model: PreTrainedModel, settings: Adapter) -> None:
             warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
             inject_adapter_in_model(config, model, NAME)
     except ValueError as error:
-        raise ConfigurationError(f"adapter.target_modules: found {_shown(chosen)}; {error}") from error
+        raise ConfigurationError(f"adapter.target_modules: found {_format_targets(chosen)}; {error}") from error
     for name in whole:
         model.get_submodule(name).requires_grad_(True)
 
@@ -101,11 +104,7 @@ def whole_modules(model: PreTrainedModel) -> list[str]:
     return [name for name in (*behind, *poolers) if any(True for _ in model.get_submodule(name).parameters())]
 
 
-def _with_parts(model: PreTrainedModel, names: list[str]) -> list[str]:
-    return [name for name, _ in model.named_modules() if any(f"{name}.".startswith(f"{each}.") for each in names)]
-
-
-def check(model: PreTrainedModel, settings: Adapter) -> None:
+def check_targets(model: PreTrainedModel, settings: Adapter) -> None:
     """Check targets that peft accepts.
 
     Raises:
@@ -116,9 +115,9 @@ def check(model: PreTrainedModel, settings: Adapter) -> None:
     if whole:  # peft 0.21 adds these by itself if all-linear or experts are given for a Mixtral or a Qwen2-MoE
         linear = ", ".join(sorted({name.rpartition(".")[2] for name in adapted.keys() - set(whole)} & _ATTENTION))
         raise ConfigurationError(
-            f"adapter.target_modules: found {_shown(settings.target_modules)}, by which peft adapts {whole[0]} of this "
-            f"{model.config.model_type}: experts or a router, which are single parameters and are not adapted here; "
-            f"name the layers of attention: [{linear or 'q_proj, v_proj'}]"
+            f"adapter.target_modules: {_format_targets(settings.target_modules)} matches {whole[0]} of this "
+            f"{model.config.model_type}, which are the weights of experts or of a router and cannot be adapted; name "
+            f"the linear layers of attention instead: [{linear or 'q_proj, v_proj'}]"
         )
     if not isinstance(settings.target_modules, str):
         idle = [name for name in settings.target_modules if not any(f".{key}".endswith(f".{name}") for key in adapted)]
@@ -153,11 +152,11 @@ def pretrained_name(name: str) -> str:
     return name.replace(_BASE, ".")
 
 
-def is_adapters(name: str) -> bool:
+def is_adapter_weight(name: str) -> bool:
     return f".{NAME}." in name and ".lora_" in name
 
 
-def initial(shapes: dict[str, torch.Size], seed: int) -> Iterator[tuple[str, Tensor]]:
+def initial_matrices(shapes: dict[str, torch.Size], seed: int) -> Iterator[tuple[str, Tensor]]:
     """Yield an adapter's initial matrices, full and fp32, distributed as in peft: A uniform, B zero.
 
     Each name has its own generator, so the values are the same under any sharding. `shapes` holds the wanted matrices'
@@ -174,13 +173,13 @@ def initial(shapes: dict[str, torch.Size], seed: int) -> Iterator[tuple[str, Ten
             yield name, torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
-def magnitude(model: PreTrainedModel, name: str, weight: Tensor) -> tuple[str, Tensor] | None:
+def initial_magnitude(model: PreTrainedModel, name: str, weight: Tensor) -> tuple[str, Tensor] | None:
     """Compute DoRA's initial magnitudes (out_features,) for the frozen weight `name`; None for other parameters.
 
     The magnitudes are the norms of the weight's rows, because B starts at 0.
     """
     prefix, found, last = name.rpartition(_BASE)
-    module = model.get_submodule(prefix) if found and last == "weight" else None
+    module: Any = model.get_submodule(prefix) if found and last == "weight" else None  # a layer of peft
     if module is None or NAME not in module.lora_magnitude_vector:
         return None
     rows = weight.T if module.fan_in_fan_out else weight
@@ -189,9 +188,10 @@ def magnitude(model: PreTrainedModel, name: str, weight: Tensor) -> tuple[str, T
 
 def stored_config(model: PreTrainedModel) -> LoraConfig:
     """Build the content of adapter_config.json: the base model's path, adapted layers, and layers stored in full."""
-    import copy
+    from peft import LoraConfig
 
     config = copy.deepcopy(model.peft_config[NAME])
+    assert isinstance(config, LoraConfig)  # as `inject` made it
     path = model.config._name_or_path
     config.base_model_name_or_path = str(Path(path).resolve()) if Path(path).is_dir() else path
     config.modules_to_save = whole_modules(model) or None
@@ -207,13 +207,13 @@ def stored_names(model: PreTrainedModel) -> dict[str, str]:
     from peft import get_peft_model_state_dict
 
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    named = {name: p for name, p in trained.items() if is_adapters(name)}
+    named = {name: p for name, p in trained.items() if is_adapter_weight(name)}
     stored = get_peft_model_state_dict(model, named, NAME, save_embedding_layers=False)
     names = {id(parameter): name for name, parameter in stored.items()}
     return {name: _STORED + names.get(id(parameter), name) for name, parameter in trained.items()}
 
 
-def brought(folder: Path) -> set[str]:
+def stored_tensor_names(folder: Path) -> set[str]:
     """Collect the tensor names in an adapter's folder, without peft's prefix.
 
     Raises:
@@ -223,7 +223,7 @@ def brought(folder: Path) -> set[str]:
     return {name.removeprefix(_STORED) for name in header(path)} if path.is_file() else set()
 
 
-def fingerprint(files: dict[str, Stored]) -> str:
+def weights_fingerprint(files: dict[str, Stored]) -> str:
     """Compute a fingerprint of a pretrained model's weights: names, dtypes, shapes and first bytes of every tensor.
 
     The fingerprint reads a few MB of any model, distinguishes two models of one architecture, and does not depend on
@@ -238,12 +238,6 @@ def fingerprint(files: dict[str, Stored]) -> str:
     return found.hexdigest()
 
 
-def _transposed(model: PreTrainedModel) -> bool:
-    from transformers.pytorch_utils import Conv1D
-
-    return any(isinstance(module, Conv1D) for module in model.modules())
-
-
 def _linear_names(model: PreTrainedModel) -> list[str]:
     from transformers.pytorch_utils import Conv1D
 
@@ -254,5 +248,5 @@ def _linear_names(model: PreTrainedModel) -> list[str]:
     return sorted(parts - head)
 
 
-def _shown(value) -> str:
+def _format_targets(value) -> str:
     return repr(value) if isinstance(value, str) else ", ".join(value)

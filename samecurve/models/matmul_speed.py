@@ -150,7 +150,7 @@ def _fastest(
     return {key: min(times[key] for times in rounds) for key in runs}
 
 
-def warning(recipe: Recipe, model: PreTrainedModel, device: torch.device) -> str:
+def precision_warning(recipe: Recipe, model: PreTrainedModel, device: torch.device) -> str:
     """Return a one-line warning if another precision trains faster on this device than the recipe's, else "".
 
     Measures only where bf16 or fp16 may be emulated: on a CPU, and in bf16 on an NVIDIA GPU older than Ampere.
@@ -236,7 +236,7 @@ def _warm_up(device: torch.device, precisions: Sequence[str]) -> None:
             _timed(run, device)
 
 
-def _timed(run: Callable[[], torch.Tensor], device: torch.device) -> float:
+def _timed(run: Callable[[], object], device: torch.device) -> float:
     """Measure one call in seconds, including its completion on the device."""
     import torch
 

@@ -10,7 +10,7 @@ position_ids what the model computes once for all layers (rotary angles, attenti
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from samecurve.errors import ConfigurationError
 from samecurve.specs.model_families import FAMILIES
 
 Flow = tuple[Tensor, Tensor]
+ModuleType = TypeVar("ModuleType", bound=nn.Module)
 
 
 class Layer(nn.Module):
@@ -158,7 +159,7 @@ class Positions:
         return {"position_embeddings": self._rotary(hidden, position_ids=position_ids)}
 
 
-def cut(model: PreTrainedModel) -> list[Layer]:
+def split_layers(model: PreTrainedModel) -> list[Layer]:
     """Split the model into layers in execution order, which share its modules (also on the meta device).
 
     With tied embeddings the last layer is a TiedHead that contains the first layer.
@@ -169,26 +170,34 @@ def cut(model: PreTrainedModel) -> list[Layer]:
     family = FAMILIES.get(model.config.model_type)
     if family is None:
         raise ConfigurationError(
-            f"model: a pipeline cannot cut a model of type {model.config.model_type!r}; it knows "
-            f"{', '.join(sorted(FAMILIES))}. Use another strategy or one of these"
+            f"model: a pipeline cannot split a {model.config.model_type}; use another strategy, or one of the families "
+            f"{', '.join(sorted(FAMILIES))}"
         )
-    get = model.get_submodule
-    embedding = TokenEmbedding(get(family.embedding), family.embedding)
+    embedding = TokenEmbedding(_submodule(model, family.embedding, nn.Embedding), family.embedding)
     layers: list[Layer] = [embedding]
     if family.positions:
-        layers.append(PositionEmbedding(get(family.positions), get(family.dropout), family.positions))
-    positions = Positions(model.config, get(family.rotary) if family.rotary else None)
-    for index, (block, kind) in enumerate(zip(get(family.layers), family.kinds(model.config), strict=True)):
+        assert family.dropout  # GPT-2's, behind the positions
+        learned = _submodule(model, family.positions, nn.Embedding)
+        layers.append(PositionEmbedding(learned, _submodule(model, family.dropout, nn.Dropout), family.positions))
+    positions = Positions(model.config, model.get_submodule(family.rotary) if family.rotary else None)
+    blocks = _submodule(model, family.layers, nn.ModuleList)
+    for index, (block, kind) in enumerate(zip(blocks, family.kinds(model.config), strict=True)):
         layers.append(Decoder(block, f"{family.layers}.{index}", kind, positions))
-    layers.append(FinalNorm(get(family.norm), family.norm))
+    layers.append(FinalNorm(model.get_submodule(family.norm), family.norm))
     tied = model.lm_head.weight is embedding.tokens.weight
     layers.append(TiedHead(embedding) if tied else Head(model.lm_head, "lm_head"))
     return layers
 
 
+def _submodule(model: PreTrainedModel, name: str, module_class: type[ModuleType]) -> ModuleType:
+    module = model.get_submodule(name)
+    assert isinstance(module, module_class), name
+    return module
+
+
 def sequential(layers: list[Layer], input_ids: Tensor, position_ids: Tensor) -> Tensor:
     """Run the layers in sequence and return logits (micro_batch_size, sequence_length, vocabulary_size)."""
-    flow = (input_ids, position_ids)
-    for layer in layers:
+    flow = layers[0]((input_ids, position_ids))
+    for layer in layers[1:]:
         flow = layer(flow)
     return flow

@@ -11,7 +11,7 @@ from torch import Tensor
 from samecurve.errors import ConfigurationError
 from samecurve.models import lora as adapters
 from samecurve.models import weight_conversion
-from samecurve.models.embeddings import with_rows
+from samecurve.models.embeddings import grow_embedding
 from samecurve.models.weight_files import Stored, read, weight_files
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Pretrained:
         self._names = {  # possible names in the files of each parameter; a tied one may have several
             aliases[0]: [adapters.pretrained_name(alias) for alias in aliases]
             for aliases in _aliases(model)
-            if not adapters.is_adapters(aliases[0])
+            if not adapters.is_adapter_weight(aliases[0])
         }
 
     def missing(self) -> set[str]:
@@ -78,7 +78,7 @@ class Pretrained:
                 tensor = made[self._found(name)[0]].float()
                 self._check_tied(name, tensor)
                 if name in growing and tensor.shape[0] < self._shapes[name][0]:
-                    tensor = with_rows(tensor, self._shapes[name][0])
+                    tensor = grow_embedding(tensor, self._shapes[name][0])
                 yield name, tensor
                 del rest[name]
 

@@ -31,8 +31,8 @@ try:
     )
 except ImportError as moved:
     raise ConfigurationError(
-        f"transformers {transformers_version}: its rules for stored weights are not where samecurve looks for them "
-        f"({moved}); install a version that constraints.txt or requirements.txt names"
+        f"transformers {transformers_version}: its rules for stored weights have moved ({moved}); install a version "
+        "that constraints.txt or requirements.txt allows"
     ) from moved
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class Storage:
         rules = get_model_conversion_mapping(model, add_legacy=False)
         rules = [rule for rule in rules if not isinstance(rule, PrefixChange)]
         self._converts = bool(rules)
-        self._model = copy.copy(model)
+        self._model: Any = copy.copy(model)
         self._model._weight_conversions = rules  # where revert_weight_conversion looks first
         backwards = [rule.reverse_transform() for rule in rules[::-1]]
         self._converters = [rule for rule in backwards if isinstance(rule, WeightConverter)]

@@ -100,19 +100,20 @@ def _stored(file: Path, begin: int, entry: dict) -> Stored:
 
 
 def _damaged(file: Path, what: str) -> ConfigurationError:
-    return ConfigurationError(f"{file}: is damaged or not whole: {what}; copy or download it again")
+    return ConfigurationError(f"{file}: the file is damaged or incomplete: {what}; copy or download it again")
 
 
 def _indexed(index: Path) -> dict[str, Stored]:
     try:
         files = {name: index.parent / file for name, file in json.loads(index.read_text())["weight_map"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigurationError(f"{index}: has no weight_map that can be read; copy or download it again") from error
+        raise ConfigurationError(f"{index}: the weight_map cannot be read; copy or download it again") from error
     headers = {file: header(file) for file in sorted(set(files.values()))}
     lost = [name for name, file in files.items() if name not in headers[file]]
     if lost:
         raise ConfigurationError(
-            f"{files[lost[0]]}: lacks {lost[0]}, which {index.name} says is in it; copy or download the folder again"
+            f"{files[lost[0]]}: {lost[0]} is missing, which {index.name} lists for this file; copy or "
+            "download the folder again"
         )
     return {name: headers[file][name] for name, file in files.items()}
 

@@ -57,7 +57,7 @@ def build(
         ConfigurationError: as lora.inject.
     """
     with no_init_weights(), where:
-        with _only_ours():
+        with _without_zero3_init():
             model = model_class(config, **without_pooler(model_class))
         if adapter is not None and adapter.name:
             adapters.inject(model, adapter)
@@ -67,7 +67,7 @@ def build(
 
 
 @contextmanager
-def _only_ours() -> Iterator[None]:
+def _without_zero3_init() -> Iterator[None]:
     """Hide ZeRO-3 from transformers during construction.
 
     Under ZeRO-3 `from_config`, with which transformers' classifiers build their decoder, would shard even a skeleton.
@@ -91,8 +91,10 @@ def skeleton(
         ConfigurationError: the model cannot be built or is not causal, or as `model_config`.
     """
     config = model_config(recipe, vocabulary_size, special_tokens, head)
+    model_class = head.model_class(config)
+    assert model_class is not None  # model_config has checked it
     try:
-        model = build(head.model_class(config), config, torch.device("meta"))
+        model = build(model_class, config, torch.device("meta"))
     except Exception as error:  # a missing package, or an attention or activation that the family does not support
         raise ConfigurationError(
             f"model: transformers cannot build this {config.model_type} with model.attention {recipe.model.attention} "
@@ -103,7 +105,7 @@ def skeleton(
     _check_complete(model)
     if recipe.adapter.name:
         adapters.inject(model, recipe.adapter)
-        adapters.check(model, recipe.adapter)
+        adapters.check_targets(model, recipe.adapter)
     return model
 
 
@@ -147,8 +149,8 @@ def fill(model: PreTrainedModel, recipe: Recipe, write: Write, names: set[str] |
         written.add(name)
     if written != wanted:
         raise ConfigurationError(
-            f"model: {model.config.model_type} keeps weights beside its layers, which cannot be initialised layer "
-            f"by layer yet: {', '.join(sorted(wanted - written))}"
+            f"model: {model.config.model_type} has weights outside its layers, which cannot be initialized: "
+            f"{', '.join(sorted(wanted - written))}; use another model_type"
         )
     for name, tensor in _buffers(model):
         if names is None or name in names:
@@ -159,8 +161,10 @@ def _source(model: PreTrainedModel, recipe: Recipe, wanted: set[str]) -> Iterato
     if not recipe.model.path:
         yield from _seeded(model, recipe.seed, wanted)
         return
-    added = {name: p.shape for name, p in model.named_parameters() if name in wanted and adapters.is_adapters(name)}
-    pretrained = Pretrained(model, alone(model), recipe.model.path)
+    added = {
+        name: p.shape for name, p in model.named_parameters() if name in wanted and adapters.is_adapter_weight(name)
+    }
+    pretrained = Pretrained(model, without_adapter(model), recipe.model.path)
     new = new_head(model, recipe, pretrained.missing())
     growing = embeddings(model) if recipe.tokenizer.chat_template == CHATML else set()
     stored = wanted - added.keys() - new
@@ -168,13 +172,13 @@ def _source(model: PreTrainedModel, recipe: Recipe, wanted: set[str]) -> Iterato
     yield from _seeded(model, recipe.seed, wanted & new)
     for name, tensor in pretrained.tensors(stored, growing):
         yield name, tensor
-        derived = adapters.magnitude(model, name, tensor) if added else None
+        derived = adapters.initial_magnitude(model, name, tensor) if added else None
         if derived is not None:
             yield derived
-    yield from adapters.initial(added, recipe.seed)
+    yield from adapters.initial_matrices(added, recipe.seed)
 
 
-def alone(model: PreTrainedModel) -> PreTrainedModel:
+def without_adapter(model: PreTrainedModel) -> PreTrainedModel:
     """Return the skeleton without its adapter."""
     return build(type(model), model.config, torch.device("meta")) if adapters.is_adapted(model) else model
 
@@ -205,7 +209,7 @@ def _initialised(model: PreTrainedModel, prefix: str, unit: nn.Module, seed: int
             try:
                 model._init_weights(module)
             except Exception as error:  # for example a rule that needs the rest of the model
-                text = f"model: a {model.config.model_type} cannot be made layer by layer: "
+                text = f"model: {model.config.model_type} cannot be initialized layer by layer: "
                 raise ConfigurationError(f"{text}{prefix}.{name}: {reason(error)}") from error
     _check_set(model, prefix, real.named_parameters())
     return real
@@ -225,8 +229,8 @@ def _check_set(model: PreTrainedModel, prefix: str, tensors: Iterator[tuple[str,
     left = [name for name, tensor in tensors if tensor.is_floating_point() and bool(torch.isnan(tensor).any())]
     if left:
         raise ConfigurationError(
-            f"model: a {model.config.model_type} does not set {prefix}.{left[0]} by the rule of its own module, so "
-            "its layers cannot be made one by one; use another model_type"
+            f"model: {model.config.model_type} does not initialize {prefix}.{left[0]} in that module's own rule, so "
+            "its layers cannot be initialized one by one; use another model_type"
         )
 
 
@@ -268,8 +272,8 @@ def new_head(model: PreTrainedModel, recipe: Recipe, missing: set[str]) -> set[s
     new = {name for name in missing if _is_heads(model, name)}
     if recipe.model.new_head and not new:
         raise ConfigurationError(
-            f"model.new_head: found true, but {recipe.model.path} holds every tensor of a {type(model).__name__}, its "
-            "head as well, and that is kept; remove the key"
+            f"model.new_head: found true, but {recipe.model.path} has all tensors of a {type(model).__name__}, "
+            "with its head, which is kept; remove the key"
         )
     return new
 
@@ -292,4 +296,4 @@ def new_head_names(model: PreTrainedModel, recipe: Recipe) -> list[str]:
     """List a pretrained model's newly initialized parameters, for the header. Raises as `fill`."""
     if recipe.model.path is None or not (recipe.model.new_head or is_classifier(model)):
         return []
-    return sorted(new_head(model, recipe, Pretrained(model, alone(model), recipe.model.path).missing()))
+    return sorted(new_head(model, recipe, Pretrained(model, without_adapter(model), recipe.model.path).missing()))

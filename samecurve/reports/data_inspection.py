@@ -80,7 +80,7 @@ def inspect(title: str, task: Task, num_samples: int) -> Findings:
 
     A sample is a row if each row is one text. From rows of several texts, all texts are shown.
     """
-    whole = [("train", task.train), ("held out", task.held_out)]
+    whole = [("train", task.train), ("held out", task.validation)]
     parts = [named for name, rows in whole if rows is not None for named in _parts(name, rows)]
     first = parts[0][1]
     shown, texts_per_row = _texts(first), len(_roles(first)) or 1

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from samecurve.distributed.cpu_workers import num_cores
 from samecurve.interfaces.fingerprint import identity
-from samecurve.models.lora import fingerprint
+from samecurve.models.lora import weights_fingerprint
 from samecurve.models.weight_files import weight_files
 from samecurve.specs.environment import processor, versions
 from samecurve.storage.atomic import utc_timestamp
@@ -70,14 +70,14 @@ def _adapter(recipe: Recipe) -> dict | None:
     if recipe.adapter.name is None:
         return None
     assert recipe.model.path is not None  # the recipe's rules demand pretrained weights under an adapter
-    return recipe.adapter.model_dump() | {"base_model": fingerprint(weight_files(recipe.model.path))}
+    return recipe.adapter.model_dump() | {"base_model": weights_fingerprint(weight_files(recipe.model.path))}
 
 
 def _reference(recipe: Recipe, task: Task) -> str | None:
     """Fingerprint of the pretrained weights that the task uses as reference model, independent of their path."""
     if not task.has_reference or recipe.model.path is None:
         return None
-    return fingerprint(weight_files(recipe.model.path))
+    return weights_fingerprint(weight_files(recipe.model.path))
 
 
 def _hardware() -> dict[str, object]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class ClassifyTask(splits.TextTask):
+class ClassifyTask(splits.LoadedTask[LabelledRows]):
     """Single-label classification with a cross-entropy loss.
 
     Attributes:
@@ -58,9 +58,11 @@ class ClassifyTask(splits.TextTask):
         As in scikit-learn, macro F1 leaves out a class that is neither the label nor the prediction of any row.
         """
         confusion = np.array(result.statistics).reshape(len(self.names), -1)
-        if not result.tokens == confusion.sum() == len(self.held_out):
-            found = f"{result.tokens} held-out rows were evaluated and {confusion.sum():.0f} classified"
-            raise DataError(f"{found}, but the data hold {len(self.held_out)}")
+        if not result.tokens == confusion.sum() == len(self.eval_rows):
+            raise DataError(
+                f"{result.tokens} validation rows were evaluated and {confusion.sum():.0f} classified, but the data "
+                f"have {len(self.eval_rows)}"
+            )
         right = confusion.diagonal()
         relevant = confusion.sum(axis=0) + confusion.sum(axis=1)
         return {
@@ -71,30 +73,33 @@ class ClassifyTask(splits.TextTask):
         }
 
     def describe(self) -> dict[str, object]:
-        found: dict[str, object] = self.parts.describe()
-        counts = np.bincount(self.train.stream.labels, minlength=len(self.names)).tolist()
-        found["classes"] = dict(zip(self.names, counts, strict=True))
-        return found | {"vocabulary_size": self.vocabulary_size, **self.parts.counts}
+        labels = self.train.stream.labels
+        assert labels is not None  # ExampleEncoder is labelled
+        counts = np.bincount(labels, minlength=len(self.names)).tolist()
+        return {**super().describe(), "classes": dict(zip(self.names, counts, strict=True))}
 
 
 def load(recipe: Recipe) -> ClassifyTask:
     """Load the task.
 
     Raises:
-        DataError: for a tokenizer without a padding token; see also `splits.load` and `classification.class_names`.
+        DataError: for a tokenizer without a padding token; see also `splits.load_splits` and
+            `classification.class_names`.
     """
     data, cache = recipe.data, cache_folder(recipe.data.cache_dir)
     unnamed = find_examples(data, data.labels, sources.Selection.of(recipe, data))
     names = unnamed.names or classification.class_names(unnamed, cache)
 
-    def find(chosen: Data) -> sources.DataSource:
+    def find_source(chosen: Data) -> sources.DataSource:
         return find_examples(chosen, names, sources.Selection.of(recipe, chosen))
 
-    text_tokenizer = tokenizer.padding(tokenizer.load_tokenizer(recipe, find))
+    text_tokenizer = tokenizer.padding(tokenizer.load_tokenizer(recipe, find_source))
     length, pairs = recipe.batch.sequence_length, data.text_pair_column is not None
     encoder = classification.ExampleEncoder(text_tokenizer, length, names, pairs)
 
     def make_rows(stream: token_store.TokenStream) -> LabelledRows:
-        return splits.padded(recipe, (LabelledRows, GroupedLabelledRows), stream, text_tokenizer.pad_token_id)
+        return splits.padded_rows(
+            recipe, (LabelledRows, GroupedLabelledRows), stream, splits.token_id(text_tokenizer, "pad")
+        )
 
-    return ClassifyTask(text_tokenizer, splits.load(recipe, encoder, find, make_rows), names)
+    return ClassifyTask(text_tokenizer, splits.load_splits(recipe, encoder, find_source, make_rows), names)

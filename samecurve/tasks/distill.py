@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,12 +33,12 @@ class DistillTask(causal_lm.CausalTask):
         recipe: the run's recipe.
     """
 
-    recipe: Recipe | None = None
+    recipe: Recipe = field(kw_only=True)
 
     @property
     def teacher(self) -> Recipe:
-        theirs = {"path": self.recipe.distill.teacher, "config": None, "new_head": False}
-        model = self.recipe.model.model_copy(update=theirs)
+        update = {"path": self.recipe.distill.teacher, "config": None, "new_head": False}
+        model = self.recipe.model.model_copy(update=update)
         # Without the recipe's chat template no tokens are added, so the teacher's embedding gets no untrained rows.
         tokenizer = self.recipe.tokenizer.model_copy(update={"chat_template": None})
         return self.recipe.model_copy(update={"model": model, "tokenizer": tokenizer, "adapter": Adapter()})
@@ -58,11 +58,11 @@ class DistillTask(causal_lm.CausalTask):
         settings, trained = self.recipe.distill, labels != IGNORE_INDEX
         # Ids that only one of the two embeddings has stand for no token.
         size = min(logits.shape[-1], teacher.shape[-1])
-        student, wanted = (
-            functional.log_softmax(found[trained][..., :size].float() / settings.temperature, dim=-1)
-            for found in (logits, teacher)
+        ours, theirs = (
+            functional.log_softmax(each[trained][..., :size].float() / settings.temperature, dim=-1)
+            for each in (logits, teacher)
         )
-        pair = (student, wanted) if settings.divergence == "forward_kl" else (wanted, student)
+        pair = (ours, theirs) if settings.divergence == "forward_kl" else (theirs, ours)
         return settings.temperature**2 * functional.kl_div(*pair, reduction="sum", log_target=True)
 
     def statistics(self, logits: Tensor, labels: Tensor, teacher: Tensor) -> Tensor:
@@ -75,8 +75,8 @@ class DistillTask(causal_lm.CausalTask):
         eval_label_loss, eval_perplexity and eval_bits_per_byte measure the label loss alone.
         """
         label_loss, divergence = (total / max(result.tokens, 1) for total in result.statistics)
-        found = super().metrics(replace(result, loss=label_loss))
-        return {**found, "eval_loss": result.loss, "eval_label_loss": label_loss, "eval_divergence": divergence}
+        metrics = super().metrics(replace(result, loss=label_loss))
+        return {**metrics, "eval_loss": result.loss, "eval_label_loss": label_loss, "eval_divergence": divergence}
 
 
 def load(recipe: Recipe) -> DistillTask:
@@ -88,18 +88,19 @@ def load(recipe: Recipe) -> DistillTask:
     """
     task = sft.load(recipe)
     _check_vocabulary(task.tokenizer, recipe)
-    return DistillTask(**{field.name: getattr(task, field.name) for field in fields(task)}, recipe=recipe)
+    return DistillTask(task.tokenizer, task.splits, task.details, recipe=recipe)
 
 
 def _check_vocabulary(ours: PreTrainedTokenizerFast, recipe: Recipe) -> None:
     teacher = recipe.distill.teacher
+    assert teacher is not None  # a rule of the configuration
     known = ours.get_vocab()
     theirs = tokenizer.load_pretrained_tokenizer(teacher, recipe.model.trust_remote_code).get_vocab()
     differing = sorted(token for token in known.keys() | theirs.keys() if known.get(token) != theirs.get(token))
     if differing:
         token = differing[0]
         raise ConfigurationError(
-            f"distill.teacher: {teacher} numbers {len(differing)} tokens otherwise, for example {token!r}: "
-            f"{theirs.get(token)} there, {known.get(token)} here; use a teacher with the student's tokenizer, or set "
-            "tokenizer.path to the teacher's"
+            f"distill.teacher: the vocabulary of {teacher} has other ids for {len(differing)} tokens, for example "
+            f"{theirs.get(token)} for {token!r}, which the student has as {known.get(token)}; use a teacher with the "
+            "student's tokenizer, or set tokenizer.path to the teacher's"
         )

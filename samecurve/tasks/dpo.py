@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,20 +17,19 @@ from samecurve.tasks import pairwise, splits
 from samecurve.tasks import reference_logprobs as references
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     from samecurve.config.schema import Dpo, Recipe
     from samecurve.data.token_store import TokenStream
-    from samecurve.distributed.control_group import ControlGroup
-    from samecurve.interfaces.engine import Engine
+    from samecurve.interfaces.task import InitialState
 
 
 @dataclass
-class DpoTask(pairwise.PairTask):
+class DpoTask(pairwise.PairTask[AnswerRows]):
     """Preference optimisation with one of the pairwise losses of `dpo.loss`.
 
     Losses that need a reference model take the target `reference`, (pairs, 2): the log-probability of each answer under
-    the model that the run started with. `reference_logprobs.provide` adds it to the rows' targets.
+    the model that the run started with. `reference_logprobs.provide_reference` adds it to the rows' targets.
 
     With data.train_on=completion the tokens are those of TRL's DPOTrainer, with two differences. Pairs whose answers
     are equal after truncation are left out (TRL counts them, with a gradient of 0). No end-of-text token is added to
@@ -45,21 +43,14 @@ class DpoTask(pairwise.PairTask):
     def has_reference(self) -> bool:
         return self.settings.has_reference
 
-    def prepare(
-        self,
-        engine: Engine,
-        recipe: Recipe,
-        skeleton: PreTrainedModel,
-        world: ControlGroup,
-        alive: Callable[[], None],
-        held_out_only: bool = False,
-    ) -> None:
+    def prepare(self, start: InitialState) -> None:
         if not self.has_reference:
             return
-        key = references.model_key(recipe, skeleton, self)
-        for title, rows in (("training", self.train), ("held-out", self.held_out)):
-            if rows is not None and not (held_out_only and title == "training"):
-                references.provide(rows, title, engine, recipe, key, world, alive)
+        model = references.model_key(start.recipe, start.skeleton, self)
+        if not start.validation_only:
+            references.provide_reference(self.train, "training", start, model)
+        if self.validation is not None:
+            references.provide_reference(self.validation, "validation", start, model)
 
     def loss(
         self, logits: Tensor, labels: Tensor, reference: Tensor | None = None, drift: Tensor | None = None
@@ -70,21 +61,21 @@ class DpoTask(pairwise.PairTask):
         self, logits: Tensor, labels: Tensor, reference: Tensor | None = None, drift: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         # Loss and rewards share one pass over the logits: a second one would need their memory again.
-        found, lengths = _measured(logits, labels)
+        log_probabilities, lengths = _log_probabilities(logits, labels)
         counted = self.counted(labels)
-        losses = pair_losses(self.settings, found, lengths, reference, drift)
-        given = rewards(self.settings, found.detach(), lengths, reference)
-        return losses.masked_fill(~counted, 0.0).sum(), pairwise.summed(given[counted])
+        losses = pair_losses(self.settings, log_probabilities, lengths, reference, drift)
+        of_answers = rewards(self.settings, log_probabilities.detach(), lengths, reference)
+        return losses.masked_fill(~counted, 0.0).sum(), pairwise.reward_sums(of_answers[counted])
 
     def rewards(
         self, logits: Tensor, labels: Tensor, reference: Tensor | None = None, drift: Tensor | None = None
     ) -> Tensor:
-        return rewards(self.settings, *_measured(logits, labels), reference)
+        return rewards(self.settings, *_log_probabilities(logits, labels), reference)
 
     def features(self, logits: Tensor, labels: Tensor, reference: Tensor | None = None) -> Tensor:
         """Return (pairs, 2): log-probabilities of both answers, minus those of the reference model if given."""
-        found, _ = _measured(logits, labels)
-        return found if reference is None else found - reference
+        log_probabilities, _ = _log_probabilities(logits, labels)
+        return log_probabilities if reference is None else log_probabilities - reference
 
     def counted(self, labels: Tensor) -> Tensor:
         return (labels != IGNORE_INDEX).any(dim=-1).view(-1, 2).all(dim=-1)
@@ -97,23 +88,24 @@ class KtoTask(DpoTask):
         return {"drift": kto_drift(features)}
 
     def metrics(self, result: EvalResult) -> dict[str, float]:
-        ratios = result.features[: len(self.held_out)]
+        assert result.features is not None  # as the task has a `context`
+        ratios = result.features[: len(self.eval_rows)]
         losses = pair_losses(self.settings, ratios, torch.ones(()), torch.zeros(()), kto_drift(ratios))
-        statistics = tuple(pairwise.summed(self.settings.beta * ratios).tolist())
+        statistics = tuple(pairwise.reward_sums(self.settings.beta * ratios).tolist())
         return super().metrics(EvalResult(losses.mean().item(), result.tokens, statistics))
 
 
 def load(recipe: Recipe) -> DpoTask:
-    """Load the task. Raises as `pairwise.load` does."""
+    """Load the task. Raises as `pairwise.load_pairs` does."""
     make = KtoTask if recipe.dpo.loss == "kto" else DpoTask
-    return make(*pairwise.load(recipe, _rows), recipe.dpo)
+    return make(*pairwise.load_pairs(recipe, _rows), recipe.dpo)
 
 
 def _rows(recipe: Recipe, stream: TokenStream, tokenizer: PreTrainedTokenizerFast) -> AnswerRows:
-    return splits.padded(recipe, (AnswerRows, GroupedAnswerRows), stream, tokenizer.eos_token_id)
+    return splits.padded_rows(recipe, (AnswerRows, GroupedAnswerRows), stream, splits.token_id(tokenizer, "eos"))
 
 
-def _measured(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def _log_probabilities(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return the answers' log-probabilities and their numbers of trained tokens, both (pairs, 2)."""
     lengths = (labels != IGNORE_INDEX).sum(dim=-1)
     return sequence_log_probabilities(logits, labels).view(-1, 2), lengths.view(-1, 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.nn import functional
@@ -23,7 +23,6 @@ from samecurve.tasks import splits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-    from transformers.utils import ModelOutput
 
     from samecurve.config.schema import Data, Recipe
     from samecurve.interfaces.engine import EvalResult
@@ -32,7 +31,7 @@ _DEPTH = 10  # cutoff of the mean reciprocal rank, as in the BEIR and MS MARCO b
 
 
 @dataclass
-class EmbedTask(splits.TextTask):
+class EmbedTask(splits.LoadedTask[RetrievalRows]):
     """InfoNCE loss over anchors, positives and hard negatives.
 
     The positives and negatives of all rows serve as negatives of every row. So a row's loss needs the embeddings of the
@@ -46,8 +45,8 @@ class EmbedTask(splits.TextTask):
     def head(self) -> Head:
         return Head("embedding", {"pad_token_id": self.tokenizer.pad_token_id})
 
-    def outputs(self, found: ModelOutput) -> Tensor:
-        return found.last_hidden_state
+    def outputs(self, output: Any) -> Tensor:
+        return output.last_hidden_state
 
     def features(self, states: Tensor, labels: Tensor, attention_mask: Tensor) -> Tensor:
         """Return embeddings of length 1, (rows, sequences per row * embedding size)."""
@@ -55,8 +54,9 @@ class EmbedTask(splits.TextTask):
         return functional.normalize(pooled, dim=-1).reshape(len(labels), -1)
 
     def context(self, features: Tensor) -> dict[str, Tensor]:
-        found = contrastive.info_nce_context(self._embeddings(features, self.train), self.recipe.embed.temperature)
-        return {"row_loss": found["row_loss"], "gradient": found["gradient"].flatten(1)}
+        embeddings = self._embeddings(features, self.train)
+        context = contrastive.info_nce_context(embeddings, self.recipe.embed.temperature)
+        return {"row_loss": context["row_loss"], "gradient": context["gradient"].flatten(1)}
 
     def loss(
         self, states: Tensor, labels: Tensor, attention_mask: Tensor, row_loss: Tensor, gradient: Tensor
@@ -68,21 +68,22 @@ class EmbedTask(splits.TextTask):
         return count_trained(labels)
 
     def metrics(self, result: EvalResult) -> dict[str, float]:
-        """Return the loss and the retrieval metrics of the held-out rows.
+        """Return the loss and the retrieval metrics of the validation rows.
 
         Returns:
             eval_loss: nats per row, computed on batches of global_batch_size rows in their order.
             eval_accuracy_at_k (k = 1, 5): fraction of anchors whose positive is among the k nearest of all distinct
-                held-out positives and negatives.
+                validation positives and negatives.
             eval_mrr_at_10: mean reciprocal rank of the positive among them; 0 for ranks above 10.
             eval_rows: number of rows.
         """
-        if result.tokens != len(self.held_out):
-            raise DataError(f"{result.tokens} held-out rows were evaluated, but the data hold {len(self.held_out)}")
-        embeddings = self._embeddings(result.features[: result.tokens], self.held_out)
+        if result.tokens != len(self.eval_rows):
+            raise DataError(f"{result.tokens} validation rows were evaluated, but the data have {len(self.eval_rows)}")
+        assert result.features is not None  # as the task has a `context`
+        embeddings = self._embeddings(result.features[: result.tokens], self.eval_rows)
         batch, temperature = self.recipe.batch.global_batch_size, self.recipe.embed.temperature
         loss = sum(contrastive.info_nce(rows, temperature).double().sum().item() for rows in embeddings.split(batch))
-        ranks = contrastive.ranks(embeddings, self.held_out.candidates()).double()
+        ranks = contrastive.ranks(embeddings, self.eval_rows.candidates()).double()
         return {
             "eval_loss": loss / result.tokens,
             "eval_accuracy_at_1": (ranks <= 1).double().mean().item(),
@@ -92,8 +93,7 @@ class EmbedTask(splits.TextTask):
         }
 
     def describe(self) -> dict[str, object]:
-        counted = {"sequences_per_row": self.train.num_sequences, "empty_rows": self.parts.empty_documents}
-        return {**self.parts.describe(), "vocabulary_size": self.vocabulary_size, **counted, **self.parts.counts}
+        return {**super().describe(), "sequences_per_row": self.train.num_sequences}
 
     def write_beside(self, directory: Path, config: PreTrainedConfig) -> None:
         """Write the files that sentence-transformers needs to load the export: modules, pooling, similarity."""
@@ -122,17 +122,18 @@ def load(recipe: Recipe) -> EmbedTask:
     """Load the task.
 
     Raises:
-        DataError: for a tokenizer without a padding token; see also `splits.load`.
+        DataError: for a tokenizer without a padding token; see also `splits.load_splits`.
     """
 
-    def find(data: Data) -> sources.DataSource:
-        return find_matches(data.path, data, sources.Selection.of(recipe, data))
+    def find_source(data: Data) -> sources.DataSource:
+        return find_matches(splits.path_of(data), data, sources.Selection.of(recipe, data))
 
-    text_tokenizer = tokenizer.padding(tokenizer.load_tokenizer(recipe, find))
+    text_tokenizer = tokenizer.padding(tokenizer.load_tokenizer(recipe, find_source))
     length = recipe.batch.sequence_length
 
     def make_rows(stream: token_store.TokenStream) -> RetrievalRows:
-        return splits.padded(recipe, (RetrievalRows, GroupedRetrievalRows), stream, text_tokenizer.pad_token_id)
+        kinds = RetrievalRows, GroupedRetrievalRows
+        return splits.padded_rows(recipe, kinds, stream, splits.token_id(text_tokenizer, "pad"))
 
     encoder = retrieval.MatchEncoder(text_tokenizer, length)
-    return EmbedTask(text_tokenizer, splits.load(recipe, encoder, find, make_rows), recipe)
+    return EmbedTask(text_tokenizer, splits.load_splits(recipe, encoder, find_source, make_rows), recipe)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 from samecurve.config.schema import Data, Recipe
 from samecurve.data import sources, token_store
@@ -13,6 +15,8 @@ from samecurve.data.encoder import Encoder
 from samecurve.errors import DataError
 from samecurve.storage.cache import cache_folder
 from samecurve.tasks import splits
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,7 @@ class WholeSource(sources.DataSource):
         return repr([member.identity for member in self.members])
 
     def check(self) -> None:
-        _together(member.check for member in self.members)
+        _call_all(member.check for member in self.members)
 
     def texts(self, document) -> list[str]:
         return self.members[0].texts(document)
@@ -36,84 +40,85 @@ class WholeSource(sources.DataSource):
             yield from member.documents()
 
 
-def find(recipe: Recipe, find_one: Callable[[Data], sources.DataSource]) -> sources.DataSource:
+def find_all_sources(recipe: Recipe, find_source: Callable[[Data], sources.DataSource]) -> sources.DataSource:
     """Return one source of all training documents. Raises one DataError that lists the problems of all sources."""
-    found = _together(lambda data=data: find_one(data) for data in recipe.data.sources())
-    if len(found) == 1:
-        return found[0]
-    files = tuple(file for source in found for file in source.files)
-    return WholeSource(recipe.data.name, files, members=tuple(found))
+    members = _call_all(partial(find_source, data) for data in recipe.data.sources())
+    if len(members) == 1:
+        return members[0]
+    files = tuple(file for source in members for file in source.files)
+    return WholeSource(recipe.data.name, files, members=tuple(members))
 
 
-def load(
+def load_mixture(
     recipe: Recipe,
     encoder: Encoder,
-    find_one: Callable[[Data], sources.DataSource],
+    find_source: Callable[[Data], sources.DataSource],
     make_rows: Callable[[token_store.TokenStream], Rows],
-) -> splits.Parts:
-    """Load the mixed training rows and the joined held-out rows.
+) -> splits.Splits[Rows]:
+    """Load the mixed training rows and the joined validation rows.
 
     Args:
         recipe: a recipe with data.mixture.
         encoder: turns a document into token ids.
-        find_one: returns the source of one `data` block.
+        find_source: returns the source of one `data` block.
         make_rows: cuts a token stream into rows.
 
     Raises:
-        DataError: as `splits.load`, with the problems of all sources together.
+        DataError: as `splits.load_splits`, with the problems of all sources together.
     """
     fraction, cache = sources.validation_fraction(recipe), cache_folder(recipe.data.cache_dir)
-
     origins: dict[str, list[str]] = {}
 
     def read(data: Data, validation_fraction: float = fraction, name: str = splits.ORIGIN) -> token_store.Corpus:
-        source = find_one(data)
+        source = find_source(data)
         if source.origin:
             origins.setdefault(name, []).append(source.origin)
         return token_store.load_corpus(source, encoder, validation_fraction, cache)
 
-    found = _together(lambda data=data: read(data) for data in recipe.data.sources())
-    train = MixedRows([make_rows(one.train) for one in found], [source.weight for source in recipe.data.mixture])
-    _check(train, found, recipe)
-    held_out = None
+    corpora = _call_all(partial(read, data) for data in recipe.data.sources())
+    weights = [source.weight for source in recipe.data.mixture or ()]
+    train = MixedRows([make_rows(corpus.train) for corpus in corpora], weights)
+    _check_sources(train, corpora, recipe)
+    validation = None
     if recipe.evaluation is not None:
-        held_out = make_rows(read(recipe.evaluation, 0.0, splits.EVALUATED).train)
+        validation = make_rows(read(recipe.evaluation, 0.0, splits.EVALUATED).train)
     elif fraction > 0:
-        held_out = JoinedRows([make_rows(one.held_out) for one in found])
-    counts = splits.added(one.counts for one in found) | {name: "; ".join(each) for name, each in origins.items()}
-    loaded = splits.Parts(train, held_out, sum(one.empty_documents for one in found), counts)
-    splits.check_held_out(loaded, recipe)
+        validation = JoinedRows([make_rows(corpus.held_out) for corpus in corpora])
+    counts = splits.add_counts(corpus.counts for corpus in corpora)
+    joined_origins = {name: "; ".join(each) for name, each in origins.items()}
+    num_empty = sum(corpus.empty_documents for corpus in corpora)
+    loaded = splits.Splits(train, validation, num_empty, {**counts, **joined_origins})
+    splits.check_validation(loaded, recipe)
     return loaded
 
 
-def describe(recipe: Recipe, loaded: splits.Parts) -> dict[str, dict[str, object]]:
+def describe_sources(recipe: Recipe, loaded: splits.Splits[Rows]) -> dict[str, object]:
     """Describe each source for the header and run.json.
 
     `epochs` is how often a run of recipe.steps steps reads each row of the source.
     """
     num_rows = recipe.steps * recipe.batch.global_batch_size
-    found = {}
-    for index, (source, rows, share) in enumerate(
-        zip(recipe.data.mixture, loaded.train.parts, loaded.train.shares, strict=True)
-    ):
-        found[f"source {index}"] = {
+    sources_of_rows = zip(recipe.data.mixture or (), loaded.train.parts, loaded.train.shares, strict=True)
+    return {
+        f"source {index}": {
             "path": source.path,
             "weight": share,
             **splits.describe_rows(rows),
             "epochs": num_rows * share / len(rows),
         }
-    return found
+        for index, (source, rows, share) in enumerate(sources_of_rows)
+    }
 
 
-def _check(train: MixedRows, found: list[token_store.Corpus], recipe: Recipe) -> None:
+def _check_sources(train: MixedRows, corpora: list[token_store.Corpus], recipe: Recipe) -> None:
     """Raise DataError if a step would read a row twice: too few rows of a source, or the same data in two sources."""
     batch, problems, known = recipe.batch, [], {}
-    for index, (source, rows) in enumerate(zip(recipe.data.mixture, train.parts, strict=True)):
+    for index, (source, rows) in enumerate(zip(recipe.data.mixture or (), train.parts, strict=True)):
         num_wanted = train.most_in_step(index, batch.global_batch_size)
         if len(rows) < num_wanted:
             fraction = sources.validation_fraction(recipe)
             usual = "; give more data, or lower its weight or batch.global_batch_size"
-            fix = splits.lost(rows, found[index], fraction) or usual
+            fix = splits.explain_lost_documents(rows, corpora[index], fraction) or usual
             problems.append(
                 f"data.mixture.{index}: {source.path}: {len(rows)} training rows of batch.sequence_length="
                 f"{batch.sequence_length} are fewer than the {num_wanted} that its weight takes of a global batch of "
@@ -122,14 +127,14 @@ def _check(train: MixedRows, found: list[token_store.Corpus], recipe: Recipe) ->
         first = known.setdefault(rows.fingerprint, index)
         if first != index:
             problems.append(
-                f"data.mixture.{index}: {source.path} holds what data.mixture.{first} holds; keep one of them, with "
-                "the sum of their weights"
+                f"data.mixture.{index}: {source.path} has the same data as data.mixture.{first}; keep one of "
+                "the two, with the sum of their weights"
             )
     if problems:
         raise DataError("\n".join(problems))
 
 
-def _together(calls: Iterable[Callable]) -> list:
+def _call_all(calls: Iterable[Callable[[], T]]) -> list[T]:
     """Return the results of all calls. Raises one DataError that lists the problems of all of them."""
     results, problems = [], []
     for call in calls:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from samecurve.data import sources, token_store, tokenizer
+from samecurve.data import token_store, tokenizer
 from samecurve.data.datasets.text import GroupedMaskedRows, MaskedRows, Masking
 from samecurve.data.encoder import vocabulary_size
 from samecurve.data.schemas import classification
@@ -18,12 +19,12 @@ from samecurve.models.hf_config import Head
 from samecurve.tasks import splits
 
 if TYPE_CHECKING:
-    from samecurve.config.schema import Data, Recipe
+    from samecurve.config.schema import Recipe
     from samecurve.interfaces.engine import EvalResult
 
 
 @dataclass
-class MaskedTask(splits.TextTask):
+class MaskedTask(splits.LoadedTask[MaskedRows]):
     by_token = True
 
     @property
@@ -39,9 +40,10 @@ class MaskedTask(splits.TextTask):
 
         eval_accuracy is the fraction of masked tokens that are predicted correctly.
         """
-        if result.tokens != self.held_out.num_targets:
+        if result.tokens != self.eval_rows.num_targets:
             raise DataError(
-                f"{result.tokens} hidden tokens were evaluated, but the held-out rows have {self.held_out.num_targets}"
+                f"{result.tokens} masked tokens were evaluated, but the validation rows have "
+                f"{self.eval_rows.num_targets}"
             )
         return {
             "eval_loss": result.loss,
@@ -50,34 +52,26 @@ class MaskedTask(splits.TextTask):
             "eval_tokens": result.tokens,
         }
 
-    def describe(self) -> dict[str, object]:
-        counted = {"vocabulary_size": self.vocabulary_size, "empty_documents": self.parts.empty_documents}
-        return {**self.parts.describe(), **counted, **self.parts.counts}
-
 
 def load(recipe: Recipe) -> MaskedTask:
     """Load the task.
 
     Raises:
-        DataError: for a tokenizer without a mask token or without a padding token; see also `splits.load`.
+        DataError: for a tokenizer without a mask token or without a padding token; see also `splits.load_splits`.
     """
-
-    def find(data: Data) -> sources.DataSource:
-        return sources.find_source(data.path, data.pattern, data.text_column, sources.Selection.of(recipe, data))
-
-    text_tokenizer = tokenizer.padding(tokenizer.load_tokenizer(recipe, find))
+    find_source = partial(splits.find_text, recipe)
+    text_tokenizer = tokenizer.padding(tokenizer.load_tokenizer(recipe, find_source))
     if text_tokenizer.mask_token_id is None:
         raise DataError(
-            f"{text_tokenizer.name_or_path}: has no mask_token; use an encoder's tokenizer, or name one in "
-            "tokenizer_config.json"
+            f"{text_tokenizer.name_or_path}: the tokenizer has no mask_token; use an encoder's tokenizer, or "
+            "name one of its tokens in tokenizer_config.json"
         )
     special = tuple(text_tokenizer.all_special_ids)
-    masking = Masking(text_tokenizer.mask_token_id, vocabulary_size(text_tokenizer), special)
+    masking = Masking(splits.token_id(text_tokenizer, "mask"), vocabulary_size(text_tokenizer), special)
 
     def make_rows(stream: token_store.TokenStream) -> MaskedRows:
         kinds = MaskedRows, GroupedMaskedRows
-        return splits.padded(recipe, kinds, stream, text_tokenizer.pad_token_id, masking)
+        return splits.padded_rows(recipe, kinds, stream, splits.token_id(text_tokenizer, "pad"), masking)
 
-    return MaskedTask(
-        text_tokenizer, splits.load(recipe, classification.WholeTextEncoder(text_tokenizer), find, make_rows)
-    )
+    encoder = classification.WholeTextEncoder(text_tokenizer)
+    return MaskedTask(text_tokenizer, splits.load_splits(recipe, encoder, find_source, make_rows))

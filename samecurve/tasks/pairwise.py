@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,9 +24,11 @@ if TYPE_CHECKING:
     from samecurve.config.schema import Data, Recipe
     from samecurve.interfaces.engine import EvalResult, StepResult
 
+PairsType = TypeVar("PairsType", bound=PairRows, covariant=True)
+
 
 @dataclass
-class PairTask(splits.TextTask):
+class PairTask(splits.LoadedTask[PairsType], Generic[PairsType]):
     """Task whose rows are pairs of a chosen and a rejected answer to one prompt."""
 
     counts = "pairs"
@@ -45,10 +47,10 @@ class PairTask(splits.TextTask):
 
     def statistics(self, logits: Tensor, labels: Tensor, **targets: Tensor) -> Tensor:
         """Return (3,): sum of chosen rewards, sum of rejected rewards, number of pairs with chosen above rejected."""
-        return summed(self.rewards(logits, labels, **targets)[self.counted(labels)])
+        return reward_sums(self.rewards(logits, labels, **targets)[self.counted(labels)])
 
     def metrics(self, result: EvalResult) -> dict[str, float]:
-        """Return the loss and the reward metrics of the held-out pairs.
+        """Return the loss and the reward metrics of the validation pairs.
 
         Returns:
             eval_loss: nats per pair.
@@ -56,21 +58,21 @@ class PairTask(splits.TextTask):
             eval_rewards_chosen, eval_rewards_rejected, eval_margin: mean rewards, and their mean difference.
             eval_pairs: number of pairs.
         """
-        if result.tokens != len(self.held_out):
-            raise DataError(f"{result.tokens} held-out pairs were evaluated, but the data hold {len(self.held_out)}")
-        found = {f"eval_{name}": value for name, value in _means(result.statistics, result.tokens).items()}
-        return {"eval_loss": result.loss, **found, "eval_pairs": result.tokens}
+        if result.tokens != len(self.eval_rows):
+            raise DataError(f"{result.tokens} validation pairs were evaluated, but the data have {len(self.eval_rows)}")
+        means = {f"eval_{name}": value for name, value in _reward_means(result.statistics, result.tokens).items()}
+        return {"eval_loss": result.loss, **means, "eval_pairs": result.tokens}
 
     def step_metrics(self, result: StepResult) -> dict[str, float | None]:
         """Return the same reward metrics for the step's pairs, under the weights before the step's update."""
-        return _means(result.statistics or [math.nan] * self.num_step_statistics, max(result.tokens, 1))
+        sums = result.statistics or [math.nan] * self.num_step_statistics
+        return {**_reward_means(sums, max(result.tokens, 1))}
 
     def describe(self) -> dict[str, object]:
-        counted = {"vocabulary_size": self.vocabulary_size, "empty_documents": self.parts.empty_documents}
-        return {**self.parts.describe(), "sequences_per_row": 2, **counted, **self.parts.counts}
+        return {**super().describe(), "sequences_per_row": 2}
 
 
-def _means(statistics: Sequence[float], num_pairs: int) -> dict[str, float]:
+def _reward_means(statistics: Sequence[float], num_pairs: int) -> dict[str, float]:
     chosen, rejected, right = (total / num_pairs for total in statistics)
     return {
         "rewards_chosen": chosen,
@@ -80,16 +82,16 @@ def _means(statistics: Sequence[float], num_pairs: int) -> dict[str, float]:
     }
 
 
-def summed(rewards: Tensor) -> Tensor:
+def reward_sums(rewards: Tensor) -> Tensor:
     """Reduce rewards (pairs, 2) to the sums of `PairTask.statistics`, (3,) fp64."""
     return torch.cat([rewards.double().sum(dim=0), (rewards[:, 0] > rewards[:, 1]).sum().reshape(1)])
 
 
-def load(
+def load_pairs(
     recipe: Recipe,
-    make_rows: Callable[[Recipe, token_store.TokenStream, PreTrainedTokenizerFast], PairRows],
+    make_rows: Callable[[Recipe, token_store.TokenStream, PreTrainedTokenizerFast], PairsType],
     pads: bool = False,
-) -> tuple[PreTrainedTokenizerFast, splits.Parts]:
+) -> tuple[PreTrainedTokenizerFast, splits.Splits[PairsType]]:
     """Load the tokenizer and the rows of a task on preference pairs.
 
     Args:
@@ -99,15 +101,17 @@ def load(
 
     Raises:
         DataError: for a tokenizer without a chat template, or without a padding token if one is needed; see also
-            `splits.load`.
+            `splits.load_splits`.
     """
     schema = preference.PairSchema.of(recipe.data)
 
-    def find(data: Data) -> sources.DataSource:
-        return find_pairs(data.path, data.pattern, schema, sources.Selection.of(recipe, data))
+    def find_source(data: Data) -> sources.DataSource:
+        return find_pairs(splits.path_of(data), data.pattern, schema, sources.Selection.of(recipe, data))
 
-    found = tokenizer.load_tokenizer(recipe, find)
+    chat_tokenizer = tokenizer.load_tokenizer(recipe, find_source)
     if pads:
-        tokenizer.padding(found)
-    encoder = preference.PairEncoder(found, schema, recipe.data.train_on)
-    return found, splits.load(recipe, encoder, find, lambda stream: make_rows(recipe, stream, found))
+        tokenizer.padding(chat_tokenizer)
+    encoder = preference.PairEncoder(chat_tokenizer, schema, recipe.data.train_on)
+    return chat_tokenizer, splits.load_splits(
+        recipe, encoder, find_source, lambda stream: make_rows(recipe, stream, chat_tokenizer)
+    )

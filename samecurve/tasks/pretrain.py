@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
-from samecurve.data import sources, token_store
+from samecurve.data import token_store
 from samecurve.data.datasets.base import DocumentRows, PackedRows
-from samecurve.tasks import causal_lm
+from samecurve.tasks import causal_lm, splits
 
 if TYPE_CHECKING:
-    from samecurve.config.schema import Data, Recipe
+    from samecurve.config.schema import Recipe
 
 
 def load(recipe: Recipe) -> causal_lm.CausalTask:
-    """Load the task. Raises as `causal_lm.load` does."""
-
-    def find(data: Data) -> sources.DataSource:
-        return sources.find_source(data.path, data.pattern, data.text_column, sources.Selection.of(recipe, data))
-
-    text_tokenizer = causal_lm.load_tokenizer(recipe, find)
+    """Load the task. Raises as `causal_lm.load_causal_task` does."""
+    find_source = partial(splits.find_text, recipe)
+    text_tokenizer = causal_lm.load_tokenizer(recipe, find_source)
 
     def make_rows(stream: token_store.TokenStream) -> PackedRows | DocumentRows:
+        padding_token = splits.token_id(text_tokenizer, "eos")
         if not recipe.data.packing:
-            return causal_lm.document_rows(recipe, stream, text_tokenizer.eos_token_id)
-        return PackedRows(stream, recipe.batch.sequence_length, text_tokenizer.eos_token_id)
+            return causal_lm.document_rows(recipe, stream, padding_token)
+        return PackedRows(stream, recipe.batch.sequence_length, padding_token)
 
-    return causal_lm.load(recipe, text_tokenizer, token_store.DocumentEncoder(text_tokenizer), find, make_rows)
+    encoder = token_store.DocumentEncoder(text_tokenizer)
+    return causal_lm.load_causal_task(recipe, text_tokenizer, encoder, find_source, make_rows)

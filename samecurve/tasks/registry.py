@@ -18,7 +18,7 @@ def load(recipe: Recipe) -> Task:
     return import_module(f".{recipe.task}", __package__).load(recipe)
 
 
-def load_together(recipe: Recipe, world: ControlGroup) -> Task:
+def load_on_all_ranks(recipe: Recipe, world: ControlGroup) -> Task:
     """Load the same task on every rank. Collective: every rank calls it.
 
     Raises:
@@ -37,13 +37,13 @@ def load_together(recipe: Recipe, world: ControlGroup) -> Task:
         raise verdict
     task = task or load(recipe)
     fingerprints = world.all_gather_object(
-        [None if rows is None else rows.fingerprint for rows in (task.train, task.held_out)]
+        [None if rows is None else rows.fingerprint for rows in (task.train, task.validation)]
     )
-    others = [rank for rank, found in enumerate(fingerprints) if found != fingerprints[0]]
+    others = [rank for rank, theirs in enumerate(fingerprints) if theirs != fingerprints[0]]
     if others:
         shown = ", ".join(map(str, others[:8])) + (", ..." if len(others) > 8 else "")
         raise DataError(
-            f"{recipe.data.name}: the data or the tokenizer of rank {shown} are not those of rank 0; copy the same "
-            "files to every machine"
+            f"{recipe.data.name}: the data or the tokenizer of rank {shown} differ from those of rank 0; copy the "
+            "same files to every machine"
         )
     return task

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class RewardTask(pairwise.PairTask):
+class RewardTask(pairwise.PairTask[ScoredRows]):
     """Bradley-Terry loss on the scores of the chosen and the rejected answer."""
 
     settings: Reward
@@ -32,7 +32,7 @@ class RewardTask(pairwise.PairTask):
         return Head("sequence_classification", {"num_labels": 1, "pad_token_id": self.tokenizer.pad_token_id})
 
     def describe(self) -> dict[str, object]:
-        early = sum(rows.num_ended_by_padding for rows in (self.train, self.held_out) if rows is not None)
+        early = sum(rows.num_ended_by_padding for rows in (self.train, self.validation) if rows is not None)
         return {**super().describe(), "scores_read_before_the_last_token": early}
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -58,9 +58,9 @@ class RewardTask(pairwise.PairTask):
 
 
 def load(recipe: Recipe) -> RewardTask:
-    """Load the task. Raises as `pairwise.load` does."""
-    return RewardTask(*pairwise.load(recipe, _rows, pads=True), recipe.reward)
+    """Load the task. Raises as `pairwise.load_pairs` does."""
+    return RewardTask(*pairwise.load_pairs(recipe, _rows, pads=True), recipe.reward)
 
 
 def _rows(recipe: Recipe, stream: TokenStream, tokenizer: PreTrainedTokenizerFast) -> ScoredRows:
-    return splits.padded(recipe, (ScoredRows, GroupedScoredRows), stream, tokenizer.pad_token_id)
+    return splits.padded_rows(recipe, (ScoredRows, GroupedScoredRows), stream, splits.token_id(tokenizer, "pad"))

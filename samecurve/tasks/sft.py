@@ -8,7 +8,7 @@ from samecurve.data import chat_encoder, sources, token_store
 from samecurve.data.datasets.base import PackedSampleRows, SampleRows
 from samecurve.data.find import find_conversations
 from samecurve.data.schemas import conversation
-from samecurve.tasks import causal_lm
+from samecurve.tasks import causal_lm, splits
 
 if TYPE_CHECKING:
     from samecurve.config.schema import Data, Recipe
@@ -18,21 +18,23 @@ def load(recipe: Recipe) -> causal_lm.CausalTask:
     """Load the task.
 
     Raises:
-        DataError: for a tokenizer without a chat template; see also `causal_lm.load`.
+        DataError: for a tokenizer without a chat template; see also `causal_lm.load_causal_task`.
     """
     schema = conversation.ChatSchema.of(recipe.data)
 
-    def find(data: Data) -> sources.DataSource:
+    def find_source(data: Data) -> sources.DataSource:
         own_schema = conversation.ChatSchema.of(data)
-        return find_conversations(data.path, data.pattern, own_schema, sources.Selection.of(recipe, data))
+        return find_conversations(splits.path_of(data), data.pattern, own_schema, sources.Selection.of(recipe, data))
 
-    chat_tokenizer = causal_lm.load_tokenizer(recipe, find)
+    chat_tokenizer = causal_lm.load_tokenizer(recipe, find_source)
 
     def make_rows(stream: token_store.TokenStream) -> SampleRows:
+        padding_token = splits.token_id(chat_tokenizer, "eos")
         if not recipe.data.packing:
-            return causal_lm.document_rows(recipe, stream, chat_tokenizer.eos_token_id)
-        return PackedSampleRows(stream, recipe.batch.sequence_length, chat_tokenizer.eos_token_id)
+            return causal_lm.document_rows(recipe, stream, padding_token)
+        return PackedSampleRows(stream, recipe.batch.sequence_length, padding_token)
 
-    task = causal_lm.load(recipe, chat_tokenizer, chat_encoder.encoder(chat_tokenizer, schema), find, make_rows)
+    encoder = chat_encoder.encoder(chat_tokenizer, schema)
+    task = causal_lm.load_causal_task(recipe, chat_tokenizer, encoder, find_source, make_rows)
     task.details = {"train_on": recipe.data.train_on, **task.details}
     return task

@@ -1,15 +1,15 @@
-"""Training and held-out rows of a task: loading, checking, describing."""
+"""Training and validation rows of a task: loading, checking, describing."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 from samecurve.config.schema import Data, Recipe
 from samecurve.data import sources, token_store, tokenizer
-from samecurve.data.datasets.base import LengthGroups, Rows, SampleRows
+from samecurve.data.datasets.base import Rows, SampleRows
 from samecurve.data.datasets.preference import PairRows
 from samecurve.data.datasets.streaming import StreamRows
 from samecurve.data.encoder import Encoder, vocabulary_size
@@ -21,49 +21,57 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-# Keys of Parts.counts that name the origin of the training and of the evaluation data.
+RowsType = TypeVar("RowsType", bound=Rows, covariant=True)
+# Keys of Splits.counts that name the origin of the training and of the evaluation data.
 ORIGIN, EVALUATED = "hub", "evaluated_on"
 
 
 @dataclass(frozen=True)
-class Parts:
-    """Training and held-out rows of a task.
+class Splits(Generic[RowsType]):
+    """Training and validation rows of a task.
 
     Attributes:
         train: training rows.
-        held_out: held-out rows; None when the recipe holds nothing out.
+        validation: validation rows; None if the recipe has none.
         empty_documents: number of documents that were dropped because they hold no token.
         counts: the encoder's counts by name; for data of the hub also the origin (split and commit).
     """
 
-    train: Rows
-    held_out: Rows | None
+    train: RowsType
+    validation: RowsType | None
     empty_documents: int
-    counts: dict[str, int | str]
+    counts: Mapping[str, int | str]
 
     def describe(self) -> dict[str, dict[str, int]]:
-        parts = {"train": self.train, "held_out": self.held_out}
-        return {name: describe_rows(rows) for name, rows in parts.items() if rows is not None}
+        # The keys are those of run.json, which reports read.
+        splits = {"train": self.train, "held_out": self.validation}
+        return {name: describe_rows(rows) for name, rows in splits.items() if rows is not None}
 
 
 @dataclass
-class TextTask(Task):
-    """Base of the tasks that train on separate texts, not on a causal language model's token stream."""
+class LoadedTask(Task, Generic[RowsType]):
+    """Base of the tasks: the tokenizer and the rows."""
 
     tokenizer: PreTrainedTokenizerFast
-    parts: Parts
+    splits: Splits[RowsType]
 
     @property
-    def train(self) -> Rows:
-        return self.parts.train
+    def train(self) -> RowsType:
+        return self.splits.train
 
     @property
-    def held_out(self) -> Rows | None:
-        return self.parts.held_out
+    def validation(self) -> RowsType | None:
+        return self.splits.validation
+
+    @property
+    def eval_rows(self) -> RowsType:
+        """The validation rows, for `metrics`, which is called only where there are some."""
+        assert self.splits.validation is not None
+        return self.splits.validation
 
     @property
     def origin(self) -> str:
-        return self.parts.counts.get(ORIGIN, "")
+        return str(self.splits.counts.get(ORIGIN, ""))
 
     @property
     def vocabulary_size(self) -> int:
@@ -73,49 +81,79 @@ class TextTask(Task):
     def special_tokens(self) -> dict[str, int]:
         return tokenizer.special_ids(self.tokenizer)
 
+    def describe(self) -> dict[str, object]:
+        counted = {"vocabulary_size": self.vocabulary_size, "empty_documents": self.splits.empty_documents}
+        return {**self.splits.describe(), **counted, **self.splits.counts}
 
-def load(
+
+def load_splits(
     recipe: Recipe,
     encoder: Encoder,
-    find: Callable[[Data], sources.DataSource],
-    make_rows: Callable[[token_store.TokenStream], Rows],
-) -> Parts:
-    """Load the training and the held-out rows of one data set.
+    find_source: Callable[[Data], sources.DataSource],
+    make_rows: Callable[[token_store.TokenStream], RowsType],
+) -> Splits[RowsType]:
+    """Load the training and the validation rows of one data set.
 
     Args:
         recipe: the whole recipe.
         encoder: turns a document into token ids.
-        find: returns the source of one `data` block.
+        find_source: returns the source of one `data` block.
         make_rows: cuts a token stream into rows.
 
     Raises:
-        DataError: for unusable data, for fewer rows than one global batch, for an empty held-out part.
+        DataError: for unusable data, for fewer rows than one global batch, for an empty validation split.
     """
-
     origins: dict[str, str] = {}
 
     def read(data: Data, validation_fraction: float, name: str) -> token_store.Corpus:
-        source = find(data)
-        origins.update({name: source.origin} if source.origin else {})
+        source = find_source(data)
+        if source.origin:
+            origins[name] = source.origin
         return token_store.load_corpus(source, encoder, validation_fraction, cache_folder(recipe.data.cache_dir))
 
     fraction = sources.validation_fraction(recipe)
     training = read(recipe.data, fraction, ORIGIN)
-    held_out = None
+    validation = None
     if recipe.evaluation is not None:
-        held_out = make_rows(read(recipe.evaluation, 0.0, EVALUATED).train)
+        validation = make_rows(read(recipe.evaluation, 0.0, EVALUATED).train)
     elif fraction > 0:
-        held_out = make_rows(training.held_out)
-    parts = Parts(make_rows(training.train), held_out, training.empty_documents, training.counts | origins)
-    if len(parts.train) < recipe.batch.global_batch_size:
-        raise _too_few(parts.train, training, recipe)
-    check_held_out(parts, recipe)
-    return parts
+        validation = make_rows(training.held_out)
+    splits = Splits(make_rows(training.train), validation, training.empty_documents, training.counts | origins)
+    num_wanted, length = recipe.batch.global_batch_size, recipe.batch.sequence_length
+    if len(splits.train) < num_wanted:
+        fix = explain_lost_documents(splits.train, training, fraction)
+        raise DataError(
+            f"{recipe.data.path}: {len(splits.train)} training rows of batch.sequence_length={length} are fewer than "
+            f"batch.global_batch_size={num_wanted}{fix or '; give more data, or lower one of the two'}"
+        )
+    check_validation(splits, recipe)
+    return splits
 
 
-def padded(
-    recipe: Recipe, kinds: tuple[type[Rows], type[LengthGroups]], stream: token_store.TokenStream, *arguments: object
-) -> Rows:
+def find_text(recipe: Recipe, data: Data) -> sources.DataSource:
+    """Find the plain documents of one `data` block. Raises as `sources.find_source` does."""
+    return sources.find_source(path_of(data), data.pattern, data.text_column, sources.Selection.of(recipe, data))
+
+
+def path_of(data: Data) -> str:
+    """Return the path of one `data` block."""
+    assert data.path is not None  # it is null only where data.mixture is given, and its sources have one each
+    return data.path
+
+
+def token_id(text_tokenizer: PreTrainedTokenizerFast, name: Literal["eos", "pad", "mask"]) -> int:
+    """Return the id of a special token. The encoder, or the task, has checked that the tokenizer has it."""
+    found = getattr(text_tokenizer, f"{name}_token_id")
+    assert isinstance(found, int), name
+    return found
+
+
+def padded_rows(
+    recipe: Recipe,
+    kinds: tuple[Callable[..., RowsType], Callable[..., RowsType]],
+    stream: token_store.TokenStream,
+    *arguments: object,
+) -> RowsType:
     """Return padded rows, grouped by length if the recipe sets data.group_by_length.
 
     Args:
@@ -125,29 +163,19 @@ def padded(
         arguments: further arguments of both classes, the padding token first.
     """
     plain, grouped = kinds
-    given = (stream, recipe.batch.sequence_length, *arguments)
-    if recipe.data.group_by_length:
-        return grouped(*given, global_batch_size=recipe.batch.global_batch_size)
-    return plain(*given)
+    if not recipe.data.group_by_length:
+        return plain(stream, recipe.batch.sequence_length, *arguments)
+    return grouped(stream, recipe.batch.sequence_length, *arguments, global_batch_size=recipe.batch.global_batch_size)
 
 
-def _too_few(rows: Rows, training: token_store.Corpus, recipe: Recipe) -> DataError:
-    wanted, length = recipe.batch.global_batch_size, recipe.batch.sequence_length
-    fix = lost(rows, training, sources.validation_fraction(recipe)) or "; give more data, or lower one of the two"
-    return DataError(
-        f"{recipe.data.path}: {len(rows)} training rows of batch.sequence_length={length} are fewer than "
-        f"batch.global_batch_size={wanted}{fix}"
-    )
-
-
-def lost(rows: Rows, training: token_store.Corpus, validation_fraction: float) -> str:
+def explain_lost_documents(rows: Rows, training: token_store.Corpus, validation_fraction: float) -> str:
     """Explain too few rows, for a message: how many documents are missing, why, and what to do; "" if none is."""
-    counts, num_held_out = _describe(rows), len(training.held_out.offsets) - 1
+    counts, num_held_out = _counts_of(rows), len(training.held_out.offsets) - 1
     total = counts["documents"] + training.empty_documents + num_held_out
     reasons, fixes = [], []
     if counts.get("dropped_documents"):
         reasons.append(
-            f"{counts['dropped_documents']} of {total} documents dropped: nothing trained is left of them within "
+            f"{counts['dropped_documents']} of {total} documents dropped: no trained token of them is within "
             f"batch.sequence_length={rows.sequence_length}"
         )
         fixes.append("raise it")
@@ -164,29 +192,29 @@ def lost(rows: Rows, training: token_store.Corpus, validation_fraction: float) -
     return f" ({'; '.join(reasons)}); {', or '.join(fixes)}"
 
 
-def check_held_out(parts: Parts, recipe: Recipe) -> None:
-    """Raise DataError if a part is held out but has no row."""
-    if parts.held_out is None or len(parts.held_out):
+def check_validation(splits: Splits, recipe: Recipe) -> None:
+    """Raise DataError for a validation split without rows."""
+    if splits.validation is None or len(splits.validation):
         return
     if recipe.evaluation is not None:
         raise DataError(
-            f"{recipe.evaluation.path}: holds no row to evaluate on: all its documents are empty, or nothing of them "
-            f"is left within batch.sequence_length={recipe.batch.sequence_length}; correct evaluate.path"
+            f"{recipe.evaluation.path}: there are no rows to evaluate on: all documents are empty, or have no trained "
+            f"token within batch.sequence_length={recipe.batch.sequence_length}; correct evaluate.path"
         )
-    num_documents = describe_rows(parts.train)["documents"]
+    num_documents = describe_rows(splits.train)["documents"]
     raise DataError(
         f"{recipe.data.name}: no document is held out (data.validation_fraction={recipe.data.validation_fraction:g} of "
-        f"{num_documents} documents, each kept whole); raise the fraction, or set evaluate.path to a file of its own, "
-        "or hold nothing out (data.validation_fraction=0 evaluate.every_steps=0)"
+        f"{num_documents} documents, each kept whole); raise the fraction, or set evaluate.path to a separate file, "
+        "or train without validation (data.validation_fraction=0 evaluate.every_steps=0)"
     )
 
 
 def describe_rows(rows: Rows) -> dict[str, int]:
     """Return counts of rows, documents and tokens by name; for a mixture summed over its sources."""
-    return added(_describe(part) for part in rows.parts)
+    return add_counts(_counts_of(part) for part in rows.parts)
 
 
-def added(counts: Iterable[dict[str, int]]) -> dict[str, int]:
+def add_counts(counts: Iterable[dict[str, int]]) -> dict[str, int]:
     """Add up counts name by name."""
     total: Counter[str] = Counter()
     for part in counts:
@@ -194,7 +222,7 @@ def added(counts: Iterable[dict[str, int]]) -> dict[str, int]:
     return dict(total)
 
 
-def _describe(rows: Rows) -> dict[str, int]:
+def _counts_of(rows: Rows) -> dict[str, int]:
     if isinstance(rows, StreamRows):
         return rows.facts
     counts = {"rows": len(rows), "documents": len(rows.stream.offsets) - 1, "tokens": len(rows.stream.tokens)}

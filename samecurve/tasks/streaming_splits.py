@@ -22,25 +22,26 @@ from samecurve.storage.cache import cache_folder, digest
 from samecurve.tasks import splits
 
 
-def load(recipe: Recipe, encoder: Encoder, make_rows: Callable[[token_store.TokenStream], Rows]) -> splits.Parts:
-    """Load the streamed training rows and the held-out rows. Raises DataError for unusable data.
+def load_stream(
+    recipe: Recipe, encoder: Encoder, make_rows: Callable[[token_store.TokenStream], Rows]
+) -> splits.Splits[Rows]:
+    """Load the streamed training rows and the validation rows. Raises DataError for unusable data.
 
     Documents are held out by their content. Those of the first block are evaluated on; those of later blocks are
     neither trained nor evaluated on.
     """
     data, fraction = recipe.data, sources.validation_fraction(recipe)
-    files = stream_files.find_stream_files(
-        data.path, data.pattern, data.text_column, sources.Selection.of(recipe, data)
-    )
+    path, selection = splits.path_of(data), sources.Selection.of(recipe, data)
+    files = stream_files.find_stream_files(path, data.pattern, data.text_column, selection)
     buffer_bytes = data.shuffle_buffer_mib * 2**20
     pieces = stream_pieces.cut_into_chunks(files, buffer_bytes)
     if not pieces:
-        raise DataError(f"{data.path}: its files are empty; correct data.path or data.pattern")
+        raise DataError(f"{path}: the files are empty; correct data.path or data.pattern")
     blocks = stream_pieces.ShuffleBlocks(pieces, buffer_bytes, recipe.seed)
     folder = _Folder(recipe)
 
     def read(block: int) -> token_store.Corpus:
-        source = stream_pieces.ChunkSource(data.path, (), data.text_column, blocks[block])
+        source = stream_pieces.ChunkSource(path, (), data.text_column, blocks[block])
         key = digest(data.text_column, fraction, encoder.identity, *map(astuple, source.pieces))
         return token_store.load_corpus_into(folder.of(block, key), key, source, encoder, fraction)
 
@@ -56,17 +57,17 @@ def load(recipe: Recipe, encoder: Encoder, make_rows: Callable[[token_store.Toke
         "first_block_tokens": len(first.train.tokens),
     }
     train = StreamRows(lambda block: make_rows(read(block).train), folder.drop, blocks.per_epoch, fingerprint, facts)
-    held_out = None
+    validation = None
     if recipe.evaluation is not None:
-        held_out = make_rows(_evaluated(recipe, recipe.evaluation, encoder).train)
+        validation = make_rows(_load_evaluation(recipe, recipe.evaluation, encoder).train)
     elif fraction > 0:
-        held_out = make_rows(first.held_out)
-    loaded = splits.Parts(train, held_out, first.empty_documents, _origin(data, files))
+        validation = make_rows(first.held_out)
+    loaded = splits.Splits(train, validation, first.empty_documents, _origin(data, files))
     if recipe.evaluation is not None:
-        splits.check_held_out(loaded, recipe)
-    elif held_out is not None and not len(held_out):
+        splits.check_validation(loaded, recipe)
+    elif validation is not None and not len(validation):
         raise DataError(
-            f"{data.path}: no document is held out (data.validation_fraction={fraction:g} of the "
+            f"{path}: no document is held out (data.validation_fraction={fraction:g} of the "
             f"{len(first.train.offsets) - 1} documents of the first block); raise it, or data.shuffle_buffer_mib, or "
             "set evaluate.path"
         )
@@ -74,29 +75,29 @@ def load(recipe: Recipe, encoder: Encoder, make_rows: Callable[[token_store.Toke
 
 
 def _origin(data: Data, files: tuple[stream_files.StreamFile, ...]) -> dict[str, str]:
-    """Return the origin of a split of the hub, as in `splits.Parts.counts`; {} for other data."""
+    """Return the origin of a split of the hub, as in `splits.Splits.counts`; {} for other data."""
     if not files[0].name.startswith("hf://") or "@" not in files[0].relative:
         return {}
     name, commit = "/".join(files[0].relative.split("/")[:2]).split("@")
     return {splits.ORIGIN: f"{name}, config {data.config or 'default'}, split {data.split}, commit {commit}"}
 
 
-def _evaluated(recipe: Recipe, data: Data, encoder: Encoder) -> token_store.Corpus:
+def _load_evaluation(recipe: Recipe, data: Data, encoder: Encoder) -> token_store.Corpus:
     """Tokenise all of the evaluation data."""
-    cache, selection = cache_folder(data.cache_dir), sources.Selection.of(recipe, data)
-    if address(data.path) is None:
-        source = sources.find_source(data.path, data.pattern, data.text_column, selection)
-        return token_store.load_corpus(source, encoder, 0.0, cache)
+    cache, path = cache_folder(data.cache_dir), splits.path_of(data)
+    if address(path) is None:
+        return token_store.load_corpus(splits.find_text(recipe, data), encoder, 0.0, cache)
     # Of a data set of the hub only the split's files are read, instead of downloading all of the data set first.
-    files = stream_files.find_stream_files(data.path, data.pattern, data.text_column, selection)
+    selection = sources.Selection.of(recipe, data)
+    files = stream_files.find_stream_files(path, data.pattern, data.text_column, selection)
     pieces = tuple(stream_pieces.cut_into_chunks(files, data.shuffle_buffer_mib * 2**20))
-    source = stream_pieces.ChunkSource(data.path, (), data.text_column, pieces)
+    source = stream_pieces.ChunkSource(path, (), data.text_column, pieces)
     key = digest("evaluated", data.text_column, encoder.identity, *map(astuple, pieces))
     return token_store.load_corpus_into(cache / "tokens" / key, key, source, encoder, 0.0)
 
 
 class _Folder:
-    """Folder of a run's tokenised blocks: the first one, for the held-out rows, and those near the current position.
+    """Folder of a run's tokenised blocks: the first one, for the validation rows, and those near the current position.
 
     Each run has its own folder, because it deletes blocks that it no longer needs. The first process of each machine
     deletes them.

@@ -1,4 +1,4 @@
-"""Evaluation on the held-out rows, during and after training."""
+"""Evaluation on the validation rows, during and after training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Evaluation:
-    """Evaluation of all held-out rows. Each source of a mixture is evaluated separately for a loss per source."""
+    """Evaluation of all validation rows. Each source of a mixture is evaluated separately for a loss per source."""
 
     def __init__(
         self, rows: Rows, micro_batch_size: int, shard: tuple[int, int], alive: Callable[[], None] = lambda: None

@@ -16,6 +16,7 @@ from samecurve.engines import factory
 from samecurve.errors import NothingToDo, NumericError, Preempted
 from samecurve.export.hf_export import export
 from samecurve.export.model_card import Made, write_card
+from samecurve.interfaces.task import InitialState
 from samecurve.metrics.console import Progress
 from samecurve.metrics.data_wait import WaitAdvice
 from samecurve.metrics.meter import Meter
@@ -59,7 +60,7 @@ def build_model(plan: Plan, world: ControlGroup) -> Built:
         ConfigurationError: the model does not support the recipe.
     """
     recipe = plan.recipe
-    task = registry.load_together(recipe, world)
+    task = registry.load_on_all_ranks(recipe, world)
     skeleton = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
     check_packing(skeleton.config.model_type, recipe.data.packing)
     liger.check_family(recipe.model.kernels, skeleton.config.model_type)
@@ -88,7 +89,7 @@ class Session:
         found = self._find_checkpoint(built.identity)
         self.engine = factory.build(accelerator, plan, self.skeleton, self.task)
         watch.phase("prepare")
-        self.task.prepare(self.engine, self.recipe, self.skeleton, self.world, watch.progress)
+        self.task.prepare(InitialState(self.engine, self.recipe, self.skeleton, self.world, watch.progress))
         watch.phase("load")
         self.start = self.checkpoints.load(found, self.engine) if found else TrainProgress()
         run.begin(self.start.step, self.start.record, watch.local_progress)
@@ -121,7 +122,7 @@ class Session:
         return found
 
     def _open_data(self) -> None:
-        """Open the training rows at this session's first step, and the held-out rows."""
+        """Open the training rows at this session's first step, and the validation rows."""
         shard, batch = self.engine.shard, self.recipe.batch
         self.batches = StepBatches(
             self.task.train,
@@ -134,9 +135,9 @@ class Session:
             self.start.anchor,
             self.recipe.data.num_workers,
         )
-        self.held_out = None
-        if self.task.held_out is not None:
-            self.held_out = Evaluation(self.task.held_out, batch.micro_batch_size, shard, self.watch.progress)
+        self.validation = None
+        if self.task.validation is not None:
+            self.validation = Evaluation(self.task.validation, batch.micro_batch_size, shard, self.watch.progress)
 
     def _open_records(self) -> None:
         """Create the objects that measure and check each step."""
@@ -243,11 +244,11 @@ class Session:
         described |= {"num_fp8_modules": fp8.count(self.skeleton, self.recipe.fp8)}
         facts = run_facts(self.plan, described, self.task.describe(), factory.device_name(self.accelerator))
         facts |= {"flops": self.meter.flops, "counts": self.task.counts}
-        device = self.accelerator.device
-        slow = matmul_speed.warning(self.recipe, self.skeleton, device) if self.accelerator.is_main_process else ""
-        facts |= {"precision_warning": slow or None}
+        if self.accelerator.is_main_process:
+            warning = matmul_speed.precision_warning(self.recipe, self.skeleton, self.accelerator.device)
+            facts |= {"precision_warning": warning or None}
         facts |= {"resumed_from": found and str(found), "start_step": self.start.step}
-        parts = {"train": self.task.train, "held_out": self.task.held_out}
+        parts = {"train": self.task.train, "held_out": self.task.validation}
         facts |= {"data_fingerprints": {name: rows.fingerprint for name, rows in parts.items() if rows is not None}}
         self.run.write_run(facts)
         # repeated steps replace those that the earlier session logged after its last checkpoint

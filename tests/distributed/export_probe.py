@@ -33,7 +33,7 @@ def main() -> None:
     for micro_batches in StepBatches(task.train, recipe.seed, recipe.batch, engine.shard, num_steps=2):
         engine.step(micro_batches, 1e-3)
     kept.clear()
-    held_out = EvaluationBatches(task.held_out, recipe.batch.micro_batch_size, engine.shard)
+    held_out = EvaluationBatches(task.validation, recipe.batch.micro_batch_size, engine.shard)
     engine.evaluate(held_out)
     folder.mkdir(parents=True, exist_ok=True)
     if kept and engine.shard[0] == 0:

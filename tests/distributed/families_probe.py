@@ -49,7 +49,7 @@ def trained(accelerator, plan, task, kept: list) -> dict:
     steps = StepBatches(task.train, recipe.seed, recipe.batch, engine.shard, num_steps=STEPS)
     losses = [engine.step(micro_batches, 1e-3).loss for micro_batches in steps]
     kept.clear()
-    held_out = EvaluationBatches(task.held_out, recipe.batch.micro_batch_size, engine.shard)
+    held_out = EvaluationBatches(task.validation, recipe.batch.micro_batch_size, engine.shard)
     engine.evaluate(held_out)
     target = Path(recipe.model.path).with_name(Path(recipe.output_dir).name)
     export(engine.parameters(), skeleton, task.tokenizer, target, accelerator.is_main_process)

@@ -32,14 +32,14 @@ def main() -> None:
     task.count = lambda labels, weight: int((labels != IGNORE_INDEX).sum())
     skeleton = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens)
     engine = factory.build(accelerator, plan, skeleton, task)
-    held_out = weighted(EvaluationBatches(task.held_out, recipe.batch.micro_batch_size, engine.shard))
+    held_out = weighted(EvaluationBatches(task.validation, recipe.batch.micro_batch_size, engine.shard))
     found, evaluated = engine.features(held_out), engine.evaluate(held_out)
     step = StepBatches(task.train, recipe.seed, recipe.batch, engine.shard, 1)
     trained = engine.step(weighted(step.at(0)), 1e-3)
     whole = step.batch.model_copy(update={"micro_batch_size": 8})
     alone = expected(skeleton, recipe, weighted(StepBatches(task.train, recipe.seed, whole, (0, 1), 1).at(0)))
-    together = expected(skeleton, recipe, weighted(EvaluationBatches(task.held_out, 8, (0, 1))))
-    rows = len(task.held_out)
+    together = expected(skeleton, recipe, weighted(EvaluationBatches(task.validation, 8, (0, 1))))
+    rows = len(task.validation)
     result = {
         "engine": engine.describe().engine,
         "rows": rows,

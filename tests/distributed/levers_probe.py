@@ -63,7 +63,7 @@ def measured(accelerator, plan, task) -> dict:
     steps = StepBatches(task.train, recipe.seed, recipe.batch, engine.shard, STEPS)
     with nullcontext([]) if recipe.compile != "off" else calls(LlamaMLP) as counted:
         results = [engine.step(micro_batches, 1e-3) for micro_batches in steps]
-    held_out = list(EvaluationBatches(task.held_out, recipe.batch.micro_batch_size, engine.shard))
+    held_out = list(EvaluationBatches(task.validation, recipe.batch.micro_batch_size, engine.shard))
     evaluated = [engine.evaluate(held_out).loss for _ in range(2)]
     modules = (getattr(engine, "model", None) or engine._engine).modules()
     return {

@@ -96,7 +96,7 @@ def test_what_the_run_says_of_its_sources(workspace, overrides, single):
     counts = np.histogram(read, bins=np.cumsum([0, *map(len, task.train.parts)]))[0]
     assert np.abs(counts - 8 * STEPS * np.array(list(WEIGHTS.values()))).max() <= 1
     assert single.column("loss")[0] == pytest.approx(mean_loss(workspace.base, task.train, read[:8]), rel=1e-6)
-    for index, rows in enumerate(task.held_out.parts):
+    for index, rows in enumerate(task.validation.parts):
         expected = mean_loss(single.directory / "model", rows, np.arange(len(rows)))
         assert single.metrics[-1][f"eval_loss_source_{index}"] == pytest.approx(expected, rel=1e-6)
 

@@ -128,7 +128,7 @@ def test_the_held_out_numbers_are_the_exports(strategy, workspace, setting):
     teacher = AutoModelForCausalLM.from_pretrained(found.distill.teacher).eval()
     with torch.no_grad():
         sums = [
-            measured(student, teacher, batch) for batch in EvaluationBatches(registry.load(found).held_out, 1, (0, 1))
+            measured(student, teacher, batch) for batch in EvaluationBatches(registry.load(found).validation, 1, (0, 1))
         ]
     divergence, label_loss, tokens = (float(sum(values)) for values in zip(*sums, strict=True))
     last = run.metrics[-1]

@@ -58,7 +58,7 @@ def held_out_loss(workspace, model) -> tuple[float, int]:
 
     task = registry.load(loader.read_recipe(str(workspace.recipe)).recipe)
     total, tokens = 0.0, 0
-    for batch in EvaluationBatches(task.held_out, 8, (0, 1)):
+    for batch in EvaluationBatches(task.validation, 8, (0, 1)):
         with torch.no_grad():
             logits = model(**batch.inputs).logits.double()
         total += cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum").item()

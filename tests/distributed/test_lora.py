@@ -23,7 +23,7 @@ from test_plain_loop import batches, train
 from transformers import AutoModelForCausalLM
 
 from samecurve.cli import commands
-from samecurve.models.lora import initial
+from samecurve.models.lora import initial_matrices
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 STEPS, STOP = 10, 5
@@ -90,7 +90,9 @@ def plain_loop(workspace, base: Path, **variant: bool):
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).train()
     model = get_peft_model(model, LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", **variant))
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    ours = dict(initial({name.removeprefix("base_model.model."): p.shape for name, p in trained.items()}, seed=3))
+    ours = dict(
+        initial_matrices({name.removeprefix("base_model.model."): p.shape for name, p in trained.items()}, seed=3)
+    )
     with torch.no_grad():  # the same draw; that it is of peft's distribution is a unit test's business
         for name, parameter in trained.items():
             if "lora_magnitude_vector" not in name:

@@ -66,9 +66,7 @@ def test_an_adapter_beside_experts_is_found_and_merged(workspace, tokenizer):
     path = folder(workspace, tokenizer, "mixtral")
     refused = run(workspace, path, LORA)
     assert refused.returncode == 2
-    assert (
-        "experts or a router, which are single parameters and are not adapted here; name the layers" in refused.output
-    )
+    assert "the weights of experts or of a router and cannot be adapted; name the linear layers" in refused.output
     assert "[k_proj, o_proj, q_proj, v_proj]" in refused.output
     done = run(workspace, path, LORA, "adapter.target_modules=[q_proj, k_proj, v_proj, o_proj]")
     assert done.returncode == 0, done.output
@@ -85,6 +83,6 @@ def test_a_damaged_file_of_the_model_is_an_error_that_names_it(workspace, tokeni
     for more in ((), (LORA,)):  # an adapter's run reads the file before the model is built, too
         ended = run(workspace, path, *more)
         assert ended.returncode == 2, ended.output
-        assert f"{file}: is damaged or not whole: it has " in ended.output and "Traceback" not in ended.output
+        assert f"{file}: the file is damaged or incomplete: it has " in ended.output and "Traceback" not in ended.output
         status = json.loads((ended.directory / "status.json").read_text())
         assert status["exit_code"] == 2

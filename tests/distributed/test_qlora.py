@@ -11,7 +11,7 @@ from test_lora import RATE, STEPS, STOP, WARMUP, arguments, base, world  # noqa:
 from test_plain_loop import batches, train
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from samecurve.models.lora import initial
+from samecurve.models.lora import initial_matrices
 
 pytest.importorskip("bitsandbytes")
 FOUR_BITS = "adapter={name: lora, rank: 4, alpha: 16, quantization: 4bit}"
@@ -31,7 +31,7 @@ def plain(workspace, base):  # noqa: F811
     model = get_peft_model(model, LoraConfig(r=4, lora_alpha=16, target_modules="all-linear"))
     trained = {name.removeprefix("base_model.model."): p for name, p in model.named_parameters() if p.requires_grad}
     with torch.no_grad():
-        for name, values in initial({name: p.shape for name, p in trained.items()}, seed=3):
+        for name, values in initial_matrices({name: p.shape for name, p in trained.items()}, seed=3):
             trained[name].copy_(values)
     losses, norms = train(model, batches(workspace, base), STEPS, RATE, WARMUP)
     return losses, norms, {key: value.detach() for key, value in get_peft_model_state_dict(model).items()}

@@ -29,6 +29,7 @@ from samecurve.strategy.accelerate_keys import ACCELERATE, Rejected
 from samecurve.strategy.deepspeed_keys import DEEPSPEED, ZERO
 from samecurve.strategy.resolve import command_line
 from samecurve.tasks.causal_lm import CausalTask
+from samecurve.tasks.splits import Splits
 
 LAUNCHERS = ("accelerate launch", "torchrun", "deepspeed", "python", "bash")
 
@@ -183,8 +184,8 @@ def recorded() -> list[str]:
     loop = ast.walk(ast.parse((ROOT / "train.py").read_text()))
     added = [key.value for node in loop if isinstance(node, ast.Dict) for key in node.keys]
     added += ["save_stall_seconds", "save_seconds", *Recompilations(True, print).record(1)]
-    task = CausalTask(tokenizer=None, train=None, held_out=SimpleNamespace(num_targets=1))
-    task.__dict__["_held_out_bytes"] = 4
+    task = CausalTask(None, Splits(None, SimpleNamespace(num_targets=1), 0, {}))
+    task.__dict__["_num_eval_bytes"] = 4
     metrics = [*task.metrics(EvalResult(loss=1.0, tokens=1)), "eval_accuracy", "eval_f1", "eval_rows"]
     metrics += ["eval_rewards_chosen", "eval_rewards_rejected", "eval_margin", "eval_pairs", "eval_loss_source_0"]
     metrics += ["rewards_chosen", "rewards_rejected", "margin", "accuracy"]

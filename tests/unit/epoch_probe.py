@@ -26,6 +26,7 @@ from transformers import (
 from samecurve.data.batches import StepBatches
 from samecurve.distributed.control_group import ControlGroup
 from samecurve.engines import factory
+from samecurve.interfaces.task import InitialState
 from samecurve.models import weights
 from samecurve.strategy import preflight
 from samecurve.tasks import registry
@@ -144,7 +145,7 @@ def train(plan, accelerator) -> tuple[int, list[list[int]], list[list[float]]]:
         vars(task.train.masking).update(rate=1.0, masked=1.0, random=0.0)
     skeleton = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
     engine = factory.build(accelerator, plan, skeleton, task)
-    task.prepare(engine, recipe, skeleton, ControlGroup(), lambda: None)
+    task.prepare(InitialState(engine, recipe, skeleton, ControlGroup(), lambda: None))
     batches = StepBatches(task.train, recipe.seed, recipe.batch, engine.shard, recipe.steps)
     results = [engine.step(micro_batches, RATE) for micro_batches in batches]
     steps = [batches.rows_of(step).tolist() for step in range(recipe.steps)]

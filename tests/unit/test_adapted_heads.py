@@ -26,7 +26,7 @@ from samecurve.errors import ConfigurationError
 from samecurve.export.hf_export import export
 from samecurve.inference import loading
 from samecurve.models.hf_config import Head
-from samecurve.models.lora import is_adapters, trained_shapes
+from samecurve.models.lora import is_adapter_weight, trained_shapes
 from samecurve.models.weights import build, fill, skeleton
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -105,9 +105,9 @@ def said(model) -> torch.Tensor:
 def test_a_head_is_trained_whole_and_the_base_is_frozen(case, base):
     model = filled(case, base)
     shapes = trained_shapes(model)
-    assert {name for name in shapes if not is_adapters(name)} == case.whole
+    assert {name for name in shapes if not is_adapter_weight(name)} == case.whole
     assert shapes.keys() == {name for name, p in model.named_parameters() if p.requires_grad}
-    layers = {name.split(".lora_")[0] for name in shapes if is_adapters(name)}
+    layers = {name.split(".lora_")[0] for name in shapes if is_adapter_weight(name)}
     assert len(layers) >= 2 * 4
     assert not [name for name in layers if any(part in name for part in ("pooler", "classifier", "score"))]
     heads = [p for name, p in model.named_parameters() if name in case.whole and name.endswith("weight")]

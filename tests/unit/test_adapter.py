@@ -18,8 +18,8 @@ from samecurve.config.schema import Adapter
 from samecurve.errors import ConfigurationError
 from samecurve.export.hf_export import export
 from samecurve.models.flops import token_flops
-from samecurve.models.lora import fingerprint, is_adapted, is_adapters, trained_shapes
-from samecurve.models.pipeline_split import cut, sequential
+from samecurve.models.lora import is_adapted, is_adapter_weight, trained_shapes, weights_fingerprint
+from samecurve.models.pipeline_split import sequential, split_layers
 from samecurve.models.weight_files import header, weight_files
 from samecurve.models.weights import build, fill, skeleton
 
@@ -72,7 +72,7 @@ def test_the_adapter_starts_as_the_pretrained_model_and_only_it_is_trained(folde
     reference = AutoModelForCausalLM.from_pretrained(folders[family]).eval()
     torch.testing.assert_close(model(IDS).logits, reference(IDS).logits, rtol=1e-5, atol=1e-6)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert trained == {name for name in trained if is_adapters(name)} == trained_shapes(model).keys()
+    assert trained == {name for name in trained if is_adapter_weight(name)} == trained_shapes(model).keys()
     assert len(trained) >= 2 * 4 * 2
 
 
@@ -105,7 +105,7 @@ def test_every_matrix_has_a_draw_of_its_own_that_asks_for_nothing_else(folders):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_layers_of_a_pipeline_are_the_adapted_model(folders, family):
     model = moved(filled(adapted_recipe(folders[family])))
-    layers = cut(model)
+    layers = split_layers(model)
     positions = torch.arange(16).expand(2, 16)
     assert torch.equal(sequential(layers, IDS, positions), model(IDS, position_ids=positions).logits)
     assert {name for layer in layers for name, _ in layer.named_weights()} == {n for n, _ in model.named_parameters()}
@@ -178,10 +178,10 @@ def test_the_fingerprint_is_of_the_weights_and_not_of_their_files(folders, tmp_p
     for index, part in enumerate((names[::2], names[1::2])):
         save_file({name: weights[name] for name in part}, tmp_path / f"{index}.safetensors")
         cut_up |= header(tmp_path / f"{index}.safetensors")
-    assert fingerprint(cut_up) == fingerprint(files)
+    assert weights_fingerprint(cut_up) == weights_fingerprint(files)
     weights[names[-1]] = weights[names[-1]] * 1.001
     save_file(weights, tmp_path / "changed.safetensors")
-    assert fingerprint(header(tmp_path / "changed.safetensors")) != fingerprint(files)
+    assert weights_fingerprint(header(tmp_path / "changed.safetensors")) != weights_fingerprint(files)
 
 
 def test_flops_leave_out_the_gradients_of_frozen_weights(folders):

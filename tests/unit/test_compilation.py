@@ -113,7 +113,7 @@ def test_what_torch_compiles_again_is_counted_with_its_reason():
         record = counter.record(step)
         assert record == {"recompilations": (step > 2) + (step > SETTLED_STEPS) + (step > SETTLED_STEPS + 1)}
     assert len(lines) == 1
-    assert lines[0].startswith(f"step {SETTLED_STEPS + 1}: torch.compile compiled again (recompilation 2): ")
+    assert lines[0].startswith(f"step {SETTLED_STEPS + 1}: torch.compile recompiled (recompilation 2): ")
     assert "size mismatch" in lines[0] and "\n" not in lines[0]
 
 

@@ -455,15 +455,15 @@ class Ranks:
 def test_what_rank_0_cannot_use_is_every_ranks_error(tmp_path, monkeypatch):
     recipe = make_recipe(tmp_path, text("no")(tmp_path))
     with pytest.raises(DataError, match="invalid JSON"):
-        registry.load_together(recipe, Ranks(0, [None]))
+        registry.load_on_all_ranks(recipe, Ranks(0, [None]))
     monkeypatch.setattr(registry, "load", lambda recipe: pytest.fail("read before rank 0 had"))
     with pytest.raises(DataError, match="told by rank 0"):
-        registry.load_together(recipe, Ranks(1, [DataError("told by rank 0")]))
+        registry.load_on_all_ranks(recipe, Ranks(1, [DataError("told by rank 0")]))
 
 
 def test_ranks_that_read_other_data_are_told(tmp_path):
     recipe = make_recipe(tmp_path, jsonl(tmp_path / "a.jsonl", GOOD))
     fingerprint = registry.load(recipe).train.fingerprint
-    assert registry.load_together(recipe, Ranks(0, [None, [fingerprint, None]])).train.fingerprint == fingerprint
-    with pytest.raises(DataError, match="the data or the tokenizer of rank 1 are not those of rank 0"):
-        registry.load_together(recipe, Ranks(0, [None, ["other", None]]))
+    assert registry.load_on_all_ranks(recipe, Ranks(0, [None, [fingerprint, None]])).train.fingerprint == fingerprint
+    with pytest.raises(DataError, match="the data or the tokenizer of rank 1 differ from those of rank 0"):
+        registry.load_on_all_ranks(recipe, Ranks(0, [None, ["other", None]]))

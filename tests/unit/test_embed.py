@@ -58,7 +58,7 @@ def test_a_row_is_what_the_tokenizer_makes_of_each_of_its_texts(tmp_path):
             kept = arrays.inputs["attention_mask"][place, nth] == 1
             assert arrays.inputs["input_ids"][place, nth][kept].tolist() == ids
     whole = [len(task.tokenizer(row[name])["input_ids"]) for row in ROWS for name in ("anchor", "positive", "negative")]
-    assert task.parts.counts == {"truncated_texts": sum(length > 8 for length in whole)} and max(whole) > 8
+    assert task.splits.counts == {"truncated_texts": sum(length > 8 for length in whole)} and max(whole) > 8
     assert task.describe()["sequences_per_row"] == 3
     assert task.train.num_inputs(np.arange(4)) == sum(arrays_of(task)["attention_mask"].ravel())
 
@@ -167,7 +167,7 @@ def test_pooling_by_hand(pooling, expected):
 def test_metrics_by_hand(tmp_path):
     """Four rows on a circle. The third row's positive is behind one nearer text; the fourth's text is the first's."""
     task = registry.load(made(tmp_path, [{"anchor": f"a{n}", "positive": f"p{n % 3}"} for n in range(4)]))
-    task.parts = task.parts.__class__(task.train, task.train, 0, {})
+    task.splits = task.splits.__class__(task.train, task.train, 0, {})
     degrees = torch.tensor([[0, 10], [50, 60], [62, 80], [0, 10.0]])
     angles = torch.deg2rad(degrees)
     embeddings = torch.stack([angles.cos(), angles.sin()], dim=-1)
@@ -181,7 +181,7 @@ def test_metrics_by_hand(tmp_path):
         "eval_mrr_at_10": pytest.approx((1 + 1 + 1 / 2 + 1) / 4),
         "eval_rows": 4,
     }
-    with pytest.raises(DataError, match="5 held-out rows were evaluated, but the data hold 4"):
+    with pytest.raises(DataError, match="5 validation rows were evaluated, but the data have 4"):
         task.metrics(EvalResult(math.nan, 5, features=filled))
 
 
@@ -209,7 +209,7 @@ def test_what_cannot_be_used_is_told_with_its_place(tmp_path, rows, data, row):
 def test_an_anchor_is_on_one_side_only(tmp_path):
     rows = [{"anchor": f"question {n // 5}", "positive": f"answer {n}"} for n in range(100)]
     task = registry.load(made(tmp_path, rows, data={"validation_fraction": 0.3}))
-    assert len(task.train) % 5 == len(task.held_out) % 5 == 0 and len(task.held_out) > 0
+    assert len(task.train) % 5 == len(task.validation) % 5 == 0 and len(task.validation) > 0
 
 
 def test_the_standard_library_is_something_to_search_in(tmp_path):

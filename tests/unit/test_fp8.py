@@ -166,11 +166,11 @@ def test_tokens_that_are_no_multiple_of_16_are_padded(fields, pads):
 def test_a_gpu_that_has_no_such_products_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    text = "fp8: found rowwise, which needs a GPU of compute capability 8.9 or more, and NVIDIA A100 has 8.0; use off"
+    text = "fp8: found rowwise, which needs a GPU of compute capability 8.9 or more, but NVIDIA A100 has 8.0; use off"
     with pytest.raises(ConfigurationError) as error:
         fp8.check_device("rowwise", torch.device("cuda:0"))
     assert str(error.value) == text
-    with pytest.raises(ConfigurationError, match="needs an NVIDIA GPU, and the device is mps"):
+    with pytest.raises(ConfigurationError, match="needs an NVIDIA GPU, but the device is mps"):
         fp8.check_device("rowwise", torch.device("mps"))
     fp8.check_device("off", torch.device("cuda:0"))
     fp8.check_device("rowwise", CPU)

@@ -274,7 +274,7 @@ def test_every_task_trains_on_one_split_and_measures_on_the_other(task, tmp_path
     monkeypatch.chdir(tmp_path)
     Path("r.json").write_text(json.dumps(CONTENT | {"task": task}))
     task = registry.load(loader.load_recipe("r.json"))
-    assert len(task.train) == 9 and len(task.held_out) == 4
+    assert len(task.train) == 9 and len(task.validation) == 4
     assert {chosen.split for chosen in asked} == {"train", "validation"}
     assert {chosen.revision for chosen in asked} == {"v1"}
     assert task.origin == "org/name, config default, split train, commit v1"

@@ -69,12 +69,12 @@ def test_every_family_of_the_list_has_pytorchs_loss_and_gradients():
 def test_another_activation_than_ligers_is_refused(found):
     """Its own check is in a constructor that nobody calls here."""
     assert found["gelu"] == (
-        "model.kernels: found liger, whose LigerSwiGLUMLP has an activation of its own, and that of model.layers.0.mlp "
-        "is another (GELUActivation); use torch"
+        "model.kernels: found liger, whose LigerSwiGLUMLP has a fixed activation, but model.layers.0.mlp uses "
+        "GELUActivation; use torch"
     )
     assert found["silu"] == (
-        "model.kernels: found liger, whose LigerReLUSquared has an activation of its own, and that of "
-        "model.layers.0.mlp is another (SiLUActivation); use torch"
+        "model.kernels: found liger, whose LigerReLUSquared has a fixed activation, but model.layers.0.mlp uses "
+        "SiLUActivation; use torch"
     )
 
 
@@ -170,7 +170,7 @@ def recipe(kind: str, loss: str) -> SimpleNamespace:
 
 
 def test_a_device_that_triton_does_not_compile_for_is_refused():
-    text = "whose kernels are written in Triton, which compiles for GPUs only, and the device is"
+    text = "but its Triton kernels run on a GPU only and the device is"
     with pytest.raises(ConfigurationError) as error:
         liger.check_device(recipe("liger", "auto"), torch.device("cpu"))
     assert str(error.value) == f"model.kernels: found liger, {text} cpu; use torch"
@@ -192,8 +192,7 @@ def test_a_family_that_was_not_compared_is_refused(monkeypatch):
     with pytest.raises(ConfigurationError) as error:
         liger.check_family("liger", "gpt2")
     assert str(error.value) == (
-        "model.kernels: found liger, which is not known to compute what PyTorch does in a gpt2, but in llama, qwen2; "
-        "use torch"
+        "model.kernels: found liger, which is supported for llama, qwen2 only, not for gpt2; use torch"
     )
     liger.check_family("liger", "llama")
     liger.check_family("torch", "gpt2")

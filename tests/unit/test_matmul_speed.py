@@ -148,7 +148,7 @@ told = {}
 for precision in ("bf16", "fp16"):
     batch = SimpleNamespace(micro_batch_size=4, sequence_length=128)
     recipe = SimpleNamespace(precision=precision, batch=batch, optimizer=SimpleNamespace(name="adamw"), fp8="off")
-    told[precision] = matmul_speed.warning(recipe, model, device)
+    told[precision] = matmul_speed.precision_warning(recipe, model, device)
 print(json.dumps({"rates": rates, "peaks": peaks, "told": told}))
 """
 

@@ -219,12 +219,12 @@ def test_all_worlds_read_the_same_rows(folder, packing):
 
 def test_the_held_out_rows_are_evaluated_once_and_never_trained_on(folder):
     task = registry.load(checked(folder))
-    batches = EvaluationBatches(task.held_out, 4, (0, 1))
-    assert sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in batches) == task.held_out.num_targets
+    batches = EvaluationBatches(task.validation, 4, (0, 1))
+    assert sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in batches) == task.validation.num_targets
     described = task.describe()
     assert described["train"]["documents"] + described["held_out"]["documents"] == 125
     kept = task.tokenizer.decode(np.concatenate([part.stream.tokens for part in task.train.parts]).tolist())
-    for part in task.held_out.parts:
+    for part in task.validation.parts:
         for start, end in zip(part.stream.offsets[:-1], part.stream.offsets[1:], strict=True):
             assert task.tokenizer.decode(part.stream.tokens[start:end].tolist()) not in kept
 
@@ -272,7 +272,9 @@ def test_a_source_with_less_than_a_batch_takes(folder):
     small, twice = str(caught.value).splitlines()
     assert small.startswith(f"data.mixture.1: {folder / 'b.jsonl'}: 1 training rows of batch.sequence_length=32 are")
     assert "fewer than the 3 that its weight takes of a global batch of 8" in small
-    assert twice.startswith(f"data.mixture.2: {folder / 'c.jsonl'} holds what data.mixture.0 holds; keep one of them")
+    assert twice.startswith(
+        f"data.mixture.2: {folder / 'c.jsonl'} has the same data as data.mixture.0; keep one of the"
+    )
 
 
 MIXTURE_MISTAKES = [

@@ -145,7 +145,7 @@ def test_a_file_that_is_no_safetensors_file_is_named(how, saved):
     encoded = json.dumps(header).encode()
     tail = b"\0" * 8 if how == "longer" else b""
     file.write_bytes(len(encoded).to_bytes(8, "little") + encoded + data[8 + length :] + tail)
-    with pytest.raises(ConfigurationError, match="model.safetensors: is damaged or not whole: "):
+    with pytest.raises(ConfigurationError, match="model.safetensors: the file is damaged or incomplete: "):
         stored = weight_files(str(file.parent))
         read(stored, [name])
 

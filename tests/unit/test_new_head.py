@@ -13,7 +13,7 @@ from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError
 from samecurve.metrics.console import header_lines
 from samecurve.models import weights
-from samecurve.models.attention.choice import chosen_attention
+from samecurve.models.attention.choice import choose_attention
 from samecurve.tasks import registry
 
 HEAD = {
@@ -90,7 +90,7 @@ def test_only_the_head_may_be_missing(tmp_path, encoder):
 
 def test_a_head_that_is_there_is_not_replaced(tmp_path, encoder):
     BertForMaskedLM.from_pretrained(encoder).save_pretrained(encoder)
-    with pytest.raises(ConfigurationError, match="model.new_head: found true, but .* holds every tensor of a Bert"):
+    with pytest.raises(ConfigurationError, match="model.new_head: found true, but .* has all tensors of a Bert"):
         filled(recipe(tmp_path, encoder, new_head=True))
     assert HEAD <= filled(recipe(tmp_path, encoder))[1].keys()
 
@@ -161,8 +161,7 @@ def test_an_implementation_that_the_family_lacks_is_refused_with_the_fix(tmp_pat
     with pytest.raises(ConfigurationError) as error:
         weights.skeleton(settings, 300)
     assert str(error.value) == (
-        f"model.attention: found {asked}, which transformers does not have for a bloom; set it to eager, or to auto, "
-        "which takes what there is"
+        f"model.attention: found {asked}, which transformers does not have for a bloom; use eager or auto"
     )
 
 
@@ -172,7 +171,7 @@ def test_every_causal_family_has_what_auto_takes():
     for family in ("bloom", "gptj", "gpt_oss", "mamba", "llama", "jetmoe", "mpt", "falcon"):
         config = round_trip_config(family)
         model_class = AutoModelForCausalLM._model_mapping[type(config)]
-        config._attn_implementation = chosen_attention(asked, config, model_class)
+        config._attn_implementation = choose_attention(asked, config, model_class)
         with torch.device("meta"):
             assert model_class(config).config._attn_implementation == config._attn_implementation
 

@@ -12,7 +12,7 @@ from samecurve.interfaces.engine import EvalResult
 from samecurve.losses.preference import kto_drift, pair_losses, rewards, sequence_log_probabilities
 from samecurve.tasks.dpo import DpoTask, KtoTask
 from samecurve.tasks.reward import RewardTask
-from samecurve.tasks.splits import Parts
+from samecurve.tasks.splits import Splits
 
 # one pair: log-probabilities -2 (4 tokens) and -6 (2 tokens), -3 and -5 under the reference
 CHOSEN, REJECTED, LENGTHS, REFERENCE = -2.0, -6.0, [[4, 2]], [[-3.0, -5.0]]
@@ -113,7 +113,7 @@ def pairs_of(values: dict[str, torch.Tensor], *which: int) -> dict[str, torch.Te
 
 def task_of(**settings) -> DpoTask:
     chosen = Dpo(**settings)
-    return (KtoTask if chosen.loss == "kto" else DpoTask)(None, Parts(None, [0] * 3, 0, {}), chosen)
+    return (KtoTask if chosen.loss == "kto" else DpoTask)(None, Splits(None, [0] * 3, 0, {}), chosen)
 
 
 EVERY = [{}, {"loss": "ipo"}, {"loss": "kto"}, {"loss": "orpo"}, {"loss": "simpo", "gamma": 0.5}]
@@ -158,9 +158,9 @@ def test_the_reward_loss_by_hand():
     """Rewards 2 and 1, 0 and 3; the third pair only fills up."""
     logits = torch.tensor([[2.0], [1.0], [0.0], [3.0], [9.0], [9.0]])
     labels = torch.tensor([0, 0, -100])
-    task = RewardTask(None, Parts(None, None, 0, {}), Reward())
+    task = RewardTask(None, Splits(None, None, 0, {}), Reward())
     plain = -math.log(sigmoid(1)) - math.log(sigmoid(-3))
     assert task.loss(logits, labels).item() == pytest.approx(plain)
     assert (task.count(labels), task.statistics(logits, labels).tolist()) == (2, [2.0, 4.0, 1.0])
-    centred = RewardTask(None, Parts(None, None, 0, {}), Reward(center_rewards_coefficient=0.1))
+    centred = RewardTask(None, Splits(None, None, 0, {}), Reward(center_rewards_coefficient=0.1))
     assert centred.loss(logits, labels).item() == pytest.approx(plain + 0.1 * (9 + 9))

@@ -39,7 +39,7 @@ def make_recipe(tmp_path, data: dict | None = None, evaluate: dict | None = None
 def test_packed_rows_hold_the_documents(tmp_path):
     task = registry.load(make_recipe(tmp_path))
     assert isinstance(task.train, PackedRows)
-    assert task.held_out is None
+    assert task.validation is None
     assert task.vocabulary_size == len(task.tokenizer) == 300
     assert task.special_tokens == {
         "bos_token_id": task.tokenizer.convert_tokens_to_ids("<|begin_of_text|>"),
@@ -86,7 +86,7 @@ def test_loss_is_the_token_sum(tmp_path):
 
 def test_bits_per_byte_worked_out_by_hand(tmp_path):
     task = registry.load(make_recipe(tmp_path, {"validation_fraction": 0.3}))
-    stream = task.held_out.stream
+    stream = task.validation.stream
     text = task.tokenizer.decode(stream.tokens.tolist(), skip_special_tokens=True)
     num_targets = len(stream.tokens) - (len(stream.offsets) - 1)
     metrics = task.metrics(EvalResult(loss=2 * math.log(2), tokens=num_targets))
@@ -99,7 +99,7 @@ def test_bits_per_byte_worked_out_by_hand(tmp_path):
 
 def test_a_hopeless_loss_is_still_a_number(tmp_path):
     task = registry.load(make_recipe(tmp_path, {"validation_fraction": 0.3}))
-    metrics = task.metrics(EvalResult(loss=5000.0, tokens=task.held_out.num_targets))
+    metrics = task.metrics(EvalResult(loss=5000.0, tokens=task.validation.num_targets))
     assert math.isfinite(metrics["eval_perplexity"])
 
 
@@ -113,9 +113,9 @@ def test_training_and_evaluation_batches_of_a_real_task(tmp_path, packing):
         m.inputs["input_ids"].dtype == m.inputs["position_ids"].dtype == m.labels.dtype == torch.int64
         for m in micro_batches
     )
-    shards = [EvaluationBatches(task.held_out, 2, (rank, 2)) for rank in range(2)]
+    shards = [EvaluationBatches(task.validation, 2, (rank, 2)) for rank in range(2)]
     trained = sum(int((m.labels != IGNORE_INDEX).sum()) for shard in shards for m in shard)
-    assert trained == task.held_out.num_targets
+    assert trained == task.validation.num_targets
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_training_and_evaluation_batches_of_a_real_task(tmp_path, packing):
         (
             {"data": {"validation_fraction": 1e-9}},
             "no document is held out (data.validation_fraction=1e-09 of 40 documents, each kept whole); "
-            "raise the fraction, or set evaluate.path to a file of its own",
+            "raise the fraction, or set evaluate.path to a separate file",
         ),
     ],
 )

@@ -13,6 +13,7 @@ from samecurve.data.batches import EvaluationBatches, MicroBatch
 from samecurve.data.datasets.preference import AnswerRows, GroupedAnswerRows
 from samecurve.distributed.control_group import ControlGroup
 from samecurve.errors import DataError, NumericError, StorageError
+from samecurve.interfaces.task import InitialState
 from samecurve.tasks import reference_logprobs
 
 PAIRS = [([1, 2, 3 + n], [1, 2, 40 + n, 5]) for n in range(11)]
@@ -44,7 +45,8 @@ class Ranks:
 def give(rows, engine, cache, model=MODEL, precision="fp32"):
     batch = SimpleNamespace(micro_batch_size=2)
     recipe = SimpleNamespace(data=SimpleNamespace(cache_dir=str(cache)), precision=precision, batch=batch)
-    reference_logprobs.provide(rows, "training", engine, recipe, model, ControlGroup(), lambda: None)
+    start = InitialState(engine, recipe, None, ControlGroup(), lambda: None)
+    reference_logprobs.provide_reference(rows, "training", start, model)
     return np.asarray(rows.reference)
 
 
@@ -80,7 +82,7 @@ def test_the_rows_are_the_same_data_with_and_without_them(tmp_path):
 
 def test_what_is_not_finite_is_told_and_not_kept(tmp_path):
     rows = AnswerRows(stream(*PAIRS), 8, 0)
-    with pytest.raises(NumericError, match="gives 11 of 11 training pairs a log-probability that is not finite"):
+    with pytest.raises(NumericError, match="the log-probabilities of 11 of 11 training pairs are not finite"):
         give(rows, Ranks(rows, 1, factor=float("inf")), tmp_path)
     assert not list(tmp_path.glob("references/*"))
 

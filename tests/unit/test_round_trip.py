@@ -215,7 +215,9 @@ def test_a_damaged_file_is_named(kind, shards, tmp_path):
     content = file.read_bytes()
     damaged = {"truncated": content[:-1], "header": content[:20], "no safetensors at all": b"version https://git-lfs"}
     file.write_bytes(damaged.get(kind, b""))
-    with pytest.raises(ConfigurationError, match=f"^{file}: is damaged or not whole: .*; copy or download it again$"):
+    with pytest.raises(
+        ConfigurationError, match=f"^{file}: the file is damaged or incomplete: .*; copy or download it again$"
+    ):
         loaded(tmp_path, "gpt2")
 
 
@@ -227,11 +229,11 @@ def test_an_index_that_cannot_be_followed(tmp_path):
     with pytest.raises(ConfigurationError, match=f"^{file}: No such file or directory"):
         loaded(tmp_path, "gpt2")
     file.write_bytes(sorted(tmp_path.glob("model-*.safetensors"))[0].read_bytes())
-    with pytest.raises(ConfigurationError, match=f"^{file}: lacks .*, which model.*.json says is in it"):
+    with pytest.raises(ConfigurationError, match=f"^{file}: .* is missing, which model.*.json lists for this file"):
         loaded(tmp_path, "gpt2")
     file.write_bytes(content)
     index.write_text("{")
-    with pytest.raises(ConfigurationError, match=f"^{index}: has no weight_map that can be read"):
+    with pytest.raises(ConfigurationError, match=f"^{index}: the weight_map cannot be read"):
         loaded(tmp_path, "gpt2")
 
 
@@ -241,5 +243,5 @@ def test_what_no_rule_sets_is_not_left_as_memory_had_it():
         made = recipe(Path("none"))
         fields = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 100}
         made.model = Model(config={"model_type": family, **fields})
-        with pytest.raises(ConfigurationError, match=f"does not set .*{name} by the rule of its own module"):
+        with pytest.raises(ConfigurationError, match=f"does not initialize .*{name} in that module's own rule"):
             fill(skeleton(made, 100), made, lambda name, full: None)

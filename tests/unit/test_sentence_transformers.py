@@ -108,7 +108,7 @@ def test_loss_gradient_metrics_and_export_are_those_of_sentence_transformers(tmp
     for name, gradient in found["gradient"].items():
         torch.testing.assert_close(ours[name], torch.tensor(gradient), atol=1e-6, rtol=1e-4)
 
-    task.parts = task.parts.__class__(task.train, task.train, 0, {})
+    task.splits = task.splits.__class__(task.train, task.train, 0, {})
     measured = task.metrics(EvalResult(float("nan"), len(features), features=features.detach()))
     for ours, theirs in (("accuracy_at_1", "accuracy@1"), ("accuracy_at_5", "accuracy@5"), ("mrr_at_10", "mrr@10")):
         assert measured[f"eval_{ours}"] == pytest.approx(found["metrics"][f"cosine_{theirs}"]), ours

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from samecurve.errors import ConfigurationError
-from samecurve.models.pipeline_split import FAMILIES, Decoder, TiedHead, cut, sequential
+from samecurve.models.pipeline_split import FAMILIES, Decoder, TiedHead, sequential, split_layers
 
 COMMON = {
     "vocab_size": 61,
@@ -58,7 +58,7 @@ def test_sequential_layers_are_the_model(case, tied, attention):
     model = build(case, tied, attention).eval()
     input_ids, position_ids = packed_rows()
     cut_model = copy.deepcopy(model)
-    layers = cut(cut_model)
+    layers = split_layers(cut_model)
     assert isinstance(layers[-1], TiedHead) == tied
 
     expected = model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
@@ -74,7 +74,7 @@ def test_sequential_layers_are_the_model(case, tied, attention):
 
 @pytest.mark.parametrize("case", ["llama", "qwen2-window", "gpt2"])
 def test_documents_of_a_packed_row_do_not_see_each_other(case):
-    layers = cut(build(case, True).eval())
+    layers = split_layers(build(case, True).eval())
     input_ids, position_ids = packed_rows()
     other = input_ids.clone()
     other[0, :5] = (other[0, :5] + 1) % 61
@@ -85,7 +85,7 @@ def test_documents_of_a_packed_row_do_not_see_each_other(case):
 
 def test_second_micro_batch_gets_its_own_masks():
     model = build("llama", True).eval()
-    layers = cut(model)
+    layers = split_layers(model)
     input_ids, position_ids = packed_rows()
     sequential(layers, input_ids, position_ids)
     flipped = position_ids.flip(0)
@@ -97,7 +97,7 @@ def test_second_micro_batch_gets_its_own_masks():
 @pytest.mark.parametrize("case", CASES)
 def test_names_are_the_models(case, tied):
     model = build(case, tied)
-    named = [pair for layer in cut(model) for pair in layer.named_weights()]
+    named = [pair for layer in split_layers(model) for pair in layer.named_weights()]
     expected = dict(model.named_parameters())
     assert {name: id(weight) for name, weight in named} == {name: id(weight) for name, weight in expected.items()}
     assert len(named) == len(expected) + tied
@@ -108,7 +108,7 @@ def test_a_cut_model_may_be_on_meta_and_be_filled_later():
     input_ids, position_ids = packed_rows()
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(model.config)
-    layers = cut(skeleton.eval())
+    layers = split_layers(skeleton.eval())
     weights = dict(model.named_parameters())
     for layer in layers:
         layer.to_empty(device="cpu")
@@ -119,7 +119,7 @@ def test_a_cut_model_may_be_on_meta_and_be_filled_later():
 
 
 def test_one_pipeline_layer_per_decoder_layer():
-    layers = cut(build("llama", True))
+    layers = split_layers(build("llama", True))
     assert [isinstance(layer, Decoder) for layer in layers] == [False, True, True, True, False, False]
 
 
@@ -127,5 +127,8 @@ def test_unknown_family_names_itself_and_the_known_ones():
     config = AutoConfig.for_model("opt", vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ConfigurationError, match="'opt'; it knows gpt2, llama, mistral, qwen2, qwen3"):
-        cut(model)
+    with pytest.raises(
+        ConfigurationError,
+        match="split a opt; .* families gpt2, llama, mistral, qwen2, qwen3",
+    ):
+        split_layers(model)

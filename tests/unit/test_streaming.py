@@ -222,8 +222,8 @@ def test_a_stream_of_the_hub_reads_one_split_and_measures_another(recipe_file, m
     assert asked == [("org/name", "train", None, "v1"), ("org/name", "validation", None, "v1")]
     seen = task.tokenizer.decode(task.train._make(0).stream.tokens.tolist())
     assert "train 7" in seen and "validation" not in seen
-    held_out = task.tokenizer.decode(task.held_out.stream.tokens.tolist())
-    assert "validation 7" in held_out and "train" not in held_out and len(task.held_out.stream.offsets) == 51
+    held_out = task.tokenizer.decode(task.validation.stream.tokens.tolist())
+    assert "validation 7" in held_out and "train" not in held_out and len(task.validation.stream.offsets) == 51
 
 
 def batches(task, found, rank=0, world=1, **going_on) -> StepBatches:
@@ -256,7 +256,7 @@ def test_an_epoch_trains_each_document_once_and_never_what_is_held_out(recipe_fi
     texts = list(sources.find_source(str(folder / "data")).documents())
     held_out = {text for text in texts if sources.is_held_out(text, 0.1)}
     assert seen == Counter(text for text in texts if text not in held_out) and held_out
-    evaluated = task.tokenizer.decode(task.held_out.stream.tokens.tolist(), skip_special_tokens=True)
+    evaluated = task.tokenizer.decode(task.validation.stream.tokens.tolist(), skip_special_tokens=True)
     assert any(text in evaluated for text in held_out)
 
 
@@ -349,8 +349,8 @@ def test_what_is_described(recipe_file):
     task = registry.load(loader.load_recipe(recipe_file))
     described = task.describe()
     assert described["train"]["files"] == 3 and described["train"]["blocks_per_epoch"] > 3
-    labels = task.held_out[np.arange(len(task.held_out))].labels
-    assert (labels != IGNORE_INDEX).sum() == task.held_out.num_targets == described["held_out"]["trained_tokens"]
+    labels = task.validation[np.arange(len(task.validation))].labels
+    assert (labels != IGNORE_INDEX).sum() == task.validation.num_targets == described["held_out"]["trained_tokens"]
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_a_row_is_what_the_tokenizer_makes_of_the_text_and_its_class(tmp_path):
         assert arrays.inputs["input_ids"][index][kept].tolist() == ids
     assert arrays.labels.tolist() == [0, 0, 1, 1]
     assert task.names == ("no", "yes")
-    assert task.parts.counts == {"truncated_documents": 2}
+    assert task.splits.counts == {"truncated_documents": 2}
     assert set(arrays.inputs) == {"input_ids", "attention_mask"}
 
 
@@ -98,7 +98,7 @@ def test_pairs_say_which_text_a_token_is_from(tmp_path):
 def test_metrics_by_hand(tmp_path):
     """Of 3 x a and 1 x b, one a is taken for b: accuracy 3/4, F1 2*2/(2*2+1) = 4/5 and 2*1/(2*1+1) = 2/3; c: nothing."""
     task = registry.load(made(tmp_path, labels=("no", "yes", "never")))
-    task.parts = task.parts.__class__(task.train, task.train, 0, {})
+    task.splits = task.splits.__class__(task.train, task.train, 0, {})
     logits = torch.eye(3)[torch.tensor([0, 0, 1, 1, 2])]
     found = task.statistics(logits, torch.tensor([0, 0, 0, 1, -100]))
     assert found.tolist() == [2, 1, 0, 0, 1, 0, 0, 0, 0]
@@ -109,7 +109,7 @@ def test_metrics_by_hand(tmp_path):
         "eval_f1": pytest.approx((4 / 5 + 2 / 3) / 2),
         "eval_rows": 4,
     }
-    with pytest.raises(DataError, match="5 held-out rows were evaluated and 4 classified, but the data hold 4"):
+    with pytest.raises(DataError, match="5 validation rows were evaluated and 4 classified, but the data have 4"):
         task.metrics(EvalResult(loss=0.5, tokens=5, statistics=tuple(found.tolist())))
 
 
@@ -245,7 +245,7 @@ def test_a_missing_layer_of_the_base_is_no_new_head(tmp_path):
     ("task", "config", "message"),
     [
         ("mlm", {**BERT, "model_type": "llama", "num_key_value_heads": 2}, "llama is not a masked language model; choose an encoder"),
-        ("mlm", {**BERT, "is_decoder": True}, "is_decoder is true, which hides what follows a masked token"),
+        ("mlm", {**BERT, "is_decoder": True}, "is_decoder is true, which hides the tokens after a masked one"),
     ],
 )  # fmt: skip
 def test_models_that_do_not_fit_the_task(tmp_path, task, config, message):

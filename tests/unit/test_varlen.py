@@ -21,7 +21,9 @@ def positions() -> torch.Tensor:
     return torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in LENGTHS])
 
 
-def masks(window: int | None = None, attention_mask: torch.Tensor | None = None) -> tuple[torch.Tensor, varlen.Visible]:
+def masks(
+    window: int | None = None, attention_mask: torch.Tensor | None = None
+) -> tuple[torch.Tensor, varlen.VarlenMask]:
     """What transformers makes for sdpa, (rows, 1, queries, keys), and for varlen."""
     build = create_causal_mask if window is None else create_sliding_window_causal_mask
     found = []
@@ -59,7 +61,7 @@ def masked(inputs: list[torch.Tensor], gradient: torch.Tensor, mask: torch.Tenso
     return [output, query.grad, key.grad, value.grad]
 
 
-def by_documents(inputs: list[torch.Tensor], gradient: torch.Tensor, visible: varlen.Visible) -> list[torch.Tensor]:
+def by_documents(inputs: list[torch.Tensor], gradient: torch.Tensor, visible: varlen.VarlenMask) -> list[torch.Tensor]:
     query, key, value = (x.detach().clone().requires_grad_() for x in inputs)
     output, _ = varlen.attention(torch.nn.Module(), query, key, value, visible, scaling=WIDTH**-0.5)
     output.backward(gradient)
@@ -153,9 +155,9 @@ def test_flops_are_counted_like_those_of_torchs_attention():
 @pytest.mark.parametrize(
     ("more", "text"),
     [
-        ({"dropout": 0.1}, "no dropout"),
-        ({"softcap": 30.0}, "no softcap"),
-        ({"s_aux": torch.zeros(4)}, "no s_aux"),
+        ({"dropout": 0.1}, "does not support dropout"),
+        ({"softcap": 30.0}, "does not support softcap"),
+        ({"s_aux": torch.zeros(4)}, "does not support s_aux"),
     ],
 )
 def test_what_it_does_not_know_is_refused(more, text):
@@ -166,7 +168,7 @@ def test_what_it_does_not_know_is_refused(more, text):
 def test_both_directions_and_caches_are_refused():
     encoder = torch.nn.Module()
     encoder.is_causal = False
-    with pytest.raises(ValueError, match="no both directions"):
+    with pytest.raises(ValueError, match="does not support bidirectional attention"):
         varlen.attention(encoder, *tensors(torch.float32)[0], masks()[1])
     with pytest.raises(ValueError, match="without a cache of keys"):
         varlen.visible_keys(1, q_length=1, kv_length=8, q_offset=7)
@@ -250,7 +252,7 @@ def test_the_kernel_of_a_gpu(window, key_heads):
     inputs, gradient = tensors(torch.bfloat16, key_heads)
     exact = masked([x.double() for x in inputs], gradient.double(), mask)
     allowed = error(masked(inputs, gradient, mask), exact)
-    there = varlen.Visible(visible.first.cuda(), varlen._documents(visible.first[:, 0, :, 0].cuda()))
+    there = varlen.VarlenMask(visible.first.cuda(), varlen._documents(visible.first[:, 0, :, 0].cuda()))
     found = by_documents([x.detach().cuda() for x in inputs], gradient.cuda(), there)
     assert error([x.cpu() for x in found], exact) <= 3 * allowed
 
@@ -259,24 +261,24 @@ def recipe(attention: str, precision: str = "bf16") -> SimpleNamespace:
     return SimpleNamespace(model=SimpleNamespace(attention=attention), precision=precision)
 
 
-def chosen_attention(made: SimpleNamespace, config) -> str:
-    return choice.chosen_attention(made, config, CAUSAL.model_class(config))
+def choose_attention(made: SimpleNamespace, config) -> str:
+    return choice.choose_attention(made, config, CAUSAL.model_class(config))
 
 
 def test_auto_is_by_documents_where_that_is_a_gain(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     llama = AutoConfig.for_model("llama")
-    assert chosen_attention(recipe("auto"), llama) == "varlen"
-    assert chosen_attention(recipe("auto", "fp32"), llama) == "sdpa"
-    assert chosen_attention(recipe("varlen", "fp32"), llama) == "varlen"
-    assert chosen_attention(recipe("eager"), llama) == "eager"
-    assert chosen_attention(recipe("auto"), AutoConfig.for_model("bloom")) == "eager"
-    assert chosen_attention(recipe("auto"), AutoConfig.for_model("gpt2")) == "sdpa"
-    assert chosen_attention(recipe("auto"), AutoConfig.for_model("gpt2", attn_pdrop=0.0)) == "varlen"
+    assert choose_attention(recipe("auto"), llama) == "varlen"
+    assert choose_attention(recipe("auto", "fp32"), llama) == "sdpa"
+    assert choose_attention(recipe("varlen", "fp32"), llama) == "varlen"
+    assert choose_attention(recipe("eager"), llama) == "eager"
+    assert choose_attention(recipe("auto"), AutoConfig.for_model("bloom")) == "eager"
+    assert choose_attention(recipe("auto"), AutoConfig.for_model("gpt2")) == "sdpa"
+    assert choose_attention(recipe("auto"), AutoConfig.for_model("gpt2", attn_pdrop=0.0)) == "varlen"
     with pytest.raises(ConfigurationError, match="model.attention: found varlen, but attn_pdrop is 0.1, and it has no"):
-        chosen_attention(recipe("varlen"), AutoConfig.for_model("gpt2"))
+        choose_attention(recipe("varlen"), AutoConfig.for_model("gpt2"))
     with pytest.raises(ConfigurationError, match="a gemma2 computes attention in its own way; use auto"):
-        chosen_attention(recipe("varlen"), AutoConfig.for_model("gemma2"))
+        choose_attention(recipe("varlen"), AutoConfig.for_model("gemma2"))
 
 
 def test_on_a_gpu_only_where_it_was_asked_for(monkeypatch):
@@ -284,13 +286,13 @@ def test_on_a_gpu_only_where_it_was_asked_for(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     llama = AutoConfig.for_model("llama")
-    assert chosen_attention(recipe("auto"), llama) == "sdpa"
-    assert chosen_attention(recipe("varlen"), llama) == "varlen"
-    assert chosen_attention(recipe("varlen", "fp16"), llama) == "varlen"
+    assert choose_attention(recipe("auto"), llama) == "sdpa"
+    assert choose_attention(recipe("varlen"), llama) == "varlen"
+    assert choose_attention(recipe("varlen", "fp16"), llama) == "varlen"
 
     def refused(text: str, config=llama, precision: str = "bf16") -> None:
         with pytest.raises(ConfigurationError, match=text):
-            chosen_attention(recipe("varlen", precision), config)
+            choose_attention(recipe("varlen", precision), config)
 
     refused("found varlen, but a GPU computes it in bf16 and fp16 alone; use auto", precision="fp32")
     refused(

@@ -33,7 +33,7 @@ def main() -> None:
     before = peak_memory_bytes(engine.device)
     (rows,) = StepBatches(task.train, recipe.seed, recipe.batch, engine.shard, 1)
     result = engine.step(rows, 1e-3)
-    held_out = list(EvaluationBatches(task.held_out, recipe.batch.micro_batch_size, engine.shard))
+    held_out = list(EvaluationBatches(task.validation, recipe.batch.micro_batch_size, engine.shard))
     engine.evaluate(held_out[:1])
     assert result.applied
     growth = peak_memory_bytes(engine.device) - before

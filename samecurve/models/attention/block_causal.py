@@ -67,7 +67,8 @@ def _backward(
             of_query[row, :, block.at] = _separate(torch.bmm(of_scores, block.key).mul_(scale), query.shape[1])
             per_key[:, block.seen].add_(torch.bmm(of_scores.transpose(1, 2), block.query))
         of_key[row], of_value[row] = per_key.mul_(scale), per_value
-        per_key.zero_(), per_value.zero_()
+        per_key.zero_()
+        per_value.zero_()
     return of_query, of_key, of_value
 
 

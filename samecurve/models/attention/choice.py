@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 
 
-def chosen_attention(
+def choose_attention(
     recipe: Recipe, config: PreTrainedConfig, model_class: type[PreTrainedModel], kind: str = "causal_lm"
 ) -> str:
     """Return transformers' name of the implementation that `model.attention` selects.
@@ -34,8 +34,8 @@ def chosen_attention(
     asked = recipe.model.attention
     if asked in ("sdpa", "flex_attention", "flash_attention_2") and not supports(model_class, asked):
         raise ConfigurationError(
-            f"model.attention: found {asked}, which transformers does not have for a {config.model_type}; set it to "
-            "eager, or to auto, which takes what there is"
+            f"model.attention: found {asked}, which transformers does not have for a {config.model_type}; use "
+            "eager or auto"
         )
     if asked not in ("auto", varlen.NAME):
         return asked

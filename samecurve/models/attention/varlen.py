@@ -3,7 +3,7 @@
 On a GPU the implementation is torch's `varlen_attn`, on a CPU block_causal.py. torch's own attention on a CPU computes
 also the scores that a mask hides, and in bf16 is far slower than the matrix products that block_causal.py uses.
 
-Importing this module registers the name with transformers, whose models then get a `Visible` as their mask.
+Importing this module registers the name with transformers, whose models then get a `VarlenMask` as their mask.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ _SHARES_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # tor
 
 
 @dataclass(frozen=True)
-class Visible:
+class VarlenMask:
     """Range of visible keys for each query of a micro-batch, computed once for all layers.
 
     Attributes:
@@ -66,7 +66,7 @@ def visible_keys(
     attention_mask: Tensor | None = None,
     device: torch.device | str = "cpu",
     **_,
-) -> Visible:
+) -> VarlenMask:
     """Compute the visible keys; transformers calls this function in place of building a mask.
 
     Args:
@@ -93,7 +93,9 @@ def visible_keys(
     if attention_mask is not None:
         begin = attention_mask.int().argmax(dim=-1, keepdim=True)
         highest = torch.where(queries < begin, highest, torch.maximum(highest, begin))
-    return Visible(highest[:, None, :, None], _documents(highest) if _on_gpu(highest) else None)
+    # torch gives no type to a function under torch.compiler.disable
+    documents: Documents | None = _documents(highest) if _on_gpu(highest) else None  # pyright: ignore[reportArgumentType, reportAssignmentType]
+    return VarlenMask(highest[:, None, :, None], documents)
 
 
 def _on_gpu(first: Tensor) -> bool:
@@ -115,7 +117,7 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Visible,
+    attention_mask: VarlenMask,
     dropout: float = 0.0,
     scaling: float | None = None,
     **others,
@@ -138,9 +140,11 @@ def attention(
         ValueError: dropout, bidirectional attention, soft caps, sinks or biases, which are not supported.
     """
     unknown = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
-    unknown += ["dropout"] * (dropout > 0) + ["both directions"] * (not getattr(module, "is_causal", True))
+    unknown += ["dropout"] * (dropout > 0) + ["bidirectional attention"] * (not getattr(module, "is_causal", True))
     if unknown:
-        raise ValueError(f"varlen attention knows no {', '.join(unknown)}: set model.attention to sdpa or eager")
+        raise ValueError(
+            f"varlen attention does not support {', '.join(unknown)}: set model.attention to sdpa or eager"
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     kind = query.device.type
     if torch.is_autocast_enabled(kind):
@@ -161,8 +165,11 @@ def _of_torch(query: Tensor, key: Tensor, value: Tensor, documents: Documents, s
     if not _SHARES_HEADS:
         groups = query.shape[1] // key.shape[1]
         key, value = (x if groups == 1 else x.repeat_interleave(groups, 1) for x in (key, value))
-    flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
+    flat_query, flat_key, flat_value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     sizes = (-1, 0) if window + 1 >= longest else (window, 0)
-    shared = {"enable_gqa": True} if _SHARES_HEADS else {}
-    output = varlen_attn(*flat, starts, starts, longest, longest, scale=scale, window_size=sizes, **shared)
+    shared: dict[str, Any] = {"enable_gqa": True} if _SHARES_HEADS else {}
+    output = varlen_attn(
+        flat_query, flat_key, flat_value, starts, starts, longest, longest, scale=scale, window_size=sizes, **shared
+    )
+    assert isinstance(output, Tensor)  # a tuple only with return_aux
     return output.unflatten(0, (query.shape[0], query.shape[2]))
