@@ -132,7 +132,6 @@ class Task(Protocol):
 
         Called once, while the engine's model has the run's initial weights, also before a checkpoint is loaded.
         """
-        ...
 
     def describe(self) -> dict[str, object]:
         """Describe the data, for the header and run.json."""
@@ -140,4 +139,3 @@ class Task(Protocol):
 
     def write_beside(self, directory: Path, config: PreTrainedConfig) -> None:
         """Write the task's further files into the exported model's folder. `config` is the model's."""
-        ...
