@@ -61,8 +61,9 @@ class MicroBatch:
         The first axis must be the rows, and the second axis of a 3-D tensor the sequences of a row.
         """
         inputs, targets = _split(self.inputs, num_rows), _split(self.targets, num_rows)
-        places = itertools.repeat(None) if self.places is None else self.places.split(num_rows)
-        return [MicroBatch(*parts, self.step, its) for *parts, its in zip(inputs, targets, places, strict=False)]
+        places = [None] * len(inputs) if self.places is None else self.places.split(num_rows)
+        parts = zip(inputs, targets, places, strict=True)
+        return [MicroBatch(own_inputs, own_targets, self.step, own) for own_inputs, own_targets, own in parts]
 
     def without_labels(self, num_rows: int) -> MicroBatch:
         """Copy the first `num_rows` rows with labels that train nothing. The first axis must be the rows."""

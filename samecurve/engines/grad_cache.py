@@ -51,6 +51,7 @@ def contexts(
         rank: the data-parallel rank.
         padded: keep the largest micro-batch's rows in all, because that is how many the model gets.
     """
+    assert task.context is not None  # only tasks with a cross-batch loss come here
     most, count = padded_rows(rows), len(rows[0])
     real = [nth * most + row for nth, size in enumerate(chain(*rows)) for row in range(size)]
     found: list[dict[str, Tensor]] = [{} for _ in range(count)]

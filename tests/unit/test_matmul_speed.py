@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from samecurve.models import matmul_speed
 from samecurve.models.flops import Peak, device_peak
-from samecurve.models.matmul_speed import PRODUCTS, Shape, training_seconds, warning
+from samecurve.models.matmul_speed import PRODUCTS, Shape, precision_warning, training_seconds
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LLAMA = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -51,7 +51,7 @@ def machine(monkeypatch):
 
 def test_a_slow_precision_is_told_with_the_key(machine, model):
     asked = machine(fp32=0.1, bf16=5.0)
-    assert warning(recipe(), model, CPU) == (
+    assert precision_warning(recipe(), model, CPU) == (
         "bf16 is slow on this CPU: fp32 multiplies matrices 50 times faster (2.52 GFLOP/s in bf16, 126 GFLOP/s in "
         f"fp32; measured forward and backward, {PART}). Set `precision: fp32` in the recipe, or add precision=fp32 to "
         "the command"
@@ -62,16 +62,16 @@ def test_a_slow_precision_is_told_with_the_key(machine, model):
 
 def test_little_is_not_worth_a_line(machine, model):
     machine(fp32=1.0, bf16=1.4)
-    assert warning(recipe(), model, CPU) == ""
+    assert precision_warning(recipe(), model, CPU) == ""
     machine(fp32=1.0, bf16=0.2)
-    assert warning(recipe(), model, CPU) == ""
+    assert precision_warning(recipe(), model, CPU) == ""
 
 
 def test_the_fastest_other_precision_is_named(machine, model):
     machine(fp32=1.0, bf16=0.25, fp16=40.0)
-    assert "add precision=bf16 to the command" in warning(recipe("fp16"), model, CPU)
+    assert "add precision=bf16 to the command" in precision_warning(recipe("fp16"), model, CPU)
     machine(fp32=1.0, bf16=3.0, fp16=40.0)
-    assert "add precision=fp32 to the command" in warning(recipe("fp16"), model, CPU)
+    assert "add precision=fp32 to the command" in precision_warning(recipe("fp16"), model, CPU)
 
 
 @pytest.mark.parametrize(
@@ -80,13 +80,17 @@ def test_the_fastest_other_precision_is_named(machine, model):
 )
 def test_what_bf16_alone_allows_changes_with_it(changes, keys, machine, model):
     machine(fp32=1.0, bf16=20.0)
-    assert f"add precision=fp32 {keys} to the command" in warning(recipe(**changes), model, CPU)
+    assert f"add precision=fp32 {keys} to the command" in precision_warning(recipe(**changes), model, CPU)
 
 
 def test_fp32_and_gpus_with_bf16_are_not_measured(machine, model, monkeypatch):
     asked = machine()
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
-    assert warning(recipe("fp32"), model, CPU) == warning(recipe(), model, CUDA) == warning(recipe("fp16"), model, CUDA)
+    assert (
+        precision_warning(recipe("fp32"), model, CPU)
+        == precision_warning(recipe(), model, CUDA)
+        == precision_warning(recipe("fp16"), model, CUDA)
+    )
     assert asked == []
 
 
@@ -94,9 +98,9 @@ def test_a_gpu_that_emulates_bf16_is_told(machine, model, monkeypatch):
     """Turing and Volta: torch and Accelerate take bf16 there without a word."""
     machine(fp32=1.0, bf16=4.0, fp16=0.2)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
-    found = warning(recipe(), model, CUDA)
+    found = precision_warning(recipe(), model, CUDA)
     assert found.startswith("bf16 is slow on this GPU: fp16 multiplies matrices 20 times faster")
-    assert warning(recipe("fp16"), model, CUDA) == ""
+    assert precision_warning(recipe("fp16"), model, CUDA) == ""
 
 
 def test_measuring_leaves_threads_and_random_numbers_alone():
