@@ -86,7 +86,9 @@ def _machines(device: torch.device) -> int:
     return int(first)
 
 
-def _tell(arguments: argparse.Namespace, found: Sequence, backend: str, machines: int, facts: dict) -> None:
+def _tell(
+    arguments: argparse.Namespace, found: Sequence, backend: str, machines: int, facts: timing.Environment
+) -> None:
     printing.say(timing.told(facts))
     timings = [each for each in found if isinstance(each, Timing)]
     lacking = dict(each for each in found if not isinstance(each, Timing))

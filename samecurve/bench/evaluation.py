@@ -40,8 +40,7 @@ def run(arguments: argparse.Namespace, directory: Path, folder: Path, recipe: Re
     """
     base = folders.base_path(folder)
     if arguments.data is not None and recipe.task == "classify":
-        names = loading.stored_config(folder).id2label  # the data may lack some of them
-        labels = tuple(names[index] for index in sorted(names))
+        labels = loading.class_names(loading.stored_config(folder))  # the data may lack some of them
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"labels": labels})})
     if base is not None:
         loading.check_base(directory, base)
@@ -68,9 +67,10 @@ def measured(recipe: Recipe, folder: Path) -> tuple[dict[str, Any], dict[str, fl
         (facts about data, hardware and versions; the task's `eval_*` numbers).
     """
     task: Task = registry.load(recipe)
-    config = loading.stored_config(folder)
-    attention = chosen_attention(recipe, config, task.head.model_class(config), task.head.kind)
-    model, _ = loading.load(folder, task.head, attention)
+    assert task.held_out is not None  # cli/evaluate.py refuses to start without rows to measure on
+    model_class, config = loading.stored_class(folder, task.head)
+    attention = chosen_attention(recipe, config, model_class, task.head.kind)
+    model, _ = loading.load_with_tokenizer(folder, task.head, attention)
     engine = EvaluationEngine(model, task, recipe)
     with _shown() as (start, advance):
         if task.has_reference:

@@ -109,8 +109,8 @@ def layers(model: PreTrainedModel) -> list[Layer]:
     The model may be on the meta device.
     """
     found: dict[tuple[int, int, bool], list[str]] = {}
-    for name, module, shape in _linear_modules(model):
-        found.setdefault((*shape, module.weight.requires_grad), []).append(_own_name(name))
+    for name, weight, shape in _linear_weights(model):
+        found.setdefault((*shape, weight.requires_grad), []).append(_own_name(name))
     return [Layer(tuple(dict.fromkeys(names)), len(names), *kind) for kind, names in found.items()]
 
 
@@ -119,15 +119,16 @@ def _own_name(name: str) -> str:
     return [part for part in name.split(".") if part not in ("base_layer", lora.NAME)][-1]
 
 
-def _linear_modules(model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.Module, tuple[int, int]]]:
-    """Yield (name, module, (inputs, outputs))."""
+def _linear_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor, tuple[int, int]]]:
+    """Yield (name of the module, weight, (inputs, outputs))."""
     from transformers.pytorch_utils import Conv1D
 
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):
-            yield name, module, (module.in_features, module.out_features)
+            yield name, module.weight, (module.in_features, module.out_features)
         elif isinstance(module, Conv1D):  # GPT-2's linear layer, whose weight is transposed
-            yield name, module, tuple(module.weight.shape)
+            num_inputs, num_outputs = module.weight.shape
+            yield name, module.weight, (num_inputs, num_outputs)
 
 
 def copies(num_bytes: int, device: torch.device, at_least: float) -> dict[str, float]:

@@ -18,6 +18,7 @@ import torch
 
 from samecurve.data import sources
 from samecurve.data.builtin import Function, FunctionSource, PreferenceSource, function
+from samecurve.data.schemas.preference import Pair
 from samecurve.errors import ConfigurationError
 from samecurve.inference.generator import Writer, load
 from samecurve.inference.writing import Writing
@@ -26,7 +27,6 @@ from samecurve.specs.data_names import FUNCTIONS, PREFERENCES
 if TYPE_CHECKING:
     from samecurve.config.schema import Recipe
     from samecurve.data.schemas.conversation import Conversation
-    from samecurve.data.schemas.preference import Pair
 
 BATCH = 16
 
@@ -63,11 +63,11 @@ def held_out_prompts(count: int, recipe: Recipe | None) -> list[str]:
     """Choose `count` held-out prompts. Raises ConfigurationError if the run held out fewer."""
     if count < 1:
         raise ConfigurationError(f"--parse_rate: found {count}, at least 1 is needed")
-    path = None if recipe is None else recipe.data.path
-    trained = path in (FUNCTIONS, PREFERENCES)
-    fraction = sources.validation_fraction(recipe) if trained else 1.0
+    path, fraction = FUNCTIONS, 1.0  # a model of other data has trained on none of them
+    if recipe is not None and recipe.data.path in (FUNCTIONS, PREFERENCES):
+        path, fraction = recipe.data.path, sources.validation_fraction(recipe)
     source = PreferenceSource if path == PREFERENCES else FunctionSource
-    documents = source(path if trained else FUNCTIONS, sources.builtin_files()).documents()
+    documents = source(path, sources.builtin_files()).documents()
     held_out = {str(d): _prompt(d) for d in documents if sources.is_held_out(str(d), fraction)}
     if len(held_out) < count:
         raise ConfigurationError(
@@ -79,7 +79,8 @@ def held_out_prompts(count: int, recipe: Recipe | None) -> list[str]:
 
 
 def _prompt(document: Conversation | Pair) -> str:
-    return getattr(document, "chosen", document).messages[0]["content"]
+    conversation = document.chosen if isinstance(document, Pair) else document
+    return conversation.messages[0]["content"]
 
 
 def written(writer: Writer, prompts: Sequence[str], how: Writing, seed: int) -> list[Answer]:

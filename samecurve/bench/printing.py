@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -69,7 +69,7 @@ def integers(option: str, given: str | None) -> list[int]:
     return found
 
 
-def chosen(option: str, given: str | None, known: Collection[str], default: Sequence[str]) -> list[str]:
+def chosen(option: str, given: str | None, known: Collection[str], default: Iterable[str]) -> list[str]:
     """Parse an option such as `a,b` with known names. Raises ConfigurationError for other names."""
     found = [name for name in (given or "").split(",") if name]
     unknown = [name for name in found if name not in known]

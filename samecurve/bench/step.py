@@ -81,10 +81,14 @@ def _changed(job: Job, variant: Variant, folder: Path) -> tuple[Job, list[str]]:
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     keys = [each for each in variant.overrides if strategy_variants.is_key(each)]
-    if keys and job.path is None:
-        raise ConfigurationError(f"--variant: found {keys[0]}, but {job.name} has no processes to spread over")
     overrides = [each for each in variant.overrides if each not in keys]
-    return (replace(job, path=strategy_variants.changed(job.path, keys, folder)) if keys else job), overrides
+    if not keys:
+        return job, overrides
+    if job.path is None:
+        raise ConfigurationError(
+            f"--variant: found {keys[0]}, but {job.name} has no strategy file; choose another --strategy"
+        )
+    return replace(job, path=strategy_variants.changed(job.path, keys, folder)), overrides
 
 
 def _run(job: Job, recipe: str, settings: Sequence[str], directory: Path, label: str) -> Outcome:

@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit code (see errors.py). Only the module of that command is imported."""
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
-        return _dispatch("python -m samecurve", __package__, COMMANDS, argv)
+        return _dispatch("python -m samecurve", "samecurve.cli", COMMANDS, argv)
     except SamecurveError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -128,10 +128,9 @@ def verdict(outcomes: Sequence[Outcome], tolerance: float, precision: str = "fp3
 def _largest(outcome: Outcome, reference: Outcome, key: str) -> float:
     """Return the largest relative difference over the steps; infinite if a step or a value is missing."""
     values, expected = ([record[key] for record in each.metrics] for each in (outcome, reference))
-    differences = relative_differences(values, expected)
-    if not differences or len(values) != len(expected) or None in differences:
-        return math.inf
-    return max(differences)
+    differences = [each for each in relative_differences(values, expected) if each is not None]
+    complete = bool(differences) and len(differences) == len(values) == len(expected)
+    return max(differences) if complete else math.inf
 
 
 def _facts(outcome: Outcome) -> list[str]:

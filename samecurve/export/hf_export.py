@@ -140,6 +140,7 @@ class _Writer:
             self._shard.clear()
             self._waiting.clear()
             return
+        assert tensor is not None  # which `_check` reports
         self._waiting[name] = tensor.detach().to("cpu", self._dtype)
         group = self._layout.groups[name]
         if self._waiting.keys() >= set(group):
@@ -232,7 +233,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def _write_adapter_config(skeleton: PreTrainedModel, directory: Path, dtype: torch.dtype) -> None:
     """Write peft's config, and the model's own config if its head may differ from the base model's."""
-    stored_config(skeleton).save_pretrained(directory)
+    stored_config(skeleton).save_pretrained(str(directory))
     # The model's config has the names of classes and the padding token. It gets a folder of its own, because
     # transformers takes a folder with config.json for a whole model.
     if kind_of(skeleton) != CAUSAL.kind:
@@ -245,7 +246,8 @@ def _write_config(skeleton: PreTrainedModel, directory: Path, dtype: torch.dtype
     config.dtype = dtype_name(dtype)
     config.use_cache = True  # training turns it off, but generation with the export needs it
     if is_remote(config):
-        custom_object_save(skeleton, directory, config=config)
+        # transformers annotates `config` as a dict, but passes its own configs.
+        custom_object_save(skeleton, directory, config=config)  # pyright: ignore[reportArgumentType]  # see above
     config.save_pretrained(directory)
     if getattr(skeleton, "generation_config", None) is not None:
         generation = copy.deepcopy(skeleton.generation_config)

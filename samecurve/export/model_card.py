@@ -103,7 +103,9 @@ def _license(given: str | None) -> dict:
 
 
 def _on_the_hub(path: str | None) -> bool:
-    return path is not None and not Path(path).expanduser().exists() and re.fullmatch(r"[\w.\-]+(/[\w.\-]+)?", path)
+    if path is None or Path(path).expanduser().exists():
+        return False
+    return re.fullmatch(r"[\w.\-]+(/[\w.\-]+)?", path) is not None
 
 
 def _use(facts: dict, made: Made) -> Iterator[str]:
@@ -210,7 +212,7 @@ def _sessions(known: Sequence[SessionRecord]) -> Iterator[str]:
     origin = unknown_origin(known[0])
     if origin:
         yield f"The first one here went on from {origin}, whose own history is not known here.\n"
-    rows = [("began", "from step", "strategy", "processes", "device", "ended")]
+    rows: list[tuple[object, ...]] = [("began", "from step", "strategy", "processes", "device", "ended")]
     for index, session in enumerate(known):
         facts = session.facts
         ended = session.ended if index < len(known) - 1 else "this model"

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from samecurve.data.chat_encoder import ChatEncoder
 from samecurve.data.schemas.conversation import Conversation, Schema
@@ -22,6 +23,12 @@ if TYPE_CHECKING:
     from samecurve.config.schema import Recipe
 
 Message = dict[str, str]
+
+
+class _Generates(Protocol):
+    """`generate` of transformers and peft: PreTrainedModel itself does not declare it."""
+
+    def generate(self, **options: Any) -> Tensor: ...
 
 
 @dataclass
@@ -47,10 +54,12 @@ class Writer:
     def ask(self, messages: Sequence[Message]) -> str:
         """Render messages and the generation prompt. Raises ConfigurationError for a turn that the template refuses."""
         try:
-            return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         except Exception as error:  # errors of Jinja, and of any expression in the template
             roles = ", ".join(message["role"] for message in messages)
             raise ConfigurationError(f"{self.folder}: its chat template cannot render {roles}: {error}") from error
+        assert isinstance(text, str)  # of one conversation, not tokenised
+        return text
 
     def encode(self, texts: Sequence[str], rendered: bool) -> dict[str, Tensor]:
         """Tokenise texts as a left-padded batch.
@@ -93,7 +102,7 @@ class Writer:
         limits = {"max_new_tokens": min(how.max_new_tokens, room), "eos_token_id": self.ends or None}
         limits["pad_token_id"] = self.tokenizer.pad_token_id
         with torch.inference_mode():
-            output = self.model.generate(**encoded, **how.options, **limits, streamer=streamer)
+            output = cast(_Generates, self.model).generate(**encoded, **how.options, **limits, streamer=streamer)
         rows = output[:, length:].tolist()
         ended = [any(token in self.ends for token in row) for row in rows]
         return list(zip(self.tokenizer.batch_decode(rows, skip_special_tokens=True), ended, strict=True))
@@ -116,9 +125,9 @@ def load(run: Path, raw: bool = False) -> Writer:
         ConfigurationError: if the model is not a causal language model.
     """
     folder, recipe = find_model(run)
-    model, tokenizer = loading.load(folder)
+    model, tokenizer = loading.load_with_tokenizer(folder)
     chat = not raw and is_chat(recipe, tokenizer)
-    return Writer(folder, model.to(loading.device()), tokenizer, recipe, chat, _ends(model, tokenizer, chat))
+    return Writer(folder, loading.to_default_device(model), tokenizer, recipe, chat, _ends(model, tokenizer, chat))
 
 
 def _ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chat: bool) -> list[int]:
@@ -132,12 +141,14 @@ def _ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chat: bool
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the special token that the chat template writes after an answer; None without one."""
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):  # ChatEncoder needs the Rust backend
+        return None
     said = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
     try:
         text, spans = ChatEncoder(tokenizer, Schema()).render(Conversation("the chat template", said))
     except DataError:  # such a template can render prompts, but not be trained with
         return None
-    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    special = {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     ending = text[: spans[-1][1]].rstrip()
     longest = max((token for token in special if ending.endswith(token)), key=len, default=None)
-    return None if longest is None else tokenizer.convert_tokens_to_ids(longest)
+    return None if longest is None else special[longest]

@@ -15,6 +15,7 @@ from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError
 from samecurve.inference import folders, loading
 from samecurve.inference.writing import is_chat
+from samecurve.models.hf_config import CAUSAL
 from samecurve.specs.precision import DTYPES
 
 INSTALL = "pip install -c constraints.txt -r requirements-eval.txt"
@@ -44,12 +45,19 @@ def run(arguments: argparse.Namespace, folder: Path, base: str | None, recipe: R
 def command(arguments: argparse.Namespace, folder: Path, base: str | None, recipe: Recipe | None) -> list[str]:
     """Return lm_eval's command line. Raises ConfigurationError if there is no causal language model."""
     trusted = folders.trusts_remote_code(folder)
-    loading.check_causal(folder)
+    loading.stored_class(folder, CAUSAL)  # raises for a model with another head
     loaded = {"pretrained": base or str(folder), "tokenizer": str(folder)} | ({"peft": str(folder)} if base else {})
     loaded |= {"trust_remote_code": True} if trusted else {}
     loaded["dtype"] = DTYPES[arguments.dtype or (recipe.precision if recipe else "fp32")]
     found = [sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--model_args", json.dumps(loaded)]
-    found += ["--tasks", arguments.tasks, "--batch_size", arguments.batch_size, "--device", str(loading.device())]
+    found += [
+        "--tasks",
+        arguments.tasks,
+        "--batch_size",
+        arguments.batch_size,
+        "--device",
+        str(loading.default_device()),
+    ]
     found += ["--output_path", str(arguments.output or (folders.run_directory(arguments.run) or folder) / "lm_eval")]
     if arguments.limit is not None:
         found += ["--limit", arguments.limit]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -29,7 +30,7 @@ def check_base(run: Path, base: str) -> None:
         raise CheckpointError(f"{base}: its weights are not those that {run} adapted; put the same model there")
 
 
-def load(
+def load_with_tokenizer(
     folder: Path, head: Head | None = None, attention: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the model in fp32, with its adapter if the folder holds one, and its tokenizer. See `load_model`."""
@@ -43,7 +44,9 @@ def load(
         # The model is built without the pooler that exclude_modules names.
         warnings.filterwarnings("ignore", message="You have passed exclude_modules")
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
-        return PeftModel.from_pretrained(model, folder).eval(), load_tokenizer(folder)
+        adapted = PeftModel.from_pretrained(model, folder).eval()
+    # peft's wrapper is no PreTrainedModel, but forwards every attribute and call to the one inside.
+    return cast(PreTrainedModel, adapted), load_tokenizer(folder)
 
 
 def stored_config(folder: Path) -> PreTrainedConfig:
@@ -86,16 +89,17 @@ def load_model(
     """
     _quiet()
     head = head or CAUSAL
-    more = {} if attention is None else {"attn_implementation": attention}
+    more: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
     model_class, config = _class(_described(path, adapter), head, trust_remote_code)
     more |= {"config": config, **without_pooler(model_class)}
     try:
-        model, found = model_class.from_pretrained(
+        loaded: Any = model_class.from_pretrained(  # annotated as the model alone, without the loading info
             path, dtype=torch.float32, output_loading_info=True, trust_remote_code=trust_remote_code, **more
         )
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigurationError(f"{path}: no model can be loaded from there ({error})") from error
-    missing = set(found["missing_keys"]) - (lora.brought(adapter) if adapter else set())
+    model, info = loaded
+    missing = set(info["missing_keys"]) - (lora.brought(adapter) if adapter else set())
     if missing:
         names = ", ".join(sorted(missing)[:3])
         made_as = ", ".join(config.architectures or ["another one"])
@@ -103,9 +107,18 @@ def load_model(
     return model.eval()
 
 
-def check_causal(folder: Path) -> None:
-    """Raise ConfigurationError if a model, or an adapter's base model, is not a causal language model by its config."""
-    _class(_described(base_path(folder) or str(folder), folder), CAUSAL, trusts_remote_code(folder))
+def stored_class(folder: Path, head: Head) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
+    """Return the class and the config of an exported model or adapter.
+
+    Raises ConfigurationError if the model has another head by its config.
+    """
+    return _class(_described(base_path(folder) or str(folder), folder), head, trusts_remote_code(folder))
+
+
+def class_names(config: PreTrainedConfig) -> tuple[str, ...]:
+    """Return the names of a classifier's classes, in the order of its outputs."""
+    names = {int(index): str(name) for index, name in (config.id2label or {}).items()}
+    return tuple(names[index] for index in sorted(names))
 
 
 def _described(path: str, adapter: Path | None) -> str:
@@ -138,9 +151,14 @@ def _config(path: str, trust_remote_code: bool) -> PreTrainedConfig:
         raise ConfigurationError(f"{path}: no model can be loaded from there ({error}){fix}") from error
 
 
-def device() -> torch.device:
+def default_device() -> torch.device:
     """Return the GPU if there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def to_default_device(model: PreTrainedModel) -> PreTrainedModel:
+    """Move a model to the GPU if there is one, else leave it on the CPU."""
+    return model.to(default_device())  # pyright: ignore[reportArgumentType]  # transformers' decorator drops `self`
 
 
 def _quiet() -> None:

@@ -74,7 +74,10 @@ def _merge(folder: Path, base: str, output: Path) -> str:
     Raises NumericError if the logits differ from those of the unmerged model by more than TOLERANCE times the largest.
     """
     head = loading.stored_head(folder)
-    adapted, _ = loading.load(folder, head)
+    adapted, _ = loading.load_with_tokenizer(folder, head)
+    from peft import PeftModel  # noisy unless `load` ran before it
+
+    assert isinstance(adapted, PeftModel)  # cli/merge.py refuses a folder without an adapter
     rows = _rows(adapted)
     alone, expected = _without_matrices(adapted, rows), _logits(adapted, rows)
     # safe_merge refuses weights that are not finite.

@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace, how: Writing) -> int:
 
 
 def default_prompt(writer: Writer) -> str:
-    known = PROMPTS.get(writer.recipe.data.path) if writer.recipe else None
+    known = PROMPTS.get(writer.recipe.data.path or "") if writer.recipe else None
     return known or (GREETING if writer.chat else "")
 
 
@@ -60,6 +60,9 @@ def sample(writer: Writer, prompt: str, system: str | None, how: Writing, seed: 
         turns = [{"role": "system", "content": system}] if system is not None else []
         text = writer.ask([*turns, {"role": "user", "content": prompt}])
     else:
-        text = prompt or writer.tokenizer.bos_token or writer.tokenizer.eos_token
+        start = writer.tokenizer.bos_token or writer.tokenizer.eos_token
+        if not prompt and not start:
+            raise ConfigurationError(f"--prompt: {writer.folder} has no token that starts a text; give a prompt")
+        text = prompt or str(start)
     encoded = writer.encode([text], rendered=writer.chat)
     return writer.write(encoded, how)[0][0]

@@ -92,7 +92,8 @@ class Progress:
         return len(self._seconds_of_steps) == 1
 
     def _rest(self) -> str:
-        return f"left {duration(self._seconds_left())}" if self._seconds_left() is not None else ""
+        left = self._seconds_left()
+        return "" if left is None else f"left {duration(left)}"
 
     def _seconds_left(self) -> float | None:
         steady = self._seconds_of_steps[1:]  # without the first step, which includes start-up costs
@@ -247,7 +248,7 @@ def _world(facts: dict) -> str:
 
 def numbers_of(record: dict, smoothed_loss: float | None) -> list[str]:
     """Format the step's numbers as short texts; unknown ones are left out."""
-    shown: list[tuple[str, object, Callable[[float], str]]] = [
+    shown: list[tuple[str, float | None, Callable[[float], str]]] = [
         ("loss", record["loss"], "{:.4f}".format),
         ("smoothed", smoothed_loss, "{:.4f}".format),
         ("lr", record["learning_rate"], "{:.2e}".format),

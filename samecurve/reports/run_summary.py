@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from samecurve.metrics.console import duration, number, spaced
 from samecurve.reports.chart import relative_differences
-from samecurve.reports.plot import column
+from samecurve.reports.plot import column, is_finite
 from samecurve.run.run_directory import read_metrics
 from samecurve.run.sessions import SessionRecord, sessions
 from samecurve.run.status import STATUS, read_status
@@ -85,7 +84,7 @@ def _learned(metrics: Sequence[dict]) -> Iterator[tuple[str, str]]:
     losses = _values(metrics, "loss")
     if losses:
         yield "loss, first to last step", f"{losses[0]:.4f} to {losses[-1]:.4f}"
-    held_out = [(value, step) for step, value in column(metrics, "eval_loss") if _is_finite(value)]
+    held_out = [(value, step) for step, value in column(metrics, "eval_loss") if is_finite(value)]
     if held_out:
         best, step = min(held_out)
         yield "held-out loss, first to last", f"{held_out[0][0]:.4f} to {held_out[-1][0]:.4f}"
@@ -112,11 +111,7 @@ def _speed(metrics: Sequence[dict]) -> Iterator[tuple[str, str]]:
 
 
 def _values(metrics: Sequence[dict], name: str) -> list[float]:
-    return [value for _, value in column(metrics, name) if _is_finite(value)]
-
-
-def _is_finite(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)
+    return [value for _, value in column(metrics, name) if is_finite(value)]
 
 
 def parts(run: Run) -> dict[str, dict[str, str]]:
