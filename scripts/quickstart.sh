@@ -7,17 +7,15 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/_environment.sh
 
-# Without a GPU two processes and the recipe as it is. With GPUs as many as a power of two allows, up to 8: the recipe's
-# global batch is 8 rows, which they share, so each one's micro-batch is its share and nothing is accumulated.
+# Without a GPU two processes and the recipe as it is. With GPUs up to 8, because the recipe's global batch is 8 rows, which
+# they share: a micro-batch of at most 8 rows is each one's share, so nothing is accumulated.
 choose_processes() {
     local gpus
     gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
     strategy=ddp num_processes=2 micro_batch_size=
     [ "$gpus" != 0 ] || return 0
-    num_processes=1
-    while [ $((num_processes * 2)) -le "$gpus" ] && [ "$num_processes" -lt 8 ]; do num_processes=$((num_processes * 2)); done
+    num_processes=$((gpus < 8 ? gpus : 8)) micro_batch_size=8
     [ "$num_processes" != 1 ] || strategy=single
-    micro_batch_size=$((8 / num_processes))
 }
 
 make_environment requirements.txt

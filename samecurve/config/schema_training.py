@@ -10,28 +10,37 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from samecurve.config.section import LARGEST_INTEGER, Count, Natural, Section
-from samecurve.errors import ConfigurationError
 
 
 class Batch(Section):
     """Sizes in global terms, so that the loss curve does not depend on the number of devices."""
 
     global_batch_size: Count
-    """Rows per optimizer step over all devices. It must be a multiple of micro_batch_size x data-parallel devices."""
+    """Rows per optimizer step over all devices. Any number of devices shares them, as evenly as possible."""
     micro_batch_size: Count = 1
-    """Rows per device and forward pass."""
+    """Most rows per device and forward pass: as many as fit into memory. It need not divide anything."""
     sequence_length: Count
     """Tokens per row."""
 
+    def rows_per_rank(self, data_parallel_size: int) -> list[int]:
+        """Rows of a step that each data-parallel rank reads: 32 rows on 7 ranks are 5, 5, 5, 5, 4, 4, 4."""
+        share, more = divmod(self.global_batch_size, data_parallel_size)
+        return [share + (rank < more) for rank in range(data_parallel_size)]
+
     def accumulation_steps(self, data_parallel_size: int) -> int:
-        """Micro-batches per optimizer step and rank. ConfigurationError when the global batch does not divide."""
-        steps, rest = divmod(self.global_batch_size, self.micro_batch_size * data_parallel_size)
-        if rest:
-            raise ConfigurationError(
-                f"batch.global_batch_size: {self.global_batch_size} does not divide into micro_batch_size "
-                f"{self.micro_batch_size} x {data_parallel_size} data-parallel ranks"
-            )
-        return steps
+        """Micro-batches per optimizer step, the same number on each rank because their collectives must match."""
+        return -(-self.rows_per_rank(data_parallel_size)[0] // self.micro_batch_size)
+
+    def micro_batches(self, data_parallel_size: int) -> list[list[int]]:
+        """Rows of each micro-batch of a step, for each rank; 0 where a rank takes part without a row to train.
+
+        Full micro-batches come first: 32 rows with micro_batch_size 7 on one device are 7, 7, 7, 7, 4.
+        """
+        starts = range(0, self.accumulation_steps(data_parallel_size) * self.micro_batch_size, self.micro_batch_size)
+        return [
+            [min(max(rows - start, 0), self.micro_batch_size) for start in starts]
+            for rows in self.rows_per_rank(data_parallel_size)
+        ]
 
 
 Beta = Annotated[float, Field(ge=0, lt=1, strict=True)]

@@ -59,6 +59,25 @@ class MicroBatch:
         inputs, targets = _split(self.inputs, num_rows), _split(self.targets, num_rows)
         return [MicroBatch(*parts) for parts in zip(inputs, targets, strict=True)]
 
+    def without_labels(self, num_rows: int) -> MicroBatch:
+        """Copy the first `num_rows` rows with labels that train nothing. The first axis must be the rows."""
+        inputs, targets = ({name: t[:num_rows] for name, t in part.items()} for part in (self.inputs, self.targets))
+        return MicroBatch(inputs, targets | {"labels": torch.full_like(targets["labels"], IGNORE_INDEX)})
+
+    def padded(self, num_rows: int, padded_rows: int) -> MicroBatch:
+        """Append copies of the first row, with labels that train nothing, from `num_rows` to `padded_rows` rows."""
+        missing = padded_rows - num_rows
+        if not missing:
+            return self
+
+        def padded(name: str, tensor: Tensor) -> Tensor:
+            first = tensor[: len(tensor) // num_rows]  # a row of several sequences has several lines
+            first = torch.full_like(first, IGNORE_INDEX) if name == "labels" else first
+            return torch.cat([tensor, *[first] * missing])
+
+        inputs, targets = ({n: padded(n, t) for n, t in part.items()} for part in (self.inputs, self.targets))
+        return MicroBatch(inputs, targets)
+
     @property
     def labels(self) -> Tensor:
         return self.targets["labels"]
@@ -71,7 +90,8 @@ class MicroBatch:
 class StepBatches:
     """Iterator over the optimizer steps of one data-parallel rank: one list of micro-batches per step, prefetched.
 
-    The rows are a pure function of the step. With G = batch.global_batch_size, step s reads the global positions
+    Batch.micro_batches gives their rows. Where that is 0, the micro-batch has one row that trains nothing. The rows are
+    a pure function of the step. With G = batch.global_batch_size, step s reads the global positions
     [s * G, (s + 1) * G), whatever the shard and the micro-batch size. No step reads a row twice if the data have at
     least G rows.
 
@@ -79,8 +99,7 @@ class StepBatches:
         rows: the training rows.
         seed: seed of the order.
         batch: batch sizes of the recipe.
-        shard: (data-parallel rank, data-parallel size). G must be divisible by micro_batch_size times the data-parallel
-            size, which the configuration has checked.
+        shard: (data-parallel rank, data-parallel size).
         num_steps: number of steps of the whole run.
         start_step: step to resume at; no earlier rows are read.
         start_samples: rows consumed before start_step; None: start_step * G.
@@ -108,7 +127,6 @@ class StepBatches:
         self._steps = Steps.of(batch.global_batch_size, given, anchor)
         self.last_wait_seconds = 0.0
         rows.plan(seed, self._steps, num_steps, anchor or {})
-        assert batch.global_batch_size % (batch.micro_batch_size * shard[1]) == 0
 
     @property
     def samples(self) -> int:
@@ -132,7 +150,16 @@ class StepBatches:
 
     def at(self, step: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of the given 0-based step."""
-        return self._whole(step).split(self.batch.micro_batch_size)
+        return self._micro_batches(self._whole(step))
+
+    def _micro_batches(self, whole: MicroBatch) -> list[MicroBatch]:
+        """Split `_whole` into micro-batches, as many as the rank with most rows has."""
+        rank, size = self.shard
+        if not self.batch.rows_per_rank(size)[rank]:
+            whole = whole.without_labels(1)
+        found = whole.split(self.batch.micro_batch_size)
+        missing = self.batch.accumulation_steps(size) - len(found)
+        return found + whole.without_labels(1).split(1) * missing
 
     def _whole(self, step: int) -> MicroBatch:
         """Return this rank's rows of a step as one batch."""
@@ -141,7 +168,10 @@ class StepBatches:
         together = self.rows_of(step)
         found, allowed = self.rows.most_reads(together)
         assert found <= allowed, f"step {step} reads a row {found} times, {allowed} at most are needed"
-        own, positions = (np.split(array, size)[rank] for array in (together, self._positions(step)))
+        shares = self.batch.rows_per_rank(size)
+        first = sum(shares[:rank])
+        mine = slice(first, first + shares[rank]) if shares[rank] else slice(1)  # one row to copy, if there is none
+        own, positions = together[mine], self._positions(step)[mine]
         return _whole(self.rows.drawn(own, positions, self.seed), self.rows.width(together))
 
     def rows_of(self, step: int) -> np.ndarray:
@@ -166,7 +196,7 @@ class StepBatches:
                     return
                 self.last_wait_seconds = time.perf_counter() - began
                 self.step += 1
-                yield whole.split(self.batch.micro_batch_size)
+                yield self._micro_batches(whole)
 
     def _by_thread(self) -> Iterator[MicroBatch]:
         upcoming = iter(range(self.step, self.num_steps))
@@ -216,7 +246,7 @@ class EvaluationBatches(Sequence[MicroBatch]):
 
     Args:
         rows: the held-out rows.
-        micro_batch_size: rows per micro-batch.
+        micro_batch_size: most rows per micro-batch.
         shard: (data-parallel rank, data-parallel size).
         alive: called for each micro-batch, to report progress to the watchdog.
     """
@@ -224,7 +254,8 @@ class EvaluationBatches(Sequence[MicroBatch]):
     def __init__(
         self, rows: Rows, micro_batch_size: int, shard: tuple[int, int], alive: Callable[[], None] = lambda: None
     ):
-        self.rows, self.micro_batch_size, self.shard = rows, micro_batch_size, shard
+        self.rows, self.shard = rows, shard
+        self.micro_batch_size = min(micro_batch_size, -(-len(rows) // shard[1]))
         self._alive = alive
 
     def __len__(self) -> int:

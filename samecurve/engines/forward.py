@@ -34,6 +34,7 @@ class Forward:
         model: as prepared by Accelerate.
         loss_implementation: full, chunked or liger, see `install_loss`.
         teacher: the frozen model of a distillation task, else None.
+        rows: Batch.micro_batches of a training step; only a cross-batch loss reads them.
     """
 
     accelerator: Accelerator
@@ -41,6 +42,7 @@ class Forward:
     task: Task
     loss_implementation: str = "full"
     teacher: nn.Module | None = None
+    rows: Sequence[Sequence[int]] = ()
 
     @property
     def shard(self) -> tuple[int, int]:
@@ -89,9 +91,10 @@ class Forward:
         """
         contexts: list[dict[str, Tensor]] = [{}] * len(micro_batches)
         if self.task.context is not None:
+            padded_rows = grad_cache.padded_rows(self.rows)
             with rng_state.rehearsed(self.accelerator.device):
-                context = self.task.context(self._features(micro_batches))
-            contexts = grad_cache.cut(context, self.shard, len(micro_batches))
+                features = self._features(micro_batches, padded_rows)
+            contexts = grad_cache.contexts(self.task, features, self.rows, self.shard[0])
         for index, (batch, context) in enumerate(zip(micro_batches, contexts, strict=True), start=1):
             yield batch, context, index == len(micro_batches)
 
@@ -114,9 +117,9 @@ class Forward:
         self.model.train()
         return found.cpu()
 
-    def _features(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
+    def _features(self, micro_batches: Iterable[MicroBatch], padded_rows: int = 0) -> Tensor:
         """Features gathered over all ranks."""
-        return self.accelerator.gather(grad_cache.features(self.task, self.logits, micro_batches))
+        return self.accelerator.gather(grad_cache.features(self.task, self.logits, micro_batches, padded_rows))
 
     def count(self, micro_batches: Sequence[MicroBatch]) -> int:
         """Count the tokens (or other units, see Task.count) of the micro-batches over all ranks."""

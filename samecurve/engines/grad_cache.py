@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 if TYPE_CHECKING:
     from samecurve.data.batches import MicroBatch
@@ -16,17 +18,49 @@ Forward = Callable[["MicroBatch"], tuple[Tensor, dict[str, Tensor]]]
 
 
 @torch.no_grad()
-def features(task: Task, forward: Forward, micro_batches: Iterable[MicroBatch]) -> Tensor:
-    """Compute the features of this rank's rows: (rows, n), fp32. `forward` returns a batch's (logits, targets)."""
+def features(task: Task, forward: Forward, micro_batches: Iterable[MicroBatch], padded_rows: int = 0) -> Tensor:
+    """Compute the features of this rank's rows.
+
+    Args:
+        task: the task.
+        forward: returns a micro-batch's (logits, targets).
+        micro_batches: of this rank.
+        padded_rows: pad each micro-batch's features with zeros to this many rows, so that all ranks have as many.
+
+    Returns:
+        (rows, n), fp32.
+    """
     found = []
     for batch in micro_batches:
         logits, targets = forward(batch)
-        found.append(task.features(logits, **targets).float())
+        rows = task.features(logits, **targets).float()
+        found.append(functional.pad(rows, (0, 0, 0, max(padded_rows - len(rows), 0))))
     return torch.cat(found)
 
 
-def cut(context: dict[str, Tensor], shard: tuple[int, int], num_micro_batches: int) -> list[dict[str, Tensor]]:
-    """Split the context of all rows of a step into one for each micro-batch of this rank (`shard`: rank, size)."""
-    rank, size = shard
-    parts = {name: value.chunk(size)[rank].chunk(num_micro_batches) for name, value in context.items()}
-    return [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]
+def contexts(
+    task: Task, features: Tensor, rows: Sequence[Sequence[int]], rank: int, padded: bool = False
+) -> list[dict[str, Tensor]]:
+    """Compute Task.context of a step, one for each micro-batch of a rank. Rows that train nothing get zeros.
+
+    Args:
+        task: the task.
+        features: of all ranks' micro-batches, each padded to the largest one's rows: (ranks * micro-batches * rows, n).
+        rows: Batch.micro_batches.
+        rank: the data-parallel rank.
+        padded: keep the largest micro-batch's rows in all, because that is how many the model gets.
+    """
+    most, count = padded_rows(rows), len(rows[0])
+    real = [nth * most + row for nth, size in enumerate(chain(*rows)) for row in range(size)]
+    found: list[dict[str, Tensor]] = [{} for _ in range(count)]
+    for name, value in task.context(features[real]).items():
+        whole = value.new_zeros(len(features), *value.shape[1:])
+        whole[real] = value
+        for context, part, size in zip(found, whole.chunk(len(rows))[rank].chunk(count), rows[rank], strict=True):
+            context[name] = part if padded else part[: max(size, 1)]
+    return found
+
+
+def padded_rows(rows: Sequence[Sequence[int]]) -> int:
+    """Return the rows of the largest micro-batch. rows: Batch.micro_batches."""
+    return max(chain(*rows))

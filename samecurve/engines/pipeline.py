@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 
 import deepspeed
 import torch
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from torch import Tensor
 from torch import distributed as dist
@@ -24,6 +22,7 @@ from transformers import PreTrainedModel
 from samecurve.engines import deepspeed_introspection, grad_cache
 from samecurve.engines.forward import evaluation_sums
 from samecurve.engines.memory_usage import held_bytes
+from samecurve.engines.pipeline_guard import PipelineGuard, sum_over_ranks
 from samecurve.engines.pipeline_stage import build_stage
 from samecurve.engines.sharded_state import FragmentState, LiveState
 from samecurve.errors import ConfigurationError
@@ -63,8 +62,9 @@ class PipelineEngine:
         settings = self._settings = plan.recipe.optimizer
         optimizer = build_optimizer(parameter_groups(self._weights.items(), self.shapes, settings), settings)
         self._engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=resolve_auto(plan))
-        self._grid = self._engine.grid
-        self._guard = _Guard(self._engine)
+        self._grid, self._shape = self._engine.grid, None
+        self._micro_rows = plan.recipe.batch.micro_batches(self.shard[1])
+        self._guard = PipelineGuard(self._engine)
         # after initialization, because DeepSpeed casts weights to bf16 and copies its fp32 masters from rounded weights
         fill(skeleton, plan.recipe, self._write, names=set(self._weights))
         self.state = self._state()
@@ -76,17 +76,19 @@ class PipelineEngine:
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
         """See Engine.step. Every stage of a pipeline passes the same gradient_accumulation_steps micro-batches."""
         local = sum(self._task.count(**batch.targets) for batch in micro_batches)
-        tokens = int(_sum([local], self.device, self._grid.get_data_parallel_group())[0])
+        tokens = int(sum_over_ranks([local], self.device, self._grid.get_data_parallel_group())[0])
         if tokens == 0:
             return StepResult.of_nothing()
         set_learning_rate(self._engine.optimizer, learning_rate)
+        sizes, most = self._micro_rows[self.shard[0]], grad_cache.padded_rows(self._micro_rows)
+        micro_batches = [batch.padded(max(n, 1), most) for batch, n in zip(micro_batches, sizes, strict=True)]
         # DeepSpeed averages over micro-batches and data-parallel ranks; the factor turns that into the token mean
         self._loss_factor = len(micro_batches) * self.shard[1] / tokens
         contexts = self._contexts(micro_batches)
         self._sums = torch.zeros(self._task.num_step_statistics, dtype=torch.float64, device=self.device)
         self._engine.train_batch(self._rows(micro_batches, contexts))
         # only the last stage of each pipeline has values, so a sum over all ranks distributes them
-        statistics = tuple(_sum(self._sums.tolist(), self.device)) if self._task.num_step_statistics else ()
+        statistics = tuple(sum_over_ranks(self._sums.tolist(), self.device)) if self._task.num_step_statistics else ()
         guard = self._guard
         applied = not guard.refused and self._engine.was_step_applied()
         return StepResult.of(guard.loss, guard.grad_norm, tokens, applied, not guard.refused, statistics)
@@ -96,7 +98,7 @@ class PipelineEngine:
             return evaluation_sums(self._task, logits, **targets)[None]
 
         tokens = sum(self._task.count(**batch.targets) for batch in micro_batches)
-        tokens = _sum([tokens], self.device, self._grid.get_data_parallel_group())[0]
+        tokens = sum_over_ranks([tokens], self.device, self._grid.get_data_parallel_group())[0]
         if self._task.context is not None:
             return EvalResult(math.nan, int(tokens), features=self.features(micro_batches))
         loss, *statistics = self._on_last_stage(micro_batches, measure).sum(dim=0).tolist()
@@ -179,7 +181,9 @@ class PipelineEngine:
         self._last_stage = self._weighted_loss
         rank, size = self.shard
         # only the last stage of each pipeline has values, so a sum over all ranks distributes them
-        rows, width = (int(n) // size for n in _sum([*torch.cat(found).shape] if found else [0, 0], self.device))
+        rows, width = (
+            int(n) // size for n in sum_over_ranks([*torch.cat(found).shape] if found else [0, 0], self.device)
+        )
         everything = torch.zeros(size, rows, width, dtype=torch.float64, device=self.device)
         if found:
             everything[rank] = torch.cat(found)
@@ -190,16 +194,21 @@ class PipelineEngine:
         # features without dropout, unlike Forward's, because DeepSpeed's pass without gradients is an evaluation
         if self._task.context is None:
             return [{}] * len(micro_batches)
-        return grad_cache.cut(self._task.context(self.features(micro_batches)), self.shard, len(micro_batches))
+        features = self.features(micro_batches)
+        return grad_cache.contexts(self._task, features, self._micro_rows, self.shard[0], padded=True)
 
     def _rows(
         self, micro_batches: Sequence[MicroBatch], contexts: Sequence[dict[str, Tensor]]
     ) -> Iterator[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
-        """Yield micro-batches as DeepSpeed expects them: (inputs of the first stage, targets of the last stage)."""
-        for batch, context in zip(micro_batches, contexts, strict=True):
-            targets = batch.targets | context
-            self._target_names = tuple(targets)
-            yield (batch.inputs["input_ids"], batch.inputs["position_ids"]), tuple(targets.values())
+        """Give micro-batches as DeepSpeed expects them: (inputs of the first stage, targets of the last stage)."""
+        shape = micro_batches[0].inputs["input_ids"].shape
+        if shape != self._shape:  # DeepSpeed's stages agree on it with the first micro-batch only
+            self._engine.reset_activation_shape()
+            self._shape = shape
+        targets = [batch.targets | context for batch, context in zip(micro_batches, contexts, strict=True)]
+        self._target_names = tuple(targets[0])
+        inputs = [(batch.inputs["input_ids"], batch.inputs["position_ids"]) for batch in micro_batches]
+        return zip(inputs, (tuple(values.values()) for values in targets), strict=True)
 
     def _loss(self, logits: Tensor, targets: tuple[Tensor, ...]) -> Tensor:
         return self._last_stage(logits, **dict(zip(self._target_names, targets, strict=True)))
@@ -221,65 +230,6 @@ class PipelineEngine:
         return self._weights[name].detach() if master is None else master
 
 
-class _Guard:
-    """Hook between DeepSpeed's gradient reduction and its optimizer, which refuses a non-finite step.
-
-    By itself, DeepSpeed applies non-finite gradients in some of its optimizers, skips them silently in others, and
-    ignores a non-finite loss.
-    """
-
-    def __init__(self, engine: deepspeed.PipelineEngine):
-        self.loss, self.grad_norm, self.refused = math.nan, math.nan, False
-        self._engine, self._optimizer = engine, engine.optimizer
-        self._take_model_step: Callable = engine._take_model_step
-        engine._take_model_step = self._step
-
-    def _step(self, lr_kwargs: dict | None) -> None:
-        self._measure()
-        self.refused = not math.isfinite(self.loss) or not (
-            math.isfinite(self.grad_norm) or deepspeed_introspection.may_rescale(self._engine)
-        )
-        if self.refused:
-            self._discard()
-        else:
-            self._take_model_step(lr_kwargs)
-
-    def _measure(self) -> None:
-        engine = self._engine
-        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in self._counted_gradients()]
-        squares = torch.stack(norms).square().sum().item() if norms else 0.0
-        loss = engine.total_loss.item() if engine.is_last_stage() else 0.0
-        loss, squares = _sum([loss, squares], engine.device)
-        self.loss = loss / (engine.gradient_accumulation_steps() * engine.dp_world_size)
-        self.grad_norm = math.sqrt(squares) / getattr(self._optimizer, "loss_scale", 1.0)
-
-    def _counted_gradients(self) -> Iterator[Tensor]:
-        """Yield this rank's part of the global gradient: each element on one rank, tied weights on the first stage."""
-        for gradient, weight in self._gradients():
-            if gradient is not None and not weight.ds_pipe_replicated:
-                yield gradient
-
-    def _gradients(self) -> Iterator[tuple[Tensor | None, Tensor]]:
-        optimizer = self._optimizer
-        if isinstance(optimizer, DeepSpeedZeroOptimizer):
-            for index, gradients in optimizer.averaged_gradients.items():
-                real = (gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False))
-                yield from zip(real, optimizer.params_in_partition[index], strict=True)
-        elif self._engine.grid.get_data_parallel_rank() == 0:
-            if isinstance(optimizer, BF16_Optimizer):
-                for gradients, weights in zip(optimizer.fp32_groups_gradients, optimizer.bf16_groups, strict=True):
-                    yield from zip(gradients, weights, strict=True)
-            else:
-                yield from ((weight.grad, weight) for weight in self._engine.module.parameters())
-
-    def _discard(self) -> None:
-        if isinstance(self._optimizer, DeepSpeedZeroOptimizer):
-            for index in self._optimizer.averaged_gradients:
-                self._optimizer.averaged_gradients[index] = None
-                self._optimizer.all_grad_tensors[index] = None
-        self._optimizer.zero_grad()
-
-
 def _check_trained(stages: set[int], num_stages: int) -> None:
     """Raise ConfigurationError, on all ranks, if a stage is all frozen: DeepSpeed steps every stage's optimizer."""
     idle = ", ".join(str(stage) for stage in range(num_stages) if stage not in stages)
@@ -288,9 +238,3 @@ def _check_trained(stages: set[int], num_stages: int) -> None:
             f"adapter.target_modules: no layer of pipeline stage {idle} of {num_stages} is adapted, and every "
             "stage needs something to train; name layers in all of them, or use fewer pipeline.stages"
         )
-
-
-def _sum(values: list[float], device: torch.device, group: dist.ProcessGroup | None = None) -> list[float]:
-    total = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(total, group=group)
-    return total.tolist()

@@ -76,7 +76,8 @@ class TorchEngine:
         with torch.no_grad():
             fill(skeleton, self.recipe, self._write)
         beside = teacher.build(accelerator, plan, task.teacher, task.vocabulary_size) if task.teacher else None
-        self.forward = Forward(accelerator, self.model, task, loss_implementation, beside)
+        rows = self.recipe.batch.micro_batches(accelerator.num_processes)
+        self.forward = Forward(accelerator, self.model, task, loss_implementation, beside, rows)
 
     def _write(self, name: str, full: Tensor) -> None:
         if bnb_4bit.is_quantized(self.tensors[name]):

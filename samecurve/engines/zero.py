@@ -64,7 +64,8 @@ class ZeroEngine:
         with torch.no_grad():
             fill(skeleton, recipe, self._write)
         beside = teacher.build(accelerator, plan, task.teacher, task.vocabulary_size) if task.teacher else None
-        self.forward = Forward(accelerator, self.model, task, loss_implementation, beside)
+        rows = recipe.batch.micro_batches(accelerator.num_processes)
+        self.forward = Forward(accelerator, self.model, task, loss_implementation, beside, rows)
 
     def _write(self, name: str, full: Tensor) -> None:
         """Write the working weight and its fp32 master, which DeepSpeed would otherwise copy from rounded values."""

@@ -12,6 +12,9 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from samecurve.config.schema_training import Batch
+from samecurve.metrics.batch_lines import batch_lines
+
 LABEL_WIDTH = 12
 
 
@@ -123,11 +126,6 @@ def header_lines(facts: dict) -> list[tuple[str, str]]:
     facts: `recipe` (as a dict), `engine`, `world_size` and the other keys of `run_facts`.
     """
     batch = facts["recipe"]["batch"]
-    micro, accumulation, ranks = (
-        batch["micro_batch_size"],
-        facts["gradient_accumulation_steps"],
-        facts["data_parallel_size"],
-    )
     rows, length = batch["global_batch_size"], batch["sequence_length"]
     each = facts["data"].get("sequences_per_row", 1)  # for example both answers of a pair, or a text and its positive
     lines = [
@@ -144,7 +142,7 @@ def header_lines(facts: dict) -> list[tuple[str, str]]:
         ),
         ("warning", facts.get("precision_warning") or ""),
         ("fp8", _fp8(facts)),
-        ("batch", f"{rows} rows = {micro} micro x {accumulation} accumulation x {ranks} data-parallel"),
+        *batch_lines(Batch(**batch), facts["data_parallel_size"], padded=facts["pipeline_stages"] > 1),
         ("tokens", f"{rows * each * length:,} per step = {rows} rows x {f'{each} texts x ' * (each > 1)}{length}"),
         ("", _counted(facts.get("counts", "tokens"))),
         ("dropout", _dropout(facts["dropout"])),

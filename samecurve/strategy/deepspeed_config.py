@@ -17,9 +17,11 @@ def resolve_auto(plan: Plan) -> dict:
     recipe, strategy = plan.recipe, plan.strategy
     config = copy.deepcopy(strategy.deepspeed)
     config.pop("pipeline", None)
-    config["train_batch_size"] = recipe.batch.global_batch_size
-    config["train_micro_batch_size_per_gpu"] = recipe.batch.micro_batch_size
-    config["gradient_accumulation_steps"] = recipe.batch.accumulation_steps(strategy.data_parallel_size)
+    micro, steps = recipe.batch.micro_batch_size, recipe.batch.accumulation_steps(strategy.data_parallel_size)
+    # DeepSpeed wants the product; its engines get fewer rows where the global batch does not divide evenly
+    config["train_batch_size"] = micro * steps * strategy.data_parallel_size
+    config["train_micro_batch_size_per_gpu"] = micro
+    config["gradient_accumulation_steps"] = steps
     config["gradient_clipping"] = recipe.optimizer.max_grad_norm
     config.setdefault("zero_optimization", {"stage": 0})
     config["zero_allow_untested_optimizer"] = True  # DeepSpeed's word for an optimizer that the caller made

@@ -16,7 +16,7 @@ from samecurve.specs.tasks import TASKS
 from samecurve.strategy import validate_deepspeed, validate_optimizer
 from samecurve.strategy.accelerate_keys import ACCELERATE, RecipeOwned, Rejected, Table, ValueRule
 from samecurve.strategy.deepspeed_keys import DEEPSPEED
-from samecurve.strategy.world_size import check_batch, world_problems
+from samecurve.strategy.world_size import world_problems
 
 if TYPE_CHECKING:
     from samecurve.strategy.launchers import Launch
@@ -45,7 +45,6 @@ def check_strategy(source: RecipeSource, files: Files, strategy: Strategy, launc
     wrong_world = [*launch.problems, *world_problems(files, strategy, launch)]
     source.document.problems += wrong_world
     if not wrong_world:
-        check_batch(source, strategy.data_parallel_size)
         check_ranks(source, strategy.world_size)
 
 

@@ -1,4 +1,4 @@
-"""Checks the number of processes against the strategy's files, and the batch against the number of processes."""
+"""Checks the number of processes against the strategy's files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from samecurve.config.documents import ENVIRONMENT, ConfigProblem, Document, KeyPath
-from samecurve.config.source import RecipeSource
 
 if TYPE_CHECKING:
     from samecurve.strategy.launchers import Launch
@@ -16,8 +15,6 @@ _REPLICAS = ("parallelism_config", "parallelism_config_dp_replicate_size")
 _SHARDS = ("parallelism_config", "parallelism_config_dp_shard_size")
 _SECONDARY = ("zero_optimization", "zero_hpz_partition_size")
 _STAGES = ("pipeline", "stages")
-# limit of candidate micro-batch sizes; the recipe may contain a number of 12 digits
-_MOST_TRIED = 10_000
 
 
 def world_problems(files: Files, strategy: Strategy, launch: Launch) -> Iterator[ConfigProblem]:
@@ -91,25 +88,3 @@ def _wrong_mesh(accelerate: Document, strategy: Strategy) -> Iterator[ConfigProb
     elif isinstance(shards, int) and shards * replicas != world:
         text = f"found {shards}, but {world} processes in {replicas} replicas make {world // replicas} shards"
         yield _at(accelerate, _SHARDS, f"{text}; remove it, since it is derived")
-
-
-def check_batch(source: RecipeSource, data_parallel_size: int) -> None:
-    """Check that the global batch is micro-batch x data-parallel ranks x a whole number of accumulation steps."""
-    try:
-        total, micro = source.value("batch.global_batch_size"), source.value("batch.micro_batch_size")
-    except KeyError:
-        return
-    unit = micro * data_parallel_size
-    if total % unit == 0:
-        return
-    below = total - total % unit
-    near = " or ".join(str(size) for size in (below, below + unit) if size)
-    sizes = range(1, min(2 * micro + 64, _MOST_TRIED))
-    fitting = [size for size in sizes if total % (size * data_parallel_size) == 0]
-    fitting = sorted(sorted(fitting, key=lambda size: abs(size - micro))[:2])
-    text = (
-        f"found {total}, which is not a multiple of micro_batch_size {micro} x {data_parallel_size} data-parallel "
-        f"ranks; nearest global_batch_size: {near}; "
-        f"micro_batch_size that fits: {' or '.join(map(str, fitting)) or 'none'}"
-    )
-    source.document.problem(("batch", "global_batch_size"), text)

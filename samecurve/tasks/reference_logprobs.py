@@ -99,7 +99,7 @@ def compute(
     Args:
         rows: preference pairs.
         engine: engine with its initial weights.
-        micro_batch_size: pairs per forward pass of a rank.
+        micro_batch_size: most pairs per forward pass of a rank.
         alive: called for each micro-batch.
         progress: returns a context manager, which yields a function to call with the fraction done.
 
@@ -107,12 +107,13 @@ def compute(
         (rows, 2) fp32, the same on every rank.
     """
     batches = EvaluationBatches(rows, micro_batch_size, engine.shard, alive)
-    found = np.empty((engine.shard[1], len(batches) * micro_batch_size, 2), dtype=np.float32)
+    size = batches.micro_batch_size
+    found = np.empty((engine.shard[1], len(batches) * size, 2), dtype=np.float32)
     with progress() as done:
         for start in range(0, len(batches), _MICRO_BATCHES):
             stop = min(start + _MICRO_BATCHES, len(batches))
             values = engine.features([batches[index] for index in range(start, stop)]).float().cpu().numpy()
-            together = slice(start * micro_batch_size, stop * micro_batch_size)
+            together = slice(start * size, stop * size)
             found[:, together] = values.reshape(engine.shard[1], -1, 2)
             done(stop / len(batches))
     # The shards hold consecutive ranges of rows, in rank order.

@@ -194,11 +194,13 @@ def test_a_run_goes_on_under_another_strategy(workspace, settings):
     assert largest_relative_difference(run.column("loss"), expected.losses) < 1e-5
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("micro_batch_size", [1, 4])
-def test_the_micro_batch_decides_nothing(micro_batch_size, workspace, settings):
+@pytest.mark.parametrize(
+    ("strategy", "world", "micro_batch_size"),
+    [("ddp", 3, 2), *long(("fsdp", 2, 1), ("fsdp", 2, 4), ("fsdp", 3, 1), ("zero3", 3, 3))],  # 3 ranks: 3, 3 and 2 rows
+)
+def test_the_micro_batch_and_the_ranks_decide_nothing(strategy, world, micro_batch_size, workspace, settings):
     expected = settings("bert")
-    run = workspace.run("fsdp", 2, *expected.overrides, f"batch.micro_batch_size={micro_batch_size}")
+    run = workspace.run(strategy, world, *expected.overrides, f"batch.micro_batch_size={micro_batch_size}")
     assert run.returncode == 0, run.output
     assert largest_relative_difference(run.column("loss"), expected.losses) < 1e-5
     assert largest_relative_difference(run.column("grad_norm"), expected.norms) < 1e-4

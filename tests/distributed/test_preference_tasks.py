@@ -233,13 +233,21 @@ OTHERS = {"kto": "kto, beta: 0.2", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo
 
 
 @pytest.mark.parametrize(
-    ("loss", "strategy"), [("kto", "ddp"), *long(*((loss, name) for loss in OTHERS for name in ("fsdp", "pipeline")))]
+    ("loss", "strategy", "world", "micro"),
+    [
+        ("kto", "ddp", 3, 2),
+        *long(*((loss, name, 2, 2) for loss in OTHERS for name in ("fsdp", "pipeline"))),
+        *long(("kto", "zero3", 3, 1), ("kto", "pipeline", 4, 3), ("simpo", "fsdp", 3, 2)),
+    ],
 )
-def test_the_other_losses_depend_neither_on_ranks_nor_on_micro_batches(loss, strategy, workspace, settings):
+def test_the_other_losses_depend_neither_on_ranks_nor_on_micro_batches(
+    loss, strategy, world, micro, workspace, settings
+):
     """kto compares each pair with the mean of the whole global batch, wherever its pairs are."""
     overrides = (*settings["dpo"].overrides, f"dpo={{loss: {OTHERS[loss]}}}")
     alone = start(workspace, "single", *overrides, "batch.micro_batch_size=8")
-    spread = start(workspace, strategy, *overrides)
+    spread = workspace.run(strategy, world, *overrides, f"batch.micro_batch_size={micro}")
+    assert spread.returncode == 0, spread.output
     assert largest_relative_difference(spread.column("loss"), alone.column("loss")) < 1e-5
     assert largest_relative_difference(spread.column("grad_norm"), alone.column("grad_norm")) < 1e-4
     for key in ("eval_loss", "eval_margin", "eval_accuracy"):

@@ -146,12 +146,10 @@ def test_a_machine_without_python_is_told_what_to_install(checkout):
     [
         (0, "ddp", 2, None),
         (1, "single", 1, 8),
-        (2, "ddp", 2, 4),
-        (3, "ddp", 2, 4),
-        (4, "ddp", 4, 2),
-        (7, "ddp", 4, 2),
-        (8, "ddp", 8, 1),
-        (16, "ddp", 8, 1),
+        (2, "ddp", 2, 8),
+        (3, "ddp", 3, 8),
+        (8, "ddp", 8, 8),
+        (16, "ddp", 8, 8),
     ],
 )
 def test_quickstart_takes_the_gpus_that_are_there(gpus, strategy, processes, batch, tmp_path, monkeypatch):

@@ -361,10 +361,6 @@ CASES = [
      [("command line", "--fresh", "--resume .", "keep one")]),
     ("eval", add("evaluate: {every_steps: 100}\n"), R, {},
      [("r.yaml:15", "evaluate.every_steps", "100", "data.validation_fraction", "evaluate.path")]),
-    ("batch", r("global_batch_size: 8", "global_batch_size: 9"), [*R, "batch.micro_batch_size=2"], {},
-     [("r.yaml:10", "batch.global_batch_size", "9", "micro_batch_size 2", "1 data-parallel", "8 or 10", "1 or 3")]),
-    ("huge micro-batch", {}, [*R, "batch.micro_batch_size=1000000000000"], {},
-     [("r.yaml:10", "batch.global_batch_size", "8", "micro_batch_size 1000000000000", "1 data-parallel", "1000000000000", "4 or 8")]),
     ("several", {"r.yaml": GOOD["r.yaml"].replace("steps: 10", "steps: two").replace("bf16", "int8").replace("text.txt", "gone")}, [*R, "seed=x"], {},
      [("r.yaml:2", "steps", "two", INTEGER),
       ("r.yaml:3", "precision", "int8", "'fp32', 'bf16' or 'fp16'"),
@@ -493,8 +489,24 @@ def test_unknown_option_comes_with_the_usage():
 def test_accumulation_by_hand():
     batch = Batch(global_batch_size=24, micro_batch_size=2, sequence_length=8)
     assert batch.accumulation_steps(4) == 3
-    with pytest.raises(ConfigurationError, match="24 does not divide into micro_batch_size 2 x 5 data-parallel ranks"):
-        batch.accumulation_steps(5)
+    assert batch.micro_batches(4) == [[2, 2, 2]] * 4
+
+
+@pytest.mark.parametrize(
+    ("rows", "micro", "ranks", "expected"),
+    [
+        (32, 7, 1, [[7, 7, 7, 7, 4]]),
+        (32, 4, 7, [[4, 1]] * 4 + [[4, 0]] * 3),
+        (32, 2, 7, [[2, 2, 1]] * 4 + [[2, 2, 0]] * 3),
+        (8, 1, 3, [[1, 1, 1], [1, 1, 1], [1, 1, 0]]),
+        (2, 4, 3, [[1], [1], [0]]),
+        (8, 10**12, 2, [[4], [4]]),
+    ],
+)
+def test_uneven_micro_batches_by_hand(rows, micro, ranks, expected):
+    batch = Batch(global_batch_size=rows, micro_batch_size=micro, sequence_length=8)
+    assert batch.micro_batches(ranks) == expected
+    assert {len(shares) for shares in expected} == {batch.accumulation_steps(ranks)}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from samecurve.config.schema import Batch
-from samecurve.data.batches import EvaluationBatches, StepBatches
+from samecurve.data.batches import EvaluationBatches, MicroBatch, StepBatches
 from samecurve.data.datasets.base import DocumentRows, PackedRows, Rows, causal_arrays
 from samecurve.data.token_store import TokenStream
 from samecurve.losses.cross_entropy import IGNORE_INDEX
@@ -151,12 +151,19 @@ def batch(global_batch_size: int = 8, micro_batch_size: int = 1) -> Batch:
     return Batch(global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, sequence_length=6)
 
 
+NOTHING = (X,) * 6  # labels of a row that trains nothing
+
+
 def step_content(rows, world: int, micro: int, step: int) -> Counter:
     """The multiset of rows that all ranks together read in a step."""
     shards = [StepBatches(rows, 3, batch(8, micro), (rank, world), 9).at(step) for rank in range(world)]
-    assert {len(shard) for shard in shards} == {8 // (world * micro)}
-    assert {tuple(m.inputs["input_ids"].shape) for shard in shards for m in shard} == {(micro, 6)}
-    return Counter(tuple(row.tolist()) for shard in shards for m in shard for row in m.labels)
+    sizes = batch(8, micro).micro_batches(world)
+    assert [[len(m.labels) for m in shard] for shard in shards] == [[max(n, 1) for n in share] for share in sizes]
+    assert {m.inputs["input_ids"].shape[1] for shard in shards for m in shard} == {6}
+    found = Counter(tuple(row.tolist()) for shard in shards for m in shard for row in m.labels)
+    untrained = sum(share.count(0) for share in sizes)
+    assert found[NOTHING] >= untrained
+    return found - Counter({NOTHING: untrained})
 
 
 @pytest.mark.parametrize("rows_class", [PackedRows, DocumentRows])
@@ -165,7 +172,8 @@ def test_a_step_reads_the_same_rows_under_any_shard_and_micro_batch(rows_class):
     for step in (0, 2, 7):  # 23 documents: step 2 lies across the end of the first epoch of DocumentRows.
         reference = step_content(rows, 1, 8, step)
         assert reference.total() == 8
-        for world, micro in [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2)]:
+        even = [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2)]
+        for world, micro in [*even, (1, 3), (2, 3), (3, 1), (3, 2), (5, 1), (7, 4), (11, 1)]:
             assert step_content(rows, world, micro, step) == reference
 
 
@@ -208,8 +216,9 @@ def test_an_error_of_the_reading_thread_reaches_the_loop():
 def test_evaluation_reads_every_row_once_and_equally_often_on_each_shard(world, micro):
     rows = DocumentRows(random_stream(13, longest=12, vocabulary=1000), 6, PAD)
     shards = [EvaluationBatches(rows, micro, (rank, world)) for rank in range(world)]
-    assert {len(shard) for shard in shards} == {-(-13 // (world * micro))}
-    assert {m.labels.shape for shard in shards for m in shard} == {(micro, 6)}
+    size = min(micro, -(-13 // world))  # not more than a rank's share
+    assert {len(shard) for shard in shards} == {-(-13 // (world * size))}
+    assert {m.labels.shape for shard in shards for m in shard} == {(size, 6)}
     labels = torch.cat([m.labels for shard in shards for m in shard])
     assert labels[(labels != X).any(dim=1)].tolist() == all_rows(rows).labels.tolist()
 
@@ -275,6 +284,15 @@ def test_a_row_of_several_sequences_stays_whole():
     shards = [m for rank in range(2) for m in StepBatches(rows, 0, batch(2, 1), (rank, 2), 1).at(0)]
     assert [m.labels.shape for m in shards] == [(2, 6)] * 2
     assert torch.equal(torch.cat([m.labels for m in shards]), whole.labels)
+
+
+def test_padding_rows_train_nothing():
+    """A row of two sequences has two lines in the model's input and one value in a target of each row."""
+    tokens, labels, of_rows = torch.arange(12).reshape(4, 3), torch.ones(4, 3, dtype=torch.long), torch.tensor([5, 6])
+    found = MicroBatch({"input_ids": tokens}, {"labels": labels, "margin": of_rows}).padded(2, 3)
+    assert found.inputs["input_ids"].tolist() == [*tokens.tolist(), *tokens[:2].tolist()]
+    assert found.labels.tolist() == [[1] * 3] * 4 + [[X] * 3] * 2
+    assert found.targets["margin"].tolist() == [5, 6, 5]
 
 
 def test_a_gpu_gets_what_it_can_copy_by_itself(monkeypatch):

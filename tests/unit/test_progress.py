@@ -93,6 +93,26 @@ def test_header_warns_of_a_slow_precision():
     assert lines[where - 1][0] == "precision"
 
 
+@pytest.mark.parametrize(
+    ("rows", "micro", "ranks", "stages", "expected"),
+    [
+        (32, 7, 1, 1, ["32 rows = 4 x 7 + 4"]),
+        (32, 4, 7, 1, ["32 rows = 4 + 1 on 4 of 7 ranks; 4 + 0 on 3 of 7 ranks",
+                       "the uneven division leaves 8.6% of the devices' time unused"]),  # 1 - 32 / (7 * 5)
+        (9, 4, 2, 2, ["9 rows = 4 + 1 on 1 of 2 ranks; 4 + 0 on 1 of 2 ranks",
+                      "the uneven division leaves 43.8% of the devices' time unused"]),  # 1 - 9 / (2 * 2 * 4)
+        (8, 16, 2, 1, ["8 rows = 4 micro x 1 accumulation x 2 data-parallel"]),
+    ],
+)  # fmt: skip
+def test_header_says_how_the_rows_fall(rows, micro, ranks, stages, expected):
+    batch = {"global_batch_size": rows, "micro_batch_size": micro, "sequence_length": 256}
+    facts = {**FACTS, "recipe": {**FACTS["recipe"], "batch": batch}}
+    lines = header_lines({**facts, "data_parallel_size": ranks, "pipeline_stages": stages})
+    first = [label for label, _ in lines].index("batch")
+    last = [label for label, _ in lines].index("tokens")
+    assert [text for _, text in lines[first:last]] == expected
+
+
 def test_a_row_of_a_pair_holds_two_answers():
     lines = dict(header_lines({**FACTS, "data": {"sequences_per_row": 2}}))
     assert lines["tokens"] == "32,768 per step = 64 rows x 2 texts x 256"

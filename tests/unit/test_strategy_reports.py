@@ -258,8 +258,6 @@ CASES = [
      [("environment", "WORLD_SIZE", "two", INTEGER, "above 0", "launcher")], 6),
     ("machines", *acc("num_processes: 2", "num_processes: 8\nnum_machines: 2"),
      [("environment", "WORLD_SIZE", "2", "configs/ddp.yaml:2", "num_processes: 8", "start 8", "2 machines")], 6),
-    ("batch ranks", {}, ["r.yaml", "batch.global_batch_size=6", "--strategy", "configs/ddp.yaml"], {**T, "WORLD_SIZE": "4"},
-     [("command line", "batch.global_batch_size", "6", "micro_batch_size 1", "4 data-parallel", "4 or 8", "none")]),
     ("mixed topology+config", {}, ["r.yaml", "steps=no"], {**T, "WORLD_SIZE": "4"},
      [("command line", "steps", "false", INTEGER),
       ("environment", "WORLD_SIZE", "4", "--strategy configs/ddp.yaml")]),

@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from samecurve.config.schema import Batch
 from samecurve.data.batches import MicroBatch
 from samecurve.engines import grad_cache
 from samecurve.engines.forward import Forward
@@ -64,7 +65,8 @@ def engine(accumulation: int, dropout: float = 0.0) -> TorchEngine:
     made.plan, made.sharded = SimpleNamespace(strategy=SimpleNamespace(family="single")), False
     made.recipe = SimpleNamespace(optimizer=SimpleNamespace(max_grad_norm=1e9))
     made.model, made.task, made.loss_scale = Projection(dropout), Meeting(), None
-    made.forward = Forward(made.accelerator, made.model, made.task)
+    rows = Batch(global_batch_size=8, micro_batch_size=-(-8 // accumulation), sequence_length=1).micro_batches(1)
+    made.forward = Forward(made.accelerator, made.model, made.task, rows=rows)
     made.optimizer = torch.optim.SGD(made.model.parameters(), lr=1.0)
     return made
 
@@ -74,10 +76,12 @@ ROWS = torch.arange(24.0).reshape(8, 3).sin()
 
 def micro_batches(count: int) -> list[MicroBatch]:
     labels = torch.zeros(8, dtype=torch.long)
-    return [MicroBatch({"rows": r}, {"labels": y}) for r, y in zip(ROWS.chunk(count), labels.chunk(count), strict=True)]
+    return [
+        MicroBatch({"rows": r}, {"labels": y}) for r, y in zip(ROWS.chunk(count), labels.chunk(count), strict=True)
+    ]  # 3: 3 + 3 + 2 rows
 
 
-@pytest.mark.parametrize("count", [1, 2, 8])
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
 def test_the_loss_and_its_gradient_are_those_of_all_rows_at_once(count):
     one = engine(count)
     reference = Projection(0.0)
@@ -114,7 +118,18 @@ def test_an_evaluation_finds_the_features_of_all_rows_without_dropout():
 
 
 def test_each_micro_batch_gets_the_context_of_its_own_rows():
-    context = {"place": torch.arange(8), "more": torch.arange(16).reshape(8, 2)}
-    cut = [part for rank in range(2) for part in grad_cache.cut(context, (rank, 2), 2)]
-    assert [part["place"].tolist() for part in cut] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert torch.equal(torch.cat([part["more"] for part in cut]), context["more"])
+    rows = [[2, 2, 1], [2, 2, 0]]
+    marked = torch.tensor([1, 2, 3, 4, 5, 0, 6, 7, 8, 9, 0, 0])[:, None]  # 0: padding, which no row may meet
+
+    class Marking(Task):
+        def context(self, features: Tensor) -> dict[str, Tensor]:
+            assert features.flatten().tolist() == list(range(1, 10))
+            return {"place": features[:, 0], "more": features.repeat(1, 2)}
+
+    cut = [grad_cache.contexts(Marking(), marked, rows, rank) for rank in range(2)]
+    assert [[part["place"].tolist() for part in parts] for parts in cut] == [
+        [[1, 2], [3, 4], [5]],
+        [[6, 7], [8, 9], [0]],
+    ]
+    padded = grad_cache.contexts(Marking(), marked, rows, rank=1, padded=True)
+    assert [part["more"].tolist() for part in padded] == [[[6, 6], [7, 7]], [[8, 8], [9, 9]], [[0, 0], [0, 0]]]

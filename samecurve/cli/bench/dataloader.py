@@ -40,5 +40,4 @@ def run(arguments: argparse.Namespace) -> Work:
     for option, found in (("data_parallel_size", size), ("processes_per_host", processes)):
         if found < 1:
             raise ConfigurationError(f"--{option}: found {found}, a number above 0 is needed")
-    recipe.batch.accumulation_steps(size)  # raises if the batch is not divisible
     return Work("samecurve.bench.dataloader", (arguments, recipe))

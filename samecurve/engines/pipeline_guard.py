@@ -1,0 +1,82 @@
+"""Gradient norm of a pipeline, and the refusal of a step that is not finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import deepspeed
+import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor
+from torch import distributed as dist
+
+from samecurve.engines import deepspeed_introspection
+
+
+class PipelineGuard:
+    """Hook between DeepSpeed's gradient reduction and its optimizer, which refuses a non-finite step.
+
+    By itself, DeepSpeed applies non-finite gradients in some of its optimizers, skips them silently in others, and
+    ignores a non-finite loss.
+    """
+
+    def __init__(self, engine: deepspeed.PipelineEngine):
+        self.loss, self.grad_norm, self.refused = math.nan, math.nan, False
+        self._engine, self._optimizer = engine, engine.optimizer
+        self._take_model_step: Callable = engine._take_model_step
+        engine._take_model_step = self._step
+
+    def _step(self, lr_kwargs: dict | None) -> None:
+        self._measure()
+        self.refused = not math.isfinite(self.loss) or not (
+            math.isfinite(self.grad_norm) or deepspeed_introspection.may_rescale(self._engine)
+        )
+        if self.refused:
+            self._discard()
+        else:
+            self._take_model_step(lr_kwargs)
+
+    def _measure(self) -> None:
+        engine = self._engine
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in self._counted_gradients()]
+        squares = torch.stack(norms).square().sum().item() if norms else 0.0
+        loss = engine.total_loss.item() if engine.is_last_stage() else 0.0
+        loss, squares = sum_over_ranks([loss, squares], engine.device)
+        self.loss = loss / (engine.gradient_accumulation_steps() * engine.dp_world_size)
+        self.grad_norm = math.sqrt(squares) / getattr(self._optimizer, "loss_scale", 1.0)
+
+    def _counted_gradients(self) -> Iterator[Tensor]:
+        """Yield this rank's part of the global gradient: each element on one rank, tied weights on the first stage."""
+        for gradient, weight in self._gradients():
+            if gradient is not None and not weight.ds_pipe_replicated:
+                yield gradient
+
+    def _gradients(self) -> Iterator[tuple[Tensor | None, Tensor]]:
+        optimizer = self._optimizer
+        if isinstance(optimizer, DeepSpeedZeroOptimizer):
+            for index, gradients in optimizer.averaged_gradients.items():
+                real = (gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False))
+                # DeepSpeed does not mark the padding behind the last weight, so `real` may have one more
+                yield from zip(real, optimizer.params_in_partition[index], strict=False)
+        elif self._engine.grid.get_data_parallel_rank() == 0:
+            if isinstance(optimizer, BF16_Optimizer):
+                for gradients, weights in zip(optimizer.fp32_groups_gradients, optimizer.bf16_groups, strict=True):
+                    yield from zip(gradients, weights, strict=True)
+            else:
+                yield from ((weight.grad, weight) for weight in self._engine.module.parameters())
+
+    def _discard(self) -> None:
+        if isinstance(self._optimizer, DeepSpeedZeroOptimizer):
+            for index in self._optimizer.averaged_gradients:
+                self._optimizer.averaged_gradients[index] = None
+                self._optimizer.all_grad_tensors[index] = None
+        self._optimizer.zero_grad()
+
+
+def sum_over_ranks(values: list[float], device: torch.device, group: dist.ProcessGroup | None = None) -> list[float]:
+    """Sum numbers over the ranks of a group (None: all) in fp64."""
+    total = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(total, group=group)
+    return total.tolist()
