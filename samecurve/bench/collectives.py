@@ -37,7 +37,7 @@ _LACKING = re.compile(
 def run(arguments: argparse.Namespace, sizes: Sequence[int]) -> int:
     """Run the command `bench collectives` in a launcher's processes, or else in processes started here."""
     backend = _backend(arguments.backend)
-    names = printing.chosen("--collectives", arguments.collectives, COLLECTIVES, COLLECTIVES)
+    names = printing.parse_names("--collectives", arguments.collectives, COLLECTIVES, COLLECTIVES)
     if "RANK" not in os.environ:
         return _start(arguments, backend)
     return _measure(arguments, backend, names, sizes)
@@ -73,7 +73,7 @@ def _measure(arguments: argparse.Namespace, backend: str, names: Sequence[str], 
         machines = _machines(device)
         found = list(measure(names, sizes, device, arguments.seconds))
         if dist.get_rank() == 0:
-            _tell(arguments, found, backend, machines, timing.environment(device))
+            _tell(arguments, found, backend, machines, timing.describe_environment(device))
     finally:
         dist.destroy_process_group()
     return 0
@@ -89,7 +89,7 @@ def _machines(device: torch.device) -> int:
 def _tell(
     arguments: argparse.Namespace, found: Sequence, backend: str, machines: int, facts: timing.Environment
 ) -> None:
-    printing.say(timing.told(facts))
+    printing.print_line(timing.environment_line(facts))
     timings = [each for each in found if isinstance(each, Timing)]
     lacking = dict(each for each in found if not isinstance(each, Timing))
     rows = [
@@ -104,15 +104,17 @@ def _tell(
     ]
     processes = int(os.environ["WORLD_SIZE"])
     title = f"{backend}, {processes} processes on {machines} machine{'s' * (machines > 1)}, fp32"
-    printing.show(["collective", "size", "microseconds", "algorithm GB/s", "bus GB/s"], rows, title)
+    printing.print_table(["collective", "size", "microseconds", "algorithm GB/s", "bus GB/s"], rows, title)
     for name, why in lacking.items():
-        printing.say(f"{name}: not offered by {backend} ({why})")
-    printing.say(
+        printing.print_line(f"{name}: not offered by {backend} ({why})")
+    printing.print_line(
         "algorithm: size / time. bus: that times 2 (n - 1) / n for all_reduce, (n - 1) / n for gather, all_gather, "
         "scatter, reduce_scatter and all_to_all, 1 for the others, as nccl-tests has it"
     )
     numbers = {"backend": backend, "processes": processes, "machines": machines, "not_offered": lacking}
-    printing.write(arguments.json, "collectives", facts, **numbers, timings=[asdict(each) for each in timings])
+    printing.write_json_file(
+        arguments.json, "collectives", facts, **numbers, timings=[asdict(each) for each in timings]
+    )
 
 
 def shown_bytes(number: int) -> str:

@@ -77,16 +77,18 @@ def run(arguments: argparse.Namespace, multiples: Sequence[int]) -> int:
     wanted = arguments.vocabulary_size or arguments.width or swiglu_width(hidden_size)
     widths = candidates(wanted, [each for each in multiples if each] or MULTIPLES, padded)
     device = timing.default_device()
-    facts = timing.environment(device)
-    printing.say(timing.told(facts))
+    facts = timing.describe_environment(device)
+    printing.print_line(timing.environment_line(facts))
     measured = measure(hidden_size, widths, arguments.tokens, arguments.precision, device, arguments.seconds)
     best = recommended(measured, wanted, padded)
     rows = [[_named(each.width, wanted), f"{1e3 * each.seconds:.4g}", f"{each.tflops:.3g}"] for each in measured]
     title = f"{hidden_size} x width, {arguments.tokens:,} tokens, {arguments.precision}: forward and both gradients"
-    printing.show(["width", "ms", "TFLOP/s"], rows, title)
-    printing.say(f"recommended: {best.width}" + (f", {best.width - wanted:+d}" if best.width != wanted else ""))
+    printing.print_table(["width", "ms", "TFLOP/s"], rows, title)
+    printing.print_line(f"recommended: {best.width}" + (f", {best.width - wanted:+d}" if best.width != wanted else ""))
     numbers = {"widths": [asdict(each) for each in measured], "wanted": wanted, "recommended": best.width}
-    printing.write(arguments.json, "shapes", facts, hidden_size=hidden_size, tokens=arguments.tokens, **numbers)
+    printing.write_json_file(
+        arguments.json, "shapes", facts, hidden_size=hidden_size, tokens=arguments.tokens, **numbers
+    )
     return 0
 
 

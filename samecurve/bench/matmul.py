@@ -13,6 +13,7 @@ from samecurve.bench import printing, timing
 from samecurve.bench.timing import interleaved, operand, precision_of, seconds_of
 from samecurve.models import lora, weights
 from samecurve.models.matmul_speed import PRODUCTS, Shape, products
+from samecurve.specs.precision import MATMUL_PRECISIONS
 from samecurve.tasks import registry
 
 if TYPE_CHECKING:
@@ -146,23 +147,25 @@ def copies(num_bytes: int, device: torch.device, at_least: float) -> dict[str, f
 def run(arguments: argparse.Namespace, recipe: Recipe | None) -> int:
     """Run the command `bench matmul`. recipe: if given, its model's layers are measured too."""
     device = timing.default_device()
-    facts = timing.environment(device)
-    printing.say(timing.told(facts))
-    names = printing.chosen("--precisions", arguments.precisions, timing.DTYPES, timing.default_precisions(device))
-    sizes = printing.integers("--sizes", arguments.sizes) or SIZES[device.type]
+    facts = timing.describe_environment(device)
+    printing.print_line(timing.environment_line(facts))
+    names = printing.parse_names(
+        "--precisions", arguments.precisions, MATMUL_PRECISIONS, timing.default_precisions(device)
+    )
+    sizes = printing.parse_integers("--sizes", arguments.sizes) or SIZES[device.type]
     squares = {name: {size: square(size, name, device, arguments.seconds) for size in sizes} for name in names}
     rows = [[f"{size} x {size}", *(f"{squares[name][size]:.3g}" for name in names)] for size in sizes]
-    printing.show(["square", *names], rows, "TFLOP/s of matrix multiplications")
+    printing.print_table(["square", *names], rows, "TFLOP/s of matrix multiplications")
     width = LAYER_WIDTH[device.type]
     shape = Shape(width, width, width)
     training = {name: layer_rates(shape, name, device, arguments.seconds) for name in names}
     rows = [[product.replace("_", " "), *(f"{training[name][product]:.3g}" for name in names)] for product in PRODUCTS]
-    printing.show(["product", *names], rows, f"TFLOP/s of what trains a linear layer, {shape}")
+    printing.print_table(["product", *names], rows, f"TFLOP/s of what trains a linear layer, {shape}")
     rates = copies(COPY_MIB[device.type] * 2**20, device, arguments.seconds)
-    printing.show(["copy", "GB/s"], [[where, f"{rate:.3g}"] for where, rate in rates.items()])
+    printing.print_table(["copy", "GB/s"], [[where, f"{rate:.3g}"] for where, rate in rates.items()])
     measured = _recipe_layers(recipe, device, arguments.seconds) if recipe else {}
     measured |= {"tflops": squares, "training_tflops": training, "copies_gb_per_second": rates}
-    printing.write(arguments.json, "matmul", facts, **measured)
+    printing.write_json_file(arguments.json, "matmul", facts, **measured)
     return 0
 
 
@@ -184,7 +187,7 @@ def _recipe_layers(recipe: Recipe, device: torch.device, seconds: float) -> dict
         for time in times
     ]
     columns = ["layer", "count", "shape", "forward ms", "input gradient ms", "weight gradient ms", "TFLOP/s"]
-    printing.show(columns, rows, f"the recipe's layers in {recipe.precision}, {num_tokens:,} tokens at a time")
+    printing.print_table(columns, rows, f"the recipe's layers in {recipe.precision}, {num_tokens:,} tokens at a time")
     limit = tokens_per_second(times, num_tokens)
-    printing.say(f"a device that did nothing else would train {limit:,.0f} tokens/s")
+    printing.print_line(f"a device that did nothing else would train {limit:,.0f} tokens/s")
     return {"layers": [asdict(time) for time in times], "tokens_per_second_limit": limit}

@@ -27,8 +27,8 @@ def run(arguments: argparse.Namespace, job: Job, settings: Sequence[str], among:
     Raises:
         ConfigurationError: the unchanged recipe does not run.
     """
-    facts = timing.environment(timing.default_device())
-    printing.say(timing.told(facts, ("torch", "transformers", "accelerate", "deepspeed")))
+    facts = timing.describe_environment(timing.default_device())
+    printing.print_line(timing.environment_line(facts, ("torch", "transformers", "accelerate", "deepspeed")))
     output = arguments.output or Path("runs/bench_step") / Path(arguments.recipe).stem
     with storage_errors(output):
         variants = {variant: _changed(job, variant, output / f"{nth:02d}") for nth, variant in enumerate(among)}
@@ -38,10 +38,10 @@ def run(arguments: argparse.Namespace, job: Job, settings: Sequence[str], among:
     measured = verdicts(rounds, [variant for variant in among if variant.name not in reasons])
     _show(measured, job, arguments)
     for name, reason in reasons.items():
-        printing.say(f"{name}: did not run: {reason}")
+        printing.print_line(f"{name}: did not run: {reason}")
     numbers = {"recipe": arguments.recipe, "overrides": settings, "strategy": job.name, "processes": job.world_size}
     numbers |= {"rounds": arguments.rounds, "variants": [asdict(each) for each in measured], "not_measured": reasons}
-    printing.write(arguments.json, "step", facts, **numbers)
+    printing.write_json_file(arguments.json, "step", facts, **numbers)
     return 0
 
 
@@ -67,10 +67,10 @@ def _measure(
             outcome = _run(job, arguments.recipe, latest_overrides([*settings, *overrides]), directory, label)
             if outcome.reason:
                 reasons[variant.name] = outcome.reason
-                printing.say(f"{label}: {outcome.reason}")
+                printing.print_line(f"{label}: {outcome.reason}")
                 continue
             rounds[variant.name].append(Measured.from_metrics(outcome.metrics, arguments.warm_up))
-            printing.say(f"{label}: {rounds[variant.name][-1].tokens_per_second:,.0f} tokens/s")
+            printing.print_line(f"{label}: {rounds[variant.name][-1].tokens_per_second:,.0f} tokens/s")
     return rounds, reasons
 
 
@@ -110,4 +110,4 @@ def _show(measured: Sequence[Verdict], job: Job, arguments: argparse.Namespace) 
     ]
     processes = f"{job.world_size} process{'es' * (job.world_size > 1)}"
     title = f"{arguments.recipe}, {job.name}, {processes}, {arguments.rounds} rounds of {arguments.steps} steps"
-    printing.show(COLUMNS, rows, f"{title}; ratios are to the recipe as it is, in the same round")
+    printing.print_table(COLUMNS, rows, f"{title}; ratios are to the recipe as it is, in the same round")

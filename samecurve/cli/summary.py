@@ -1,4 +1,4 @@
-"""Summarize a run: state, loss, speed, and the commands to view, continue and share it."""
+"""Summarize a run: its state, loss and speed, and the commands to view, continue and share it."""
 
 from __future__ import annotations
 

@@ -291,7 +291,7 @@ def load_predictor(run: Path, prompt: str | None = None, top: int | None = None)
         if given is not None and classes[kind] is not needed:
             what = "a reward model" if needed is Scorer else "a masked language model"
             raise ConfigurationError(f"--{name}: only for {what}, which {folder} is not; leave the option out")
-    recipe, base = folders.recipe(directory) if directory else None, folders.base_path(folder)
+    recipe, base = folders.read_recipe(directory) if directory else None, folders.base_path(folder)
     if directory and base:
         loading.check_base(directory, base)
     model, tokens = loading.load_with_tokenizer(folder, head)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,13 +43,26 @@ class Writing:
         return {"do_sample": True, "temperature": self.temperature} if self.temperature else {"do_sample": False}
 
 
+def add_sampling_arguments(parser: argparse.ArgumentParser, default_temperature: float) -> None:
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=default_temperature,
+        metavar="T",
+        help="sampling temperature; 0 always takes the likeliest token (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="random seed of the sampling (default: %(default)s)"
+    )
+
+
 def find_model(run: Path) -> tuple[Path, Recipe | None]:
     """Return the folder of a generative model, and the recipe of its run if known.
 
     Raises ConfigurationError if there is no model, or one that does not generate text.
     """
     folder, directory = folders.model_folder(run), folders.run_directory(run)
-    recipe = folders.recipe(directory) if directory else None
+    recipe = folders.read_recipe(directory) if directory else None
     check_writes(run, folder, recipe)
     return folder, recipe
 

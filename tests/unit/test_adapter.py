@@ -126,7 +126,7 @@ def test_peft_reads_the_export_and_merge_proves_itself(folders, family, fields, 
     torch.testing.assert_close(merged(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-5)
     assert not is_adapted(merged) and sorted(path.name for path in tmp_path.iterdir()) == ["merged", "model"]
     assert commands.main(["merge", str(tmp_path)]) == 7  # never over a folder that is there
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
 
 
 def write(model, folder) -> None:

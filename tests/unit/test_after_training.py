@@ -51,7 +51,7 @@ def test_an_adapter_without_its_base_says_what_is_gone(adapted, capsys):
     for command in ("merge", "generate"):
         assert cli.main([command, str(adapted)]) == 2
         told = capsys.readouterr().err
-        assert f"no such folder: {adapted.parent / 'base'}; put it back" in told
+        assert f"no such folder: {adapted.parent / 'base'}; restore the base model there" in told
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])

@@ -210,21 +210,21 @@ def test_a_run_without_evaluation_says_so(run):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["evaluate", "RUN"], "the run held nothing out"),
+        (["evaluate", "RUN"], "DATA: the run held out no rows"),
         (["evaluate", "RUN", "nowhere.jsonl"], "DATA: no such file or folder"),
         (["evaluate", "RUN", "--micro_batch_size", "0"], "--micro_batch_size: found 0"),
-        (["evaluate", "RUN/model"], "the run held nothing out"),
-        (["evaluate", "RUN/model/nothing"], "run.json: holds no recipe; give a run's output_dir"),
-        (["evaluate", "RUN", "--model", "RUN/previous"], "previous holds an exported model"),
-        (["evaluate", "RUN", "data.text_column=body"], "columns are those of DATA; name that first"),
+        (["evaluate", "RUN/model"], "DATA: the run held out no rows"),
+        (["evaluate", "RUN/model/nothing"], "run.json: no recipe in this file; give the output_dir of a run"),
+        (["evaluate", "RUN", "--model", "RUN/previous"], "previous: no exported model here"),
+        (["evaluate", "RUN", "data.text_column=body"], "found in the place of DATA; give DATA first"),
         (
             ["evaluate", "RUN", "my.jsonl", "data.chosen_column=a"],
-            "the run's recipe: data.chosen_column: task pretrain reads no such columns; it knows data.text_column",
+            "the run's recipe: data.chosen_column: not a key that task pretrain reads; use one of data.text_column",
         ),
         (["evaluate", "RUN", "my.jsonl", "data.text_column={"], "data.text_column: invalid YAML"),
-        (["export", "RUN/model/nothing"], "holds no run (run.json)"),
-        (["export", "RUN", "--checkpoint", "latest"], "RUN holds no checkpoint; give the output_dir of a run that got"),
-        (["export", "RUN", "--checkpoint", "gone"], "gone: no such folder"),
+        (["export", "RUN/model/nothing"], "no run here (no run.json)"),
+        (["export", "RUN", "--checkpoint", "latest"], "RUN: no checkpoint found; give the output_dir of a run that"),
+        (["export", "RUN", "--checkpoint", "gone"], "--checkpoint: no such folder: gone"),
     ],
 )
 def test_mistakes_are_told_first(run, arguments, text, capsys):
@@ -240,18 +240,18 @@ def test_a_recipe_of_another_version_is_named(run, capsys):
     written(run, content | {"versions": {"samecurve": "9.9"}})
     assert commands.main(["evaluate", str(run)]) == 2
     told = capsys.readouterr().err
-    assert "run.json: not a recipe of this version (optimizer.inertia); version 9.9 wrote it" in told
+    assert "the recipe does not fit this version of samecurve (optimizer.inertia); version 9.9 wrote it" in told
 
 
 def test_a_run_that_has_not_ended_is_sent_to_export(run, capsys):
     (run / "checkpoints" / "step_00000002").mkdir(parents=True)
     assert commands.main(["generate", str(run)]) == 2
-    assert f"checkpoint: python -m samecurve export {run}" in capsys.readouterr().err
+    assert f"export the newest one: python -m samecurve export {run}" in capsys.readouterr().err
 
 
 def test_columns_of_the_data_to_measure(run):
     written(run, facts(recipe={"task": "sft", "data": {"path": "my.jsonl", "messages_column": "turns"}}))
-    trained = folders.recipe(run)
+    trained = folders.read_recipe(run)
     given = ["data.messages_column=null", "data.prompt_column=1", "data.completion_column=answer"]
     found = evaluate.with_columns(trained, "other.jsonl", given)
     columns = {"messages_column": None, "prompt_column": "1", "completion_column": "answer"}
@@ -263,7 +263,7 @@ def test_a_file_takes_the_place_of_a_mixture(run):
     sources = [{"path": "a.jsonl", "weight": 0.75}, {"path": "b.jsonl", "weight": 0.25}]
     written(run, facts(recipe={"data": {"mixture": sources, "validation_fraction": 0.1}}))
     assert "| data | a.jsonl (weight 0.75), b.jsonl (weight 0.25) |" in model_card(run, Made())
-    trained = folders.recipe(run)
-    other = evaluate.reading(trained, run, str(run / "metrics.jsonl"))
+    trained = folders.read_recipe(run)
+    other = evaluate.with_evaluation_data(trained, run, str(run / "metrics.jsonl"))
     assert (other.data.path, other.evaluate.path, other.data.mixture) == (*[str(run / "metrics.jsonl")] * 2, None)
-    assert evaluate.reading(trained, run, None).data == trained.data
+    assert evaluate.with_evaluation_data(trained, run, None).data == trained.data

@@ -224,10 +224,10 @@ def test_a_long_run_is_a_small_page(run, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "nowhere holds no run (run.json, metrics.jsonl); give the output_dir of a recipe"),
-        (["a", "nowhere"], "nowhere holds no run"),
-        (["a", "a", "a"], "RUN: found 3 directories; a report is of one run, or of two"),
-        (["damaged"], "damaged: a file of it is damaged, mend it or move it aside: Expecting value"),
+        (["nowhere"], "nowhere: no run here (run.json, metrics.jsonl); give the output_dir of a run"),
+        (["a", "nowhere"], "nowhere: no run here"),
+        (["a", "a", "a"], "RUN: found 3 directories, but a report shows one run or two"),
+        (["damaged"], "damaged: a damaged file; repair it or move it away: Expecting value"),
     ],
 )
 def test_mistakes(run, arguments, message, monkeypatch, capsys):

@@ -117,7 +117,7 @@ def test_a_question_through_a_pipe(polite, capsys, monkeypatch):
     assert capsys.readouterr().out == "hi\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
     assert commands.main(["chat", str(polite)]) == 2
-    assert "nothing came to answer" in capsys.readouterr().err
+    assert "standard input: found no prompt" in capsys.readouterr().err
 
 
 def test_a_model_without_a_template_is_refused(tmp_path, capsys, monkeypatch):
