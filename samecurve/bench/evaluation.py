@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace, directory: Path, folder: Path, recipe: Re
         labels = loading.class_names(loading.stored_config(folder))  # the data may lack some of them
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"labels": labels})})
     if base is not None:
-        loading.check_base(directory, base)
+        loading.check_base_model(directory, base)
     facts, metrics = measured(recipe, folder)
     before = _last_evaluation(directory) if arguments.data is None else {}
     source = arguments.data or (recipe.evaluation.path if recipe.evaluation else f"{recipe.data.name}, held out")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from samecurve.cli.commands import Work
 from samecurve.errors import ConfigurationError
-from samecurve.inference import writing
+from samecurve.inference import generation
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,15 +25,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max_new_tokens", type=int, default=512, metavar="N", help="most tokens of an answer (default: %(default)s)"
     )
-    writing.add_sampling_arguments(parser, default_temperature=0.7)
+    generation.add_sampling_arguments(parser, default_temperature=0.7)
 
 
 def run(arguments: argparse.Namespace) -> Work:
-    how = writing.Writing(arguments.max_new_tokens, arguments.temperature)
+    options = generation.GenerationOptions(arguments.max_new_tokens, arguments.temperature)
     piped = None if sys.stdin.isatty() else sys.stdin.read().strip()
     if piped == "":
         raise ConfigurationError(
             f"standard input: found no prompt; try echo 'a question' | python -m samecurve chat {arguments.run}"
         )
-    writing.find_model(arguments.run)
-    return Work("samecurve.inference.chat", (arguments, how, piped))
+    generation.find_generative_model(arguments.run)
+    return Work("samecurve.inference.chat", (arguments, options, piped))

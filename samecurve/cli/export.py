@@ -14,7 +14,7 @@ from samecurve.checkpoint.manifest import check_files, list_checkpoints
 from samecurve.checkpoint.resume import read_state
 from samecurve.cli.commands import Work
 from samecurve.errors import CheckpointError, ConfigurationError, StorageError
-from samecurve.export.model_card import Made
+from samecurve.export.model_card import ExportInfo
 from samecurve.inference import folders
 from samecurve.specs.precision import DTYPES
 from samecurve.storage.filesystem import LocalFileSystem
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> Work:
     output = arguments.output or directory / f"{origin}-{arguments.dtype}"
     if output.exists():
         raise StorageError(f"{output}: exists already; choose another folder with --output")
-    made = Made(DTYPES[arguments.dtype], arguments.license)
+    made = ExportInfo(DTYPES[arguments.dtype], arguments.license)
     if checkpoint:
         saved = read_state(checkpoint)
         recipe = folders.parse_recipe(saved, checkpoint / "state.json")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from samecurve.cli.commands import Work
 from samecurve.errors import ConfigurationError
-from samecurve.inference import writing
+from samecurve.inference import generation
 
 MAX_NEW_TOKENS, MAX_FUNCTION_TOKENS = 120, 256
 
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--raw", action="store_true", help="use no chat template: continue the prompt as plain text")
     most = f"most tokens to generate (default: {MAX_NEW_TOKENS}; {MAX_FUNCTION_TOKENS} with --parse_rate)"
     parser.add_argument("--max_new_tokens", type=int, metavar="N", help=most)
-    writing.add_sampling_arguments(parser, default_temperature=0.5)
+    generation.add_sampling_arguments(parser, default_temperature=0.5)
     parser.add_argument(
         "--parse_rate",
         metavar="N",
@@ -40,8 +40,8 @@ def run(arguments: argparse.Namespace) -> Work:
     max_new_tokens = arguments.max_new_tokens
     if max_new_tokens is None:
         max_new_tokens = MAX_FUNCTION_TOKENS if counts_functions else MAX_NEW_TOKENS
-    how = writing.Writing(max_new_tokens, arguments.temperature)
-    writing.find_model(arguments.run)
+    options = generation.GenerationOptions(max_new_tokens, arguments.temperature)
+    generation.find_generative_model(arguments.run)
     if counts_functions:
-        return Work("samecurve.bench.parse_rate", (arguments, how))
-    return Work("samecurve.inference.sample", (arguments, how))
+        return Work("samecurve.bench.parse_rate", (arguments, options))
+    return Work("samecurve.inference.sample", (arguments, options))

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=Path,
         metavar="FOLDER",
-        help="folder to write (default: RUN/merged; RUN/merged-DTYPE if not fp32)",
+        help="default: RUN/merged; RUN/merged-DTYPE if not fp32",
     )
 
 

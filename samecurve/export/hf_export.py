@@ -144,9 +144,9 @@ class _Writer:
         self._waiting[name] = tensor.detach().to("cpu", self._dtype)
         group = self._layout.groups[name]
         if self._waiting.keys() >= set(group):
-            together = {each: self._waiting.pop(each) for each in group}
-            for stored, each in self._layout.convert(together).items():
-                self._add(stored, each.contiguous())
+            members = {each: self._waiting.pop(each) for each in group}
+            for stored, converted in self._layout.convert(members).items():
+                self._add(stored, converted.contiguous())
 
     def _add(self, name: str, tensor: Tensor) -> None:
         if self._shard and self._shard_size + tensor.nbytes > self._limit:
@@ -160,7 +160,7 @@ class _Writer:
         """Write the last file and the index. Raises the first problem's class with all problems in its message."""
         missing = self._expected.keys() - self._seen
         if missing:
-            self._problems.append(CheckpointError(f"never came: {', '.join(sorted(missing))}"))
+            self._problems.append(CheckpointError(f"missing parameters: {', '.join(sorted(missing))}"))
         if not self._problems:
             self._flush()
         if not self._problems:
@@ -173,12 +173,12 @@ class _Writer:
         if name not in self._expected:
             return CheckpointError(f"{name}: the model has no such parameter")
         if name in self._seen:
-            return CheckpointError(f"{name}: came twice")
+            return CheckpointError(f"{name}: given twice")
         if tensor is None or tensor.numel() == 0:
             return CheckpointError(f"{name}: empty")
         shape = self._expected[name].shape
         if tensor.shape != shape:
-            return CheckpointError(f"{name}: has the shape {tuple(tensor.shape)}, the model needs {tuple(shape)}")
+            return CheckpointError(f"{name}: found shape {tuple(tensor.shape)}, but the model has {tuple(shape)}")
         if not torch.isfinite(tensor).all():
             return NumericError(f"{name}: {int((~torch.isfinite(tensor)).sum())} values are not finite")
         return out_of_range(name, tensor, self._dtype)
@@ -223,7 +223,9 @@ def out_of_range(name: str, tensor: Tensor, dtype: torch.dtype) -> NumericError 
     if not lost:
         return None
     largest = tensor.detach().abs().max().item()
-    return NumericError(f"{name}: {lost} values are beyond the range of {dtype_name(dtype)} ({largest:g}); choose bf16")
+    return NumericError(
+        f"{name}: {lost} values exceed the range of {dtype_name(dtype)} (up to {largest:g}); choose bf16"
+    )
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -258,7 +260,7 @@ def _write_config(skeleton: PreTrainedModel, directory: Path, dtype: torch.dtype
 def put_in_place(partial: Path, directory: Path, busy: Callable[[], None] = lambda: None) -> None:
     """Flush all files to the disk, then rename the folder. Raises StorageError if `directory` already exists."""
     if directory.exists():
-        raise StorageError(f"{directory} is there already; the model was not exported over it")
+        raise StorageError(f"{directory}: exists already; the model was not exported")
     for file in (path for path in partial.rglob("*") if path.is_file()):
         with open(file, "rb") as stream:
             os.fsync(stream.fileno())

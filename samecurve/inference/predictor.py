@@ -293,6 +293,6 @@ def load_predictor(run: Path, prompt: str | None = None, top: int | None = None)
             raise ConfigurationError(f"--{name}: only for {what}, which {folder} is not; leave the option out")
     recipe, base = folders.read_recipe(directory) if directory else None, folders.base_path(folder)
     if directory and base:
-        loading.check_base(directory, base)
+        loading.check_base_model(directory, base)
     model, tokens = loading.load_with_tokenizer(folder, head)
     return classes[kind](folder, loading.to_default_device(model), tokens, recipe, prompt, TOP if top is None else top)

@@ -15,7 +15,7 @@ from samecurve.cli import commands as cli
 from samecurve.cli import summary
 from samecurve.config.overrides import latest_overrides
 from samecurve.config.schema import Recipe
-from samecurve.inference import writing
+from samecurve.inference import generation
 
 __all__ = ["folders"]
 
@@ -65,14 +65,14 @@ def test_what_writes_nothing_is_measured(command, task, tmp_path, capsys, monkey
     (tmp_path / "model" / "config.json").write_text('{"architectures": ["BertForSequenceClassification"]}')
     assert cli.main([command, str(tmp_path)]) == 2
     told = capsys.readouterr().err
-    assert f"ask it by python -m samecurve predict {tmp_path}, or measure it: evaluate {tmp_path}" in told
+    assert f"use python -m samecurve predict {tmp_path}, or evaluate {tmp_path}" in told
     assert ("task reward" if task else "BertForSequenceClassification") in told
 
 
 def test_causal_models_write(tmp_path):
     for name in ("LlamaForCausalLM", "GPT2LMHeadModel", "ToyModelForCausalLM"):
         (tmp_path / "config.json").write_text(json.dumps({"architectures": [name]}))
-        writing.check_writes(tmp_path, tmp_path, None)
+        generation.check_generates(tmp_path, tmp_path, None)
 
 
 def test_the_summary_recommends_what_works(tmp_path):

@@ -420,12 +420,14 @@ def test_a_share_that_cannot_be_given_is_refused(host, recipe_file, capsys, monk
     assert "--processes_per_host: found 0, but it must be at least 1" in capsys.readouterr().err
     monkeypatch.delattr(os, "sched_setaffinity")
     assert commands.main([*command, "2"]) == ConfigurationError.exit_code
-    assert "this system keeps no process to a part of its cores" in capsys.readouterr().err
+    assert "this system cannot bind a process to some of its cores" in capsys.readouterr().err
     with dataloader.bound_to(dataloader.cores_of_one_process(1)):
         assert len(host) == 1
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system keeps no process to a part of its cores")
+@pytest.mark.skipif(
+    not hasattr(os, "sched_setaffinity"), reason="this system cannot bind a process to some of its cores"
+)
 def test_workers_have_the_share(recipe_file, monkeypatch, tmp_path, capsys):
     """Of real processes: what a worker may use is what it writes down when it begins."""
     before = os.sched_getaffinity(0)

@@ -292,7 +292,7 @@ def test_a_data_set_is_measured_by_its_split(tmp_path, monkeypatch):
     trained = loader.load_recipe("r.json")
     with pytest.raises(ConfigurationError, match="org/name: no split given for a data set of the hub"):
         evaluate.with_columns(trained, "org/name", [])
-    with pytest.raises(ConfigurationError, match="data.split: task pretrain reads no such columns"):
+    with pytest.raises(ConfigurationError, match="data.split: not a key that task pretrain reads"):
         evaluate.with_columns(trained, "mine.jsonl", ["data.split=test"])
     chosen = evaluate.with_columns(trained, "org/name", ["data.split=test", "data.config=b"])
     found = evaluate.with_evaluation_data(chosen, tmp_path, "org/name")

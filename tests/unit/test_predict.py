@@ -176,4 +176,4 @@ def test_mistakes(kind, arguments, code, text, folders, tmp_path, monkeypatch, c
     assert text in capsys.readouterr().err
     if kind not in ("causal", "mlm"):
         assert commands.main(["generate", str(folders[kind])]) == 2
-        assert "ask it by python -m samecurve predict" in capsys.readouterr().err
+        assert "use python -m samecurve predict" in capsys.readouterr().err
