@@ -135,13 +135,13 @@ def _linear_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor,
 def copies(num_bytes: int, device: torch.device, at_least: float) -> dict[str, float]:
     """Measure GB/s of copies by direction. On the device, reading and writing both count; over the bus only one."""
     one, other = (torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
-    found = {"on the device": 2 * num_bytes / seconds_of(lambda: one.copy_(other), at_least) / 1e9}
+    rates = {"on the device": 2 * num_bytes / seconds_of(lambda: one.copy_(other), at_least) / 1e9}
     if device.type == "cuda":
         host = torch.ones(num_bytes, dtype=torch.uint8).pin_memory()
         to_device = seconds_of(lambda: one.copy_(host, non_blocking=True), at_least)
         to_host = seconds_of(lambda: host.copy_(one, non_blocking=True), at_least)
-        found |= {"host to device": num_bytes / to_device / 1e9, "device to host": num_bytes / to_host / 1e9}
-    return found
+        rates |= {"host to device": num_bytes / to_device / 1e9, "device to host": num_bytes / to_host / 1e9}
+    return rates
 
 
 def run(arguments: argparse.Namespace, recipe: Recipe | None) -> int:
@@ -160,7 +160,9 @@ def run(arguments: argparse.Namespace, recipe: Recipe | None) -> int:
     shape = Shape(width, width, width)
     training = {name: layer_rates(shape, name, device, arguments.seconds) for name in names}
     rows = [[product.replace("_", " "), *(f"{training[name][product]:.3g}" for name in names)] for product in PRODUCTS]
-    printing.print_table(["product", *names], rows, f"TFLOP/s of what trains a linear layer, {shape}")
+    printing.print_table(
+        ["product", *names], rows, f"TFLOP/s of the multiplications that train a linear layer, {shape}"
+    )
     rates = copies(COPY_MIB[device.type] * 2**20, device, arguments.seconds)
     printing.print_table(["copy", "GB/s"], [[where, f"{rate:.3g}"] for where, rate in rates.items()])
     measured = _recipe_layers(recipe, device, arguments.seconds) if recipe else {}
@@ -189,5 +191,5 @@ def _recipe_layers(recipe: Recipe, device: torch.device, seconds: float) -> dict
     columns = ["layer", "count", "shape", "forward ms", "input gradient ms", "weight gradient ms", "TFLOP/s"]
     printing.print_table(columns, rows, f"the recipe's layers in {recipe.precision}, {num_tokens:,} tokens at a time")
     limit = tokens_per_second(times, num_tokens)
-    printing.print_line(f"a device that did nothing else would train {limit:,.0f} tokens/s")
+    printing.print_line(f"upper limit, from these multiplications alone: {limit:,.0f} tokens/s")
     return {"layers": [asdict(time) for time in times], "tokens_per_second_limit": limit}

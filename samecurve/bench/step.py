@@ -34,11 +34,11 @@ def run(arguments: argparse.Namespace, job: Job, settings: Sequence[str], among:
         variants = {variant: _changed(job, variant, output / f"{nth:02d}") for nth, variant in enumerate(among)}
     rounds, reasons = _measure(variants, arguments, settings, output)
     if UNCHANGED in reasons:
-        raise ConfigurationError(f"the recipe itself does not run: {reasons[UNCHANGED]}")
+        raise ConfigurationError(f"{arguments.recipe}: the unchanged recipe fails: {reasons[UNCHANGED]}")
     measured = verdicts(rounds, [variant for variant in among if variant.name not in reasons])
     _show(measured, job, arguments)
     for name, reason in reasons.items():
-        printing.print_line(f"{name}: did not run: {reason}")
+        printing.print_line(f"{name}: failed: {reason}")
     numbers = {"recipe": arguments.recipe, "overrides": settings, "strategy": job.name, "processes": job.world_size}
     numbers |= {"rounds": arguments.rounds, "variants": [asdict(each) for each in measured], "not_measured": reasons}
     printing.write_json_file(arguments.json, "step", facts, **numbers)
@@ -88,7 +88,7 @@ def _changed(job: Job, variant: Variant, folder: Path) -> tuple[Job, list[str]]:
         raise ConfigurationError(
             f"--variant: found {keys[0]}, but {job.name} has no strategy file; choose another --strategy"
         )
-    return replace(job, path=strategy_variants.changed(job.path, keys, folder)), overrides
+    return replace(job, path=strategy_variants.write_changed(job.path, keys, folder)), overrides
 
 
 def _run(job: Job, recipe: str, settings: Sequence[str], directory: Path, label: str) -> Outcome:
@@ -110,4 +110,4 @@ def _show(measured: Sequence[Verdict], job: Job, arguments: argparse.Namespace) 
     ]
     processes = f"{job.world_size} process{'es' * (job.world_size > 1)}"
     title = f"{arguments.recipe}, {job.name}, {processes}, {arguments.rounds} rounds of {arguments.steps} steps"
-    printing.print_table(COLUMNS, rows, f"{title}; ratios are to the recipe as it is, in the same round")
+    printing.print_table(COLUMNS, rows, f"{title}; ratios to the unchanged recipe in the same round")

@@ -103,7 +103,7 @@ def load_model(
     if missing:
         names = ", ".join(sorted(missing)[:3])
         saved_as = ", ".join(config.architectures or ["another model"])
-        raise ConfigurationError(f"{path}: not a {head.title}, but {saved_as} ({names} is missing)")
+        raise ConfigurationError(f"{path}: holds {saved_as}, which is no {head.title} (no {names})")
     return model.eval()
 
 
@@ -137,7 +137,7 @@ def _model_class(path: str, head: Head, trust_remote_code: bool) -> tuple[type[P
     if model_class is None or (stored and stored <= others):
         fix = "; use python -m samecurve predict" if head.kind == "causal_lm" and stored else ""
         saved_as = ", ".join(stored) or config.model_type
-        raise ConfigurationError(f"{path}: a {saved_as}, not a {head.title}{fix}")
+        raise ConfigurationError(f"{path}: holds {saved_as}, which is no {head.title}{fix}")
     return model_class, config
 
 

@@ -92,8 +92,8 @@ def _merge(folder: Path, base: str, output: Path) -> str:
     limit = TOLERANCE * expected.abs().max().item()
     outputs = "states" if head.kind == "embedding" else "logits"
     text = (
-        f"checked on {ROWS} rows of {rows.shape[1]} tokens: the merged model's {outputs} differ from those of {base} with "
-        f"the adapter by at most {difference:.1e} (allowed: {limit:.1e}); the adapter changes them by {effect:.1e}"
+        f"checked on {ROWS} rows of {rows.shape[1]} tokens: the merged model's {outputs} differ from those of {base} "
+        f"with the adapter by at most {difference:.1e} (allowed: {limit:.1e}); the adapter changes them by {effect:.1e}"
     )
     if not difference <= limit:
         raise NumericError(f"the merged model differs from the adapted one and was deleted: {text}")

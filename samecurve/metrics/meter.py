@@ -185,7 +185,7 @@ class Meter:
         assert peak is not None and flops is not None  # mfu and hfu are computed from both
         shares = " and ".join(f"{name} {value:.2f}" for name, value in found.items())
         return (
-            f"warning: step {record['step']} has {shares}, and more than 1 is not possible: the peak of "
+            f"warning: step {record['step']} has {shares}, but more than 1 is impossible: the peak of "
             f"{peak.tflops:.3g} TFLOP/s ({peak.source}) is too low, or attention, counted over the full square of a "
             f"row ({flops.attention / flops.model:.0%} of the FLOPs), computed less; do not rely on mfu and hfu of "
             "this run"

@@ -174,7 +174,11 @@ def _part(name: str, rows: Rows, tokenizer: PreTrainedTokenizerFast) -> Part:
     counts = _counts(shown, tokenizer, lengths)
     if isinstance(rows, PairRows):
         dropped = _share(rows.num_dropped, _num_documents(rows))
-        counts = {"pairs": f"{len(rows):,}", "dropped pairs": f"{dropped}: the cut leaves nothing to compare", **counts}
+        counts = {
+            "pairs": f"{len(rows):,}",
+            "dropped pairs": f"{dropped}: nothing is left to compare",
+            **counts,
+        }
     return Part(name, counts, _histogram(shown, lengths), _packing(shown), _ends(shown, tokenizer))
 
 
@@ -193,7 +197,7 @@ def _counts(rows: Rows, tokenizer: PreTrainedTokenizerFast, lengths: np.ndarray)
     if isinstance(rows, SampleRows):
         found |= {
             "truncated documents": f"{_share(rows.num_truncated, num_documents)}, {rows.num_truncated_tokens:,} tokens",
-            "dropped documents": f"{_share(rows.num_dropped, num_documents)}: nothing trained is left of them",
+            "dropped documents": f"{_share(rows.num_dropped, num_documents)}: nothing is left to train",
         }
     return found | {
         "exact duplicates": _share(_num_duplicates(rows), num_documents),

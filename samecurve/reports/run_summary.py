@@ -67,11 +67,11 @@ def results(run: Run) -> dict[str, str]:
         found["tokens"] = number(sum(_values(metrics, "tokens")))
         found["time in steps"] = duration(sum(seconds))
         found |= dict(_speed(metrics))
-        found["steps that were skipped"] = number(metrics[-1].get("skipped_steps", NOT_KNOWN))
+        found["skipped steps"] = number(metrics[-1].get("skipped_steps", NOT_KNOWN))
         if "recompilations" in metrics[-1]:
-            found["compiled again"] = f"{number(metrics[-1]['recompilations'])} times (torch.compile, rank 0)"
+            found["recompilations"] = f"{number(metrics[-1]['recompilations'])} (torch.compile, rank 0)"
         saved = sum(_values(metrics, "save_stall_seconds"))
-        found["waited for checkpoints"] = f"{saved:,.2f} s ({saved / max(sum(seconds) + saved, 1e-9):.1%})"
+        found["waiting for checkpoints"] = f"{saved:,.2f} s ({saved / max(sum(seconds) + saved, 1e-9):.1%})"
     return found
 
 
@@ -106,8 +106,8 @@ def _speed(metrics: Sequence[dict]) -> Iterator[tuple[str, str]]:
         values = _values(metrics, name)
         yield f"{label}, median step", shown.format(statistics.median(values)) if values else NOT_KNOWN
     memory, waits = _values(metrics, "peak_memory_gib"), _values(metrics, "data_wait_fraction")
-    yield "memory at most, rank 0", f"{max(memory):.2f} GiB" if memory else NOT_KNOWN
-    yield "waited for data, median step", f"{statistics.median(waits):.2%}" if waits else NOT_KNOWN
+    yield "peak memory, rank 0", f"{max(memory):.2f} GiB" if memory else NOT_KNOWN
+    yield "waiting for data, median step", f"{statistics.median(waits):.2%}" if waits else NOT_KNOWN
 
 
 def _values(metrics: Sequence[dict], name: str) -> list[float]:

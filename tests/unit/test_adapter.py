@@ -138,7 +138,7 @@ def test_a_wrong_merge_is_not_kept(folders, tmp_path, monkeypatch, capsys):
     write(moved(filled(adapted_recipe(folders["llama"]))), tmp_path / "model")
     monkeypatch.setattr(PeftModel, "merge_and_unload", lambda self, **_: self.unload(), raising=False)
     assert commands.main(["merge", str(tmp_path)]) == 5
-    assert "it was not kept" in capsys.readouterr().err
+    assert "and was deleted" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 

@@ -80,7 +80,7 @@ def test_the_summary_recommends_what_works(tmp_path):
     recipe = Recipe.model_validate({**facts()["recipe"], "task": "reward"}).model_dump()
     found = facts(overrides=["seed=1", "model.path=a", "seed=2", "model={path: b}"], strategy_path=None)
     commands = dict(summary.commands(tmp_path, {**found, "recipe": recipe}))
-    assert commands["ask it"] == f"python -m samecurve predict {tmp_path} --prompt 'a question' 'an answer'"
-    assert "let it write" not in commands
+    assert commands["run the model"] == f"python -m samecurve predict {tmp_path} --prompt 'a question' 'an answer'"
+    assert "generate text" not in commands
     assert latest_overrides(found["overrides"]) == ["seed=2", "model={path: b}"]
     assert "seed=1" not in commands["try another strategy"]

@@ -122,7 +122,7 @@ def test_sizes():
     sizes = [command.parse_size("--largest", text) for text in ("64MiB", "64M", "1 KiB", "7", "3B")]
     assert sizes == [2**26, 2**26, 1024, 7, 3]
     assert command.message_sizes(1024, 2**16, 8) == [1024, 8192, 65536]
-    assert [collectives.shown_bytes(number) for number in (12, 1536, 2**26)] == ["12 B", "1.5 KiB", "64 MiB"]
+    assert [collectives.format_bytes(number) for number in (12, 1536, 2**26)] == ["12 B", "1.5 KiB", "64 MiB"]
     for text in ("64 apples", "", "0", "-1"):
         with pytest.raises(ConfigurationError, match="--largest: found"):
             command.parse_size("--largest", text)
@@ -146,12 +146,12 @@ def test_collectives_at_two_processes(tmp_path):
     assert measured | found["not_offered"].keys() == set(collectives.COLLECTIVES)
     assert {"all_reduce", "broadcast", "all_gather", "send_recv"} <= measured
     for name in found["not_offered"]:
-        assert f"{name}: not offered by gloo (" in done.stdout
+        assert f"{name}: not supported by gloo (" in done.stdout
     assert [each["num_bytes"] for each in found["timings"]] == [1024, 4096] * len(measured)
     for each in found["timings"]:
         algorithm, bus = collectives.bandwidths(each["name"], each["num_bytes"], each["seconds"], 2)
         assert (each["algorithm_gb_per_second"], each["bus_gb_per_second"]) == (algorithm, bus)
-        size = collectives.shown_bytes(each["num_bytes"])
+        size = collectives.format_bytes(each["num_bytes"])
         assert re.search(rf"^{each['name']} +{size} .* {bus:.3g}$", done.stdout, re.MULTILINE)
 
 
@@ -510,7 +510,7 @@ def test_a_strategys_files_with_other_keys(tmp_path, monkeypatch):
     assert all(map(strategy_variants.is_key, keys))
     recipes_own = ("compile=off", "optimizer.name=sgd", "checkpoint.keep=3", "steps=2", "no_such_key=1")
     assert not any(map(strategy_variants.is_key, recipes_own))
-    path = strategy_variants.changed(Path("configs/zero3.yaml"), keys, tmp_path / "new")
+    path = strategy_variants.write_changed(Path("configs/zero3.yaml"), keys, tmp_path / "new")
     found, before = read_files(str(path)), read_files("configs/zero3.yaml")
     assert Path(found.deepspeed.name) == tmp_path / "new" / "zero3.json" and path.name == "zero3.yaml"
     zero = before.deepspeed.content["zero_optimization"] | {"stage3_prefetch_bucket_size": 10_000}
@@ -519,7 +519,7 @@ def test_a_strategys_files_with_other_keys(tmp_path, monkeypatch):
     names = {"deepspeed_config_file": found.deepspeed.name}
     block = before.accelerate.content["deepspeed_config"] | names
     assert found.accelerate.content == before.accelerate.content | {"num_processes": 4, "deepspeed_config": block}
-    with pytest.raises(ConfigurationError, match="belongs into a DeepSpeed JSON, and configs/fsdp.yaml has none"):
-        strategy_variants.changed(Path("configs/fsdp.yaml"), keys[:1], tmp_path)
+    with pytest.raises(ConfigurationError, match="a key of a DeepSpeed JSON, but configs/fsdp.yaml has none"):
+        strategy_variants.write_changed(Path("configs/fsdp.yaml"), keys[:1], tmp_path)
     bench = ["bench", "step", "recipes/quickstart.yaml", "--levers", "none", "--variant", keys[0]]
     assert commands.main([*bench, "--output", str(tmp_path / "runs")]) == ConfigurationError.exit_code

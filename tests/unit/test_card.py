@@ -77,7 +77,7 @@ def test_what_the_directory_knows_is_in_the_card(run):
         "| train | rows 40; fingerprint abc |",
         "| held out | rows 5; fingerprint not known |",
         "| optimizer steps | 4 of 4 |",
-        "| trained on | 400 tokens, rows or pairs: what the loss counts |",
+        "| trained on | 400 tokens, rows or pairs, as the loss counts them |",
         "| hardware | 2 x NVIDIA H200 |",
         "| versions | torch 2.13.0 |",
         "| 2 |  |  |",
@@ -201,7 +201,7 @@ def test_a_run_that_went_on_from_another_directory(run):
 
 def test_a_run_without_evaluation_says_so(run):
     (run / "metrics.jsonl").write_text(record(1, 8.0))
-    assert "None: the run measured nothing that was held out." in model_card(run, ExportInfo())
+    assert "None: the run had no evaluation on held-out rows." in model_card(run, ExportInfo())
 
 
 # what evaluate and export say before anything is loaded
