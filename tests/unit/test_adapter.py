@@ -144,7 +144,7 @@ def test_a_wrong_merge_is_not_kept(folders, tmp_path, monkeypatch, capsys):
 
 def test_what_cannot_be_merged(folders, tmp_path, capsys):
     assert commands.main(["merge", str(folders["llama"])]) == 2
-    assert "there is nothing to merge" in capsys.readouterr().err
+    assert "nothing to merge" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -194,7 +194,7 @@ def test_a_run_that_went_on_from_another_directory(run):
     written(run, facts(start_step=2, resumed_from="runs/other/checkpoints/step_00000002"))
     found = sessions(run)
     assert len(found) == 1 and unknown_origin(found[0]) == "runs/other/checkpoints/step_00000002"
-    assert "went on from runs/other/checkpoints/step_00000002, whose own history is not known" in model_card(
+    assert "resumed from runs/other/checkpoints/step_00000002, whose history is not known" in model_card(
         run, ExportInfo()
     )
 

@@ -369,7 +369,7 @@ def test_summary(tmp_path, recipe_file, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[:6] == [
         "state         done",
-        "ran           ddp (DistributedDataParallel), 2 processes, fp32",
+        "strategy      ddp (DistributedDataParallel), 2 processes, fp32",
         "loss          8.0000 -> 6.0000 in 4 steps",
         "held out      loss 7.0000 -> 6.2500, bits per byte 2.5000 (after step 4)",
         "tokens        2,000 trained in 1:40 min of steps, 20 per second",

@@ -150,7 +150,7 @@ def test_a_start_without_a_run_json_is_not_taken_for_the_session_before_it(run, 
     page = made(capsys, run)
     assert row(page, "1")[-1] == "preempted: &lt;SIGTERM&gt;" and row(page, "2")[-1] == "preempted: SIGINT"
     if begins:
-        assert "<p>A later start, which has no run.json of its own: failed: no memory</p>" in page
+        assert "<p>A later start without a run.json of its own: failed: no memory</p>" in page
     else:
         assert re.search(r'<p class="bad">A later start was refused \(exit code 1, [^ ]+: no memory\)</p>', page)
 
