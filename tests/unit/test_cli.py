@@ -74,7 +74,7 @@ def test_help_and_errors_need_no_torch(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert all(command in done.stdout for command in commands.COMMANDS)
-    assert done.stderr.startswith(f"{tmp_path} ") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"{tmp_path}: ") and done.stderr.count("\n") == 1
     assert "run.json" in done.stderr and "metrics.jsonl" in done.stderr
 
 

@@ -206,7 +206,7 @@ def test_a_run_that_failed_before_its_first_step(tmp_path, capsys):
     written(tmp_path, "status.json", {"state": "failed", "reason": "rank 1: no <memory>", "exit_code": 1})
     page = made(capsys, tmp_path)
     assert '<p class="bad">failed: rank 1: no &lt;memory&gt;</p>' in page
-    assert "no run.json" in page and "No steps are recorded." in page and plots(page) == []
+    assert "before it wrote run.json" in page and "No steps are recorded." in page and plots(page) == []
 
 
 def test_losses_that_are_no_numbers(run, capsys):
