@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lint, then unit, file and distributed tests, on this machine's CPU. Makes .venv first.
+# Lint and types, then unit, file and distributed tests, on this machine's CPU. Makes .venv first.
 #
 #   bash scripts/test.sh [--full] [--shard 2/4] [pytest arguments ...]
 #
@@ -45,6 +45,8 @@ export HF_HUB_OFFLINE=1 CUDA_VISIBLE_DEVICES= # GPUs have tests of their own: sc
 say "ruff"
 ruff check .
 ruff format --check .
+say "pyright"
+pyright
 
 say "pytest"
 if [ ${#chosen[@]} != 0 ]; then

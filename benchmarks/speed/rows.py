@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from samecurve.config.schema import Recipe
-from samecurve.data.batches import MicroBatch, StepBatches
+from samecurve.data.batches import StepBatches
+from samecurve.data.micro_batch import MicroBatch
 from samecurve.losses.cross_entropy import IGNORE_INDEX
 from samecurve.metrics.meter import GIB, peak_memory_bytes
 from samecurve.models.weights import build, fill, skeleton

@@ -29,7 +29,7 @@ from samecurve.bench.collective_calls import COLLECTIVES, Buffers, Collective
 from samecurve.errors import ConfigurationError
 
 FEWEST, MOST = 3, 200  # calls per size
-_LACKING = re.compile(
+_UNSUPPORTED = re.compile(
     r"not (?:support|implement|offer)|unsupported|cannot be used|no backend type|is not available", re.IGNORECASE
 )
 
@@ -37,7 +37,7 @@ _LACKING = re.compile(
 def run(arguments: argparse.Namespace, sizes: Sequence[int]) -> int:
     """Run the command `bench collectives` in a launcher's processes, or else in processes started here."""
     backend = _backend(arguments.backend)
-    names = printing.chosen("--collectives", arguments.collectives, COLLECTIVES, COLLECTIVES)
+    names = printing.parse_names("--collectives", arguments.collectives, COLLECTIVES, COLLECTIVES)
     if "RANK" not in os.environ:
         return _start(arguments, backend)
     return _measure(arguments, backend, names, sizes)
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace, sizes: Sequence[int]) -> int:
 
 def _backend(asked: str | None) -> str:
     if asked == "nccl" and not torch.cuda.is_available():
-        raise ConfigurationError("--backend: found nccl, which needs GPUs, and PyTorch finds none; use gloo")
+        raise ConfigurationError("--backend: found nccl, but PyTorch finds no GPU; use gloo")
     return asked or ("nccl" if torch.cuda.is_available() else "gloo")
 
 
@@ -54,9 +54,9 @@ def _start(arguments: argparse.Namespace, backend: str) -> int:
     num_gpus = torch.cuda.device_count()
     processes = arguments.processes or (num_gpus if backend == "nccl" else 2)
     if processes < 2 or (backend == "nccl" and processes > num_gpus):
-        each = f", and NCCL needs a GPU for each, of which there are {num_gpus}; try --backend gloo --processes 2"
+        gpus = f", with a GPU each for NCCL (found {num_gpus}); try --backend gloo --processes 2"
         raise ConfigurationError(
-            f"--processes: found {processes}; at least 2 are needed to send anything{each * (backend == 'nccl')}"
+            f"--processes: found {processes}, but a collective needs at least 2{gpus * (backend == 'nccl')}"
         )
     start = [sys.executable, *jobs.TORCHRUN, "--nproc_per_node", str(processes), "-m", "samecurve"]
     options = [f"--{name}={value}" for name, value in vars(arguments).items() if value is not None]
@@ -71,9 +71,9 @@ def _measure(arguments: argparse.Namespace, backend: str, names: Sequence[str], 
     dist.init_process_group(backend)
     try:
         machines = _machines(device)
-        found = list(measure(names, sizes, device, arguments.seconds))
+        results = list(measure(names, sizes, device, arguments.seconds))
         if dist.get_rank() == 0:
-            _tell(arguments, found, backend, machines, timing.environment(device))
+            _report(arguments, results, backend, machines, timing.describe_environment(device))
     finally:
         dist.destroy_process_group()
     return 0
@@ -86,14 +86,16 @@ def _machines(device: torch.device) -> int:
     return int(first)
 
 
-def _tell(arguments: argparse.Namespace, found: Sequence, backend: str, machines: int, facts: dict) -> None:
-    printing.say(timing.told(facts))
-    timings = [each for each in found if isinstance(each, Timing)]
-    lacking = dict(each for each in found if not isinstance(each, Timing))
+def _report(
+    arguments: argparse.Namespace, results: Sequence, backend: str, machines: int, facts: timing.Environment
+) -> None:
+    printing.print_line(timing.environment_line(facts))
+    timings = [each for each in results if isinstance(each, Timing)]
+    unsupported = dict(each for each in results if not isinstance(each, Timing))
     rows = [
         [
             each.name,
-            shown_bytes(each.num_bytes),
+            format_bytes(each.num_bytes),
             f"{1e6 * each.seconds:,.1f}",
             f"{each.algorithm_gb_per_second:.3g}",
             f"{each.bus_gb_per_second:.3g}",
@@ -102,18 +104,20 @@ def _tell(arguments: argparse.Namespace, found: Sequence, backend: str, machines
     ]
     processes = int(os.environ["WORLD_SIZE"])
     title = f"{backend}, {processes} processes on {machines} machine{'s' * (machines > 1)}, fp32"
-    printing.show(["collective", "size", "microseconds", "algorithm GB/s", "bus GB/s"], rows, title)
-    for name, why in lacking.items():
-        printing.say(f"{name}: not offered by {backend} ({why})")
-    printing.say(
-        "algorithm: size / time. bus: that times 2 (n - 1) / n for all_reduce, (n - 1) / n for gather, all_gather, "
-        "scatter, reduce_scatter and all_to_all, 1 for the others, as nccl-tests has it"
+    printing.print_table(["collective", "size", "microseconds", "algorithm GB/s", "bus GB/s"], rows, title)
+    for name, why in unsupported.items():
+        printing.print_line(f"{name}: not supported by {backend} ({why})")
+    printing.print_line(
+        "algorithm: size / time. bus: algorithm times 2 (n - 1) / n for all_reduce, (n - 1) / n for gather, "
+        "all_gather, scatter, reduce_scatter and all_to_all, and 1 for the others, as in nccl-tests"
     )
-    numbers = {"backend": backend, "processes": processes, "machines": machines, "not_offered": lacking}
-    printing.write(arguments.json, "collectives", facts, **numbers, timings=[asdict(each) for each in timings])
+    numbers = {"backend": backend, "processes": processes, "machines": machines, "not_offered": unsupported}
+    printing.write_json_file(
+        arguments.json, "collectives", facts, **numbers, timings=[asdict(each) for each in timings]
+    )
 
 
-def shown_bytes(number: int) -> str:
+def format_bytes(number: int) -> str:
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if number >= unit:
             return f"{number / unit:.4g} {name}"
@@ -155,9 +159,9 @@ def measure(
     """
     for name in names:
         try:
-            _check(name, Buffers(sizes[0], device))
+            _check_result(name, Buffers(sizes[0], device))
         except (RuntimeError, ValueError, NotImplementedError) as error:
-            if not _LACKING.search(str(error)):
+            if not _UNSUPPORTED.search(str(error)):
                 raise
             yield name, str(error).splitlines()[0]
             continue
@@ -167,14 +171,14 @@ def measure(
             yield Timing(name, buffers.num_bytes, took, *bandwidths(name, buffers.num_bytes, took, buffers.world))
 
 
-def _check(name: str, buffers: Buffers) -> None:
+def _check_result(name: str, buffers: Buffers) -> None:
     collective = COLLECTIVES[name]
-    found, expected = collective.run(buffers), collective.expected(buffers.rank, buffers.world)
+    result, expected = collective.run(buffers), collective.expected(buffers.rank, buffers.world)
     if expected is None:
         return
-    wanted = torch.tensor(expected, device=found.device)[:, None]
-    if not bool((found.view(len(expected), -1) == wanted).all()):
-        raise RuntimeError(f"{name}: rank {buffers.rank} of {buffers.world} got {found}, wanted parts of {expected}")
+    wanted = torch.tensor(expected, device=result.device)[:, None]
+    if not bool((result.view(len(expected), -1) == wanted).all()):
+        raise RuntimeError(f"{name}: rank {buffers.rank} of {buffers.world} got {result}, expected parts of {expected}")
 
 
 def _seconds(collective: Collective, buffers: Buffers, seconds: float) -> float:
@@ -193,16 +197,12 @@ def _repeated(collective: Collective, buffers: Buffers, count: int) -> float:
     began = time.perf_counter()
     for _ in range(count):
         collective.run(buffers)
-    _finish(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return _slowest((time.perf_counter() - began) / count, device)
 
 
 def _slowest(seconds: float, device: torch.device) -> float:
-    found = torch.tensor(seconds, dtype=torch.float64, device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return found.item()
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.item()

@@ -31,23 +31,23 @@ _MANY_STEPS = 10**9
 CORES = Path("/sys/devices/system/cpu")
 
 
-def share(num_processes: int) -> list[int]:
+def cores_of_one_process(num_processes: int) -> list[int]:
     """List the cores of one process if `num_processes` share this host.
 
     Raises ConfigurationError if there are fewer cores than processes, or several processes and no CPU affinity.
     """
-    found = f"--processes_per_host: found {num_processes}, but"
+    option = f"--processes_per_host: found {num_processes}, but"
     if num_processes > num_cores():
-        raise ConfigurationError(f"{found} there are {num_cores()} cores; at least one for each is needed")
+        raise ConfigurationError(f"{option} this host has {num_cores()} cores; give at most one process per core")
     if hasattr(os, "sched_setaffinity"):
         return sorted(os.sched_getaffinity(0), key=_physical)[: share_of_cores(num_processes)]
     if num_processes > 1:
-        raise ConfigurationError(f"{found} this system keeps no process to a part of its cores; use 1")
+        raise ConfigurationError(f"{option} this system cannot bind a process to some of its cores; use 1")
     return list(range(num_cores()))
 
 
 @contextlib.contextmanager
-def kept_to(cores: Sequence[int]) -> Iterator[None]:
+def bound_to(cores: Sequence[int]) -> Iterator[None]:
     """Restrict this thread, and all threads and processes it starts, to `cores` in the body, if the system can."""
     if not hasattr(os, "sched_setaffinity"):
         yield
@@ -85,19 +85,19 @@ def rows_per_second(rows: Rows, recipe: Recipe, num_workers: int, data_parallel_
     return steps * recipe.batch.global_batch_size / data_parallel_size / took
 
 
-def needed_by(run: Path) -> float:
+def rows_per_second_of_run(run: Path) -> float:
     """Compute the rows per second and rank that a run would read if it never waited: the median of its steps.
 
     Raises ConfigurationError if the folder has no run with two finished steps.
     """
     facts, metrics = read_json(run / "run.json"), read_metrics(run)[1:]
     if not facts or not metrics:
-        raise ConfigurationError(f"--run {run}: no run with two finished steps (run.json, metrics.jsonl)")
+        raise ConfigurationError(f"--run: {run} has no run with two finished steps (run.json, metrics.jsonl)")
     own = facts["recipe"]["batch"]["global_batch_size"] / facts["data_parallel_size"]
     return own / median(record["step_seconds"] * (1 - record["data_wait_fraction"]) for record in metrics)
 
 
-def enough(rates: Mapping[int, float], needed: float | None) -> int | None:
+def fewest_workers(rates: Mapping[int, float], needed: float | None) -> int | None:
     """Choose the smallest sufficient number of workers.
 
     Args:
@@ -118,21 +118,21 @@ def enough(rates: Mapping[int, float], needed: float | None) -> int | None:
 def run(arguments: argparse.Namespace, recipe: Recipe) -> int:
     """Run the command `bench dataloader`."""
     size, processes = arguments.data_parallel_size, arguments.processes_per_host
-    cores = share(processes)
-    facts = timing.environment(timing.default_device())
-    counts = printing.integers("--workers", arguments.workers) or _counts(len(cores))
-    needed = needed_by(arguments.run) if arguments.run else arguments.needed
+    cores = cores_of_one_process(processes)
+    facts = timing.describe_environment(timing.default_device())
+    counts = printing.parse_integers("--workers", arguments.workers) or _counts(len(cores))
+    needed = rows_per_second_of_run(arguments.run) if arguments.run else arguments.needed
     rows = registry.load(recipe).train
-    printing.say(timing.told(facts))
-    with kept_to(cores):
+    printing.print_line(timing.environment_line(facts))
+    with bound_to(cores):
         rates = {count: rows_per_second(rows, recipe, count, size, arguments.seconds) for count in counts}
     shown = [[str(count), f"{rate:,.0f}"] for count, rate in rates.items()]
-    title = f"of one rank that does nothing but read, on {len(cores)} of {facts['cores']} cores"
-    printing.show(["workers", "rows/s"], shown, title)
-    best = enough(rates, needed)
-    printing.say(_verdict(best, needed, processes))
+    title = f"rows per second of one rank that only reads, on {len(cores)} of {facts['cores']} cores"
+    printing.print_table(["workers", "rows/s"], shown, title)
+    best = fewest_workers(rates, needed)
+    printing.print_line(_verdict(best, needed, processes))
     numbers = {"processes_per_host": processes, "rows_per_second": rates, "needed": needed, "enough": best}
-    printing.write(arguments.json, "dataloader", facts, recipe=arguments.recipe, **numbers)
+    printing.write_json_file(arguments.json, "dataloader", facts, recipe=arguments.recipe, **numbers)
     return 0
 
 
@@ -143,7 +143,8 @@ def _counts(cores: int) -> list[int]:
 def _verdict(best: int | None, needed: float | None, processes: int) -> str:
     where = f"with {processes} process{'es' * (processes > 1)} on this host"
     if needed is None:
-        return f"data.num_workers={best}, {where}: more of them give hardly more (--run RUN says what training needs)"
+        advice = "more workers are hardly faster; --run RUN compares with what training needs"
+        return f"data.num_workers={best}, {where}: {advice}"
     if best is None:
-        return f"none is enough {where}: training needs {needed:,.0f} rows/s, and {MARGIN:g} times that to be safe"
+        return f"no number of workers is enough {where}: training needs {needed:,.0f} rows/s, with {MARGIN:g} as margin"
     return f"data.num_workers={best} is enough {where}: training needs {needed:,.0f} rows/s"

@@ -40,18 +40,19 @@ def run(arguments: argparse.Namespace, directory: Path, folder: Path, recipe: Re
     """
     base = folders.base_path(folder)
     if arguments.data is not None and recipe.task == "classify":
-        names = loading.stored_config(folder).id2label  # the data may lack some of them
-        labels = tuple(names[index] for index in sorted(names))
+        labels = loading.class_names(loading.stored_config(folder))  # the data may lack some of them
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"labels": labels})})
     if base is not None:
-        loading.check_base(directory, base)
-    facts, metrics = measured(recipe, folder)
+        loading.check_base_model(directory, base)
+    facts, metrics = evaluate_folder(recipe, folder)
     before = _last_evaluation(directory) if arguments.data is None else {}
     source = arguments.data or (recipe.evaluation.path if recipe.evaluation else f"{recipe.data.name}, held out")
     if trained_on:
-        print(f"the run trained on {arguments.data}; without DATA only what it held out is measured")
+        print(f"warning: the run trained on {arguments.data}; leave out DATA to evaluate on its held-out rows")
     if base is not None and recipe.adapter.quantization:
-        print(f"the run kept {base} in {recipe.adapter.quantization}; here it is whole, so losses differ a little")
+        print(
+            f"the run quantized {base} to {recipe.adapter.quantization}, which is not done here: losses differ slightly"
+        )
     print(f"{folder} on {facts['device']} in {facts['precision']}; {facts['rows']:,} rows of {source}")
     print("\n".join(_table(metrics, before)))
     if arguments.json:
@@ -61,18 +62,19 @@ def run(arguments: argparse.Namespace, directory: Path, folder: Path, recipe: Re
     return 0
 
 
-def measured(recipe: Recipe, folder: Path) -> tuple[dict[str, Any], dict[str, float]]:
+def evaluate_folder(recipe: Recipe, folder: Path) -> tuple[dict[str, Any], dict[str, float]]:
     """Evaluate the model in `folder` on the recipe's validation rows.
 
     Returns:
         (facts about data, hardware and versions; the task's `eval_*` numbers).
     """
     task: Task = registry.load(recipe)
-    config = loading.stored_config(folder)
-    attention = choose_attention(recipe, config, task.head.model_class(config), task.head.kind)
-    model, _ = loading.load(folder, task.head, attention)
+    assert task.validation is not None  # cli/evaluate.py refuses to start without rows to measure on
+    model_class, config = loading.stored_class(folder, task.head)
+    attention = choose_attention(recipe, config, model_class, task.head.kind)
+    model, _ = loading.load_with_tokenizer(folder, task.head, attention)
     engine = EvaluationEngine(model, task, recipe)
-    with _shown() as (start, advance):
+    with _progress_bar() as (start, advance):
         if task.has_reference:
             _prepare(task, recipe, advance)
         validation = Evaluation(task.validation, recipe.batch.micro_batch_size, engine.shard, advance)
@@ -95,7 +97,7 @@ def _prepare(task: Task, recipe: Recipe, alive: Callable[[], None]) -> None:
 
 
 @contextmanager
-def _shown() -> Iterator[tuple[Callable[[int], None], Callable[[], None]]]:
+def _progress_bar() -> Iterator[tuple[Callable[[int], None], Callable[[], None]]]:
     """Show a progress bar on a terminal. Yields (function to set the total, function to call per micro-batch)."""
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -114,7 +116,7 @@ def _last_evaluation(directory: Path) -> dict[str, float]:
 def _table(metrics: dict[str, float], before: dict[str, float]) -> Iterator[str]:
     """Yield one line per number, with the value from training's last evaluation, if any, in a second column."""
     if before:
-        yield f"{'':<{LABEL_WIDTH}}{'now':>{NUMBER_WIDTH}}   the run, after step {before['step']}"
+        yield f"{'':<{LABEL_WIDTH}}{'now':>{NUMBER_WIDTH}}   in the run, after step {before['step']}"
     for name, value in metrics.items():
         was = f"   {number(before[name])}" if name in before else ""
         yield f"{spaced(name.removeprefix('eval_')):<{LABEL_WIDTH}}{number(value):>{NUMBER_WIDTH}}{was}"

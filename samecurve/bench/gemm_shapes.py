@@ -46,15 +46,15 @@ def measure(
 
     at_least: seconds to measure each width.
     """
-    found = []
+    measured = []
     with precision_of(precision) as dtype:
         runs = {width: linear(num_tokens, hidden_size, width, dtype, device) for width in widths}
         calls = {(width, name): run for width, named in runs.items() for name, run in named.items()}
         seconds = interleaved(calls, ROUNDS, at_least / (3 * ROUNDS))
     for width in widths:
         each = sum(seconds[width, name] for name in runs[width])
-        found.append(Width(width, each, 6 * num_tokens * hidden_size * width / each / 1e12))
-    return found
+        measured.append(Width(width, each, 6 * num_tokens * hidden_size * width / each / 1e12))
+    return measured
 
 
 def recommended(measured: Sequence[Width], wanted: int, only_larger: bool = False) -> Width:
@@ -77,20 +77,22 @@ def run(arguments: argparse.Namespace, multiples: Sequence[int]) -> int:
     wanted = arguments.vocabulary_size or arguments.width or swiglu_width(hidden_size)
     widths = candidates(wanted, [each for each in multiples if each] or MULTIPLES, padded)
     device = timing.default_device()
-    facts = timing.environment(device)
-    printing.say(timing.told(facts))
+    facts = timing.describe_environment(device)
+    printing.print_line(timing.environment_line(facts))
     measured = measure(hidden_size, widths, arguments.tokens, arguments.precision, device, arguments.seconds)
     best = recommended(measured, wanted, padded)
-    rows = [[_named(each.width, wanted), f"{1e3 * each.seconds:.4g}", f"{each.tflops:.3g}"] for each in measured]
+    rows = [[_width_text(each.width, wanted), f"{1e3 * each.seconds:.4g}", f"{each.tflops:.3g}"] for each in measured]
     title = f"{hidden_size} x width, {arguments.tokens:,} tokens, {arguments.precision}: forward and both gradients"
-    printing.show(["width", "ms", "TFLOP/s"], rows, title)
-    printing.say(f"recommended: {best.width}" + (f", {best.width - wanted:+d}" if best.width != wanted else ""))
+    printing.print_table(["width", "ms", "TFLOP/s"], rows, title)
+    printing.print_line(f"recommended: {best.width}" + (f", {best.width - wanted:+d}" if best.width != wanted else ""))
     numbers = {"widths": [asdict(each) for each in measured], "wanted": wanted, "recommended": best.width}
-    printing.write(arguments.json, "shapes", facts, hidden_size=hidden_size, tokens=arguments.tokens, **numbers)
+    printing.write_json_file(
+        arguments.json, "shapes", facts, hidden_size=hidden_size, tokens=arguments.tokens, **numbers
+    )
     return 0
 
 
-def _named(width: int, wanted: int) -> str:
+def _width_text(width: int, wanted: int) -> str:
     if width == wanted:
         return f"{width} (wanted)"
     factor = next((each for each in (256, 128, 64) if width % each == 0), None)

@@ -64,7 +64,7 @@ def jobs(names: Sequence[str], num_processes: int) -> list[Job]:
     known = {path.stem: path for path in sorted(Path("configs").glob("*.yaml"))}
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise ConfigurationError(f"--strategies: no configs/{unknown[0]}.yaml; there are {', '.join(known)}")
+        raise ConfigurationError(f"--strategies: no configs/{unknown[0]}.yaml; the names are {', '.join(known)}")
     chosen = names or sorted(known, key=lambda name: name != REFERENCE)
     placements = {name: place_strategy(known[name], num_processes) for name in chosen}
     return [Job(name, placement.path, placement.world_size) for name, placement in placements.items()]
@@ -112,19 +112,19 @@ def default_processes() -> int:
     return torch.cuda.device_count() or 2
 
 
-def run(job: Job, arguments: Sequence[str], directory: Path, tell: Callable[[int], None]) -> Outcome:
+def run(job: Job, arguments: Sequence[str], directory: Path, on_progress: Callable[[int], None]) -> Outcome:
     """Run a job to its end, with its output in `directory`.log.
 
     Args:
         arguments: the result of `command`.
         directory: the job's run directory.
-        tell: called regularly with the number of finished steps.
+        on_progress: called regularly with the number of finished steps.
     """
     log = directory.with_name(f"{directory.name}.log")
     set_aside(directory)
     with open(log, "w", encoding="utf-8") as stream, processes(arguments, stream, job.world_size) as process:
         while process.poll() is None:
-            tell(_finished_steps(directory))
+            on_progress(_finished_steps(directory))
             time.sleep(POLL_SECONDS)
     code = process.returncode and _exit_code(directory, log, process.returncode)
     reason = "" if code == 0 else _reason(directory, log, code).removeprefix(f"strategy {job.name}: ")
@@ -146,7 +146,7 @@ def processes(arguments: Sequence[str], stream: IO | None, world_size: int) -> I
     stream: receives the job's output; None for this process's standard output.
     """
     environment = {"OMP_NUM_THREADS": str(share_of_cores(world_size)), **os.environ}
-    before = signal.signal(signal.SIGTERM, _leave)
+    handler = signal.signal(signal.SIGTERM, _exit_on_signal)
     process = subprocess.Popen(
         arguments, stdout=stream, stderr=subprocess.STDOUT, env=environment, start_new_session=True
     )
@@ -156,10 +156,10 @@ def processes(arguments: Sequence[str], stream: IO | None, world_size: int) -> I
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGTERM)
             process.wait()
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, handler)
 
 
-def _leave(number: int, _: object) -> NoReturn:
+def _exit_on_signal(number: int, _: object) -> NoReturn:
     sys.exit(128 + number)
 
 
@@ -182,13 +182,13 @@ def _reason(directory: Path, log: Path, code: int) -> str:
 
     Of an error with indented problems, the first problem is returned.
     """
-    told = read_status(directory / STATUS).get("reason")
-    if not told:
+    reason = read_status(directory / STATUS).get("reason")
+    if not reason:
         text = log.read_text(encoding="utf-8", errors="replace")
-        told = "\n".join(re.findall(r"Error \(exit code \d+\)\n(.+(?:\n  .+)*)", text)[:1])
-    lines = told.splitlines()
+        reason = "\n".join(re.findall(r"Error \(exit code \d+\)\n(.+(?:\n  .+)*)", text)[:1])
+    lines = reason.splitlines()
     problems = [line.strip() for line in lines if line.startswith("  ")]
     if not lines:
-        return f"ended with code {code}, see {log}"
+        return f"failed with exit code {code}, see {log}"
     more = f" (and {len(problems) - 1} more, see {log})" if len(problems) > 1 else ""
     return (problems or lines)[0] + more

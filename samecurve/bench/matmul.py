@@ -13,6 +13,7 @@ from samecurve.bench import printing, timing
 from samecurve.bench.timing import interleaved, operand, precision_of, seconds_of
 from samecurve.models import lora, weights
 from samecurve.models.matmul_speed import PRODUCTS, Shape, products
+from samecurve.specs.precision import MATMUL_PRECISIONS
 from samecurve.tasks import registry
 
 if TYPE_CHECKING:
@@ -109,8 +110,8 @@ def layers(model: PreTrainedModel) -> list[Layer]:
     The model may be on the meta device.
     """
     found: dict[tuple[int, int, bool], list[str]] = {}
-    for name, module, shape in _linear_modules(model):
-        found.setdefault((*shape, module.weight.requires_grad), []).append(_own_name(name))
+    for name, weight, shape in _linear_weights(model):
+        found.setdefault((*shape, weight.requires_grad), []).append(_own_name(name))
     return [Layer(tuple(dict.fromkeys(names)), len(names), *kind) for kind, names in found.items()]
 
 
@@ -119,49 +120,54 @@ def _own_name(name: str) -> str:
     return [part for part in name.split(".") if part not in ("base_layer", lora.NAME)][-1]
 
 
-def _linear_modules(model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.Module, tuple[int, int]]]:
-    """Yield (name, module, (inputs, outputs))."""
+def _linear_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor, tuple[int, int]]]:
+    """Yield (name of the module, weight, (inputs, outputs))."""
     from transformers.pytorch_utils import Conv1D
 
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):
-            yield name, module, (module.in_features, module.out_features)
+            yield name, module.weight, (module.in_features, module.out_features)
         elif isinstance(module, Conv1D):  # GPT-2's linear layer, whose weight is transposed
-            yield name, module, tuple(module.weight.shape)
+            num_inputs, num_outputs = module.weight.shape
+            yield name, module.weight, (num_inputs, num_outputs)
 
 
 def copies(num_bytes: int, device: torch.device, at_least: float) -> dict[str, float]:
     """Measure GB/s of copies by direction. On the device, reading and writing both count; over the bus only one."""
     one, other = (torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
-    found = {"on the device": 2 * num_bytes / seconds_of(lambda: one.copy_(other), at_least) / 1e9}
+    rates = {"on the device": 2 * num_bytes / seconds_of(lambda: one.copy_(other), at_least) / 1e9}
     if device.type == "cuda":
         host = torch.ones(num_bytes, dtype=torch.uint8).pin_memory()
         to_device = seconds_of(lambda: one.copy_(host, non_blocking=True), at_least)
         to_host = seconds_of(lambda: host.copy_(one, non_blocking=True), at_least)
-        found |= {"host to device": num_bytes / to_device / 1e9, "device to host": num_bytes / to_host / 1e9}
-    return found
+        rates |= {"host to device": num_bytes / to_device / 1e9, "device to host": num_bytes / to_host / 1e9}
+    return rates
 
 
 def run(arguments: argparse.Namespace, recipe: Recipe | None) -> int:
     """Run the command `bench matmul`. recipe: if given, its model's layers are measured too."""
     device = timing.default_device()
-    facts = timing.environment(device)
-    printing.say(timing.told(facts))
-    names = printing.chosen("--precisions", arguments.precisions, timing.DTYPES, timing.default_precisions(device))
-    sizes = printing.integers("--sizes", arguments.sizes) or SIZES[device.type]
+    facts = timing.describe_environment(device)
+    printing.print_line(timing.environment_line(facts))
+    names = printing.parse_names(
+        "--precisions", arguments.precisions, MATMUL_PRECISIONS, timing.default_precisions(device)
+    )
+    sizes = printing.parse_integers("--sizes", arguments.sizes) or SIZES[device.type]
     squares = {name: {size: square(size, name, device, arguments.seconds) for size in sizes} for name in names}
     rows = [[f"{size} x {size}", *(f"{squares[name][size]:.3g}" for name in names)] for size in sizes]
-    printing.show(["square", *names], rows, "TFLOP/s of matrix multiplications")
+    printing.print_table(["square", *names], rows, "TFLOP/s of matrix multiplications")
     width = LAYER_WIDTH[device.type]
     shape = Shape(width, width, width)
     training = {name: layer_rates(shape, name, device, arguments.seconds) for name in names}
     rows = [[product.replace("_", " "), *(f"{training[name][product]:.3g}" for name in names)] for product in PRODUCTS]
-    printing.show(["product", *names], rows, f"TFLOP/s of what trains a linear layer, {shape}")
+    printing.print_table(
+        ["product", *names], rows, f"TFLOP/s of the multiplications that train a linear layer, {shape}"
+    )
     rates = copies(COPY_MIB[device.type] * 2**20, device, arguments.seconds)
-    printing.show(["copy", "GB/s"], [[where, f"{rate:.3g}"] for where, rate in rates.items()])
+    printing.print_table(["copy", "GB/s"], [[where, f"{rate:.3g}"] for where, rate in rates.items()])
     measured = _recipe_layers(recipe, device, arguments.seconds) if recipe else {}
     measured |= {"tflops": squares, "training_tflops": training, "copies_gb_per_second": rates}
-    printing.write(arguments.json, "matmul", facts, **measured)
+    printing.write_json_file(arguments.json, "matmul", facts, **measured)
     return 0
 
 
@@ -183,7 +189,7 @@ def _recipe_layers(recipe: Recipe, device: torch.device, seconds: float) -> dict
         for time in times
     ]
     columns = ["layer", "count", "shape", "forward ms", "input gradient ms", "weight gradient ms", "TFLOP/s"]
-    printing.show(columns, rows, f"the recipe's layers in {recipe.precision}, {num_tokens:,} tokens at a time")
+    printing.print_table(columns, rows, f"the recipe's layers in {recipe.precision}, {num_tokens:,} tokens at a time")
     limit = tokens_per_second(times, num_tokens)
-    printing.say(f"a device that did nothing else would train {limit:,.0f} tokens/s")
+    printing.print_line(f"upper limit, from these multiplications alone: {limit:,.0f} tokens/s")
     return {"layers": [asdict(time) for time in times], "tokens_per_second_limit": limit}

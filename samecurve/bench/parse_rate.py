@@ -18,15 +18,15 @@ import torch
 
 from samecurve.data import sources
 from samecurve.data.builtin import Function, FunctionSource, PreferenceSource, function
+from samecurve.data.schemas.preference import Pair
 from samecurve.errors import ConfigurationError
-from samecurve.inference.generator import Writer, load
-from samecurve.inference.writing import Writing
+from samecurve.inference.generation import GenerationOptions
+from samecurve.inference.generator import TextGenerator, load_generator
 from samecurve.specs.data_names import FUNCTIONS, PREFERENCES
 
 if TYPE_CHECKING:
     from samecurve.config.schema import Recipe
     from samecurve.data.schemas.conversation import Conversation
-    from samecurve.data.schemas.preference import Pair
 
 BATCH = 16
 
@@ -40,21 +40,21 @@ class Answer:
     ended: bool
 
 
-def run(arguments: argparse.Namespace, how: Writing) -> int:
-    writer = load(arguments.run, arguments.raw)
-    prompts = held_out_prompts(arguments.parse_rate, writer.recipe)
-    answers = written(writer, prompts, how, arguments.seed)
-    codes = [code_of(answer, writer.chat) for answer in answers]
+def run(arguments: argparse.Namespace, options: GenerationOptions) -> int:
+    generator = load_generator(arguments.run, arguments.raw)
+    prompts = held_out_prompts(arguments.parse_rate, generator.recipe)
+    answers = generate_functions(generator, prompts, options, arguments.seed)
+    codes = [extract_function(answer, generator.chat) for answer in answers]
     complete = [code for code in codes if code is not None]
     good, left_out = sum(map(is_function, complete)), len(prompts) - len(answers)
-    print(f"{writer.folder}: {good} of {len(answers)} functions parse ({good / max(len(answers), 1):.1%})")
-    print(f"prompts  signature and docstring, held out of {FUNCTIONS}{', as turns' if writer.chat else ''}")
-    print(f"written  temperature {how.temperature:g}, seed {arguments.seed}, at most {how.max_new_tokens} tokens")
+    print(f"{generator.folder}: {good} of {len(answers)} functions parse ({good / max(len(answers), 1):.1%})")
+    print(f"prompts  signature and docstring, held out of {FUNCTIONS}{', as messages' if generator.chat else ''}")
     print(
-        f"ended    {len(complete)} before that; the others count as not parsed, because half a function may parse too"
+        f"written  temperature {options.temperature:g}, seed {arguments.seed}, at most {options.max_new_tokens} tokens"
     )
+    print(f"complete {len(complete)}; the others reached the limit and count as not parsed")
     if left_out:
-        print(f"left out {left_out} prompts that leave the model no room for {how.max_new_tokens} tokens")
+        print(f"left out {left_out} prompts that are too long for {options.max_new_tokens} more tokens")
     print("counted  what ast.parse accepts as one function with a body behind its docstring")
     return 0
 
@@ -62,42 +62,46 @@ def run(arguments: argparse.Namespace, how: Writing) -> int:
 def held_out_prompts(count: int, recipe: Recipe | None) -> list[str]:
     """Choose `count` held-out prompts. Raises ConfigurationError if the run held out fewer."""
     if count < 1:
-        raise ConfigurationError(f"--parse_rate: found {count}, at least 1 is needed")
-    path = None if recipe is None else recipe.data.path
-    trained = path in (FUNCTIONS, PREFERENCES)
-    fraction = sources.validation_fraction(recipe) if trained else 1.0
+        raise ConfigurationError(f"--parse_rate: found {count}, but it must be at least 1")
+    path, fraction = FUNCTIONS, 1.0  # a model of other data has trained on none of them
+    if recipe is not None and recipe.data.path in (FUNCTIONS, PREFERENCES):
+        path, fraction = recipe.data.path, sources.validation_fraction(recipe)
     source = PreferenceSource if path == PREFERENCES else FunctionSource
-    documents = source(path if trained else FUNCTIONS, sources.builtin_files()).documents()
+    documents = source(path, sources.builtin_files()).documents()
     held_out = {str(d): _prompt(d) for d in documents if sources.is_held_out(str(d), fraction)}
     if len(held_out) < count:
         raise ConfigurationError(
-            f"--parse_rate: found {count}, but the run held out {len(held_out)} functions of "
-            f"{FUNCTIONS} (data.validation_fraction={fraction:g}); ask for at most that many"
+            f"--parse_rate: found {count}, but the run held out only {len(held_out)} functions "
+            f"of {FUNCTIONS} (data.validation_fraction={fraction:g}); give at most that number"
         )
     chosen = heapq.nsmallest(count, held_out, key=lambda text: hashlib.sha256(text.encode()).digest())
     return [held_out[text] for text in chosen]
 
 
 def _prompt(document: Conversation | Pair) -> str:
-    return getattr(document, "chosen", document).messages[0]["content"]
+    conversation = document.chosen if isinstance(document, Pair) else document
+    return conversation.messages[0]["content"]
 
 
-def written(writer: Writer, prompts: Sequence[str], how: Writing, seed: int) -> list[Answer]:
+def generate_functions(
+    generator: TextGenerator, prompts: Sequence[str], options: GenerationOptions, seed: int
+) -> list[Answer]:
     """Generate answers in batches of prompts of similar length. Prompts too long for an answer are left out."""
     torch.manual_seed(seed)
-    texts = [writer.ask([{"role": "user", "content": p}]) if writer.chat else f"{p}\n" for p in prompts]
-    lengths = [writer.encode([text], rendered=writer.chat)["input_ids"].shape[1] for text in texts]
-    fitting = [index for index, length in enumerate(lengths) if length + how.max_new_tokens <= writer.positions]
+    texts = [generator.render([{"role": "user", "content": p}]) if generator.chat else f"{p}\n" for p in prompts]
+    lengths = [generator.encode([text], rendered=generator.chat)["input_ids"].shape[1] for text in texts]
+    fitting = [index for index, length in enumerate(lengths) if length + options.max_new_tokens <= generator.positions]
     fitting.sort(key=lengths.__getitem__)
     answers = []
     for start in range(0, len(fitting), BATCH):
         batch = fitting[start : start + BATCH]
-        found = writer.write(writer.encode([texts[index] for index in batch], rendered=writer.chat), how)
-        answers += [Answer(prompts[index], *each) for index, each in zip(batch, found, strict=True)]
+        encoded = generator.encode([texts[index] for index in batch], rendered=generator.chat)
+        outputs = generator.generate(encoded, options)
+        answers += [Answer(prompts[index], *output) for index, output in zip(batch, outputs, strict=True)]
     return answers
 
 
-def code_of(answer: Answer, chat: bool) -> str | None:
+def extract_function(answer: Answer, chat: bool) -> str | None:
     """Extract the complete function from an answer; None if it was cut off, because half of one may parse by chance.
 
     A chat model answers with the body as in the data, without its indentation. Other models continue after the

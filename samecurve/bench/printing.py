@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -13,15 +13,15 @@ from samecurve.errors import ConfigurationError
 from samecurve.storage.atomic import write_json
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the numbers, hardware and versions there, too")
+def add_json_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", metavar="FILE", type=Path, help="also write numbers, hardware and versions to FILE")
 
 
 def console() -> Console:
     return Console(highlight=False, soft_wrap=True, emoji=False)
 
 
-def show(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
     """Print a table. The first column is text, the others are formatted numbers."""
     screen = console()
     if title:
@@ -47,32 +47,32 @@ def plain_lines(rows: Sequence[Sequence[str]]) -> list[str]:
     return lines
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     console().print(line, markup=False)
 
 
-def write(path: Path | None, name: str, facts: Mapping[str, object], **numbers: object) -> None:
+def write_json_file(path: Path | None, name: str, facts: Mapping[str, object], **numbers: object) -> None:
     """Write the numbers as JSON, if there is a path. facts: from timing.environment. Raises StorageError."""
     if path is not None:
         write_json(path, {"benchmark": name, **facts, **numbers})
-        say(f"{path}")
+        print_line(f"{path}")
 
 
-def integers(option: str, given: str | None) -> list[int]:
+def parse_integers(option: str, given: str | None) -> list[int]:
     """Parse an option such as `1,2,4`. Raises ConfigurationError."""
     try:
-        found = [int(number) for number in (given or "").split(",") if number]
+        numbers = [int(number) for number in (given or "").split(",") if number]
     except ValueError:
-        found = [-1]
-    if any(number < 0 for number in found):
-        raise ConfigurationError(f"{option}: found {given}, whole numbers with commas between them are needed")
-    return found
+        numbers = [-1]
+    if any(number < 0 for number in numbers):
+        raise ConfigurationError(f"{option}: found {given}, but it must be whole numbers separated by commas")
+    return numbers
 
 
-def chosen(option: str, given: str | None, known: Collection[str], default: Sequence[str]) -> list[str]:
+def parse_names(option: str, given: str | None, known: Collection[str], default: Iterable[str]) -> list[str]:
     """Parse an option such as `a,b` with known names. Raises ConfigurationError for other names."""
-    found = [name for name in (given or "").split(",") if name]
-    unknown = [name for name in found if name not in known]
+    names = [name for name in (given or "").split(",") if name]
+    unknown = [name for name in names if name not in known]
     if unknown:
-        raise ConfigurationError(f"{option}: found {unknown[0]}, one of {', '.join(known)} is needed")
-    return found or list(default)
+        raise ConfigurationError(f"{option}: found {unknown[0]}, but the names are {', '.join(known)}")
+    return names or list(default)

@@ -27,21 +27,21 @@ def run(arguments: argparse.Namespace, job: Job, settings: Sequence[str], among:
     Raises:
         ConfigurationError: the unchanged recipe does not run.
     """
-    facts = timing.environment(timing.default_device())
-    printing.say(timing.told(facts, ("torch", "transformers", "accelerate", "deepspeed")))
+    facts = timing.describe_environment(timing.default_device())
+    printing.print_line(timing.environment_line(facts, ("torch", "transformers", "accelerate", "deepspeed")))
     output = arguments.output or Path("runs/bench_step") / Path(arguments.recipe).stem
     with storage_errors(output):
         variants = {variant: _changed(job, variant, output / f"{nth:02d}") for nth, variant in enumerate(among)}
     rounds, reasons = _measure(variants, arguments, settings, output)
     if UNCHANGED in reasons:
-        raise ConfigurationError(f"the recipe itself does not run: {reasons[UNCHANGED]}")
+        raise ConfigurationError(f"{arguments.recipe}: the unchanged recipe fails: {reasons[UNCHANGED]}")
     measured = verdicts(rounds, [variant for variant in among if variant.name not in reasons])
     _show(measured, job, arguments)
     for name, reason in reasons.items():
-        printing.say(f"{name}: did not run: {reason}")
+        printing.print_line(f"{name}: failed: {reason}")
     numbers = {"recipe": arguments.recipe, "overrides": settings, "strategy": job.name, "processes": job.world_size}
     numbers |= {"rounds": arguments.rounds, "variants": [asdict(each) for each in measured], "not_measured": reasons}
-    printing.write(arguments.json, "step", facts, **numbers)
+    printing.write_json_file(arguments.json, "step", facts, **numbers)
     return 0
 
 
@@ -67,10 +67,10 @@ def _measure(
             outcome = _run(job, arguments.recipe, latest_overrides([*settings, *overrides]), directory, label)
             if outcome.reason:
                 reasons[variant.name] = outcome.reason
-                printing.say(f"{label}: {outcome.reason}")
+                printing.print_line(f"{label}: {outcome.reason}")
                 continue
             rounds[variant.name].append(Measured.from_metrics(outcome.metrics, arguments.warm_up))
-            printing.say(f"{label}: {rounds[variant.name][-1].tokens_per_second:,.0f} tokens/s")
+            printing.print_line(f"{label}: {rounds[variant.name][-1].tokens_per_second:,.0f} tokens/s")
     return rounds, reasons
 
 
@@ -81,10 +81,14 @@ def _changed(job: Job, variant: Variant, folder: Path) -> tuple[Job, list[str]]:
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     keys = [each for each in variant.overrides if strategy_variants.is_key(each)]
-    if keys and job.path is None:
-        raise ConfigurationError(f"--variant: found {keys[0]}, but {job.name} has no processes to spread over")
     overrides = [each for each in variant.overrides if each not in keys]
-    return (replace(job, path=strategy_variants.changed(job.path, keys, folder)) if keys else job), overrides
+    if not keys:
+        return job, overrides
+    if job.path is None:
+        raise ConfigurationError(
+            f"--variant: found {keys[0]}, but {job.name} has no strategy file; choose another --strategy"
+        )
+    return replace(job, path=strategy_variants.write_changed(job.path, keys, folder)), overrides
 
 
 def _run(job: Job, recipe: str, settings: Sequence[str], directory: Path, label: str) -> Outcome:
@@ -106,4 +110,4 @@ def _show(measured: Sequence[Verdict], job: Job, arguments: argparse.Namespace) 
     ]
     processes = f"{job.world_size} process{'es' * (job.world_size > 1)}"
     title = f"{arguments.recipe}, {job.name}, {processes}, {arguments.rounds} rounds of {arguments.steps} steps"
-    printing.show(COLUMNS, rows, f"{title}; ratios are to the recipe as it is, in the same round")
+    printing.print_table(COLUMNS, rows, f"{title}; ratios to the unchanged recipe in the same round")

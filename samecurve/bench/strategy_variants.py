@@ -21,7 +21,7 @@ def is_key(argument: str) -> bool:
     return head not in Recipe.model_fields and (head in ACCELERATE or head in DEEPSPEED)
 
 
-def changed(path: Path, arguments: Sequence[str], folder: Path) -> Path:
+def write_changed(path: Path, arguments: Sequence[str], folder: Path) -> Path:
     """Write copies of the strategy's YAML and JSON with changed keys to `folder`, under the same file names.
 
     Args:
@@ -39,7 +39,7 @@ def changed(path: Path, arguments: Sequence[str], folder: Path) -> Path:
         document = files.accelerate if _head(argument) in ACCELERATE else files.deepspeed
         if not document.name:
             kind = "Accelerate YAML" if document is files.accelerate else "DeepSpeed JSON"
-            raise ConfigurationError(f"{argument}: belongs into a {kind}, and {path} has none; take another strategy")
+            raise ConfigurationError(f"{argument}: a key of a {kind}, but {path} has none; choose another --strategy")
         apply_override(document, argument)
     problems = files.accelerate.problems + files.deepspeed.problems
     if problems:

@@ -5,16 +5,27 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
+from typing import TypedDict, TypeVar
 
 import torch
 from torch.utils.benchmark import Timer
 
 from samecurve.distributed.cpu_workers import num_cores
 from samecurve.specs.environment import processor, versions
+from samecurve.specs.precision import MATMUL_PRECISIONS, torch_dtype
 from samecurve.storage.atomic import utc_timestamp
 
-# tf32: fp32 operands rounded to 10 bits of mantissa in matrix multiplications, on NVIDIA's tensor cores
-DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+Name = TypeVar("Name")
+
+
+class Environment(TypedDict):
+    """Hardware, versions and date of a measurement."""
+
+    device: str
+    cores: int
+    threads: int
+    versions: dict[str, str | None]
+    date: str
 
 
 def default_device() -> torch.device:
@@ -23,7 +34,7 @@ def default_device() -> torch.device:
 
 def default_precisions(device: torch.device) -> list[str]:
     """List the precisions to measure: all, but no tf32 on a CPU. Emulated ones are included, so that users see them."""
-    return [name for name in DTYPES if device.type == "cuda" or name != "tf32"]
+    return [name for name in MATMUL_PRECISIONS if device.type == "cuda" or name != "tf32"]
 
 
 def seconds_of(run: Callable[[], object], at_least: float) -> float:
@@ -35,17 +46,17 @@ def seconds_of(run: Callable[[], object], at_least: float) -> float:
     return timer.blocked_autorange(min_run_time=at_least).median
 
 
-def interleaved(runs: Mapping[str, Callable[[], object]], rounds: int, at_least: float) -> dict[str, float]:
+def interleaved(runs: Mapping[Name, Callable[[], object]], rounds: int, at_least: float) -> dict[Name, float]:
     """Measure several calls in turn in each round, so that disturbances affect all of them alike.
 
     Returns:
         The median seconds of one call over the rounds, by name.
     """
-    found: dict[str, list[float]] = {name: [] for name in runs}
+    seconds: dict[Name, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
-            found[name].append(seconds_of(run, at_least))
-    return {name: median(times) for name, times in found.items()}
+            seconds[name].append(seconds_of(run, at_least))
+    return {name: median(times) for name, times in seconds.items()}
 
 
 @contextlib.contextmanager
@@ -54,7 +65,7 @@ def precision_of(name: str) -> Iterator[torch.dtype]:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
     try:
-        yield DTYPES[name]
+        yield torch_dtype("fp32" if name == "tf32" else name)
     finally:
         torch.set_float32_matmul_precision(before)
 
@@ -64,7 +75,7 @@ def operand(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
     return torch.randn(*shape, device=device).to(dtype)
 
 
-def environment(device: torch.device) -> dict[str, object]:
+def describe_environment(device: torch.device) -> Environment:
     """Describe hardware, versions and date, without which measured numbers mean little."""
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
@@ -75,7 +86,7 @@ def environment(device: torch.device) -> dict[str, object]:
     }
 
 
-def told(facts: Mapping[str, object], names: Sequence[str] = ("torch",)) -> str:
-    """Format the result of `environment` as one line."""
-    found = ", ".join(f"{name} {facts['versions'][name]}" for name in names)
-    return f"{facts['device']}, cores {facts['cores']}, threads {facts['threads']}; {found}; {facts['date']}"
+def environment_line(facts: Environment, packages: Sequence[str] = ("torch",)) -> str:
+    """Format the environment as one line, with the versions of `packages`."""
+    versions = ", ".join(f"{name} {facts['versions'][name]}" for name in packages)
+    return f"{facts['device']}, cores {facts['cores']}, threads {facts['threads']}; {versions}; {facts['date']}"

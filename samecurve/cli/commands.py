@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit code (see errors.py). Only the module of that command is imported."""
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
-        return _dispatch("python -m samecurve", __package__, COMMANDS, argv)
+        return _dispatch("python -m samecurve", "samecurve.cli", COMMANDS, argv)
     except SamecurveError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -58,28 +58,40 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(program: str, package: str, commands: Mapping[str, str], argv: Sequence[str]) -> int:
-    width = max(map(len, commands)) + 1
+    width = max(map(len, commands)) + 2
     listed = "\n".join(f"  {name:<{width}}{text}" for name, text in commands.items())
     parser = argparse.ArgumentParser(
         program,
+        usage=f"{program} [-h] COMMAND ...",
         description=f"commands:\n{listed}",
-        epilog=f"{program} COMMAND --help says more",
+        epilog=f"{program} COMMAND --help shows the options of a command.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("command", choices=commands, metavar="COMMAND")
+    parser.add_argument("command", choices=commands, metavar="COMMAND", help=argparse.SUPPRESS)
     command = parser.parse_args(argv[:1]).command
     module = importlib.import_module(f".{command}", package)
     program = f"{program} {command}"
     if hasattr(module, "__path__"):  # a package, which has subcommands
         commands = importlib.import_module(f"{module.__name__}.commands").COMMANDS
         return _dispatch(program, module.__name__, commands, argv[1:])
-    arguments = _Parser(program, description=module.__doc__)
+    arguments = _Parser(program, description=module.__doc__, formatter_class=_ParagraphFormatter)
     module.add_arguments(arguments)
     result = module.run(arguments.parse_intermixed_args(argv[1:]))
     if isinstance(result, Work):
         preflight.quiet_libraries()  # nearly all of them import transformers
         return importlib.import_module(result.module).run(*result.arguments)
     return result
+
+
+class _ParagraphFormatter(argparse.HelpFormatter):
+    """Wraps each paragraph of a description on its own and leaves indented lines, such as lists, as they are."""
+
+    # argparse joins all paragraphs into one. Its RawDescriptionHelpFormatter, which also overrides this method, would
+    # keep the docstring's line breaks, which are too far right for a narrow terminal.
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = text.strip("\n").split("\n\n")
+        fill = super()._fill_text
+        return "\n\n".join(part if part.startswith(" ") else fill(part, width, indent) for part in paragraphs)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -94,7 +106,9 @@ def repository_root() -> Path:
     """
     root = Path(__file__).resolve().parents[2]
     if not (root / "train.py").is_file():
-        raise ConfigurationError(f"{root} holds no train.py: this command needs the repository, not only the package")
+        raise ConfigurationError(f"{root}: no train.py here; this command needs a clone of the repository")
     if Path.cwd() != root:
-        raise ConfigurationError(f"the strategy files are read relative to the repository: first cd {root}")
+        raise ConfigurationError(
+            f"working directory: strategy files are read relative to the repository; run cd {root}"
+        )
     return root

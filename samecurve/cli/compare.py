@@ -1,4 +1,7 @@
-"""Run the same short job under each strategy on this machine, one after another, and compare the curves."""
+"""Run the same short training under each strategy, one after another on this machine, and compare the loss curves.
+
+The exit code is 0 if every strategy that can run here agrees with the reference, else 1.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +30,25 @@ TOLERANCES = {"fp32": 1e-5, "bf16": 1e-2, "fp16": 2e-3}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE")
+    parser.add_argument("recipe", metavar="RECIPE", help="a recipe file, for example recipes/quickstart.yaml")
     parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="recipe values for every strategy")
     parser.add_argument(
-        "--strategies", default="", metavar="a,b,c", help="names in configs/; the first one is the reference"
+        "--strategies", default="", metavar="a,b,c", help="names in configs/, the first is the reference (default: all)"
     )
-    parser.add_argument("--num_processes", type=int, help="default: the number of GPUs, or 2 without a GPU")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument(
+        "--num_processes", type=int, metavar="N", help="processes per run (default: the number of GPUs, or 2 without)"
+    )
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="steps of each run (default: %(default)s)")
     usual = "default: " + ", ".join(f"{value:g} in {precision}" for precision, value in TOLERANCES.items())
     parser.add_argument(
-        "--tolerance", type=float, help=f"largest relative difference of the loss at any step ({usual})"
+        "--tolerance",
+        type=float,
+        metavar="X",
+        help=f"largest relative difference of the loss at any step ({usual})",
     )
-    parser.add_argument("--output", type=Path, help="default: runs/compare/RECIPE")
+    parser.add_argument(
+        "--output", type=Path, metavar="FOLDER", help="folder for runs, table and chart (default: runs/compare/RECIPE)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -81,13 +91,13 @@ def _run_all(chosen: Sequence[Job], recipe: str, settings: Sequence[str], output
         directory = output / job.name
         arguments = jobs.command(job, recipe, settings, directory)
         with console.status(label) as status:
-            outcome = jobs.run(job, arguments, directory, partial(_tell, status, label))
+            outcome = jobs.run(job, arguments, directory, partial(_show_steps, status, label))
         outcomes.append(outcome)
         console.print(f"{label}: {outcome.reason or f'{len(outcome.metrics)} steps'}", markup=False)
     return outcomes
 
 
-def _tell(status: Status, label: str, steps: int) -> None:
+def _show_steps(status: Status, label: str, steps: int) -> None:
     status.update(f"{label}: {steps} steps")
 
 
@@ -128,10 +138,9 @@ def verdict(outcomes: Sequence[Outcome], tolerance: float, precision: str = "fp3
 def _largest(outcome: Outcome, reference: Outcome, key: str) -> float:
     """Return the largest relative difference over the steps; infinite if a step or a value is missing."""
     values, expected = ([record[key] for record in each.metrics] for each in (outcome, reference))
-    differences = relative_differences(values, expected)
-    if not differences or len(values) != len(expected) or None in differences:
-        return math.inf
-    return max(differences)
+    differences = [each for each in relative_differences(values, expected) if each is not None]
+    complete = bool(differences) and len(differences) == len(values) == len(expected)
+    return max(differences) if complete else math.inf
 
 
 def _facts(outcome: Outcome) -> list[str]:

@@ -1,8 +1,10 @@
-"""Measure a run's model: loss, perplexity, bits per byte, and the other metrics of its task.
+"""Evaluate a run's model: loss, perplexity, bits per byte, and the other metrics of its task.
 
-DATA is read with the data settings of the run's recipe, except for the settings given after it: columns, and the split
-of a data set on the hub. Without DATA, the run's held-out data are measured, and the numbers equal those in the run's
-own records.
+DATA is read with the data settings of the run's recipe. Arguments after DATA override them: column names, and the
+split, config and revision of a data set on the hub.
+
+Without DATA, the model is evaluated on the run's held-out rows, and the numbers equal those of the run's own
+evaluations.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError
 from samecurve.inference import folders
 from samecurve.specs.data_names import CHATML, is_hub_name
+from samecurve.specs.precision import DTYPES
 
 HUB_KEYS = ("data.split", "data.config", "data.revision")
-PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,26 +35,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "data",
         metavar="DATA",
         nargs="?",
-        help="evaluation data, read like data.path; default: the held-out rows of the run",
+        help="evaluation data, as for data.path (default: the held-out rows of the run)",
     )
-    parser.add_argument("columns", metavar="data.*=NAME", nargs="*", help="columns, split, config and revision of DATA")
     parser.add_argument(
-        "--model", type=Path, metavar="FOLDER", help="another export of the run, for example RUN/merged"
+        "columns", metavar="data.KEY=NAME", nargs="*", help="settings of DATA, for example data.split=test"
     )
-    parser.add_argument("--precision", choices=PRECISIONS, help="compute precision; default: the recipe's")
-    parser.add_argument("--micro_batch_size", type=int, help="rows per forward pass; default: the recipe's")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers and their origin to FILE")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="FOLDER",
+        help="another export of the run, for example RUN/merged (default: RUN/model)",
+    )
+    parser.add_argument("--precision", choices=DTYPES, help="compute precision (default: the recipe's)")
+    parser.add_argument(
+        "--micro_batch_size", type=int, metavar="N", help="rows per forward pass (default: the recipe's)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the metrics, model and data to FILE")
 
 
 def run(arguments: argparse.Namespace) -> Work:
     directory = folders.run_directory(arguments.run) or arguments.run
-    of_the_run = folders.recipe(directory)
-    trained = with_columns(of_the_run, arguments.data, arguments.columns)
+    run_recipe = folders.read_recipe(directory)
+    trained = with_columns(run_recipe, arguments.data, arguments.columns)
     folder = folders.model_folder(arguments.model or directory)
-    recipe = reading(trained, folder, arguments.data, arguments.micro_batch_size)
+    recipe = with_evaluation_data(trained, folder, arguments.data, arguments.micro_batch_size)
     recipe = recipe.model_copy(update={"precision": arguments.precision or recipe.precision})
     folders.base_path(folder)  # raises where an adapter has lost its model
-    sources = of_the_run.data.sources()
+    sources = run_recipe.data.sources()
     trained_on = any((arguments.data, trained.data.split) == (part.path, part.split) for part in sources)
     return Work("samecurve.bench.evaluation", (arguments, directory, folder, recipe, trained_on))
 
@@ -69,11 +78,11 @@ def with_columns(recipe: Recipe, data: str | None, columns: Sequence[str]) -> Re
         ConfigurationError: the task does not read such a column, or a data set on the hub has no split.
     """
     if data is not None and data.startswith("data.") and "=" in data:
-        raise ConfigurationError(f"{data}: columns are those of DATA; name that first: evaluate RUN DATA {data}")
+        raise ConfigurationError(f"{data}: found in the place of DATA; give DATA first: evaluate RUN DATA {data}")
     of_the_hub = data is not None and is_hub_name(data)
     if of_the_hub and not any(column.startswith("data.split=") for column in columns):
         raise ConfigurationError(
-            f"{data}: a data set of the hub has splits; name the one to measure on: evaluate RUN {data} data.split=test"
+            f"{data}: no split given for a data set of the hub; add one: evaluate RUN {data} data.split=test"
         )
     if not columns:
         return recipe
@@ -84,13 +93,13 @@ def with_columns(recipe: Recipe, data: str | None, columns: Sequence[str]) -> Re
         apply_override(document, argument)
         key = argument.partition("=")[0]
         if key not in known and not document.problems:
-            document.problem((key,), f"task {recipe.task} reads no such columns; it knows {', '.join(known)}")
+            document.problem((key,), f"not a key that task {recipe.task} reads; use one of {', '.join(known)}")
     if document.problems:
         raise ConfigurationError(format_problems(document.problems))
     return recipes.validate_recipe(document)
 
 
-def reading(recipe: Recipe, folder: Path, data: str | None, micro_batch_size: int | None = None) -> Recipe:
+def with_evaluation_data(recipe: Recipe, folder: Path, data: str | None, micro_batch_size: int | None = None) -> Recipe:
     """Change the recipe to use the export's tokenizer and the data to measure on.
 
     Args:
@@ -103,7 +112,7 @@ def reading(recipe: Recipe, folder: Path, data: str | None, micro_batch_size: in
         ConfigurationError: there are no data to measure on.
     """
     if micro_batch_size is not None and micro_batch_size < 1:
-        raise ConfigurationError(f"--micro_batch_size: found {micro_batch_size}, a number of at least 1 is needed")
+        raise ConfigurationError(f"--micro_batch_size: found {micro_batch_size}, but it must be at least 1")
     # The export has its own template. DPO's reference model, however, is rebuilt as training built it.
     template = CHATML if recipe.tokenizer.chat_template == CHATML else None
     tokenizer = recipe.tokenizer.model_copy(
@@ -126,7 +135,7 @@ def reading(recipe: Recipe, folder: Path, data: str | None, micro_batch_size: in
             batch["global_batch_size"] = 1
     elif recipe.evaluation is None and not recipe.data.validation_fraction:
         raise ConfigurationError(
-            "the run held nothing out (data.validation_fraction, evaluate.path); name what to measure on: "
+            "DATA: the run held out no rows (data.validation_fraction, evaluate.path); give the data to evaluate on: "
             "evaluate RUN DATA"
         )
     return recipe.model_copy(update={**changed, "batch": recipe.batch.model_copy(update=batch)})

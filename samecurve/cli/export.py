@@ -1,6 +1,6 @@
-"""Write a run's model as a folder to share, in the given dtype and with a model card (README.md).
+"""Export a run's model as a folder to share, in a chosen dtype and with a model card (README.md).
 
-The source is the run's own export, or a checkpoint if the run did not finish; no distributed launch is needed. An
+The source is RUN/model, or the newest checkpoint if the run has not finished. No distributed launch is needed. An
 adapter stays an adapter; `merge` combines it with its base model.
 """
 
@@ -14,39 +14,39 @@ from samecurve.checkpoint.manifest import check_files, list_checkpoints
 from samecurve.checkpoint.resume import read_state
 from samecurve.cli.commands import Work
 from samecurve.errors import CheckpointError, ConfigurationError, StorageError
-from samecurve.export.model_card import Made
+from samecurve.export.model_card import ExportInfo
 from samecurve.inference import folders
 from samecurve.specs.precision import DTYPES
 from samecurve.storage.filesystem import LocalFileSystem
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    where = "a run directory, for example runs/sft, or a model in one: runs/sft/merged"
+    where = "a run directory, for example runs/sft, or a model inside one, for example runs/sft/merged"
     parser.add_argument("run", metavar="RUN", type=Path, help=where)
     parser.add_argument(
-        "--dtype", choices=DTYPES, default="fp32", help="precision of the stored weights; training keeps fp32"
+        "--dtype", choices=DTYPES, default="fp32", help="precision of the stored weights (default: %(default)s)"
     )
     parser.add_argument(
-        "--checkpoint", metavar="FOLDER", help="a checkpoint of this run instead of RUN/model; latest: the newest one"
+        "--checkpoint", metavar="FOLDER", help="a checkpoint of the run instead of RUN/model; latest: the newest"
     )
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="default: RUN/model-DTYPE")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="folder to write (default: RUN/model-DTYPE)")
     parser.add_argument("--license", metavar="TEXT", help="license for the model card, for example apache-2.0")
 
 
 def run(arguments: argparse.Namespace) -> Work:
     directory = folders.run_directory(arguments.run)
     if directory is None:
-        raise ConfigurationError(f"{arguments.run} holds no run (run.json), so nothing is known to write a card of")
+        raise ConfigurationError(f"{arguments.run}: no run here (no run.json), which the model card needs")
     chosen = _chosen(arguments.run, directory, arguments.checkpoint)
     checkpoint = None if chosen else _checkpoint(directory, arguments.checkpoint)
     origin = f"model-{checkpoint.name}" if checkpoint else (chosen or directory / "model").name
     output = arguments.output or directory / f"{origin}-{arguments.dtype}"
     if output.exists():
-        raise StorageError(f"{output} is there already; name another folder with --output")
-    made = Made(DTYPES[arguments.dtype], arguments.license)
+        raise StorageError(f"{output}: exists already; choose another folder with --output")
+    made = ExportInfo(DTYPES[arguments.dtype], arguments.license)
     if checkpoint:
         saved = read_state(checkpoint)
-        recipe = folders.recipe_of(saved, checkpoint / "state.json")
+        recipe = folders.parse_recipe(saved, checkpoint / "state.json")
         made = replace(made, step=saved["step"])
         return Work("samecurve.export.convert", (directory, checkpoint, output, made, recipe))
     source = chosen or folders.model_folder(directory)
@@ -59,7 +59,7 @@ def _chosen(given: Path, directory: Path, checkpoint: str | None) -> Path | None
     if given.resolve() == directory.resolve():
         return None
     if checkpoint is not None:
-        raise ConfigurationError(f"--checkpoint: is of a run, and {given} is a folder of it; give {directory} instead")
+        raise ConfigurationError(f"--checkpoint: RUN must be the run directory; give {directory}, not {given}")
     return folders.model_folder(given)
 
 
@@ -78,14 +78,14 @@ def _checkpoint(directory: Path, given: str | None) -> Path | None:
     newest = given in (None, "latest")
     found = list_checkpoints(files, directory / "checkpoints") if newest else [Path(given)]
     if not found or not found[0].is_dir():
-        what = f"{directory} holds no checkpoint" if newest else f"{given}: no such folder"
-        what += "" if given else " and no model/ yet"
-        raise ConfigurationError(f"{what}; give the output_dir of a run that got to its first checkpoint")
+        what = f"{directory}: no checkpoint found" if newest else f"--checkpoint: no such folder: {given}"
+        what += "" if given else ", and no model/"
+        raise ConfigurationError(f"{what}; give the output_dir of a run that has saved a checkpoint")
     rejected = []
     for folder in found:
         problems = check_files(files, folder)
         if not problems:
             return folder
         rejected += [f"  {folder.name}/{problem}" for problem in problems]
-        print("\n".join([f"{folder} is damaged and not used:", *(f"  {problem}" for problem in problems)]))
-    raise CheckpointError("\n".join([f"{found[0].parent}: no checkpoint can be used", *rejected]))
+        print("\n".join([f"{folder}: damaged, skipped:", *(f"  {problem}" for problem in problems)]))
+    raise CheckpointError("\n".join([f"{found[0].parent}: every checkpoint is damaged", *rejected]))

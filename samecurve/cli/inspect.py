@@ -1,4 +1,7 @@
-"""Show the data a recipe trains on, without a model: the first samples with trained tokens marked, and counts."""
+"""Show the data that a recipe trains on: the first samples with their trained tokens marked, and statistics.
+
+No model is loaded.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,11 @@ from samecurve.errors import ConfigurationError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE")
+    parser.add_argument("recipe", metavar="RECIPE", help="a recipe file, for example recipes/sft.yaml")
     parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="recipe values, as for train.py")
-    parser.add_argument("--samples", type=int, default=3, help="number of documents to show")
+    parser.add_argument(
+        "--samples", type=int, default=3, metavar="N", help="number of samples to show (default: %(default)s)"
+    )
     parser.add_argument("--html", metavar="FILE", type=Path, help="also write the output as an HTML page")
 
 
@@ -21,7 +26,8 @@ def run(arguments: argparse.Namespace) -> Work:
     recipe = recipes.load_recipe(arguments.recipe, arguments.overrides)
     if recipe.data.streaming:
         raise ConfigurationError(
-            "data.streaming: found true, but inspect counts all documents; set it to false and data.path to one file"
+            "data.streaming: found true, but inspect has to read all documents; set data.streaming=false and "
+            "data.path to a single file"
         )
     title = f"{arguments.recipe}: {recipe.data.name}"
     return Work("samecurve.reports.inspect_console", (recipe, title, arguments.samples, arguments.html))

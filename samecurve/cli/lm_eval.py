@@ -1,7 +1,7 @@
 """Measure a trained model on public benchmarks with EleutherAI's lm-evaluation-harness, which is installed separately.
 
-The harness runs as a separate program on the run's export (for an adapter also its base model), with the chat template
-if the run trained on chats. Its tasks come from the Hugging Face hub, so their first use needs the network.
+The harness runs as a separate program on the exported model (an adapter together with its base model). It uses the chat
+template if the run trained on chats. The tasks come from the Hugging Face hub, so their first use needs the network.
 """
 
 from __future__ import annotations
@@ -19,20 +19,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "tasks", metavar="TASKS", help="task names, as `lm-eval ls tasks` lists them, for example arc_easy"
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="compute precision; default: the recipe's, else fp32")
+    parser.add_argument("--dtype", choices=DTYPES, help="compute precision (default: the recipe's; fp32 without a run)")
     parser.add_argument("--raw", action="store_true", help="use no chat template, even for a chat model")
     parser.add_argument("--limit", metavar="N", help="use only the first N examples of each task")
     parser.add_argument(
-        "--batch_size", default="8", metavar="N", help="examples per batch, or auto on a GPU; default: 8"
+        "--batch_size", default="8", metavar="N", help="examples per batch, or auto on a GPU (default: %(default)s)"
     )
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="where the results go; default: RUN/lm_eval")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="folder for the results (default: RUN/lm_eval)")
     parser.add_argument(
-        "--options", default="", metavar="TEXT", help="more lm-eval options: --options='--num_fewshot 5'"
+        "--options",
+        default="",
+        metavar="TEXT",
+        help="further options of lm-eval, as one argument: '--num_fewshot 5'",
     )
-    parser.add_argument("--show", action="store_true", help="print the command instead of running it")
+    parser.add_argument("--show", action="store_true", help="print the lm-eval command and do not run it")
 
 
 def run(arguments: argparse.Namespace) -> Work:
     folder, directory = folders.model_folder(arguments.run), folders.run_directory(arguments.run)
-    recipe = folders.recipe(directory) if directory else None
+    recipe = folders.read_recipe(directory) if directory else None
     return Work("samecurve.inference.lm_eval", (arguments, folder, folders.base_path(folder), recipe))

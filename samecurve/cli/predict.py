@@ -1,19 +1,19 @@
-"""Query a non-generative model: the class of a text, the score of an answer, an embedding, or a masked word.
+"""Run a model that does not generate text. The output depends on the task that trained it:
 
     classify  a label and its probability
     reward    the score of each TEXT as an answer to --prompt
     embed     the similarities of the texts; their vectors with --json
     mlm       the most likely words for each [MASK]
 
-Texts are processed as in training, with the same truncation. The output is one line per text; JSON lines with --json,
-and if the output is not a terminal. An adapter is loaded on top of its base model.
+Texts are processed as in training, with the same truncation. The output has one line per text. With --json, or if the
+output is not a terminal, the lines are JSON. An adapter is loaded on top of its base model.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 
@@ -27,42 +27,42 @@ TOP, BATCH = 5, 32
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", type=Path, help="a run directory, or a folder with a model or an adapter")
-    parser.add_argument("texts", metavar="TEXT", nargs="*", help="default: the lines of standard input")
+    parser.add_argument("texts", metavar="TEXT", nargs="*", help="the texts (default: the lines of standard input)")
     parser.add_argument(
         "--file",
         type=Path,
-        help="instead of TEXT: a text per line, or a table (jsonl, json, csv, parquet) with the columns of the run's "
-        "data; for a reward model messages, or prompt and completion",
+        help="instead of TEXT: a file with one text per line, or a table (jsonl, json, csv, parquet) with the columns "
+        "of the run's data; for a reward model the column messages, or prompt and completion",
     )
-    parser.add_argument("--prompt", help="the prompt that each TEXT answers (reward models)")
+    parser.add_argument("--prompt", metavar="TEXT", help="reward: the prompt that each TEXT answers")
+    parser.add_argument("--top", type=int, metavar="N", help=f"mlm: number of candidates per mask (default: {TOP})")
     parser.add_argument(
-        "--top", type=int, metavar="N", help=f"number of candidates for each mask (mlm); default: {TOP}"
+        "--batch_size", type=int, default=BATCH, metavar="N", help="texts per batch (default: %(default)s)"
     )
-    parser.add_argument("--batch_size", type=int, default=BATCH, metavar="N", help=f"texts per batch; default: {BATCH}")
-    parser.add_argument("--json", action="store_true", help="print a JSON object per text, with every number")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per text, with all numbers")
 
 
 def run(arguments: argparse.Namespace) -> Work:
     for option in ("top", "batch_size"):
         value = getattr(arguments, option)
         if value is not None and value < 1:
-            raise ConfigurationError(f"--{option}: found {value}, a number of at least 1 is needed")
-    asked = _asked(arguments)
-    first = next(asked, None)
+            raise ConfigurationError(f"--{option}: found {value}, but it must be at least 1")
+    sources = _sources(arguments)
+    first = next(sources, None)
     if first is None:
-        raise DataError(f"{arguments.file or 'the input'}: holds no text")
-    return Work("samecurve.inference.predictions", (arguments, chain([first], asked)))
+        raise DataError(f"{arguments.file or 'standard input'}: no text found")
+    return Work("samecurve.inference.predictions", (arguments, chain([first], sources)))
 
 
-def _asked(arguments: argparse.Namespace) -> Iterator[tuple[str, str | dict]]:
+def _sources(arguments: argparse.Namespace) -> Iterator[tuple[str, str | dict]]:
     """Yield (place, text or a table's row). Raises ConfigurationError without input, or with both TEXT and --file."""
     if arguments.texts and arguments.file:
-        raise ConfigurationError("--file: given together with TEXT; keep one of them")
+        raise ConfigurationError("--file: cannot be combined with TEXT; leave one of them out")
     if arguments.texts:
         return ((f"TEXT {number}", text) for number, text in enumerate(arguments.texts, start=1))
     if arguments.file is None:
         if sys.stdin.isatty():
-            raise ConfigurationError("no text is given: predict RUN TEXT ..., or --file FILE, or lines on its input")
+            raise ConfigurationError("TEXT: no text given; add TEXT or --file FILE, or pipe lines into the command")
         return _text_lines("line", sys.stdin)
     if not arguments.file.is_file():
         raise ConfigurationError(f"--file: no such file: {arguments.file.absolute()}")
@@ -71,7 +71,7 @@ def _asked(arguments: argparse.Namespace) -> Iterator[tuple[str, str | dict]]:
     return _text_lines(f"{arguments.file}", read_text(arguments.file).splitlines())
 
 
-def _text_lines(name: str, lines) -> Iterator[tuple[str, str]]:
+def _text_lines(name: str, lines: Iterable[str]) -> Iterator[tuple[str, str]]:
     for number, line in enumerate(lines, start=1):
         if line.strip():
             yield f"{name}:{number}", line.rstrip("\r\n")

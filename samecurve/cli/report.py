@@ -1,4 +1,7 @@
-"""Write an HTML page about a run, or two side by side: curves, results, sessions, configuration and environment."""
+"""Write an HTML page about a run: curves, results, sessions, configuration and environment.
+
+Two runs are shown side by side.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,18 @@ from samecurve.storage.atomic import write_text
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="a run directory, or two of them to compare")
     parser.add_argument(
-        "--html", metavar="FILE", type=Path, help=f"default: RUN/{REPORT}; for two runs RUN/report_RUN2.html"
+        "--html",
+        metavar="FILE",
+        type=Path,
+        help=f"the page to write (default: RUN/{REPORT}; of two runs, RUN/report_RUN2.html)",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     directories = arguments.runs
     if len(directories) > 2:
-        raise ConfigurationError(f"RUN: found {len(directories)} directories; a report is of one run, or of two")
-    runs = [load(directory) for directory in directories]
+        raise ConfigurationError(f"RUN: found {len(directories)} directories, but a report shows one run or two")
+    runs = [read_run(directory) for directory in directories]
     path = arguments.html or directories[0] / REPORT
     if not arguments.html and len(runs) > 1:
         path = directories[0] / f"{path.stem}_{runs[1].name}{path.suffix}"
@@ -32,11 +38,11 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def load(directory: Path) -> Run:
+def read_run(directory: Path) -> Run:
     """Read a run. Raises ConfigurationError if the directory has none, or one of its files cannot be read."""
     if not any((directory / name).is_file() for name in RECORDS):
-        raise ConfigurationError(f"{directory} holds no run (run.json, metrics.jsonl); give the output_dir of a recipe")
+        raise ConfigurationError(f"{directory}: no run here (run.json, metrics.jsonl); give the output_dir of a run")
     try:
         return Run.read(directory)
     except ValueError as error:
-        raise ConfigurationError(f"{directory}: a file of it is damaged, mend it or move it aside: {error}") from error
+        raise ConfigurationError(f"{directory}: a damaged file; repair it or move it away: {error}") from error

@@ -1,4 +1,4 @@
-"""Summarize a run: state, loss, speed, and the commands to view, continue and share it."""
+"""Summarize a run: its state, loss and speed, and the commands to view, continue and share it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     directory = arguments.run
     facts, metrics = read_json(directory / "run.json"), read_metrics(directory)
     if not facts or not metrics:
-        raise ConfigurationError(f"{directory} holds no run with a finished step (run.json, metrics.jsonl)")
+        raise ConfigurationError(f"{directory}: no run with a finished step here (run.json, metrics.jsonl)")
     status = read_status(directory / STATUS)
     for label, text in [*_results(facts, metrics, status), ("run directory", directory)]:
         print(f"{label:<{LABEL_WIDTH}}{text}")
@@ -44,7 +44,7 @@ def _results(facts: dict, metrics: list[dict], status: dict) -> Iterator[tuple[s
     refused = refused_text(status)
     if refused:
         yield "refused start", refused.replace("\n", f"\n{'':<{LABEL_WIDTH}}")
-    yield "ran", f"{facts['strategy']} ({facts['engine']}), {facts['world_size']} processes, {facts['precision']}"
+    yield "strategy", f"{facts['strategy']} ({facts['engine']}), {facts['world_size']} processes, {facts['precision']}"
     trained = [record for record in metrics if record["loss"] is not None]
     if trained:
         yield "loss", f"{trained[0]['loss']:.4f} -> {trained[-1]['loss']:.4f} in {len(metrics):,} steps"
@@ -72,27 +72,27 @@ def commands(directory: Path, facts: dict) -> list[tuple[str, str]]:
     """List (purpose, command). New runs get a new output_dir; otherwise the earlier run's files would be moved."""
     recipe, world_size = facts["recipe_path"], facts["world_size"]
     overrides = latest_overrides(in_new_names(facts)["overrides"])
-    found = [("look at it", f"tensorboard --logdir {quoted(directory / 'tensorboard')}")]
-    found.append(("or as one page", f"python -m samecurve report {quoted(directory)}"))
+    listed = [("view the curves", f"tensorboard --logdir {quoted(directory / 'tensorboard')}")]
+    listed.append(("write a report", f"python -m samecurve report {quoted(directory)}"))
     if any((directory / "checkpoints").glob("step_*")) and read_status(directory / STATUS).get("state") != "done":
-        found.append(("go on where it stopped", launch(facts["strategy_path"], world_size, [recipe, *overrides])))
+        listed.append(("resume the run", launch(facts["strategy_path"], world_size, [recipe, *overrides])))
     if (directory / "model").is_dir():
         has_new_head = bool(facts.get("recipe", {}).get("model", {}).get("new_head"))
         start = launch(facts["strategy_path"], world_size, [recipe, *continued(overrides, directory, has_new_head)])
-        found.append(_asking(facts.get("recipe", {}).get("task"), directory))
-        found.append(("share it", f"python -m samecurve export {quoted(directory)} --dtype bf16"))
-        found.append(("go on from its weights", start))
+        listed.append(_use(facts.get("recipe", {}).get("task"), directory))
+        listed.append(("export the model", f"python -m samecurve export {quoted(directory)} --dtype bf16"))
+        listed.append(("start a run from its weights", start))
     other = another_strategy(facts["strategy"])
     again = [recipe, *_without(overrides, ("output_dir",)), f"output_dir={directory}-{other}"]
-    found.append(("try another strategy", launch(f"configs/{other}.yaml", num_processes_again(world_size), again)))
-    found.append(("see that they agree", _compare([recipe, *_without(overrides, LENGTH)], other, world_size)))
-    return found
+    listed.append(("try another strategy", launch(f"configs/{other}.yaml", num_processes_again(world_size), again)))
+    listed.append(("compare the strategies", _compare([recipe, *_without(overrides, LENGTH)], other, world_size)))
+    return listed
 
 
-def _asking(task: str | None, directory: Path) -> tuple[str, str]:
+def _use(task: str | None, directory: Path) -> tuple[str, str]:
     if task in TASKS and TASKS[task].predicts:
-        return "ask it", f"python -m samecurve predict {quoted(directory)} {TASKS[task].predicts}"
-    return "let it write", f"python -m samecurve generate {quoted(directory)}"
+        return "run the model", f"python -m samecurve predict {quoted(directory)} {TASKS[task].predicts}"
+    return "generate text", f"python -m samecurve generate {quoted(directory)}"
 
 
 def _compare(arguments: Sequence[str], other: str, world_size: int) -> str:

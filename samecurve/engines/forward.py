@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from samecurve.config.schema import Recipe
-    from samecurve.data.batches import MicroBatch
+    from samecurve.data.micro_batch import MicroBatch
     from samecurve.interfaces.task import Task
     from samecurve.models.dropout import DropoutKeys
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 if TYPE_CHECKING:
-    from samecurve.data.batches import MicroBatch
+    from samecurve.data.micro_batch import MicroBatch
     from samecurve.interfaces.task import Task
 
 Forward = Callable[["MicroBatch"], tuple[Tensor, dict[str, Tensor]]]

@@ -39,7 +39,7 @@ from samecurve.strategy.deepspeed_config import resolve_auto
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from samecurve.data.batches import MicroBatch
+    from samecurve.data.micro_batch import MicroBatch
     from samecurve.interfaces.task import Task
     from samecurve.strategy.plan import Plan
 

@@ -34,7 +34,7 @@ from samecurve.strategy import validate_optimizer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from samecurve.data.batches import MicroBatch
+    from samecurve.data.micro_batch import MicroBatch
     from samecurve.interfaces.task import Task
     from samecurve.strategy.plan import Plan
 

@@ -28,7 +28,7 @@ from samecurve.optim.factory import build_optimizer, parameter_groups, set_learn
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from samecurve.data.batches import MicroBatch
+    from samecurve.data.micro_batch import MicroBatch
     from samecurve.interfaces.task import Task
     from samecurve.strategy.plan import Plan
 

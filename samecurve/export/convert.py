@@ -16,7 +16,7 @@ from samecurve.checkpoint.resume import read_state
 from samecurve.config.schema import Recipe
 from samecurve.errors import CheckpointError, DataError, NumericError
 from samecurve.export.hf_export import dtype_name, export, out_of_range, put_in_place
-from samecurve.export.model_card import Made, write_card
+from samecurve.export.model_card import ExportInfo, write_card
 from samecurve.interfaces.fingerprint import identity
 from samecurve.models import weights
 from samecurve.models.lora import trained_shapes
@@ -25,7 +25,7 @@ from samecurve.storage.atomic import json_values, storage_errors, write_json
 from samecurve.tasks import registry
 
 
-def run(directory: Path, source: Path, output: Path, made: Made, recipe: Recipe | None) -> int:
+def run(directory: Path, source: Path, output: Path, made: ExportInfo, recipe: Recipe | None) -> int:
     """Run the command `export`. Returns the exit code.
 
     Args:
@@ -45,7 +45,7 @@ def run(directory: Path, source: Path, output: Path, made: Made, recipe: Recipe 
     return 0
 
 
-def from_export(directory: Path, source: Path, output: Path, made: Made) -> None:
+def from_export(directory: Path, source: Path, output: Path, made: ExportInfo) -> None:
     """Convert an export to another dtype, with a new card. Raises NumericError for values out of the dtype's range."""
     partial_output = output.with_name(f"{output.name}.partial")
     try:
@@ -89,7 +89,7 @@ def _cast(source: Path, target: Path, dtype: torch.dtype) -> None:
     save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, target, metadata={"format": "pt"})
 
 
-def from_checkpoint(directory: Path, folder: Path, recipe: Recipe, output: Path, made: Made) -> None:
+def from_checkpoint(directory: Path, folder: Path, recipe: Recipe, output: Path, made: ExportInfo) -> None:
     """Export a checkpoint as the training would have done. Weights are read name by name from the ranks' files.
 
     Args:
@@ -107,24 +107,23 @@ def from_checkpoint(directory: Path, folder: Path, recipe: Recipe, output: Path,
     try:
         task = registry.load(recipe)
     except DataError as error:
-        raise DataError(f"the tokenizer of a checkpoint comes from its recipe and data: {error}") from error
+        raise DataError(
+            f"{folder}: the checkpoint's data, which its tokenizer needs, cannot be read: {error}"
+        ) from error
     skeleton = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
     now = json_values(identity(skeleton.config, task))
-    if (
-        recipe.tokenizer.vocabulary_size is None
-    ):  # otherwise the tokenizer was trained on the rows, which must be the same
+    # A tokenizer that was trained on the rows needs the same rows; any other may meet new ones.
+    if recipe.tokenizer.vocabulary_size is None:
         now["data"]["rows"] = saved["data"]["rows"]
-    _check_unchanged(folder, saved, now)
+    changes = refusals(saved, {**saved, **now})
+    if changes:
+        listed = "\n".join(f"  {text}" for text in changes)
+        raise CheckpointError(
+            f"{folder}: the model or data differ from the checkpoint's; restore the same ones\n{listed}"
+        )
     reader, shapes = CheckpointReader(folder), trained_shapes(skeleton)
     reader.check_names(shapes)
     tensors = ((name, reader.read(name, "weight", 0, shape.numel()).view(shape)) for name, shape in shapes.items())
     card, dtype = partial(write_card, directory, made), getattr(torch, made.dtype)
-    beside = task.write_beside
-    export(tensors, skeleton, task.tokenizer, output, True, dtype=dtype, card=card, write_beside=beside)
-
-
-def _check_unchanged(folder: Path, saved: dict, now: dict) -> None:
-    found = refusals(saved, {**saved, **now})
-    if found:
-        listed = "\n".join(f"  {text}" for text in found)
-        raise CheckpointError(f"{folder}: its model or data are not what they were, put the same ones back\n{listed}")
+    write_beside = task.write_beside
+    export(tensors, skeleton, task.tokenizer, output, True, dtype=dtype, card=card, write_beside=write_beside)

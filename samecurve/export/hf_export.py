@@ -140,12 +140,13 @@ class _Writer:
             self._shard.clear()
             self._waiting.clear()
             return
+        assert tensor is not None  # which `_check` reports
         self._waiting[name] = tensor.detach().to("cpu", self._dtype)
         group = self._layout.groups[name]
         if self._waiting.keys() >= set(group):
-            together = {each: self._waiting.pop(each) for each in group}
-            for stored, each in self._layout.convert(together).items():
-                self._add(stored, each.contiguous())
+            members = {each: self._waiting.pop(each) for each in group}
+            for stored, converted in self._layout.convert(members).items():
+                self._add(stored, converted.contiguous())
 
     def _add(self, name: str, tensor: Tensor) -> None:
         if self._shard and self._shard_size + tensor.nbytes > self._limit:
@@ -159,7 +160,7 @@ class _Writer:
         """Write the last file and the index. Raises the first problem's class with all problems in its message."""
         missing = self._expected.keys() - self._seen
         if missing:
-            self._problems.append(CheckpointError(f"never came: {', '.join(sorted(missing))}"))
+            self._problems.append(CheckpointError(f"missing parameters: {', '.join(sorted(missing))}"))
         if not self._problems:
             self._flush()
         if not self._problems:
@@ -172,12 +173,12 @@ class _Writer:
         if name not in self._expected:
             return CheckpointError(f"{name}: the model has no such parameter")
         if name in self._seen:
-            return CheckpointError(f"{name}: came twice")
+            return CheckpointError(f"{name}: given twice")
         if tensor is None or tensor.numel() == 0:
             return CheckpointError(f"{name}: empty")
         shape = self._expected[name].shape
         if tensor.shape != shape:
-            return CheckpointError(f"{name}: has the shape {tuple(tensor.shape)}, the model needs {tuple(shape)}")
+            return CheckpointError(f"{name}: found shape {tuple(tensor.shape)}, but the model has {tuple(shape)}")
         if not torch.isfinite(tensor).all():
             return NumericError(f"{name}: {int((~torch.isfinite(tensor)).sum())} values are not finite")
         return out_of_range(name, tensor, self._dtype)
@@ -222,7 +223,9 @@ def out_of_range(name: str, tensor: Tensor, dtype: torch.dtype) -> NumericError 
     if not lost:
         return None
     largest = tensor.detach().abs().max().item()
-    return NumericError(f"{name}: {lost} values are beyond the range of {dtype_name(dtype)} ({largest:g}); choose bf16")
+    return NumericError(
+        f"{name}: {lost} values exceed the range of {dtype_name(dtype)} (up to {largest:g}); choose bf16"
+    )
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -232,7 +235,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def _write_adapter_config(skeleton: PreTrainedModel, directory: Path, dtype: torch.dtype) -> None:
     """Write peft's config, and the model's own config if its head may differ from the base model's."""
-    stored_config(skeleton).save_pretrained(directory)
+    stored_config(skeleton).save_pretrained(str(directory))
     # The model's config has the names of classes and the padding token. It gets a folder of its own, because
     # transformers takes a folder with config.json for a whole model.
     if kind_of(skeleton) != CAUSAL.kind:
@@ -245,7 +248,8 @@ def _write_config(skeleton: PreTrainedModel, directory: Path, dtype: torch.dtype
     config.dtype = dtype_name(dtype)
     config.use_cache = True  # training turns it off, but generation with the export needs it
     if is_remote(config):
-        custom_object_save(skeleton, directory, config=config)
+        # transformers annotates `config` as a dict, but passes its own configs.
+        custom_object_save(skeleton, directory, config=config)  # pyright: ignore[reportArgumentType]  # see above
     config.save_pretrained(directory)
     if getattr(skeleton, "generation_config", None) is not None:
         generation = copy.deepcopy(skeleton.generation_config)
@@ -256,7 +260,7 @@ def _write_config(skeleton: PreTrainedModel, directory: Path, dtype: torch.dtype
 def put_in_place(partial: Path, directory: Path, busy: Callable[[], None] = lambda: None) -> None:
     """Flush all files to the disk, then rename the folder. Raises StorageError if `directory` already exists."""
     if directory.exists():
-        raise StorageError(f"{directory} is there already; the model was not exported over it")
+        raise StorageError(f"{directory}: exists already; the model was not exported")
     for file in (path for path in partial.rglob("*") if path.is_file()):
         with open(file, "rb") as stream:
             os.fsync(stream.fileno())

@@ -29,7 +29,7 @@ _LICENSE_ID = re.compile(r"[a-z0-9][a-z0-9.\-]*")
 
 
 @dataclass(frozen=True)
-class Made:
+class ExportInfo:
     """Facts about an export that the run directory does not contain.
 
     Attributes:
@@ -45,52 +45,52 @@ class Made:
     merged: bool = False
 
 
-def write_card(run: Path, made: Made, folder: Path) -> None:
+def write_card(run: Path, info: ExportInfo, folder: Path) -> None:
     """Write README.md, and the picture of the loss that it shows, into a model's folder; see `model_card`."""
-    write_text(folder / CARD, model_card(run, made))
-    drawn = loss_picture(run, made)
+    write_text(folder / CARD, model_card(run, info))
+    drawn = loss_picture(run, info)
     if drawn:
         write_text(folder / PICTURE, drawn)
 
 
-def loss_picture(run: Path, made: Made) -> str:
+def loss_picture(run: Path, info: ExportInfo) -> str:
     """Return the loss curve as SVG text; "" if no loss was recorded."""
-    return plot("loss", loss_series(_metrics(run, made)), session_marks(sessions(run)), Scale(logarithmic=True))
+    return plot("loss", loss_series(_metrics(run, info)), session_marks(sessions(run)), Scale(logarithmic=True))
 
 
-def _metrics(run: Path, made: Made) -> list[dict]:
-    return [record for record in read_metrics(run) if made.step is None or record["step"] <= made.step]
+def _metrics(run: Path, info: ExportInfo) -> list[dict]:
+    return [record for record in read_metrics(run) if info.step is None or record["step"] <= info.step]
 
 
-def model_card(run: Path, made: Made) -> str:
+def model_card(run: Path, info: ExportInfo) -> str:
     """Return the text of README.md for a model of the run directory `run`, which must contain a run.json."""
-    known, metrics = sessions(run), _metrics(run, made)
+    known, metrics = sessions(run), _metrics(run, info)
     facts = known[-1].facts
     parts = [
-        f"---\n{yaml.safe_dump(metadata(facts, made), sort_keys=False, allow_unicode=True)}---\n",
+        f"---\n{yaml.safe_dump(metadata(facts, info), sort_keys=False, allow_unicode=True)}---\n",
         f"# {Path(facts['output_dir']).name}\n",
-        *_use(facts, made),
-        *_training(facts, metrics, made),
+        *_use(facts, info),
+        *_training(facts, metrics, info),
         *_curve(metrics),
         *_evaluation(facts, metrics),
         *_sessions(known),
         *_recipe(facts),
-        *_unknown(facts, made),
+        *_unknown(facts, info),
     ]
     return "\n".join(parts) + "\n"
 
 
-def metadata(facts: dict, made: Made) -> dict:
+def metadata(facts: dict, info: ExportInfo) -> dict:
     """Return the card's YAML metadata. A base model that is not on the hub has no name there and is left out."""
-    recipe, adapter = facts["recipe"], None if made.merged else facts["recipe"]["adapter"]["name"]
-    found: dict = {"library_name": "peft" if adapter else "transformers", **_license(made.license)}
+    recipe, adapter = facts["recipe"], None if info.merged else facts["recipe"]["adapter"]["name"]
+    entries: dict = {"library_name": "peft" if adapter else "transformers", **_license(info.license)}
     base = recipe["model"]["path"]
     if _on_the_hub(base):
-        found["base_model"] = base
-        found["base_model_relation"] = "adapter" if adapter else "finetune"
-    found["pipeline_tag"] = TASKS[recipe["task"]].hub_tag
-    found["tags"] = ["samecurve", recipe["task"], *([adapter] if adapter else [])]
-    return found
+        entries["base_model"] = base
+        entries["base_model_relation"] = "adapter" if adapter else "finetune"
+    entries["pipeline_tag"] = TASKS[recipe["task"]].hub_tag
+    entries["tags"] = ["samecurve", recipe["task"], *([adapter] if adapter else [])]
+    return entries
 
 
 def _license(given: str | None) -> dict:
@@ -103,14 +103,16 @@ def _license(given: str | None) -> dict:
 
 
 def _on_the_hub(path: str | None) -> bool:
-    return path is not None and not Path(path).expanduser().exists() and re.fullmatch(r"[\w.\-]+(/[\w.\-]+)?", path)
+    if path is None or Path(path).expanduser().exists():
+        return False
+    return re.fullmatch(r"[\w.\-]+(/[\w.\-]+)?", path) is not None
 
 
-def _use(facts: dict, made: Made) -> Iterator[str]:
+def _use(facts: dict, info: ExportInfo) -> Iterator[str]:
     recipe = facts["recipe"]
     loader = TASKS[recipe["task"]].auto_class
     lines = ["```python", f"from transformers import {loader}, AutoTokenizer", ""]
-    if recipe["adapter"]["name"] and not made.merged:
+    if recipe["adapter"]["name"] and not info.merged:
         lines.insert(1, "from peft import PeftModel")
         base = repr(recipe["model"]["path"])
         if TASKS[recipe["task"]].predicts:  # the config in this folder defines the head
@@ -123,10 +125,10 @@ def _use(facts: dict, made: Made) -> Iterator[str]:
     yield "\n".join([*lines, "tokenizer = AutoTokenizer.from_pretrained(folder)", "```\n"])
 
 
-def _training(facts: dict, metrics: Sequence[dict], made: Made) -> Iterator[str]:
+def _training(facts: dict, metrics: Sequence[dict], info: ExportInfo) -> Iterator[str]:
     recipe = facts["recipe"]
     yield "## Training\n"
-    yield _table([("", ""), *_made_of(facts, recipe), *_how(recipe, metrics, made), *_where(facts)])
+    yield _table([("", ""), *_made_of(facts, recipe), *_how(recipe, metrics, info), *_where(facts)])
 
 
 def _made_of(facts: dict, recipe: dict) -> Iterator[tuple[str, object]]:
@@ -134,9 +136,9 @@ def _made_of(facts: dict, recipe: dict) -> Iterator[tuple[str, object]]:
     yield "task", recipe["task"]
     yield "recipe", f"{facts.get('recipe_path', UNKNOWN)} {overrides}".strip()
     base = recipe["model"]["path"]
-    yield "starts from", base or f"nothing: a {facts.get('model_type', 'model')} from scratch"
+    yield "starts from", base or f"random weights ({facts.get('model_type', 'model')})"
     if facts.get("new_head"):
-        yield "new at the start, not pretrained", ", ".join(facts["new_head"])
+        yield "not pretrained", ", ".join(facts["new_head"])
     if facts.get("adapter"):
         yield "base model's fingerprint", facts["adapter"].get("base_model", UNKNOWN)
     yield "parameters", f"{facts['num_parameters']:,}, {facts['num_trained_parameters']:,} of them trained"
@@ -153,15 +155,18 @@ def _made_of(facts: dict, recipe: dict) -> Iterator[tuple[str, object]]:
             yield spaced(part), listed + fingerprint
 
 
-def _how(recipe: dict, metrics: Sequence[dict], made: Made) -> Iterator[tuple[str, object]]:
+def _how(recipe: dict, metrics: Sequence[dict], info: ExportInfo) -> Iterator[tuple[str, object]]:
     batch, optimizer, schedule = recipe["batch"], recipe["optimizer"], recipe["schedule"]
     done, skipped = (metrics[-1]["step"], metrics[-1].get("skipped_steps", 0)) if metrics else (UNKNOWN, 0)
     yield "optimizer steps", f"{done} of {recipe['steps']}" + (f", {skipped} of them skipped" if skipped else "")
     yield "batch", f"{batch['global_batch_size']} rows of {batch['sequence_length']} tokens"
-    yield "trained on", f"{sum(record['tokens'] for record in metrics):,} tokens, rows or pairs: what the loss counts"
+    yield (
+        "trained on",
+        f"{sum(record['tokens'] for record in metrics):,} tokens, rows or pairs, as the loss counts them",
+    )
     yield "time in steps", duration(sum(record["step_seconds"] for record in metrics))
     yield "optimizer", f"{optimizer['name']}, learning rate {optimizer['learning_rate']:g}, {schedule['name']}"
-    yield "computed in", f"{recipe['precision']}, from fp32 weights; stored as {made.dtype}"
+    yield "computed in", f"{recipe['precision']}, from fp32 weights; stored as {info.dtype}"
     yield "seed", recipe["seed"]
 
 
@@ -175,7 +180,7 @@ def _where(facts: dict) -> Iterator[tuple[str, object]]:
 def _curve(metrics: Sequence[dict]) -> Iterator[str]:
     yield "\n## Loss\n"
     if not metrics:
-        yield "No step is on record."
+        yield "No steps are recorded."
         return
     if any(record["loss"] is not None for record in metrics):
         yield f"![loss at each step]({PICTURE})\n"
@@ -196,21 +201,21 @@ def _evaluation(facts: dict, metrics: Sequence[dict]) -> Iterator[str]:
     yield "\n## Evaluation\n"
     last = next((record for record in reversed(metrics) if record.get("eval_loss") is not None), None)
     if last is None:
-        yield "None: the run measured nothing that was held out."
+        yield "None: the run had no evaluation on held-out rows."
         return
     source = facts["data"].get("evaluated_on") or facts["recipe"]["evaluate"]["path"]
-    source = source or "rows that were held out of the data"
-    found = [(spaced(key.removeprefix("eval_")), number(value)) for key, value in last.items() if "eval_" in key]
+    source = source or "rows held out of the training data"
+    rows = [(spaced(key.removeprefix("eval_")), number(value)) for key, value in last.items() if "eval_" in key]
     yield f"On {source}, after step {last['step']}:\n"
-    yield _table([("metric", "value"), *found])
+    yield _table([("metric", "value"), *rows])
 
 
 def _sessions(known: Sequence[SessionRecord]) -> Iterator[str]:
     yield "\n## Sessions\n"
     origin = unknown_origin(known[0])
     if origin:
-        yield f"The first one here went on from {origin}, whose own history is not known here.\n"
-    rows = [("began", "from step", "strategy", "processes", "device", "ended")]
+        yield f"The first session listed here resumed from {origin}, whose history is not known.\n"
+    rows: list[tuple[object, ...]] = [("began", "from step", "strategy", "processes", "device", "ended")]
     for index, session in enumerate(known):
         facts = session.facts
         ended = session.ended if index < len(known) - 1 else "this model"
@@ -224,13 +229,13 @@ def _recipe(facts: dict) -> Iterator[str]:
     yield f"\n## Recipe\n\nWith every default:\n\n```yaml\n{text}```\n"
 
 
-def _unknown(facts: dict, made: Made) -> Iterator[str]:
+def _unknown(facts: dict, info: ExportInfo) -> Iterator[str]:
     base = facts["recipe"]["model"]["path"]
-    missing = ["what the model should and should not be used for, and whom it may treat unfairly"]
-    missing += ["the licence of these weights"] if made.license is None else []
+    missing = ["intended uses, limitations and biases of the model"]
+    missing += ["the licence of these weights"] if info.license is None else []
     missing += ["the licence of the data"]
     missing += [f"what {base} was trained on, and its licence"] if base else []
-    yield "## Not known\n\nNobody wrote down for this card:\n"
+    yield "## Not known\n\nThis card cannot say:\n"
     yield "\n".join(f"- {text}" for text in missing)
 
 

@@ -22,11 +22,11 @@ def model_folder(run: Path) -> Path:
             return folder
     if any((run / "checkpoints").glob("step_*")):
         raise ConfigurationError(
-            f"{run} holds checkpoints and no exported model; let the run end with export.enabled: true, or export its "
-            f"newest checkpoint: python -m samecurve export {run}"
+            f"{run}: only checkpoints here, no exported model; export the newest one: python -m samecurve export {run}"
         )
     raise ConfigurationError(
-        f"neither {run / 'model'} nor {run} holds an exported model (config.json or {ADAPTER_CONFIG})"
+        f"{run}: no exported model here or in {run / 'model'} (config.json or {ADAPTER_CONFIG}); give a run directory "
+        "or the folder of a model or adapter"
     )
 
 
@@ -35,22 +35,24 @@ def run_directory(path: Path) -> Path | None:
     return next((folder for folder in (path, path.absolute().parent) if (folder / "run.json").is_file()), None)
 
 
-def recipe(run: Path) -> Recipe:
-    """Read the recipe from run.json. Raises as `recipe_of` does."""
-    return recipe_of(read_json(run / "run.json"), run / "run.json")
+def read_recipe(run: Path) -> Recipe:
+    """Read the recipe from run.json. Raises as `parse_recipe` does."""
+    return parse_recipe(read_json(run / "run.json"), run / "run.json")
 
 
-def recipe_of(facts: dict, file: Path) -> Recipe:
+def parse_recipe(facts: dict, file: Path) -> Recipe:
     """Parse the recipe in `facts`, the content of `file`. Raises ConfigurationError without a valid recipe."""
     facts = in_new_names(facts)
     if "recipe" not in facts:
-        raise ConfigurationError(f"{file}: holds no recipe; give a run's output_dir")
+        raise ConfigurationError(f"{file}: no recipe in this file; give the output_dir of a run")
     try:
         return Recipe.model_validate(facts["recipe"])
     except ValidationError as error:
         keys = ", ".join(".".join(map(str, problem["loc"])) for problem in error.errors())
-        wrote = facts.get("versions", {}).get("samecurve") or "unknown"
-        raise ConfigurationError(f"{file}: not a recipe of this version ({keys}); version {wrote} wrote it") from error
+        version = facts.get("versions", {}).get("samecurve") or "unknown"
+        raise ConfigurationError(
+            f"{file}: the recipe does not fit this version of samecurve ({keys}); version {version} wrote it"
+        ) from error
 
 
 def trusts_remote_code(folder: Path) -> bool:
@@ -71,11 +73,10 @@ def base_path(folder: Path) -> str | None:
     try:
         base = json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigurationError(f"{path}: names no base_model_name_or_path ({error})") from error
+        raise ConfigurationError(f"{path}: base_model_name_or_path cannot be read ({error})") from error
     is_folder = base.startswith((".", "/", "~")) or base.count("/") > 1  # a name on the hub is OWNER/NAME
     if is_folder and not Path(base).is_dir():
         raise ConfigurationError(
-            f"{path}: the model that it adapts is gone: no such folder: {base}; put it back, or change "
-            "base_model_name_or_path there to where it lies now"
+            f"{path}: base_model_name_or_path: no such folder: {base}; restore the base model there, or change the path"
         )
     return base

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from samecurve.data.chat_encoder import ChatEncoder
 from samecurve.data.schemas.conversation import ChatSchema, Conversation
 from samecurve.errors import ConfigurationError, DataError
 from samecurve.inference import loading
-from samecurve.inference.writing import Writing, find_model, is_chat
+from samecurve.inference.generation import GenerationOptions, find_generative_model, is_chat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -24,8 +25,14 @@ if TYPE_CHECKING:
 Message = dict[str, str]
 
 
+class _Generates(Protocol):
+    """`generate` of transformers and peft: PreTrainedModel itself does not declare it."""
+
+    def generate(self, **options: Any) -> Tensor: ...
+
+
 @dataclass
-class Writer:
+class TextGenerator:
     """A causal language model with its tokenizer, ready to generate.
 
     Attributes:
@@ -34,7 +41,7 @@ class Writer:
         tokenizer: its tokenizer.
         recipe: recipe of its training run, None if unknown.
         chat: whether prompts are turns of a chat.
-        ends: token ids that end a generation.
+        end_tokens: ids of the tokens that end a generation.
     """
 
     folder: Path
@@ -42,15 +49,17 @@ class Writer:
     tokenizer: PreTrainedTokenizerBase
     recipe: Recipe | None
     chat: bool
-    ends: list[int]
+    end_tokens: list[int]
 
-    def ask(self, messages: Sequence[Message]) -> str:
+    def render(self, messages: Sequence[Message]) -> str:
         """Render messages and the generation prompt. Raises ConfigurationError for a turn that the template refuses."""
         try:
-            return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         except Exception as error:  # errors of Jinja, and of any expression in the template
             roles = ", ".join(message["role"] for message in messages)
             raise ConfigurationError(f"{self.folder}: its chat template cannot render {roles}: {error}") from error
+        assert isinstance(text, str)  # of one conversation, not tokenised
+        return text
 
     def encode(self, texts: Sequence[str], rendered: bool) -> dict[str, Tensor]:
         """Tokenise texts as a left-padded batch.
@@ -70,12 +79,12 @@ class Writer:
         )
         return {name: encoded[name].to(self.model.device) for name in ("input_ids", "attention_mask")}
 
-    def write(self, encoded: dict[str, Tensor], how: Writing, streamer=None) -> list[tuple[str, bool]]:
+    def generate(self, encoded: dict[str, Tensor], options: GenerationOptions, streamer=None) -> list[tuple[str, bool]]:
         """Generate a continuation of each row.
 
         Args:
             encoded: the prompts, as `encode` returns them.
-            how: options of the generation.
+            options: options of the generation.
             streamer: streamer of transformers, which gets the tokens as they are generated.
 
         Returns:
@@ -88,24 +97,24 @@ class Writer:
         room = self.positions - length
         if room < 1:
             raise ConfigurationError(
-                f"{length} tokens are asked of a model of {self.positions} positions; shorten that"
+                f"the prompt has {length} tokens, but the model only {self.positions} positions; shorten the prompt"
             )
-        limits = {"max_new_tokens": min(how.max_new_tokens, room), "eos_token_id": self.ends or None}
+        limits = {"max_new_tokens": min(options.max_new_tokens, room), "eos_token_id": self.end_tokens or None}
         limits["pad_token_id"] = self.tokenizer.pad_token_id
         with torch.inference_mode():
-            output = self.model.generate(**encoded, **how.options, **limits, streamer=streamer)
+            output = cast(_Generates, self.model).generate(**encoded, **options.arguments, **limits, streamer=streamer)
         rows = output[:, length:].tolist()
-        ended = [any(token in self.ends for token in row) for row in rows]
+        ended = [any(token in self.end_tokens for token in row) for row in rows]
         return list(zip(self.tokenizer.batch_decode(rows, skip_special_tokens=True), ended, strict=True))
 
     @property
     def positions(self) -> int:
         """Number of the model's positions; 2^30 for a model without a limit."""
-        found = getattr(self.model.config, "max_position_embeddings", None) or -1
-        return found if found > 0 else 1 << 30  # configs state -1 for no limit
+        positions = getattr(self.model.config, "max_position_embeddings", None) or -1
+        return positions if positions > 0 else 1 << 30  # configs state -1 for no limit
 
 
-def load(run: Path, raw: bool = False) -> Writer:
+def load_generator(run: Path, raw: bool = False) -> TextGenerator:
     """Load the model of a run or folder on the GPU, else on the CPU.
 
     Args:
@@ -115,29 +124,33 @@ def load(run: Path, raw: bool = False) -> Writer:
     Raises:
         ConfigurationError: if the model is not a causal language model.
     """
-    folder, recipe = find_model(run)
-    model, tokenizer = loading.load(folder)
+    folder, recipe = find_generative_model(run)
+    model, tokenizer = loading.load_with_tokenizer(folder)
     chat = not raw and is_chat(recipe, tokenizer)
-    return Writer(folder, model.to(loading.device()), tokenizer, recipe, chat, _ends(model, tokenizer, chat))
+    return TextGenerator(
+        folder, loading.to_default_device(model), tokenizer, recipe, chat, _end_tokens(model, tokenizer, chat)
+    )
 
 
-def _ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chat: bool) -> list[int]:
+def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chat: bool) -> list[int]:
     """Collect the end tokens of the model's config, the tokenizer and the chat template, which often differ."""
     stored = model.generation_config.eos_token_id
-    found = [*(stored if isinstance(stored, list) else [stored]), tokenizer.eos_token_id]
+    ends = [*(stored if isinstance(stored, list) else [stored]), tokenizer.eos_token_id]
     if chat:
-        found.append(_end_of_turn(tokenizer))
-    return list(dict.fromkeys(token for token in found if token is not None))
+        ends.append(_end_of_turn(tokenizer))
+    return list(dict.fromkeys(token for token in ends if token is not None))
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the special token that the chat template writes after an answer; None without one."""
-    said = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):  # ChatEncoder needs the Rust backend
+        return None
+    messages = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
     try:
-        text, spans = ChatEncoder(tokenizer, ChatSchema()).render(Conversation("the chat template", said))
+        text, spans = ChatEncoder(tokenizer, ChatSchema()).render(Conversation("the chat template", messages))
     except DataError:  # such a template can render prompts, but not be trained with
         return None
-    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    special = {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     ending = text[: spans[-1][1]].rstrip()
     longest = max((token for token in special if ending.endswith(token)), key=len, default=None)
-    return None if longest is None else tokenizer.convert_tokens_to_ids(longest)
+    return None if longest is None else special[longest]

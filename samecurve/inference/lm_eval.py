@@ -8,13 +8,13 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError
 from samecurve.inference import folders, loading
-from samecurve.inference.writing import is_chat
+from samecurve.inference.generation import is_chat
+from samecurve.models.hf_config import CAUSAL
 from samecurve.specs.precision import DTYPES
 
 INSTALL = "pip install -c constraints.txt -r requirements-eval.txt"
@@ -32,34 +32,37 @@ def run(arguments: argparse.Namespace, folder: Path, base: str | None, recipe: R
     Returns:
         The exit code: 0, or 1 for any failure of lm_eval.
     """
-    found = command(arguments, folder, base, recipe)
-    print(shlex.join(found), flush=True)
+    command = build_command(arguments, folder, base, recipe)
+    print(shlex.join(command), flush=True)
     if arguments.show:
         return 0
     if importlib.util.find_spec("lm_eval") is None:
-        raise ConfigurationError(f"lm_eval is not installed in {sys.prefix}; it is an extra: {INSTALL}")
-    return min(1, abs(subprocess.run(found).returncode))
+        raise ConfigurationError(f"lm_eval: not installed in {sys.prefix}; install it: {INSTALL}")
+    return min(1, abs(subprocess.run(command).returncode))
 
 
-def command(arguments: argparse.Namespace, folder: Path, base: str | None, recipe: Recipe | None) -> list[str]:
+def build_command(arguments: argparse.Namespace, folder: Path, base: str | None, recipe: Recipe | None) -> list[str]:
     """Return lm_eval's command line. Raises ConfigurationError if there is no causal language model."""
     trusted = folders.trusts_remote_code(folder)
-    loading.check_causal(folder)
-    loaded = {"pretrained": base or str(folder), "tokenizer": str(folder)} | ({"peft": str(folder)} if base else {})
-    loaded |= {"trust_remote_code": True} if trusted else {}
-    loaded["dtype"] = DTYPES[arguments.dtype or (recipe.precision if recipe else "fp32")]
-    found = [sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--model_args", json.dumps(loaded)]
-    found += ["--tasks", arguments.tasks, "--batch_size", arguments.batch_size, "--device", str(loading.device())]
-    found += ["--output_path", str(arguments.output or (folders.run_directory(arguments.run) or folder) / "lm_eval")]
+    loading.stored_class(folder, CAUSAL)  # raises for a model with another head
+    model_args = {"pretrained": base or str(folder), "tokenizer": str(folder)} | ({"peft": str(folder)} if base else {})
+    model_args |= {"trust_remote_code": True} if trusted else {}
+    model_args["dtype"] = DTYPES[arguments.dtype or (recipe.precision if recipe else "fp32")]
+    words = [sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--model_args", json.dumps(model_args)]
+    words += [
+        "--tasks",
+        arguments.tasks,
+        "--batch_size",
+        arguments.batch_size,
+        "--device",
+        str(loading.default_device()),
+    ]
+    words += ["--output_path", str(arguments.output or (folders.run_directory(arguments.run) or folder) / "lm_eval")]
     if arguments.limit is not None:
-        found += ["--limit", arguments.limit]
+        words += ["--limit", arguments.limit]
     if not arguments.raw and is_chat(recipe, loading.load_tokenizer(folder)):
-        found.append("--apply_chat_template")
-    return [*found, *_options(arguments.options)]
-
-
-def _options(text: str) -> Sequence[str]:
+        words.append("--apply_chat_template")
     try:
-        return shlex.split(text)
+        return [*words, *shlex.split(arguments.options)]
     except ValueError as error:
-        raise ConfigurationError(f"--options: found {text!r}, which is no command line ({error})") from error
+        raise ConfigurationError(f"--options: found {arguments.options!r}, not a command line ({error})") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -20,16 +21,16 @@ from samecurve.models.weight_files import weight_files
 from samecurve.storage.atomic import read_json
 
 
-def check_base(run: Path, base: str) -> None:
+def check_base_model(run: Path, base: str) -> None:
     """Raise CheckpointError if the base model has changed since the run. Without a run there is no check."""
     known = (read_json(run / "run.json").get("adapter") or {}).get("base_model")
     if known is None:
         return
     if lora.weights_fingerprint(weight_files(base)) != known:
-        raise CheckpointError(f"{base}: its weights are not those that {run} adapted; put the same model there")
+        raise CheckpointError(f"{base}: the base model's weights have changed since {run}; restore the same weights")
 
 
-def load(
+def load_with_tokenizer(
     folder: Path, head: Head | None = None, attention: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the model in fp32, with its adapter if the folder holds one, and its tokenizer. See `load_model`."""
@@ -43,13 +44,15 @@ def load(
         # The model is built without the pooler that exclude_modules names.
         warnings.filterwarnings("ignore", message="You have passed exclude_modules")
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
-        return PeftModel.from_pretrained(model, folder).eval(), load_tokenizer(folder)
+        adapted = PeftModel.from_pretrained(model, folder).eval()
+    # peft's wrapper is no PreTrainedModel, but forwards every attribute and call to the one inside.
+    return cast(PreTrainedModel, adapted), load_tokenizer(folder)
 
 
 def stored_config(folder: Path) -> PreTrainedConfig:
     """Load the config of a model, or of an adapter's base model. Raises ConfigurationError if there is none."""
     base = base_path(folder)
-    return _config(_described(base or str(folder), folder), trusts_remote_code(folder))
+    return _load_config(_config_path(base or str(folder), folder), trusts_remote_code(folder))
 
 
 def stored_head(folder: Path) -> Head:
@@ -62,7 +65,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trusts_remote_code(folder))
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{folder}: no tokenizer can be loaded from there ({error})") from error
+        raise ConfigurationError(f"{folder}: the tokenizer cannot be loaded ({error})") from error
 
 
 def load_model(
@@ -84,66 +87,81 @@ def load_model(
     Raises:
         ConfigurationError: if there is no model, or one with another head, whose weights would be drawn at random.
     """
-    _quiet()
+    _silence_libraries()
     head = head or CAUSAL
-    more = {} if attention is None else {"attn_implementation": attention}
-    model_class, config = _class(_described(path, adapter), head, trust_remote_code)
+    more: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
+    model_class, config = _model_class(_config_path(path, adapter), head, trust_remote_code)
     more |= {"config": config, **without_pooler(model_class)}
     try:
-        model, found = model_class.from_pretrained(
+        loaded: Any = model_class.from_pretrained(  # annotated as the model alone, without the loading info
             path, dtype=torch.float32, output_loading_info=True, trust_remote_code=trust_remote_code, **more
         )
     except (OSError, ValueError, SafetensorError) as error:
-        raise ConfigurationError(f"{path}: no model can be loaded from there ({error})") from error
-    missing = set(found["missing_keys"]) - (lora.stored_tensor_names(adapter) if adapter else set())
+        raise ConfigurationError(f"{path}: the model cannot be loaded ({error})") from error
+    model, info = loaded
+    missing = set(info["missing_keys"]) - (lora.stored_tensor_names(adapter) if adapter else set())
     if missing:
         names = ", ".join(sorted(missing)[:3])
-        made_as = ", ".join(config.architectures or ["another one"])
-        raise ConfigurationError(f"{path}: holds no {head.title} ({names} is missing): it was made as {made_as}")
+        saved_as = ", ".join(config.architectures or ["another model"])
+        raise ConfigurationError(f"{path}: holds {saved_as}, which is no {head.title} (no {names})")
     return model.eval()
 
 
-def check_causal(folder: Path) -> None:
-    """Raise ConfigurationError if a model, or an adapter's base model, is not a causal language model by its config."""
-    _class(_described(base_path(folder) or str(folder), folder), CAUSAL, trusts_remote_code(folder))
+def stored_class(folder: Path, head: Head) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
+    """Return the class and the config of an exported model or adapter.
+
+    Raises ConfigurationError if the model has another head by its config.
+    """
+    return _model_class(_config_path(base_path(folder) or str(folder), folder), head, trusts_remote_code(folder))
 
 
-def _described(path: str, adapter: Path | None) -> str:
+def class_names(config: PreTrainedConfig) -> tuple[str, ...]:
+    """Return the names of a classifier's classes, in the order of its outputs."""
+    names = {int(index): str(name) for index, name in (config.id2label or {}).items()}
+    return tuple(names[index] for index in sorted(names))
+
+
+def _config_path(path: str, adapter: Path | None) -> str:
     """Return the path of a model's config: the adapter's copy if it changes the head, else the model itself."""
-    found = None if adapter is None else adapter / ADAPTED_CONFIG
-    return str(found) if found is not None and found.is_dir() else path
+    adapted = None if adapter is None else adapter / ADAPTED_CONFIG
+    return str(adapted) if adapted is not None and adapted.is_dir() else path
 
 
-def _class(path: str, head: Head, trust_remote_code: bool) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
+def _model_class(path: str, head: Head, trust_remote_code: bool) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
     """Return the class that loads a model, and its config. Raises ConfigurationError for a model with another head."""
     # Decided by the config, because a tied output head would be found in a classifier's weight file too.
-    config = _config(path, trust_remote_code)
+    config = _load_config(path, trust_remote_code)
     model_class = head.model_class(config)
     others = {getattr(Head(kind).model_class(config), "__name__", None) for kind in KINDS if kind != head.kind}
     stored = set(config.architectures or ()) - {getattr(model_class, "__name__", None)}
     if model_class is None or (stored and stored <= others):
-        fix = "; ask it by python -m samecurve predict" if head.kind == "causal_lm" and stored else ""
-        made_as = ", ".join(stored) or config.model_type
-        raise ConfigurationError(f"{path}: holds a {made_as}, which is no {head.title}{fix}")
+        fix = "; use python -m samecurve predict" if head.kind == "causal_lm" and stored else ""
+        saved_as = ", ".join(stored) or config.model_type
+        raise ConfigurationError(f"{path}: holds {saved_as}, which is no {head.title}{fix}")
     return model_class, config
 
 
-def _config(path: str, trust_remote_code: bool) -> PreTrainedConfig:
+def _load_config(path: str, trust_remote_code: bool) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         fix = ""
         if "trust_remote_code" in str(error):
-            fix = "; it has Python files of its own, and no run whose recipe has model.trust_remote_code is known here"
-        raise ConfigurationError(f"{path}: no model can be loaded from there ({error}){fix}") from error
+            fix = "; only the run directory of a recipe with model.trust_remote_code: true allows the model's own code"
+        raise ConfigurationError(f"{path}: the model cannot be loaded ({error}){fix}") from error
 
 
-def device() -> torch.device:
+def default_device() -> torch.device:
     """Return the GPU if there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _quiet() -> None:
+def to_default_device(model: PreTrainedModel) -> PreTrainedModel:
+    """Move a model to the GPU if there is one, else leave it on the CPU."""
+    return model.to(default_device())  # pyright: ignore[reportArgumentType]  # transformers' decorator drops `self`
+
+
+def _silence_libraries() -> None:
     disable_progress_bar()
     logging.getLogger("transformers.modeling_utils").addFilter(_no_load_report)
     lora.silence_bitsandbytes()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from samecurve.errors import NumericError
 from samecurve.export.convert import copy_as
-from samecurve.export.model_card import ADAPTED_CONFIG, CARD, PICTURE, Made, write_card
+from samecurve.export.model_card import ADAPTED_CONFIG, CARD, PICTURE, ExportInfo, write_card
 from samecurve.inference import folders, loading
 from samecurve.specs.precision import DTYPES
 from samecurve.storage.atomic import storage_errors
@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace, folder: Path, base: str, output: Path) ->
         base: path or hub name of the base model.
         output: folder of the merged model.
     """
-    loading.check_base(arguments.run, base)
+    loading.check_base_model(arguments.run, base)
     partial, cast = (output.with_name(f"{output.name}.{name}") for name in ("partial", "cast"))
     try:
         print(_merge(folder, base, partial))
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace, folder: Path, base: str, output: Path) ->
     finally:
         for leftover in (partial, cast):
             shutil.rmtree(leftover, ignore_errors=True)
-    print(f"the merged model is in {output}")
+    print(f"merged model: {output}")
     return 0
 
 
@@ -58,14 +58,14 @@ def _cast(partial: Path, cast: Path, dtype: str) -> None:
         copy_as(partial, cast, getattr(torch, DTYPES[dtype]))
         shutil.rmtree(partial)
         cast.rename(partial)
-    print(f"its weights are stored in {dtype}: read back, its logits differ by what that rounds")
+    print(f"weights converted to {dtype}: its rounding, which the check above does not include, changes the logits")
 
 
 def _write_card(run: Path, output: Path, dtype: str) -> None:
     """Write a model card if the run is known. A folder with an adapter alone does not know its run."""
     directory = folders.run_directory(run)
     if directory is not None:
-        write_card(directory, Made(DTYPES[dtype], merged=True), output)
+        write_card(directory, ExportInfo(DTYPES[dtype], merged=True), output)
 
 
 def _merge(folder: Path, base: str, output: Path) -> str:
@@ -74,9 +74,12 @@ def _merge(folder: Path, base: str, output: Path) -> str:
     Raises NumericError if the logits differ from those of the unmerged model by more than TOLERANCE times the largest.
     """
     head = loading.stored_head(folder)
-    adapted, _ = loading.load(folder, head)
+    adapted, _ = loading.load_with_tokenizer(folder, head)
+    from peft import PeftModel  # noisy unless `load` ran before it
+
+    assert isinstance(adapted, PeftModel)  # cli/merge.py refuses a folder without an adapter
     rows = _rows(adapted)
-    alone, expected = _without_matrices(adapted, rows), _logits(adapted, rows)
+    base_logits, expected = _without_matrices(adapted, rows), _logits(adapted, rows)
     # safe_merge refuses weights that are not finite.
     merged = adapted.merge_and_unload(safe_merge=True)
     with storage_errors(output):
@@ -84,16 +87,16 @@ def _merge(folder: Path, base: str, output: Path) -> str:
         _copy_the_rest(folder, output)
     del adapted, merged
     trusted = folders.trusts_remote_code(folder)
-    found = _logits(loading.load_model(str(output), head, trust_remote_code=trusted), rows)
-    difference, effect = ((other - expected).abs().max().item() for other in (found, alone))
+    merged_logits = _logits(loading.load_model(str(output), head, trust_remote_code=trusted), rows)
+    difference, effect = ((other - expected).abs().max().item() for other in (merged_logits, base_logits))
     limit = TOLERANCE * expected.abs().max().item()
-    what = "states" if head.kind == "embedding" else "logits"
+    outputs = "states" if head.kind == "embedding" else "logits"
     text = (
-        f"on {ROWS} rows of {rows.shape[1]} tokens, read back from the disk: its {what} differ from those of {base} "
-        f"with the adapter by at most {difference:.1e} (allowed: {limit:.1e}); the adapter moves them by {effect:.1e}"
+        f"checked on {ROWS} rows of {rows.shape[1]} tokens: the merged model's {outputs} differ from those of {base} "
+        f"with the adapter by at most {difference:.1e} (allowed: {limit:.1e}); the adapter changes them by {effect:.1e}"
     )
     if not difference <= limit:
-        raise NumericError(f"the merged model is not the adapted one, so it was not kept: {text}")
+        raise NumericError(f"the merged model differs from the adapted one and was deleted: {text}")
     return text
 
 
@@ -117,10 +120,10 @@ def _without_matrices(model: PreTrainedModel, rows: Tensor) -> Tensor:
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
     for layer in layers:
         layer.enable_adapters(False)
-    found = _logits(model, rows)
+    logits = _logits(model, rows)
     for layer in layers:
         layer.enable_adapters(True)
-    return found
+    return logits
 
 
 def _copy_the_rest(folder: Path, output: Path) -> None:

@@ -11,80 +11,78 @@ from typing import Any
 
 import numpy as np
 
-from samecurve.inference.predictor import Asked, Predictor, load
+from samecurve.inference.predictor import Predictor, Source, load_predictor
 
-SHOWN = 60  # characters of a text that are shown
-TABLE = 10  # up to so many texts all similarities are shown, for more texts only each one's nearest
+MOST_CHARACTERS = 60  # of a text in the output
+MOST_TABLE_ROWS = 10  # for more texts, only the nearest one of each is printed
 
 
-def run(arguments: argparse.Namespace, texts: Iterator[Asked]) -> int:
-    predictor = load(arguments.run, arguments.prompt, arguments.top)
-    answers = _answers(predictor, texts, arguments.batch_size)
+def run(arguments: argparse.Namespace, sources: Iterator[Source]) -> int:
+    predictor = load_predictor(arguments.run, arguments.prompt, arguments.top)
+    predictions = _predict_in_batches(predictor, sources, arguments.batch_size)
     if arguments.json or not sys.stdout.isatty():
-        for answer in answers:
-            print(json.dumps(answer, ensure_ascii=False), flush=True)
+        for prediction in predictions:
+            print(json.dumps(prediction, ensure_ascii=False), flush=True)
         return 0
-    cut = 0
-    for line, truncated in _lines(answers):
+    num_truncated = 0
+    for line, truncated in _lines(predictions):
         print(line, flush=True)
-        cut += truncated
-    if cut:
-        print(f"{cut} texts lost their end behind {predictor.length} tokens, as in training", file=sys.stderr)
+        num_truncated += truncated
+    if num_truncated:
+        texts = "1 text was" if num_truncated == 1 else f"{num_truncated} texts were"
+        print(f"{texts} truncated to {predictor.length} tokens, as in training", file=sys.stderr)
     return 0
 
 
-def _answers(predictor: Predictor, asked: Iterator[tuple[str, str | dict]], batch_size: int) -> Iterator[dict]:
-    while batch := list(islice(asked, batch_size)):
-        yield from predictor.answers(batch)
+def _predict_in_batches(predictor: Predictor, sources: Iterator[Source], batch_size: int) -> Iterator[dict]:
+    while batch := list(islice(sources, batch_size)):
+        yield from predictor.predict(batch)
 
 
-def _lines(answers: Iterator[dict[str, Any]]) -> Iterator[tuple[str, bool]]:
+def _lines(predictions: Iterator[dict[str, Any]]) -> Iterator[tuple[str, bool]]:
     """Yield (line for the terminal, whether the text was truncated)."""
-    vectors = []
-    for answer in answers:
-        if "embedding" in answer:
-            vectors.append(answer)
+    embedded = []
+    for prediction in predictions:
+        if "embedding" in prediction:
+            embedded.append(prediction)
             continue
-        yield _line(answer), answer["truncated"]
-    if vectors:
-        similar = _similarities(vectors)
-        shown = _table if len(vectors) <= TABLE else _nearest
-        yield from zip(shown(vectors, similar), [answer["truncated"] for answer in vectors], strict=True)
+        yield _line(prediction), prediction["truncated"]
+    if embedded:
+        vectors = np.array([prediction["embedding"] for prediction in embedded])
+        similarities = (vectors @ vectors.T).tolist()  # cosines, because the vectors have length 1
+        lines = _table if len(embedded) <= MOST_TABLE_ROWS else _nearest
+        truncated = [prediction["truncated"] for prediction in embedded]
+        yield from zip(lines(embedded, similarities), truncated, strict=True)
 
 
-def _line(answer: dict[str, Any]) -> str:
-    text = _short(answer["text"])
-    if "label" in answer:
-        likely = sorted(answer["probabilities"].items(), key=lambda each: -each[1])
-        return f"{_likely(likely[:3]):<40}  {text}"
-    if "score" in answer:
-        return f"{answer['score']:9.4f}  {text}"
-    masks = [_likely([(each["token"], each["probability"]) for each in mask]) for mask in answer["masks"]]
-    return f"{text}  {' | '.join(masks)}"
+def _line(prediction: dict[str, Any]) -> str:
+    text = _shortened(prediction["text"])
+    if "label" in prediction:
+        likeliest = sorted(prediction["probabilities"].items(), key=lambda pair: -pair[1])[:3]
+        return f"{_with_probabilities(likeliest):<40}  {text}"
+    if "score" in prediction:
+        return f"{prediction['score']:9.4f}  {text}"
+    masks = [[(each["token"], each["probability"]) for each in mask] for mask in prediction["masks"]]
+    return f"{text}  {' | '.join(map(_with_probabilities, masks))}"
 
 
-def _likely(found: Sequence[tuple[str, float]]) -> str:
-    # A filler may be a line break, which is shown as repr.
-    return ", ".join(f"{name if name.strip() else repr(name)} {probability:.3f}" for name, probability in found)
+def _with_probabilities(pairs: Sequence[tuple[str, float]]) -> str:
+    # repr shows a token that is only white space, such as a line break.
+    return ", ".join(f"{name if name.strip() else repr(name)} {probability:.3f}" for name, probability in pairs)
 
 
-def _short(text: str) -> str:
+def _shortened(text: str) -> str:
     line = " ".join(text.split())
-    return line if len(line) <= SHOWN else f"{line[: SHOWN - 3]}..."
+    return line if len(line) <= MOST_CHARACTERS else f"{line[: MOST_CHARACTERS - 3]}..."
 
 
-def _similarities(vectors: Sequence[dict[str, Any]]) -> list[list[float]]:
-    """Return cosine similarities; the vectors have length 1."""
-    found = np.array([answer["embedding"] for answer in vectors])
-    return (found @ found.T).tolist()
+def _table(embedded: Sequence[dict[str, Any]], similarities: list[list[float]]) -> Iterator[str]:
+    for number, (prediction, row) in enumerate(zip(embedded, similarities, strict=True), start=1):
+        yield f"{number:>3}  {' '.join(f'{value:6.3f}' for value in row)}  {_shortened(prediction['text'])}"
 
 
-def _table(vectors: Sequence[dict[str, Any]], similar: list[list[float]]) -> Iterator[str]:
-    for number, (answer, row) in enumerate(zip(vectors, similar, strict=True), start=1):
-        yield f"{number:>3}  {' '.join(f'{value:6.3f}' for value in row)}  {_short(answer['text'])}"
-
-
-def _nearest(vectors: Sequence[dict[str, Any]], similar: list[list[float]]) -> Iterator[str]:
-    for index, (answer, row) in enumerate(zip(vectors, similar, strict=True)):
+def _nearest(embedded: Sequence[dict[str, Any]], similarities: list[list[float]]) -> Iterator[str]:
+    for index, (prediction, row) in enumerate(zip(embedded, similarities, strict=True)):
         other = max((each for each in range(len(row)) if each != index), key=row.__getitem__)
-        yield f"{row[other]:6.3f}  {_short(answer['text'])}  is nearest to  {_short(vectors[other]['text'])}"
+        nearest = _shortened(embedded[other]["text"])
+        yield f"{row[other]:6.3f}  {_shortened(prediction['text'])}  is nearest to  {nearest}"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from samecurve.config.schema import Data
+from samecurve.config.schema import Data, Pooling
 from samecurve.data import chat_encoder, tokenizer
 from samecurve.data.schemas import conversation
 from samecurve.data.schemas.classification import Example, ExampleEncoder, text_of
@@ -24,6 +24,7 @@ from samecurve.inference import folders, loading
 from samecurve.losses import contrastive
 
 if TYPE_CHECKING:
+    import numpy as np
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
     from samecurve.config.schema import Recipe
@@ -31,12 +32,11 @@ if TYPE_CHECKING:
 
 TOP = 5
 _MASKS = ("[MASK]", "<mask>")
-Asked = tuple[str, "str | dict"]  # (place, for messages; a text or a table's row)
-_REWARD = "a reward model scores answers: give --prompt TEXT, or a --file with messages, or with prompt and completion"
+Source = tuple[str, "str | dict"]  # (place, for messages; a text or a table's row)
 
 
 @dataclass(frozen=True)
-class Read:
+class EncodedText:
     """An input text with its tokens.
 
     Attributes:
@@ -47,8 +47,8 @@ class Read:
     """
 
     text: str
-    tokens: Sequence[int]
-    segments: Sequence[int] | None = None
+    tokens: Sequence[int] | np.ndarray
+    segments: Sequence[int] | np.ndarray | None = None
     truncated: bool = False
 
 
@@ -86,30 +86,29 @@ class Predictor(ABC):
         known = [limit for limit in (positions, self.tokenizer.model_max_length) if 0 < limit < 1 << 30]
         return min(known, default=1024)
 
-    def answers(self, asked: Sequence[Asked]) -> list[dict[str, Any]]:
-        """Return one answer per text, in order. Raises DataError for a text that cannot be read."""
-        found = [self.read(place, what) for place, what in asked]
-        empty = next((place for (place, _), each in zip(asked, found, strict=True) if not len(each.tokens)), None)
+    def predict(self, sources: Sequence[Source]) -> list[dict[str, Any]]:
+        """Return one prediction per text, in order. Raises DataError for a text that cannot be read."""
+        texts = [self.encode(place, source) for place, source in sources]
+        empty = next((place for (place, _), each in zip(sources, texts, strict=True) if not len(each.tokens)), None)
         if empty is not None:
-            raise DataError(f"{empty}: the tokenizer makes no token of it")
-        inputs = self._padded(found)
+            raise DataError(f"{empty}: the tokenizer produces no tokens for this text; remove it")
+        inputs = self._padded(texts)
         with torch.inference_mode():
             output = self.model(**{name: tensor.to(self.model.device) for name, tensor in inputs.items()})
-        told = self.tell(output, inputs)
-        return [
-            {"text": each.text, **what, "truncated": each.truncated} for each, what in zip(found, told, strict=True)
-        ]
+        pairs = zip(texts, self.decode(output, inputs), strict=True)
+        return [{"text": text.text, **prediction, "truncated": text.truncated} for text, prediction in pairs]
 
     @abstractmethod
-    def read(self, place: str, found: str | dict) -> Read:
-        """Tokenise a text or a row, truncated to `length` tokens. `place` is for messages."""
+    def encode(self, place: str, source: str | dict) -> EncodedText:
+        """Tokenise a text or a table's row, truncated to `length` tokens. `place` is for messages."""
 
     @abstractmethod
-    def tell(self, output: Any, inputs: dict[str, Tensor]) -> list[dict[str, Any]]:
-        """Return the prediction for each text from the model's output."""
+    def decode(self, output: Any, inputs: dict[str, Tensor]) -> list[dict[str, Any]]:
+        """Return the prediction for each text, from the model's output."""
 
-    def _padded(self, texts: Sequence[Read]) -> dict[str, Tensor]:
+    def _padded(self, texts: Sequence[EncodedText]) -> dict[str, Tensor]:
         padding = tokenizer.padding(self.tokenizer).pad_token_id
+        assert isinstance(padding, int)  # `padding` raises for a tokenizer without one
         ids = [torch.as_tensor(each.tokens, dtype=torch.long) for each in texts]
         inputs = {
             "input_ids": pad_sequence(ids, batch_first=True, padding_value=padding),
@@ -120,18 +119,18 @@ class Predictor(ABC):
             inputs["token_type_ids"] = pad_sequence(segments, batch_first=True)
         return inputs
 
-    def _text(self, place: str, found: str | dict) -> str:
-        if isinstance(found, dict):
-            return text_of(place, "text_column", self._column(found), found)
-        if not found.strip():
+    def _text(self, place: str, source: str | dict) -> str:
+        if isinstance(source, dict):
+            return text_of(place, "text_column", self._column(source), source)
+        if not source.strip():
             raise DataError(f"{place}: the text is empty")
-        return found
+        return source
 
     def _column(self, row: dict) -> str:
         return self.data.text_column
 
-    def _cut(self, text: str, tokens: Sequence[int]) -> Read:
-        return Read(text, tokens[: self.length], truncated=len(tokens) > self.length)
+    def _truncate(self, text: str, tokens: Sequence[int] | np.ndarray) -> EncodedText:
+        return EncodedText(text, tokens[: self.length], truncated=len(tokens) > self.length)
 
 
 class Classifier(Predictor):
@@ -139,32 +138,31 @@ class Classifier(Predictor):
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        found = self.model.config.id2label
-        return tuple(str(found[index]) for index in sorted(found))
+        return loading.class_names(self.model.config)
 
     @cached_property
     def encoder(self) -> ExampleEncoder:
         return ExampleEncoder(self.tokenizer, self.length, self.names, self.data.text_pair_column is not None)
 
-    def read(self, place: str, found: str | dict) -> Read:
+    def encode(self, place: str, source: str | dict) -> EncodedText:
         column = self.data.text_pair_column
         if column is None:
-            return _encoded(self.encoder, Example(place, self._text(place, found), None, self.names[0]))
-        if not isinstance(found, dict):
+            return _encoded(self.encoder, Example(place, self._text(place, source), None, self.names[0]))
+        if not isinstance(source, dict):
             raise ConfigurationError(
-                f"{self.folder}: was trained on pairs of texts; give them by --file, a table with the columns "
+                f"{self.folder}: the model classifies pairs of texts; give --file FILE, a table with the columns "
                 f"{self.data.text_column} and {column}"
             )
-        pair = text_of(place, "text_pair_column", column, found)
-        return _encoded(self.encoder, Example(place, self._text(place, found), pair, self.names[0]))
+        pair = text_of(place, "text_pair_column", column, source)
+        return _encoded(self.encoder, Example(place, self._text(place, source), pair, self.names[0]))
 
-    def tell(self, output: Any, inputs: dict[str, Tensor]) -> list[dict[str, Any]]:
-        told = []
+    def decode(self, output: Any, inputs: dict[str, Tensor]) -> list[dict[str, Any]]:
+        predictions = []
         for row in output.logits.float().softmax(dim=-1).tolist():
             best = max(range(len(row)), key=row.__getitem__)
             probabilities = dict(zip(self.names, row, strict=True))
-            told.append({"label": self.names[best], "probability": row[best], "probabilities": probabilities})
-        return told
+            predictions.append({"label": self.names[best], "probability": row[best], "probabilities": probabilities})
+        return predictions
 
 
 class Scorer(Predictor):
@@ -179,19 +177,19 @@ class Scorer(Predictor):
     def encoder(self) -> Encoder:
         return chat_encoder.encoder(self.tokenizer, self.schema)
 
-    def read(self, place: str, found: str | dict) -> Read:
-        said = conversation.conversation(place, self._row(found), self.schema)
-        (encoded,) = self.encoder.encode([said])
-        return self._cut(str(said.messages[-1].get("content")), encoded.tokens)
+    def encode(self, place: str, source: str | dict) -> EncodedText:
+        if not isinstance(source, dict):
+            if self.prompt is None:
+                raise ConfigurationError(
+                    "--prompt: a reward model scores answers to a prompt; give --prompt TEXT, or a --file with "
+                    "messages, or with prompt and completion"
+                )
+            source = {self.schema.prompt or "prompt": self.prompt, "completion": source}
+        turns = conversation.conversation(place, source, self.schema)
+        (encoded,) = self.encoder.encode([turns])
+        return self._truncate(str(turns.messages[-1].get("content")), encoded.tokens)
 
-    def _row(self, found: str | dict) -> dict:
-        if isinstance(found, dict):
-            return found
-        if self.prompt is None:
-            raise ConfigurationError(_REWARD)
-        return {self.schema.prompt or "prompt": self.prompt, "completion": found}
-
-    def tell(self, output: Any, inputs: dict[str, Tensor]) -> list[dict[str, Any]]:
+    def decode(self, output: Any, inputs: dict[str, Tensor]) -> list[dict[str, Any]]:
         return [{"score": score} for score in output.logits.float().flatten().tolist()]
 
 
@@ -199,74 +197,77 @@ class Embedder(Predictor):
     """Computes the embedding of a text, of length 1."""
 
     @cached_property
-    def pooling(self) -> str:
+    def pooling(self) -> Pooling:
         """Pooling of the run's recipe, or of the export's 1_Pooling/config.json; "mean" if neither is known."""
         if self.recipe:
             return self.recipe.embed.pooling
         path = self.folder / "1_Pooling" / "config.json"
         modes = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        names = {"pooling_mode_cls_token": "cls", "pooling_mode_lasttoken": "last"}
-        return next((name for key, name in names.items() if modes.get(key)), "mean")
+        names: dict[str, Pooling] = {"pooling_mode_cls_token": "cls", "pooling_mode_lasttoken": "last"}
+        for key, name in names.items():
+            if modes.get(key):
+                return name
+        return "mean"
 
     @cached_property
     def encoder(self) -> ExampleEncoder:
         return ExampleEncoder(self.tokenizer, self.length, ("",), pairs=False)
 
-    def read(self, place: str, found: str | dict) -> Read:
-        return _encoded(self.encoder, Example(place, self._text(place, found), None, ""))
+    def encode(self, place: str, source: str | dict) -> EncodedText:
+        return _encoded(self.encoder, Example(place, self._text(place, source), None, ""))
 
     def _column(self, row: dict) -> str:
         return self.data.anchor_column if self.data.anchor_column in row else self.data.text_column
 
-    def tell(self, output: Any, inputs: dict[str, Tensor]) -> list[dict[str, Any]]:
+    def decode(self, output: Any, inputs: dict[str, Tensor]) -> list[dict[str, Any]]:
         mask = inputs["attention_mask"].to(self.model.device)
         pooled = contrastive.pool(output.last_hidden_state, mask, self.pooling)
         return [{"embedding": row} for row in torch.nn.functional.normalize(pooled, dim=-1).tolist()]
 
 
-class Filler(Predictor):
+class MaskFiller(Predictor):
     """Predicts masked tokens. [MASK] and <mask> both stand for the tokenizer's own mask token."""
 
-    def read(self, place: str, found: str | dict) -> Read:
-        text, mask = self._text(place, found), self.tokenizer.mask_token_id
-        tokens = self.tokenizer(self._masked(text))["input_ids"]
-        read = self._cut(text, tokens)
-        if mask not in read.tokens:
-            where = f" among its first {self.length} tokens" if mask in tokens else ""
-            raise DataError(f"{place}: no {_MASKS[0]}{where}; write {_MASKS[0]} for the word that is to be told")
-        return read
+    @cached_property
+    def mask(self) -> tuple[str, int]:
+        """The tokenizer's mask token and its id."""
+        token, number = self.tokenizer.mask_token, self.tokenizer.mask_token_id
+        if not isinstance(token, str) or not isinstance(number, int):
+            raise ConfigurationError(f"{self.folder}: the tokenizer has no mask token; set mask_token in its config")
+        return token, number
 
-    def _masked(self, text: str) -> str:
-        """Replace all masks by the tokenizer's mask token, without the spaces in front."""
+    def encode(self, place: str, source: str | dict) -> EncodedText:
+        text, (mask, mask_id) = self._text(place, source), self.mask
         # A byte-level token includes the space in front of it, so in training a mask hides both.
-        for name in {*_MASKS, self.tokenizer.mask_token}:
-            text = re.sub(rf" *{re.escape(name)}", lambda _: self.tokenizer.mask_token, text)
-        return text
+        any_mask = "|".join(map(re.escape, {*_MASKS, mask}))
+        tokens = self.tokenizer(re.sub(rf" *(?:{any_mask})", lambda _: mask, text))["input_ids"]
+        encoded = self._truncate(text, tokens)
+        if mask_id not in encoded.tokens:
+            where = f" among its first {self.length} tokens" if mask_id in tokens else ""
+            raise DataError(f"{place}: no {_MASKS[0]}{where}; write {_MASKS[0]} in place of the word to predict")
+        return encoded
 
-    def tell(self, output: Any, inputs: dict[str, Tensor]) -> list[dict[str, Any]]:
+    def decode(self, output: Any, inputs: dict[str, Tensor]) -> list[dict[str, Any]]:
         probabilities = output.logits.float().softmax(dim=-1)
-        is_mask = inputs["input_ids"] == self.tokenizer.mask_token_id
+        is_mask = inputs["input_ids"].eq(self.mask[1])
         both = zip(probabilities, is_mask, strict=True)
-        return [{"masks": [self._fillers(place) for place in row[mask]]} for row, mask in both]
+        return [{"masks": [self._candidates(place) for place in row[mask]]} for row, mask in both]
 
-    def _fillers(self, probabilities: Tensor) -> list[dict[str, Any]]:
+    def _candidates(self, probabilities: Tensor) -> list[dict[str, Any]]:
         best = probabilities.topk(min(self.top, len(probabilities)))
-        found = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        return [{"token": self._shown(token), "probability": value} for token, value in found]
-
-    def _shown(self, token: int) -> str:
-        text = self.tokenizer.decode([token])
-        return text.strip() or text
+        texts = self.tokenizer.batch_decode([[token] for token in best.indices.tolist()])
+        pairs = zip(texts, best.values.tolist(), strict=True)
+        return [{"token": text.strip() or text, "probability": value} for text, value in pairs]
 
 
-def _encoded(encoder: ExampleEncoder, example: Example) -> Read:
-    before = sum(encoder.counts.values())
-    (found,) = encoder.encode([example])
+def _encoded(encoder: ExampleEncoder, example: Example) -> EncodedText:
+    before = sum(encoder.counts.values())  # of texts that were truncated
+    (encoded,) = encoder.encode([example])
     text = example.text if example.pair is None else f"{example.text} / {example.pair}"
-    return Read(text, found.tokens, found.segments, sum(encoder.counts.values()) > before)
+    return EncodedText(text, encoded.tokens, encoded.segments, sum(encoder.counts.values()) > before)
 
 
-def load(run: Path, prompt: str | None = None, top: int | None = None) -> Predictor:
+def load_predictor(run: Path, prompt: str | None = None, top: int | None = None) -> Predictor:
     """Load the predictor for the model of a run or folder.
 
     Args:
@@ -281,17 +282,17 @@ def load(run: Path, prompt: str | None = None, top: int | None = None) -> Predic
     folder, directory = folders.model_folder(run), folders.run_directory(run)
     head, config = loading.stored_head(folder), loading.stored_config(folder)
     kind = "score" if head.kind == "sequence_classification" and config.num_labels == 1 else head.kind
-    classes = {"sequence_classification": Classifier, "score": Scorer, "embedding": Embedder, "masked_lm": Filler}
+    classes = {"sequence_classification": Classifier, "score": Scorer, "embedding": Embedder, "masked_lm": MaskFiller}
     if kind not in classes:
         raise ConfigurationError(
-            f"{folder} holds a language model, which writes: python -m samecurve generate {run}, or chat {run}"
+            f"{folder}: the model generates text; use python -m samecurve generate {run}, or chat {run}"
         )
-    for name, given, needed in (("prompt", prompt, Scorer), ("top", top, Filler)):
+    for name, given, needed in (("prompt", prompt, Scorer), ("top", top, MaskFiller)):
         if given is not None and classes[kind] is not needed:
             what = "a reward model" if needed is Scorer else "a masked language model"
-            raise ConfigurationError(f"--{name}: is for {what}, and {folder} holds another one; leave it out")
-    recipe, base = folders.recipe(directory) if directory else None, folders.base_path(folder)
+            raise ConfigurationError(f"--{name}: only for {what}, which {folder} is not; leave the option out")
+    recipe, base = folders.read_recipe(directory) if directory else None, folders.base_path(folder)
     if directory and base:
-        loading.check_base(directory, base)
-    model, found = loading.load(folder, head)
-    return classes[kind](folder, model.to(loading.device()), found, recipe, prompt, TOP if top is None else top)
+        loading.check_base_model(directory, base)
+    model, tokens = loading.load_with_tokenizer(folder, head)
+    return classes[kind](folder, loading.to_default_device(model), tokens, recipe, prompt, TOP if top is None else top)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from samecurve.data.batches import MicroBatch
+    from samecurve.data.micro_batch import MicroBatch
     from samecurve.interfaces.memory import Held
     from samecurve.interfaces.sharded_state import State
 
@@ -151,7 +151,15 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class Engine(Protocol):
+class Evaluator(Protocol):
+    """A model that can be evaluated, with or without a strategy."""
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
+        """Compute the loss without an update. Every rank passes the same number of micro-batches."""
+        ...
+
+
+class Engine(Evaluator, Protocol):
     """A model with its optimizer under one strategy.
 
     Attributes:
@@ -167,10 +175,6 @@ class Engine(Protocol):
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
         """Run forward, backward and one update over this rank's micro-batches."""
-        ...
-
-    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
-        """Compute the loss without an update. Every rank passes the same number of micro-batches."""
         ...
 
     def features(self, micro_batches: Sequence[MicroBatch]) -> Tensor:

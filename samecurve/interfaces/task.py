@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
     from samecurve.config.schema import Recipe
-    from samecurve.data.batches import MicroBatch
     from samecurve.data.datasets.base import Rows
+    from samecurve.data.micro_batch import MicroBatch
     from samecurve.distributed.control_group import ControlGroup
     from samecurve.interfaces.engine import EvalResult, StepResult
     from samecurve.models.hf_config import Head

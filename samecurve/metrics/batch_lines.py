@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from samecurve.config.schema_training import Batch
 
@@ -27,7 +28,7 @@ def batch_lines(batch: Batch, ranks: int, padded: bool) -> list[tuple[str, str]]
     return lines + [("", f"the uneven division leaves {idle:.1%} of the devices' time unused")] * (idle > 0)
 
 
-def _sum(sizes: tuple[int, ...]) -> str:
+def _sum(sizes: Iterable[int]) -> str:
     """Write a rank's micro-batches as a sum: 4 x 7 + 4."""
     terms = Counter(sizes).items()  # in order of appearance: the full ones, the rest, the empty ones
     return " + ".join(f"{count} x {size}" if count > 1 else str(size) for size, count in terms)

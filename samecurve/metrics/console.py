@@ -95,7 +95,8 @@ class Progress:
         return len(self._seconds_of_steps) == 1
 
     def _rest(self) -> str:
-        return f"left {duration(self._seconds_left())}" if self._seconds_left() is not None else ""
+        left = self._seconds_left()
+        return "" if left is None else f"left {duration(left)}"
 
     def _seconds_left(self) -> float | None:
         steady = self._seconds_of_steps[1:]  # without the first step, which includes start-up costs
@@ -144,7 +145,7 @@ def header_lines(facts: dict) -> list[tuple[str, str]]:
         *batch_lines(Batch(**batch), facts["data_parallel_size"], padded=facts["pipeline_stages"] > 1),
         ("tokens", f"{rows * each * length:,} per step = {rows} rows x {f'{each} texts x ' * (each > 1)}{length}"),
         ("", _counted(facts.get("counts", "tokens"))),
-        ("dropout", _dropout(facts["dropout"])),
+        ("dropout", ", ".join(f"{name} {rate}" for name, rate in facts["dropout"].items())),
         ("attention", _attention(facts)),
         ("kernels", _kernels(facts)),
         ("memory", _memory(facts["recipe"]["memory"])),
@@ -220,13 +221,6 @@ def _strategy(facts: dict) -> str:
     return " ".join(filter(None, [facts["strategy"], f"({facts['strategy_path']})" if facts["strategy_path"] else ""]))
 
 
-def _dropout(rates: dict[str, float]) -> str:
-    if not rates:
-        return ""
-    shown = ", ".join(f"{name} {rate}" for name, rate in rates.items())
-    return f"{shown}: masks of each row and step, the same under every strategy"
-
-
 def _parameters(facts: dict) -> str:
     count, trained, local = (facts[f"num_{key}"] for key in ("parameters", "trained_parameters", "parameters_per_rank"))
     part = f"{trained:,} of them trained ({trained / count:.2%}), " if trained != count else ""
@@ -245,7 +239,7 @@ def _world(facts: dict) -> str:
 
 def numbers_of(record: dict, smoothed_loss: float | None) -> list[str]:
     """Format the step's numbers as short texts; unknown ones are left out."""
-    shown: list[tuple[str, object, Callable[[float], str]]] = [
+    shown: list[tuple[str, float | None, Callable[[float], str]]] = [
         ("loss", record["loss"], "{:.4f}".format),
         ("smoothed", smoothed_loss, "{:.4f}".format),
         ("lr", record["learning_rate"], "{:.2e}".format),

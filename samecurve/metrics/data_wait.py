@@ -32,14 +32,16 @@ class WaitAdvice:
         if len(self._steps) < FEWEST_STEPS or waited <= THRESHOLD * all_seconds:
             return ""
         self._reported = True
-        share = f"{waited / all_seconds:.0%} of the last {len(self._steps)} steps' time"
-        return f"{share} went by waiting for rows: {self._fix()}"
+        share = f"{waited / all_seconds:.0%} of the time of the last {len(self._steps)} steps"
+        return f"waiting for data took {share}: {self._fix()}"
 
     def _fix(self) -> str:
         if self._data.streaming:
-            return "the stream is read and tokenised slower than it is trained on; data.streaming=false does that once"
-        found = self._data.num_workers
+            return (
+                "the stream is read and tokenised too slowly; data.streaming=false tokenises the data before training"
+            )
+        workers = self._data.num_workers
         return (
-            f"data.num_workers is {found}; try {max(1, 2 * found)}, or ask python -m samecurve bench dataloader RECIPE "
-            "how many are enough"
+            f"data.num_workers is {workers}; try {max(1, 2 * workers)}, or measure how many are enough: "
+            "python -m samecurve bench dataloader RECIPE"
         )

@@ -93,7 +93,8 @@ class Meter:
         chunked: the output head processes only trained tokens (chunked_cross_entropy.py), so only these count for it.
         """
         device = accelerator.device
-        recompute, attention = repeated_share(recipe.memory, model, model.config._attn_implementation)
+        implementation = model.config._attn_implementation or ""  # None: the model has no attention
+        recompute, attention = repeated_share(recipe.memory, model, implementation)
         flops = token_flops(model, recipe.batch.sequence_length, recompute, task.context is not None, attention)
         peak = device_peak(device, recipe.precision) if accelerator.is_main_process else None
         machine = Machine(accelerator.num_processes, peak, lambda: peak_memory_bytes(device))
@@ -181,9 +182,10 @@ class Meter:
             return ""
         self._doubted = True
         peak, flops = self.machine.peak, self._flops
+        assert peak is not None and flops is not None  # mfu and hfu are computed from both
         shares = " and ".join(f"{name} {value:.2f}" for name, value in found.items())
         return (
-            f"warning: step {record['step']} has {shares}, and more than 1 is not possible: the peak of "
+            f"warning: step {record['step']} has {shares}, but more than 1 is impossible: the peak of "
             f"{peak.tflops:.3g} TFLOP/s ({peak.source}) is too low, or attention, counted over the full square of a "
             f"row ({flops.attention / flops.model:.0%} of the FLOPs), computed less; do not rely on mfu and hfu of "
             "this run"

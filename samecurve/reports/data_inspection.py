@@ -18,6 +18,7 @@ from samecurve.data.datasets.preference import PairRows
 from samecurve.data.datasets.retrieval import RetrievalRows
 from samecurve.data.datasets.text import LabelledRows, TextRows
 from samecurve.losses.cross_entropy import IGNORE_INDEX
+from samecurve.tasks.classify import ClassifyTask
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -143,6 +144,7 @@ def _sample(task: Task, rows: Rows, index: int) -> Sample:
     if isinstance(rows, TextRows):
         tokens, trained = _row(rows, index)
         if isinstance(rows, LabelledRows) and not role:
+            assert isinstance(task, ClassifyTask)  # the texts of other tasks have a role
             label = task.names[rows[np.array([index])].labels[0]]
     else:
         tokens, trained = _document(rows, index)
@@ -172,7 +174,11 @@ def _part(name: str, rows: Rows, tokenizer: PreTrainedTokenizerFast) -> Part:
     counts = _counts(shown, tokenizer, lengths)
     if isinstance(rows, PairRows):
         dropped = _share(rows.num_dropped, _num_documents(rows))
-        counts = {"pairs": f"{len(rows):,}", "dropped pairs": f"{dropped}: the cut leaves nothing to compare", **counts}
+        counts = {
+            "pairs": f"{len(rows):,}",
+            "dropped pairs": f"{dropped}: nothing is left to compare",
+            **counts,
+        }
     return Part(name, counts, _histogram(shown, lengths), _packing(shown), _ends(shown, tokenizer))
 
 
@@ -191,7 +197,7 @@ def _counts(rows: Rows, tokenizer: PreTrainedTokenizerFast, lengths: np.ndarray)
     if isinstance(rows, SampleRows):
         found |= {
             "truncated documents": f"{_share(rows.num_truncated, num_documents)}, {rows.num_truncated_tokens:,} tokens",
-            "dropped documents": f"{_share(rows.num_dropped, num_documents)}: nothing trained is left of them",
+            "dropped documents": f"{_share(rows.num_dropped, num_documents)}: nothing is left to train",
         }
     return found | {
         "exact duplicates": _share(_num_duplicates(rows), num_documents),
@@ -231,7 +237,7 @@ def _ends(rows: Rows, tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
             continue
         token = int(tokens[places[-1]])
         if token not in names:
-            names[token] = tokenizer.decode([token])
+            (names[token],) = tokenizer.batch_decode([[token]])
         found[names[token]] += 1
     return dict(found.most_common())
 
@@ -269,6 +275,7 @@ def _members(rows: Rows, row: int) -> Iterator[tuple[int, int]]:
     elif isinstance(rows, PackedRows):
         sizes = np.diff([*starts, len(positions)]).tolist()
     else:
+        assert isinstance(rows, SampleRows)
         sizes = [int(rows.sizes[row])]
     for start, size in zip(starts, sizes, strict=True):
         yield size, int((labels[start : start + size] >= 0).sum())

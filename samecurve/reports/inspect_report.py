@@ -22,7 +22,7 @@ def render_inspect_page(findings: Findings) -> str:
 
 
 def _parts(findings: Findings) -> Iterator[str]:
-    yield "<p>What is <mark>marked</mark> is trained.</p>"
+    yield "<p>Trained text is <mark>marked</mark>.</p>"
     for index, sample in enumerate(findings.samples):
         yield f"<h2>sample {index + 1}: {escape(summary(sample))}</h2>\n<pre>{_text(sample)}</pre>"
     yield html_table(findings.details.items())

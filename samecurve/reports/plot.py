@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeGuard
 from xml.sax.saxutils import escape
 
 from samecurve.reports.chart import Box, Panel, linear_ticks, powers_of_ten
@@ -82,7 +82,7 @@ def plot(
         scale: the vertical scale.
         steps: ends of the horizontal axis; by default the first and the last step of the points.
     """
-    values = [value for each in series for _, value in each.points if _finite(value)]
+    values = [value for each in series for _, value in each.points if is_finite(value)]
     if not values:
         return ""
     ticks, logarithmic = _ticks(min(values), max(values), scale)
@@ -107,7 +107,7 @@ def plot(
     return "\n".join(parts) + "\n"
 
 
-def _finite(value: float | None) -> bool:
+def is_finite(value: float | None) -> TypeGuard[float]:
     return value is not None and math.isfinite(value)
 
 
@@ -188,7 +188,7 @@ def thinned(points: Sequence[Point], most: int = MOST_BUCKETS) -> list[list[tupl
     buckets: dict[int, list[tuple[int, float]]] = {}
     for step, value in points:
         bucket = buckets.setdefault(int((step - first) / width), [])
-        if _finite(value):
+        if is_finite(value):
             bucket.append((step, value))
     pieces: list[list[tuple[int, float]]] = [[]]
     for bucket in buckets.values():
@@ -214,7 +214,7 @@ def smoothed(points: Sequence[Point]) -> list[Point]:
     decay, average, weight = 1 - 1 / window(len(points)), 0.0, 0.0
     found: list[Point] = []
     for step, value in points:
-        if not _finite(value):
+        if not is_finite(value):
             found.append((step, None))
             continue
         average = decay * average + (1 - decay) * value
@@ -247,11 +247,11 @@ def session_marks(known: Sequence[SessionRecord], run: int = 0) -> list[Mark]:
     marks = []
     for start, numbers in at.items():
         label = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
-        tooltip = "\n".join(_began(number, known[number - 1]) for number in numbers)
+        tooltip = "\n".join(_session_tooltip(number, known[number - 1]) for number in numbers)
         marks.append(Mark(start + 1, label, tooltip, run))
     return marks
 
 
-def _began(number: int, session: SessionRecord) -> str:
+def _session_tooltip(number: int, session: SessionRecord) -> str:
     strategy, world_size = (session.facts.get(key, "not known") for key in ("strategy", "world_size"))
-    return f"session {number} went on after step {session.start_step}: {strategy}, world size {world_size}"
+    return f"session {number} resumed after step {session.start_step}: {strategy}, world size {world_size}"

@@ -42,8 +42,8 @@ svg .run1 { stroke: var(--run1) } svg .dot1, svg .mark1 { fill: var(--run1) } .n
 
 
 _NOTE = (
-    "MFU counts the model's FLOPs once, HFU also what is computed twice, both against the device's peak. Memory is "
-    "what PyTorch allocated on a GPU, elsewhere the process's resident set."
+    "MFU counts the model's FLOPs once; HFU also counts recomputation. Both are relative to the device's peak. Memory "
+    "is what PyTorch allocated on a GPU, and the process's resident set elsewhere."
 )
 
 
@@ -55,10 +55,10 @@ def render_run_page(runs: Sequence[Run]) -> str:
 def _parts(runs: Sequence[Run]) -> Iterator[str]:
     for index, run in enumerate(runs):
         yield _introduction(run, index, len(runs) > 1)
-    yield f'<p class="small">Written {utc_timestamp()}.</p>\n<h2>Numbers</h2>'
+    yield f'<p class="small">Written {utc_timestamp()}.</p>\n<h2>Results</h2>'
     yield _side_by_side([results(run) for run in runs])
     if len(runs) > 1:
-        yield from _what_differs(*runs)
+        yield from _differences(*runs)
     yield from _curves(runs)
     for index, run in enumerate(runs):
         yield f"<h2>Sessions{_of(index, runs)}</h2>\n{_sessions(run)}"
@@ -79,7 +79,7 @@ def _introduction(run: Run, index: int, named: bool) -> str:
         where += [str(facts.get("precision", NOT_KNOWN))]
         text = f"{facts.get('recipe_path', NOT_KNOWN)} under {', '.join(where)}"
     else:
-        text = "it ended before it had anything to say (no run.json)"
+        text = "the run ended before it wrote run.json"
     lines = [f"<p>{name}{escape(str(run.directory))}: {escape(text)}</p>"]
     if run.status.get("reason"):
         lines.append(f'<p class="bad">{escape(run.state)}</p>')
@@ -103,16 +103,17 @@ def _side_by_side(found: Sequence[dict[str, str]]) -> str:
     return html_table(rows, header, [index for index, row in enumerate(rows) if len(set(row[1:])) > 1])
 
 
-def _what_differs(first: Run, second: Run) -> Iterator[str]:
-    yield "<h2>What differs</h2>"
+def _differences(first: Run, second: Run) -> Iterator[str]:
+    yield "<h2>Differences</h2>"
     distances = [value for _, value in relative_losses(first, second) if value is not None]
     if distances:
-        text = f"differ by at most {max(distances):.1e}, relative" if any(distances) else "are the same to the last bit"
-        yield f"<p>At the {len(distances):,} steps that both have a loss for, the two {text}.</p>"
+        text = f"differ by at most {max(distances):.1e}, relative" if any(distances) else "are identical"
+        yield f"<p>At the {len(distances):,} steps for which both runs have a loss, they {text}.</p>"
     here, there = parts(first), parts(second)
     for name in here:
         if not here[name] or not there[name]:
-            yield f"<p>{name.capitalize()}: not known of {'both' if here[name] == there[name] else 'one of them'}.</p>"
+            unknown = "either run" if here[name] == there[name] else "one of the runs"
+            yield f"<p>{name.capitalize()}: not known for {unknown}.</p>"
             continue
         found = differences(here[name], there[name])
         same = len(here[name].keys() | there[name].keys()) - len(found)
@@ -131,16 +132,16 @@ def _curves(runs: Sequence[Run]) -> Iterator[str]:
         drawn = plot(name, series, marks, scale, steps)
         (found if drawn else missing).append(drawn or name)
     if not found:
-        yield "<p>No step is on record.</p>"
+        yield "<p>No steps are recorded.</p>"
         return
     if marks:
-        yield "<p>Dotted vertical lines: where the run went on, with the session's number in the list below.</p>"
+        yield "<p>Dotted vertical lines mark where a session resumed, with its number in the list below.</p>"
     yield '<div class="plots">'
     yield from (f"<figure>{drawn}</figure>" for drawn in found)
     yield "</div>"
     yield f'<p class="small">{_NOTE}</p>'
     if missing:
-        yield f"<p>Not on record: {escape(', '.join(missing))}.</p>"
+        yield f"<p>Not recorded: {escape(', '.join(missing))}.</p>"
 
 
 def _plots(runs: Sequence[Run]) -> Iterator[tuple[str, list[Series], Scale]]:
@@ -191,15 +192,15 @@ def _utilisation(metrics: Sequence[dict], run: int, label: str) -> list[Series]:
 
 def _sessions(run: Run) -> str:
     if not run.known:
-        return "<p>None is on record.</p>"
+        return "<p>No sessions are recorded.</p>"
     origin, first = unknown_origin(run.known[0]), run.known[0]
     note = ""
     if first.start_step:
         source = f"from {origin}" if origin else "from a session"
-        note = f"<p>The first one here went on {escape(source)}, whose own history is not in this directory.</p>\n"
+        note = f"<p>The first session listed here resumed {escape(source)}, whose history is elsewhere.</p>\n"
     latest_is_listed = (run.directory / "run.json").is_file() and "earlier" not in run.status
     if not latest_is_listed:
-        note += f"<p>A later start, which has no run.json of its own: {escape(run.state)}</p>\n"
+        note += f"<p>A later start without a run.json of its own: {escape(run.state)}</p>\n"
     rows = []
     for index, session in enumerate(run.known, 1):
         what = [session.facts.get(key, NOT_KNOWN) for key in ("strategy", "engine", "world_size", "device")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from samecurve.metrics.console import duration, number, spaced
 from samecurve.reports.chart import relative_differences
-from samecurve.reports.plot import column
+from samecurve.reports.plot import column, is_finite
 from samecurve.run.run_directory import read_metrics
 from samecurve.run.sessions import SessionRecord, sessions
 from samecurve.run.status import STATUS, read_status
@@ -68,11 +67,11 @@ def results(run: Run) -> dict[str, str]:
         found["tokens"] = number(sum(_values(metrics, "tokens")))
         found["time in steps"] = duration(sum(seconds))
         found |= dict(_speed(metrics))
-        found["steps that were skipped"] = number(metrics[-1].get("skipped_steps", NOT_KNOWN))
+        found["skipped steps"] = number(metrics[-1].get("skipped_steps", NOT_KNOWN))
         if "recompilations" in metrics[-1]:
-            found["compiled again"] = f"{number(metrics[-1]['recompilations'])} times (torch.compile, rank 0)"
+            found["recompilations"] = f"{number(metrics[-1]['recompilations'])} (torch.compile, rank 0)"
         saved = sum(_values(metrics, "save_stall_seconds"))
-        found["waited for checkpoints"] = f"{saved:,.2f} s ({saved / max(sum(seconds) + saved, 1e-9):.1%})"
+        found["waiting for checkpoints"] = f"{saved:,.2f} s ({saved / max(sum(seconds) + saved, 1e-9):.1%})"
     return found
 
 
@@ -85,7 +84,7 @@ def _learned(metrics: Sequence[dict]) -> Iterator[tuple[str, str]]:
     losses = _values(metrics, "loss")
     if losses:
         yield "loss, first to last step", f"{losses[0]:.4f} to {losses[-1]:.4f}"
-    held_out = [(value, step) for step, value in column(metrics, "eval_loss") if _is_finite(value)]
+    held_out = [(value, step) for step, value in column(metrics, "eval_loss") if is_finite(value)]
     if held_out:
         best, step = min(held_out)
         yield "held-out loss, first to last", f"{held_out[0][0]:.4f} to {held_out[-1][0]:.4f}"
@@ -107,16 +106,12 @@ def _speed(metrics: Sequence[dict]) -> Iterator[tuple[str, str]]:
         values = _values(metrics, name)
         yield f"{label}, median step", shown.format(statistics.median(values)) if values else NOT_KNOWN
     memory, waits = _values(metrics, "peak_memory_gib"), _values(metrics, "data_wait_fraction")
-    yield "memory at most, rank 0", f"{max(memory):.2f} GiB" if memory else NOT_KNOWN
-    yield "waited for data, median step", f"{statistics.median(waits):.2%}" if waits else NOT_KNOWN
+    yield "peak memory, rank 0", f"{max(memory):.2f} GiB" if memory else NOT_KNOWN
+    yield "waiting for data, median step", f"{statistics.median(waits):.2%}" if waits else NOT_KNOWN
 
 
 def _values(metrics: Sequence[dict], name: str) -> list[float]:
-    return [value for _, value in column(metrics, name) if _is_finite(value)]
-
-
-def _is_finite(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)
+    return [value for _, value in column(metrics, name) if is_finite(value)]
 
 
 def parts(run: Run) -> dict[str, dict[str, str]]:

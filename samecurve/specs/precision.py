@@ -8,6 +8,8 @@ if TYPE_CHECKING:
     import torch
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+# Precisions of a matrix multiplication. In tf32, NVIDIA's tensor cores round fp32 operands to 10 bits of mantissa.
+MATMUL_PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 PRECISIONS = {name: precision for precision, name in DTYPES.items()}
 
 

@@ -10,7 +10,7 @@ from samecurve.data.datasets.base import Rows
 from samecurve.interfaces.engine import EvalResult
 
 if TYPE_CHECKING:
-    from samecurve.interfaces.engine import Engine
+    from samecurve.interfaces.engine import Evaluator
     from samecurve.interfaces.task import Task
 
 
@@ -32,7 +32,7 @@ class Evaluation:
     def num_micro_batches(self) -> int:
         return sum(map(len, self._sources.values()))
 
-    def metrics(self, engine: Engine, task: Task) -> dict[str, float]:
+    def metrics(self, engine: Evaluator, task: Task) -> dict[str, float]:
         """Compute the task's metrics over all rows, each counted once; for a mixture also eval_loss_source_N."""
         results = {source: engine.evaluate(batches) for source, batches in self._sources.items()}
         if not self._mixed:

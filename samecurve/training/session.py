@@ -15,7 +15,7 @@ from samecurve.distributed.control_group import ControlGroup
 from samecurve.engines import factory
 from samecurve.errors import NothingToDo, NumericError, Preempted
 from samecurve.export.hf_export import export
-from samecurve.export.model_card import Made, write_card
+from samecurve.export.model_card import ExportInfo, write_card
 from samecurve.interfaces.task import InitialState
 from samecurve.metrics.console import Progress
 from samecurve.metrics.data_wait import WaitAdvice
@@ -217,7 +217,7 @@ class Session:
             return
         self.watch.phase("export", self.recipe.steps)
         where, is_main = self.run.model, self.accelerator.is_main_process
-        card = partial(write_card, self.run.path, Made())
+        card = partial(write_card, self.run.path, ExportInfo())
         beside = self.task.write_beside
         export(
             self._parameters(),

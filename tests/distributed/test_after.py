@@ -161,4 +161,4 @@ def test_a_checkpoint_whose_data_changed_is_refused(runs, rows, tmp_path, capsys
         assert commands.main(["export", str(runs["sft"].directory), *arguments]) == 4
     finally:
         path.write_text(before)
-    assert "its model or data are not what they were" in capsys.readouterr().err
+    assert "the model or data differ from the checkpoint's" in capsys.readouterr().err

@@ -35,7 +35,7 @@ def test_a_table_of_what_each_lever_does(strategy, processes, workspace):
         assert f"\n{each['variant']['name']} " in run.output
     recipes = [json.loads((output / name / "run.json").read_text())["recipe"] for name in ("00_0", "01_0")]
     assert [each["memory"]["activation_checkpointing"] for each in recipes] == ["none", "full"]
-    assert "steps=none: did not run: command line: steps: found" in run.output
+    assert "steps=none: failed: command line: steps: found" in run.output
     assert not list(output.glob("*/model")) and not list(output.glob("*/checkpoints"))
 
 

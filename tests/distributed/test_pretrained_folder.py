@@ -47,7 +47,7 @@ def test_an_encoder_gets_a_new_head_and_the_run_says_so(workspace, tokenizer):
     names = done.facts["new_head"]
     assert len(names) == 5 and all(name.startswith("cls.predictions.") for name in names)
     card = (done.directory / "model" / "README.md").read_text()
-    assert f"| new at the start, not pretrained | {', '.join(names)} |" in card
+    assert f"| not pretrained | {', '.join(names)} |" in card
     _, found = AutoModelForMaskedLM.from_pretrained(done.directory / "model", output_loading_info=True)
     assert not found["missing_keys"]
 

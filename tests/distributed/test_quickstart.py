@@ -56,12 +56,12 @@ def test_it_shows_a_sample_and_where_everything_is(quickstart):
     sample = quickstart.run.output.partition("def ]")[2].partition("\n== ")[0]
     assert len(sample.split()) > 10
     assert f"run directory {directory}\n" in quickstart.run.output
-    assert quickstart.commands["look at it"] == f"tensorboard --logdir '{directory}/tensorboard'"
+    assert quickstart.commands["view the curves"] == f"tensorboard --logdir '{directory}/tensorboard'"
     assert list((directory / "tensorboard").rglob("events.out.tfevents.*"))
     page = (directory / "report.html").read_text()
     assert page.count("<svg") >= 6 and (directory / "model" / "loss.svg").exists()
-    assert quickstart.commands["or as one page"] == f"python -m samecurve report '{directory}'"
-    assert quickstart.commands["let it write"] == f"python -m samecurve generate '{directory}'"
+    assert quickstart.commands["write a report"] == f"python -m samecurve report '{directory}'"
+    assert quickstart.commands["generate text"] == f"python -m samecurve generate '{directory}'"
     assert "source .venv/bin/activate" in quickstart.run.output
 
 
@@ -72,11 +72,13 @@ def test_the_other_commands_are_legal(quickstart, monkeypatch):
     world = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": words[5]}
     plan = resolve_plan([*words[words.index("train.py") + 1 :], "--strategy", words[3]], world)
     assert plan.strategy.name == "zero3" and plan.recipe.steps == SHORT["steps"]
-    assert quickstart.commands["see that they agree"].startswith("python -m samecurve compare recipes/quickstart.yaml ")
+    assert quickstart.commands["compare the strategies"].startswith(
+        "python -m samecurve compare recipes/quickstart.yaml "
+    )
 
 
 def test_the_printed_command_goes_on(quickstart, workspace):
-    printed = quickstart.commands["go on from its weights"]
+    printed = quickstart.commands["start a run from its weights"]
     command = printed.replace(f"steps={SHORT['steps']}", "steps=4")
     assert command != printed
     again = workspace.execute(["bash", "-c", command], Path(f"{quickstart.run.directory}-continued"))

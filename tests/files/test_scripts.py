@@ -184,7 +184,7 @@ def test_both_parts_of_the_tests_decide_the_exit_code(units, distributed, expect
     with open(tmp_path / "scripts" / "_environment.sh", "a") as file:
         file.write("install_packages() { :; }\n")
     pytest_body = f'case "$*" in *tests/unit*) echo of the units; exit {units};; *) exit {distributed};; esac'
-    for name, body in {"ruff": "exit 0", "python": "exit 1", "pytest": pytest_body}.items():
+    for name, body in {"ruff": "exit 0", "pyright": "exit 0", "python": "exit 1", "pytest": pytest_body}.items():
         stand_in(tmp_path / "bin", name, body)
     environment = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "TMPDIR": str(tmp_path / "tmp")}
     (tmp_path / "tmp").mkdir()

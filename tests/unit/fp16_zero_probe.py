@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from deepspeed.accelerator import get_accelerator
 from transformers.utils import ModelOutput
 
-from samecurve.data.batches import MicroBatch
+from samecurve.data.micro_batch import MicroBatch
 from samecurve.engines import cpu_bridge, deepspeed_introspection
 from samecurve.engines.forward import Forward
 from samecurve.engines.zero import ZeroEngine

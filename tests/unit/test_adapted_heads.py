@@ -133,7 +133,7 @@ def test_peft_reads_the_export_and_merge_proves_itself(case, base, tmp_path, cap
     assert not (folder / "config.json").exists()  # transformers would take it for a whole model
     loaded = PeftModel.from_pretrained(case.load.from_pretrained(base, **case.options), folder).eval()
     torch.testing.assert_close(said(loaded), expected, rtol=1e-5, atol=1e-6)
-    again, _ = loading.load(folder, loading.stored_head(folder))
+    again, _ = loading.load_with_tokenizer(folder, loading.stored_head(folder))
     torch.testing.assert_close(said(again), expected, rtol=1e-5, atol=1e-6)
     assert again.config.id2label == model.config.id2label
 
@@ -165,7 +165,7 @@ def test_a_head_is_not_drawn_where_the_adapter_lacks_it(case, base, tmp_path):
     file = tmp_path / "model" / "adapter_model.safetensors"
     save_file({name: t for name, t in load_file(file).items() if "classifier" not in name}, file, {"format": "pt"})
     with pytest.raises(ConfigurationError, match=r"holds no sequence classifier \(classifier"):
-        loading.load(tmp_path / "model", loading.stored_head(tmp_path / "model"))
+        loading.load_with_tokenizer(tmp_path / "model", loading.stored_head(tmp_path / "model"))
     config = json.loads((tmp_path / "model" / "adapter_config.json").read_text())
     assert config["task_type"] == "SEQ_CLS" and config["modules_to_save"] == ["classifier", "bert.pooler"]
 

@@ -126,7 +126,7 @@ def test_peft_reads_the_export_and_merge_proves_itself(folders, family, fields, 
     torch.testing.assert_close(merged(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-5)
     assert not is_adapted(merged) and sorted(path.name for path in tmp_path.iterdir()) == ["merged", "model"]
     assert commands.main(["merge", str(tmp_path)]) == 7  # never over a folder that is there
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
 
 
 def write(model, folder) -> None:
@@ -138,13 +138,13 @@ def test_a_wrong_merge_is_not_kept(folders, tmp_path, monkeypatch, capsys):
     write(moved(filled(adapted_recipe(folders["llama"]))), tmp_path / "model")
     monkeypatch.setattr(PeftModel, "merge_and_unload", lambda self, **_: self.unload(), raising=False)
     assert commands.main(["merge", str(tmp_path)]) == 5
-    assert "it was not kept" in capsys.readouterr().err
+    assert "and was deleted" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_what_cannot_be_merged(folders, tmp_path, capsys):
     assert commands.main(["merge", str(folders["llama"])]) == 2
-    assert "there is nothing to merge" in capsys.readouterr().err
+    assert "nothing to merge" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

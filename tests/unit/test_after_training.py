@@ -15,7 +15,7 @@ from samecurve.cli import commands as cli
 from samecurve.cli import summary
 from samecurve.config.overrides import latest_overrides
 from samecurve.config.schema import Recipe
-from samecurve.inference import writing
+from samecurve.inference import generation
 
 __all__ = ["folders"]
 
@@ -51,7 +51,7 @@ def test_an_adapter_without_its_base_says_what_is_gone(adapted, capsys):
     for command in ("merge", "generate"):
         assert cli.main([command, str(adapted)]) == 2
         told = capsys.readouterr().err
-        assert f"no such folder: {adapted.parent / 'base'}; put it back" in told
+        assert f"no such folder: {adapted.parent / 'base'}; restore the base model there" in told
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
@@ -65,14 +65,14 @@ def test_what_writes_nothing_is_measured(command, task, tmp_path, capsys, monkey
     (tmp_path / "model" / "config.json").write_text('{"architectures": ["BertForSequenceClassification"]}')
     assert cli.main([command, str(tmp_path)]) == 2
     told = capsys.readouterr().err
-    assert f"ask it by python -m samecurve predict {tmp_path}, or measure it: evaluate {tmp_path}" in told
+    assert f"use python -m samecurve predict {tmp_path}, or evaluate {tmp_path}" in told
     assert ("task reward" if task else "BertForSequenceClassification") in told
 
 
 def test_causal_models_write(tmp_path):
     for name in ("LlamaForCausalLM", "GPT2LMHeadModel", "ToyModelForCausalLM"):
         (tmp_path / "config.json").write_text(json.dumps({"architectures": [name]}))
-        writing.check_writes(tmp_path, tmp_path, None)
+        generation.check_generates(tmp_path, tmp_path, None)
 
 
 def test_the_summary_recommends_what_works(tmp_path):
@@ -80,7 +80,7 @@ def test_the_summary_recommends_what_works(tmp_path):
     recipe = Recipe.model_validate({**facts()["recipe"], "task": "reward"}).model_dump()
     found = facts(overrides=["seed=1", "model.path=a", "seed=2", "model={path: b}"], strategy_path=None)
     commands = dict(summary.commands(tmp_path, {**found, "recipe": recipe}))
-    assert commands["ask it"] == f"python -m samecurve predict {tmp_path} --prompt 'a question' 'an answer'"
-    assert "let it write" not in commands
+    assert commands["run the model"] == f"python -m samecurve predict {tmp_path} --prompt 'a question' 'an answer'"
+    assert "generate text" not in commands
     assert latest_overrides(found["overrides"]) == ["seed=2", "model={path: b}"]
     assert "seed=1" not in commands["try another strategy"]

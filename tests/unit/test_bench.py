@@ -28,12 +28,12 @@ from samecurve.bench.gemm_shapes import Width
 from samecurve.bench.levers import UNCHANGED, Measured, Variant
 from samecurve.cli import commands
 from samecurve.cli.bench import collectives as command
-from samecurve.cli.bench import shapes as shapes_command
 from samecurve.config import loader as recipe
 from samecurve.config.schema import Adapter
 from samecurve.data import batches
 from samecurve.errors import ConfigurationError
 from samecurve.models import lora
+from samecurve.specs.precision import MATMUL_PRECISIONS
 from samecurve.strategy.resolve import read_files
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,10 +85,10 @@ def test_plain_lines_are_aligned():
 
 @pytest.mark.parametrize("given", ["1,x", "-1"])
 def test_lists_that_are_none_are_refused(given):
-    with pytest.raises(ConfigurationError, match=f"--sizes: found {given}, whole numbers"):
-        printing.integers("--sizes", given)
-    with pytest.raises(ConfigurationError, match="--precisions: found fp12, one of fp32, tf32, bf16, fp16 is needed"):
-        printing.chosen("--precisions", "fp32,fp12", timing.DTYPES, ())
+    with pytest.raises(ConfigurationError, match=f"--sizes: found {given}, but it must be whole numbers"):
+        printing.parse_integers("--sizes", given)
+    with pytest.raises(ConfigurationError, match="--precisions: found fp12, but the names are fp32, tf32, bf16, fp16"):
+        printing.parse_names("--precisions", "fp32,fp12", MATMUL_PRECISIONS, ())
 
 
 # collectives
@@ -119,18 +119,18 @@ def test_every_collective_has_its_factor_tested():
 
 
 def test_sizes():
-    sizes = [command.bytes_of("--largest", text) for text in ("64MiB", "64M", "1 KiB", "7", "3B")]
+    sizes = [command.parse_size("--largest", text) for text in ("64MiB", "64M", "1 KiB", "7", "3B")]
     assert sizes == [2**26, 2**26, 1024, 7, 3]
-    assert command.steps(1024, 2**16, 8) == [1024, 8192, 65536]
-    assert [collectives.shown_bytes(number) for number in (12, 1536, 2**26)] == ["12 B", "1.5 KiB", "64 MiB"]
+    assert command.message_sizes(1024, 2**16, 8) == [1024, 8192, 65536]
+    assert [collectives.format_bytes(number) for number in (12, 1536, 2**26)] == ["12 B", "1.5 KiB", "64 MiB"]
     for text in ("64 apples", "", "0", "-1"):
         with pytest.raises(ConfigurationError, match="--largest: found"):
-            command.bytes_of("--largest", text)
+            command.parse_size("--largest", text)
     if not torch.cuda.is_available():
         assert commands.main(["bench", "collectives", "--backend", "nccl"]) == ConfigurationError.exit_code
     assert commands.main(["bench", "collectives", "--processes", "1"]) == ConfigurationError.exit_code
     with pytest.raises(ConfigurationError, match="no sizes"):
-        command.steps(1024, 512, 4)
+        command.message_sizes(1024, 512, 4)
 
 
 def test_collectives_at_two_processes(tmp_path):
@@ -146,12 +146,12 @@ def test_collectives_at_two_processes(tmp_path):
     assert measured | found["not_offered"].keys() == set(collectives.COLLECTIVES)
     assert {"all_reduce", "broadcast", "all_gather", "send_recv"} <= measured
     for name in found["not_offered"]:
-        assert f"{name}: not offered by gloo (" in done.stdout
+        assert f"{name}: not supported by gloo (" in done.stdout
     assert [each["num_bytes"] for each in found["timings"]] == [1024, 4096] * len(measured)
     for each in found["timings"]:
         algorithm, bus = collectives.bandwidths(each["name"], each["num_bytes"], each["seconds"], 2)
         assert (each["algorithm_gb_per_second"], each["bus_gb_per_second"]) == (algorithm, bus)
-        size = collectives.shown_bytes(each["num_bytes"])
+        size = collectives.format_bytes(each["num_bytes"])
         assert re.search(rf"^{each['name']} +{size} .* {bus:.3g}$", done.stdout, re.MULTILINE)
 
 
@@ -327,7 +327,6 @@ def test_matmul_and_shapes_run(bench_matmul, capsys):
 
 @pytest.mark.parametrize("given", ["bf16,fp16", "fp12", ""])
 def test_shapes_are_of_one_precision(given, capsys):
-    assert set(shapes_command.PRECISIONS) == timing.DTYPES.keys()
     with pytest.raises(SystemExit) as refused:
         commands.main(["bench", "shapes", "--hidden_size", "16", "--seconds", "0.001", "--precision", given])
     assert refused.value.code == ConfigurationError.exit_code
@@ -339,8 +338,8 @@ def test_shapes_are_of_one_precision(given, capsys):
 
 def test_how_many_workers_are_enough():
     rates = {0: 100.0, 1: 90.0, 2: 190.0, 4: 200.0}
-    assert dataloader.enough(rates, None) == 2  # 4 gives 5 % more
-    assert [dataloader.enough(rates, needed) for needed in (80, 100, 160, 170)] == [0, 2, 4, None]
+    assert dataloader.fewest_workers(rates, None) == 2  # 4 gives 5 % more
+    assert [dataloader.fewest_workers(rates, needed) for needed in (80, 100, 160, 170)] == [0, 2, 4, None]
 
 
 def test_what_a_run_needs(tmp_path):
@@ -350,9 +349,9 @@ def test_what_a_run_needs(tmp_path):
     steps = [(100.0, 0.0), (2.0, 0.5), (1.5, 0.0), (4.0, 0.75)]  # the first one starts up; then 1, 1.5 and 1 seconds
     lines = [json.dumps({"step": 1, "step_seconds": took, "data_wait_fraction": part}) for took, part in steps]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
-    assert dataloader.needed_by(tmp_path) == 8
-    with pytest.raises(ConfigurationError, match="--run .*: no run"):
-        dataloader.needed_by(tmp_path / "none")
+    assert dataloader.rows_per_second_of_run(tmp_path) == 8
+    with pytest.raises(ConfigurationError, match="--run: .* has no run"):
+        dataloader.rows_per_second_of_run(tmp_path / "none")
 
 
 def test_the_loader_is_measured(recipe_file, tmp_path, capsys):
@@ -377,13 +376,10 @@ def test_the_loader_is_measured(recipe_file, tmp_path, capsys):
         re.MULTILINE,
     )
     assert json.loads(file.read_text())["rows_per_second"].keys() == {"0", "1"}
-    assert (
-        commands.main(["bench", "dataloader", recipe_file, "--data_parallel_size", "3"]) == ConfigurationError.exit_code
-    )
     for size in ("0", "-1"):
         wrong = ["bench", "dataloader", recipe_file, f"--data_parallel_size={size}"]
         assert commands.main(wrong) == ConfigurationError.exit_code
-        assert f"--data_parallel_size: found {size}, a number above 0 is needed" in capsys.readouterr().err
+        assert f"--data_parallel_size: found {size}, but it must be at least 1" in capsys.readouterr().err
     streamed = ["data.streaming=true", f"tokenizer={{path: {tmp_path}}}"]
     assert commands.main(["bench", "dataloader", recipe_file, *streamed]) == ConfigurationError.exit_code
     assert "data.streaming: found true" in capsys.readouterr().err
@@ -406,7 +402,7 @@ def host(monkeypatch, tmp_path) -> list[set[int]]:
     ("processes", "share"), [(1, set(range(8))), (2, {0, 4, 1, 5}), (3, {0, 4}), (4, {0, 4}), (8, {0})]
 )
 def test_one_process_has_its_share_of_the_cores(host, processes, share):
-    with dataloader.kept_to(dataloader.share(processes)):
+    with dataloader.bound_to(dataloader.cores_of_one_process(processes)):
         assert host[-1] == share
     assert host[-1] == set(range(8))
 
@@ -416,17 +412,22 @@ def test_a_share_that_cannot_be_given_is_refused(host, recipe_file, capsys, monk
     monkeypatch.setattr("samecurve.tasks.registry.load", None)
     command = ["bench", "dataloader", recipe_file, "--processes_per_host"]
     assert commands.main([*command, "9"]) == ConfigurationError.exit_code
-    assert "--processes_per_host: found 9, but there are 8 cores; at least one for each" in capsys.readouterr().err
+    assert (
+        "--processes_per_host: found 9, but this host has 8 cores; give at most one process per core"
+        in capsys.readouterr().err
+    )
     assert commands.main([*command, "0"]) == ConfigurationError.exit_code
-    assert "--processes_per_host: found 0, a number above 0 is needed" in capsys.readouterr().err
+    assert "--processes_per_host: found 0, but it must be at least 1" in capsys.readouterr().err
     monkeypatch.delattr(os, "sched_setaffinity")
     assert commands.main([*command, "2"]) == ConfigurationError.exit_code
-    assert "this system keeps no process to a part of its cores" in capsys.readouterr().err
-    with dataloader.kept_to(dataloader.share(1)):
+    assert "this system cannot bind a process to some of its cores" in capsys.readouterr().err
+    with dataloader.bound_to(dataloader.cores_of_one_process(1)):
         assert len(host) == 1
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system keeps no process to a part of its cores")
+@pytest.mark.skipif(
+    not hasattr(os, "sched_setaffinity"), reason="this system cannot bind a process to some of its cores"
+)
 def test_workers_have_the_share(recipe_file, monkeypatch, tmp_path, capsys):
     """Of real processes: what a worker may use is what it writes down when it begins."""
     before = os.sched_getaffinity(0)
@@ -445,8 +446,8 @@ def test_workers_have_the_share(recipe_file, monkeypatch, tmp_path, capsys):
     assert counted.read_text() == "1\n"
     assert os.sched_getaffinity(0) == before
     told = capsys.readouterr().out
-    assert f"of one rank that does nothing but read, on 1 of {len(before)} cores" in told
-    assert re.search(rf"^data\.num_workers=\d, with {len(before)} processes on this host: more of them", told, re.M)
+    assert f"of one rank that only reads, on 1 of {len(before)} cores" in told
+    assert re.search(rf"^data\.num_workers=\d, with {len(before)} processes on this host: more workers", told, re.M)
     found = json.loads(file.read_text())
     assert found["processes_per_host"] == len(before) and found["rows_per_second"].keys() == {"0", "1"}
 
@@ -509,7 +510,7 @@ def test_a_strategys_files_with_other_keys(tmp_path, monkeypatch):
     assert all(map(strategy_variants.is_key, keys))
     recipes_own = ("compile=off", "optimizer.name=sgd", "checkpoint.keep=3", "steps=2", "no_such_key=1")
     assert not any(map(strategy_variants.is_key, recipes_own))
-    path = strategy_variants.changed(Path("configs/zero3.yaml"), keys, tmp_path / "new")
+    path = strategy_variants.write_changed(Path("configs/zero3.yaml"), keys, tmp_path / "new")
     found, before = read_files(str(path)), read_files("configs/zero3.yaml")
     assert Path(found.deepspeed.name) == tmp_path / "new" / "zero3.json" and path.name == "zero3.yaml"
     zero = before.deepspeed.content["zero_optimization"] | {"stage3_prefetch_bucket_size": 10_000}
@@ -518,7 +519,7 @@ def test_a_strategys_files_with_other_keys(tmp_path, monkeypatch):
     names = {"deepspeed_config_file": found.deepspeed.name}
     block = before.accelerate.content["deepspeed_config"] | names
     assert found.accelerate.content == before.accelerate.content | {"num_processes": 4, "deepspeed_config": block}
-    with pytest.raises(ConfigurationError, match="belongs into a DeepSpeed JSON, and configs/fsdp.yaml has none"):
-        strategy_variants.changed(Path("configs/fsdp.yaml"), keys[:1], tmp_path)
+    with pytest.raises(ConfigurationError, match="a key of a DeepSpeed JSON, but configs/fsdp.yaml has none"):
+        strategy_variants.write_changed(Path("configs/fsdp.yaml"), keys[:1], tmp_path)
     bench = ["bench", "step", "recipes/quickstart.yaml", "--levers", "none", "--variant", keys[0]]
     assert commands.main([*bench, "--output", str(tmp_path / "runs")]) == ConfigurationError.exit_code

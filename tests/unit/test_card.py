@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard
 
 from samecurve.cli import commands, evaluate
 from samecurve.config.schema import Recipe
-from samecurve.export.model_card import Made, model_card, write_card
+from samecurve.export.model_card import ExportInfo, model_card, write_card
 from samecurve.inference import folders
 from samecurve.run.sessions import sessions, unknown_origin
 
@@ -64,7 +64,7 @@ def run(tmp_path):
 
 
 def test_what_the_directory_knows_is_in_the_card(run):
-    text = model_card(run, Made())
+    text = model_card(run, ExportInfo())
     card = ModelCard(text)
     assert card.data.to_dict() == {
         "library_name": "transformers",
@@ -77,7 +77,7 @@ def test_what_the_directory_knows_is_in_the_card(run):
         "| train | rows 40; fingerprint abc |",
         "| held out | rows 5; fingerprint not known |",
         "| optimizer steps | 4 of 4 |",
-        "| trained on | 400 tokens, rows or pairs: what the loss counts |",
+        "| trained on | 400 tokens, rows or pairs, as the loss counts them |",
         "| hardware | 2 x NVIDIA H200 |",
         "| versions | torch 2.13.0 |",
         "| 2 |  |  |",
@@ -93,7 +93,7 @@ def test_what_the_directory_knows_is_in_the_card(run):
 
 
 def test_the_card_shows_the_loss(run, tmp_path):
-    write_card(run, Made(step=3), tmp_path)
+    write_card(run, ExportInfo(step=3), tmp_path)
     assert "\n![loss at each step](loss.svg)\n" in (tmp_path / "README.md").read_text()
     picture = ElementTree.parse(tmp_path / "loss.svg").getroot()
     texts = [text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")]
@@ -102,12 +102,12 @@ def test_the_card_shows_the_loss(run, tmp_path):
 
 def test_without_a_loss_there_is_no_picture(run, tmp_path):
     (run / "metrics.jsonl").write_text(record(1, None))
-    write_card(run, Made(), tmp_path)
+    write_card(run, ExportInfo(), tmp_path)
     assert "loss.svg" not in (tmp_path / "README.md").read_text() and not (tmp_path / "loss.svg").exists()
 
 
 def test_of_a_checkpoint_nothing_later_is_told(run):
-    text = model_card(run, Made(dtype="bfloat16", step=3))
+    text = model_card(run, ExportInfo(dtype="bfloat16", step=3))
     assert "| optimizer steps | 3 of 4 |" in text and "| 4 | 6.0000" not in text
     assert "after step 3" in text and "accuracy" not in text
     assert "stored as bfloat16" in text
@@ -122,7 +122,7 @@ def test_of_a_checkpoint_nothing_later_is_told(run):
     ],
 )
 def test_licenses(run, given, stored):
-    text = model_card(run, Made(license=given))
+    text = model_card(run, ExportInfo(license=given))
     found = ModelCard(text).data.to_dict()
     assert {key: value for key, value in found.items() if key.startswith("license")} == stored
     assert "licence of these weights" not in text
@@ -132,7 +132,7 @@ def test_licenses(run, given, stored):
 def test_a_base_model_on_the_hub(run, merged):
     adapted = {"model": HUB, "adapter": {"name": "lora"}, "task": "sft"}
     written(run, facts(recipe=adapted, adapter={"name": "lora", "base_model": "f00"}))
-    text = model_card(run, Made(merged=merged))
+    text = model_card(run, ExportInfo(merged=merged))
     data = ModelCard(text).data.to_dict()
     assert data["base_model"] == "org/base"
     assert (data["library_name"], data["base_model_relation"]) == (
@@ -146,7 +146,7 @@ def test_a_base_model_on_the_hub(run, merged):
 def test_an_adapted_classifier_takes_its_config_from_its_folder(run):
     adapted = {"model": HUB, "adapter": {"name": "lora"}, "task": "classify"}
     written(run, facts(recipe=adapted, adapter={"name": "lora", "base_model": "f00"}))
-    code = re.search(r"^```python\n(.*?)^```", model_card(run, Made()), re.MULTILINE | re.DOTALL)[1]
+    code = re.search(r"^```python\n(.*?)^```", model_card(run, ExportInfo()), re.MULTILINE | re.DOTALL)[1]
     (call,) = (line for line in code.splitlines() if "org/base" in line)
     assert "from_pretrained('org/base', config=AutoConfig.from_pretrained(folder, subfolder='model_config'))" in call
     assert {"AutoModelForSequenceClassification", "AutoConfig", "PeftModel"} <= {
@@ -157,7 +157,7 @@ def test_an_adapted_classifier_takes_its_config_from_its_folder(run):
 def test_a_base_model_on_the_disk_has_no_name_on_the_hub(run, tmp_path):
     (tmp_path / "base").mkdir()
     written(run, facts(recipe={"model": {"path": str(tmp_path / "base"), "config": None}}))
-    assert "base_model" not in ModelCard(model_card(run, Made())).data.to_dict()
+    assert "base_model" not in ModelCard(model_card(run, ExportInfo())).data.to_dict()
 
 
 def test_sessions_end_where_a_run_began_afresh(run):
@@ -194,14 +194,14 @@ def test_a_run_that_went_on_from_another_directory(run):
     written(run, facts(start_step=2, resumed_from="runs/other/checkpoints/step_00000002"))
     found = sessions(run)
     assert len(found) == 1 and unknown_origin(found[0]) == "runs/other/checkpoints/step_00000002"
-    assert "went on from runs/other/checkpoints/step_00000002, whose own history is not known" in model_card(
-        run, Made()
+    assert "resumed from runs/other/checkpoints/step_00000002, whose history is not known" in model_card(
+        run, ExportInfo()
     )
 
 
 def test_a_run_without_evaluation_says_so(run):
     (run / "metrics.jsonl").write_text(record(1, 8.0))
-    assert "None: the run measured nothing that was held out." in model_card(run, Made())
+    assert "None: the run had no evaluation on held-out rows." in model_card(run, ExportInfo())
 
 
 # what evaluate and export say before anything is loaded
@@ -210,21 +210,21 @@ def test_a_run_without_evaluation_says_so(run):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["evaluate", "RUN"], "the run held nothing out"),
+        (["evaluate", "RUN"], "DATA: the run held out no rows"),
         (["evaluate", "RUN", "nowhere.jsonl"], "DATA: no such file or folder"),
         (["evaluate", "RUN", "--micro_batch_size", "0"], "--micro_batch_size: found 0"),
-        (["evaluate", "RUN/model"], "the run held nothing out"),
-        (["evaluate", "RUN/model/nothing"], "run.json: holds no recipe; give a run's output_dir"),
-        (["evaluate", "RUN", "--model", "RUN/previous"], "previous holds an exported model"),
-        (["evaluate", "RUN", "data.text_column=body"], "columns are those of DATA; name that first"),
+        (["evaluate", "RUN/model"], "DATA: the run held out no rows"),
+        (["evaluate", "RUN/model/nothing"], "run.json: no recipe in this file; give the output_dir of a run"),
+        (["evaluate", "RUN", "--model", "RUN/previous"], "previous: no exported model here"),
+        (["evaluate", "RUN", "data.text_column=body"], "found in the place of DATA; give DATA first"),
         (
             ["evaluate", "RUN", "my.jsonl", "data.chosen_column=a"],
-            "the run's recipe: data.chosen_column: task pretrain reads no such columns; it knows data.text_column",
+            "the run's recipe: data.chosen_column: not a key that task pretrain reads; use one of data.text_column",
         ),
         (["evaluate", "RUN", "my.jsonl", "data.text_column={"], "data.text_column: invalid YAML"),
-        (["export", "RUN/model/nothing"], "holds no run (run.json)"),
-        (["export", "RUN", "--checkpoint", "latest"], "RUN holds no checkpoint; give the output_dir of a run that got"),
-        (["export", "RUN", "--checkpoint", "gone"], "gone: no such folder"),
+        (["export", "RUN/model/nothing"], "no run here (no run.json)"),
+        (["export", "RUN", "--checkpoint", "latest"], "RUN: no checkpoint found; give the output_dir of a run that"),
+        (["export", "RUN", "--checkpoint", "gone"], "--checkpoint: no such folder: gone"),
     ],
 )
 def test_mistakes_are_told_first(run, arguments, text, capsys):
@@ -240,18 +240,18 @@ def test_a_recipe_of_another_version_is_named(run, capsys):
     written(run, content | {"versions": {"samecurve": "9.9"}})
     assert commands.main(["evaluate", str(run)]) == 2
     told = capsys.readouterr().err
-    assert "run.json: not a recipe of this version (optimizer.inertia); version 9.9 wrote it" in told
+    assert "the recipe does not fit this version of samecurve (optimizer.inertia); version 9.9 wrote it" in told
 
 
 def test_a_run_that_has_not_ended_is_sent_to_export(run, capsys):
     (run / "checkpoints" / "step_00000002").mkdir(parents=True)
     assert commands.main(["generate", str(run)]) == 2
-    assert f"checkpoint: python -m samecurve export {run}" in capsys.readouterr().err
+    assert f"export the newest one: python -m samecurve export {run}" in capsys.readouterr().err
 
 
 def test_columns_of_the_data_to_measure(run):
     written(run, facts(recipe={"task": "sft", "data": {"path": "my.jsonl", "messages_column": "turns"}}))
-    trained = folders.recipe(run)
+    trained = folders.read_recipe(run)
     given = ["data.messages_column=null", "data.prompt_column=1", "data.completion_column=answer"]
     found = evaluate.with_columns(trained, "other.jsonl", given)
     columns = {"messages_column": None, "prompt_column": "1", "completion_column": "answer"}
@@ -262,8 +262,8 @@ def test_columns_of_the_data_to_measure(run):
 def test_a_file_takes_the_place_of_a_mixture(run):
     sources = [{"path": "a.jsonl", "weight": 0.75}, {"path": "b.jsonl", "weight": 0.25}]
     written(run, facts(recipe={"data": {"mixture": sources, "validation_fraction": 0.1}}))
-    assert "| data | a.jsonl (weight 0.75), b.jsonl (weight 0.25) |" in model_card(run, Made())
-    trained = folders.recipe(run)
-    other = evaluate.reading(trained, run, str(run / "metrics.jsonl"))
+    assert "| data | a.jsonl (weight 0.75), b.jsonl (weight 0.25) |" in model_card(run, ExportInfo())
+    trained = folders.read_recipe(run)
+    other = evaluate.with_evaluation_data(trained, run, str(run / "metrics.jsonl"))
     assert (other.data.path, other.evaluate.path, other.data.mixture) == (*[str(run / "metrics.jsonl")] * 2, None)
-    assert evaluate.reading(trained, run, None).data == trained.data
+    assert evaluate.with_evaluation_data(trained, run, None).data == trained.data

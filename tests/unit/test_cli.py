@@ -74,7 +74,7 @@ def test_help_and_errors_need_no_torch(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert all(command in done.stdout for command in commands.COMMANDS)
-    assert done.stderr.startswith(f"{tmp_path} ") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"{tmp_path}: ") and done.stderr.count("\n") == 1
     assert "run.json" in done.stderr and "metrics.jsonl" in done.stderr
 
 
@@ -189,7 +189,7 @@ def test_what_is_compared_in_which_precision(more, given, precision, tolerance, 
 
 
 def run_job(directory, code):
-    return jobs.run(Job("ddp", None, 1), [sys.executable, "-c", code], directory, tell=lambda steps: None)
+    return jobs.run(Job("ddp", None, 1), [sys.executable, "-c", code], directory, on_progress=lambda steps: None)
 
 
 def test_a_job_that_works(tmp_path):
@@ -228,7 +228,7 @@ FAILURES = {
         False,
         "the loss is nan",
     ),
-    "crash": ("import os; os.abort()", False, "ended with code 1, see LOG"),
+    "crash": ("import os; os.abort()", False, "failed with exit code 1, see LOG"),
 }
 
 
@@ -257,7 +257,7 @@ def test_no_job_outlives_the_comparison(number, code, tmp_path):
         "from samecurve.cli import commands as cli, summary; from samecurve.bench import jobs\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background job ignores it
         f"job = jobs.Job('ddp', None, 1), [sys.executable, '-c', {training!r}], Path({str(tmp_path / 'ddp')!r})\n"
-        "summary.run = lambda _: jobs.run(*job, tell=print)\n"
+        "summary.run = lambda _: jobs.run(*job, on_progress=print)\n"
         "sys.exit(cli.main(['summary', '.']))"
     )
     process = subprocess.Popen([sys.executable, "-c", comparison], stdout=subprocess.DEVNULL)
@@ -369,7 +369,7 @@ def test_summary(tmp_path, recipe_file, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[:6] == [
         "state         done",
-        "ran           ddp (DistributedDataParallel), 2 processes, fp32",
+        "strategy      ddp (DistributedDataParallel), 2 processes, fp32",
         "loss          8.0000 -> 6.0000 in 4 steps",
         "held out      loss 7.0000 -> 6.2500, bits per byte 2.5000 (after step 4)",
         "tokens        2,000 trained in 1:40 min of steps, 20 per second",
@@ -389,8 +389,11 @@ def test_what_does_not_write_is_asked(tmp_path, recipe_file):
     facts = json.loads((tmp_path / "run.json").read_text())
     for task in ("classify", "reward", "embed", "mlm"):
         lines = dict(summary.commands(tmp_path, facts | {"recipe": {"task": task}}))
-        assert lines["ask it"].startswith(f"python -m samecurve predict {tmp_path} ") and "let it write" not in lines
-    assert "--prompt" in dict(summary.commands(tmp_path, facts | {"recipe": {"task": "reward"}}))["ask it"]
+        assert (
+            lines["run the model"].startswith(f"python -m samecurve predict {tmp_path} ")
+            and "generate text" not in lines
+        )
+    assert "--prompt" in dict(summary.commands(tmp_path, facts | {"recipe": {"task": "reward"}}))["run the model"]
 
 
 def test_the_way_to_go_on_is_legal(tmp_path, recipe_file):
@@ -407,7 +410,7 @@ def test_the_way_to_go_on_is_legal(tmp_path, recipe_file):
     facts = json.loads((directory / "run.json").read_text()) | {"overrides": ["model.new_head=true"]}
     (directory / "model").mkdir(exist_ok=True)
     line = dict(summary.commands(directory, facts | {"recipe": {"model": {"new_head": True}}}))[
-        "go on from its weights"
+        "start a run from its weights"
     ]
     assert line.count("new_head") == 1 and "model.new_head=false" in line  # the export has it
 

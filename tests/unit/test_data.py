@@ -9,8 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from samecurve.config.schema import Batch
-from samecurve.data.batches import EvaluationBatches, MicroBatch, StepBatches
+from samecurve.data.batches import EvaluationBatches, StepBatches
 from samecurve.data.datasets.base import DocumentRows, PackedRows, Rows, causal_arrays
+from samecurve.data.micro_batch import MicroBatch
 from samecurve.data.token_store import TokenStream
 from samecurve.losses.cross_entropy import IGNORE_INDEX
 

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from samecurve.data.batches import MicroBatch
+from samecurve.data.micro_batch import MicroBatch
 from samecurve.engines.forward import Forward
 from samecurve.engines.loss_scaler import LossScale
 from samecurve.engines.torch_engine import TorchEngine

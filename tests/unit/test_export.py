@@ -105,14 +105,14 @@ def test_bf16_and_views_are_written_as_fp32(tmp_path):
 
 NORM = "model.norm.weight"
 BROKEN = {
-    "missing": (lambda w: w.pop(NORM), CheckpointError, f"never came: {NORM}"),
+    "missing": (lambda w: w.pop(NORM), CheckpointError, f"missing parameters: {NORM}"),
     "unknown": (lambda w: w.update(extra=torch.ones(2)), CheckpointError, "extra: the model has no such parameter"),
     "empty": (lambda w: w.update({NORM: torch.ones(0)}), CheckpointError, f"{NORM}: empty"),
     "none": (lambda w: w.update({NORM: None}), CheckpointError, f"{NORM}: empty"),
     "shape": (
         lambda w: w.update({NORM: torch.ones(8)}),
         CheckpointError,
-        f"{NORM}: has the shape (8,), the model needs (16,)",
+        f"{NORM}: found shape (8,), but the model has (16,)",
     ),
     "nan": (
         lambda w: w.update({NORM: torch.full((16,), float("nan"))}),
@@ -137,7 +137,7 @@ def test_a_wrong_tensor_is_an_error_and_not_a_file(case, tmp_path):
 def test_a_tensor_that_comes_twice(tmp_path):
     trained, skeleton = trained_and_skeleton("llama_tied")
     tensors = list(weights(trained).items())
-    with pytest.raises(CheckpointError, match=f"{NORM}: came twice"):
+    with pytest.raises(CheckpointError, match=f"{NORM}: given twice"):
         export_to(tmp_path / "model", skeleton, [*tensors, (NORM, torch.ones(16))])
     assert not list(tmp_path.iterdir())
 
@@ -186,7 +186,7 @@ def test_an_existing_folder_is_not_overwritten(tmp_path):
     trained, skeleton = trained_and_skeleton("llama_tied")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "precious").write_text("")
-    with pytest.raises(StorageError, match="is there already"):
+    with pytest.raises(StorageError, match="exists already"):
         export_to(tmp_path / "model", skeleton, weights(trained).items())
     assert [path.name for path in (tmp_path / "model").iterdir()] == ["precious"]
 
@@ -203,7 +203,9 @@ def test_another_dtype(tmp_path, dtype):
 def test_what_fp16_cannot_hold(tmp_path):
     trained, skeleton = trained_and_skeleton("llama_tied")
     tensors = weights(trained) | {NORM: torch.full((16,), 1e5)}
-    with pytest.raises(NumericError, match=f"{NORM}: 16 values are beyond the range of float16 .100000.; choose bf16"):
+    with pytest.raises(
+        NumericError, match=f"{NORM}: 16 values exceed the range of float16 .up to 100000.; choose bf16"
+    ):
         export(iter(tensors.items()), skeleton, tokenizer(), tmp_path / "model", True, dtype=torch.float16)
     export(iter(tensors.items()), skeleton, tokenizer(), tmp_path / "model", True, dtype=torch.bfloat16)
 

@@ -288,15 +288,15 @@ def test_a_data_set_is_measured_by_its_split(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("r.json").write_text(json.dumps(CONTENT))
     trained = loader.load_recipe("r.json")
-    with pytest.raises(ConfigurationError, match="org/name: a data set of the hub has splits; name the one to measure"):
+    with pytest.raises(ConfigurationError, match="org/name: no split given for a data set of the hub"):
         evaluate.with_columns(trained, "org/name", [])
-    with pytest.raises(ConfigurationError, match="data.split: task pretrain reads no such columns"):
+    with pytest.raises(ConfigurationError, match="data.split: not a key that task pretrain reads"):
         evaluate.with_columns(trained, "mine.jsonl", ["data.split=test"])
     chosen = evaluate.with_columns(trained, "org/name", ["data.split=test", "data.config=b"])
-    found = evaluate.reading(chosen, tmp_path, "org/name")
+    found = evaluate.with_evaluation_data(chosen, tmp_path, "org/name")
     assert found.evaluation.model_dump() == found.data.model_dump()
     assert (found.data.split, found.data.config, found.data.revision) == ("test", "b", None)
-    unnamed = evaluate.reading(trained, tmp_path, None).evaluation
+    unnamed = evaluate.with_evaluation_data(trained, tmp_path, None).evaluation
     assert (unnamed.path, unnamed.split, unnamed.revision) == ("org/name", "validation", "v1")
 
 

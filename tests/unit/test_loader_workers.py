@@ -132,7 +132,7 @@ def test_waiting_is_told_once_with_what_to_do():
     # (20 * 0.04 + 2 * 0.2) / 22 is the first mean above 5 %
     assert [place for place, text in enumerate(told) if text] == [FEWEST_STEPS + 2]
     assert told[FEWEST_STEPS + 2].startswith(
-        "5% of the last 22 steps' time went by waiting for rows: data.num_workers is 2; try 4"
+        "waiting for data took 5% of the time of the last 22 steps: data.num_workers is 2; try 4"
     )
 
 

@@ -139,7 +139,7 @@ def test_more_than_the_peak_is_told_once():
         told.append(measured.doubt(measured.step(3, result(), 1e-3, 48, 0.0)))
     assert (told[0], told[2]) == ("", "")
     assert told[1] == (
-        "warning: step 3 has mfu 1.20 and hfu 1.60, and more than 1 is not possible: the peak of 1 TFLOP/s (by hand) "
+        "warning: step 3 has mfu 1.20 and hfu 1.60, but more than 1 is impossible: the peak of 1 TFLOP/s (by hand) "
         "is too low, or attention, counted over the full square of a row (50% of the FLOPs), computed less; do not "
         "rely on mfu and hfu of this run"
     )

@@ -138,7 +138,7 @@ def test_what_a_terminal_shows(folders, tmp_path, capsys, monkeypatch):
     told = capsys.readouterr()
     first, second = told.out.splitlines()
     assert first.endswith("  a") and second.endswith("bbb...") and first.split()[0] in NAMES.values()
-    assert told.err == "1 texts lost their end behind 40 tokens, as in training\n"
+    assert told.err == "1 text was truncated to 40 tokens, as in training\n"
     assert commands.main(["predict", str(folders["mlm"]), "a [MASK]", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["text"] == "a [MASK]"
 
@@ -154,17 +154,17 @@ def test_lines_of_the_input_and_columns_of_a_table(folders, tmp_path, capsys, mo
 @pytest.mark.parametrize(
     ("kind", "arguments", "code", "text"),
     [
-        ("causal", ["a"], 2, "holds a language model, which writes: python -m samecurve generate"),
-        ("classify", ["a", "--top", "2"], 2, "--top: is for a masked language model"),
-        ("classify", ["a", "--prompt", "b"], 2, "--prompt: is for a reward model"),
-        ("classify", ["a", "--batch_size", "0"], 2, "--batch_size: found 0, a number of at least 1"),
-        ("classify", ["a", "--file", "b"], 2, "--file: given together with TEXT"),
+        ("causal", ["a"], 2, "the model generates text; use python -m samecurve generate"),
+        ("classify", ["a", "--top", "2"], 2, "--top: only for a masked language model"),
+        ("classify", ["a", "--prompt", "b"], 2, "--prompt: only for a reward model"),
+        ("classify", ["a", "--batch_size", "0"], 2, "--batch_size: found 0, but it must be at least 1"),
+        ("classify", ["a", "--file", "b"], 2, "--file: cannot be combined with TEXT"),
         ("classify", ["--file", "nowhere"], 2, "--file: no such file"),
         ("classify", [" "], 3, "TEXT 1: the text is empty"),
         ("classify", ["--file", "rows.jsonl"], 3, "rows.jsonl:1: no column 'text', found: txt; did you mean"),
-        ("classify", ["--file", "empty.txt"], 3, "empty.txt: holds no text"),
-        ("reward", ["a"], 2, "a reward model scores answers: give --prompt TEXT"),
-        ("mlm", ["a"], 3, "TEXT 1: no [MASK]; write [MASK] for the word"),
+        ("classify", ["--file", "empty.txt"], 3, "empty.txt: no text found"),
+        ("reward", ["a"], 2, "a reward model scores answers to a prompt; give --prompt TEXT"),
+        ("mlm", ["a"], 3, "TEXT 1: no [MASK]; write [MASK] in place of the word"),
         ("mlm", [f"{'a' * 60} [MASK]"], 3, "TEXT 1: no [MASK] among its first 40 tokens"),
     ],
 )
@@ -176,4 +176,4 @@ def test_mistakes(kind, arguments, code, text, folders, tmp_path, monkeypatch, c
     assert text in capsys.readouterr().err
     if kind not in ("causal", "mlm"):
         assert commands.main(["generate", str(folders[kind])]) == 2
-        assert "ask it by python -m samecurve predict" in capsys.readouterr().err
+        assert "use python -m samecurve predict" in capsys.readouterr().err

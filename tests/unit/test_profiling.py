@@ -314,7 +314,7 @@ def test_nothing_is_touched_where_nothing_is_recorded(tmp_path, monkeypatch):
         profiler = recorder.Profiler(settings, step, hooks(tmp_path, said, rank))
         for number in range(step + 1, 6):
             profiler.after(number)
-    assert said == ["profile.steps: the run goes on after step 3, so steps 2 to 3 are not seen"]
+    assert said == ["profile.steps: steps 2 to 3 are not profiled, because the run resumes after step 3"]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -323,7 +323,7 @@ def test_a_disk_that_takes_no_trace_does_not_end_the_run(tmp_path):
     said = []
     steps = trained(Batches(num_steps=2), Profile(steps=(1, 1)), hooks(tmp_path / "profile", said))
     assert steps == [1, 2]
-    assert any("the profile is not whole" in line for line in said)
+    assert any("the profile is incomplete" in line for line in said)
 
 
 def test_a_trace_that_cannot_be_read_does_not_end_the_run(tmp_path, monkeypatch):
@@ -335,7 +335,7 @@ def test_a_trace_that_cannot_be_read_does_not_end_the_run(tmp_path, monkeypatch)
     said = []
     monkeypatch.setattr(recorder, "read_trace", half)
     assert trained(Batches(num_steps=2), Profile(steps=(1, 1)), hooks(tmp_path, said)) == [1, 2]
-    assert "profile.steps: ValueError: Expecting ',' delimiter: line 9; the profile is not whole" in said
+    assert "profile.steps: ValueError: Expecting ',' delimiter: line 9; the profile is incomplete" in said
 
 
 def test_memory_is_not_recorded_on_where_the_trace_cannot_be_written(tmp_path, monkeypatch):
@@ -348,7 +348,7 @@ def test_memory_is_not_recorded_on_where_the_trace_cannot_be_written(tmp_path, m
     one = recorder.Profiler(Profile(steps=(5, 5)), 0, hooks(tmp_path, said))
     one._write(SimpleNamespace(export_chrome_trace=full))
     assert histories == [None]
-    assert "the profile is not whole" in said[-1]
+    assert "the profile is incomplete" in said[-1]
 
 
 def described(zero_stage: int = 0, pipeline_stages: int = 1) -> SimpleNamespace:

@@ -9,8 +9,9 @@ import pytest
 import torch
 from test_preferences import stream
 
-from samecurve.data.batches import EvaluationBatches, MicroBatch
+from samecurve.data.batches import EvaluationBatches
 from samecurve.data.datasets.preference import AnswerRows, GroupedAnswerRows
+from samecurve.data.micro_batch import MicroBatch
 from samecurve.distributed.control_group import ControlGroup
 from samecurve.errors import DataError, NumericError, StorageError
 from samecurve.interfaces.task import InitialState

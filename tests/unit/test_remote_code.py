@@ -112,12 +112,12 @@ def test_a_model_with_code_of_its_own_is_loaded_where_its_run_trusted_it(folder,
     (run / "run.json").write_text(json.dumps(facts(recipe={"model": model})))
     PreTrainedTokenizerFast(tokenizer_file=_tokenizer(tmp_path)).save_pretrained(run / "model")
     if trusted:
-        loaded, _ = loading.load(run / "model")
+        loaded, _ = loading.load_with_tokenizer(run / "model")
         assert type(loaded).__name__ == "ToyForCausalLM"
         assert commands.main(["export", str(run), "--dtype", "bf16"]) == 0
     else:
         with pytest.raises(ConfigurationError, match="no run whose recipe has model.trust_remote_code"):
-            loading.load(run / "model")
+            loading.load_with_tokenizer(run / "model")
 
 
 def _tokenizer(tmp_path: Path) -> str:

@@ -162,7 +162,7 @@ def test_a_run_json_in_the_old_spelling_is_read():
 
 def test_commands_read_the_recipe_of_a_run_in_the_old_spelling(tmp_path):
     (tmp_path / "run.json").write_text(json.dumps({"recipe": OLD}))
-    assert folders.recipe(tmp_path).data.validation_fraction == 0.25
+    assert folders.read_recipe(tmp_path).data.validation_fraction == 0.25
 
 
 def test_the_recipes_have_no_old_name():

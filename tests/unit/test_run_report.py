@@ -104,7 +104,7 @@ def test_one_run(run, capsys):
     assert row(page, "loss, first to last step") == ["8.0000 to 6.0000"]
     assert row(page, "held-out loss, lowest") == ["7.5000 (step 3)"] and row(page, "held-out f1, last") == ["0.5000"]
     assert row(page, "tokens per second, median step") == ["200"] and row(page, "MFU, median step") == ["not known"]
-    assert row(page, "memory at most, rank 0") == ["1.50 GiB"]
+    assert row(page, "peak memory, rank 0") == ["1.50 GiB"]
     assert plots(page) == [
         "loss",
         "gradient norm",
@@ -114,14 +114,14 @@ def test_one_run(run, capsys):
         "waiting for data, % of the step",
         "held out: f1",
     ]
-    assert "Not on record: MFU and HFU, % of the peak." in page
+    assert "Not recorded: MFU and HFU, % of the peak." in page
     assert row(page, "versions.torch") == ["2.13.0"] and row(page, "data.train.rows") == ["40"]
     assert "learning_rate: 0.001" in page and "distributed_type: MULTI_GPU" in page
 
 
 def test_where_it_went_on_and_under_what(run, capsys):
     page = made(capsys, run)
-    told = "session 2 went on after step 2: ddp, world size 2"
+    told = "session 2 resumed after step 2: ddp, world size 2"
     assert page.count(f"<g><title>{told}</title>") == len(plots(page))
     assert row(page, "1")[:4] == ["1", "zero3", "DistributedDataParallel", "4"]
     assert row(page, "1")[-1] == "preempted: &lt;SIGTERM&gt;" and row(page, "2")[:2] == ["3", "ddp"]
@@ -129,7 +129,7 @@ def test_where_it_went_on_and_under_what(run, capsys):
 
 def test_sessions_that_are_gone_are_told(run, capsys):
     (run / "previous" / "1" / "run.json").unlink()
-    assert "The first one here went on from a session, whose own history is not in this directory." in made(capsys, run)
+    assert "The first session listed here resumed from a session, whose history is elsewhere." in made(capsys, run)
 
 
 def ended_outside_the_loop(run: Path, begins: bool) -> None:
@@ -150,7 +150,7 @@ def test_a_start_without_a_run_json_is_not_taken_for_the_session_before_it(run, 
     page = made(capsys, run)
     assert row(page, "1")[-1] == "preempted: &lt;SIGTERM&gt;" and row(page, "2")[-1] == "preempted: SIGINT"
     if begins:
-        assert "<p>A later start, which has no run.json of its own: failed: no memory</p>" in page
+        assert "<p>A later start without a run.json of its own: failed: no memory</p>" in page
     else:
         assert re.search(r'<p class="bad">A later start was refused \(exit code 1, [^ ]+: no memory\)</p>', page)
 
@@ -171,10 +171,10 @@ def test_two_runs_and_what_differs(run, tmp_path, capsys):
     record_all(other, [record(1, 8.0), record(2, 7.5), record(3, 7.7), record(4, 6.0)])
     page = made(capsys, run, other)
     assert (run / "report_b.html").exists() and not (run / "report.html").exists()
-    assert "At the 3 steps that both have a loss for, the two differ by at most 1.0e-01, relative." in page
+    assert "At the 3 steps for which both runs have a loss, they differ by at most 1.0e-01, relative." in page
     assert "<h3>Recipe: 1 of 3 keys</h3>" in page and "<h3>Strategy files: 0 of 1 keys</h3>" in page
     assert row(page, "optimizer.learning_rate") == ["0.001", "0.002"]
-    differing = page.partition("What differs")[2].partition("<h2>")[0]
+    differing = page.partition("Differences")[2].partition("<h2>")[0]
     assert row(differing, "versions.torch") == ["2.13.0", "2.11.0"]
     assert row(differing, "versions.peft") == ["absent", "1"]
     assert "overrides" not in differing and "start_step" not in differing
@@ -185,7 +185,7 @@ def test_two_runs_and_what_differs(run, tmp_path, capsys):
 
 def test_equal_runs_have_no_plot_of_their_distance(run, capsys):
     page = made(capsys, run, run)
-    assert "the two are the same to the last bit" in page and "|loss of B / loss of A - 1|" not in plots(page)
+    assert "they are identical" in page and "|loss of B / loss of A - 1|" not in plots(page)
     assert 'class="marked"' not in page
 
 
@@ -206,13 +206,13 @@ def test_a_run_that_failed_before_its_first_step(tmp_path, capsys):
     written(tmp_path, "status.json", {"state": "failed", "reason": "rank 1: no <memory>", "exit_code": 1})
     page = made(capsys, tmp_path)
     assert '<p class="bad">failed: rank 1: no &lt;memory&gt;</p>' in page
-    assert "no run.json" in page and "No step is on record." in page and plots(page) == []
+    assert "before it wrote run.json" in page and "No steps are recorded." in page and plots(page) == []
 
 
 def test_losses_that_are_no_numbers(run, capsys):
     (run / "metrics.jsonl").write_text(json.dumps(record(1, None)) + "\n" + '{"step": 2, "loss": NaN}\n{"step": 3, "lo')
     page = made(capsys, run)
-    assert "loss" not in plots(page) and "Not on record: loss, " in page
+    assert "loss" not in plots(page) and "Not recorded: loss, " in page
 
 
 def test_a_long_run_is_a_small_page(run, capsys):
@@ -224,10 +224,10 @@ def test_a_long_run_is_a_small_page(run, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "nowhere holds no run (run.json, metrics.jsonl); give the output_dir of a recipe"),
-        (["a", "nowhere"], "nowhere holds no run"),
-        (["a", "a", "a"], "RUN: found 3 directories; a report is of one run, or of two"),
-        (["damaged"], "damaged: a file of it is damaged, mend it or move it aside: Expecting value"),
+        (["nowhere"], "nowhere: no run here (run.json, metrics.jsonl); give the output_dir of a run"),
+        (["a", "nowhere"], "nowhere: no run here"),
+        (["a", "a", "a"], "RUN: found 3 directories, but a report shows one run or two"),
+        (["damaged"], "damaged: a damaged file; repair it or move it away: Expecting value"),
     ],
 )
 def test_mistakes(run, arguments, message, monkeypatch, capsys):

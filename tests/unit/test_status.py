@@ -142,7 +142,7 @@ def test_every_reader_bears_a_damaged_one(content, tmp_path, capsys):
     log = tmp_path / "log"
     log.write_text("exitcode : 3")
     assert jobs._exit_code(tmp_path, log, 1) == 3
-    assert jobs._reason(tmp_path, log, 3) == f"ended with code 3, see {log}"
+    assert jobs._reason(tmp_path, log, 3) == f"failed with exit code 3, see {log}"
 
 
 def test_there_is_one_reader():

@@ -20,8 +20,8 @@ from samecurve.cli import commands
 from samecurve.data import sources
 from samecurve.data.tokenizer import BEGIN_OF_TEXT, BEGIN_OF_TURN, CHAT_TEMPLATE, END_OF_TEXT, END_OF_TURN
 from samecurve.inference import chat
-from samecurve.inference.generator import load
-from samecurve.inference.writing import Writing
+from samecurve.inference.generation import GenerationOptions
+from samecurve.inference.generator import load_generator
 
 HELLO = ["\n", "h", "i", END_OF_TURN]
 SOURCE = '''
@@ -76,10 +76,13 @@ def polite(tmp_path_factory):
 
 
 def test_a_chat_model_answers_a_turn_and_stops_at_its_end(polite, capsys):
-    assert load(polite).ends == [tokenizer().eos_token_id, tokenizer().convert_tokens_to_ids(END_OF_TURN)]
+    assert load_generator(polite).end_tokens == [
+        tokenizer().eos_token_id,
+        tokenizer().convert_tokens_to_ids(END_OF_TURN),
+    ]
     assert commands.main(["generate", str(polite), "--prompt", "say", "--temperature", "0", "--system", "be"]) == 0
     out = capsys.readouterr().out
-    assert out.endswith("[say]\nhi\n") and "a user's turn" in out
+    assert out.endswith("[say]\nhi\n") and "a user's message" in out
 
 
 def test_raw_continues_the_text(polite, capsys):
@@ -87,7 +90,7 @@ def test_raw_continues_the_text(polite, capsys):
     assert commands.main(arguments) == 0
     assert capsys.readouterr().out.endswith("[h]i\n")
     assert commands.main([*arguments, "--system", "be"]) == 2
-    assert "there is no system turn" in capsys.readouterr().err
+    assert "gets the prompt as plain text" in capsys.readouterr().err
 
 
 def test_another_head_is_refused(tmp_path, capsys):
@@ -97,13 +100,13 @@ def test_another_head_is_refused(tmp_path, capsys):
     LlamaForSequenceClassification(config).save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
     assert commands.main(["generate", str(tmp_path)]) == 2
-    assert "holds a LlamaForSequenceClassification, which writes nothing; ask it by" in capsys.readouterr().err
+    assert "the model is a LlamaForSequenceClassification, which does not generate text; use" in capsys.readouterr().err
 
 
 def test_what_does_not_fit_is_told(tmp_path, capsys):
     folder = written(tmp_path, HELLO, positions=16)
     assert commands.main(["generate", str(folder), "--prompt", "x" * 40]) == 2
-    assert "of a model of 16 positions" in capsys.readouterr().err
+    assert "the model only 16 positions" in capsys.readouterr().err
     assert commands.main(["generate", str(folder), "--temperature", "-1"]) == 2
     assert commands.main(["generate", str(folder), "--max_new_tokens", "0"]) == 2
 
@@ -117,17 +120,17 @@ def test_a_question_through_a_pipe(polite, capsys, monkeypatch):
     assert capsys.readouterr().out == "hi\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
     assert commands.main(["chat", str(polite)]) == 2
-    assert "nothing came to answer" in capsys.readouterr().err
+    assert "standard input: found no prompt" in capsys.readouterr().err
 
 
 def test_a_model_without_a_template_is_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello"))
     assert commands.main(["chat", str(written(tmp_path, HELLO, template=False))]) == 2
-    assert "has no chat template, so there is no conversation; python -m samecurve generate" in capsys.readouterr().err
+    assert "the model has no chat template; use python -m samecurve generate" in capsys.readouterr().err
 
 
-def talked(folder, lines, print_=None) -> chat.Talk:
-    talk = chat.Talk(load(folder), Writing(8, 0.0), print_=print_)
+def talked(folder, lines, print_=None) -> chat.ChatSession:
+    talk = chat.ChatSession(load_generator(folder), GenerationOptions(8, 0.0), print_=print_)
     given = iter(lines)
 
     def read(_):
@@ -139,7 +142,7 @@ def talked(folder, lines, print_=None) -> chat.Talk:
             raise line
         return line
 
-    assert chat.loop(talk, read) == 0
+    assert chat.read_and_answer(talk, read) == 0
     return talk
 
 
@@ -154,7 +157,7 @@ def test_a_conversation_keeps_its_turns(polite, capsys):
 def test_commands(polite, capsys):
     talk = talked(polite, ["one", "/system be brief", "two", "/what", "/quit", "three"])
     assert talk.system == "be brief" and [turn["content"] for turn in talk.turns] == ["two", "hi"]
-    assert "/what: no such command; /system" in capsys.readouterr().out
+    assert "/what: unknown command; /system" in capsys.readouterr().out
     assert talked(polite, ["one", "/reset"]).turns == []
 
 
@@ -168,15 +171,17 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_written(tmp_path):
             pieces.clear()
             raise KeyboardInterrupt
 
-    talk = chat.Talk(load(folder), Writing(500, 0.0), print_=print_)
-    talk.say("go")
+    talk = chat.ChatSession(load_generator(folder), GenerationOptions(500, 0.0), print_=print_)
+    talk.answer("go")
     assert talk.turns[1]["content"].startswith("a") and len(talk.turns[1]["content"]) < 20
 
 
 def test_a_conversation_that_is_too_long_goes_on_without_the_turn(tmp_path, capsys):
     talk = talked(written(tmp_path, HELLO, positions=64), ["one", "x" * 80])
     assert len(talk.turns) == 2
-    assert "of a model of 64 positions; shorten that; /reset begins a new conversation" in capsys.readouterr().out
+    assert (
+        "the model only 64 positions; shorten the prompt; /reset begins a new conversation" in capsys.readouterr().out
+    )
 
 
 # the share that parses
@@ -202,12 +207,12 @@ def test_the_parse_rate(successors, template, line, ended, library, tmp_path, ca
     arguments = ["--parse_rate", "2", "--temperature", "0", "--max_new_tokens", "16"]
     assert commands.main(["generate", str(folder), *arguments]) == 0
     out = capsys.readouterr().out
-    assert line in out and f"ended    {ended} before" in out
+    assert line in out and f"complete {ended};" in out
 
 
 def test_prompts_are_held_out_ones(library):
     assert len(parse_rate.held_out_prompts(2, None)) == 2
-    with pytest.raises(commands.ConfigurationError, match="held out 2 functions"):
+    with pytest.raises(commands.ConfigurationError, match="held out only 2 functions"):
         parse_rate.held_out_prompts(3, None)
 
 
@@ -238,7 +243,7 @@ DOCUMENTED = 'def f(a):\n    """What it does."""'
     ],
 )
 def test_what_counts_as_a_function(text, ended, chat, good):
-    code = parse_rate.code_of(parse_rate.Answer(DOCUMENTED, text, ended), chat)
+    code = parse_rate.extract_function(parse_rate.Answer(DOCUMENTED, text, ended), chat)
     assert (None if code is None else parse_rate.is_function(code)) is good
 
 
@@ -274,7 +279,7 @@ def test_the_command_of_lm_eval(polite, capsys, monkeypatch):
     assert loaded == {"pretrained": str(polite), "tokenizer": str(polite), "dtype": "float32"}
     assert words[words.index("--tasks") + 1] == "arc_easy" and words[words.index("--limit") + 1] == "9"
     assert commands.main(["lm_eval", str(polite), "arc_easy", "--raw"]) == 2
-    assert capsys.readouterr().err.endswith("it is an extra: pip install -c constraints.txt -r requirements-eval.txt\n")
+    assert capsys.readouterr().err.endswith("install it: pip install -c constraints.txt -r requirements-eval.txt\n")
 
 
 @pytest.mark.full

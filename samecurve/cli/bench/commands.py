@@ -1,9 +1,9 @@
 """Subcommands of `python -m samecurve bench`: speed of this machine, and of a recipe on it."""
 
 COMMANDS = {
-    "matmul": "the ceiling of this device: squares, a recipe's layers, copies",
-    "collectives": "what processes send each other: time and bandwidth over sizes",
-    "dataloader": "rows per second by number of workers, and how many are enough",
-    "shapes": "the best width near a wanted one: SwiGLU, vocabulary padding",
-    "step": "a recipe's step with each lever on and off, side by side",
+    "matmul": "measure matrix multiplications and memory copies of this device",
+    "collectives": "measure time and bandwidth of collectives by message size",
+    "dataloader": "measure rows per second by number of workers, and find how many are enough",
+    "shapes": "find the fastest layer width or padded vocabulary size near a given one",
+    "step": "measure a recipe's step with each performance option on and off",
 }

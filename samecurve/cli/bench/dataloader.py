@@ -1,4 +1,7 @@
-"""Measure rows per second of a recipe's data by number of workers (data.num_workers), and how many are enough."""
+"""Measure how many rows per second a recipe's data loader delivers, by number of workers (data.num_workers).
+
+The last line names the smallest number of workers that is enough.
+"""
 
 from __future__ import annotations
 
@@ -12,32 +15,36 @@ from samecurve.errors import ConfigurationError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE")
+    parser.add_argument("recipe", metavar="RECIPE", help="a recipe file, for example recipes/pretrain.yaml")
     parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="recipe values")
-    parser.add_argument("--workers", metavar="a,b", help="default: 0, 1, 2, 4, ... up to the number of cores")
+    parser.add_argument("--workers", metavar="a,b", help="default: 0,1,2,4,... up to the number of cores")
     parser.add_argument(
-        "--seconds", type=float, default=3.0, help="measuring time of each number of workers (default: %(default)s)"
+        "--seconds", type=float, default=3.0, help="time to measure each number of workers (default: %(default)s)"
     )
     parser.add_argument(
-        "--data_parallel_size", type=int, default=1, help="data-parallel size of the run; one rank's share is read"
+        "--data_parallel_size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="data-parallel size of the run; the benchmark reads the rows of one rank (default: %(default)s)",
     )
-    processes = "of the run, which share the host's cores; the loader gets the share of one (default: %(default)s)"
+    processes = "processes of the run on each host; the benchmark uses the cores of one of them (default: %(default)s)"
     parser.add_argument("--processes_per_host", type=int, default=1, metavar="N", help=processes)
     need = parser.add_mutually_exclusive_group()
     need.add_argument(
-        "--run", metavar="RUN", type=Path, help="a run of the recipe, whose consumption is the requirement"
+        "--run", metavar="RUN", type=Path, help="a run of this recipe; the loader has to keep up with its steps"
     )
-    need.add_argument("--needed", metavar="ROWS_PER_SECOND", type=float, help="the requirement of each rank")
-    printing.add_json(parser)
+    need.add_argument("--needed", metavar="X", type=float, help="rows per second that each rank needs")
+    printing.add_json_option(parser)
 
 
 def run(arguments: argparse.Namespace) -> Work:
     recipe = recipes.load_recipe(arguments.recipe, arguments.overrides)
     if recipe.data.streaming:
-        text = "found true, but the rows of a stream are made by a thread of their own, whatever the number of workers"
-        raise ConfigurationError(f"data.streaming: {text}; set it to false")
+        text = "found true, but streamed rows are read by one thread, whatever the number of workers"
+        raise ConfigurationError(f"data.streaming: {text}; set data.streaming=false")
     size, processes = arguments.data_parallel_size, arguments.processes_per_host
     for option, found in (("data_parallel_size", size), ("processes_per_host", processes)):
         if found < 1:
-            raise ConfigurationError(f"--{option}: found {found}, a number above 0 is needed")
+            raise ConfigurationError(f"--{option}: found {found}, but it must be at least 1")
     return Work("samecurve.bench.dataloader", (arguments, recipe))

@@ -1,4 +1,7 @@
-"""Measure the peak of this device: multiplication of squares and of a recipe's layers by precision, and copies."""
+"""Measure the peak speed of this device: matrix multiplications by precision, and memory copies.
+
+With RECIPE, the multiplications of that model's layers are measured, too.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,16 @@ from samecurve.config import loader as recipes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="also measure the shapes of this recipe's layers")
+    parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="a recipe whose layers are measured, too")
     parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="recipe values")
     parser.add_argument(
-        "--precisions", metavar="a,b", help="from fp32, tf32, bf16, fp16; default: those that the device supports"
+        "--precisions", metavar="a,b", help="some of fp32, tf32, bf16, fp16 (default: all; on a CPU all but tf32)"
     )
-    parser.add_argument("--sizes", metavar="a,b", help="widths of the square matrices")
     parser.add_argument(
-        "--seconds", type=float, default=0.5, help="measuring time of each number (default: %(default)s)"
+        "--sizes", metavar="a,b", help="sizes of the square matrices (default: powers of two that suit the device)"
     )
-    printing.add_json(parser)
+    parser.add_argument("--seconds", type=float, default=0.5, help="time to measure each number (default: %(default)s)")
+    printing.add_json_option(parser)
 
 
 def run(arguments: argparse.Namespace) -> Work:

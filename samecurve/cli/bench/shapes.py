@@ -1,4 +1,4 @@
-"""Find the fastest width near a wanted one: the inner width of a SwiGLU layer, or a padded vocabulary size."""
+"""Find the fastest size near a given one: the inner width of a SwiGLU layer, or a padded vocabulary size."""
 
 from __future__ import annotations
 
@@ -7,32 +7,35 @@ import argparse
 from samecurve.bench import printing
 from samecurve.cli.commands import Work
 from samecurve.errors import ConfigurationError
-
-PRECISIONS = "fp32", "tf32", "bf16", "fp16"  # the keys of timing.DTYPES, whose import would need torch
+from samecurve.specs.precision import MATMUL_PRECISIONS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--hidden_size", type=int, required=True)
+    parser.add_argument("--hidden_size", type=int, required=True, metavar="N", help="hidden size of the model")
     wanted = parser.add_mutually_exclusive_group()
     wanted.add_argument(
-        "--width", type=int, help="width of the inner layer; default: 8/3 of the hidden size, as in SwiGLU"
+        "--width", type=int, metavar="N", help="inner width (default: 8/3 of the hidden size, as in SwiGLU)"
     )
     wanted.add_argument(
-        "--vocabulary_size", type=int, help="measure a vocabulary size instead, which can only be padded"
+        "--vocabulary_size", type=int, metavar="N", help="pad a vocabulary of this size; no smaller size is tried"
     )
-    parser.add_argument("--tokens", type=int, default=4096, help="tokens of a micro-batch (default: %(default)s)")
-    parser.add_argument("--precision", choices=PRECISIONS, default="bf16", help="default: %(default)s")
-    parser.add_argument("--multiples", metavar="a,b", help="default: 64,128,256")
     parser.add_argument(
-        "--seconds", type=float, default=2.0, help="measuring time of each width (default: %(default)s)"
+        "--tokens", type=int, default=4096, metavar="N", help="tokens of a micro-batch (default: %(default)s)"
     )
-    printing.add_json(parser)
+    parser.add_argument(
+        "--precision", choices=MATMUL_PRECISIONS, default="bf16", help="of the multiplications (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--multiples", metavar="a,b", help="try the next multiples of these numbers (default: 64,128,256)"
+    )
+    parser.add_argument("--seconds", type=float, default=2.0, help="time to measure each size (default: %(default)s)")
+    printing.add_json_option(parser)
 
 
 def run(arguments: argparse.Namespace) -> Work:
     for option in ("hidden_size", "width", "vocabulary_size", "tokens"):
         value = getattr(arguments, option)
         if value is not None and value < 1:
-            raise ConfigurationError(f"--{option}: found {value}, a number above 0 is needed")
-    multiples = printing.integers("--multiples", arguments.multiples)
+            raise ConfigurationError(f"--{option}: found {value}, but it must be at least 1")
+    multiples = printing.parse_integers("--multiples", arguments.multiples)
     return Work("samecurve.bench.gemm_shapes", (arguments, multiples))

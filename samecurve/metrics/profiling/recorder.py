@@ -58,14 +58,14 @@ class Profiler:
         if settings.steps is None or around.rank not in settings.ranks:
             return
         if self._last <= done:
-            which = f"steps {self._first} to {self._last} are not seen"
-            around.log(f"profile.steps: the run goes on after step {done}, so {which}")
+            steps = f"steps {self._first} to {self._last}"
+            around.log(f"profile.steps: {steps} are not profiled, because the run resumes after step {done}")
             return
         self._first = max(self._first, done + 1)
         self._starts_at = max(self._first - 1, done + 1)  # the step before the first one warms up
         self._folder = around.folder / f"step_{self._first:08d}"
         self._name = f"rank{around.rank}"
-        self._speaks = around.rank == min(settings.ranks)
+        self._writes_summary = around.rank == min(settings.ranks)
         self._before(done + 1)
 
     def after(self, step: int) -> None:
@@ -106,11 +106,11 @@ class Profiler:
         try:
             with storage_errors(self._folder):
                 self._folder.mkdir(parents=True, exist_ok=True)
-                found = self._trace(profiler)
-            self._summarise(found)
+                path = self._trace(profiler)
+            self._summarise(path)
         except Exception as error:  # a failed profile must not end the run
             text = error if isinstance(error, StorageError) else f"{type(error).__name__}: {error}"
-            self._around.log(f"profile.steps: {text}; the profile is not whole")
+            self._around.log(f"profile.steps: {text}; the profile is incomplete")
         finally:  # otherwise memory history would be recorded until the run ends
             if torch.cuda.is_available():
                 torch.cuda.memory._record_memory_history(enabled=None)
@@ -126,7 +126,7 @@ class Profiler:
         return path
 
     def _summarise(self, path: Path) -> None:
-        if not self._speaks:
+        if not self._writes_summary:
             return
         logged = deepspeed_comms.logged()
         found, held = breakdown(read_trace(path)), self._around.held()

@@ -50,7 +50,7 @@ def summary_lines(found: Breakdown) -> Iterator[str]:
     calls = sum(each.calls for each in found.collectives) / len(found.steps)
     if calls:
         ms = 1000 * found.communication_seconds / len(found.steps)
-        yield f"collectives per step: {calls:,.0f} with {_mib(handed)} MiB, under way for {ms:,.1f} ms"
+        yield f"collectives per step: {calls:,.0f} with {_mib(handed)} MiB, taking {ms:,.1f} ms"
 
 
 def render_summary(found: Breakdown, held: Held, rank: int, logged: Sequence[Logged] = ()) -> str:
@@ -78,7 +78,7 @@ def _time(found: Breakdown, rank: int) -> Iterator[str]:
     where = "the device's kernels" if found.on_device else "the operators of the thread that trains"
     each = found.total_seconds / len(found.steps)
     yield f"Profile of {_steps(found)} on rank {rank}: {1000 * each:,.1f} ms per step, by {where}."
-    yield "The profiler itself makes steps slower, small operators most. What else the loop does in these steps counts."
+    yield "Profiling slows the steps down, small operators most. All work of the loop in these steps is included."
     yield ""
     rows = [("where the time goes", "share", "ms per step")]
     rows += [
@@ -89,7 +89,7 @@ def _time(found: Breakdown, rank: int) -> Iterator[str]:
     if found.communication_seconds:
         hidden = 1 - found.seconds["communication"] / found.communication_seconds
         ms = 1000 * found.communication_seconds / len(found.steps)
-        yield f"Communication was under way for {ms:,.2f} ms per step, {hidden:.0%} of it beside computation."
+        yield f"Communication took {ms:,.2f} ms per step, {hidden:.0%} of it overlapped by computation."
 
 
 def _memory(found: Breakdown, held: Held) -> Iterator[str]:
@@ -121,7 +121,7 @@ def _logged(logged: Sequence[Logged], num_steps: int) -> Iterator[str]:
 
 
 def _top(found: Breakdown) -> Iterator[str]:
-    rows = [("operators without those that they call", "share", "calls per step", "kind of work")]
+    rows = [("operators, without those they call", "share", "calls per step", "kind of work")]
     for each in found.operators[:NUM_OPERATORS]:
         calls = f"{each.calls / len(found.steps):,.1f}"
         rows.append((each.name[:60], f"{each.seconds / found.total_seconds:.1%}", calls, each.kind))

@@ -212,14 +212,15 @@ def _shared(start: float, end: float, *layers: Iterable[Span]) -> dict[str, floa
 
 def _operators(work: Iterable[Span], called: Iterable[dict]) -> list[Operator]:
     """Sum the spans by operator, the longest first."""
-    seconds: dict[str, Counter] = defaultdict(Counter)
+    seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for span in work:
         seconds[span.name][span.kind] += (span.end - span.start) * MICROSECONDS
     calls = Counter(event["name"] for event in called)
     if not calls.keys() & seconds.keys():  # kernel spans are named after the operators that launched them
         calls = Counter(span.name for span in work)
     found = [
-        Operator(name, kinds.most_common(1)[0][0], calls[name], sum(kinds.values())) for name, kinds in seconds.items()
+        Operator(name, max(kinds, key=kinds.__getitem__), calls[name], sum(kinds.values()))
+        for name, kinds in seconds.items()
     ]
     return sorted(found, key=lambda operator: -operator.seconds)
 

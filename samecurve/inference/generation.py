@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,11 +16,11 @@ from samecurve.storage.atomic import read_json
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SILENT_HEADS = ("ForSequenceClassification", "ForMaskedLM")
+NON_GENERATIVE_HEADS = ("ForSequenceClassification", "ForMaskedLM")
 
 
 @dataclass(frozen=True)
-class Writing:
+class GenerationOptions:
     """Options of a generation.
 
     Attributes:
@@ -33,38 +34,52 @@ class Writing:
     def __post_init__(self) -> None:
         """Raise ConfigurationError for values out of range."""
         if self.max_new_tokens < 1:
-            raise ConfigurationError(f"--max_new_tokens: found {self.max_new_tokens}, at least 1 is needed")
+            raise ConfigurationError(f"--max_new_tokens: found {self.max_new_tokens}, but it must be at least 1")
         if self.temperature < 0:
-            raise ConfigurationError(f"--temperature: found {self.temperature:g}, 0 or more is needed")
+            raise ConfigurationError(f"--temperature: found {self.temperature:g}, but it must be 0 or more")
 
     @property
-    def options(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments for `generate` of transformers."""
         return {"do_sample": True, "temperature": self.temperature} if self.temperature else {"do_sample": False}
 
 
-def find_model(run: Path) -> tuple[Path, Recipe | None]:
+def add_sampling_arguments(parser: argparse.ArgumentParser, default_temperature: float) -> None:
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=default_temperature,
+        metavar="T",
+        help="sampling temperature; 0 always takes the likeliest token (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="random seed of the sampling (default: %(default)s)"
+    )
+
+
+def find_generative_model(run: Path) -> tuple[Path, Recipe | None]:
     """Return the folder of a generative model, and the recipe of its run if known.
 
     Raises ConfigurationError if there is no model, or one that does not generate text.
     """
     folder, directory = folders.model_folder(run), folders.run_directory(run)
-    recipe = folders.recipe(directory) if directory else None
-    check_writes(run, folder, recipe)
+    recipe = folders.read_recipe(directory) if directory else None
+    check_generates(run, folder, recipe)
     return folder, recipe
 
 
-def check_writes(run: Path, folder: Path, recipe: Recipe | None) -> None:
+def check_generates(run: Path, folder: Path, recipe: Recipe | None) -> None:
     """Raise ConfigurationError for a model that does not generate text."""
     known = read_json(folder / "config.json").get("architectures") or []
     others = [name for name in known if not name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))]
     if recipe is not None and TASKS[recipe.task].predicts:
-        why = f"was trained by task {recipe.task}, so it writes nothing"
-    elif known and len(others) == len(known) and others[0].endswith(("Model", *SILENT_HEADS)):
-        why = f"holds a {others[0]}, which writes nothing"
+        why = f"the model was trained by task {recipe.task}"
+    elif known and len(others) == len(known) and others[0].endswith(("Model", *NON_GENERATIVE_HEADS)):
+        why = f"the model is a {others[0]}"
     else:
         return
     raise ConfigurationError(
-        f"{folder}: {why}; ask it by python -m samecurve predict {run}, or measure it: evaluate {run}"
+        f"{folder}: {why}, which does not generate text; use python -m samecurve predict {run}, or evaluate {run}"
     )
 
 

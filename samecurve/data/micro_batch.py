@@ -1,0 +1,86 @@
+"""Data of one forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from samecurve.losses.cross_entropy import IGNORE_INDEX
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Data of one forward pass of one rank: tensors (micro_batch_size, ...), most of them with one value per token.
+
+    A row of k sequences gives tensors (micro_batch_size * k, sequence_length), the first row's sequences first. Rows
+    that are grouped by length may be shorter; all micro-batches of a step have the same width.
+
+    Attributes:
+        inputs: arguments of the model's forward, by name.
+        targets: arguments of the task's loss, by name. `labels` is always present, IGNORE_INDEX where nothing is
+            trained.
+        step: 0-based optimizer step, for dropout.
+        places: (rows,) int64 on the CPU, the rows' places in the global batch, for dropout.
+    """
+
+    inputs: dict[str, Tensor]
+    targets: dict[str, Tensor]
+    step: int = 0
+    places: Tensor | None = None
+
+    def to(self, device: torch.device | str) -> MicroBatch:
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> MicroBatch:
+        return self._each(Tensor.pin_memory)
+
+    def split(self, num_rows: int) -> list[MicroBatch]:
+        """Split into views of at most `num_rows` rows each.
+
+        The first axis must be the rows, and the second axis of a 3-D tensor the sequences of a row.
+        """
+        inputs, targets = _split(self.inputs, num_rows), _split(self.targets, num_rows)
+        places = [None] * len(inputs) if self.places is None else self.places.split(num_rows)
+        parts = zip(inputs, targets, places, strict=True)
+        return [MicroBatch(own_inputs, own_targets, self.step, own) for own_inputs, own_targets, own in parts]
+
+    def without_labels(self, num_rows: int) -> MicroBatch:
+        """Copy the first `num_rows` rows with labels that train nothing. The first axis must be the rows."""
+        inputs, targets = ({name: t[:num_rows] for name, t in part.items()} for part in (self.inputs, self.targets))
+        targets["labels"] = torch.full_like(targets["labels"], IGNORE_INDEX)
+        places = None if self.places is None else self.places[:num_rows]
+        return replace(self, inputs=inputs, targets=targets, places=places)
+
+    def padded(self, num_rows: int, padded_rows: int) -> MicroBatch:
+        """Append copies of the first row, with labels that train nothing, from `num_rows` to `padded_rows` rows."""
+        missing = padded_rows - num_rows
+        if not missing:
+            return self
+
+        def padded(name: str, tensor: Tensor) -> Tensor:
+            first = tensor[: len(tensor) // num_rows]  # a row of several sequences has several lines
+            first = torch.full_like(first, IGNORE_INDEX) if name == "labels" else first
+            return torch.cat([tensor, *[first] * missing])
+
+        inputs, targets = ({n: padded(n, t) for n, t in part.items()} for part in (self.inputs, self.targets))
+        places = None if self.places is None else padded("places", self.places)
+        return replace(self, inputs=inputs, targets=targets, places=places)
+
+    @property
+    def labels(self) -> Tensor:
+        return self.targets["labels"]
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
+        inputs = {name: change(tensor) for name, tensor in self.inputs.items()}
+        return replace(self, inputs=inputs, targets={name: change(tensor) for name, tensor in self.targets.items()})
+
+
+def _split(tensors: dict[str, Tensor], num_rows: int) -> list[dict[str, Tensor]]:
+    parts = {name: tensor.split(num_rows) for name, tensor in tensors.items()}
+    return [
+        {name: part.flatten(0, 1) if part.ndim == 3 else part for name, part in zip(parts, together, strict=True)}
+        for together in zip(*parts.values(), strict=True)
+    ]
