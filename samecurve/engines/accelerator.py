@@ -72,7 +72,7 @@ def start(plan: Plan) -> Accelerator:
     )
     if (world := dist.group.WORLD) is not None:
         _WORLDS.append(world)
-    set_seed(recipe.seed, device_specific=True)  # for dropout only; weights and rows have their own generators
+    set_seed(recipe.seed, device_specific=True)  # weights, rows and dropout have their own
     if cpu_bridge.needed():
         cpu_bridge.adjust(accelerator, recipe.precision)
         cpu_bridge.check(accelerator, strategy)

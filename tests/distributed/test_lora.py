@@ -162,7 +162,6 @@ def going_on(workspace, source: Run, base: Path, name: str, *more: str) -> Run:
     [(name, 0) for name in ("zero3", "pipeline")] + long(*product((*EVERY_DAY, *RARE), (0.1,))),
 )
 def test_the_same_strategy_goes_on_bit_for_bit(name, dropout, workspace, base):
-    """Dropout's random numbers are each rank's own."""
     more = (f"adapter.dropout={dropout}",) if dropout else ()
     golden = run_lora(workspace, base, name, *more)
     run = going_on(workspace, golden, base, name, *more)

@@ -23,8 +23,7 @@ STEPS, ROWS = 4, 8
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 OF_FAMILY = {
     "llama": {"num_key_value_heads": 2, "max_position_embeddings": 128},
-    # dropout's masks are each rank's own
-    "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 128},
+    "bert": {"max_position_embeddings": 128},  # with its default dropout
 }
 PRETRAINED = {"continue_pretrain": "pretrain", "lora": "sft", "qlora": "sft", "distill": "sft"}
 SETTINGS = (

@@ -8,11 +8,10 @@ import pytest
 from harness import LLAMA, ROOT, Run, largest_relative_difference, relative_l2
 
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 32}
-NO_DROPOUT = dict.fromkeys(["attn_pdrop", "embd_pdrop", "resid_pdrop", "summary_first_dropout"], 0.0)
 MODELS = {
     "tied llama": LLAMA,
     "untied llama": {**LLAMA, "tie_word_embeddings": False},
-    "gpt2": {**GPT2, **NO_DROPOUT},
+    "gpt2": GPT2,
 }
 PIPELINE = json.loads((ROOT / "ds_configs" / "pipeline.json").read_text())
 FULL = "memory.activation_checkpointing=full"

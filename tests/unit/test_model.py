@@ -229,6 +229,11 @@ MISTAKES = [
         recipe(FAMILIES["gpt2"], sequence_length=65),
         "batch.sequence_length: found 65, but the model's max_position_embeddings is 64; use at most 64",
     ),
+    (
+        "dropout in a kernel that draws its own",
+        recipe({**LLAMA, "attention_dropout": 0.1}, attention="flex_attention"),
+        "model.attention: found flex_attention, but attention_dropout is 0.1",
+    ),
     ("unknown family", recipe({"model_type": "lama"}), "model.config.model_type: transformers "),
     ("no such name on the hub", recipe(path="no/such"), "model.path: no model's config could be read from no/such (OS"),
     ("no causal class", recipe({"model_type": "t5"}), "model: t5 is not a causal language model of text alone"),

@@ -37,6 +37,12 @@ def choose_attention(
             f"model.attention: found {asked}, which transformers does not have for a {config.model_type}; use "
             "eager or auto"
         )
+    rate = _attention_dropout(config)
+    if rate and asked in ("flash_attention_2", "flex_attention"):
+        raise ConfigurationError(
+            f"model.attention: found {asked}, but {rate}, and its kernels cannot draw the masks of dropout that all "
+            f"strategies share; set that rate to 0 in model.config, or use sdpa"
+        )
     if asked not in ("auto", varlen.NAME):
         return asked
     on_gpu = torch.cuda.is_available()
@@ -52,8 +58,13 @@ def choose_attention(
 def _without_varlen(config: PreTrainedConfig) -> str | None:
     if config.model_type not in VARLEN:
         return f"a {config.model_type} computes attention in its own way"
-    dropout = [name for name in _DROPOUT if getattr(config, name, 0)]
-    return f"{dropout[0]} is {getattr(config, dropout[0])}, and it has no dropout" if dropout else None
+    rate = _attention_dropout(config)
+    return f"{rate}, and it has no dropout" if rate else None
+
+
+def _attention_dropout(config: PreTrainedConfig) -> str | None:
+    """Return "key is rate" for the config's dropout of attention probabilities, None for a rate of 0."""
+    return next((f"{name} is {getattr(config, name)}" for name in _DROPOUT if getattr(config, name, 0)), None)
 
 
 def _without_varlen_on_gpu(config: PreTrainedConfig, precision: str) -> str | None:
