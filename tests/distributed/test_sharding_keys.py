@@ -10,7 +10,7 @@ import pytest
 from harness import largest_relative_difference, launch_command, long, relative_l2
 from sharding_probe import STEPS
 
-from samecurve.bench.strategy_variants import changed
+from samecurve.bench.strategy_variants import write_changed
 
 EXACT = 1e-5, 1e-4  # loss and gradient norm, as of every strategy that sums in fp32
 BF16 = 1e-3, 1e-2  # a gradient's sum is off by up to 2 ** -9; a loss or a norm averages that over many
@@ -28,7 +28,7 @@ SMALL = tuple(f"zero_optimization.{key}={value}" for key, value in NUMBERS.items
 
 def probe(workspace, strategy: str, *keys: str) -> dict:
     folder = workspace.folder / f"keys_{len(list(workspace.folder.iterdir()))}"
-    path = changed(workspace.strategy(strategy), keys, folder)
+    path = write_changed(workspace.strategy(strategy), keys, folder)
     script = str(Path(__file__).with_name("sharding_probe.py"))
     command = launch_command("fork", path, 2, folder, script)
     arguments = [str(workspace.recipe), f"batch.micro_batch_size={8 // 2 // MICRO_BATCHES}", "--strategy", str(path)]
@@ -96,7 +96,7 @@ def test_deepspeed_sums_gradients_in_bf16(strategy, operation, workspace, refere
 def test_a_whole_run_with_evaluation_and_export(strategy, keys, workspace, reference):
     """What an evaluation leaves gathered is not what the next step or the export reads."""
     folder = workspace.folder / f"run_of_keys_{strategy}"
-    run = workspace.run(changed(workspace.strategy(strategy), keys, folder), 2, "batch.micro_batch_size=2")
+    run = workspace.run(write_changed(workspace.strategy(strategy), keys, folder), 2, "batch.micro_batch_size=2")
     assert run.returncode == 0, run.output
     assert largest_relative_difference(run.column("loss"), reference.column("loss")) < EXACT[0]
     assert largest_relative_difference(run.column("grad_norm"), reference.column("grad_norm")) < EXACT[1]
