@@ -178,7 +178,7 @@ def split_layers(model: PreTrainedModel) -> list[Layer]:
     if family.positions:
         assert family.dropout  # GPT-2's, behind the positions
         learned = _submodule(model, family.positions, nn.Embedding)
-        layers.append(PositionEmbedding(learned, _submodule(model, family.dropout, nn.Dropout), family.positions))
+        layers.append(PositionEmbedding(learned, _submodule(model, family.dropout, nn.Module), family.positions))
     positions = Positions(model.config, model.get_submodule(family.rotary) if family.rotary else None)
     blocks = _submodule(model, family.layers, nn.ModuleList)
     for index, (block, kind) in enumerate(zip(blocks, family.kinds(model.config), strict=True)):
