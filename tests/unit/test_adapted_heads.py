@@ -164,7 +164,7 @@ def test_a_head_is_not_drawn_where_the_adapter_lacks_it(case, base, tmp_path):
     export(parameters, model, tokenizer(), tmp_path / "model", True)
     file = tmp_path / "model" / "adapter_model.safetensors"
     save_file({name: t for name, t in load_file(file).items() if "classifier" not in name}, file, {"format": "pt"})
-    with pytest.raises(ConfigurationError, match=r"holds no sequence classifier \(classifier"):
+    with pytest.raises(ConfigurationError, match=r"which is no sequence classifier \(no classifier"):
         loading.load_with_tokenizer(tmp_path / "model", loading.stored_head(tmp_path / "model"))
     config = json.loads((tmp_path / "model" / "adapter_config.json").read_text())
     assert config["task_type"] == "SEQ_CLS" and config["modules_to_save"] == ["classifier", "bert.pooler"]

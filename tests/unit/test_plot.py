@@ -83,7 +83,7 @@ def test_sessions_that_went_on_are_marked_once_per_step():
     marks = session_marks(known)
     assert [(mark.step, mark.label) for mark in marks] == [(5, "2"), (7, "3-4")]
     assert marks[1].tooltip == (
-        "session 3 went on after step 6: zero3, world size 4\nsession 4 went on after step 6: pipeline, world size 2"
+        "session 3 resumed after step 6: zero3, world size 4\nsession 4 resumed after step 6: pipeline, world size 2"
     )
 
 
