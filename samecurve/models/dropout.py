@@ -15,6 +15,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -211,7 +212,7 @@ def install(model: PreTrainedModel, seed: int, device: torch.device) -> DropoutK
     # transformers' own function where no place is set: models without dropout, and other models of this process
     AttentionInterface.register("sdpa", sdpa)
     for name, module in modules:
-        source = "" if type(module).__module__.startswith("torch.") else inspect.getsource(type(module).forward)
+        source = _forward_source(type(module))
         by_interface = model.config._attn_implementation == "sdpa" and "attention_interface(" in source
         places = [keys.add(f"{name}:{call}") for call in range(_MOST_CALLS)]
         if by_interface:
@@ -285,6 +286,17 @@ def attention(
     elif attn_mask is not None:
         scores = scores + attn_mask
     return place.drop(scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype), dropout_p) @ value
+
+
+@cache  # a model has few classes and many modules
+def _forward_source(module_class: type[nn.Module]) -> str:
+    """Return the source code of a class's forward; "" for torch's own classes and where there is none."""
+    if module_class.__module__.startswith("torch."):
+        return ""
+    try:
+        return inspect.getsource(module_class.forward)
+    except (OSError, TypeError):
+        return ""
 
 
 def _by_function(forward: Callable, places: Sequence[Place]) -> Callable:

@@ -116,7 +116,9 @@ def test_a_model_with_code_of_its_own_is_loaded_where_its_run_trusted_it(folder,
         assert type(loaded).__name__ == "ToyForCausalLM"
         assert commands.main(["export", str(run), "--dtype", "bf16"]) == 0
     else:
-        with pytest.raises(ConfigurationError, match="the run directory of a recipe with model.trust_remote_code: true"):
+        with pytest.raises(
+            ConfigurationError, match="the run directory of a recipe with model.trust_remote_code: true"
+        ):
             loading.load_with_tokenizer(run / "model")
 
 
