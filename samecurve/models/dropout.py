@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import create_position_bias_mask, sdpa_attention_forward
 
 from samecurve.distributed import rng_state
 from samecurve.errors import ConfigurationError
+from samecurve.models.attention import dropped_sdpa
 from samecurve.models.dropout_bits import keep_mask, keys_of
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ class _ByFunction(TorchFunctionMode):
         options |= dict(zip(("attn_mask", "dropout_p", "is_causal"), args, strict=False))
         if not options.get("dropout_p"):
             return functional.scaled_dot_product_attention(query, key, value, **options)
-        return attention(query, key, value, next(self._places), **options)
+        return dropped_sdpa.attention(query, key, value, next(self._places).drop, **options)
 
 
 _MOST_CALLS = 4  # of dropout functions in one module's forward; seen: 2
@@ -210,7 +210,7 @@ def install(model: PreTrainedModel, seed: int, device: torch.device) -> DropoutK
     if not rates(model.config):
         return keys
     # transformers' own function where no place is set: models without dropout, and other models of this process
-    AttentionInterface.register("sdpa", sdpa)
+    AttentionInterface.register("sdpa", dropped_sdpa.sdpa)
     for name, module in modules:
         source = _forward_source(type(module))
         by_interface = model.config._attn_implementation == "sdpa" and "attention_interface(" in source
@@ -226,66 +226,6 @@ def rates(config: PreTrainedConfig) -> dict[str, float]:
     """Collect the dropout rates above 0 of a model's config, by key."""
     found = {key: rate for key, rate in config.to_dict().items() if "dropout" in key or key.endswith("pdrop")}
     return {key: rate for key, rate in found.items() if isinstance(rate, float) and rate > 0}
-
-
-def sdpa(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    position_bias: Tensor | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """Compute transformers' "sdpa" attention, with the dropout of `module.dropout_place` if there is one.
-
-    Not through `_ByFunction`, because torch.compile breaks the graph at a TorchFunctionMode (torch 2.13).
-
-    Args:
-        others: of transformers' function; arguments and result are its own, too.
-    """
-    place = getattr(module, "dropout_place", None)
-    if not dropout or place is None:
-        options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, "position_bias": position_bias}
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options, **others)
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    causal = causal and attention_mask is None and query.shape[2] > 1
-    if position_bias is not None:
-        attention_mask = create_position_bias_mask(position_bias, attention_mask, causal, query, key)
-        causal = False
-    mixed = attention(query, key, value, place, attention_mask, dropout, causal, scaling, enable_gqa=True)
-    return mixed.transpose(1, 2).contiguous(), None
-
-
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    place: Place,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Compute scaled_dot_product_attention with the dropout of `place`: torch's fused kernels draw their own masks.
-
-    The arguments are those of torch's function; query, key and value have shape (sequences, heads, tokens, width).
-    """
-    if enable_gqa:
-        groups = query.shape[1] // key.shape[1]
-        key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
-    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        scores = scores.masked_fill(~attn_mask, torch.finfo(scores.dtype).min)
-    elif attn_mask is not None:
-        scores = scores + attn_mask
-    return place.drop(scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype), dropout_p) @ value
 
 
 @cache  # a model has few classes and many modules

@@ -48,4 +48,4 @@ def test_a_recipe_that_does_not_run_is_told_before_any_process(workspace, capsys
     assert commands.main(["bench", "step", str(workspace.recipe), "--steps", "3"]) == 2
     assert "--warm_up less than --steps" in capsys.readouterr().err
     assert commands.main(["bench", "step", str(workspace.recipe), "--levers", "model.attenton"]) == 2
-    assert "--levers: found model.attenton, which is no" in capsys.readouterr().err
+    assert "--levers: found model.attenton, but it must be a recipe key" in capsys.readouterr().err

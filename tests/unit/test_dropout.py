@@ -17,6 +17,7 @@ from samecurve.config.schema_training import Batch
 from samecurve.data.batches import StepBatches
 from samecurve.errors import ConfigurationError
 from samecurve.models import dropout
+from samecurve.models.attention import dropped_sdpa
 from samecurve.models.dropout_bits import keep_mask, keys_of
 
 CPU = torch.device("cpu")
@@ -115,8 +116,7 @@ def test_attention_without_dropout_is_torchs(case):
         "added mask": {"attn_mask": torch.where(mask, 0.0, -torch.inf)},
         "grouped heads": {"enable_gqa": True},
     }[case]
-    place = SimpleNamespace(drop=lambda values, rate: values)
-    found = dropout.attention(query, key, value, place, dropout_p=0.1, **options)
+    found = dropped_sdpa.attention(query, key, value, lambda values, rate: values, dropout_p=0.1, **options)
     expected = functional.scaled_dot_product_attention(query, key, value, **options)
     torch.testing.assert_close(found, expected)
 
