@@ -81,6 +81,9 @@ class Checkpoints:
         log: prints one line (on rank 0 only).
         busy: called for each tensor, to report progress of a long save or load to the watchdog.
         background: continue training while a checkpoint is written; costs a copy of this rank's part in host memory.
+
+    Attributes:
+        resumed_from: the checkpoint that `find` selected; None if there is none.
     """
 
     def __init__(
@@ -102,14 +105,14 @@ class Checkpoints:
         self._failures = 0  # in a row
         self._tried_step = self._committed_step = 0
         self._metrics: dict = {}
-        self._resumed_from: Path | None = None
+        self.resumed_from: Path | None = None
 
     # Resuming
 
     def find(self, resume: str) -> Path | None:
         """Select the checkpoint to resume from, see CheckpointSelector.select."""
-        self._resumed_from = self._selector.select(resume)
-        return self._resumed_from
+        self.resumed_from = self._selector.select(resume)
+        return self.resumed_from
 
     def load(self, folder: Path, engine: Engine, generators: bool = True) -> TrainProgress:
         """Load a verified checkpoint into the engine. generators: restore the random generators (dropout) too."""
@@ -138,7 +141,7 @@ class Checkpoints:
             The checkpoint's TrainProgress. None if there is no checkpoint yet: this is logged and nothing changes.
         """
         self.wait()
-        chosen = [*self._selector.candidates("auto"), *filter(None, [self._resumed_from])]
+        chosen = [*self._selector.candidates("auto"), *filter(None, [self.resumed_from])]
         folder = next((folder for folder in chosen if not self._selector.problems(folder)), None)
         if folder is None:
             self._log("a loss spike, but there is no checkpoint to go back to yet; training goes on")
@@ -216,8 +219,8 @@ class Checkpoints:
 
     def finished(self) -> dict:
         """Return the metric `save_seconds` of a save that was committed since the last call, {} without one."""
-        found, self._metrics = self._metrics, {}
-        return found
+        metrics, self._metrics = self._metrics, {}
+        return metrics
 
     def _start(self, engine: Engine, position: TrainProgress, began: float) -> None:
         self._snapshot = self._snapshot or Snapshot(engine)
@@ -272,7 +275,7 @@ class Checkpoints:
             return
         try:
             best = self._find_best() if self._settings["best"] else None
-            protected = {folder.name for folder in (self._resumed_from, best) if folder is not None}
+            protected = {folder.name for folder in (self.resumed_from, best) if folder is not None}
             problem = commit.rotate(self._files, self._run.checkpoints, self._settings["keep"], protected)
         except Exception as error:
             problem = str(error)
