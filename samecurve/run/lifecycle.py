@@ -205,7 +205,7 @@ class RunSupervisor:
             return error
         lines = str(error).splitlines() or [""]
         peer_error = PeerError(f"{cause}\n(then here: {type(error).__name__}: {lines[0][:200]})", cause.exit_code)
-        peer_error.is_reporter = self.watchdog.is_reporter()
+        peer_error.is_reporter = self.watchdog.liveness().is_reporter
         return peer_error
 
     def _refused_elsewhere(self) -> PeerError | None:
@@ -221,7 +221,7 @@ class RunSupervisor:
 
     def _write(self, state: State, reason: str, code: int) -> None:
         with contextlib.suppress(SamecurveError):  # a full disk must not hide the original error
-            force = self.watchdog.replaces_rank_0()
+            force = self.watchdog.liveness().replaces_rank_0
             self._run.status(state, reason=reason, step=self._run.step, exit_code=code, force=force)
 
     @contextlib.contextmanager
@@ -232,7 +232,7 @@ class RunSupervisor:
         """
 
         def report() -> None:
-            if text and (not once or self.watchdog.is_reporter()):
+            if text and (not once or self.watchdog.liveness().is_reporter):
                 _print_stderr_from_thread(text)
 
         timer = last_resort(code, report)
@@ -258,7 +258,7 @@ class RunSupervisor:
             self._end(cause)
         elif self._ending.acquire(blocking=False):
             last_resort(code)
-            if self.watchdog.is_reporter():
+            if self.watchdog.liveness().is_reporter:
                 _print_stderr_from_thread(text)
             self._write("failed", reason, code)
             self.watchdog.heartbeats.write("failed", f"rank {self.watchdog.rank}: {reason}", code)
@@ -269,7 +269,7 @@ class RunSupervisor:
         if not self._ending.acquire(blocking=False):
             return
         last_resort(error.exit_code)
-        is_reporter = self.watchdog.is_reporter()
+        is_reporter = self.watchdog.liveness().is_reporter
         if is_reporter:
             _print_stderr_from_thread(_message(error))
         self._write("failed", str(error), error.exit_code)
