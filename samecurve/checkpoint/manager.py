@@ -250,10 +250,9 @@ class Checkpoints:
             self._run.sync_metrics()  # so that the metrics up to this step are as durable as the checkpoint
             return {STATE: state, format.INDEX: format.safetensors_index(snapshot.shapes, ranges)}
 
-        planned = sum(entry.nbytes for entry in entries)
-        folder = self._run.checkpoints
+        content = commit.Content(save.step, sum(entry.nbytes for entry in entries), write, small_files)
         try:
-            commit.commit(self._files, folder, save.step, planned, write, small_files, self._exchange, rank)
+            commit.commit(self._files, self._run.checkpoints, content, self._exchange, rank)
             self._metrics = {"save_seconds": time.perf_counter() - save.began}
         except Exception as error:
             save.error = error
