@@ -1,4 +1,4 @@
-"""Levers of a recipe (keys that change how a step is computed): their variants, and the results of measuring them."""
+"""Options of a recipe (keys that change how a step is computed): their variants, and the results of measuring them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from samecurve.reports.chart import relative_differences
 
 # Keys that change how a step is computed; keys that are not in the schema are ignored. A block stands for all of its
 # keys whose values are booleans or one of several names.
-LEVERS = (
+OPTIONS = (
     "compile",
     "fp8",
     "loss",
@@ -91,11 +91,11 @@ class Verdict:
     step_seconds: float
 
 
-def variants(recipe: Recipe, keys: Sequence[str] = LEVERS) -> list[Variant]:
-    """List the unchanged recipe and every variant that changes one lever, together with the keys that it requires."""
+def variants(recipe: Recipe, keys: Sequence[str] = OPTIONS) -> list[Variant]:
+    """List the unchanged recipe and every variant that changes one option, together with the keys that it requires."""
     found = [Variant(UNCHANGED)]
     for key in keys:
-        for dotted, values in _levers(key):
+        for dotted, values in _options(key):
             now = _value(recipe, dotted)
             for value in (value for value in values if value != now):
                 overrides = *filter(None, [_NEEDED.get(dotted)]), f"{dotted}={_shown(value)}"
@@ -103,7 +103,7 @@ def variants(recipe: Recipe, keys: Sequence[str] = LEVERS) -> list[Variant]:
     return found
 
 
-def _levers(key: str) -> Iterator[tuple[str, tuple]]:
+def _options(key: str) -> Iterator[tuple[str, tuple]]:
     """Yield (dotted key, its values) for a key, or for each key of a block that has a few values."""
     annotation: Any = Recipe
     for part in key.split("."):
@@ -113,7 +113,7 @@ def _levers(key: str) -> Iterator[tuple[str, tuple]]:
         annotation = fields[part].annotation
     if inside := _fields(annotation):
         for name in inside:
-            yield from _levers(f"{key}.{name}")
+            yield from _options(f"{key}.{name}")
     elif values := _NUMBERS.get(key) or _few(annotation):
         yield key, values
 
