@@ -144,9 +144,9 @@ class Checkpoints:
         chosen = [*self._selector.candidates("auto"), *filter(None, [self.resumed_from])]
         folder = next((folder for folder in chosen if not self._selector.problems(folder)), None)
         if folder is None:
-            self._log("a loss spike, but there is no checkpoint to go back to yet; training goes on")
+            self._log("loss spike: there is no checkpoint to roll back to yet, so training continues")
             return None
-        self._log(f"a loss spike: back to the weights of {folder}; the rows since then are not seen again")
+        self._log(f"loss spike: rolled back to the weights of {folder}; the rows since then are not read again")
         return self.load(folder, engine, generators=False)
 
     # Saving
@@ -193,7 +193,7 @@ class Checkpoints:
         if save.thread is not None:
             save.thread.join()
         if isinstance(save.error, NumericError):
-            raise NumericError(f"{save.error}; the checkpoints that there are hold finite values only") from save.error
+            raise NumericError(f"{save.error}; it was not saved, and earlier checkpoints are finite") from save.error
         if save.error is None:
             self._failures, self._committed_step = 0, save.step
             return True
@@ -226,7 +226,10 @@ class Checkpoints:
         self._snapshot = self._snapshot or Snapshot(engine)
         entries, values = self._snapshot.take(copy=self._background)
         fault_point("save.staged")
-        state = json.dumps(json_values(self._describe(engine, position))).encode()
+        described = {"format": FORMAT, **asdict(position), "loss_scale": engine.loss_scale_state}
+        described |= {"generators": self._generators(engine), "time": utc_timestamp(), **self._facts}
+        # encoded now: the position shares dicts with the loop, which goes on while another thread writes
+        state = json.dumps(json_values(described)).encode()
         save = self._in_flight = _Save(position.step, began)
         self._tried_step = position.step
         work = partial(self._commit, save, entries, values, state)
@@ -241,10 +244,15 @@ class Checkpoints:
         snapshot, rank = self._snapshot, self._world.rank
         assert snapshot is not None  # `save` has just taken it
 
+        def reported(chunks: Iterator) -> Iterator:
+            for chunk in chunks:
+                self._busy()
+                yield chunk
+
         def write(folder: Path) -> tuple[list, list]:
             with closing(values):
-                chunks = self._seen(format.safetensors_chunks(entries, values))
-                return [commit.write_file(self._files, folder / file_name(rank), chunks)], snapshot.ranges
+                chunks = format.safetensors_chunks(entries, values)
+                return [commit.write_file(self._files, folder / file_name(rank), reported(chunks))], snapshot.ranges
 
         def small_files(ranges: list) -> dict[str, bytes]:
             self._run.sync_metrics()  # so that the metrics up to this step are as durable as the checkpoint
@@ -256,13 +264,9 @@ class Checkpoints:
             self._metrics = {"save_seconds": time.perf_counter() - save.began}
         except Exception as error:
             save.error = error
-            self._log(f"the checkpoint after step {save.step} was not written: {error}")
+            self._log(f"the checkpoint of step {save.step} was not written: {error}")
         else:
             self._tidy()
-
-    def _describe(self, engine: Engine, position: TrainProgress) -> dict:
-        state = {"format": FORMAT, **asdict(position), "loss_scale": engine.loss_scale_state}
-        return state | {"generators": self._generators(engine), "time": utc_timestamp(), **self._facts}
 
     def _generators(self, engine: Engine) -> dict:
         """Describe the layout of the random generators. If it is unchanged, each rank restores its own generators."""
@@ -279,7 +283,7 @@ class Checkpoints:
         except Exception as error:
             problem = str(error)
         if problem:
-            self._log(f"old checkpoints in {self._run.checkpoints} were not all removed: {problem}")
+            self._log(f"could not remove all old checkpoints in {self._run.checkpoints}: {problem}")
 
     def _find_best(self) -> Path | None:
         metric, values = self._settings["best"], {}
@@ -293,8 +297,3 @@ class Checkpoints:
         best = min(values, key=values.__getitem__)
         write_json(self._run.checkpoints / "best.json", {"checkpoint": best.name, metric: values[best]})
         return best
-
-    def _seen(self, chunks: Iterator) -> Iterator:
-        for chunk in chunks:
-            self._busy()
-            yield chunk

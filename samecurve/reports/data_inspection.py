@@ -179,7 +179,8 @@ def _part(name: str, rows: Rows, tokenizer: PreTrainedTokenizerFast) -> Part:
             "dropped pairs": f"{dropped}: nothing is left to compare",
             **counts,
         }
-    return Part(name, counts, _histogram(shown, lengths), _packing(shown), _ends(shown, tokenizer))
+    packing = [list(_members(shown, row)) for row in range(min(SHOWN_ROWS, len(shown)))]
+    return Part(name, counts, _histogram(shown, lengths), packing, _ends(shown, tokenizer))
 
 
 def _counts(rows: Rows, tokenizer: PreTrainedTokenizerFast, lengths: np.ndarray) -> dict[str, str]:
@@ -253,10 +254,6 @@ def _histogram(rows: Rows, lengths: np.ndarray) -> list[tuple[int, int, int, int
         inside = lengths[(lengths >= low) & (lengths < high)]
         bins.append((low, high, len(inside), int((inside > limit).sum())))
     return bins
-
-
-def _packing(rows: Rows) -> list[list[tuple[int, int]]]:
-    return [list(_members(rows, row)) for row in range(min(SHOWN_ROWS, len(rows)))]
 
 
 def _members(rows: Rows, row: int) -> Iterator[tuple[int, int]]:

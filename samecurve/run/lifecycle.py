@@ -157,7 +157,7 @@ class RunSupervisor:
 
     def done(self) -> None:
         self._take_the_end()
-        silent = StorageError(f"{self._run.path} does not answer, after the last step")
+        silent = StorageError(f"{self._run.path}: the storage does not answer, after the last step")
         with self._in_time(silent.exit_code, _message(silent), once=True):
             self._run.status("done", step=self._run.step, exit_code=0)
         with self._in_time(0):
@@ -275,15 +275,11 @@ class RunSupervisor:
         self._write("failed", str(error), error.exit_code)
         if is_reporter or not isinstance(error, HangError):  # the reporter still collects a hanging rank's stacks
             self.watchdog.heartbeats.write("failed", str(error), error.exit_code)
-        if not is_reporter:
-            self._wait_for_the_reporter()
-        os._exit(error.exit_code)
-
-    def _wait_for_the_reporter(self) -> None:
-        """Wait as in _let_the_first_process_report. The launcher's signal shows that the reporter has exited."""
+        # Wait as in _let_the_first_process_report. The launcher's signal shows that the reporter has exited.
         deadline = time.monotonic() + WAIT_SECONDS
-        while time.monotonic() < deadline and not self.requested:
+        while not is_reporter and time.monotonic() < deadline and not self.requested:
             time.sleep(0.1)
+        os._exit(error.exit_code)
 
 
 def _print_stderr_from_thread(text: str) -> None:

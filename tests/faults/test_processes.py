@@ -101,7 +101,7 @@ def test_a_full_disk_that_stays_full(battery):
 
 def test_torchrun_restarts_by_itself(battery):
     victim = battery.victim()
-    expected = Expected(0, r"going on after step 5 in", 25, "done")
+    expected = Expected(0, r"resuming after step 5 in", 25, "done")
     victim.hurt("kill", "SIGKILL, --max-restarts", expected, "--max-restarts=3", faults="step@8/0:1:kill")
     victim.is_golden()
 

@@ -53,7 +53,7 @@ def test_second_run_moves_the_first_aside(tmp_path):
         finished_run(tmp_path, loss)
     run = RunDirectory(tmp_path)
     run.begin()
-    assert run.notice == f"an earlier run was in {tmp_path}: moved to {tmp_path / 'previous' / '2'}"
+    assert run.notice == f"moved the files of an earlier run in {tmp_path} to {tmp_path / 'previous' / '2'}"
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "previous", "status.json"]
     for number, loss in ((1, 1.0), (2, 2.0)):
         old = tmp_path / "previous" / str(number)
