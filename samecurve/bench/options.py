@@ -93,14 +93,14 @@ class Verdict:
 
 def variants(recipe: Recipe, keys: Sequence[str] = OPTIONS) -> list[Variant]:
     """List the unchanged recipe and every variant that changes one option, together with the keys that it requires."""
-    found = [Variant(UNCHANGED)]
+    listed = [Variant(UNCHANGED)]
     for key in keys:
         for dotted, values in _options(key):
             now = _value(recipe, dotted)
             for value in (value for value in values if value != now):
                 overrides = *filter(None, [_NEEDED.get(dotted)]), f"{dotted}={_shown(value)}"
-                found.append(Variant(" ".join(overrides), overrides))
-    return found
+                listed.append(Variant(" ".join(overrides), overrides))
+    return listed
 
 
 def _options(key: str) -> Iterator[tuple[str, tuple]]:
@@ -137,10 +137,10 @@ def _few(annotation: Any) -> tuple:
 
 
 def _value(recipe: Recipe, dotted: str) -> Any:
-    found: Any = recipe
+    value: Any = recipe
     for part in dotted.split("."):
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
 def _shown(value: Any) -> str:
@@ -159,13 +159,13 @@ def verdicts(rounds: Mapping[str, Sequence[Measured]], among: Sequence[Variant])
     """
     base = rounds[UNCHANGED]
     memory = max(run.peak_memory_gib for run in base)
-    found = []
+    listed = []
     for variant in among:
         runs = rounds[variant.name]
         ratios = [run.tokens_per_second / other.tokens_per_second for run, other in zip(runs, base, strict=True)]
         peak = max(run.peak_memory_gib for run in runs)
         differences = relative_differences(runs[-1].losses, base[-1].losses)
-        found.append(
+        listed.append(
             Verdict(
                 variant,
                 median(run.tokens_per_second for run in runs),
@@ -178,4 +178,4 @@ def verdicts(rounds: Mapping[str, Sequence[Measured]], among: Sequence[Variant])
                 median(run.step_seconds for run in runs),
             )
         )
-    return found
+    return listed

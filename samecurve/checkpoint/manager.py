@@ -121,9 +121,9 @@ class Checkpoints:
         reader = format.CheckpointReader(folder)
         reader.check_names(engine.shapes | engine.state.factors)
         with torch.no_grad():
-            for held, kind, tensor in engine.state.visit(writing=True):
+            for part, kind, tensor in engine.state.visit(writing=True):
                 self._busy()
-                tensor.copy_(reader.read(held.name, kind, held.start, held.stop))
+                tensor.copy_(reader.read(part.name, kind, part.start, part.stop))
             engine.state.finish(saved["updates"])
         engine.loss_scale_state = saved["loss_scale"]
         if generators and saved["generators"] == self._generators(engine):

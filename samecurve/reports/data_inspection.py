@@ -186,21 +186,21 @@ def _part(name: str, rows: Rows, tokenizer: PreTrainedTokenizerFast) -> Part:
 def _counts(rows: Rows, tokenizer: PreTrainedTokenizerFast, lengths: np.ndarray) -> dict[str, str]:
     num_tokens, num_documents = len(rows.stream.tokens), len(lengths)
     places = len(rows) * rows.sequence_length
-    found = {
+    counts = {
         "rows": f"{len(rows):,} of {rows.sequence_length} tokens",
         "documents": f"{num_documents:,}",
         "tokens": f"{num_tokens:,}",
     }
     if not isinstance(rows, LabelledRows):
-        found["trained tokens"] = _share(rows.num_targets, num_tokens)
+        counts["trained tokens"] = _share(rows.num_targets, num_tokens)
     if isinstance(rows, (SampleRows, TextRows)):
-        found["padding"] = _share(places - int(rows.sizes.sum()), places)
+        counts["padding"] = _share(places - int(rows.sizes.sum()), places)
     if isinstance(rows, SampleRows):
-        found |= {
+        counts |= {
             "truncated documents": f"{_share(rows.num_truncated, num_documents)}, {rows.num_truncated_tokens:,} tokens",
             "dropped documents": f"{_share(rows.num_dropped, num_documents)}: nothing is left to train",
         }
-    return found | {
+    return counts | {
         "exact duplicates": _share(_num_duplicates(rows), num_documents),
         "unknown tokens": _unknown(rows, tokenizer),
     }

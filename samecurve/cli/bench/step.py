@@ -61,9 +61,9 @@ def run(arguments: argparse.Namespace) -> Work:
     # For a large model the export takes longer than the measured steps.
     settings = jobs.shortened(arguments.recipe, arguments.overrides, arguments.steps, **{"export.enabled": "false"})
     (job,) = jobs.jobs([Path(arguments.strategy).stem], arguments.num_processes or jobs.default_processes())
-    found = _variants(recipes.load_recipe(arguments.recipe, settings), arguments.options)
-    found += [options.Variant(text, tuple(text.split())) for text in arguments.variant]
-    return Work("samecurve.bench.step", (arguments, job, settings, found))
+    variants = _variants(recipes.load_recipe(arguments.recipe, settings), arguments.options)
+    variants += [options.Variant(text, tuple(text.split())) for text in arguments.variant]
+    return Work("samecurve.bench.step", (arguments, job, settings, variants))
 
 
 def _variants(recipe: Recipe, given: str | None) -> list[options.Variant]:
