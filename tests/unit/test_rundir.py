@@ -180,7 +180,7 @@ def test_going_on_leaves_no_gap_and_no_double_step(tmp_path):
     assert sorted(path.name for path in old.iterdir()) == ["checkpoints", "metrics.jsonl", "run.json", "status.json"]
     assert [path.name for path in (old / "checkpoints").iterdir()] == ["step_00000006"]
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step_00000002", "step_00000004"]
-    assert "4 steps that came after the checkpoint" in run.notice
+    assert "4 steps after the checkpoint" in run.notice
 
 
 def test_a_line_that_a_power_cut_took_comes_back_from_the_checkpoint(tmp_path):
