@@ -31,7 +31,7 @@ def refusals(saved: dict, now: dict) -> list[str]:
             "folder of the initial weights"
         )
     if now["recipe"]["steps"] < saved["step"]:
-        reasons.append(f"steps: found {now['recipe']['steps']}, but the checkpoint already is at step {saved['step']}")
+        reasons.append(f"steps: {now['recipe']['steps']}, but the checkpoint already is at step {saved['step']}")
     return reasons
 
 

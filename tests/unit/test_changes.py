@@ -72,5 +72,5 @@ def test_what_may_not_change_is_refused_all_at_once():
         "seed: 0 -> 1",
         "model.rope.theta: 1.0 -> 2.0",
         "data, changed since the checkpoint: rows: abc -> xyz",
-        "steps: found 30, but the checkpoint already is at step 40",
+        "steps: 30, but the checkpoint already is at step 40",
     ]
