@@ -32,9 +32,9 @@ def main() -> None:
 
         accelerator = factory.start(plan)
 
-        from samecurve.training.session import Session  # imports transformers, once all ranks have connected
+        from samecurve.training.startup import open_session  # imports transformers, once all ranks have connected
 
-        session = Session(plan, accelerator, run, watch)
+        session = open_session(plan, accelerator, run, watch)
         train(session)
         session.export()
         accelerator.end_training()
@@ -44,20 +44,21 @@ def train(session) -> None:
     """Run the optimizer steps of a Session from its start to the recipe's last step."""
     from samecurve.checkpoint.manager import TrainProgress  # torch is imported by now
 
-    recipe, engine, batches = session.recipe, session.engine, session.batches
+    recipe, run, watch = session.context.recipe, session.context.run, session.context.watch
+    task, engine, batches = session.built.task, session.engine, session.batches
     meter, guard, checkpoints = session.meter, session.guard, session.checkpoints
     updates = session.start.updates  # a skipped step does not advance the learning rate schedule
-    with session.progress as progress, session.watch.deferred(), session.saving(), session.garbage as garbage:
+    with session.context.progress as progress, watch.deferred(), session.saving(), session.garbage as garbage:
         meter.start()
         profiler = session.profiler()
         for step, micro_batches in enumerate(batches, start=session.start.step + 1):
-            session.watch.phase("step", step)
+            watch.phase("step", step)
             rate = learning_rate(recipe, updates + 1)
             usual_loss = meter.smoothed_loss
             result = engine.step(micro_batches, rate)
             updates += result.applied
             record = meter.step(step, result, rate, batches.samples, batches.last_wait_seconds, batches.num_inputs)
-            record |= {"skipped_steps": step - updates} | session.task.step_metrics(result)
+            record |= {"skipped_steps": step - updates} | task.step_metrics(result)
             record |= session.recompilations.record(step)
             progress.step(record, meter.smoothed_loss)
 
@@ -69,20 +70,20 @@ def train(session) -> None:
             if guard.spiked(step, result, usual_loss, batches):
                 updates = session.roll_back(updates)
             if session.validation and due(step, recipe.evaluate.every_steps, recipe.steps):
-                session.watch.phase("evaluate", step)
-                metrics = session.validation.metrics(engine, session.task)
+                watch.phase("evaluate", step)
+                metrics = session.validation.metrics(engine, task)
                 progress.evaluation(step, metrics)
                 record |= metrics
                 meter.start()
 
             here = TrainProgress(step, updates, batches.samples, meter.state, record, batches.anchor)
             if checkpoints.due(step, recipe.steps) and not guard.is_pending:
-                session.watch.phase("save", step)
+                watch.phase("save", step)
                 record |= checkpoints.save(engine, here, wait=step == recipe.steps)
                 meter.start()
             record |= checkpoints.finished()
-            session.run.append_metrics(record)
-            session.log(record)
+            run.append_metrics(record)
+            session.trackers.log(record)
             session.stop_if_asked(here)
             garbage.after(step)
             profiler.after(step)

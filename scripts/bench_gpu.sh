@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# How fast training is on the GPUs of this machine: ceilings, Llama shapes of 1.2, 3 and 8 billion parameters, each lever
+# How fast training is on the GPUs of this machine: ceilings, Llama shapes of 1.2, 3 and 8 billion parameters, each option
 # on and off, and transformers.Trainer on the same rows. Nothing is downloaded; all is built from the configs in
 # benchmarks/gpu/. Every case is a run of its own whose result is kept in benchmarks/gpu/results.json at once, so the same
 # command goes on where it was ended; benchmarks/gpu.md is the table of them. A case that fails, runs out of memory or

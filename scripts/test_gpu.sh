@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The tests that need GPUs: strategies, levers and checkpoints against one process, on all GPUs of this machine, and the
+# The tests that need GPUs: strategies, options and checkpoints against one process, on all GPUs of this machine, and the
 # kernels of varlen, Liger and adamw_bf16. The others run on a CPU (scripts/test.sh). PYTHON=python3 takes an environment
 # that is there, with pytest, instead of making .venv.
 #

@@ -23,9 +23,9 @@ GROUPS = {
     "shapes": "Models, optimizers, lengths and data",
     "peer": "transformers.Trainer on the same rows",
     "devices": "On all GPUs of this machine",
-    "levers": "Each lever of the 1.2B recipe, one at a time",
+    "options": "Each option of the 1.2B recipe, one at a time",
 }
-LEVERS = (
+OPTIONS = (
     "compile",
     "fp8",
     "loss",
@@ -46,7 +46,7 @@ PAIRS = (
     "compile=regional fp8=rowwise_with_gw_hp",
     "model.attention=flash_attention_2 batch.micro_batch_size=1",
 )
-LEVERS_ON = "1b-documents"
+OPTIONS_ON = "1b-documents"
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Case:
     """program: train: train.py without its export; trainer: transformers.Trainer; matmul: `bench matmul`.
 
     recipe: a file beside this one. data: one long text, packed documents of the recipe, or packed conversations.
-    against: the case that a ratio is to, "" for none. lever: what differs from that, as on the command line.
+    against: the case that a ratio is to, "" for none. option: what differs from that, as on the command line.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Case:
     num_processes: int = 1
     profiled: bool = False
     against: str = ""
-    lever: str = ""
+    option: str = ""
 
     @property
     def num_steps(self) -> int:
@@ -116,7 +116,7 @@ def cases(num_devices: int, toy: bool = False) -> list[Case]:
 
     num_devices: GPUs of this machine.
     """
-    found = [*_ceilings(), *_sizes(), *_shapes(), *(_devices(num_devices) if num_devices > 1 else ()), *_levers()]
+    found = [*_ceilings(), *_sizes(), *_shapes(), *(_devices(num_devices) if num_devices > 1 else ()), *_options()]
     return [_as_toy(case) for case in found] if toy else found
 
 
@@ -168,7 +168,7 @@ def _shapes() -> Iterator[Case]:
     for size in ("3b", "1b"):
         yield case(size, "fsdp", COMPILED, KEPT, strategy="fsdp", against=f"{size}-kept")
     yield case("1b", "documents", data="documents")
-    trainer = case("1b", "trainer-documents", program="trainer", profiled=False, data="documents", against=LEVERS_ON)
+    trainer = case("1b", "trainer-documents", program="trainer", profiled=False, data="documents", against=OPTIONS_ON)
     yield replace(trainer, group="peer")
     yield case("8b", "documents", BF16, data="documents")
     yield case("8b", "lora", "adapter.name=lora")
@@ -193,15 +193,15 @@ def _devices(num_devices: int) -> Iterator[Case]:
         yield replace(case, num_processes=num_devices, profiled=True)
 
 
-def _levers() -> Iterator[Case]:
-    from samecurve.bench.levers import variants
+def _options() -> Iterator[Case]:
+    from samecurve.bench.options import variants
 
-    found = [variant.overrides for variant in variants(_resolved("llama_1b.yaml"), LEVERS)[1:]]
+    found = [variant.overrides for variant in variants(_resolved("llama_1b.yaml"), OPTIONS)[1:]]
     for overrides in [*found, *(tuple(pair.split()) for pair in PAIRS)]:
-        lever = " ".join(overrides)
+        option = " ".join(overrides)
         name = "1b:" + ",".join(text.rpartition(".")[2] for text in overrides)
-        case = Case(name, "levers", "llama_1b.yaml", tuple(overrides), data="documents")
-        yield replace(case, against=LEVERS_ON, lever=lever)
+        case = Case(name, "options", "llama_1b.yaml", tuple(overrides), data="documents")
+        yield replace(case, against=OPTIONS_ON, option=option)
 
 
 def _as_toy(case: Case) -> Case:

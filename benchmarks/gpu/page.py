@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks.markdown import table
-from samecurve.bench.levers import UNCHANGED, Measured, Variant, verdicts
+from samecurve.bench.options import UNCHANGED, Measured, Variant, verdicts
 
 from .cases import GROUPS, MEASURED, WARM_UP, Case, cases
 
@@ -29,8 +29,8 @@ def page(results: Mapping, among: Callable[[Mapping], Sequence[Case]] = cases_of
         known = among(facts)
         for group, title in GROUPS.items():
             there = [case for case in known if case.group == group and case.name in rows]
-            if group == "levers":
-                parts += _levers(there, rows)
+            if group == "options":
+                parts += _options(there, rows)
             elif group != "ceilings" and there:
                 parts += [f"### {title}", table(_COLUMNS, [_line(case, rows) for case in there])]
         parts += _left_out(rows, known)
@@ -123,14 +123,14 @@ def _line(case: Case, rows: Mapping) -> list[str]:
     ]
 
 
-def _levers(cases: Sequence[Case], rows: Mapping) -> list[str]:
+def _options(cases: Sequence[Case], rows: Mapping) -> list[str]:
     """As `bench step` has it."""
     if not cases:
         return []
     base = rows.get(cases[0].against, {})
     done = [case for case in cases if rows[case.name]["state"] == "done" and base.get("state") == "done"]
-    among = [Variant(UNCHANGED), *(Variant(case.lever) for case in done)]
-    known = {UNCHANGED: base} | {case.lever: rows[case.name] for case in done}
+    among = [Variant(UNCHANGED), *(Variant(case.option) for case in done)]
+    known = {UNCHANGED: base} | {case.option: rows[case.name] for case in done}
     found = verdicts({name: [_measured(row)] for name, row in known.items()}, among) if done else []
     lines = [
         [
@@ -146,10 +146,10 @@ def _levers(cases: Sequence[Case], rows: Mapping) -> list[str]:
         for each in found
     ]
     others = [case for case in cases if case not in done]
-    lines += [[case.lever, _why(rows[case.name]), *[""] * 6, _commit(rows[case.name])] for case in others]
+    lines += [[case.option, _why(rows[case.name]), *[""] * 6, _commit(rows[case.name])] for case in others]
     to = f"to {cases[0].against}"
-    columns = "lever", "tokens/s", to, "MFU", "HFU", "peak GiB", "ratio", "largest loss difference", "commit"
-    return [f"### {GROUPS['levers']}", table(columns, lines)]
+    columns = "option", "tokens/s", to, "MFU", "HFU", "peak GiB", "ratio", "largest loss difference", "commit"
+    return [f"### {GROUPS['options']}", table(columns, lines)]
 
 
 def _why(row: Mapping) -> str:

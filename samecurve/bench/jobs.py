@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO
 
 from samecurve.config import loader as recipes
 from samecurve.config.overrides import latest_overrides
@@ -120,11 +120,11 @@ def run(job: Job, arguments: Sequence[str], directory: Path, on_progress: Callab
         directory: the job's run directory.
         on_progress: called regularly with the number of finished steps.
     """
-    log = directory.with_name(f"{directory.name}.log")
+    log, metrics = directory.with_name(f"{directory.name}.log"), directory / "metrics.jsonl"
     set_aside(directory)
     with open(log, "w", encoding="utf-8") as stream, processes(arguments, stream, job.world_size) as process:
         while process.poll() is None:
-            on_progress(_finished_steps(directory))
+            on_progress(metrics.read_bytes().count(b"\n") if metrics.exists() else 0)
             time.sleep(POLL_SECONDS)
     code = process.returncode and _exit_code(directory, log, process.returncode)
     reason = "" if code == 0 else _reason(directory, log, code).removeprefix(f"strategy {job.name}: ")
@@ -146,7 +146,7 @@ def processes(arguments: Sequence[str], stream: IO | None, world_size: int) -> I
     stream: receives the job's output; None for this process's standard output.
     """
     environment = {"OMP_NUM_THREADS": str(share_of_cores(world_size)), **os.environ}
-    handler = signal.signal(signal.SIGTERM, _exit_on_signal)
+    handler = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     process = subprocess.Popen(
         arguments, stdout=stream, stderr=subprocess.STDOUT, env=environment, start_new_session=True
     )
@@ -157,15 +157,6 @@ def processes(arguments: Sequence[str], stream: IO | None, world_size: int) -> I
             os.killpg(process.pid, signal.SIGTERM)
             process.wait()
         signal.signal(signal.SIGTERM, handler)
-
-
-def _exit_on_signal(number: int, _: object) -> NoReturn:
-    sys.exit(128 + number)
-
-
-def _finished_steps(directory: Path) -> int:
-    file = directory / "metrics.jsonl"
-    return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
 def _exit_code(directory: Path, log: Path, returncode: int) -> int:

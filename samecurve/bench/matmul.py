@@ -109,10 +109,10 @@ def layers(model: PreTrainedModel) -> list[Layer]:
 
     The model may be on the meta device.
     """
-    found: dict[tuple[int, int, bool], list[str]] = {}
+    names_by_kind: dict[tuple[int, int, bool], list[str]] = {}
     for name, weight, shape in _linear_weights(model):
-        found.setdefault((*shape, weight.requires_grad), []).append(_own_name(name))
-    return [Layer(tuple(dict.fromkeys(names)), len(names), *kind) for kind, names in found.items()]
+        names_by_kind.setdefault((*shape, weight.requires_grad), []).append(_own_name(name))
+    return [Layer(tuple(dict.fromkeys(names)), len(names), *kind) for kind, names in names_by_kind.items()]
 
 
 def _own_name(name: str) -> str:

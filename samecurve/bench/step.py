@@ -1,4 +1,4 @@
-"""Benchmark of a recipe's step with each lever changed: runs of all variants in rounds, and their comparison."""
+"""Benchmark of a recipe's step with each option changed: runs of all variants in rounds, and their comparison."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from samecurve.bench import jobs, printing, strategy_variants, timing
 from samecurve.bench.jobs import Job, Outcome
-from samecurve.bench.levers import UNCHANGED, Measured, Variant, Verdict, verdicts
+from samecurve.bench.options import UNCHANGED, Measured, Variant, Verdict, verdicts
 from samecurve.config.overrides import latest_overrides
 from samecurve.errors import ConfigurationError
 from samecurve.storage.atomic import storage_errors

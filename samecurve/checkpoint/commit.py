@@ -21,6 +21,7 @@ import json
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,14 +32,11 @@ from samecurve.checkpoint.manifest import (
     check_files,
     folder_name,
     list_checkpoints,
-    manifest_digest,
 )
 from samecurve.errors import NumericError, StorageError
 from samecurve.storage.atomic import storage_errors
 from samecurve.storage.fault_injection import fault_point
 from samecurve.storage.filesystem import PIECE_BYTES, FileSystem
-
-__all__ = ["FileRecord", "check_files", "commit", "list_checkpoints", "manifest_digest", "rotate", "write_file"]
 
 PARTIAL, DELETED = ".partial-", ".deleted-"
 SPARE_BYTES = 16 << 20  # for the small files, the file headers and the file system's own blocks
@@ -50,38 +48,42 @@ Exchange = Callable[[Any], list]  # all-gather of one value per rank, in rank or
 # Writing
 
 
-def commit(
-    fs: FileSystem,
-    directory: Path,
-    step: int,
-    planned_bytes: int,
-    write: Callable[[Path], tuple[list[FileRecord], Any]],
-    small_files: Callable[[list], dict[str, bytes]],
-    exchange: Exchange,
-    rank: int,
-) -> None:
-    """Write the checkpoint of `step` into `directory`. Collective; on return the checkpoint survives a power cut.
+@dataclass(frozen=True)
+class Content:
+    """This rank's part of the checkpoint of one step.
+
+    Attributes:
+        num_bytes: size of this rank's files; rank 0 compares the sum over all ranks with the free space.
+        write: writes this rank's files into a folder with `write_file`. Returns their records and a note, which may
+            be any JSON value.
+        small_files: maps the notes of all ranks to the files (name: content) that rank 0 adds.
+    """
+
+    step: int
+    num_bytes: int
+    write: Callable[[Path], tuple[list[FileRecord], Any]]
+    small_files: Callable[[list], dict[str, bytes]]
+
+
+def commit(fs: FileSystem, directory: Path, content: Content, exchange: Exchange, rank: int) -> None:
+    """Write a checkpoint into `directory`. Collective; on return the checkpoint survives a power cut.
 
     After a failure the folder does not exist or, if only the last sync failed, is complete.
 
     Args:
         directory: the folder of all checkpoints; created if missing.
-        planned_bytes: the size of this rank's files; rank 0 compares the sum over all ranks with the free space.
-        write: writes this rank's files into a folder with `write_file`. Returns their records and a note, which may
-            be any JSON value.
-        small_files: maps the notes of all ranks to the files (name: content) that rank 0 adds.
         exchange: all-gathers one value per rank. An exception that it raises when a rank is gone is passed on.
 
     Raises:
         StorageError: any rank failed; the text is the same on all ranks.
         NumericError: `write` raised it on any rank; the text is the same on all ranks.
     """
-    partial = directory / f"{PARTIAL}{folder_name(step)}"
+    partial = directory / f"{PARTIAL}{folder_name(content.step)}"
     try:
-        planned = _together(exchange, lambda: _plan(directory, planned_bytes))
+        planned = _together(exchange, lambda: _plan(directory, content.num_bytes))
         _together(exchange, lambda: _prepare(fs, partial, sum(planned)) if rank == 0 else None)
-        wrote = _together(exchange, lambda: _write(fs, partial, write))
-        _together(exchange, lambda: _finish(fs, partial, step, wrote, small_files) if rank == 0 else None)
+        wrote = _together(exchange, lambda: _write(fs, partial, content))
+        _together(exchange, lambda: _finish(fs, partial, content, wrote) if rank == 0 else None)
     except (StorageError, NumericError):
         if rank == 0:
             _sweep(fs, directory)
@@ -164,34 +166,34 @@ def _prepare(fs: FileSystem, partial: Path, planned_bytes: int) -> None:
         fs.make_folder(partial)
 
 
-def _write(fs: FileSystem, partial: Path, write: Callable) -> tuple[list[FileRecord], Any]:
+def _write(fs: FileSystem, partial: Path, content: Content) -> tuple[list[FileRecord], Any]:
     with storage_errors(partial):
         if not fs.exists(partial):
             raise StorageError(
                 f"{partial}: rank 0 made this folder and this rank does not see it; output_dir has to be the same "
                 "folder on all machines"
             )
-        wrote = write(partial)
+        wrote = content.write(partial)
         fault_point("save.agree")
         return wrote
 
 
-def _finish(fs: FileSystem, partial: Path, step: int, wrote: list, small_files: Callable) -> None:
+def _finish(fs: FileSystem, partial: Path, content: Content, wrote: list) -> None:
     """Write manifest and marker and rename the folder. For rank 0, once the files of all ranks are durable."""
     with storage_errors(partial):
         records = [record for records, _ in wrote for record in records]
         for record in records:
             _check_visible(fs, partial, record)
-        contents = small_files([note for _, note in wrote])
-        records += [_write_small(fs, partial / name, content) for name, content in contents.items()]
+        small_files = content.small_files([note for _, note in wrote])
+        records += [_write_small(fs, partial / name, data) for name, data in small_files.items()]
         assert len({record.name for record in records}) == len(records), f"two files of one name: {records}"
         fault_point("save.manifest")
         files = [record._asdict() for record in records]
-        manifest = json.dumps({"step": step, "world_size": len(wrote), "files": files}, indent=1).encode()
+        manifest = json.dumps({"step": content.step, "world_size": len(wrote), "files": files}, indent=1).encode()
         digest = _write_small(fs, partial / MANIFEST, manifest).sha256
         _write_marker(fs, partial, digest)
         fs.sync_folder(partial)
-        _publish(fs, partial, partial.with_name(folder_name(step)))
+        _publish(fs, partial, partial.with_name(folder_name(content.step)))
 
 
 def _check_visible(fs: FileSystem, partial: Path, record: FileRecord) -> None:

@@ -20,33 +20,33 @@ def refusals(saved: dict, now: dict) -> list[str]:
         now: the same facts about the current run.
     """
     recipe_changes = _differences(_with_every_key(saved["recipe"]), _with_every_key(now["recipe"]))
-    found = [text for key, text in recipe_changes if key in FIXED]
-    found += [f"model.{text}" for _, text in _differences(*_shared(saved["model"], now["model"]))]
-    found += [f"data, which is not what it was: {text}" for _, text in _differences(saved["data"], now["data"])]
+    reasons = [text for key, text in recipe_changes if key in FIXED]
+    reasons += [f"model.{text}" for _, text in _differences(*_shared(saved["model"], now["model"]))]
+    reasons += [f"data, changed since the checkpoint: {text}" for _, text in _differences(saved["data"], now["data"])]
     before, after = ({"adapter": facts.get("adapter")} for facts in (saved, now))
-    found += [text for _, text in _differences(before, after)]
+    reasons += [text for _, text in _differences(before, after)]
     if "reference" in saved and saved["reference"] != now["reference"]:
-        found.append(
-            "model.path: not the weights that the run began with, which its loss compares the model with; name those"
+        reasons.append(
+            "model.path: the run's loss uses its initial weights as reference, and these are others; give the "
+            "folder of the initial weights"
         )
     if now["recipe"]["steps"] < saved["step"]:
-        found.append(f"steps: {now['recipe']['steps']}, but the checkpoint is after step {saved['step']}")
-    return found
+        reasons.append(f"steps: {now['recipe']['steps']}, but the checkpoint already is at step {saved['step']}")
+    return reasons
 
 
 def changes(saved: dict, now: dict) -> list[str]:
     """List the allowed changes: recipe keys, strategy, number of processes, versions. Arguments as in `refusals`."""
-    found = [text for key, text in _differences(saved["recipe"], now["recipe"]) if _may_change(key)]
+    recipe_changes = _differences(saved["recipe"], now["recipe"])
+    # `refusals` compares the adapter as a whole, with a fingerprint of its base model instead of a path
+    unlogged = (*FIXED, *SILENT)
+    allowed = [text for key, text in recipe_changes if key not in unlogged and not key.startswith("adapter")]
     for key in ("strategy", "world_size", "versions"):
-        found += [text for _, text in _differences({key: saved[key]}, {key: now[key]})]
+        allowed += [text for _, text in _differences({key: saved[key]}, {key: now[key]})]
     common = _shared(saved["model"], now["model"])[0].keys()
     for key in sorted((saved["model"].keys() | now["model"].keys()) - common):
-        found.append(f"model.{key}, which one version of transformers does not know")
-    return found
-
-
-def _may_change(key: str) -> bool:
-    return key not in (*FIXED, *SILENT) and not key.startswith("adapter")
+        allowed.append(f"model.{key}: known to only one of the two versions of transformers")
+    return allowed
 
 
 def _with_every_key(recipe: dict) -> dict:

@@ -97,7 +97,7 @@ class CheckpointReader:
         ]
         if problems:
             shown = "\n".join(f"  {problem}" for problem in sorted(problems)[:8])
-            raise CheckpointError(f"{self.folder}: its parameters are not this model's\n{shown}")
+            raise CheckpointError(f"{self.folder}: the checkpoint's parameters differ from the model's\n{shown}")
 
     def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
         """Read one range of a flattened parameter or of its optimizer state.
@@ -132,14 +132,14 @@ class CheckpointReader:
         path = self.folder / file_name(rank)
         try:
             with safe_open(path, framework="pt") as file:  # reopened each time: pages of an open mapping stay in memory
-                found = file.get_slice(key)[start:stop]
+                values = file.get_slice(key)[start:stop]
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path}: {key} cannot be read ({error})") from error
-        if stop is not None and found.shape != (stop - start,):
+        if stop is not None and values.shape != (stop - start,):
             raise CheckpointError(
-                f"{path}: expected {stop - start} values of {key} from {start} on, found {tuple(found.shape)}"
+                f"{path}: expected {stop - start} values of {key} from {start} on, found {tuple(values.shape)}"
             )
-        return found
+        return values
 
 
 def _integers(values: list, length: int | None = None) -> tuple[int, ...]:

@@ -81,6 +81,9 @@ class Checkpoints:
         log: prints one line (on rank 0 only).
         busy: called for each tensor, to report progress of a long save or load to the watchdog.
         background: continue training while a checkpoint is written; costs a copy of this rank's part in host memory.
+
+    Attributes:
+        resumed_from: the checkpoint that `find` selected; None if there is none.
     """
 
     def __init__(
@@ -102,14 +105,14 @@ class Checkpoints:
         self._failures = 0  # in a row
         self._tried_step = self._committed_step = 0
         self._metrics: dict = {}
-        self._resumed_from: Path | None = None
+        self.resumed_from: Path | None = None
 
     # Resuming
 
     def find(self, resume: str) -> Path | None:
         """Select the checkpoint to resume from, see CheckpointSelector.select."""
-        self._resumed_from = self._selector.select(resume)
-        return self._resumed_from
+        self.resumed_from = self._selector.select(resume)
+        return self.resumed_from
 
     def load(self, folder: Path, engine: Engine, generators: bool = True) -> TrainProgress:
         """Load a verified checkpoint into the engine. generators: restore the random generators (dropout) too."""
@@ -118,9 +121,9 @@ class Checkpoints:
         reader = format.CheckpointReader(folder)
         reader.check_names(engine.shapes | engine.state.factors)
         with torch.no_grad():
-            for held, kind, tensor in engine.state.visit(writing=True):
+            for part, kind, tensor in engine.state.visit(writing=True):
                 self._busy()
-                tensor.copy_(reader.read(held.name, kind, held.start, held.stop))
+                tensor.copy_(reader.read(part.name, kind, part.start, part.stop))
             engine.state.finish(saved["updates"])
         engine.loss_scale_state = saved["loss_scale"]
         if generators and saved["generators"] == self._generators(engine):
@@ -138,12 +141,12 @@ class Checkpoints:
             The checkpoint's TrainProgress. None if there is no checkpoint yet: this is logged and nothing changes.
         """
         self.wait()
-        chosen = [*self._selector.candidates("auto"), *filter(None, [self._resumed_from])]
+        chosen = [*self._selector.candidates("auto"), *filter(None, [self.resumed_from])]
         folder = next((folder for folder in chosen if not self._selector.problems(folder)), None)
         if folder is None:
-            self._log("a loss spike, but there is no checkpoint to go back to yet; training goes on")
+            self._log("loss spike: there is no checkpoint to roll back to yet, so training continues")
             return None
-        self._log(f"a loss spike: back to the weights of {folder}; the rows since then are not seen again")
+        self._log(f"loss spike: rolled back to the weights of {folder}; the rows since then are not read again")
         return self.load(folder, engine, generators=False)
 
     # Saving
@@ -190,7 +193,7 @@ class Checkpoints:
         if save.thread is not None:
             save.thread.join()
         if isinstance(save.error, NumericError):
-            raise NumericError(f"{save.error}; the checkpoints that there are hold finite values only") from save.error
+            raise NumericError(f"{save.error}; it was not saved, and earlier checkpoints are finite") from save.error
         if save.error is None:
             self._failures, self._committed_step = 0, save.step
             return True
@@ -216,14 +219,17 @@ class Checkpoints:
 
     def finished(self) -> dict:
         """Return the metric `save_seconds` of a save that was committed since the last call, {} without one."""
-        found, self._metrics = self._metrics, {}
-        return found
+        metrics, self._metrics = self._metrics, {}
+        return metrics
 
     def _start(self, engine: Engine, position: TrainProgress, began: float) -> None:
         self._snapshot = self._snapshot or Snapshot(engine)
         entries, values = self._snapshot.take(copy=self._background)
         fault_point("save.staged")
-        state = json.dumps(json_values(self._describe(engine, position))).encode()
+        described = {"format": FORMAT, **asdict(position), "loss_scale": engine.loss_scale_state}
+        described |= {"generators": self._generators(engine), "time": utc_timestamp(), **self._facts}
+        # encoded now: the position shares dicts with the loop, which goes on while another thread writes
+        state = json.dumps(json_values(described)).encode()
         save = self._in_flight = _Save(position.step, began)
         self._tried_step = position.step
         work = partial(self._commit, save, entries, values, state)
@@ -238,29 +244,29 @@ class Checkpoints:
         snapshot, rank = self._snapshot, self._world.rank
         assert snapshot is not None  # `save` has just taken it
 
+        def reported(chunks: Iterator) -> Iterator:
+            for chunk in chunks:
+                self._busy()
+                yield chunk
+
         def write(folder: Path) -> tuple[list, list]:
             with closing(values):
-                chunks = self._seen(format.safetensors_chunks(entries, values))
-                return [commit.write_file(self._files, folder / file_name(rank), chunks)], snapshot.ranges
+                chunks = format.safetensors_chunks(entries, values)
+                return [commit.write_file(self._files, folder / file_name(rank), reported(chunks))], snapshot.ranges
 
         def small_files(ranges: list) -> dict[str, bytes]:
             self._run.sync_metrics()  # so that the metrics up to this step are as durable as the checkpoint
             return {STATE: state, format.INDEX: format.safetensors_index(snapshot.shapes, ranges)}
 
-        planned = sum(entry.nbytes for entry in entries)
-        folder = self._run.checkpoints
+        content = commit.Content(save.step, sum(entry.nbytes for entry in entries), write, small_files)
         try:
-            commit.commit(self._files, folder, save.step, planned, write, small_files, self._exchange, rank)
+            commit.commit(self._files, self._run.checkpoints, content, self._exchange, rank)
             self._metrics = {"save_seconds": time.perf_counter() - save.began}
         except Exception as error:
             save.error = error
-            self._log(f"the checkpoint after step {save.step} was not written: {error}")
+            self._log(f"the checkpoint of step {save.step} was not written: {error}")
         else:
             self._tidy()
-
-    def _describe(self, engine: Engine, position: TrainProgress) -> dict:
-        state = {"format": FORMAT, **asdict(position), "loss_scale": engine.loss_scale_state}
-        return state | {"generators": self._generators(engine), "time": utc_timestamp(), **self._facts}
 
     def _generators(self, engine: Engine) -> dict:
         """Describe the layout of the random generators. If it is unchanged, each rank restores its own generators."""
@@ -272,12 +278,12 @@ class Checkpoints:
             return
         try:
             best = self._find_best() if self._settings["best"] else None
-            protected = {folder.name for folder in (self._resumed_from, best) if folder is not None}
+            protected = {folder.name for folder in (self.resumed_from, best) if folder is not None}
             problem = commit.rotate(self._files, self._run.checkpoints, self._settings["keep"], protected)
         except Exception as error:
             problem = str(error)
         if problem:
-            self._log(f"old checkpoints in {self._run.checkpoints} were not all removed: {problem}")
+            self._log(f"could not remove all old checkpoints in {self._run.checkpoints}: {problem}")
 
     def _find_best(self) -> Path | None:
         metric, values = self._settings["best"], {}
@@ -291,8 +297,3 @@ class Checkpoints:
         best = min(values, key=values.__getitem__)
         write_json(self._run.checkpoints / "best.json", {"checkpoint": best.name, metric: values[best]})
         return best
-
-    def _seen(self, chunks: Iterator) -> Iterator:
-        for chunk in chunks:
-            self._busy()
-            yield chunk

@@ -71,8 +71,8 @@ def check_files(fs: FileSystem, folder: Path, shard: tuple[int, int] | None = (0
         return [FileDamage(*damage.args)]
     big = sorted(record.name for record in files if record.name.startswith("rank_"))
     others = set(big) if shard is None else set(big) - set(big[shard[0] :: shard[1]])
-    found = (_problem(fs, folder, record, hashes=record.name not in others) for record in files)
-    return [problem for problem in found if problem]
+    problems = (_problem(fs, folder, record, hashes=record.name not in others) for record in files)
+    return [problem for problem in problems if problem]
 
 
 def manifest_digest(fs: FileSystem, folder: Path) -> str:

@@ -53,12 +53,12 @@ class CheckpointSelector:
                 return folder
             text = "\n".join(f"  {folder.name}/{problem}" for problem in problems)
             if len(chosen) > 1:
-                self._log(f"a checkpoint in {folder.parent} is not used:\n{text}")
+                self._log(f"skipped an unusable checkpoint in {folder.parent}:\n{text}")
             rejected.append(text)
         if rejected:
             raise CheckpointError(
-                f"no checkpoint of {chosen[0].parent} can be used; give another one (--resume FOLDER), or begin again, "
-                "which moves those of output_dir aside (--fresh)\n" + "\n".join(rejected)
+                f"no checkpoint in {chosen[0].parent} can be used; resume from another one (--resume FOLDER), or start "
+                "over, which moves those of output_dir aside (--fresh)\n" + "\n".join(rejected)
             )
         return None
 
@@ -78,10 +78,11 @@ class CheckpointSelector:
         except OSError as error:  # not raised here: the other ranks wait in all_gather_object
             problems, seen = [str(error)], None
         of_all = self._world.all_gather_object((problems, seen))
-        found = sorted({problem for others, _ in of_all for problem in others})
-        if not found and len({digest for _, digest in of_all}) > 1:
-            found = ["ranks read different manifest.json; output_dir has to be the same folder on all machines"]
-        return found
+        listed = sorted({problem for others, _ in of_all for problem in others})
+        # each copy may be whole, but then hosts with folders of their own would resume from different steps or weights
+        if not listed and len({digest for _, digest in of_all}) > 1:
+            return ["ranks read different manifest.json; output_dir has to be the same folder on all machines"]
+        return listed
 
     def _check_changes(self, folder: Path) -> None:
         saved = read_state(folder)
@@ -90,13 +91,13 @@ class CheckpointSelector:
         refused = refusals(saved, self._facts)
         if refused:
             raise CheckpointError(
-                f"{folder}: the run may not go on from it, because this may not change:\n"
+                f"{folder}: the run cannot resume with these changes:\n"
                 + "\n".join(f"  {text}" for text in refused)
-                + "\nundo it, choose another output_dir, or begin again (--fresh)"
+                + "\nundo them, choose another output_dir, or start over (--fresh)"
             )
         changed = changes(saved, self._facts)
         if saved["step"] < self._facts["recipe"]["steps"] or changed:
-            self._log("\n".join([f"going on from {folder}", *(f"  changed: {text}" for text in changed)]))
+            self._log("\n".join([f"resuming from {folder}", *(f"  changed: {text}" for text in changed)]))
 
 
 def read_state(folder: Path) -> dict:

@@ -25,8 +25,8 @@ class Snapshot:
         self.shapes = {name: list(shape) for name, shape in (engine.shapes | engine.state.factors).items()}
         self._buffers: dict[str, Tensor] = {}
         self._generators: dict[str, Tensor] = {}
-        held = [each for each in engine.state.held() if each.save_stop > each.save_start]
-        self.ranges = [(each.name, each.save_start, each.save_stop) for each in held]
+        saved = [each for each in engine.state.held() if each.save_stop > each.save_start]
+        self.ranges = [(each.name, each.save_start, each.save_stop) for each in saved]
 
     def take(self, copy: bool) -> tuple[list[Entry], Generator[Tensor, None, None]]:
         """Return the entries of this rank's file and a generator of their values, one tensor at a time.
@@ -61,9 +61,9 @@ class Snapshot:
 
     def _values(self) -> Generator[Tensor, None, None]:
         with closing(self._engine.state.visit()) as visited:
-            for held, _, tensor in visited:
-                if held.save_stop > held.save_start:
-                    yield tensor[held.save_start - held.start : held.save_stop - held.start]
+            for part, _, tensor in visited:
+                if part.save_stop > part.save_start:
+                    yield tensor[part.save_start - part.start : part.save_stop - part.start]
         yield from self._generators.values()
 
     def _keep(self, entry: Entry, value: Tensor) -> None:

@@ -15,8 +15,9 @@ from samecurve.checkpoint.format import CheckpointReader
 from samecurve.checkpoint.resume import read_state
 from samecurve.config.schema import Recipe
 from samecurve.errors import CheckpointError, DataError, NumericError
-from samecurve.export.hf_export import dtype_name, export, out_of_range, put_in_place
+from samecurve.export.hf_export import export, out_of_range, put_in_place
 from samecurve.export.model_card import ExportInfo, write_card
+from samecurve.interfaces.engine import dtype_name
 from samecurve.interfaces.fingerprint import identity
 from samecurve.models import weights
 from samecurve.models.lora import trained_shapes

@@ -18,6 +18,7 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from samecurve.errors import CheckpointError, NumericError, SamecurveError, StorageError
 from samecurve.export.model_card import ADAPTED_CONFIG
+from samecurve.interfaces.engine import dtype_name
 from samecurve.models.hf_config import CAUSAL, is_remote, kind_of
 from samecurve.models.lora import is_adapted, stored_config, stored_names
 from samecurve.models.weight_conversion import Storage
@@ -226,11 +227,6 @@ def out_of_range(name: str, tensor: Tensor, dtype: torch.dtype) -> NumericError 
     return NumericError(
         f"{name}: {lost} values exceed the range of {dtype_name(dtype)} (up to {largest:g}); choose bf16"
     )
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype in a model's config.json: bfloat16, not torch.bfloat16."""
-    return str(dtype).removeprefix("torch.")
 
 
 def _write_adapter_config(skeleton: PreTrainedModel, directory: Path, dtype: torch.dtype) -> None:

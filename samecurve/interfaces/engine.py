@@ -147,7 +147,7 @@ class EvalResult:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Name a dtype as in run.json: float32 instead of torch.float32."""
+    """Name a dtype as in run.json and a model's config.json: float32 instead of torch.float32."""
     return str(dtype).removeprefix("torch.")
 
 

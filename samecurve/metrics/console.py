@@ -182,8 +182,8 @@ def _new_head(facts: dict) -> str:
 
 def _kernels(facts: dict) -> str:
     loss = ["output head and cross-entropy together"] if facts.get("loss_implementation") == "liger" else []
-    found = [*facts.get("kernels", ()), *loss]
-    return f"liger: {', '.join(found)}" if found else ""
+    kernels = [*facts.get("kernels", ()), *loss]
+    return f"liger: {', '.join(kernels)}" if kernels else ""
 
 
 def _memory(memory: dict) -> str:

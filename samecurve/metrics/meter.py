@@ -177,13 +177,13 @@ class Meter:
 
     def doubt(self, record: dict) -> str:
         """Return a warning for the first record whose mfu or hfu exceeds 1, else "". record: the result of `step`."""
-        found = {name: record[name] for name in ("mfu", "hfu") if record[name] is not None and record[name] > 1}
-        if not found or self._doubted:
+        impossible = {name: record[name] for name in ("mfu", "hfu") if record[name] is not None and record[name] > 1}
+        if not impossible or self._doubted:
             return ""
         self._doubted = True
         peak, flops = self.machine.peak, self._flops
         assert peak is not None and flops is not None  # mfu and hfu are computed from both
-        shares = " and ".join(f"{name} {value:.2f}" for name, value in found.items())
+        shares = " and ".join(f"{name} {value:.2f}" for name, value in impossible.items())
         return (
             f"warning: step {record['step']} has {shares}, but more than 1 is impossible: the peak of "
             f"{peak.tflops:.3g} TFLOP/s ({peak.source}) is too low, or attention, counted over the full square of a "

@@ -179,27 +179,28 @@ def _part(name: str, rows: Rows, tokenizer: PreTrainedTokenizerFast) -> Part:
             "dropped pairs": f"{dropped}: nothing is left to compare",
             **counts,
         }
-    return Part(name, counts, _histogram(shown, lengths), _packing(shown), _ends(shown, tokenizer))
+    packing = [list(_members(shown, row)) for row in range(min(SHOWN_ROWS, len(shown)))]
+    return Part(name, counts, _histogram(shown, lengths), packing, _ends(shown, tokenizer))
 
 
 def _counts(rows: Rows, tokenizer: PreTrainedTokenizerFast, lengths: np.ndarray) -> dict[str, str]:
     num_tokens, num_documents = len(rows.stream.tokens), len(lengths)
     places = len(rows) * rows.sequence_length
-    found = {
+    counts = {
         "rows": f"{len(rows):,} of {rows.sequence_length} tokens",
         "documents": f"{num_documents:,}",
         "tokens": f"{num_tokens:,}",
     }
     if not isinstance(rows, LabelledRows):
-        found["trained tokens"] = _share(rows.num_targets, num_tokens)
+        counts["trained tokens"] = _share(rows.num_targets, num_tokens)
     if isinstance(rows, (SampleRows, TextRows)):
-        found["padding"] = _share(places - int(rows.sizes.sum()), places)
+        counts["padding"] = _share(places - int(rows.sizes.sum()), places)
     if isinstance(rows, SampleRows):
-        found |= {
+        counts |= {
             "truncated documents": f"{_share(rows.num_truncated, num_documents)}, {rows.num_truncated_tokens:,} tokens",
             "dropped documents": f"{_share(rows.num_dropped, num_documents)}: nothing is left to train",
         }
-    return found | {
+    return counts | {
         "exact duplicates": _share(_num_duplicates(rows), num_documents),
         "unknown tokens": _unknown(rows, tokenizer),
     }
@@ -253,10 +254,6 @@ def _histogram(rows: Rows, lengths: np.ndarray) -> list[tuple[int, int, int, int
         inside = lengths[(lengths >= low) & (lengths < high)]
         bins.append((low, high, len(inside), int((inside > limit).sum())))
     return bins
-
-
-def _packing(rows: Rows) -> list[list[tuple[int, int]]]:
-    return [list(_members(rows, row)) for row in range(min(SHOWN_ROWS, len(rows)))]
 
 
 def _members(rows: Rows, row: int) -> Iterator[tuple[int, int]]:

@@ -93,13 +93,13 @@ def _of(index: int, runs: Sequence[Run]) -> str:
     return f' of <span class="name{index}">{NAMES[index]}</span>' if len(runs) > 1 else ""
 
 
-def _side_by_side(found: Sequence[dict[str, str]]) -> str:
+def _side_by_side(columns: Sequence[dict[str, str]]) -> str:
     """Build a table with one column per run. For two runs, rows that differ are highlighted."""
-    if not any(found):
+    if not any(columns):
         return f"<p>{NOT_KNOWN}</p>"
-    keys = dict.fromkeys(key for each in found for key in each)
-    rows = [(key, *(each.get(key, "absent") for each in found)) for key in keys]
-    header = ("", *NAMES[: len(found)]) if len(found) > 1 else ()
+    keys = dict.fromkeys(key for each in columns for key in each)
+    rows = [(key, *(each.get(key, "absent") for each in columns)) for key in keys]
+    header = ("", *NAMES[: len(columns)]) if len(columns) > 1 else ()
     return html_table(rows, header, [index for index, row in enumerate(rows) if len(set(row[1:])) > 1])
 
 

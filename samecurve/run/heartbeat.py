@@ -179,7 +179,10 @@ class Heartbeats:
             else:
                 near = self._near()
                 paths = [self._path(rank) for rank in near]
-                self._forget_all_but(near)
+                # a peer that is no longer read would look frozen; a failure stays known
+                unread = [rank for rank, peer in list(self.peers.items()) if rank not in near and peer.runs]
+                for rank in unread:
+                    self.peers.pop(rank, None)
             for path in paths:
                 self._take(_read(path))
             self.looked = time.monotonic()
@@ -213,12 +216,6 @@ class Heartbeats:
         num_local = int(next((os.environ[name] for name in names if name in os.environ), "1"))
         first = self._own.rank - int(os.environ.get("LOCAL_RANK", "0"))
         return {0, *range(first, first + num_local)}
-
-    def _forget_all_but(self, near: set[int]) -> None:
-        """Drop the peers that are no longer read, because they would appear frozen."""
-        for rank, peer in list(self.peers.items()):
-            if rank not in near and peer.runs:
-                self.peers.pop(rank, None)
 
     def _take(self, beat: Beat | None) -> None:
         if beat is None or beat.rank == self._own.rank:

@@ -157,7 +157,7 @@ class RunSupervisor:
 
     def done(self) -> None:
         self._take_the_end()
-        silent = StorageError(f"{self._run.path} does not answer, after the last step")
+        silent = StorageError(f"{self._run.path}: the storage does not answer, after the last step")
         with self._in_time(silent.exit_code, _message(silent), once=True):
             self._run.status("done", step=self._run.step, exit_code=0)
         with self._in_time(0):
@@ -205,7 +205,7 @@ class RunSupervisor:
             return error
         lines = str(error).splitlines() or [""]
         peer_error = PeerError(f"{cause}\n(then here: {type(error).__name__}: {lines[0][:200]})", cause.exit_code)
-        peer_error.is_reporter = self.watchdog.is_reporter()
+        peer_error.is_reporter = self.watchdog.liveness().is_reporter
         return peer_error
 
     def _refused_elsewhere(self) -> PeerError | None:
@@ -221,7 +221,7 @@ class RunSupervisor:
 
     def _write(self, state: State, reason: str, code: int) -> None:
         with contextlib.suppress(SamecurveError):  # a full disk must not hide the original error
-            force = self.watchdog.replaces_rank_0()
+            force = self.watchdog.liveness().replaces_rank_0
             self._run.status(state, reason=reason, step=self._run.step, exit_code=code, force=force)
 
     @contextlib.contextmanager
@@ -232,7 +232,7 @@ class RunSupervisor:
         """
 
         def report() -> None:
-            if text and (not once or self.watchdog.is_reporter()):
+            if text and (not once or self.watchdog.liveness().is_reporter):
                 _print_stderr_from_thread(text)
 
         timer = last_resort(code, report)
@@ -258,7 +258,7 @@ class RunSupervisor:
             self._end(cause)
         elif self._ending.acquire(blocking=False):
             last_resort(code)
-            if self.watchdog.is_reporter():
+            if self.watchdog.liveness().is_reporter:
                 _print_stderr_from_thread(text)
             self._write("failed", reason, code)
             self.watchdog.heartbeats.write("failed", f"rank {self.watchdog.rank}: {reason}", code)
@@ -269,21 +269,17 @@ class RunSupervisor:
         if not self._ending.acquire(blocking=False):
             return
         last_resort(error.exit_code)
-        is_reporter = self.watchdog.is_reporter()
+        is_reporter = self.watchdog.liveness().is_reporter
         if is_reporter:
             _print_stderr_from_thread(_message(error))
         self._write("failed", str(error), error.exit_code)
         if is_reporter or not isinstance(error, HangError):  # the reporter still collects a hanging rank's stacks
             self.watchdog.heartbeats.write("failed", str(error), error.exit_code)
-        if not is_reporter:
-            self._wait_for_the_reporter()
-        os._exit(error.exit_code)
-
-    def _wait_for_the_reporter(self) -> None:
-        """Wait as in _let_the_first_process_report. The launcher's signal shows that the reporter has exited."""
+        # Wait as in _let_the_first_process_report. The launcher's signal shows that the reporter has exited.
         deadline = time.monotonic() + WAIT_SECONDS
-        while time.monotonic() < deadline and not self.requested:
+        while not is_reporter and time.monotonic() < deadline and not self.requested:
             time.sleep(0.1)
+        os._exit(error.exit_code)
 
 
 def _print_stderr_from_thread(text: str) -> None:

@@ -99,7 +99,10 @@ class RunDirectory:
 
     def _claim(self, reads: list[Path], resume: str, fresh: bool) -> None:
         with suppress(ValueError):  # damaged metrics do not stop the run; checkpoints are verified on their own
-            last, records = self._last_status(), read_metrics(self.path)
+            records = read_metrics(self.path)
+            # a killed start may have moved status.json to `previous/N/` already
+            folders = (self.path, *reversed(previous_folders(self.path)))
+            last = next(filter(None, (read_status(folder / STATUS) for folder in folders)), {})
             self._failures = restarts.count_failures(last, records[-1]["step"] if records else 0)
             restarts.check_repeated_failures(self._failures, last, os.environ)
         self.continues = bool(list_checkpoints(LocalFileSystem(), self.checkpoints)) and not fresh
@@ -113,7 +116,9 @@ class RunDirectory:
         else:
             (self.path / STARTING_OVER).unlink(missing_ok=True)
 
-    is_exported = property(lambda self: (self.model / "config.json").is_file())
+    @property
+    def is_exported(self) -> bool:
+        return (self.model / "config.json").is_file()
 
     def write_run(self, facts: dict) -> None:
         if self.is_main:
@@ -134,7 +139,9 @@ class RunDirectory:
         before, failures = self._before, self._failures
         if not self.is_main:
             current = read_status(file)
-            before, failures = _of_an_earlier_session(current), counted(current)
+            failures = counted(current)
+            # rank 0, which this rank replaces, may have overwritten the earlier session's status
+            before = current.get("earlier") or (split_refused(current)[0] if current.get("state") == "done" else {})
         if self._begun:
             before = {}
         if state == "failed" and before:
@@ -188,7 +195,7 @@ class RunDirectory:
         if self._present or self._before or self._aside:
             target = self._aside or self._next_previous()
             self._move(target)
-            self.notice = f"an earlier run was in {self.path}: moved to {target}"
+            self.notice = f"moved the files of an earlier run in {self.path} to {target}"
         (self.path / STARTING_OVER).unlink(missing_ok=True)
 
     def _go_on(self, step: int, record: dict | None, busy: Callable[[], None]) -> None:
@@ -200,9 +207,9 @@ class RunDirectory:
                 LocalFileSystem(busy).move_folder(folder, target / "checkpoints")  # checkpoints/ may link to elsewhere
         num_later = self._metrics.truncate(step, target, record)
         self._skipped.truncate(step, target)
-        self.notice = f"going on after step {step} in {self.path}; the earlier session's files are in {target}"
+        self.notice = f"resuming after step {step} in {self.path}; the earlier session's files are in {target}"
         if num_later:
-            self.notice += f", with {num_later} steps that came after the checkpoint and are done again"
+            self.notice += f", with {num_later} steps after the checkpoint, which are repeated"
 
     def _move(self, target: Path) -> None:
         if self._before:  # status.json itself already belongs to this session, unless a finished run's was kept
@@ -222,16 +229,10 @@ class RunDirectory:
         inside = resume not in ("auto", "none") and Path(resume).resolve().parent == self.checkpoints.resolve()
         if resume == "auto" or inside:
             return
-        how = "--resume none" if resume == "none" else f"--resume {resume}"
         raise CheckpointError(
-            f"output_dir: {self.path} holds checkpoints of an earlier run, which {how} would leave behind; go on from "
-            "them (--resume auto), choose another output_dir, or add --fresh to move them aside"
+            f"output_dir: {self.path} holds checkpoints of an earlier run, which --resume {resume} would leave behind; "
+            "resume from them (--resume auto), choose another output_dir, or add --fresh to move them aside"
         )
-
-    def _last_status(self) -> dict:
-        """Read the last status.json, also if a killed start had already moved it to `previous/N/`."""
-        folders = (self.path, *reversed(previous_folders(self.path)))
-        return next(filter(None, (read_status(folder / STATUS) for folder in folders)), {})
 
     def _move_stacks(self) -> None:
         """Move a hung session's stacks/ at once: this session opens files of the same names before `begin`."""
@@ -279,11 +280,6 @@ def _make_durable(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     for folder in new:
         LocalFileSystem().sync_folder(folder.parent)
-
-
-def _of_an_earlier_session(status: dict) -> dict:
-    """Return the earlier session's status, for a rank that replaces rank 0, which may have overwritten the file."""
-    return status.get("earlier") or (split_refused(status)[0] if status.get("state") == "done" else {})
 
 
 def previous_folders(run: Path) -> list[Path]:

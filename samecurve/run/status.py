@@ -114,15 +114,15 @@ def refused_elsewhere(folder: Path, since: float) -> PeerError | None:
         folder: the run directory.
         since: when this process began, as time.time().
     """
-    found = None
+    refusal = None
     for path in sorted(folder.glob(_NOTE.format("*"))):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # gone, or cut off
             is_recent = path.stat().st_mtime > since - _STARTED_WITHIN_SECONDS
             note = json.loads(path.read_text(encoding="utf-8"))
-            if is_recent and note["rendezvous"] == _rendezvous(os.environ) and found is None:
-                found = PeerError(f"rank {note['rank']} on {note['host']}: {note['reason']}", note["exit_code"])
+            if is_recent and note["rendezvous"] == _rendezvous(os.environ) and refusal is None:
+                refusal = PeerError(f"rank {note['rank']} on {note['host']}: {note['reason']}", note["exit_code"])
             path.unlink()
-    return found
+    return refusal
 
 
 def _leave_note(folder: Path, error: SamecurveError, environ: Mapping[str, str]) -> None:

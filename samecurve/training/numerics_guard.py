@@ -125,9 +125,9 @@ class Guard:
         if not every or step % every:
             return False
         own = {label: _digest(tensor) for label, tensor in engine.state.replicas()}
-        found = _differing(self._world.all_gather_object(own))
-        if found:
-            listed = "\n".join(f"  rank {rank}: {len(labels)} differ, first {labels[0]}" for rank, labels in found)
+        differing = _differing(self._world.all_gather_object(own))
+        if differing:
+            listed = "\n".join(f"  rank {rank}: {len(labels)} differ, first {labels[0]}" for rank, labels in differing)
             raise NumericError(
                 f"step {step}: weights that ranks hold alike are not equal, so one of them computed or kept something "
                 f"wrong (memory, device, network); go on from the last checkpoint without that machine\n{listed}"
@@ -141,14 +141,14 @@ class Guard:
 
 def _differing(of_all: list[dict[str, str]]) -> list[tuple[int, list[str]]]:
     """List (rank, labels of tensors that differ from the majority's); two ranks that differ are both listed."""
-    found = []
+    differing = []
     labels_of_all = {label for own in of_all for label in own}
     values = {label: Counter(own[label] for own in of_all if label in own) for label in labels_of_all}
     for rank, own in enumerate(of_all):
         labels = [label for label, digest in own.items() if 2 * values[label][digest] <= values[label].total()]
         if labels:
-            found.append((rank, labels))
-    return found
+            differing.append((rank, labels))
+    return differing
 
 
 def _digest(tensor) -> str:

@@ -98,7 +98,7 @@ def watched(train_loop):
             if phase == "stop":
                 tensors = [each for each in gc.garbage if issubclass(type(each), torch.Tensor)]
                 held = sum(each.untyped_storage().nbytes() for each in tensors if not isinstance(each, DTensor))
-                seen.append((session.watch.watchdog.step, gc.isenabled(), held))
+                seen.append((session.context.watch.watchdog.step, gc.isenabled(), held))
                 gc.garbage.clear()
 
         gc.callbacks.append(note)
@@ -106,8 +106,8 @@ def watched(train_loop):
         train_loop(session)
         gc.set_debug(0)
         gc.callbacks.remove(note)
-        of_all = session.world.all_gather_object(seen)
-        session.accelerator.print("COLLECTED " + json.dumps(of_all))
+        of_all = session.context.world.all_gather_object(seen)
+        session.context.accelerator.print("COLLECTED " + json.dumps(of_all))
 
     return loop
 

@@ -1,4 +1,4 @@
-"""levers_probe.py with Triton's interpreter. A case with Liger's kernels changes the process: plain ones come first."""
+"""options_probe.py with Triton's interpreter. A case with Liger's kernels changes the process: plain ones go first."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
 import interpreted  # noqa: E402  before anything that imports Triton
-import levers_probe  # noqa: E402
+import options_probe  # noqa: E402
 
 from samecurve.run import lifecycle  # noqa: E402
 
 
 def main() -> None:
     interpreted.prepare()
-    levers_probe.main()
+    options_probe.main()
 
 
 if __name__ == "__main__":

@@ -38,4 +38,4 @@ def test_a_row_for_each_case_and_equal_rows_for_trainer(only, workspace):
         assert rows.keys() == set(only)
         return
     assert len(rows) > 40 and "Ceilings: " in page and "Not run yet" not in page
-    assert all(f"| {lever} |" in page for lever in ("as it is", "compile=regional", "optimizer.name=muon"))
+    assert all(f"| {option} |" in page for option in ("as it is", "compile=regional", "optimizer.name=muon"))

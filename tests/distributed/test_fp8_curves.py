@@ -9,7 +9,7 @@ import importlib.util
 
 import pytest
 from harness import RECIPE, largest_relative_difference, long
-from test_levers import PLAIN, needs_compiler, probe
+from test_step_options import PLAIN, needs_compiler, probe
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from harness import LLAMA
-from test_levers import PLAIN, assert_equal, probe
+from test_step_options import PLAIN, assert_equal, probe
 
 MISSING = [name for name in ("triton", "liger_kernel") if importlib.util.find_spec(name) is None]
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")

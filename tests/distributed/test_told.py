@@ -6,7 +6,7 @@ import platform
 
 import pytest
 from harness import launch_command, long
-from test_levers import needs_compiler
+from test_step_options import needs_compiler
 
 from samecurve.distributed.cpu_workers import num_cores
 

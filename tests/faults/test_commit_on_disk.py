@@ -43,7 +43,8 @@ def save(directories: list[Path], step: int, bug: Exception | None = None) -> li
             return [protocol.write_file(DISK, folder / file_name(rank), [b"head", f"{rank} {step}".encode()])], rank
 
         small_files = lambda notes: {"state.json": json.dumps(notes).encode()}  # noqa: E731
-        protocol.commit(DISK, directories[rank], step, 100, write, small_files, exchange, rank)
+        content = protocol.Content(step, 100, write, small_files)
+        protocol.commit(DISK, directories[rank], content, exchange, rank)
 
     with ThreadPoolExecutor(len(directories)) as ranks:
         return [future.exception(20) for future in [ranks.submit(job, rank) for rank in range(len(directories))]]
@@ -216,7 +217,8 @@ fs, directory = LocalFileSystem(), Path(sys.argv[1])
 for step in map(int, sys.argv[2:]):
     write = lambda folder: ([commit.write_file(fs, folder / "rank_00000.safetensors", [b"head", b"%d" % step])], None)
     try:
-        commit.commit(fs, directory, step, 0, write, lambda notes: {"state.json": b"{}"}, lambda value: [value], 0)
+        content = commit.Content(step, 0, write, lambda notes: {"state.json": b"{}"})
+        commit.commit(fs, directory, content, lambda value: [value], 0)
     except Exception as error:
         print(type(error).__name__, error)
     print(commit.rotate(fs, directory, 1, ()))

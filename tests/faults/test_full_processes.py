@@ -165,13 +165,13 @@ def test_a_disk_that_is_really_full(strategy, battery, small_disk):
         partial = victim.directory / "checkpoints" / ".partial-step_00000010" / "rank_00001.safetensors"
         started.wait_for(partial.exists, "the second save")
         fill(small_disk, leave=100_000)
-        failed = "the checkpoint after step 10 was not written"
+        failed = "the checkpoint of step 10 was not written"
         started.wait_for(lambda: failed in started.output, "its failure")
         balloon.unlink()
 
     # the step after it waits for the disk to have room again
     faults = "save.write@2:1:slow,step@12:0:slow,step@13:0:slow"
-    says = r"the checkpoint after step 10 was not written: .*ENOSPC"
+    says = r"the checkpoint of step 10 was not written: .*ENOSPC"
     victim.hurt(
         "disk", "full while it writes", Expected(0, says, STEPS, "done"), faults=faults, do=fill_while_it_writes
     )

@@ -81,7 +81,7 @@ def test_ranks_that_stop_answering(battery):
 
 def test_a_full_disk_once(battery):
     victim = battery.victim()
-    says = r"the checkpoint after step 10 was not written: .*rank 1: .*ENOSPC"
+    says = r"the checkpoint of step 10 was not written: .*rank 1: .*ENOSPC"
     victim.hurt("disk", "ENOSPC once", Expected(0, says, 25, "done"), faults="save.write@2:1:enospc")
     saved = {folder.name for folder in (victim.directory / "checkpoints").iterdir()}
     assert "step_00000010" not in saved and {"step_00000005", "step_00000015", "step_00000020"} <= saved
@@ -101,7 +101,7 @@ def test_a_full_disk_that_stays_full(battery):
 
 def test_torchrun_restarts_by_itself(battery):
     victim = battery.victim()
-    expected = Expected(0, r"going on after step 5 in", 25, "done")
+    expected = Expected(0, r"resuming after step 5 in", 25, "done")
     victim.hurt("kill", "SIGKILL, --max-restarts", expected, "--max-restarts=3", faults="step@8/0:1:kill")
     victim.is_golden()
 

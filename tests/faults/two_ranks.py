@@ -162,8 +162,8 @@ class Team:
             assert notes == [{"rank": 0}, {"rank": 1}]
             return {"state.json": content["state.json"]}
 
-        planned, exchange = len(content[file_name(rank)]), self._exchange(rank, step, attempt)
-        protocol.commit(self.disk, DIRECTORY, step, planned, write, small_files, exchange, rank)
+        part = protocol.Content(step, len(content[file_name(rank)]), write, small_files)
+        protocol.commit(self.disk, DIRECTORY, part, self._exchange(rank, step, attempt), rank)
         if rank == 0:
             self.committed.append(step)
             self._rotated = protocol.rotate(self.disk, DIRECTORY, self.keep, ())

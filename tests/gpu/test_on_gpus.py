@@ -1,4 +1,4 @@
-"""What a CPU cannot show: the same curves, levers and checkpoints on real GPUs. See scripts/test_gpu.sh.
+"""What a CPU cannot show: the same curves, options and checkpoints on real GPUs. See scripts/test_gpu.sh.
 
 With $SAMECURVE_REHEARSE_GPU_TESTS set it runs where there is no GPU, to try the tests themselves; the number there is
 that of the devices that processes stand for.
@@ -25,7 +25,7 @@ NUM_DEVICES = max(size for size in (1, 2, 4, 8) if size <= min(_FOUND, ROWS))  #
 WORLDS = sorted({1, NUM_DEVICES})
 ENGINES = ON_A_CPU | ({"fsdp_offload": ON_A_CPU["fsdp"]} if ON_GPU else {})
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
-PROBE = ROOT / "tests" / "distributed" / "levers_probe.py"
+PROBE = ROOT / "tests" / "distributed" / "options_probe.py"
 CONFIG = {**LLAMA, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32}  # flex_attention wants 16 at least
 OVERRIDES = (
     "data.packing=true",
@@ -87,7 +87,7 @@ def needs(strategy: str) -> None:
 
 @pytest.fixture(scope="session")
 def probe(workspace):
-    """(strategy, world, precision, {recipe key: value}) -> what levers_probe.py finds."""
+    """(strategy, world, precision, {recipe key: value}) -> what options_probe.py finds."""
 
     @cache
     def probed(strategy: str, world: int, precision: str, keys: str, **environment: str) -> dict:
@@ -124,12 +124,12 @@ def test_a_gpu_follows_a_cpu(probe, single):
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_in_fp32_a_lever_changes_nothing(name, probe, single):
+def test_in_fp32_an_option_changes_nothing(name, probe, single):
     assert_close(probe("single", 1, "fp32", EXACT[name]), single, FP32)
 
 
 @pytest.mark.parametrize("name", ROUNDED)
-def test_in_16_bits_a_lever_stays_near(name, probe, single):
+def test_in_16_bits_an_option_stays_near(name, probe, single):
     precision = "fp16" if name == "fp16" else "bf16"
     assert_close(probe("single", 1, precision, ROUNDED[name]), single, BF16)
 

@@ -18,14 +18,14 @@ from samecurve.bench import (
     collectives,
     dataloader,
     gemm_shapes,
-    levers,
     matmul,
+    options,
     printing,
     strategy_variants,
     timing,
 )
 from samecurve.bench.gemm_shapes import Width
-from samecurve.bench.levers import UNCHANGED, Measured, Variant
+from samecurve.bench.options import UNCHANGED, Measured, Variant
 from samecurve.cli import commands
 from samecurve.cli.bench import collectives as command
 from samecurve.config import loader as recipe
@@ -455,8 +455,8 @@ def test_workers_have_the_share(recipe_file, monkeypatch, tmp_path, capsys):
 # the step
 
 
-def test_levers_come_from_the_schema(recipe_file):
-    found = levers.variants(recipe.load_recipe(recipe_file))
+def test_step_options_come_from_the_schema(recipe_file):
+    found = options.variants(recipe.load_recipe(recipe_file))
     names = [variant.name for variant in found]
     assert names[0] == UNCHANGED and found[0].overrides == ()
     assert {"memory.activation_checkpointing=full", "model.attention=eager", "data.num_workers=1"} <= set(names)
@@ -466,7 +466,7 @@ def test_levers_come_from_the_schema(recipe_file):
         assert recipe.read_recipe(recipe_file, overrides).document.problems == [], variant.name
 
 
-def test_kinds_of_levers(monkeypatch, recipe_file):
+def test_kinds_of_options(monkeypatch, recipe_file):
     from typing import Literal
 
     from pydantic import create_model
@@ -478,9 +478,9 @@ def test_kinds_of_levers(monkeypatch, recipe_file):
         "Compile", __base__=Section, mode=(Literal["off", "full"], "off"), cache=(bool, True), limit=(int, 8)
     )
     fields = {"compile": (compiled, compiled()), "loss": (Literal["plain", "chunked"] | None, None)}
-    monkeypatch.setattr(levers, "Recipe", create_model("Recipe", __base__=Recipe, **fields))
+    monkeypatch.setattr(options, "Recipe", create_model("Recipe", __base__=Recipe, **fields))
     now = SimpleNamespace(compile=compiled(), loss=None)
-    found = levers.variants(now, ("compile", "loss", "absent.key", "steps"))
+    found = options.variants(now, ("compile", "loss", "absent.key", "steps"))
     assert [variant.name for variant in found[1:]] == [
         "compile.mode=full",
         "compile.cache=false",
@@ -494,7 +494,7 @@ def test_verdicts_by_hand():
     base = [Measured(100.0, 2.0, (4.0, 2.0)), Measured(50.0, 2.5, (4.0, 2.0))]  # the machine was busy in round 2
     other = [Measured(150.0, 1.0, (9.0, 9.0)), Measured(60.0, 1.25, (4.0, 2.5))]
     among = [Variant(UNCHANGED), Variant("x")]
-    same, found = levers.verdicts({UNCHANGED: base, "x": other}, among)
+    same, found = options.verdicts({UNCHANGED: base, "x": other}, among)
     assert (same.ratio, same.memory_ratio, same.loss_difference) == (1, 1, 0)
     assert (found.tokens_per_second, found.lowest, found.highest) == (105, 1.2, 1.5)
     assert found.ratio == pytest.approx(1.35) and (found.peak_memory_gib, found.memory_ratio) == (1.25, 0.5)
@@ -521,5 +521,5 @@ def test_a_strategys_files_with_other_keys(tmp_path, monkeypatch):
     assert found.accelerate.content == before.accelerate.content | {"num_processes": 4, "deepspeed_config": block}
     with pytest.raises(ConfigurationError, match="a key of a DeepSpeed JSON, but configs/fsdp.yaml has none"):
         strategy_variants.write_changed(Path("configs/fsdp.yaml"), keys[:1], tmp_path)
-    bench = ["bench", "step", "recipes/quickstart.yaml", "--levers", "none", "--variant", keys[0]]
+    bench = ["bench", "step", "recipes/quickstart.yaml", "--options", "none", "--variant", keys[0]]
     assert commands.main([*bench, "--output", str(tmp_path / "runs")]) == ConfigurationError.exit_code

@@ -48,14 +48,14 @@ def test_a_version_is_told():
 def test_a_field_that_another_version_of_transformers_added_is_told():
     after = now(model__new_default=False)
     assert refusals(SAVED, after) == []
-    assert changes(SAVED, after) == ["model.new_default, which one version of transformers does not know"]
+    assert changes(SAVED, after) == ["model.new_default: known to only one of the two versions of transformers"]
 
 
 def test_another_reference_is_refused_and_an_older_checkpoint_has_none():
     before = now(reference="abc")
     assert refusals(before, now(reference="abc")) == refusals(SAVED, now(reference=None)) == []
     (told,) = refusals(before, now(reference="xyz"))
-    assert told.startswith("model.path: not the weights that the run began with")
+    assert told.startswith("model.path: the run's loss uses its initial weights as reference")
 
 
 def test_another_optimizer_is_refused():
@@ -71,6 +71,6 @@ def test_what_may_not_change_is_refused_all_at_once():
     assert refusals(SAVED, after) == [
         "seed: 0 -> 1",
         "model.rope.theta: 1.0 -> 2.0",
-        "data, which is not what it was: rows: abc -> xyz",
-        "steps: 30, but the checkpoint is after step 40",
+        "data, changed since the checkpoint: rows: abc -> xyz",
+        "steps: 30, but the checkpoint already is at step 40",
     ]

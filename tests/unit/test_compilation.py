@@ -1,4 +1,4 @@
-"""How often torch compiled again, by torch's own account; and where compile is refused. See also test_levers.py."""
+"""How often torch compiled again, by its own account, and where compile is refused. See also test_step_options.py."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ from benchmarks.gpu import page, runs
 from benchmarks.gpu.cases import (
     GROUPS,
     HERE,
-    LEVERS_ON,
     MEASURED,
+    OPTIONS_ON,
     WARM_UP,
     Case,
     _digest,
@@ -138,12 +138,12 @@ def facts() -> dict:
 
 
 def test_the_page_has_every_row_and_what_is_missing():
-    names = "1b", "1b-trainer", "8b", "8b-8bit", LEVERS_ON, "1b:compile=regional"
+    names = "1b", "1b-trainer", "8b", "8b-8bit", OPTIONS_ON, "1b:compile=regional"
     among = [case for case in CASES if case.name in names]
     steps = [{key: value for key, value in step.items() if key not in ("mfu", "hfu")} for step in metrics(seconds=4.0)]
     peer = {"state": "done", "date": "2026-11-22", **runs.numbers(steps)}
     oom = {"state": "out of memory", "date": "2026-11-22", "reason": "CUDA out of memory | tried"}
-    rows = {"1b": done(), "1b-trainer": peer, "8b-8bit": oom, LEVERS_ON: done()}
+    rows = {"1b": done(), "1b-trainer": peer, "8b-8bit": oom, OPTIONS_ON: done()}
     rows["1b:compile=regional"] = done(tokens_per_second=6.0, losses=[7.0, 6.06] * 5)
     text = page.page(
         {"1 x H": {"facts": facts(), "rows": rows}, "2 x H": {"facts": facts(), "rows": {}}}, lambda _: among
@@ -162,7 +162,7 @@ def test_the_page_has_every_row_and_what_is_missing():
 
 
 def test_each_row_says_at_which_commit_it_was_measured():
-    names = "1b", "8b", LEVERS_ON, "1b:compile=regional", "1b:compile=full"
+    names = "1b", "8b", OPTIONS_ON, "1b:compile=regional", "1b:compile=full"
     rows = {name: done(commit=f"c{index}") for index, name in enumerate(names)}
     for name in ("8b", "1b:compile=full"):
         rows[name] = {"state": "failed", "reason": "no", "date": "2026-11-22", "commit": rows[name]["commit"]}
@@ -170,8 +170,8 @@ def test_each_row_says_at_which_commit_it_was_measured():
     text = page.page({"m": {"facts": facts(), "rows": rows}}, lambda _: among)
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if "|" in line]
     found = [(line[0], line[-1]) for line in cells]
-    levers = [("as it is", "c2"), ("compile=regional", "c3"), ("compile=full", "c4")]
-    assert {("1b", "c0"), ("8b", "c1"), (LEVERS_ON, "c2"), *levers} <= set(found), text
+    options = [("as it is", "c2"), ("compile=regional", "c3"), ("compile=full", "c4")]
+    assert {("1b", "c0"), ("8b", "c1"), (OPTIONS_ON, "c2"), *options} <= set(found), text
     assert len({len(line) for line in cells}) == 2  # of the two tables
     assert "commit c0, c1, c2, c3, c4; " in text
 
@@ -204,7 +204,7 @@ def test_what_failed_is_measured_again_with_other_packages(tmp_path, monkeypatch
         assert (kept.is_there(case), later.is_there(case)) == (found, again)
 
 
-def test_a_lever_without_its_base_is_still_told():
+def test_an_option_without_its_base_is_still_told():
     among = [case for case in CASES if case.name == "1b:compile=regional"]
     text = page.page({"m": {"facts": facts(), "rows": {among[0].name: done()}}}, lambda _: among)
     assert "| compile=regional | 5 |" in text

@@ -250,7 +250,7 @@ def test_another_weight_is_another_data_set_and_tokenises_nothing(folder, monkey
     assert after.fingerprint != before.fingerprint
     saved = {"step": 1, "recipe": {"steps": 20}, "model": {}, "data": {"shares": list(before.shares)}}
     now = {**saved, "data": {"shares": list(after.shares)}}
-    assert refusals(saved, now) == ["data, which is not what it was: shares: [0.6, 0.3, 0.1] -> [0.5, 0.4, 0.1]"]
+    assert refusals(saved, now) == ["data, changed since the checkpoint: shares: [0.6, 0.3, 0.1] -> [0.5, 0.4, 0.1]"]
 
 
 def test_all_sources_are_told_about_together(folder):

@@ -53,7 +53,7 @@ def test_second_run_moves_the_first_aside(tmp_path):
         finished_run(tmp_path, loss)
     run = RunDirectory(tmp_path)
     run.begin()
-    assert run.notice == f"an earlier run was in {tmp_path}: moved to {tmp_path / 'previous' / '2'}"
+    assert run.notice == f"moved the files of an earlier run in {tmp_path} to {tmp_path / 'previous' / '2'}"
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "previous", "status.json"]
     for number, loss in ((1, 1.0), (2, 2.0)):
         old = tmp_path / "previous" / str(number)
@@ -180,7 +180,7 @@ def test_going_on_leaves_no_gap_and_no_double_step(tmp_path):
     assert sorted(path.name for path in old.iterdir()) == ["checkpoints", "metrics.jsonl", "run.json", "status.json"]
     assert [path.name for path in (old / "checkpoints").iterdir()] == ["step_00000006"]
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step_00000002", "step_00000004"]
-    assert "4 steps that came after the checkpoint" in run.notice
+    assert "4 steps after the checkpoint" in run.notice
 
 
 def test_a_line_that_a_power_cut_took_comes_back_from_the_checkpoint(tmp_path):

@@ -16,9 +16,10 @@ import pytest
 from surrounded import ranks, status, wait_until
 
 from samecurve.distributed.host import machine
-from samecurve.errors import PeerError
-from samecurve.run import heartbeat
+from samecurve.errors import HangError, PeerError
+from samecurve.run import heartbeat, watchdog
 from samecurve.run.heartbeat import Beat, Heartbeats, Peer
+from samecurve.run.liveness import Liveness
 from samecurve.run.watchdog import Watchdog
 
 STEP = "meet(watch)\nwatch.phase('step', 12)\nready()\nwait()\ntime.sleep(60)"
@@ -253,14 +254,29 @@ def test_rank_0_clears_what_an_earlier_session_left(tmp_path, monkeypatch):
             assert list((tmp_path / "heartbeats").iterdir()) == ([] if rank == 0 else [tmp_path / ONE])
 
 
-def test_a_last_word_is_not_lost_while_a_beat_is_written_slowly(heartbeats):
+def test_a_last_word_is_not_lost_while_a_beat_is_written_slowly(heartbeats, monkeypatch):
     heartbeats.started = True
-    with heartbeats._lock:  # storage that takes its time
-        threading.Thread(target=heartbeats.write, args=("failed", "rank 0: no rows", 3), daemon=True).start()
-        wait_until(lambda: heartbeats._own.state == "failed")
-    heartbeats.write()
-    found = json.loads((heartbeats.folder / heartbeat.file_name(0)).read_text())
-    assert (found["state"], found["reason"], found["exit_code"]) == ("failed", "rank 0: no rows", 3)
+    began, goes_on, replace_file = threading.Event(), threading.Event(), os.replace
+
+    def slowly(*paths):
+        began.set()
+        goes_on.wait(20)
+        replace_file(*paths)
+
+    monkeypatch.setattr(os, "replace", slowly)
+    beat_writer = threading.Thread(target=heartbeats.write, daemon=True)
+    beat_writer.start()
+    assert began.wait(20)
+    last_word = threading.Thread(target=heartbeats.write, args=("failed", "rank 0: no rows", 3), daemon=True)
+    last_word.start()
+    last_word.join(0.2)
+    assert last_word.is_alive()
+    goes_on.set()
+    beat_writer.join(20)
+    last_word.join(20)
+    heartbeats.write()  # nor by the next beat
+    content = json.loads((heartbeats.folder / heartbeat.file_name(0)).read_text())
+    assert (content["state"], content["reason"], content["exit_code"]) == ("failed", "rank 0: no rows", 3)
 
 
 def test_what_is_not_read_any_more_is_not_known(heartbeats, monkeypatch):
@@ -310,83 +326,91 @@ def test_a_process_exists_until_it_is_a_zombie():
     assert not heartbeat.exists(process.pid)
 
 
-@pytest.fixture
-def watchdog(tmp_path, monkeypatch) -> Watchdog:
-    """Rank 1, not started; tests give it peers."""
-    monkeypatch.setenv("RANK", "1")
-    made = Watchdog(tmp_path, 60, lambda _: None)
-    made._num_phases = 1
-    return made
-
-
-def test_before_a_rank_takes_it_for_a_hang_it_looks_at_all_hosts(watchdog, monkeypatch):
-    """Otherwise it reads its own machine's files and rank 0's only."""
-    clock = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: clock)
-    watchdog._marked, watchdog._limit, watchdog._phase = clock - 599, 600, "save"
-    assert watchdog._may_be_stuck_soon(clock)
-    watchdog._phase = "build"
-    assert not watchdog._may_be_stuck_soon(clock)
-    watchdog._phase, watchdog._marked = "save", clock - 500
-    assert not watchdog._may_be_stuck_soon(clock)
-
-
 @pytest.mark.parametrize("idle", [0.1, 60.0])
 def test_a_rank_of_another_host_that_gets_on(idle, tmp_path, monkeypatch):
     for name, value in {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(Watchdog, "_hang", lambda watchdog: None)  # which ends the process
-    busy = beat(rank=2, machine="another", idle_seconds=idle)
-    with Watchdog(tmp_path, 2, lambda _: None, interval=0.05) as watchdog:
-        watchdog.phase("save", 12)
+    monkeypatch.setattr(watchdog, "last_resort", lambda code: threading.Timer(0, print))  # it would end the tests
+    monkeypatch.setattr(watchdog, "GRACE_SECONDS", 0.1)
+    busy, errors = beat(rank=2, machine="another", idle_seconds=idle), []
+    with Watchdog(tmp_path, 2, errors.append, interval=0.05) as watch:
+        watch.phase("save", 12)
         began, marks = time.monotonic(), 0
         while time.monotonic() - began < 3:
             marks += 1
-            write(watchdog.heartbeats.folder, replace(busy, num_marks=marks))
+            write(watch.heartbeats.folder, replace(busy, num_marks=marks))
             time.sleep(0.1)
-        assert watchdog._stuck() == (idle > 1)
+    assert [type(error) for error in errors] == ([HangError] if idle > 1 else [])
 
 
-def give(watchdog: Watchdog, *beats: Beat, age: float = 0.0, ended: float | None = None) -> None:
-    now = time.monotonic()
-    for other in beats:
-        watchdog.heartbeats.peers[other.rank] = Peer(other, now - age, None if ended is None else now - ended)
+NOW = 10_000.0  # a moment of time.monotonic
 
 
-def test_who_speaks(watchdog):
-    assert watchdog.is_reporter() and not watchdog.replaces_rank_0()  # alone, as far as it sees
-    give(watchdog, beat(rank=2), beat(rank=0))
-    assert not watchdog.is_reporter()
-    give(watchdog, beat(rank=0), age=1000)
-    assert watchdog.is_reporter() and watchdog.replaces_rank_0()
-    give(watchdog, beat(rank=0))
-    watchdog._given_up = {0}  # it was woken only to write its stacks
-    assert watchdog.is_reporter() and watchdog.replaces_rank_0()
-    give(watchdog, beat(rank=0, state="failed"), ended=1)
-    assert not watchdog.is_reporter() and not watchdog.replaces_rank_0()
+def seen(*peers: Peer, own: Beat | None = None, given_up: tuple = (), looked: float = 0.0) -> Liveness:
+    """What rank 1 sees: in phase save with a limit of 60 s unless `own` says otherwise. looked: seconds ago."""
+    return Liveness(own or beat(phase="save", num_phases=1), peers, given_up, NOW - looked, NOW, limit=60.0, stale=15.0)
 
 
-def test_of_several_ends_the_one_with_words_is_told_first(watchdog):
-    give(watchdog, beat(rank=2), ended=1)
-    assert "rank 2 (pid" in str(watchdog.cause()) and watchdog.cause(after_seconds=2) is None
-    watchdog._given_up = {2}  # its end is the watchdog's own doing
-    assert watchdog.cause() is None
-    watchdog._given_up = set()
-    give(watchdog, beat(rank=3, state="failed", reason="rank 3: no rows", exit_code=3), ended=1)
-    assert (str(watchdog.cause()), watchdog.cause().exit_code) == ("rank 3: no rows", 3)
+def peer(rank: int, age: float = 0.0, ended: float | None = None, **changes) -> Peer:
+    """age: seconds since its heartbeat changed. ended: seconds since it was seen failed or gone."""
+    return Peer(beat(rank=rank, **changes), NOW - age, None if ended is None else NOW - ended)
 
 
-def test_whoever_gave_a_rank_up_says_why(watchdog):
+def test_before_a_rank_takes_it_for_a_hang_it_looks_at_all_hosts():
+    """Otherwise it reads its own machine's files and rank 0's only."""
+    assert seen(own=beat(phase="save", idle_seconds=59)).may_hang_soon
+    assert not seen(own=beat(phase="build", idle_seconds=59)).may_hang_soon
+    assert not seen(own=beat(phase="save", idle_seconds=44)).may_hang_soon
+
+
+def test_who_speaks():
+    assert seen().is_reporter and not seen().replaces_rank_0  # alone, as far as it sees
+    assert not seen(peer(0), peer(2)).is_reporter
+    assert not seen(own=beat(num_phases=0)).is_reporter  # nobody has met anybody yet
+    frozen = seen(peer(0, age=1000))
+    assert frozen.is_reporter and frozen.replaces_rank_0
+    woken = seen(peer(0), given_up=(0,))  # only to write its stacks
+    assert woken.is_reporter and woken.replaces_rank_0
+    failed = seen(peer(0, state="failed", ended=1))
+    assert not failed.is_reporter and not failed.replaces_rank_0
+
+
+def test_of_several_ends_the_one_with_words_is_told_first():
+    died = peer(2, ended=1)
+    assert "rank 2 (pid" in str(seen(died).cause()) and seen(died).cause(after_seconds=2) is None
+    assert seen(died, given_up=(2,)).cause() is None  # its end is the watchdog's own doing
+    first = seen(died, peer(3, state="failed", reason="rank 3: no rows", exit_code=3, ended=1)).cause()
+    assert (str(first), first.exit_code) == ("rank 3: no rows", 3)
+
+
+def test_a_build_takes_as_long_as_it_takes_while_hearts_beat():
+    """Without processes: on a busy machine a heart is late for longer than a test can wait."""
+    build, step = (beat(phase=phase, idle_seconds=1000) for phase in ("build", "step"))  # nothing has moved here
+    beats, late = peer(2, age=30, idle_seconds=1000), peer(2, age=61, idle_seconds=1000)  # nor there
+    assert not seen(beats, own=build).hangs
+    assert seen(beats, own=step).hangs
+    assert seen(late, own=build).hangs and not seen(late, own=build, looked=1000).hangs
+    assert not replace(seen(late, own=step), limit=0).hangs
+
+
+def test_nobody_is_accused_when_the_storage_does_not_answer():
+    assert [frozen.beat.rank for frozen in seen(peer(0, age=1000)).frozen] == [0]
+    silent = seen(peer(0, age=1000), looked=1000)
+    assert silent.frozen == [] and silent.describe_hang("/runs/a").endswith("the storage of /runs/a does not answer")
+
+
+def test_whoever_gave_a_rank_up_says_why(tmp_path):
     """Its end makes launchers and collectives speak, which know less."""
+    watch = Watchdog(tmp_path, 60, lambda _: None)
     start = time.monotonic()
-    watchdog.wait_if_ending()
+    watch.wait_if_ending()
     assert time.monotonic() - start < 1
-    watchdog._given_up = {2}
-    waiting = threading.Thread(target=watchdog.wait_if_ending, daemon=True)
+    watch.given_up = {2}
+    waiting = threading.Thread(target=watch.wait_if_ending, daemon=True)
     waiting.start()
     waiting.join(0.3)
     assert waiting.is_alive()
-    watchdog._given_up = set()
+    watch.given_up = set()
     waiting.join(5)
     assert not waiting.is_alive()
 
@@ -394,32 +418,9 @@ def test_whoever_gave_a_rank_up_says_why(watchdog):
 @pytest.mark.parametrize("state", ["finished", "running"])
 def test_the_last_word_is_read_before_a_death_is_told(state, tmp_path):
     errors = []
-    watchdog = Watchdog(tmp_path, 0, errors.append, interval=0.05)
-    other = beat(pid=ended_process())
-    with watchdog:
-        write(watchdog.heartbeats.folder, replace(other, state=state))
-        give(watchdog, other, ended=10)
+    other, now = beat(pid=ended_process()), time.monotonic()
+    with Watchdog(tmp_path, 0, errors.append, interval=0.05) as watch:
+        write(watch.heartbeats.folder, replace(other, state=state))
+        watch.heartbeats.peers[1] = Peer(other, now, ended=now - 10)
         time.sleep(0.5)
     assert [type(error) for error in errors] == ([] if state == "finished" else [PeerError])
-
-
-def test_a_build_takes_as_long_as_it_takes_while_hearts_beat(tmp_path):
-    """Without processes: on a busy machine a heart is late for longer than a test can wait."""
-    watchdog = Watchdog(tmp_path, LIMIT, lambda error: None)
-    watchdog._phase = "build"
-    watchdog._marked -= 1000  # nothing has moved here
-    give(watchdog, beat(rank=1, idle_seconds=1000), age=LIMIT / 2)  # nor there, but its heart beats
-    assert not watchdog._stuck() and watchdog._hang() is None
-    watchdog._phase = "step"
-    assert watchdog._stuck()
-    watchdog._phase = "build"
-    give(watchdog, beat(rank=1, idle_seconds=1000), age=LIMIT + 1)
-    assert watchdog._stuck()
-
-
-def test_nobody_is_accused_when_the_storage_does_not_answer(watchdog):
-    give(watchdog, beat(rank=0), age=1000)
-    assert [peer.beat.rank for peer in watchdog._frozen()] == [0]
-    watchdog.heartbeats.looked -= 1000
-    assert watchdog._frozen() == []
-    assert watchdog._judge([]).endswith("does not answer")

@@ -1,6 +1,6 @@
-"""Measure a recipe's step with each lever on and off, in short runs of their own.
+"""Measure a recipe's step with each option on and off, in short runs of their own.
 
-A lever is a recipe key that changes how a step is computed: attention, recomputation, compilation, the optimizer. The
+An option is a recipe key that changes how a step is computed: attention, recomputation, compilation, the optimizer. The
 table also shows how much it changes the loss. Every round runs the unchanged recipe and each variant once, so that
 other load on the machine affects all of them alike.
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from samecurve.bench import jobs, levers, printing
+from samecurve.bench import jobs, options, printing
 from samecurve.cli.commands import Work, repository_root
 from samecurve.config import loader as recipes
 from samecurve.config.schema import Recipe
@@ -31,8 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num_processes", type=int, metavar="N", help="processes per run (default: the number of GPUs, or 2 without)"
     )
-    keys = "recipe keys, or blocks of them (default: all levers); none: only the variants of --variant"
-    parser.add_argument("--levers", metavar="a,b", help=keys)
+    keys = "recipe keys, or blocks of them (default: all options); none: only the variants of --variant"
+    parser.add_argument("--options", metavar="a,b", help=keys)
+    parser.add_argument("--levers", help=argparse.SUPPRESS)  # its name in earlier versions
     more = "another variant, of recipe keys and keys of the strategy's files; may be repeated"
     parser.add_argument("--variant", action="append", default=[], metavar='"KEY=VALUE ..."', help=more)
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="steps of each run (default: %(default)s)")
@@ -50,6 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Work:
     repository_root()
+    if arguments.levers is not None:
+        raise ConfigurationError(f"--levers: renamed; write --options {arguments.levers}")
     if arguments.rounds < 1 or not 0 <= arguments.warm_up < arguments.steps:
         raise ConfigurationError(
             f"--rounds {arguments.rounds} --warm_up {arguments.warm_up} --steps {arguments.steps}: --rounds must be at "
@@ -58,20 +61,20 @@ def run(arguments: argparse.Namespace) -> Work:
     # For a large model the export takes longer than the measured steps.
     settings = jobs.shortened(arguments.recipe, arguments.overrides, arguments.steps, **{"export.enabled": "false"})
     (job,) = jobs.jobs([Path(arguments.strategy).stem], arguments.num_processes or jobs.default_processes())
-    found = _variants(recipes.load_recipe(arguments.recipe, settings), arguments.levers)
-    found += [levers.Variant(text, tuple(text.split())) for text in arguments.variant]
-    return Work("samecurve.bench.step", (arguments, job, settings, found))
+    variants = _variants(recipes.load_recipe(arguments.recipe, settings), arguments.options)
+    variants += [options.Variant(text, tuple(text.split())) for text in arguments.variant]
+    return Work("samecurve.bench.step", (arguments, job, settings, variants))
 
 
-def _variants(recipe: Recipe, given: str | None) -> list[levers.Variant]:
-    """List the variants for --levers. Raises ConfigurationError for a key that is not a lever."""
+def _variants(recipe: Recipe, given: str | None) -> list[options.Variant]:
+    """List the variants for --options. Raises ConfigurationError for a key that is not an option."""
     if given in (None, "none"):
-        return levers.variants(recipe, levers.LEVERS if given is None else ())
+        return options.variants(recipe, options.OPTIONS if given is None else ())
     keys = given.split(",")
-    idle = [key for key in keys if len(levers.variants(recipe, [key])) == 1]
+    idle = [key for key in keys if len(options.variants(recipe, [key])) == 1]
     if idle:
         raise ConfigurationError(
-            f"--levers: found {idle[0]}, but it must be a recipe key with a few values, or a block of such keys: "
-            f"{', '.join(variant.name for variant in levers.variants(recipe)[1:])}"
+            f"--options: found {idle[0]}, but it must be a recipe key with a few values, or a block of such keys: "
+            f"{', '.join(variant.name for variant in options.variants(recipe)[1:])}"
         )
-    return levers.variants(recipe, keys)
+    return options.variants(recipe, keys)

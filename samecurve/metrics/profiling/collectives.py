@@ -97,15 +97,15 @@ def _of_transfers(events: Sequence[dict], calls: Sequence[dict]) -> dict[str, fl
 
 def _num_bytes(arguments: dict, types: dict[str, list[str]]) -> int:
     sizes, names = arguments.get("Input Dims", []), arguments.get("Input type", [])
-    found = [0]
+    sizes_in_bytes = [0]
     for shape, name in zip(sizes, names, strict=False):
         if name == "TensorList":
             known = types.get(_key(shape))
             name = known.pop(0) if known else ""
-            found.append(sum(map(math.prod, shape)) * _BYTES.get(name, _USUAL_BYTES))
+            sizes_in_bytes.append(sum(map(math.prod, shape)) * _BYTES.get(name, _USUAL_BYTES))
         elif _is_tensor(shape, name):
-            found.append(math.prod(shape) * _BYTES.get(name, _USUAL_BYTES))
-    return max(found)
+            sizes_in_bytes.append(math.prod(shape) * _BYTES.get(name, _USUAL_BYTES))
+    return max(sizes_in_bytes)
 
 
 def _is_tensor(shape: Sequence, name: str) -> bool:

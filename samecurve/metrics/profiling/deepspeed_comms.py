@@ -43,18 +43,18 @@ def logged() -> list[Logged]:
     return [each for name, found in everything for each in _by_size(name, found, bool(comm.timers(name).event_timers))]
 
 
-def _by_size(name: str, found: dict[int, list], adds_up: bool) -> Iterator[Logged]:
+def _by_size(name: str, entries: dict[int, list], adds_up: bool) -> Iterator[Logged]:
     """Convert DeepSpeed's entries of one collective.
 
     Args:
-        found: by size, DeepSpeed's entry: number of calls, their milliseconds, ...
+        entries: by size, DeepSpeed's entry: number of calls, their milliseconds, ...
         adds_up: whether the milliseconds are cumulative over all calls of the name. In DeepSpeed 0.19.8 they are,
             because `timed_op` never resets the name's timer. Sorted, consecutive values differ by one call's time.
     """
     seconds: dict[int, float] = defaultdict(float)
     before = 0.0
-    for ms, size in sorted((ms, size) for size, (_, noted, *_) in found.items() for ms in noted):
+    for ms, size in sorted((ms, size) for size, (_, noted, *_) in entries.items() for ms in noted):
         seconds[size] += (ms - before) / 1000
         before = ms if adds_up else 0.0
-    for size in sorted(found):
-        yield Logged(name, size, found[size][0], seconds[size])
+    for size in sorted(entries):
+        yield Logged(name, size, entries[size][0], seconds[size])

@@ -23,49 +23,49 @@ _MEMORY = {
 }
 
 
-def summary_values(found: Breakdown, held: Held, rank: int, logged: Sequence[Logged] = ()) -> dict:
+def summary_values(breakdown: Breakdown, held: Held, rank: int, logged: Sequence[Logged] = ()) -> dict:
     """Return the numbers of the page for other programs. Seconds and calls are totals over all recorded steps."""
     return {
-        "steps": list(found.steps),
+        "steps": list(breakdown.steps),
         "rank": rank,
-        "on_device": found.on_device,
-        "seconds": found.total_seconds,
-        "seconds_by_kind": found.seconds,
-        "shares": found.shares,
-        "communication_seconds": found.communication_seconds,
-        "memory_bytes": memory(found, held),
-        "allocated_bytes": found.allocated_bytes,
-        "collectives": [asdict(each) for each in found.collectives],
+        "on_device": breakdown.on_device,
+        "seconds": breakdown.total_seconds,
+        "seconds_by_kind": breakdown.seconds,
+        "shares": breakdown.shares,
+        "communication_seconds": breakdown.communication_seconds,
+        "memory_bytes": memory(breakdown, held),
+        "allocated_bytes": breakdown.allocated_bytes,
+        "collectives": [asdict(each) for each in breakdown.collectives],
         "logged_by_deepspeed": [asdict(each) for each in logged],
-        "operators": [asdict(each) for each in found.operators[:NUM_OPERATORS]],
+        "operators": [asdict(each) for each in breakdown.operators[:NUM_OPERATORS]],
     }
 
 
-def summary_lines(found: Breakdown) -> Iterator[str]:
+def summary_lines(breakdown: Breakdown) -> Iterator[str]:
     """Yield the lines for the console."""
-    shares = sorted(found.shares.items(), key=lambda item: -item[1])
+    shares = sorted(breakdown.shares.items(), key=lambda item: -item[1])
     listed = ", ".join(f"{kind.replace('_', ' ')} {share:.0%}" for kind, share in shares if share >= 0.005)
-    yield f"profile of {_steps(found)}: {listed}"
-    handed = sum(each.num_bytes for each in found.collectives) / len(found.steps)
-    calls = sum(each.calls for each in found.collectives) / len(found.steps)
+    yield f"profile of {_steps(breakdown)}: {listed}"
+    handed = sum(each.num_bytes for each in breakdown.collectives) / len(breakdown.steps)
+    calls = sum(each.calls for each in breakdown.collectives) / len(breakdown.steps)
     if calls:
-        ms = 1000 * found.communication_seconds / len(found.steps)
+        ms = 1000 * breakdown.communication_seconds / len(breakdown.steps)
         yield f"collectives per step: {calls:,.0f} with {_mib(handed)} MiB, taking {ms:,.1f} ms"
 
 
-def render_summary(found: Breakdown, held: Held, rank: int, logged: Sequence[Logged] = ()) -> str:
-    parts = [_time(found, rank), _memory(found, held), _collectives(found)]
-    parts += [_logged(logged, len(found.steps))] if logged else []
-    return "\n".join(line for part in [*parts, _top(found)] for line in [*part, ""])
+def render_summary(breakdown: Breakdown, held: Held, rank: int, logged: Sequence[Logged] = ()) -> str:
+    parts = [_time(breakdown, rank), _memory(breakdown, held), _collectives(breakdown)]
+    parts += [_logged(logged, len(breakdown.steps))] if logged else []
+    return "\n".join(line for part in [*parts, _top(breakdown)] for line in [*part, ""])
 
 
-def memory(found: Breakdown, held: Held) -> dict[str, int]:
+def memory(breakdown: Breakdown, held: Held) -> dict[str, int]:
     """Return bytes by category: persistent memory, and the peak of additional allocations in the recorded steps.
 
     At the start of a step there are no activations, and only those gradients that stay between steps. The peak above
     that level therefore consists of activations and the remaining gradients.
     """
-    above = found.allocated_bytes.get("device" if found.on_device else "cpu", 0)
+    above = breakdown.allocated_bytes.get("device" if breakdown.on_device else "cpu", 0)
     return {
         "weights": held.weights,
         "optimizer": held.optimizer,
@@ -74,39 +74,39 @@ def memory(found: Breakdown, held: Held) -> dict[str, int]:
     }
 
 
-def _time(found: Breakdown, rank: int) -> Iterator[str]:
-    where = "the device's kernels" if found.on_device else "the operators of the thread that trains"
-    each = found.total_seconds / len(found.steps)
-    yield f"Profile of {_steps(found)} on rank {rank}: {1000 * each:,.1f} ms per step, by {where}."
+def _time(breakdown: Breakdown, rank: int) -> Iterator[str]:
+    where = "the device's kernels" if breakdown.on_device else "the operators of the thread that trains"
+    each = breakdown.total_seconds / len(breakdown.steps)
+    yield f"Profile of {_steps(breakdown)} on rank {rank}: {1000 * each:,.1f} ms per step, by {where}."
     yield "Profiling slows the steps down, small operators most. All work of the loop in these steps is included."
     yield ""
     rows = [("where the time goes", "share", "ms per step")]
     rows += [
-        (text, f"{found.shares[kind]:.1%}", f"{1000 * found.seconds[kind] / len(found.steps):,.2f}")
+        (text, f"{breakdown.shares[kind]:.1%}", f"{1000 * breakdown.seconds[kind] / len(breakdown.steps):,.2f}")
         for kind, text in KINDS.items()
     ]
     yield from _table(rows)
-    if found.communication_seconds:
-        hidden = 1 - found.seconds["communication"] / found.communication_seconds
-        ms = 1000 * found.communication_seconds / len(found.steps)
+    if breakdown.communication_seconds:
+        hidden = 1 - breakdown.seconds["communication"] / breakdown.communication_seconds
+        ms = 1000 * breakdown.communication_seconds / len(breakdown.steps)
         yield f"Communication took {ms:,.2f} ms per step, {hidden:.0%} of it overlapped by computation."
 
 
-def _memory(found: Breakdown, held: Held) -> Iterator[str]:
+def _memory(breakdown: Breakdown, held: Held) -> Iterator[str]:
     rows = [("memory of this rank", "MiB")]
-    rows += [(_MEMORY[name], _mib(size)) for name, size in memory(found, held).items()]
+    rows += [(_MEMORY[name], _mib(size)) for name, size in memory(breakdown, held).items()]
     yield from _table(rows)
 
 
-def _collectives(found: Breakdown) -> Iterator[str]:
-    if not found.collectives:
+def _collectives(breakdown: Breakdown) -> Iterator[str]:
+    if not breakdown.collectives:
         yield "No collectives: one process."
         return
     rows = [("collectives per step", "calls", "MiB", "ms")]
-    num = len(found.steps)
+    num = len(breakdown.steps)
     rows += [
         (each.name, f"{each.calls / num:,.1f}", _mib(each.num_bytes / num), f"{1000 * each.seconds / num:,.2f}")
-        for each in found.collectives
+        for each in breakdown.collectives
     ]
     yield from _table(rows)
 
@@ -120,11 +120,11 @@ def _logged(logged: Sequence[Logged], num_steps: int) -> Iterator[str]:
     yield from _table(rows)
 
 
-def _top(found: Breakdown) -> Iterator[str]:
+def _top(breakdown: Breakdown) -> Iterator[str]:
     rows = [("operators, without those they call", "share", "calls per step", "kind of work")]
-    for each in found.operators[:NUM_OPERATORS]:
-        calls = f"{each.calls / len(found.steps):,.1f}"
-        rows.append((each.name[:60], f"{each.seconds / found.total_seconds:.1%}", calls, each.kind))
+    for each in breakdown.operators[:NUM_OPERATORS]:
+        calls = f"{each.calls / len(breakdown.steps):,.1f}"
+        rows.append((each.name[:60], f"{each.seconds / breakdown.total_seconds:.1%}", calls, each.kind))
     yield from _table(rows)
 
 
@@ -136,8 +136,8 @@ def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
         yield "  ".join([row[0].ljust(widths[0]), *others])
 
 
-def _steps(found: Breakdown) -> str:
-    first, last = found.steps[0], found.steps[-1]
+def _steps(breakdown: Breakdown) -> str:
+    first, last = breakdown.steps[0], breakdown.steps[-1]
     return f"step {first}" if first == last else f"steps {first} to {last}"
 
 

@@ -1,7 +1,7 @@
-"""What a lever costs and saves, as pages: keys of the strategy's files, kinds of activation checkpointing, and how
+"""What an option costs and saves, as pages: keys of the strategy's files, kinds of activation checkpointing, and how
 attention, the loss and the layers are computed.
 
-    python scripts/bench_levers.py sharding|activations|kernels [--rounds 3] [--steps 12] [--output FILE]
+    python scripts/bench_options.py sharding|activations|kernels [--rounds 3] [--steps 12] [--output FILE]
 
 Each table is one `python -m samecurve bench step`: the recipe as it is and each variant take turns, in processes of
 their own, and a ratio is to the recipe as it is in the same round.
@@ -161,7 +161,7 @@ def main() -> None:
 
 def measured(table: Table, arguments: argparse.Namespace, folder: Path) -> dict:
     """What `bench step --json` wrote. Raises CalledProcessError."""
-    options = ["--levers", "none", "--strategy", table.strategy, "--num_processes", str(table.processes)]
+    options = ["--options", "none", "--strategy", table.strategy, "--num_processes", str(table.processes)]
     options += ["--rounds", str(arguments.rounds), "--steps", str(arguments.steps), "--warm_up", str(WARM_UP)]
     options += [word for variant in table.variants for word in ("--variant", variant)]
     command = [sys.executable, "-m", "samecurve", "bench", "step", RECIPE, *table.overrides, *options]
@@ -178,7 +178,7 @@ def heading(arguments: argparse.Namespace, found: dict, began: Began) -> str:
     page, command = PAGES[arguments.page], f"{arguments.page} --rounds {arguments.rounds} --steps {arguments.steps}"
     return f"""# {page.title}
 
-Measured on {found["date"][:10]} by `python scripts/bench_levers.py {command}`: {hardware};
+Measured on {found["date"][:10]} by `python scripts/bench_options.py {command}`: {hardware};
 {versions}.
 Load average before it began: {began.load:.1f}; a machine that does something else besides gives no speeds to rely on.
 

@@ -32,7 +32,7 @@ COMPILED = {
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs g++")
 
 
-PROBE = Path(__file__).with_name("levers_probe.py")
+PROBE = Path(__file__).with_name("options_probe.py")
 
 
 def probe(workspace, strategy: str, cases: dict, *overrides: str, script: Path = PROBE, launcher: str = "fork") -> dict:

@@ -1,4 +1,4 @@
-"""Levers of a recipe (keys that change how a step is computed): their variants, and the results of measuring them."""
+"""Options of a recipe (keys that change how a step is computed): their variants, and the results of measuring them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from samecurve.reports.chart import relative_differences
 
 # Keys that change how a step is computed; keys that are not in the schema are ignored. A block stands for all of its
 # keys whose values are booleans or one of several names.
-LEVERS = (
+OPTIONS = (
     "compile",
     "fp8",
     "loss",
@@ -91,19 +91,19 @@ class Verdict:
     step_seconds: float
 
 
-def variants(recipe: Recipe, keys: Sequence[str] = LEVERS) -> list[Variant]:
-    """List the unchanged recipe and every variant that changes one lever, together with the keys that it requires."""
-    found = [Variant(UNCHANGED)]
+def variants(recipe: Recipe, keys: Sequence[str] = OPTIONS) -> list[Variant]:
+    """List the unchanged recipe and every variant that changes one option, together with the keys that it requires."""
+    listed = [Variant(UNCHANGED)]
     for key in keys:
-        for dotted, values in _levers(key):
+        for dotted, values in _options(key):
             now = _value(recipe, dotted)
             for value in (value for value in values if value != now):
                 overrides = *filter(None, [_NEEDED.get(dotted)]), f"{dotted}={_shown(value)}"
-                found.append(Variant(" ".join(overrides), overrides))
-    return found
+                listed.append(Variant(" ".join(overrides), overrides))
+    return listed
 
 
-def _levers(key: str) -> Iterator[tuple[str, tuple]]:
+def _options(key: str) -> Iterator[tuple[str, tuple]]:
     """Yield (dotted key, its values) for a key, or for each key of a block that has a few values."""
     annotation: Any = Recipe
     for part in key.split("."):
@@ -113,7 +113,7 @@ def _levers(key: str) -> Iterator[tuple[str, tuple]]:
         annotation = fields[part].annotation
     if inside := _fields(annotation):
         for name in inside:
-            yield from _levers(f"{key}.{name}")
+            yield from _options(f"{key}.{name}")
     elif values := _NUMBERS.get(key) or _few(annotation):
         yield key, values
 
@@ -137,10 +137,10 @@ def _few(annotation: Any) -> tuple:
 
 
 def _value(recipe: Recipe, dotted: str) -> Any:
-    found: Any = recipe
+    value: Any = recipe
     for part in dotted.split("."):
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
 def _shown(value: Any) -> str:
@@ -159,13 +159,13 @@ def verdicts(rounds: Mapping[str, Sequence[Measured]], among: Sequence[Variant])
     """
     base = rounds[UNCHANGED]
     memory = max(run.peak_memory_gib for run in base)
-    found = []
+    listed = []
     for variant in among:
         runs = rounds[variant.name]
         ratios = [run.tokens_per_second / other.tokens_per_second for run, other in zip(runs, base, strict=True)]
         peak = max(run.peak_memory_gib for run in runs)
         differences = relative_differences(runs[-1].losses, base[-1].losses)
-        found.append(
+        listed.append(
             Verdict(
                 variant,
                 median(run.tokens_per_second for run in runs),
@@ -178,4 +178,4 @@ def verdicts(rounds: Mapping[str, Sequence[Measured]], among: Sequence[Variant])
                 median(run.step_seconds for run in runs),
             )
         )
-    return found
+    return listed

@@ -1,0 +1,182 @@
+"""Start of a training session: build_model, build_engine, restore, open_run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from samecurve.checkpoint.manager import Checkpoints, TrainProgress
+from samecurve.checkpoint.resume import read_state
+from samecurve.data.batches import StepBatches
+from samecurve.distributed.control_group import ControlGroup
+from samecurve.engines import factory
+from samecurve.errors import NothingToDo
+from samecurve.interfaces.task import InitialState
+from samecurve.metrics.console import Progress
+from samecurve.metrics.meter import Meter
+from samecurve.models import fp8, liger, matmul_speed, weights
+from samecurve.models.compilation import Recompilations
+from samecurve.run.metadata import resume_identity, run_facts
+from samecurve.specs.model_families import check_packing
+from samecurve.tasks import registry
+from samecurve.training.evaluator import Evaluation
+from samecurve.training.gc_schedule import GarbageCollection
+from samecurve.training.numerics_guard import Guard
+from samecurve.training.session import Built, Context, Session
+from samecurve.training.trackers import Trackers
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from samecurve.interfaces.engine import Engine
+    from samecurve.run.lifecycle import RunSupervisor
+    from samecurve.run.run_directory import RunDirectory
+    from samecurve.strategy.plan import Plan
+
+
+def open_session(plan: Plan, accelerator: Accelerator, run: RunDirectory, watch: RunSupervisor) -> Session:
+    """Start one execution of train.py, from the first step or from an earlier session's checkpoint. Collective.
+
+    Raises:
+        NothingToDo: the same command has already completed.
+        DataError, ConfigurationError, TopologyError, StorageError: see the four steps.
+    """
+    recipe = plan.recipe
+    progress = Progress(recipe.steps, recipe.logging.every_steps, enabled=accelerator.is_main_process)
+    context = Context(plan, accelerator, run, watch, ControlGroup(), progress)  # all ranks have connected by now
+    built = build_model(context)
+    # before the engine: a run that is complete or cannot resume must not load weights first
+    checkpoints = find_checkpoint(context, built.identity)
+    engine = build_engine(context, built)
+    start = restore(context, engine, checkpoints)
+    return open_run(context, built, engine, checkpoints, start)
+
+
+def build_model(context: Context) -> Built:
+    """Load the task and build the model on the meta device, identically on every rank.
+
+    Raises:
+        DataError: the data or the tokenizer cannot be used.
+        ConfigurationError: the model does not support the recipe.
+    """
+    context.watch.phase("build")
+    recipe = context.recipe
+    task = registry.load_on_all_ranks(recipe, context.world)
+    skeleton = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
+    check_packing(skeleton.config.model_type, recipe.data.packing)
+    liger.check_family(recipe.model.kernels, skeleton.config.model_type)
+    return Built(task, skeleton, resume_identity(context.plan, skeleton, task))
+
+
+def find_checkpoint(context: Context, identity: dict) -> Checkpoints:
+    """Open the run's checkpoints and select the one to resume from, if any (`Checkpoints.resumed_from`).
+
+    Raises:
+        NothingToDo: the same command has already completed; raised on all ranks.
+    """
+    recipe, run, log = context.recipe, context.run, context.progress.log
+    background = recipe.checkpoint.background
+    if background is None:
+        # a background save copies the state to host memory, where state offloaded to NVMe would not fit
+        background = "optimizer:nvme" not in context.plan.strategy.offload
+    checkpoints = Checkpoints(run, identity, context.world, log, context.watch.local_progress, background)
+    checkpoint = checkpoints.find(context.plan.resume)
+    has_all_outputs = run.is_exported or not recipe.export.enabled
+    # all ranks must decide alike, and only rank 0 is sure to see the run directory: its view counts
+    is_complete = context.world.all_gather_object(run.is_done and has_all_outputs)[0]
+    if checkpoint and is_complete and read_state(checkpoint)["step"] >= recipe.steps:
+        where = f"the model is in {run.model}" if run.is_exported else f"its last step is in {checkpoint}"
+        raise NothingToDo(
+            f"already done at step {recipe.steps}, nothing to train: {where}; more steps=..., another "
+            "output_dir or --fresh would train"
+        )
+    return checkpoints
+
+
+def build_engine(context: Context, built: Built) -> Engine:
+    """Build the strategy's engine with the initial weights, and let the task compute what it needs of them.
+
+    Raises:
+        TopologyError, StorageError, ConfigurationError: see factory.build.
+    """
+    engine = factory.build(context.accelerator, context.plan, built.skeleton, built.task)
+    # before a checkpoint replaces the weights: DPO's reference is the initial model
+    context.watch.phase("prepare")
+    initial = InitialState(engine, context.recipe, built.skeleton, context.world, context.watch.progress)
+    built.task.prepare(initial)
+    return engine
+
+
+def restore(context: Context, engine: Engine, checkpoints: Checkpoints) -> TrainProgress:
+    """Load the selected checkpoint into the engine and return its position; the position of a fresh run without one."""
+    context.watch.phase("load")
+    checkpoint = checkpoints.resumed_from
+    return checkpoints.load(checkpoint, engine) if checkpoint else TrainProgress()
+
+
+def open_run(context: Context, built: Built, engine: Engine, checkpoints: Checkpoints, start: TrainProgress) -> Session:
+    """Open the rows and the run's records at the first step of this session, write run.json and print the header."""
+    recipe, task, log = context.recipe, built.task, context.progress.log
+    context.run.begin(start.step, start.record, context.watch.local_progress)
+    batches = StepBatches(
+        task.train,
+        recipe.seed,
+        recipe.batch,
+        engine.shard,
+        recipe.steps,
+        start.step,
+        start.samples,
+        start.anchor,
+        recipe.data.num_workers,
+    )
+    validation = None
+    if task.validation is not None:
+        micro_batch_size = recipe.batch.micro_batch_size
+        validation = Evaluation(task.validation, micro_batch_size, engine.shard, context.watch.progress)
+    is_chunked = engine.describe().loss_implementation != "full"
+    meter = Meter.for_run(recipe, built.skeleton, context.accelerator, task, is_chunked)
+    meter.state = start.meter
+    session = Session(
+        context=context,
+        built=built,
+        engine=engine,
+        checkpoints=checkpoints,
+        start=start,
+        batches=batches,
+        validation=validation,
+        meter=meter,
+        guard=Guard(recipe.numerics, context.run, context.world),
+        recompilations=Recompilations(recipe.compile != "off", log, start.record.get("recompilations", 0)),
+        garbage=GarbageCollection(
+            start.step + 1,
+            recipe.memory.garbage_collection_steps,
+            (recipe.evaluate.every_steps, recipe.checkpoint.every_steps),
+            meter.start,
+        ),
+        trackers=Trackers(context.accelerator, meter, recipe.data, context.run.tensorboard, log),
+    )
+    _introduce(session)
+    return session
+
+
+def _introduce(session: Session) -> None:
+    """Write run.json and print the header, both with the live configuration."""
+    context, built, engine = session.context, session.built, session.engine
+    plan, recipe, accelerator = context.plan, context.recipe, context.accelerator
+    described = weights.describe(built.skeleton, recipe) | asdict(engine.describe())
+    described |= {"adapter": built.identity["adapter"], "allocator": factory.allocator(accelerator)}
+    described |= {"num_fp8_modules": fp8.count(built.skeleton, recipe.fp8)}
+    facts = run_facts(plan, described, built.task.describe(), factory.device_name(accelerator))
+    facts |= {"flops": session.meter.flops, "counts": built.task.counts}
+    if accelerator.is_main_process:
+        warning = matmul_speed.precision_warning(recipe, built.skeleton, accelerator.device)
+        facts |= {"precision_warning": warning or None}
+    resumed_from = session.checkpoints.resumed_from
+    facts |= {"resumed_from": resumed_from and str(resumed_from), "start_step": session.start.step}
+    parts = {"train": built.task.train, "held_out": built.task.validation}
+    facts |= {"data_fingerprints": {name: rows.fingerprint for name, rows in parts.items() if rows is not None}}
+    context.run.write_run(facts)
+    session.trackers.open(session.start.step)
+    context.progress.log(context.run.notice)
+    context.progress.header(facts)
+    context.progress.log(factory.core_advice(accelerator, plan.strategy, context.world))
