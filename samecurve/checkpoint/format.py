@@ -1,11 +1,12 @@
-"""Tensor files of a checkpoint: one safetensors file per rank, and an index of the ranges that each rank wrote.
+"""Tensor files of a checkpoint: one safetensors file per rank, and an index of the regions that each rank wrote.
 
-    rank_00000.safetensors    "weight/model.embed_tokens.weight": fp32 (numel,), a range of the flattened parameter,
-                              "exp_avg/...", "exp_avg_sq/...": the same range of its optimizer state (here AdamW's);
+    rank_00000.safetensors    "weight/model.embed_tokens.weight": fp32 (numel,), a region of the flattened parameter,
+                              "exp_avg/...", "exp_avg_sq/...": the same region of its optimizer state (here AdamW's);
                               fp32 represents bf16 values exactly; 8-bit codes are uint8,
                               "rng/...": uint8, the state of this rank's random generators
-                              "factor/...": a range of a state of another shape: "parameter.row_var", ".absmax1"
-    index.json                {name: {"shape": [...], "ranges": [[rank, start, stop], ...]}}
+                              "factor/...": a region of a state of another shape: "parameter.row_var", ".absmax1"
+    index.json                {name: {"shape": [...], "ranges": [[rank, start, stop], ...]}}; several runs, see Region,
+                              are [rank, start, length, count, stride]
 
 Any safetensors reader can open the files. They contain no code.
 """
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from samecurve.checkpoint.manifest import file_name
 from samecurve.errors import CheckpointError
+from samecurve.interfaces.region import Region, overlaps
 
 INDEX = "index.json"
 _DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
@@ -71,7 +73,7 @@ def safetensors_chunks(entries: list[Entry], values: Iterable[Tensor]) -> Iterat
 
 
 class CheckpointReader:
-    """Reader of arbitrary ranges of a checkpoint's tensors, independent of the ranks that wrote them.
+    """Reader of arbitrary regions of a checkpoint's tensors, independent of the ranks that wrote them.
 
     Only the index is kept in memory. The constructor raises CheckpointError if the index cannot be read.
     """
@@ -80,7 +82,7 @@ class CheckpointReader:
         self.folder = folder
         try:
             content = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-            self._ranges = {name: [_integers(r, 3) for r in item["ranges"]] for name, item in content.items()}
+            self._regions = {name: [_region(entry) for entry in item["ranges"]] for name, item in content.items()}
             self.shapes: dict[str, tuple[int, ...]] = {name: _integers(item["shape"]) for name, item in content.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{folder / INDEX}: cannot be read as an index ({error})") from error
@@ -99,31 +101,33 @@ class CheckpointReader:
             shown = "\n".join(f"  {problem}" for problem in sorted(problems)[:8])
             raise CheckpointError(f"{self.folder}: the checkpoint's parameters differ from the model's\n{shown}")
 
-    def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
-        """Read one range of a flattened parameter or of its optimizer state.
+    def read(self, name: str, kind: str, region: Region) -> Tensor:
+        """Read one region of a flattened parameter or of its optimizer state.
 
         Args:
             name: the parameter.
             kind: "weight" or an optimizer state such as "exp_avg".
-            start, stop: the range in values of the flattened tensor; stop is exclusive.
+            region: the values to read.
 
         Returns:
-            fp32 (stop - start,) on the CPU.
+            fp32 (region.numel,) on the CPU.
 
         Raises:
-            CheckpointError: no file contains some part of the range.
+            CheckpointError: no file contains some part of the region.
         """
-        values = torch.empty(stop - start, dtype=torch.float32)
+        values = torch.empty(region.numel, dtype=torch.float32)
         covered = 0
-        for rank, have_start, have_stop in self._ranges.get(name, ()):
-            low, high = max(start, have_start), min(stop, have_stop)
-            if low < high:
-                part = self.tensor(rank, f"{kind}/{name}", low - have_start, high - have_start)
-                values[low - start : high - start] = part
-                covered += high - low
-        if covered != stop - start:
+        for rank, written in self._regions.get(name, ()):
+            for shared in overlaps(region, written):
+                rows, columns = shared.rows, shared.columns
+                stop = shared.second + (rows - 1) * shared.second_pitch + columns
+                part = self.tensor(rank, f"{kind}/{name}", shared.second, stop)
+                into = values.as_strided((rows, columns), (shared.first_pitch, 1), shared.first)
+                into.copy_(part.as_strided((rows, columns), (shared.second_pitch, 1)))
+                covered += rows * columns
+        if covered != region.numel:
             raise CheckpointError(
-                f"{self.folder}: {kind} of {name} holds {covered} of the {stop - start} values from {start} on"
+                f"{self.folder}: {kind} of {name} holds {covered} of the {region.numel} values from {region.start} on"
             )
         return values
 
@@ -148,15 +152,26 @@ def _integers(values: list, length: int | None = None) -> tuple[int, ...]:
     return tuple(values)
 
 
-def safetensors_index(shapes: Mapping[str, Iterable[int]], ranges: Iterable[Iterable[tuple[str, int, int]]]) -> bytes:
+def _region(entry: list) -> tuple[int, Region]:
+    """Parse an entry of the index: the rank that wrote the region, and the region."""
+    if len(entry) == 3:
+        rank, start, stop = _integers(entry)
+        return rank, Region(start, stop - start)
+    rank, *region = _integers(entry, 5)
+    return rank, Region(*region)
+
+
+def safetensors_index(shapes: Mapping[str, Iterable[int]], regions: Iterable[Iterable[tuple[str, Region]]]) -> bytes:
     """Build the content of index.json.
 
     Args:
         shapes: the full shape of every tensor, by name.
-        ranges: for each rank in order, the (name, start, stop) ranges that it wrote.
+        regions: for each rank in order, the (name, region) that it wrote.
     """
     content = {name: {"shape": list(shape), "ranges": []} for name, shape in shapes.items()}
-    for rank, wrote in enumerate(ranges):
-        for name, start, stop in wrote:
-            content[name]["ranges"].append([rank, start, stop])
+    for rank, wrote in enumerate(regions):
+        for name, region in wrote:
+            several = region.count > 1
+            entry = region if several else (region.start, region.start + region.length)
+            content[name]["ranges"].append([rank, *entry])
     return json.dumps(content).encode()

@@ -123,7 +123,7 @@ class Checkpoints:
         with torch.no_grad():
             for part, kind, tensor in engine.state.visit(writing=True):
                 self._busy()
-                tensor.copy_(reader.read(part.name, kind, part.start, part.stop))
+                tensor.copy_(reader.read(part.name, kind, part.region))
             engine.state.finish(saved["updates"])
         engine.loss_scale_state = saved["loss_scale"]
         if generators and saved["generators"] == self._generators(engine):
@@ -252,11 +252,11 @@ class Checkpoints:
         def write(folder: Path) -> tuple[list, list]:
             with closing(values):
                 chunks = format.safetensors_chunks(entries, values)
-                return [commit.write_file(self._files, folder / file_name(rank), reported(chunks))], snapshot.ranges
+                return [commit.write_file(self._files, folder / file_name(rank), reported(chunks))], snapshot.regions
 
-        def small_files(ranges: list) -> dict[str, bytes]:
+        def small_files(regions: list) -> dict[str, bytes]:
             self._run.sync_metrics()  # so that the metrics up to this step are as durable as the checkpoint
-            return {STATE: state, format.INDEX: format.safetensors_index(snapshot.shapes, ranges)}
+            return {STATE: state, format.INDEX: format.safetensors_index(snapshot.shapes, regions)}
 
         content = commit.Content(save.step, sum(entry.nbytes for entry in entries), write, small_files)
         try:

@@ -25,8 +25,7 @@ class Snapshot:
         self.shapes = {name: list(shape) for name, shape in (engine.shapes | engine.state.factors).items()}
         self._buffers: dict[str, Tensor] = {}
         self._generators: dict[str, Tensor] = {}
-        saved = [each for each in engine.state.held() if each.save_stop > each.save_start]
-        self.ranges = [(each.name, each.save_start, each.save_stop) for each in saved]
+        self.regions = [(part.name, part.region.part(part.saved)) for part in engine.state.held() if part.saved]
 
     def take(self, copy: bool) -> tuple[list[Entry], Generator[Tensor, None, None]]:
         """Return the entries of this rank's file and a generator of their values, one tensor at a time.
@@ -49,10 +48,10 @@ class Snapshot:
 
     def _entries(self) -> Iterator[Entry]:
         state = self._engine.state
-        for name, start, stop in self.ranges:
+        for name, region in self.regions:
             for kind in state.kinds[name]:
                 dtype = torch.uint8 if (name, kind) in state.codes else torch.float32
-                yield Entry(f"{kind}/{name}", stop - start, dtype)
+                yield Entry(f"{kind}/{name}", region.numel, dtype)
 
     def _live(self, entries: list[Entry]) -> Generator[Tensor, None, None]:
         with closing(self._values()) as values:
@@ -62,8 +61,8 @@ class Snapshot:
     def _values(self) -> Generator[Tensor, None, None]:
         with closing(self._engine.state.visit()) as visited:
             for part, _, tensor in visited:
-                if part.save_stop > part.save_start:
-                    yield tensor[part.save_start - part.start : part.save_stop - part.start]
+                if part.saved:
+                    yield tensor[part.saved.start : part.saved.stop]
         yield from self._generators.values()
 
     def _keep(self, entry: Entry, value: Tensor) -> None:

@@ -16,7 +16,6 @@ from accelerate.utils import (
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
-    ParallelismConfig,
     ProjectConfiguration,
     set_seed,
 )
@@ -120,9 +119,4 @@ def _plugins(plan: Plan) -> dict:
     plugin = FullyShardedDataParallelPlugin(mixed_precision_policy=policy)
     # set after construction: Accelerate 1.15 rejects the option for FSDP2 in the constructor; fsdp.py implements it
     plugin.forward_prefetch = strategy.fsdp_forward_prefetch
-    plugins: dict = {"fsdp_plugin": plugin}
-    if strategy.replicate_size > 1:
-        plugins["parallelism_config"] = ParallelismConfig(
-            dp_replicate_size=strategy.replicate_size, dp_shard_size=strategy.world_size // strategy.replicate_size
-        )
-    return plugins
+    return {"fsdp_plugin": plugin}

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from samecurve.engines import cpu_bridge, teacher
 from samecurve.engines.forward import Forward, install_loss
+from samecurve.engines.mesh import Mesh
 from samecurve.errors import ConfigurationError
 from samecurve.models.weights import build, fill
+from samecurve.strategy.parallel_dims import ParallelDims
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,10 +51,10 @@ class EvaluationEngine:
         skeleton = build(type(alone), alone.config, torch.device("meta"))
         loss_implementation = install_loss(alone, skeleton, task, recipe)
         prepared = self.accelerator.prepare_model(model, evaluation_mode=True)
-        beside = None
+        beside, mesh = None, Mesh(ParallelDims(), 0, self.accelerator.device)
         if task.teacher is not None:
-            beside = teacher.build(self.accelerator, None, task.teacher, task.vocabulary_size)
-        forward = Forward(self.accelerator, prepared, task, loss_implementation, beside)
+            beside = teacher.build(self.accelerator, None, mesh, task)
+        forward = Forward(self.accelerator, mesh, prepared, task, loss_implementation, beside)
         self.evaluate, self.features = forward.evaluate, forward.features
 
 

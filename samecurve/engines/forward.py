@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from samecurve.config.schema import Recipe
     from samecurve.data.micro_batch import MicroBatch
+    from samecurve.engines.mesh import Mesh
     from samecurve.interfaces.task import Task
     from samecurve.models.dropout import DropoutKeys
 
@@ -32,7 +33,8 @@ class Forward:
     """Forward pass of the torch, ZeRO and evaluation engines.
 
     Attributes:
-        model: as prepared by Accelerate.
+        mesh: over which losses are summed and features gathered.
+        model: as prepared by the strategy.
         loss_implementation: full, chunked or liger, see `install_loss`.
         teacher: the frozen model of a distillation task, else None.
         rows: Batch.micro_batches of a training step; only a cross-batch loss reads them.
@@ -40,17 +42,13 @@ class Forward:
     """
 
     accelerator: Accelerator
+    mesh: Mesh
     model: nn.Module
     task: Task
     loss_implementation: str = "full"
     teacher: nn.Module | None = None
     rows: Sequence[Sequence[int]] = ()
     dropout: DropoutKeys | None = None
-
-    @property
-    def shard(self) -> tuple[int, int]:
-        """(data-parallel rank, data-parallel size)."""
-        return self.accelerator.process_index, self.accelerator.num_processes
 
     def loss(self, batch: MicroBatch, context: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Compute Task.step_loss (loss and statistics) of a micro-batch.
@@ -101,7 +99,7 @@ class Forward:
         if self.task.context is not None:
             padded_rows = grad_cache.padded_rows(self.rows)
             features = self._features(micro_batches, padded_rows)  # drops the same values as the pass with gradients
-            contexts = grad_cache.contexts(self.task, features, self.rows, self.shard[0])
+            contexts = grad_cache.contexts(self.task, features, self.rows, self.mesh.shard[0])
         for index, (batch, context) in enumerate(zip(micro_batches, contexts, strict=True), start=1):
             yield batch, context, index == len(micro_batches)
 
@@ -114,7 +112,7 @@ class Forward:
             sums = reduce(torch.add, map(partial(self.sums, partial(evaluation_sums, self.task)), micro_batches))
         self.model.train()
         tokens = self.count(micro_batches)
-        loss, *statistics = self.totals(sums)
+        loss, *statistics = self.mesh.sum(sums)
         return EvalResult(loss=loss / max(tokens, 1), tokens=tokens, statistics=tuple(statistics))
 
     def features(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
@@ -126,9 +124,7 @@ class Forward:
 
     def _features(self, micro_batches: Iterable[MicroBatch], padded_rows: int = 0) -> Tensor:
         """Features gathered over all ranks."""
-        found = self.accelerator.gather(grad_cache.features(self.task, self.logits, micro_batches, padded_rows))
-        assert isinstance(found, Tensor)  # gather returns the type of its argument
-        return found
+        return self.mesh.gather(grad_cache.features(self.task, self.logits, micro_batches, padded_rows))
 
     def count(self, micro_batches: Sequence[MicroBatch]) -> int:
         """Count the tokens (or other units, see Task.count) of the micro-batches over all ranks."""
@@ -137,15 +133,7 @@ class Forward:
 
     def total(self, value: Tensor) -> float:
         """Sum a scalar tensor over all ranks in fp64."""
-        return self.totals(value.reshape(1))[0]
-
-    def totals(self, values: Tensor) -> tuple[float, ...]:
-        """Sum each value of a 1-D tensor over all ranks in fp64."""
-        if not values.numel():
-            return ()
-        found = self.accelerator.reduce(values.to(self.accelerator.device, torch.float64), reduction="sum")
-        assert isinstance(found, Tensor)  # reduce returns the type of its argument
-        return tuple(found.tolist())
+        return self.mesh.sum(value.reshape(1))[0]
 
 
 def install_loss(model: PreTrainedModel, skeleton: PreTrainedModel, task: Task, recipe: Recipe) -> str:

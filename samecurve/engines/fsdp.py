@@ -1,36 +1,55 @@
-"""FSDP2 and HSDP: sharding of a meta-device model through Accelerate."""
+"""FSDP2 and HSDP: sharding of a meta-device model, by the settings of Accelerate's plugin."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import math
+from collections.abc import Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+from samecurve.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from accelerate.utils import FullyShardedDataParallelPlugin
     from transformers import PreTrainedModel
 
+    from samecurve.engines.mesh import Mesh
     from samecurve.strategy.plan import Plan
 
 
-def shard(accelerator: Accelerator, model: PreTrainedModel) -> PreTrainedModel:
+def shard(accelerator: Accelerator, model: PreTrainedModel, mesh: Mesh) -> PreTrainedModel:
     """Shard the model on the meta device in place, then allocate the shards: no rank ever holds a full model.
 
     The allocated weights are uninitialized.
-    """
-    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
+    Raises:
+        ConfigurationError: fsdp_transformer_layer_cls_to_wrap names no layer of the model.
+    """
     plugin = accelerator.state.fsdp_plugin
     assert plugin is not None  # accelerator.py passed it for this strategy
-    with _embeddings_left(model), _dtypes_left(accelerator), _policy_left(plugin):
-        fsdp2_prepare_model(accelerator, model)
+    options: dict[str, Any] = {"mesh": mesh.sharding, "mp_policy": plugin.mixed_precision_policy}
+    options |= {"offload_policy": plugin.cpu_offload}
+    for layer in _layers(model, plugin):
+        fully_shard(layer, **options, reshard_after_forward=plugin.reshard_after_forward)
+    tokens, head = model.get_input_embeddings(), model.get_output_embeddings()
+    bias = getattr(head, "bias", None)
+    # A head whose bias the model has under a second name (BERT) stays in the root's unit, as that name does.
+    if sum(parameter is bias for _, parameter in model.named_parameters(remove_duplicate=False)) <= 1:
+        # The last layers stay gathered after the forward pass: the backward pass begins with them.
+        last = [_final_norm(model), head]
+        if tokens is not None and tokens.weight is getattr(head, "weight", None):
+            last.append(tokens)
+        else:
+            fully_shard(tokens, **options, reshard_after_forward=plugin.reshard_after_forward)
+        fully_shard([module for module in last if module is not None], **options, reshard_after_forward=False)
+    fully_shard(model, **options)
     # only CPUOffloadPolicy, not the policy without offload, has pin_memory
     model.to_empty(device="cpu" if getattr(plugin.cpu_offload, "pin_memory", False) else accelerator.device)
     model.tie_weights()  # allocation may have given each of two tied modules its own parameter
@@ -41,8 +60,33 @@ def shard(accelerator: Accelerator, model: PreTrainedModel) -> PreTrainedModel:
         for layers in (module for module in model.modules() if isinstance(module, nn.ModuleList)):
             for unit, following in pairwise(layer for layer in layers if isinstance(layer, FSDPModule)):
                 unit.set_modules_to_forward_prefetch([following])
-    accelerator._models.append(model)
     return model
+
+
+def _layers(model: PreTrainedModel, plugin: FullyShardedDataParallelPlugin) -> list[nn.Module]:
+    """List the modules that fsdp_auto_wrap_policy makes units of their own, inner ones first."""
+    inner_first = [module for module in model.modules() if module is not model][::-1]
+    if plugin.auto_wrap_policy is size_based_auto_wrap_policy:
+        least = plugin.min_num_params or math.inf
+        return [module for module in inner_first if sum(p.numel() for p in module.parameters()) > least]
+    if plugin.auto_wrap_policy is not transformer_auto_wrap_policy:
+        return []
+    asked = plugin.transformer_cls_names_to_wrap
+    names, present = set(asked or model._no_split_modules or ()), {type(module).__name__ for module in inner_first}
+    if asked and not names <= present:
+        unknown, known = ", ".join(sorted(names - present)), ", ".join(sorted(model._no_split_modules or present))
+        raise ConfigurationError(
+            f"fsdp_config.fsdp_transformer_layer_cls_to_wrap: found {unknown}, but the model's layers are {known}"
+        )
+    tokens = model.get_input_embeddings()
+    # BERT and others list the block around the token embedding, which becomes a unit itself
+    return [module for module in inner_first if type(module).__name__ in names and tokens not in [*module.children()]]
+
+
+def _final_norm(model: PreTrainedModel) -> nn.Module | None:
+    base = getattr(model, model.base_model_prefix, model)
+    norms = [module for module in base.children() if "Norm" in type(module).__name__]
+    return norms[-1] if norms else None
 
 
 def reduces_once(plan: Plan) -> bool:
@@ -79,45 +123,3 @@ def write(tensor: Tensor, full: Tensor) -> None:
         sharded = distribute_tensor(on_mesh, tensor.device_mesh, tensor.placements, src_data_rank=None)
         tensor, full = tensor.to_local(), sharded.to_local()
     tensor.copy_(full)
-
-
-@contextmanager
-def _dtypes_left(accelerator: Accelerator) -> Iterator[None]:
-    """Keep bf16 weights in bf16: Accelerate 1.15 upcasts them to fp32 under bf16 mixed precision.
-
-    The optimizer adamw_bf16 needs bf16 weights. The compute dtype comes from the policy that accelerator.py passes, so
-    hiding the precision from Accelerate here changes nothing else.
-    """
-    precision, accelerator.state._mixed_precision = accelerator.state._mixed_precision, "no"
-    yield
-    accelerator.state._mixed_precision = precision
-
-
-@contextmanager
-def _policy_left(plugin: FullyShardedDataParallelPlugin) -> Iterator[None]:
-    """Restore the wrap policy, so that a teacher of another model family gets its own.
-
-    Accelerate 1.15 would look for the first model's layer classes in every later model.
-    """
-    names, policy = plugin.transformer_cls_names_to_wrap, plugin.auto_wrap_policy
-    yield
-    plugin.transformer_cls_names_to_wrap, plugin.auto_wrap_policy = names, policy
-
-
-@contextmanager
-def _embeddings_left(model: PreTrainedModel) -> Iterator[None]:
-    """Work around two faults of Accelerate 1.15 with encoders.
-
-    Where BERT and others list the embedding block among the modules not to split, Accelerate would shard the token
-    embedding twice. A head with a tied bias would share that bias with the root's parameter group.
-    """
-    tokens, head = model.get_input_embeddings(), model.get_output_embeddings()
-    around = {type(module).__name__ for module in model.modules() if tokens in module.children()}
-    model._no_split_modules = set(model._no_split_modules or ()) - around
-    names = [name for name, p in model.named_parameters(remove_duplicate=False) if p is getattr(head, "bias", None)]
-    hidden = ("get_input_embeddings", "get_output_embeddings") if len(names) > 1 else ()
-    for name in hidden:
-        setattr(model, name, lambda: None)
-    yield
-    for name in hidden:
-        delattr(model, name)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from samecurve.strategy.plan import Strategy
 
+_MESH = ("ACCELERATE_USE_PARALLELISM_CONFIG",)
 _OURS = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 
 
@@ -42,6 +43,8 @@ def adopt(strategy: Strategy, environ: Mapping[str, str] = os.environ) -> None:
     """Set the variables of `environment` in os.environ and, for a process without a launcher, a world of one."""
     if strategy.launcher != "accelerate":
         os.environ.update(environment(strategy))
+    for name in [name for name in environ if name in _MESH or name.startswith("PARALLELISM_CONFIG_")]:
+        del os.environ[name]  # Accelerate would make a second mesh, or refuse an arrangement that it does not know
     if strategy.family != "single":
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())} if "MASTER_PORT" not in environ else {}

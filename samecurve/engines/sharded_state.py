@@ -1,8 +1,8 @@
-"""Implementations of interfaces.sharded_state.State: weights and optimizer state as ranges of flattened tensors.
+"""Implementations of interfaces.sharded_state.State: weights and optimizer state as regions of flattened tensors.
 
-Under every strategy a rank holds one contiguous range of a parameter: all of the parameter (DDP), some rows (FSDP2
-shards dimension 0), a fragment of a flat group (ZeRO-1 and 2), or a partition (ZeRO-3). A range of the flattened tensor
-is therefore the one layout that all strategies can read and write. Only `finish` communicates or gathers.
+Under every strategy a rank holds one region of a parameter: all of it (DDP), some rows (FSDP2), a fragment of a flat
+group (ZeRO-1 and 2), a partition (ZeRO-3), or some columns. A region of the flattened tensor is therefore the one
+layout that all strategies can read and write. Only `finish` communicates or gathers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from samecurve.engines.optimizer_state import set_updates, state_of
-from samecurve.engines.shard_ranges import factor_placed, placed
+from samecurve.engines.shard_regions import factor_placed, placed
+from samecurve.interfaces.region import Region
 from samecurve.interfaces.sharded_state import FACTOR, WEIGHT, Held, Kinds, Visit
 
 DeepSpeedParameter = Any
@@ -26,12 +27,6 @@ DeepSpeedParameter = Any
 def with_weight(states: Kinds) -> Kinds:
     """Prepend WEIGHT to the names of each parameter's optimizer states, as in `State.kinds`."""
     return {name: (WEIGHT, *names) for name, names in states.items()}
-
-
-def split(start: int, stop: int, index: int, count: int) -> tuple[int, int]:
-    """Return the index-th of `count` nearly equal parts of [start, stop)."""
-    length = stop - start
-    return start + length * index // count, start + length * (index + 1) // count
 
 
 class LiveState:
@@ -65,6 +60,7 @@ class LiveState:
         self.codes: Container[tuple[str, str]] = {
             (name, key.replace("absmax", "state")) for name, key in factors if key.startswith("absmax")
         }
+        self._placed = {name: placed(parameter, replica) for name, parameter in parameters.items()}
         self._keys: dict[str, list[str]] = {}
         for name, key in factors:
             self._keys.setdefault(name, []).append(key)
@@ -83,17 +79,16 @@ class LiveState:
                     yield held, kind, _flat(tensor)
 
     def _held(self, name: str) -> list[tuple[Held, str]]:
-        """List this rank's ranges of a parameter and of its factors, each with the factor's key in the optimizer."""
+        """List this rank's regions of a parameter and of its factors, each with the factor's key in the optimizer."""
         parameter, found = self._parameters[name], []
-        start, stop, replica = placed(parameter, self._replica)
-        parts = [(name, "", start, stop, replica)]
+        parts = [(name, "", *self._placed[name])]
         for key in self._keys.get(name, ()):
             factor = f"{name}.{key}"
             parts.append((factor, key, *factor_placed(parameter, key, self.factors[factor], self._replica)))
-        for label, key, start, stop, replica in parts:
-            if stop > start:
-                part = split(start, stop, *replica) if name in self._saved else (start, start)
-                found.append((Held(label, start, stop, *part), key))
+        for label, key, region, replica in parts:
+            if region.numel:
+                saved = region.split(*replica) if name in self._saved else range(0)
+                found.append((Held(label, region, saved), key))
         return found
 
     def finish(self, updates: int) -> None:
@@ -101,9 +96,9 @@ class LiveState:
 
     def replicas(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._parameters.items():
-            start, stop, (_, count) = placed(parameter, self._replica)
-            if stop > start and count > 1:
-                yield f"{name} from {start}", _flat(parameter.detach())
+            region, (_, count) = self._placed[name]
+            if region.numel and count > 1:
+                yield f"{name} from {region.start}", _flat(parameter.detach())
 
 
 class FragmentState:
@@ -124,8 +119,8 @@ class FragmentState:
         for name, parameter in self._parameters.items():
             if parameter._hp_mapping is not None:
                 place = parameter._hp_mapping.lp_fragment_address
-                start, stop = place.start, place.start + place.numel
-                found.append(Held(name, start, stop, start, stop if name in self._saved else start))
+                saved = range(place.numel if name in self._saved else 0)
+                found.append(Held(name, Region(place.start, place.numel), saved))
         return found
 
     def visit(self, writing: bool = False) -> Visit:
@@ -226,12 +221,14 @@ class PartitionState:
         _, offset, _ = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
         for kind in self.kinds[held.name]:
             whole = flat if kind == WEIGHT else state[kind]
-            yield held, kind, whole.detach().narrow(0, offset, held.stop - held.start)
+            yield held, kind, whole.detach().narrow(0, offset, held.region.numel)
 
     def _held(self, parameter: DeepSpeedParameter) -> Held | None:
         start = self._rank * parameter.partition_numel()
         stop = min(start + parameter.partition_numel(), parameter.ds_numel)  # the last partition is padded
-        return Held(self._names[id(parameter)], start, stop, start, stop) if stop > start else None
+        if stop <= start:
+            return None
+        return Held(self._names[id(parameter)], Region(start, stop - start), range(stop - start))
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -17,26 +17,30 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from samecurve.config.schema import Recipe
+    from samecurve.engines.mesh import Mesh
+    from samecurve.interfaces.task import Task
     from samecurve.strategy.plan import Plan
 
 
-def build(accelerator: Accelerator, plan: Plan | None, recipe: Recipe, vocabulary_size: int) -> nn.Module:
+def build(accelerator: Accelerator, plan: Plan | None, mesh: Mesh, task: Task) -> nn.Module:
     """Build the teacher with its weights, in eval mode.
 
     Args:
         accelerator: the process's Accelerator.
         plan: None in a single process.
-        recipe: the run's recipe with the teacher as its model.
-        vocabulary_size: size of the trained model's vocabulary.
+        mesh: over which FSDP2 shards the teacher.
+        task: `teacher` is the run's recipe with the teacher as its model.
 
     Raises:
         ConfigurationError: the teacher does not separate packed documents, or as models.weights.skeleton.
     """
-    skeleton = models.skeleton(recipe, vocabulary_size)
+    recipe = task.teacher
+    assert recipe is not None  # the callers ask for a teacher only where there is one
+    skeleton = models.skeleton(recipe, task.vocabulary_size)
     check_packing(skeleton.config.model_type, recipe.data.packing)
     family, zero_stage = (plan.strategy.family, plan.strategy.zero_stage) if plan else ("single", 0)
     if family == "fsdp":
-        found = fsdp.shard(accelerator, _frozen(skeleton, torch.device("meta")))
+        found = fsdp.shard(accelerator, _frozen(skeleton, torch.device("meta")), mesh)
     elif family == "zero" and zero_stage == 3:
         found = _partitioned(accelerator, skeleton)
     elif family == "zero":

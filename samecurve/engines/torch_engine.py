@@ -16,9 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from samecurve.engines import fsdp, teacher
 from samecurve.engines.forward import Forward, install_loss
-from samecurve.engines.gradient_norm import norms
+from samecurve.engines.gradient_norm import global_norm, place_gradients
 from samecurve.engines.loss_scaler import LossScale
 from samecurve.engines.memory_usage import held_bytes
+from samecurve.engines.mesh import Mesh
 from samecurve.engines.sharded_state import LiveState
 from samecurve.interfaces.engine import EngineDescription, EvalResult, StepResult, dtype_name
 from samecurve.interfaces.memory import Held
@@ -27,9 +28,10 @@ from samecurve.models import bnb_4bit, compilation, dropout, liger
 from samecurve.models.lora import trained_shapes
 from samecurve.models.weights import build, fill
 from samecurve.optim import factory
-from samecurve.optim.dtensor import to_local
+from samecurve.optim.dtensor import local_gradient, to_local
 from samecurve.specs.precision import PRECISIONS
 from samecurve.strategy import validate_optimizer
+from samecurve.strategy.parallel_dims import FSDP, LOSS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,14 +48,15 @@ class TorchEngine:
         self.accelerator, self.plan, self.skeleton, self.task = accelerator, plan, skeleton, task
         self.recipe = plan.recipe
         self.device: torch.device = accelerator.device
-        self.accumulation_steps = self.recipe.batch.accumulation_steps(accelerator.num_processes)
+        self.mesh = Mesh(plan.strategy.dims, accelerator.process_index, self.device)
+        self.shard = self.mesh.shard
+        self.accumulation_steps = self.recipe.batch.accumulation_steps(self.shard[1])
         self.loss_scale = LossScale() if self.recipe.precision == "fp16" else None
         self.shapes, settings = trained_shapes(skeleton), self.recipe.optimizer
         matrices = factory.hidden_matrices(skeleton, self.shapes)
         self.sharded = plan.strategy.family == "fsdp"
         if self.sharded:
-            shards = accelerator.num_processes // plan.strategy.replicate_size
-            validate_optimizer.check_shards(settings.name, self.shapes, shards)
+            validate_optimizer.check_shards(settings.name, self.shapes, plan.strategy.dims.size(*FSDP))
             model = build(type(skeleton), skeleton.config, torch.device("meta"), self.recipe.adapter)
         elif self.recipe.adapter.quantization:
             model = bnb_4bit.build(skeleton, self.recipe, self.device)
@@ -63,7 +66,7 @@ class TorchEngine:
         drops = dropout.install(model, self.recipe.seed, self.device)
         compilation.prepare(model, self.recipe, self.device)
         loss_implementation = install_loss(model, skeleton, task, self.recipe)
-        self.model = fsdp.shard(accelerator, model) if self.sharded else accelerator.prepare_model(model)
+        self.model = fsdp.shard(accelerator, model, self.mesh) if self.sharded else accelerator.prepare_model(model)
         # `accelerator.unwrap_model` would import deepspeed
         self.module = getattr(self.model, "module", self.model)
         groups = factory.parameter_groups(self.module.named_parameters(), self.shapes, settings, matrices)
@@ -73,24 +76,20 @@ class TorchEngine:
             {name: self.tensors[name] for name in self.shapes},
             self.optimizer,
             factory.state_names(settings, self.shapes, matrices),
-            replica=self.shard,
+            replica=(accelerator.process_index, accelerator.num_processes),
             factors=factory.factor_shapes(settings, self.shapes),
         )
         with torch.no_grad():
             fill(skeleton, self.recipe, self._write)
-        beside = teacher.build(accelerator, plan, task.teacher, task.vocabulary_size) if task.teacher else None
-        rows = self.recipe.batch.micro_batches(accelerator.num_processes)
-        self.forward = Forward(accelerator, self.model, task, loss_implementation, beside, rows, drops)
+        beside = teacher.build(accelerator, plan, self.mesh, task) if task.teacher else None
+        rows = self.recipe.batch.micro_batches(self.shard[1])
+        self.forward = Forward(accelerator, self.mesh, self.model, task, loss_implementation, beside, rows, drops)
 
     def _write(self, name: str, full: Tensor) -> None:
         if bnb_4bit.is_quantized(self.tensors[name]):
             bnb_4bit.write(self.tensors[name], full)
         else:
             fsdp.write(self.tensors[name].detach(), full)
-
-    @property
-    def shard(self) -> tuple[int, int]:
-        return self.accelerator.process_index, self.accelerator.num_processes
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
         assert len(micro_batches) == self.accumulation_steps, "the loop's batch is not the recipe's"
@@ -100,7 +99,7 @@ class TorchEngine:
         if tokens == 0:
             return StepResult.of_nothing()
         # DDP and FSDP average gradients over the ranks, but the loss is a mean over tokens
-        weight = self.accelerator.num_processes / tokens
+        weight = self.mesh.dims.size(*LOSS) / tokens
         loss_sum = torch.zeros((), device=self.device)
         statistics = torch.zeros(self.task.num_step_statistics, dtype=torch.float64, device=self.device)
         for batch, context, is_last in forward.with_contexts(micro_batches):
@@ -115,16 +114,14 @@ class TorchEngine:
                     weight *= 1.0 if math.isfinite(mean) else math.nan
                 (loss * weight * scale).backward()
 
-        gradients = [to_local(p.grad) for p in self.model.parameters() if p.grad is not None]
-        squares = norms(gradients).square().sum()
-        # count the replicas of a shard once
-        whole = forward.total(squares) / self.plan.strategy.replicate_size if self.sharded else squares.item()
-        grad_norm = math.sqrt(whole) / scale
+        trained = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        place_gradients(trained)
+        grad_norm = global_norm(trained, self.mesh) / scale
         applied = math.isfinite(grad_norm)
         if applied:
             factor = min(1.0, self.recipe.optimizer.max_grad_norm / (grad_norm + 1e-6)) / scale
             if factor != 1.0:
-                torch._foreach_mul_(gradients, factor)
+                torch._foreach_mul_([local_gradient(parameter) for parameter in trained], factor)
             self.optimizer.step()
         # zeroed gradients stay views of DDP's buckets; new ones would need extra memory until the last micro-batch
         in_buckets = isinstance(self.model, DistributedDataParallel) and self.accumulation_steps > 1
@@ -132,7 +129,7 @@ class TorchEngine:
         may_rescale = self.loss_scale is not None and not self.loss_scale.exhausted
         if self.loss_scale:
             self.loss_scale.update(applied)
-        return StepResult.of(mean, grad_norm, tokens, applied, may_rescale, forward.totals(statistics))
+        return StepResult.of(mean, grad_norm, tokens, applied, may_rescale, self.mesh.sum(statistics))
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         return self.forward.evaluate(micro_batches)
@@ -180,7 +177,7 @@ class TorchEngine:
             engine=type(self.model).__name__,
             optimizer=type(self.optimizer).__name__,
             world_size=self.accelerator.num_processes,
-            data_parallel_size=self.accelerator.num_processes,
+            data_parallel_size=self.shard[1],
             device=str(self.device),
             num_parameters=self.skeleton.num_parameters(),
             num_trained_parameters=sum(shape.numel() for shape in self.shapes.values()),

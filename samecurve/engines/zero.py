@@ -16,6 +16,7 @@ from torch.nn import functional
 from samecurve.engines import deepspeed_introspection, teacher
 from samecurve.engines.forward import Forward, install_loss
 from samecurve.engines.memory_usage import held_bytes
+from samecurve.engines.mesh import Mesh
 from samecurve.engines.sharded_state import FragmentState, PartitionState
 from samecurve.interfaces.engine import EngineDescription, EvalResult, StepResult, dtype_name
 from samecurve.interfaces.memory import Held
@@ -42,6 +43,8 @@ class ZeroEngine:
     def __init__(self, accelerator: Accelerator, plan: Plan, skeleton: PreTrainedModel, task: Task):
         self.accelerator, self.skeleton, self.task = accelerator, skeleton, task
         self.device: torch.device = accelerator.device
+        self.mesh = Mesh(plan.strategy.dims, accelerator.process_index, self.device)
+        self.shard = self.mesh.shard
         self.shapes = trained_shapes(skeleton)
         recipe, settings = plan.recipe, plan.recipe.optimizer
         where = torch.device(self.device)
@@ -66,9 +69,9 @@ class ZeroEngine:
         )
         with torch.no_grad():
             fill(skeleton, recipe, self._write)
-        beside = teacher.build(accelerator, plan, task.teacher, task.vocabulary_size) if task.teacher else None
-        rows = recipe.batch.micro_batches(accelerator.num_processes)
-        self.forward = Forward(accelerator, self.model, task, loss_implementation, beside, rows, drops)
+        beside = teacher.build(accelerator, plan, self.mesh, task) if task.teacher else None
+        rows = recipe.batch.micro_batches(self.shard[1])
+        self.forward = Forward(accelerator, self.mesh, self.model, task, loss_implementation, beside, rows, drops)
 
     def _write(self, name: str, full: Tensor) -> None:
         """Write the working weight and its fp32 master, which DeepSpeed would otherwise copy from rounded values."""
@@ -93,10 +96,6 @@ class ZeroEngine:
         padded = functional.pad(full.flatten(), (0, length * world - full.numel()))
         safe_set_local_fp32_param(parameter, padded.narrow(0, rank * length, length).to(self.device))
 
-    @property
-    def shard(self) -> tuple[int, int]:
-        return self.accelerator.process_index, self.accelerator.num_processes
-
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
         forward = self.forward
         set_learning_rate(self.optimizer, learning_rate)
@@ -104,7 +103,7 @@ class ZeroEngine:
         if tokens == 0:
             return StepResult.of_nothing()
         # ZeRO averages gradients over the ranks, but the loss is a mean over tokens
-        weight = self.accelerator.num_processes / tokens
+        weight = self.shard[1] / tokens
         loss_sum = torch.zeros((), device=self.device)
         statistics = torch.zeros(self.task.num_step_statistics, dtype=torch.float64, device=self.device)
         for batch, context, is_last in forward.with_contexts(micro_batches):
@@ -120,7 +119,7 @@ class ZeroEngine:
         may_rescale = deepspeed_introspection.may_rescale(self.model)
         self.model.step()  # also clips the gradients
         grad_norm, applied = float(self.model.get_global_grad_norm()), self.model.was_step_applied()
-        return StepResult.of(mean, grad_norm, tokens, applied, may_rescale, forward.totals(statistics))
+        return StepResult.of(mean, grad_norm, tokens, applied, may_rescale, self.mesh.sum(statistics))
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         return self.forward.evaluate(micro_batches)
@@ -154,7 +153,7 @@ class ZeroEngine:
             engine=type(engine).__name__,
             **deepspeed_introspection.numbers(engine),
             world_size=self.accelerator.num_processes,
-            data_parallel_size=self.accelerator.num_processes,
+            data_parallel_size=self.shard[1],
             device=str(self.device),
             num_parameters=self.skeleton.num_parameters(),
             num_trained_parameters=sum(shape.numel() for shape in self.shapes.values()),

@@ -19,6 +19,7 @@ from samecurve.export.hf_export import export, out_of_range, put_in_place
 from samecurve.export.model_card import ExportInfo, write_card
 from samecurve.interfaces.engine import dtype_name
 from samecurve.interfaces.fingerprint import identity
+from samecurve.interfaces.region import Region
 from samecurve.models import weights
 from samecurve.models.lora import trained_shapes
 from samecurve.specs.precision import DTYPES
@@ -124,7 +125,8 @@ def from_checkpoint(directory: Path, folder: Path, recipe: Recipe, output: Path,
         )
     reader, shapes = CheckpointReader(folder), trained_shapes(skeleton)
     reader.check_names(shapes)
-    tensors = ((name, reader.read(name, "weight", 0, shape.numel()).view(shape)) for name, shape in shapes.items())
+    whole = {name: Region(0, shape.numel()) for name, shape in shapes.items()}
+    tensors = ((name, reader.read(name, "weight", whole[name]).view(shape)) for name, shape in shapes.items())
     card, dtype = partial(write_card, directory, made), getattr(torch, made.dtype)
     write_beside = task.write_beside
     export(tensors, skeleton, task.tokenizer, output, True, dtype=dtype, card=card, write_beside=write_beside)

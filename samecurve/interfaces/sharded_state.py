@@ -1,4 +1,4 @@
-"""A rank's shard of weights and optimizer state, as ranges of flattened tensors."""
+"""A rank's shard of weights and optimizer state, as regions of flattened tensors."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from samecurve.interfaces.region import Region
+
 
 class Held(NamedTuple):
-    """This rank's range [start, stop) of the flattened parameter `name`.
+    """This rank's region of the flattened parameter `name`.
 
-    [save_start, save_stop) is the part of the range that this rank writes to a checkpoint. Ranks that hold the same
-    range divide it among themselves, or one of them saves all and the others save an empty part.
+    `saved` says which of the region's values, counted from 0, this rank writes to a checkpoint. Ranks that hold the
+    same region divide it among themselves, or one of them saves all and the others nothing.
     """
 
     name: str
-    start: int
-    stop: int
-    save_start: int
-    save_stop: int
+    region: Region
+    saved: range
 
 
 class State(Protocol):
@@ -37,11 +37,11 @@ class State(Protocol):
     codes: Container[tuple[str, str]]
 
     def held(self) -> list[Held]:
-        """List this rank's non-empty ranges in the order of `visit`."""
+        """List this rank's non-empty regions in the order of `visit`."""
         ...
 
     def visit(self, writing: bool = False) -> Visit:
-        """Yield each range once per kind, with its live tensor of shape (stop - start,).
+        """Yield each region once per kind, with its live tensor of shape (region.numel,).
 
         A tensor is valid only until the next one is yielded. Changes to the tensors persist only if `writing` is true.
         """

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from samecurve.config.documents import Document
 from samecurve.config.schema import Recipe
+from samecurve.strategy.parallel_dims import BATCH, ParallelDims
 
 
 @dataclass(frozen=True)
@@ -14,6 +15,7 @@ class Strategy:
     """How the run is spread over processes, as written in the strategy's files.
 
     name: the file's stem, "single" when nothing was chosen. family: "single" | "ddp" | "fsdp" | "zero" | "pipeline".
+    dims: how the processes are arranged; wrong numbers of processes have been reported before anything reads it.
     path, accelerate: the Accelerate YAML and its content; None and {} for plain python and for a bare DeepSpeed JSON.
     deepspeed_path, deepspeed: the DeepSpeed JSON and its content. launcher: see `launchers.Launch`.
     offload: what leaves the device and where to: "optimizer:cpu", "param:cpu", "optimizer:nvme", "param:nvme".
@@ -30,9 +32,8 @@ class Strategy:
     deepspeed: dict | None
     launcher: str
     world_size: int
+    dims: ParallelDims
     zero_stage: int
-    pipeline_stages: int
-    replicate_size: int
     offload: tuple[str, ...]
     nvme_paths: tuple[Path, ...] = ()
     fsdp_forward_prefetch: bool = False
@@ -42,7 +43,16 @@ class Strategy:
 
     @property
     def data_parallel_size(self) -> int:
-        return self.world_size // self.pipeline_stages
+        return self.dims.size(*BATCH)
+
+    @property
+    def pipeline_stages(self) -> int:
+        return self.dims.pp
+
+    @property
+    def replicate_size(self) -> int:
+        """Number of replicas of a sharded model (HSDP); 1 otherwise."""
+        return self.dims.dp_replicate if self.family == "fsdp" else 1
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from samecurve.config.renamed_keys import new_option_hint
 from samecurve.errors import ConfigurationError, TopologyError
 from samecurve.strategy import launchers, validate
 from samecurve.strategy.launchers import Ancestor, Launch
+from samecurve.strategy.parallel_dims import ParallelDims
 from samecurve.strategy.plan import Files, Plan, Strategy
 from samecurve.strategy.restarts import continues_own_run
 
@@ -177,9 +178,8 @@ def describe_strategy(files: Files, launch: Launch) -> Strategy:
         deepspeed=deepspeed.content if json_path else None,
         launcher=launch.launcher,
         world_size=launch.world_size,
+        dims=_dims(files, family, launch.world_size),
         zero_stage=_count(deepspeed.get("zero_optimization", "stage"), 0),
-        pipeline_stages=_count(deepspeed.get("pipeline", "stages"), 1) if family == "pipeline" else 1,
-        replicate_size=_count(accelerate.get("parallelism_config", "parallelism_config_dp_replicate_size"), 1),
         offload=tuple(f"{part}:{device}" for part, device in offloads if device in ("cpu", "nvme")),
         nvme_paths=_nvme_paths(deepspeed),
         fsdp_forward_prefetch=accelerate.get("fsdp_config", "fsdp_forward_prefetch") is True,
@@ -187,6 +187,16 @@ def describe_strategy(files: Files, launch: Launch) -> Strategy:
         pipeline_partition=_text(deepspeed.get("pipeline", "partition"), "parameters"),
         pipeline_checkpoint_interval=_count(deepspeed.get("pipeline", "activation_checkpoint_interval"), 1),
     )
+
+
+def _dims(files: Files, family: str, world_size: int) -> ParallelDims:
+    """What the files leave open, replicas for DDP and else shards, takes the rest of the processes."""
+    stages = _count(files.deepspeed.get("pipeline", "stages"), 1) if family == "pipeline" else 1
+    replicas = _count(files.accelerate.get("parallelism_config", "parallelism_config_dp_replicate_size"), 1)
+    rest = max(world_size // (stages * replicas), 1)
+    if family == "ddp":
+        return ParallelDims(dp_replicate=rest)
+    return ParallelDims(pp=stages, dp_replicate=replicas, dp_shard=rest)
 
 
 def _nvme_paths(deepspeed: Document) -> tuple[Path, ...]:

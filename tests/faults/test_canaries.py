@@ -22,6 +22,7 @@ from samecurve.checkpoint.format import CheckpointReader
 from samecurve.checkpoint.manifest import check_files
 from samecurve.checkpoint.resume import read_state
 from samecurve.errors import CheckpointError
+from samecurve.interfaces.region import Region
 from samecurve.storage.filesystem import LocalFileSystem
 
 RANK, STATE, INDEX = "rank_00000.safetensors", "state.json", "index.json"
@@ -88,7 +89,7 @@ def read_all(folder: Path) -> None:
     reader = CheckpointReader(folder)
     for name, shape in reader.shapes.items():
         for kind in ("weight", "exp_avg", "exp_avg_sq"):
-            reader.read(name, kind, 0, torch.Size(shape).numel())
+            reader.read(name, kind, Region(0, torch.Size(shape).numel()))
     reader.tensor(0, "rng/torch_cpu")
 
 

@@ -19,9 +19,11 @@ from transformers.utils import ModelOutput
 from samecurve.data.micro_batch import MicroBatch
 from samecurve.engines import cpu_bridge, deepspeed_introspection
 from samecurve.engines.forward import Forward
+from samecurve.engines.mesh import Mesh
 from samecurve.engines.zero import ZeroEngine
 from samecurve.interfaces.task import Task
 from samecurve.losses.cross_entropy import count_trained
+from samecurve.strategy.parallel_dims import ParallelDims
 
 SMALLEST = 2
 BROKEN = (False, True, True, False)
@@ -61,7 +63,9 @@ def wrapped(stage: int) -> ZeroEngine:
     made.model, made.optimizer, *_ = deepspeed.initialize(
         model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), config=config
     )
-    made.forward = Forward(made.accelerator, made.model, made.task)
+    made.mesh = Mesh(ParallelDims(), 0, made.device)
+    made.shard = made.mesh.shard
+    made.forward = Forward(made.accelerator, made.mesh, made.model, made.task)
     return made
 
 

@@ -1,4 +1,4 @@
-"""The portable layout: any ranges written by any number of ranks are read back as any other ranges."""
+"""The portable layout: any regions written by any number of ranks are read back as any other regions."""
 
 from __future__ import annotations
 
@@ -11,22 +11,39 @@ from safetensors.torch import load_file
 
 from samecurve.checkpoint.format import INDEX, CheckpointReader, Entry, safetensors_chunks, safetensors_index
 from samecurve.checkpoint.manifest import file_name
-from samecurve.engines.sharded_state import split
 from samecurve.errors import CheckpointError
+from samecurve.interfaces.region import Region
 
 SHAPES = {"embed": (7, 5), "norm": (5,)}
 VALUES = {f"{kind}/{name}": torch.randn(torch.Size(shape).numel()) for name, shape in SHAPES.items() for kind in "wm"}
 
 
-def write(folder, num_ranks: int, cut=split) -> CheckpointReader:
-    ranges = []
+def rows(shape: tuple[int, ...], rank: int, num_ranks: int) -> Region:
+    whole = Region(0, torch.Size(shape).numel())
+    return whole.part(whole.split(rank, num_ranks))
+
+
+def columns(shape: tuple[int, ...], rank: int, num_ranks: int) -> Region:
+    if len(shape) == 1:
+        return rows(shape, rank, num_ranks)
+    start, stop = shape[1] * rank // num_ranks, shape[1] * (rank + 1) // num_ranks
+    return Region(start, stop - start, shape[0], shape[1])
+
+
+def values_of(key: str, region: Region) -> torch.Tensor:
+    shape = (region.count, region.length)
+    return VALUES[key].as_strided(shape, (region.stride, 1), region.start).flatten().contiguous()
+
+
+def write(folder, num_ranks: int, cut=rows) -> CheckpointReader:
+    regions = []
     for rank in range(num_ranks):
-        own = [(name, *cut(0, torch.Size(shape).numel(), rank, num_ranks)) for name, shape in SHAPES.items()]
-        entries = [Entry(f"{kind}/{name}", stop - start) for name, start, stop in own for kind in "wm"]
-        values = [VALUES[f"{kind}/{name}"][start:stop] for name, start, stop in own for kind in "wm"]
+        own = [(name, cut(shape, rank, num_ranks)) for name, shape in SHAPES.items()]
+        entries = [Entry(f"{kind}/{name}", region.numel) for name, region in own for kind in "wm"]
+        values = [values_of(f"{kind}/{name}", region) for name, region in own for kind in "wm"]
         (folder / file_name(rank)).write_bytes(b"".join(bytes(chunk) for chunk in safetensors_chunks(entries, values)))
-        ranges.append(own)
-    (folder / INDEX).write_bytes(safetensors_index(SHAPES, ranges))
+        regions.append(own)
+    (folder / INDEX).write_bytes(safetensors_index(SHAPES, regions))
     return CheckpointReader(folder)
 
 
@@ -37,9 +54,10 @@ def test_a_file_is_what_safetensors_reads(tmp_path):
     assert all(torch.equal(found[key], VALUES[key]) for key in VALUES)
 
 
+@pytest.mark.parametrize("cut", [rows, columns])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8, 40])
-def test_any_range_is_read_whoever_wrote_it(num_ranks, tmp_path):
-    reader = write(tmp_path, num_ranks)
+def test_any_region_is_read_whoever_wrote_it(num_ranks, cut, tmp_path):
+    reader = write(tmp_path, num_ranks, cut)
     draw = random.Random(0)
     for _ in range(60):
         name = draw.choice(list(SHAPES))
@@ -47,13 +65,16 @@ def test_any_range_is_read_whoever_wrote_it(num_ranks, tmp_path):
         start = draw.randrange(numel)
         stop = draw.randrange(start + 1, numel + 1)
         kind = draw.choice("wm")
-        assert torch.equal(reader.read(name, kind, start, stop), VALUES[f"{kind}/{name}"][start:stop])
+        assert torch.equal(reader.read(name, kind, Region(start, stop - start)), VALUES[f"{kind}/{name}"][start:stop])
+    for rank in range(3):
+        region = columns(SHAPES["embed"], rank, 3)
+        assert torch.equal(reader.read("embed", "w", region), values_of("w/embed", region))
 
 
 def test_a_part_that_nobody_wrote_is_an_error(tmp_path):
-    reader = write(tmp_path, 2, cut=lambda start, stop, rank, count: (1, 3) if rank else (4, 5))
+    reader = write(tmp_path, 2, cut=lambda shape, rank, num_ranks: Region(1, 2) if rank else Region(4, 1))
     with pytest.raises(CheckpointError, match="w of norm holds 3 of the 5 values from 0 on"):
-        reader.read("norm", "w", 0, 5)
+        reader.read("norm", "w", Region(0, 5))
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"a": 1}', '{"a": {"shape": [1]}}', "\x80"])
@@ -75,10 +96,9 @@ def test_another_model_is_named_parameter_by_parameter(tmp_path):
 
 
 def test_the_index_by_hand():
-    content = safetensors_index({"w": (2, 3)}, [[("w", 0, 4)], [("w", 4, 6)]])
-    assert json.loads(content) == {"w": {"shape": [2, 3], "ranges": [[0, 0, 4], [1, 4, 6]]}}
-
-
-def test_parts_are_nearly_equal_and_leave_nothing_out():
-    assert [split(10, 20, index, 3) for index in range(3)] == [(10, 13), (13, 16), (16, 20)]
-    assert [split(0, 1, index, 3) for index in range(3)] == [(0, 0), (0, 0), (0, 1)]
+    shapes = {"w": (2, 3), "o": (4, 6)}
+    content = safetensors_index(shapes, [[("w", Region(0, 4))], [("w", Region(4, 2)), ("o", Region(3, 3, 4, 6))]])
+    assert json.loads(content) == {
+        "w": {"shape": [2, 3], "ranges": [[0, 0, 4], [1, 4, 6]]},
+        "o": {"shape": [4, 6], "ranges": [[1, 3, 3, 4, 6]]},
+    }

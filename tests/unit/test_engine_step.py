@@ -13,9 +13,11 @@ from transformers.utils import ModelOutput
 from samecurve.data.micro_batch import MicroBatch
 from samecurve.engines.forward import Forward
 from samecurve.engines.loss_scaler import LossScale
+from samecurve.engines.mesh import Mesh
 from samecurve.engines.torch_engine import TorchEngine
 from samecurve.interfaces.task import Task
 from samecurve.losses.cross_entropy import IGNORE_INDEX, count_trained
+from samecurve.strategy.parallel_dims import ParallelDims
 
 
 class Dot(nn.Module):
@@ -49,11 +51,11 @@ def rows(*gradients, trained=None) -> MicroBatch:
 def engine(max_grad_norm: float = 100.0, loss_scale: LossScale | None = None, accumulation: int = 1) -> TorchEngine:
     made = TorchEngine.__new__(TorchEngine)
     made.accelerator, made.device = Accelerator(cpu=True), torch.device("cpu")
-    made.accumulation_steps = accumulation
+    made.mesh, made.accumulation_steps = Mesh(ParallelDims(), 0, made.device), accumulation
     made.plan, made.sharded = SimpleNamespace(strategy=SimpleNamespace(family="single")), False
     made.recipe = SimpleNamespace(optimizer=SimpleNamespace(max_grad_norm=max_grad_norm))
     made.model, made.task, made.loss_scale = Dot(), Task(), loss_scale
-    made.forward = Forward(made.accelerator, made.model, made.task)
+    made.forward = Forward(made.accelerator, made.mesh, made.model, made.task)
     made.optimizer = torch.optim.SGD(made.model.parameters(), lr=1.0)
     return made
 

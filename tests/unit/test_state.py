@@ -1,4 +1,4 @@
-"""Ranges of live tensors: what a single process and DDP save. The sharded ones are compared in tests/distributed."""
+"""Regions of live tensors: what a single process and DDP save. The sharded ones are compared in tests/distributed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import nn
 
 from samecurve.config.schema import Optimizer
 from samecurve.engines.sharded_state import LiveState
+from samecurve.interfaces.region import Region
 from samecurve.optim.factory import build_optimizer, factor_shapes, parameter_groups, state_names
 from samecurve.specs.optimizers import OPTIMIZERS
 
@@ -40,15 +41,14 @@ def update(parameters, optimizer):
 
 
 def test_replicas_hold_all_and_save_a_part_each():
-    parts = [
-        [(held.start, held.stop, held.save_start, held.save_stop) for held in made((r, 2))[2].held()] for r in (0, 1)
-    ]
-    assert parts == [[(0, 6, 0, 3), (0, 1, 0, 0)], [(0, 6, 3, 6), (0, 1, 0, 1)]]
+    first, second = (made((rank, 2))[2].held() for rank in (0, 1))
+    assert first == [("a", Region(0, 6), range(3)), ("b", Region(0, 1), range(0))]
+    assert second == [("a", Region(0, 6), range(3, 6)), ("b", Region(0, 1), range(1))]
 
 
 def test_a_second_copy_is_held_and_not_saved():
     state = made(saved={"b"})[2]
-    assert [(held.name, held.save_stop - held.save_start) for held in state.held()] == [("a", 0), ("b", 1)]
+    assert [(held.name, len(held.saved)) for held in state.held()] == [("a", 0), ("b", 1)]
 
 
 @pytest.mark.parametrize("name", [*OPTIMIZERS, KAHAN])

@@ -13,10 +13,12 @@ from samecurve.config.schema import Batch
 from samecurve.data.micro_batch import MicroBatch
 from samecurve.engines import grad_cache
 from samecurve.engines.forward import Forward
+from samecurve.engines.mesh import Mesh
 from samecurve.engines.torch_engine import TorchEngine
 from samecurve.interfaces.task import Task
 from samecurve.losses.cross_entropy import IGNORE_INDEX, count_trained
 from samecurve.models.dropout import DropoutKeys, KeyedDropout
+from samecurve.strategy.parallel_dims import ParallelDims
 
 
 class Projection(nn.Module):
@@ -62,14 +64,14 @@ class Meeting(Task):
 def engine(accumulation: int, dropout: float = 0.0) -> TorchEngine:
     made = TorchEngine.__new__(TorchEngine)
     made.accelerator, made.device = Accelerator(cpu=True), torch.device("cpu")
-    made.accumulation_steps = accumulation
+    made.mesh, made.accumulation_steps = Mesh(ParallelDims(), 0, made.device), accumulation
     made.plan, made.sharded = SimpleNamespace(strategy=SimpleNamespace(family="single")), False
     made.recipe = SimpleNamespace(optimizer=SimpleNamespace(max_grad_norm=1e9))
     made.model, made.task, made.loss_scale = Projection(dropout), Meeting(), None
     rows = Batch(global_batch_size=8, micro_batch_size=-(-8 // accumulation), sequence_length=1).micro_batches(1)
     keys = DropoutKeys(5, made.device, SimpleNamespace())
     made.model.dropout = KeyedDropout(dropout, keys.add("dropout"))
-    made.forward = Forward(made.accelerator, made.model, made.task, rows=rows, dropout=keys)
+    made.forward = Forward(made.accelerator, made.mesh, made.model, made.task, rows=rows, dropout=keys)
     made.optimizer = torch.optim.SGD(made.model.parameters(), lr=1.0)
     return made
 

@@ -1,0 +1,62 @@
+"""A run's processes as a device mesh, with sums and gathers over its dimensions."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from samecurve.strategy.parallel_dims import BATCH, DIMENSIONS, FSDP, LOSS, ParallelDims
+
+
+class Mesh:
+    """The processes in the arrangement of `dims`. Its methods are collective.
+
+    Attributes:
+        shard: (index, count) of this rank among those that read different rows.
+    """
+
+    def __init__(self, dims: ParallelDims, rank: int, device: torch.device):
+        self.dims, self.rank, self.device = dims, rank, device
+        self.shard = dims.index(rank, *BATCH), dims.size(*BATCH)
+        self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
+
+    @cached_property
+    def devices(self) -> DeviceMesh:
+        """PyTorch's mesh of all dimensions, those of size 1 included. Collective at its first use."""
+        shape = tuple(self.dims.sizes.values())
+        return init_device_mesh(self.device.type, shape, mesh_dim_names=DIMENSIONS)
+
+    @cached_property
+    def sharding(self) -> DeviceMesh:
+        """The mesh over which FSDP2 shards a replica; with replicas its first dimension is that of the replicas."""
+        shards = self.devices[FSDP]._flatten("fsdp")
+        return self.devices["dp_replicate", "fsdp"] if self.dims.dp_replicate > 1 else shards
+
+    def sum(self, values: Tensor, over: tuple[str, ...] = LOSS) -> tuple[float, ...]:
+        """Sum each value of a 1-D tensor in fp64, by default over the ranks that train different tokens."""
+        if not values.numel():
+            return ()
+        total = values.to(self.device, torch.float64, copy=True)
+        if self.dims.size(*over) > 1:
+            dist.all_reduce(total, group=self._group(over))
+        return tuple(total.tolist())
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """Concatenate the rows, the same number on each, of the ranks that read different rows."""
+        if self.shard[1] == 1:
+            return rows
+        parts = [torch.empty_like(rows) for _ in range(self.shard[1])]
+        dist.all_gather(parts, rows.contiguous(), group=self._group(BATCH))
+        return torch.cat(parts)
+
+    def _group(self, dimensions: tuple[str, ...]) -> dist.ProcessGroup | None:
+        """The process group of the dimensions; None, the default group, where they are all there is."""
+        if self.dims.size(*dimensions) == self.dims.world_size:
+            return None
+        if dimensions not in self._groups:
+            self._groups[dimensions] = self.devices[dimensions]._flatten().get_group()
+        return self._groups[dimensions]

@@ -1,0 +1,72 @@
+"""How a run's processes are arranged: the sizes of its parallel dimensions, and each rank's place in them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+BATCH = ("dp_replicate", "dp_shard")  # ranks that differ in one of these read different rows
+LOSS = (*BATCH, "cp")  # ... train different tokens: token counts and losses are summed over them, gradients averaged
+FSDP = ("dp_shard", "cp")  # a replica of the model is sharded over them
+
+
+@dataclass(frozen=True)
+class ParallelDims:
+    """Sizes of the parallel dimensions, from the outermost to the innermost.
+
+    Ranks are numbered like the digits of a number, with `tp` as the last digit: a tensor-parallel group, which
+    communicates most, consists of neighbours on one host, and pipeline stages, which communicate least, are farthest
+    apart. Accelerate, torchtitan and transformers number them in the same way.
+
+    Attributes:
+        pp: pipeline stages.
+        dp_replicate: replicas of the model.
+        dp_shard: shards of each replica; they read different rows.
+        cp: parts into which a row's sequence is cut.
+        tp: parts into which each layer's weights are cut.
+    """
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of every dimension by name, outermost first."""
+        return {name: getattr(self, name) for name in DIMENSIONS}
+
+    @property
+    def world_size(self) -> int:
+        return self.size(*DIMENSIONS)
+
+    def size(self, *names: str) -> int:
+        """Return the number of ranks that differ in the named dimensions only."""
+        return math.prod(getattr(self, name) for name in names)
+
+    def place(self, rank: int) -> dict[str, int]:
+        """Return the rank's index in every dimension."""
+        place = {}
+        for name, size in reversed(self.sizes.items()):
+            rank, place[name] = divmod(rank, size)
+        return {name: place[name] for name in DIMENSIONS}
+
+    def index(self, rank: int, *names: str) -> int:
+        """Return the rank's index among the ranks that differ from it in the named dimensions only."""
+        place, index = self.place(rank), 0
+        for name in DIMENSIONS:
+            if name in names:
+                index = index * getattr(self, name) + place[name]
+        return index
+
+    def groups(self, *names: str) -> list[list[int]]:
+        """List all groups of ranks that differ in the named dimensions only."""
+        found: dict[int, list[int]] = {}
+        for rank in range(self.world_size):
+            others = self.index(rank, *(name for name in DIMENSIONS if name not in names))
+            found.setdefault(others, []).append(rank)
+        return list(found.values())
+
+
+DIMENSIONS = tuple(ParallelDims.__dataclass_fields__)
