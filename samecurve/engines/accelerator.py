@@ -22,11 +22,12 @@ from accelerate.utils import (
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from samecurve.distributed import allocator
+from samecurve.distributed import allocator, control_group, network
 from samecurve.distributed.cpu_workers import share_of_cores
 from samecurve.engines import cpu_bridge, launch_env
 from samecurve.errors import TopologyError
 from samecurve.models import fp8, liger
+from samecurve.models.attention import cudnn
 from samecurve.specs.precision import compute_dtype, torch_dtype
 from samecurve.strategy.deepspeed_config import resolve_auto
 
@@ -43,10 +44,13 @@ def start(plan: Plan) -> Accelerator:
     """Create the Accelerator that the plan's strategy needs.
 
     Raises:
-        TopologyError: Accelerate's world size or distributed type differs from the plan's.
+        TopologyError: Accelerate's world size or distributed type differs from the plan's, or as choose_interface.
         ConfigurationError: the device does not support the recipe's fp8 or Liger kernels.
     """
     strategy, recipe = plan.strategy, plan.recipe
+    if strategy.family != "single":
+        network.choose_interface()
+        control_group.lengthen_default_timeouts()
     launch_env.adopt(strategy)
     if strategy.family != "single":
         launch_env.meet_again(cpu_bridge.backend(strategy))
@@ -63,8 +67,10 @@ def start(plan: Plan) -> Accelerator:
         mixed_precision="no" if recipe.precision == "fp32" else recipe.precision,
         gradient_accumulation_plugin=GradientAccumulationPlugin(_accumulation(plan), sync_with_dataloader=False),
         kwargs_handlers=[
-            InitProcessGroupKwargs(backend=cpu_bridge.backend(strategy)),
-            DistributedDataParallelKwargs(gradient_as_bucket_view=True),  # otherwise DDP stores each gradient twice
+            InitProcessGroupKwargs(backend=cpu_bridge.backend(strategy), timeout=control_group.TIMEOUT),
+            # Buffers are the same on every rank (models/weights.py), and broadcasting them would be a collective before
+            # each forward pass. Without views of its buckets DDP would store each gradient twice.
+            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
         ],
         log_with="tensorboard",
         project_config=ProjectConfiguration(project_dir=recipe.output_dir, logging_dir=recipe.output_dir),
@@ -84,6 +90,7 @@ def start(plan: Plan) -> Accelerator:
         )
     fp8.check_device(recipe.fp8, accelerator.device)
     liger.check_device(recipe, accelerator.device)
+    cudnn.configure(recipe, accelerator.device)
     return accelerator
 
 

@@ -57,6 +57,8 @@ def meet_again(backend: str | None, environ: Mapping[str, str] = os.environ) -> 
     import torch
     from torch import distributed as dist
 
+    from samecurve.distributed.control_group import TIMEOUT
+
     rank, world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
     store = dist.TCPStore(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), world_size, is_master=False)
     if torch.cuda.is_available():
@@ -69,6 +71,7 @@ def meet_again(backend: str | None, environ: Mapping[str, str] = os.environ) -> 
         store=dist.PrefixStore(f"restart_{restart}", store),
         rank=rank,
         world_size=world_size,
+        timeout=TIMEOUT,
     )
 
 

@@ -167,6 +167,9 @@ def _attention(facts: dict) -> str:
     chosen = facts["attention"]
     if chosen == "eager" and facts["recipe"].get("model", {}).get("attention") == "auto":
         return f"eager: transformers has no sdpa for a {facts['model_type']}"
+    if chosen == "sdpa" and facts.get("cudnn_attention") == "off":
+        length = facts["recipe"]["batch"]["sequence_length"]
+        return f"sdpa without cuDNN's kernels: their gradients can be NaN at {length} tokens (64 modulo 128)"
     return chosen
 
 

@@ -22,6 +22,7 @@ from samecurve.metrics.data_wait import WaitAdvice
 from samecurve.metrics.meter import Meter
 from samecurve.metrics.profiling.recorder import Profiler, ProfilerHooks
 from samecurve.models import fp8, liger, matmul_speed, weights
+from samecurve.models.attention import cudnn
 from samecurve.models.compilation import Recompilations
 from samecurve.run.metadata import resume_identity, run_facts
 from samecurve.specs.model_families import check_packing
@@ -241,6 +242,7 @@ class Session:
         """Write run.json and print the header, both with the live configuration."""
         described = weights.describe(self.skeleton, self.recipe) | asdict(self.engine.describe()) | {"adapter": adapter}
         described |= {"allocator": factory.allocator(self.accelerator)}
+        described |= {"cudnn_attention": cudnn.describe(self.accelerator.device)}
         described |= {"num_fp8_modules": fp8.count(self.skeleton, self.recipe.fp8)}
         facts = run_facts(self.plan, described, self.task.describe(), factory.device_name(self.accelerator))
         facts |= {"flops": self.meter.flops, "counts": self.task.counts}
