@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ class HostCopy:
         parts = self._parts(index)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _parts(self, index: int) -> Sequence[Tensor]:
+    def _parts(self, index: int) -> list[Tensor]:
         """Return views of the blocks that hold the index-th tensor, in order; at least one."""
         begin, numel, dtype = self._sizes[index]
         end, first, parts = begin + numel * dtype.itemsize, 0, []

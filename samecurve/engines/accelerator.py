@@ -32,7 +32,7 @@ from samecurve.specs.precision import compute_dtype, torch_dtype
 from samecurve.strategy.deepspeed_config import resolve_auto
 
 if TYPE_CHECKING:
-    from samecurve.strategy.plan import Plan
+    from samecurve.strategy.plan import Plan, Strategy
 
 # Process groups stay referenced until the process exits. Otherwise DDP's Reducer may drop the last reference: the
 # group's destructor then joins gloo's threads while it holds the GIL, which they may be waiting for (torch 2.13: a rank
@@ -48,12 +48,7 @@ def start(plan: Plan) -> Accelerator:
         ConfigurationError: the device does not support the recipe's fp8 or Liger kernels.
     """
     strategy, recipe = plan.strategy, plan.recipe
-    if strategy.family != "single":
-        network.choose_interface()
-        control_group.lengthen_default_timeouts()
-    launch_env.adopt(strategy)
-    if strategy.family != "single":
-        launch_env.meet_again(cpu_bridge.backend(strategy))
+    _prepare_environment(strategy)
     if cpu_bridge.needed():
         allocator.keep_freed_memory()
         cpu_bridge.prepare(strategy)
@@ -92,6 +87,17 @@ def start(plan: Plan) -> Accelerator:
     liger.check_device(recipe, accelerator.device)
     cudnn.configure(recipe, accelerator.device)
     return accelerator
+
+
+def _prepare_environment(strategy: Strategy) -> None:
+    """Prepare what the process groups depend on, and after a restart by torchrun create the first one."""
+    if strategy.family == "single":
+        launch_env.adopt(strategy)
+        return
+    network.choose_interface()
+    control_group.lengthen_default_timeouts()
+    launch_env.adopt(strategy)
+    launch_env.meet_again(cpu_bridge.backend(strategy), control_group.TIMEOUT)
 
 
 def _accumulation(plan: Plan) -> int:

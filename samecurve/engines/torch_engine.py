@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from samecurve.engines import fsdp, teacher
 from samecurve.engines.forward import Forward, install_loss
-from samecurve.engines.gradient_norm import norms
 from samecurve.engines.loss_scaler import LossScale
 from samecurve.engines.memory_usage import held_bytes
 from samecurve.engines.sharded_state import LiveState
@@ -28,6 +27,7 @@ from samecurve.models.lora import trained_shapes
 from samecurve.models.weights import build, fill
 from samecurve.optim import factory
 from samecurve.optim.dtensor import to_local
+from samecurve.optim.norms import norms
 from samecurve.specs.precision import PRECISIONS
 from samecurve.strategy import validate_optimizer
 
@@ -62,7 +62,7 @@ class TorchEngine:
         model = factory.cast_weights(model, settings)
         drops = dropout.install(model, self.recipe.seed, self.device)
         compilation.prepare(model, self.recipe, self.device)
-        loss_implementation = install_loss(model, skeleton, task, self.recipe)
+        loss_implementation = install_loss(model, skeleton, task, self.recipe, self.device)
         self.model = fsdp.shard(accelerator, model) if self.sharded else accelerator.prepare_model(model)
         # `accelerator.unwrap_model` would import deepspeed
         self.module = getattr(self.model, "module", self.model)

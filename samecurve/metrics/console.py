@@ -160,7 +160,11 @@ def header_lines(facts: dict) -> list[tuple[str, str]]:
 
 def _fp8(facts: dict) -> str:
     kind = facts["recipe"].get("fp8", "off")
-    return "" if kind == "off" else f"{kind}: the products of {facts['num_fp8_modules']} linear modules"
+    if kind == "off":
+        return ""
+    eager = facts["device"] != "cpu" and facts["recipe"]["compile"] == "off"
+    advice = "; without compile, scaling to 8 bits takes kernels of its own: set compile: regional" if eager else ""
+    return f"{kind}: the products of {facts['num_fp8_modules']} linear modules{advice}"
 
 
 def _attention(facts: dict) -> str:

@@ -1,4 +1,4 @@
-"""Gradient norms in fp64."""
+"""Norms of gradients and weights, to be summed in fp64."""
 
 from __future__ import annotations
 
