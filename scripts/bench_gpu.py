@@ -63,13 +63,13 @@ def _measure(todo: Sequence[Case], kept: Kept, places: runs.Places, limit: float
     """seconds: for all of them together; what does not fit into them is left for the next start."""
     end, num_left = time.perf_counter() + seconds, 0
     for index, case in enumerate(todo):
-        left = end - time.perf_counter()
-        if left < min(limit, kept.longest(case)):
+        left, own_limit = end - time.perf_counter(), max(limit, case.seconds)
+        if left < min(own_limit, kept.longest(case)):
             num_left += 1
             continue
         print(f"{case.name} ({index + 1} of {len(todo)})", flush=True)
-        row = runs.measure(case, places, min(limit, left))
-        if row["state"] == "time limit" and left < limit:
+        row = runs.measure(case, places, min(own_limit, left))
+        if row["state"] == "time limit" and left < own_limit:
             print(f"{case.name}: cut off by --minutes; the same command measures it anew")
             num_left += 1
             continue
@@ -83,7 +83,9 @@ def _parser() -> argparse.ArgumentParser:
     groups = "; ".join(f"{name}: {what}" for name, what in GROUPS.items())
     parser = argparse.ArgumentParser(prog="scripts/bench_gpu.sh", description=f"groups: {groups}")
     parser.add_argument("--list", action="store_true", help="the cases, and what is known of each")
-    parser.add_argument("--only", nargs="+", metavar="NAME", default=[], help="cases or groups; default: all")
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", default=[], help="cases, groups or models (llama_8b); default: all"
+    )
     parser.add_argument("--again", action="store_true", help="measure also what is there already")
     limit = "seconds for one case, its start included (default: %(default)s)"
     parser.add_argument("--limit", type=float, default=300.0, help=limit)

@@ -8,9 +8,13 @@
 #   bash scripts/bench_gpu.sh [--list] [--only NAME ...] [--minutes 9] [--limit 300] [--again] [--toy] [...]
 #
 # --toy rehearses all of it at a toy size, on a CPU where there is no GPU. PYTHON=python3 takes an environment that is
-# there instead of making .venv. Model folders of the three shapes take 25 GB of disk below runs/bench_gpu, the cases
-# with offload up to 60 GiB of host memory (8 bytes for each of 8 billion parameters). With PYTHON, adamw_8bit needs
-# bitsandbytes, fp8 torchao, liger liger-kernel; what failed is measured again once other packages are there.
+# there instead of making .venv. It needs all of requirements.txt, which an image for deep learning often lacks in part
+# (pydantic with pydantic-core, typing-inspection and annotated-types; datasets with dill, multiprocess and xxhash;
+# deepspeed with hjson), bitsandbytes for adamw_8bit, torchao for fp8 and liger-kernel for liger; what failed is measured
+# again once other packages are there. Nothing else needs the network, and nothing needs nvcc. Model folders of the three
+# shapes take 25 GB of disk below runs/bench_gpu and are written anew on each fresh machine, so give each machine one of
+# them: --only llama_8b. The cases with offload take up to 60 GiB of host memory (8 bytes for each of 8 billion
+# parameters).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/_environment.sh

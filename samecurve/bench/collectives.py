@@ -26,6 +26,7 @@ from torch import distributed as dist
 
 from samecurve.bench import jobs, printing, timing
 from samecurve.bench.collective_calls import COLLECTIVES, Buffers, Collective
+from samecurve.distributed import network
 from samecurve.errors import ConfigurationError
 
 FEWEST, MOST = 3, 200  # calls per size
@@ -68,6 +69,7 @@ def _measure(arguments: argparse.Namespace, backend: str, names: Sequence[str], 
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    network.choose_interface()
     dist.init_process_group(backend)
     try:
         machines = _machines(device)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from samecurve.checkpoint.format import Entry
+from samecurve.checkpoint.host_copy import HostCopy
 from samecurve.distributed import rng_state
 from samecurve.errors import NumericError
 
@@ -18,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class Snapshot:
-    """The tensors that one rank saves. Host buffers are reused between saves: allocating pinned memory is slow."""
+    """The tensors that one rank saves."""
 
     def __init__(self, engine: Engine):
         self._engine = engine
         self.shapes = {name: list(shape) for name, shape in (engine.shapes | engine.state.factors).items()}
-        self._buffers: dict[str, Tensor] = {}
+        self._copy: HostCopy | None = None
         self._generators: dict[str, Tensor] = {}
         self.regions = [(part.name, part.region.part(part.saved)) for part in engine.state.held() if part.saved]
 
@@ -32,19 +33,21 @@ class Snapshot:
 
         Args:
             copy: True copies all values now, so that training may continue; host memory grows once by the size of this
-                rank's part. False reads each tensor when it is requested, with one in memory at a time; meanwhile the
-                engine keeps its state accessible, so close the generator if it is not exhausted.
+                rank's part, in the dtypes of the live tensors. False reads each tensor when it is requested, with one
+                in memory at a time; meanwhile the engine keeps its state accessible, so close the generator if it is
+                not exhausted.
         """
         self._generators = rng_state.capture(self._engine.device)
         entries = list(self._entries())
         entries += [Entry(f"rng/{name}", state.numel(), torch.uint8) for name, state in self._generators.items()]
         if not copy:
-            return entries, _checked(entries, self._live(entries))
-        for entry, value in zip(entries, self._values(), strict=True):
-            self._keep(entry, value)
+            return entries, _checked(entries, self._live())
+        kept = self._copy = self._copy or HostCopy(self._values())
+        for index, value in enumerate(self._values()):
+            kept.keep(index, value)
         if self._engine.device.type == "cuda":
             torch.cuda.synchronize(self._engine.device)  # the copies to pinned memory are asynchronous
-        return entries, _checked(entries, (self._buffers[entry.key] for entry in entries))
+        return entries, _checked(entries, (kept.read(index) for index in range(len(entries))))
 
     def _entries(self) -> Iterator[Entry]:
         state = self._engine.state
@@ -53,10 +56,10 @@ class Snapshot:
                 dtype = torch.uint8 if (name, kind) in state.codes else torch.float32
                 yield Entry(f"{kind}/{name}", region.numel, dtype)
 
-    def _live(self, entries: list[Entry]) -> Generator[Tensor, None, None]:
+    def _live(self) -> Generator[Tensor, None, None]:
         with closing(self._values()) as values:
-            for entry, value in zip(entries, values, strict=True):
-                yield value.to("cpu", entry.dtype)
+            for value in values:
+                yield value.to("cpu")
 
     def _values(self) -> Generator[Tensor, None, None]:
         with closing(self._engine.state.visit()) as visited:
@@ -65,15 +68,9 @@ class Snapshot:
                     yield tensor[part.saved.start : part.saved.stop]
         yield from self._generators.values()
 
-    def _keep(self, entry: Entry, value: Tensor) -> None:
-        if entry.key not in self._buffers:
-            pinned = value.device.type == "cuda"
-            self._buffers[entry.key] = torch.empty(entry.numel, dtype=entry.dtype, pin_memory=pinned)
-        self._buffers[entry.key].copy_(value, non_blocking=True)
-
 
 def _checked(entries: list[Entry], values: Generator[Tensor, None, None]) -> Generator[Tensor]:
-    """Check each value while it is written and raise NumericError if one is not finite.
+    """Yield each value in its entry's dtype while it is written, and raise NumericError if one is not finite.
 
     Otherwise a checkpoint with NaN would pass every verification from then on.
     """
@@ -81,4 +78,4 @@ def _checked(entries: list[Entry], values: Generator[Tensor, None, None]) -> Gen
         for entry, value in zip(entries, values, strict=True):
             if value.is_floating_point() and not torch.isfinite(value).all():
                 raise NumericError(f"{entry.key} holds values that are not finite")
-            yield value
+            yield value.to(entry.dtype)

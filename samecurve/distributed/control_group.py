@@ -7,10 +7,20 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch.distributed import distributed_c10d
 
 # The watchdog ends an operation that a rank never joins (watchdog.timeout_seconds), and this timeout only has to exceed
 # the watchdog's. It alone limits the creation of the first group, before ranks see each other's heartbeats.
 TIMEOUT = timedelta(hours=24)
+
+
+def lengthen_default_timeouts() -> None:
+    """Make TIMEOUT the default of every process group that is created from now on.
+
+    DeepSpeed's and HSDP's groups are created with torch's default: 10 minutes with NCCL, which then aborts the process
+    without stacks or an exit code of ours, also while a large model is still being read. There is no public setting.
+    """
+    distributed_c10d._get_default_timeout = lambda backend: TIMEOUT
 
 
 class ControlGroup:

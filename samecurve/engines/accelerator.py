@@ -21,16 +21,17 @@ from accelerate.utils import (
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from samecurve.distributed import allocator
+from samecurve.distributed import allocator, control_group, network
 from samecurve.distributed.cpu_workers import share_of_cores
 from samecurve.engines import cpu_bridge, launch_env
 from samecurve.errors import TopologyError
 from samecurve.models import fp8, liger
+from samecurve.models.attention import cudnn
 from samecurve.specs.precision import compute_dtype, torch_dtype
 from samecurve.strategy.deepspeed_config import resolve_auto
 
 if TYPE_CHECKING:
-    from samecurve.strategy.plan import Plan
+    from samecurve.strategy.plan import Plan, Strategy
 
 # Process groups stay referenced until the process exits. Otherwise DDP's Reducer may drop the last reference: the
 # group's destructor then joins gloo's threads while it holds the GIL, which they may be waiting for (torch 2.13: a rank
@@ -42,13 +43,11 @@ def start(plan: Plan) -> Accelerator:
     """Create the Accelerator that the plan's strategy needs.
 
     Raises:
-        TopologyError: Accelerate's world size or distributed type differs from the plan's.
+        TopologyError: Accelerate's world size or distributed type differs from the plan's, or as choose_interface.
         ConfigurationError: the device does not support the recipe's fp8 or Liger kernels.
     """
     strategy, recipe = plan.strategy, plan.recipe
-    launch_env.adopt(strategy)
-    if strategy.family != "single":
-        launch_env.meet_again(cpu_bridge.backend(strategy))
+    _prepare_environment(strategy)
     if cpu_bridge.needed():
         allocator.keep_freed_memory()
         cpu_bridge.prepare(strategy)
@@ -62,8 +61,10 @@ def start(plan: Plan) -> Accelerator:
         mixed_precision="no" if recipe.precision == "fp32" else recipe.precision,
         gradient_accumulation_plugin=GradientAccumulationPlugin(_accumulation(plan), sync_with_dataloader=False),
         kwargs_handlers=[
-            InitProcessGroupKwargs(backend=cpu_bridge.backend(strategy)),
-            DistributedDataParallelKwargs(gradient_as_bucket_view=True),  # otherwise DDP stores each gradient twice
+            InitProcessGroupKwargs(backend=cpu_bridge.backend(strategy), timeout=control_group.TIMEOUT),
+            # Buffers are the same on every rank (models/weights.py), and broadcasting them would be a collective before
+            # each forward pass. Without views of its buckets DDP would store each gradient twice.
+            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
         ],
         log_with="tensorboard",
         project_config=ProjectConfiguration(project_dir=recipe.output_dir, logging_dir=recipe.output_dir),
@@ -83,7 +84,19 @@ def start(plan: Plan) -> Accelerator:
         )
     fp8.check_device(recipe.fp8, accelerator.device)
     liger.check_device(recipe, accelerator.device)
+    cudnn.configure(recipe, accelerator.device)
     return accelerator
+
+
+def _prepare_environment(strategy: Strategy) -> None:
+    """Prepare what the process groups depend on, and after a restart by torchrun create the first one."""
+    if strategy.family == "single":
+        launch_env.adopt(strategy)
+        return
+    network.choose_interface()
+    control_group.lengthen_default_timeouts()
+    launch_env.adopt(strategy)
+    launch_env.meet_again(cpu_bridge.backend(strategy), control_group.TIMEOUT)
 
 
 def _accumulation(plan: Plan) -> int:

@@ -14,6 +14,7 @@ import torch
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 
+from samecurve.distributed.control_group import TIMEOUT
 from samecurve.errors import TopologyError
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def prepare(strategy: Strategy) -> None:
     if strategy.deepspeed is not None:
         _leave_out_shared_memory()
     if strategy.family in _KINDS:
-        PartialState(backend="gloo")
+        PartialState(backend="gloo", timeout=TIMEOUT)
         PartialState._shared_state["distributed_type"] = _KINDS[strategy.family]
 
 

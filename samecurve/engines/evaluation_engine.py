@@ -49,7 +49,7 @@ class EvaluationEngine:
         model.config.use_cache = False
         alone = getattr(model, "get_base_model", lambda: model)()  # without peft's wrapper
         skeleton = build(type(alone), alone.config, torch.device("meta"))
-        loss_implementation = install_loss(alone, skeleton, task, recipe)
+        loss_implementation = install_loss(alone, skeleton, task, recipe, self.accelerator.device)
         prepared = self.accelerator.prepare_model(model, evaluation_mode=True)
         beside, mesh = None, Mesh(ParallelDims(), 0, self.accelerator.device)
         if task.teacher is not None:

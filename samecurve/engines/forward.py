@@ -16,6 +16,7 @@ from samecurve.engines import grad_cache
 from samecurve.interfaces.engine import EvalResult
 from samecurve.losses import chunked_cross_entropy
 from samecurve.losses.chunked_cross_entropy import TokenSums, trained_positions
+from samecurve.models import compilation
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -136,8 +137,13 @@ class Forward:
         return self.mesh.sum(value.reshape(1))[0]
 
 
-def install_loss(model: PreTrainedModel, skeleton: PreTrainedModel, task: Task, recipe: Recipe) -> str:
+def install_loss(
+    model: PreTrainedModel, skeleton: PreTrainedModel, task: Task, recipe: Recipe, device: torch.device
+) -> str:
     """Install the recipe's loss.implementation in `model`, before a strategy wraps the model.
+
+    On a GPU the measure of a chunked loss is compiled wherever there is a compiler, also if the layers are not: in
+    eager mode it reads and writes an fp32 logit several times. `device` is that of the computation.
 
     fp16 always uses the full loss: the others compute gradients before loss scaling, and these are often 0 in fp16.
 
@@ -150,7 +156,8 @@ def install_loss(model: PreTrainedModel, skeleton: PreTrainedModel, task: Task, 
     wanted = recipe.loss.implementation
     if wanted == "full" or recipe.precision == "fp16" or not task.by_token:
         return "full"
-    return chunked_cross_entropy.install_chunked_head(model, skeleton, wanted, recipe.compile != "off") or "full"
+    compiles = recipe.compile != "off" or compilation.has_triton_compiler(device)
+    return chunked_cross_entropy.install_chunked_head(model, skeleton, wanted, compiles) or "full"
 
 
 def evaluation_sums(task: Task, logits: Tensor, **targets: Tensor) -> Tensor:

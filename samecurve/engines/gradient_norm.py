@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from samecurve.optim.dtensor import local_gradient
+from samecurve.optim.norms import norms
 from samecurve.strategy.parallel_dims import DIMENSIONS
 
 if TYPE_CHECKING:
@@ -55,13 +56,3 @@ def _num_copies(parameter: nn.Parameter, mesh: Mesh) -> int:
         for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True):
             copies //= 1 if isinstance(placement, Replicate) else size
     return copies
-
-
-def norms(tensors: list[Tensor]) -> Tensor:
-    """Compute the L2 norm of each tensor: fp64, (len(tensors),)."""
-    if tensors[0].is_cpu:
-        # torch.nn.utils.clip_grad_norm_ sums a large tensor's squares in fp32: 6e-5 off for a 2 M parameter Llama,
-        # where DeepSpeed, which sums in fp64, was not
-        return torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors])
-    # in fp32, because a GPU's kernel adds up partial sums, and fp64 would first copy every tensor
-    return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)).double()

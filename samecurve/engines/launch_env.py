@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def adopt(strategy: Strategy, environ: Mapping[str, str] = os.environ) -> None:
             os.environ.setdefault(key, value)
 
 
-def meet_again(backend: str | None, environ: Mapping[str, str] = os.environ) -> None:
+def meet_again(backend: str | None, timeout: timedelta, environ: Mapping[str, str] = os.environ) -> None:
     """Create the process group after a restart by torchrun; Accelerate and DeepSpeed use an existing group."""
     restart = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if restart == "0" or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -72,6 +73,7 @@ def meet_again(backend: str | None, environ: Mapping[str, str] = os.environ) -> 
         store=dist.PrefixStore(f"restart_{restart}", store),
         rank=rank,
         world_size=world_size,
+        timeout=timeout,
     )
 
 

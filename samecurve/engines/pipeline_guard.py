@@ -15,6 +15,7 @@ from torch import distributed as dist
 
 from samecurve.engines import deepspeed_introspection
 from samecurve.engines.sharded_state import DeepSpeedParameter
+from samecurve.optim.norms import norms
 
 if TYPE_CHECKING:
     from samecurve.engines.pipeline_stage import StageModule
@@ -50,12 +51,12 @@ class PipelineGuard:
 
     def _measure(self) -> None:
         engine = self._engine
-        norms = [
-            torch.linalg.vector_norm(gradient, dtype=torch.float64)
+        gradients = [
+            gradient
             for gradient, weight in self._gradients()
             if gradient is not None and not weight.ds_pipe_replicated  # tied weights count on the first stage
         ]
-        squares, loss = torch.stack(norms).square().sum().item() if norms else 0.0, 0.0
+        squares, loss = norms(gradients).square().sum().item() if gradients else 0.0, 0.0
         if engine.is_last_stage():
             assert isinstance(engine.total_loss, Tensor)  # a list only for a loss function that returns several
             loss = engine.total_loss.item()

@@ -78,7 +78,7 @@ class StageModule(PipelineModule):
             self._dropout.current = keys
             return function(*values)
 
-        return checkpoint(with_keys, *inputs, use_reentrant=False)
+        return checkpoint(with_keys, *inputs, use_reentrant=False, preserve_rng_state=False)
 
     def named_weights(self) -> dict[str, torch.nn.Parameter]:
         """Return this stage's parameters by Hugging Face name."""

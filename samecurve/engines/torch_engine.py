@@ -65,7 +65,7 @@ class TorchEngine:
         model = factory.cast_weights(model, settings)
         drops = dropout.install(model, self.recipe.seed, self.device)
         compilation.prepare(model, self.recipe, self.device)
-        loss_implementation = install_loss(model, skeleton, task, self.recipe)
+        loss_implementation = install_loss(model, skeleton, task, self.recipe, self.device)
         self.model = fsdp.shard(accelerator, model, self.mesh) if self.sharded else accelerator.prepare_model(model)
         # `accelerator.unwrap_model` would import deepspeed
         self.module = getattr(self.model, "module", self.model)

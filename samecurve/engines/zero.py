@@ -54,7 +54,7 @@ class ZeroEngine:
         model = build(type(skeleton), skeleton.config, where, recipe.adapter)
         drops = dropout.install(model, recipe.seed, self.device)
         compilation.prepare(model, recipe, self.device)
-        loss_implementation = install_loss(model, skeleton, task, recipe)
+        loss_implementation = install_loss(model, skeleton, task, recipe, self.device)
         # ZeRO-3 replaces every shape by an empty one, so the groups use the skeleton's shapes
         groups = parameter_groups(model.named_parameters(), self.shapes, settings)
         self.model, self.optimizer = accelerator.prepare(model, build_optimizer(groups, settings))

@@ -160,13 +160,20 @@ def header_lines(facts: dict) -> list[tuple[str, str]]:
 
 def _fp8(facts: dict) -> str:
     kind = facts["recipe"].get("fp8", "off")
-    return "" if kind == "off" else f"{kind}: the products of {facts['num_fp8_modules']} linear modules"
+    if kind == "off":
+        return ""
+    eager = facts["device"] != "cpu" and facts["recipe"]["compile"] == "off"
+    advice = "; without compile, scaling to 8 bits takes kernels of its own: set compile: regional" if eager else ""
+    return f"{kind}: the products of {facts['num_fp8_modules']} linear modules{advice}"
 
 
 def _attention(facts: dict) -> str:
     chosen = facts["attention"]
     if chosen == "eager" and facts["recipe"].get("model", {}).get("attention") == "auto":
         return f"eager: transformers has no sdpa for a {facts['model_type']}"
+    if chosen == "sdpa" and facts.get("cudnn_attention") == "off":
+        length = facts["recipe"]["batch"]["sequence_length"]
+        return f"sdpa without cuDNN's kernels: their gradients can be NaN at {length} tokens (64 modulo 128)"
     return chosen
 
 

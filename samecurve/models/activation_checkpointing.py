@@ -5,7 +5,8 @@ layers' `forward` is wrapped, so that modules, weight names and a strategy's hoo
 outside the recomputed part.
 
 full and every_n_layers follow Chen et al. 2016, arXiv:1604.06174. selective follows Korthikanti et al. 2022,
-arXiv:2205.05198, here by operator. Recomputation restores the random state, so a layer repeats its dropout mask.
+arXiv:2205.05198, here by operator. Recomputation repeats the dropout, a function of the row and the step, without
+the random state: its copies between GPU and host would make each layer wait. dropout.py refuses other random numbers.
 """
 
 from __future__ import annotations
@@ -64,7 +65,10 @@ def checkpoint_layers(model: nn.Module, memory: Memory) -> None:
     if kind == "none":
         return
     found = layers(model)
-    wrap = {"selective": partial(_selective, keeps=memory.selective_save), "offload": _offloaded}.get(kind, _full)
+    # reentrant checkpointing needs an input with a gradient, which the first layer of a model with an adapter lacks
+    recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    kinds = {"selective": partial(_selective, keeps=memory.selective_save), "offload": _offloaded}
+    wrap = partial(kinds.get(kind, _full), recompute=recompute)
     for index in recomputed(memory, len(found)):
         found[index].forward = _in_training(found[index], wrap)
 
@@ -112,22 +116,21 @@ def _in_training(layer: nn.Module, wrap: Callable[[Forward], Forward]) -> Forwar
     return forward
 
 
-def _full(forward: Forward) -> Forward:
-    # reentrant checkpointing needs an input with a gradient, which the first layer of a model with an adapter lacks
-    return partial(checkpoint, forward, use_reentrant=False)
+def _full(forward: Forward, recompute: Callable) -> Forward:
+    return partial(recompute, forward)
 
 
-def _selective(forward: Forward, keeps: str) -> Forward:
-    return partial(checkpoint, forward, use_reentrant=False, context_fn=_contexts(keeps))
+def _selective(forward: Forward, recompute: Callable, keeps: str) -> Forward:
+    return partial(recompute, forward, context_fn=_contexts(keeps))
 
 
-def _offloaded(forward: Forward) -> Forward:
+def _offloaded(forward: Forward, recompute: Callable) -> Forward:
     """Recompute as with full checkpointing, from inputs kept in host memory."""
 
     def offloaded(*args, **kwargs):
         # pinned memory, because otherwise the copy back would wait for the host
         with torch.autograd.graph.save_on_cpu(pin_memory=args[0].is_cuda):
-            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+            return recompute(forward, *args, **kwargs)
 
     return offloaded
 

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from samecurve.optim.base import GroupOptimizer
 from samecurve.optim.dtensor import all_reduce_sums, local_gradient, shards_of, to_local
+from samecurve.optim.norms import norms
 
 SMALLEST_VARIANCE = torch.finfo(torch.float32).eps
 SMALLEST_RMS = 1e-3
@@ -105,4 +106,4 @@ def _share(state: dict) -> float:
 
 def _squares(tensor: Tensor) -> Tensor:
     """Sum the squares in fp64, because shards are summed in another order than whole weights."""
-    return torch.linalg.vector_norm(tensor, dtype=torch.float64).square()
+    return norms([tensor])[0].square()

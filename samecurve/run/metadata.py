@@ -81,8 +81,13 @@ def _reference(recipe: Recipe, task: Task) -> str | None:
 
 
 def _hardware() -> dict[str, object]:
-    """Describe the hardware of rank 0's process. cuda: the version PyTorch was built with, None for a CPU build."""
+    """Describe the hardware of rank 0's process.
+
+    cuda: the version PyTorch was built with, None for a CPU build. cudnn: the version that was loaded, e.g. 91900 for
+    9.19; with an older one from LD_LIBRARY_PATH, sdpa silently uses other kernels.
+    """
     import torch
 
     threads, cuda = torch.get_num_threads(), torch.version.cuda
-    return {"processor": processor(), "cores": num_cores(), "threads": threads, "cuda": cuda}
+    cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
+    return {"processor": processor(), "cores": num_cores(), "threads": threads, "cuda": cuda, "cudnn": cudnn}

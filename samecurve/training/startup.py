@@ -15,6 +15,7 @@ from samecurve.interfaces.task import InitialState
 from samecurve.metrics.console import Progress
 from samecurve.metrics.meter import Meter
 from samecurve.models import fp8, liger, matmul_speed, weights
+from samecurve.models.attention import cudnn
 from samecurve.models.compilation import Recompilations
 from samecurve.run.metadata import resume_identity, run_facts
 from samecurve.specs.model_families import check_packing
@@ -165,6 +166,7 @@ def _introduce(session: Session) -> None:
     plan, recipe, accelerator = context.plan, context.recipe, context.accelerator
     described = weights.describe(built.skeleton, recipe) | asdict(engine.describe())
     described |= {"adapter": built.identity["adapter"], "allocator": factory.allocator(accelerator)}
+    described |= {"cudnn_attention": cudnn.describe(accelerator.device)}
     described |= {"num_fp8_modules": fp8.count(built.skeleton, recipe.fp8)}
     facts = run_facts(plan, described, built.task.describe(), factory.device_name(accelerator))
     facts |= {"flops": session.meter.flops, "counts": built.task.counts}

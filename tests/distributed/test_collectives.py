@@ -42,7 +42,7 @@ def test_two_hosts_measure_the_cable_between_them(workspace, tmp_path):
     if reason:
         pytest.skip(f"two hosts: {reason}")
     file = workspace.folder / "collectives.json"
-    with two_hosts.two_hosts(tmp_path, {"GLOO_SOCKET_IFNAME": two_hosts.INTERFACE, "OMP_NUM_THREADS": "1"}) as hosts:
+    with two_hosts.two_hosts(tmp_path, {"OMP_NUM_THREADS": "1"}) as hosts:
         launcher = ["--hostfile", str(hosts.hostfile), "--no_ssh_check", "--master_addr", two_hosts.ADDRESSES[0]]
         bench = ["--no_local_rank", "--module", "samecurve", "bench", "collectives", *QUICK, "--json", str(file)]
         run = hosts.run([str(BIN / "deepspeed"), *launcher, *bench], ROOT, timeout_seconds=300)

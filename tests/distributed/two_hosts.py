@@ -1,7 +1,8 @@
 """Two machines out of one: a network namespace each, a cable between them, an sshd in each.
 
 They share the file system, as cluster nodes do, and nothing of the network: the launcher's ssh and the processes' gloo
-go over the cable. Needs root on Linux and the packages iproute2, openssh-server, pdsh.
+go over the cable. Each resolves its own name to 127.0.1.1, as Debian sets it up. Needs root on Linux and the packages
+iproute2, openssh-server, pdsh.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,7 +20,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
-INTERFACE = "cable"  # the same name on both hosts, so that one GLOO_SOCKET_IFNAME fits both
+INTERFACES = ("cable0", "cable1")  # no one GLOO_SOCKET_IFNAME fits both hosts
 _SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 
 
@@ -50,7 +52,7 @@ class TwoHosts:
 
     def received_bytes(self) -> int:
         """What came over the cable to the first host since it was plugged in."""
-        shown = _run(*f"ip -n {self.namespaces[0]} -json -stats link show {INTERFACE}".split())
+        shown = _run(*f"ip -n {self.namespaces[0]} -json -stats link show {INTERFACES[0]}".split())
         return json.loads(shown)[0]["stats64"]["rx"]["bytes"]
 
     def run(self, command: list[str], working_directory: Path, timeout_seconds: float) -> subprocess.CompletedProcess:
@@ -86,6 +88,7 @@ def two_hosts(folder: Path, exports: dict[str, str]) -> Iterator[TwoHosts]:
         for namespace in namespaces:
             _run("ip", "netns", "add", namespace)
             stack.callback(_remove, namespace)
+            stack.enter_context(_own_name_is_loopback(namespace))
         _connect(namespaces)
         for namespace, address in zip(namespaces, ADDRESSES, strict=True):
             _start_sshd(namespace, address, folder)
@@ -98,10 +101,23 @@ def _run(*command: str) -> str:
 
 def _connect(namespaces: list[str]) -> None:
     first, second = namespaces
-    _run(*f"ip link add {INTERFACE} netns {first} type veth peer name {INTERFACE} netns {second}".split())
-    for namespace, address in zip(namespaces, ADDRESSES, strict=True):
-        for settings in (f"address add {address}/24 dev {INTERFACE}", f"link set {INTERFACE} up", "link set lo up"):
+    near, far = INTERFACES
+    _run(*f"ip link add {near} netns {first} type veth peer name {far} netns {second}".split())
+    for namespace, address, end in zip(namespaces, ADDRESSES, INTERFACES, strict=True):
+        for settings in (f"address add {address}/24 dev {end}", f"link set {end} up", "link set lo up"):
             _run("ip", "-n", namespace, *settings.split())
+
+
+@contextmanager
+def _own_name_is_loopback(namespace: str) -> Iterator[None]:
+    """Give the namespace an /etc/hosts of its own, which `ip netns exec` mounts over the machine's."""
+    folder = Path("/etc/netns", namespace)
+    folder.mkdir(parents=True)
+    (folder / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()}\n")
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder)
 
 
 def _write_ssh_files(folder: Path) -> None:

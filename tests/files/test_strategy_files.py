@@ -124,3 +124,10 @@ def test_json_leaves_the_recipes_numbers_to_the_recipe(name):
     content = json.loads(DEEPSPEED[name].read_text())
     assert OWNED_BY_THE_RECIPE.items() <= content.items()
     assert ("pipeline" in content) == (name == "pipeline")
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2"])
+def test_zero_sends_gradients_while_it_computes(name):
+    """DeepSpeed's default at stages 1 and 2 is to wait. Overlap takes two buckets, by default of 5e8 elements each."""
+    zero = json.loads(DEEPSPEED[name].read_text())["zero_optimization"]
+    assert zero["overlap_comm"] is True and zero["reduce_bucket_size"] == 10**8

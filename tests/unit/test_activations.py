@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from report_cases import check_report, message, write
@@ -12,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from samecurve.config.schema import Adapter, Memory
 from samecurve.errors import ConfigurationError
-from samecurve.models import lora
+from samecurve.models import dropout, lora
 from samecurve.models.activation_checkpointing import checkpoint_layers, layers, repeated_share
 from samecurve.models.flops import token_flops
 
@@ -52,12 +54,17 @@ def build(family: str = "llama") -> nn.Module:
     if family == "llama adapted":
         lora.inject(model, Adapter(name="lora", rank=4, dropout=0.1))
     model.config.use_cache = False
+    model.keys = dropout.install(model, 0, torch.device("cpu"))
     return model.train()
 
 
 def forward(model: nn.Module) -> torch.Tensor:
-    torch.manual_seed(1)
     input_ids = torch.arange(TOKENS).reshape(2, -1)
+    with model.keys.micro_batch(SimpleNamespace(inputs={"input_ids": input_ids}, step=1, places=torch.arange(2))):
+        return _loss(model, input_ids)
+
+
+def _loss(model: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(model(input_ids=input_ids).logits.flatten(0, 1), input_ids.flatten())
 
 
@@ -90,6 +97,16 @@ def test_loss_and_gradients_are_the_same_bit_for_bit(family, kind):
     assert [name for name, _ in model.named_parameters()] == names
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_recomputation_does_not_copy_the_random_state(kind, monkeypatch):
+    """On a GPU, four copies between GPU and host per layer."""
+    model = build("llama adapted")
+    checkpoint_layers(model, KINDS[kind])
+    forward(model)  # the first forward pass checks the generators itself
+    monkeypatch.setattr(torch, "get_rng_state", lambda: pytest.fail("the random state was read"))
+    forward(model).backward()
+
+
 def test_bytes_by_hand():
     """fp32, so 4 bytes a value; a layer's input is HIDDEN values a token."""
     kept = {"none": kept_bytes(build())}
@@ -107,13 +124,12 @@ def test_bytes_by_hand():
     assert kept["offload"] == kept["full"]  # the host is the device here
 
 
-def test_full_keeps_each_layers_input_and_the_generators_state():
+def test_full_keeps_each_layers_input_alone():
     shallow, deep = build(), build()
     shallow.model.layers = shallow.model.layers[:1]
     for model in (shallow, deep):
         checkpoint_layers(model, KINDS["full"])
-    generator = torch.get_rng_state().numel()  # for the same dropout
-    assert kept_bytes(deep) - kept_bytes(shallow) == (LAYERS - 1) * (TOKENS * HIDDEN * 4 + generator)
+    assert kept_bytes(deep) - kept_bytes(shallow) == (LAYERS - 1) * TOKENS * HIDDEN * 4
 
 
 def test_offloaded_is_each_layers_input_and_nothing_else(monkeypatch):

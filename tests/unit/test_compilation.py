@@ -11,6 +11,8 @@ from report_cases import TORCHRUN, Plan, check_report, message, write
 from tiny_families import tiny_config
 from transformers import AutoModelForCausalLM
 
+from samecurve.config.schema import Memory
+from samecurve.engines import forward
 from samecurve.models import compilation
 from samecurve.models.compilation import SETTLED_STEPS, Recompilations
 from samecurve.strategy import preflight
@@ -47,6 +49,50 @@ def test_refused_with_the_reason(argv, fragments, tmp_path, monkeypatch):
     report, code = message(tmp_path, ["r.yaml", *argv], TORCHRUN)
     check_report(report, [("command line", "compile", *fragments)])
     assert code == 2
+
+
+@pytest.mark.parametrize("num_documents", [1, 2])
+def test_full_keeps_the_causal_kernel_for_rows_of_one_document(num_documents, monkeypatch):
+    """With a mask, attention computes the full square."""
+    torch._dynamo.reset()
+    model = AutoModelForCausalLM.from_config(tiny_config("llama"), attn_implementation="sdpa")
+    model.config.use_cache = False
+    masks, attend = [], torch.nn.functional.scaled_dot_product_attention
+
+    def backend(graph, inputs):
+        for node in graph.graph.nodes:
+            if node.target is attend:
+                masks.append((node.kwargs.get("attn_mask"), node.kwargs.get("is_causal")))
+        return graph.forward
+
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", partial(compiled, backend=backend))
+    kernels, memory = SimpleNamespace(kernels="torch"), Memory(activation_checkpointing="none")
+    recipe = SimpleNamespace(compile="full", fp8="off", model=kernels, memory=memory)
+    compilation.prepare(model, recipe, torch.device("cpu"))
+    positions = torch.arange(8).remainder(8 // num_documents)[None]
+    model(input_ids=torch.arange(8)[None], position_ids=positions)
+    assert masks and all((mask is None, causal) == (num_documents == 1, num_documents == 1) for mask, causal in masks)
+
+
+@pytest.mark.parametrize(
+    ("device", "triton", "found", "compiles"),
+    [
+        ("cuda", True, "gcc", True),
+        ("cuda", False, "gcc", False),
+        ("cuda", True, None, False),
+        ("cpu", True, "gcc", False),
+    ],
+)
+def test_the_loss_is_compiled_where_a_gpu_has_a_compiler(device, triton, found, compiles, monkeypatch):
+    monkeypatch.setattr(compilation, "has_triton", lambda: triton)
+    monkeypatch.setattr(compilation.shutil, "which", lambda name, path: found)
+    given = []
+    monkeypatch.setattr(forward.chunked_cross_entropy, "install_chunked_head", lambda *args: given.append(args[-1]))
+    loss = SimpleNamespace(implementation="auto")
+    recipe = SimpleNamespace(compile="off", precision="bf16", loss=loss)
+    forward.install_loss(None, None, SimpleNamespace(by_token=True), recipe, torch.device(device))
+    assert given == [compiles]
 
 
 @pytest.mark.parametrize("strategy", ["ds_configs/zero3.json", "ds_configs/pipeline.json"])

@@ -22,4 +22,10 @@ def test_a_processor_has_a_name(tmp_path):
 def test_hardware():
     found = metadata._hardware()
     assert found["threads"] == torch.get_num_threads() and found["cores"] >= 1
-    assert (found["processor"], found["cuda"]) == (processor(), torch.version.cuda)
+    assert (found["processor"], found["cuda"], found["cudnn"]) == (processor(), torch.version.cuda, None)
+
+
+def test_the_version_of_cudnn_is_that_which_was_loaded(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 90100)
+    assert metadata._hardware()["cudnn"] == 90100

@@ -11,6 +11,7 @@ from report_cases import TORCHRUN, Plan, check_report, findings, message, missin
 from test_activations import FAMILIES, LAYERS, build, forward, gradients
 
 from samecurve.errors import ConfigurationError
+from samecurve.metrics import console
 from samecurve.models import fp8
 
 CPU = torch.device("cpu")
@@ -224,3 +225,13 @@ def test_4bit_weights_have_products_of_their_own():
     values = {"fp8": "rowwise", "precision": "bf16", "adapter.quantization": "4bit"}
     found = [text for _, text in findings(rules_memory.RULES, values) if "torchao" not in text]
     assert len(found) == 1 and missing(found[0], ["rowwise", "4-bit", "off"]) == []
+
+
+@pytest.mark.parametrize(
+    ("device", "compile", "advises"),
+    [("NVIDIA H100", "off", True), ("NVIDIA H100", "regional", False), ("cpu", "off", False)],
+)
+def test_the_header_advises_to_compile_on_a_gpu(device, compile, advises):
+    facts = {"device": device, "recipe": {"fp8": "rowwise", "compile": compile}, "num_fp8_modules": 7}
+    assert ("set compile: regional" in console._fp8(facts)) == advises
+    assert console._fp8(facts).startswith("rowwise: the products of 7 linear modules")

@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,6 +54,7 @@ def test_names_tell_cases_apart_and_point_at_cases():
     order = [case.name for case in CASES]
     assert all(order.index(case.against) < order.index(case.name) for case in CASES if case.against)
     assert [case.name for case in chosen(CASES, ["1b", "ceilings"])] == ["ceilings", "1b"]
+    assert {case.recipe for case in chosen(CASES, ["llama_3b"])} == {"llama_3b.yaml"}
     with pytest.raises(SystemExit, match="--only: found 2b"):
         chosen(CASES, ["2b"])
 
@@ -348,6 +350,18 @@ def test_a_case_that_the_minutes_cut_off_is_no_row(tmp_path, monkeypatch, capsys
     assert added == [case] and "1 cases are left" in capsys.readouterr().out
     bench_gpu._measure([case], Kept(), None, limit=30.0, seconds=35.0)  # less than others took, but that may be enough
     assert added == [case, case]
+
+
+def test_a_slow_case_has_a_limit_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import bench_gpu
+
+    limits = []
+    monkeypatch.setattr(runs, "measure", lambda case, places, limit: limits.append(limit) or {"state": "done"})
+    monkeypatch.setattr(bench_gpu, "_told", lambda row: "")
+    kept = SimpleNamespace(add=lambda case, row: None, longest=lambda case: 40.0)
+    bench_gpu._measure(chosen(CASES, ["8b-offload", "3b-offload"]), kept, None, limit=300.0, seconds=1e6)
+    assert limits == [600.0, 300.0]
 
 
 def test_a_case_is_not_begun_that_the_minutes_would_cut_off(tmp_path, monkeypatch):

@@ -134,6 +134,14 @@ def test_the_best_product_is_the_peak(monkeypatch):
     assert (tflops, precision) == (pytest.approx(2 * 128**3 / 1e-3 / 1e12), "bf16")
 
 
+def test_operands_are_random_and_leave_the_default_generator_alone():
+    """With constants a GPU draws less power, so that the peak would be one that training cannot reach."""
+    before = torch.get_rng_state()
+    forward, *_ = (run for _, run in matmul_speed._runs(CPU, "fp32", matmul_speed.Shape(64, 64, 64)))
+    assert forward().std() > 1
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 CODE = """
 import json, torch
 from types import SimpleNamespace

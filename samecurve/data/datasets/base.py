@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from samecurve.data.token_store import TokenStream
 
 _ROWS_PER_PASS = 256
-# GPUs multiply matrices faster whose sides are a multiple of this; it also limits the number of shapes.
-_WIDTH_MULTIPLE = 64
+# GPUs multiply matrices faster whose sides are a multiple of 64. 128 also halves the number of shapes, each of which
+# costs attention a plan, and keeps from cuDNN the lengths at which it fails (models/attention/cudnn.py).
+_WIDTH_MULTIPLE = 128
 
 
 @dataclass(frozen=True)

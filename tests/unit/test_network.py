@@ -1,0 +1,72 @@
+"""The network interface of gloo, on hosts whose addresses and routes are made up."""
+
+from __future__ import annotations
+
+import socket
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from samecurve.distributed import network
+from samecurve.errors import TopologyError
+
+TWO_HOSTS = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node0"}
+INTERFACES = {"127.0.0.1": "lo", "10.0.0.1": "eth0", "192.168.7.1": "ib0"}
+
+
+@pytest.fixture
+def host(monkeypatch):
+    """A host with these addresses, from which each destination is reached with one of them."""
+
+    def made(addresses: dict[str, str], routes: dict[str, str]) -> None:
+        monkeypatch.setattr(network, "_interfaces", lambda: {a: n for a, n in addresses.items() if n != "lo"})
+        monkeypatch.setattr(network, "_source", lambda to: routes.get(to, ""))
+
+    return made
+
+
+def chosen(**environ: str) -> str | None:
+    given = TWO_HOSTS | environ
+    network.choose_interface(given)
+    return given.get(network.VARIABLE)
+
+
+def test_the_interface_of_the_route_to_the_master_is_taken(host):
+    host(INTERFACES, {"node0": "192.168.7.1", network._ELSEWHERE: "10.0.0.1"})
+    assert chosen() == "ib0"
+    assert chosen(LOCAL_SIZE="2") == "ib0"
+    assert chosen(GLOO_SOCKET_IFNAME="eth0") == "eth0"
+
+
+def test_a_master_whose_own_name_is_loopback_takes_the_default_route_or_the_only_interface(host):
+    host(INTERFACES, {"node0": "127.0.0.1", network._ELSEWHERE: "10.0.0.1"})
+    assert chosen() == "eth0"
+    host({"127.0.0.1": "lo", "10.0.0.1": "eth0", "fe80::1": "eth0"}, {"node0": "127.0.0.1"})
+    assert chosen() == "eth0"
+
+
+def test_what_cannot_be_known_is_asked_for(host):
+    host(INTERFACES, {"node0": "127.0.0.1"})
+    with pytest.raises(TopologyError, match=r"GLOO_SOCKET_IFNAME: not set.*'node0'.*\(eth0, ib0\).*on every host"):
+        chosen()
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [{"LOCAL_WORLD_SIZE": "4"}, {"MASTER_ADDR": "127.0.0.1"}, {"MASTER_ADDR": "localhost"}, {"WORLD_SIZE": "1"}],
+)
+def test_on_one_machine_nothing_is_set(environ, host):
+    host(INTERFACES, {"node0": "192.168.7.1"})
+    assert chosen(**environ) is None
+
+
+def test_the_system_is_read_as_it_is(monkeypatch):
+    """Loopback is left out, and the route to an address of this host has that address as its source."""
+    assert network._source("127.0.0.1") == "127.0.0.1"
+    assert network._source("no-such-host.invalid") == ""
+    address, loopback = (SimpleNamespace(family=socket.AF_INET, address=text) for text in ("10.0.0.1", "127.0.0.1"))
+    up, down = (SimpleNamespace(isup=state) for state in (True, False))
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: {"lo": up, "eth0": up, "eth1": down})
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"lo": [loopback], "eth0": [address], "eth1": [address]})
+    assert network._interfaces() == {"10.0.0.1": "eth0"}
