@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from samecurve.config.schema import Recipe
     from samecurve.data.micro_batch import MicroBatch
+    from samecurve.engines.router_loss import RouterLoss
     from samecurve.interfaces.task import Task
     from samecurve.models.dropout import DropoutKeys
 
@@ -37,6 +38,7 @@ class Forward:
         teacher: the frozen model of a distillation task, else None.
         rows: Batch.micro_batches of a training step; only a cross-batch loss reads them.
         dropout: the keys of the model's dropout; None for an evaluation alone.
+        router: the router loss of a mixture of experts, else None.
     """
 
     accelerator: Accelerator
@@ -46,6 +48,7 @@ class Forward:
     teacher: nn.Module | None = None
     rows: Sequence[Sequence[int]] = ()
     dropout: DropoutKeys | None = None
+    router: RouterLoss | None = None
 
     @property
     def shard(self) -> tuple[int, int]:
@@ -55,8 +58,16 @@ class Forward:
     def loss(self, batch: MicroBatch, context: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Compute Task.step_loss (loss and statistics) of a micro-batch.
 
-        `context` holds the further targets of a cross-batch loss, see `with_contexts`.
+        `context` holds the further targets of a cross-batch loss, see `with_contexts`. The gradient contains the router
+        loss, the value does not.
         """
+        if self.router is None:
+            return self._task_loss(batch, context)
+        with self.router.recording():
+            loss, statistics = self._task_loss(batch, context)
+        return loss + self.router.gradient_term(batch), statistics
+
+    def _task_loss(self, batch: MicroBatch, context: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         if self.loss_implementation != "full":
             return self.sums(self.task.loss, batch), torch.zeros(0, device=self.accelerator.device)
         logits, targets = self.logits(batch)
@@ -91,12 +102,16 @@ class Forward:
             return batch, batch.targets | {"teacher": self.teacher(**batch.inputs).logits}
 
     def with_contexts(
-        self, micro_batches: Sequence[MicroBatch]
+        self, micro_batches: Sequence[MicroBatch], tokens: int
     ) -> Iterator[tuple[MicroBatch, dict[str, Tensor], bool]]:
         """Yield (micro-batch, context, whether it is the last one).
 
         The context holds per-row targets that depend on the step's other rows (GradCache, see Task); {} for most tasks.
+        `tokens` is the step's global count.
         """
+        if self.router is not None:
+            measured = self.logits if self.loss_implementation == "full" else partial(self.sums, self.task.loss)
+            self.router.begin(micro_batches, tokens, measured)
         contexts: list[dict[str, Tensor]] = [{}] * len(micro_batches)
         if self.task.context is not None:
             padded_rows = grad_cache.padded_rows(self.rows)
@@ -141,11 +156,7 @@ class Forward:
 
     def totals(self, values: Tensor) -> tuple[float, ...]:
         """Sum each value of a 1-D tensor over all ranks in fp64."""
-        if not values.numel():
-            return ()
-        found = self.accelerator.reduce(values.to(self.accelerator.device, torch.float64), reduction="sum")
-        assert isinstance(found, Tensor)  # reduce returns the type of its argument
-        return tuple(found.tolist())
+        return totals(self.accelerator, values)
 
 
 def install_loss(model: PreTrainedModel, skeleton: PreTrainedModel, task: Task, recipe: Recipe) -> str:
@@ -163,6 +174,15 @@ def install_loss(model: PreTrainedModel, skeleton: PreTrainedModel, task: Task, 
     if wanted == "full" or recipe.precision == "fp16" or not task.by_token:
         return "full"
     return chunked_cross_entropy.install_chunked_head(model, skeleton, wanted, recipe.compile != "off") or "full"
+
+
+def totals(accelerator: Accelerator, values: Tensor) -> tuple[float, ...]:
+    """Sum each value of a 1-D tensor over all ranks in fp64."""
+    if not values.numel():
+        return ()
+    found = accelerator.reduce(values.to(accelerator.device, torch.float64), reduction="sum")
+    assert isinstance(found, Tensor)  # reduce returns the type of its argument
+    return tuple(found.tolist())
 
 
 def evaluation_sums(task: Task, logits: Tensor, **targets: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -14,8 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from samecurve.engines import fsdp, teacher
-from samecurve.engines.forward import Forward, install_loss
+from samecurve.engines import fsdp, router_loss, teacher
+from samecurve.engines.forward import Forward, install_loss, totals
 from samecurve.engines.gradient_norm import norms
 from samecurve.engines.loss_scaler import LossScale
 from samecurve.engines.memory_usage import held_bytes
@@ -63,6 +64,7 @@ class TorchEngine:
         drops = dropout.install(model, self.recipe.seed, self.device)
         compilation.prepare(model, self.recipe, self.device)
         loss_implementation = install_loss(model, skeleton, task, self.recipe)
+        router = router_loss.install(self.recipe, model, partial(totals, accelerator))
         self.model = fsdp.shard(accelerator, model) if self.sharded else accelerator.prepare_model(model)
         # `accelerator.unwrap_model` would import deepspeed
         self.module = getattr(self.model, "module", self.model)
@@ -80,7 +82,7 @@ class TorchEngine:
             fill(skeleton, self.recipe, self._write)
         beside = teacher.build(accelerator, plan, task.teacher, task.vocabulary_size) if task.teacher else None
         rows = self.recipe.batch.micro_batches(accelerator.num_processes)
-        self.forward = Forward(accelerator, self.model, task, loss_implementation, beside, rows, drops)
+        self.forward = Forward(accelerator, self.model, task, loss_implementation, beside, rows, drops, router)
 
     def _write(self, name: str, full: Tensor) -> None:
         if bnb_4bit.is_quantized(self.tensors[name]):
@@ -103,7 +105,7 @@ class TorchEngine:
         weight = self.accelerator.num_processes / tokens
         loss_sum = torch.zeros((), device=self.device)
         statistics = torch.zeros(self.task.num_step_statistics, dtype=torch.float64, device=self.device)
-        for batch, context, is_last in forward.with_contexts(micro_batches):
+        for batch, context, is_last in forward.with_contexts(micro_batches, tokens):
             reduces = is_last or not fsdp.reduces_once(self.plan)
             with nullcontext() if reduces else self.accelerator.no_sync(self.model):
                 loss, found = forward.loss(batch, context)
@@ -132,7 +134,8 @@ class TorchEngine:
         may_rescale = self.loss_scale is not None and not self.loss_scale.exhausted
         if self.loss_scale:
             self.loss_scale.update(applied)
-        return StepResult.of(mean, grad_norm, tokens, applied, may_rescale, forward.totals(statistics))
+        routed = forward.router.metrics() if forward.router else {}
+        return StepResult.of(mean, grad_norm, tokens, applied, may_rescale, forward.totals(statistics), routed)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         return self.forward.evaluate(micro_batches)

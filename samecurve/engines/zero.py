@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
@@ -13,8 +14,8 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param, 
 from torch import Tensor, nn
 from torch.nn import functional
 
-from samecurve.engines import deepspeed_introspection, teacher
-from samecurve.engines.forward import Forward, install_loss
+from samecurve.engines import deepspeed_introspection, router_loss, teacher
+from samecurve.engines.forward import Forward, install_loss, totals
 from samecurve.engines.memory_usage import held_bytes
 from samecurve.engines.sharded_state import FragmentState, PartitionState
 from samecurve.interfaces.engine import EngineDescription, EvalResult, StepResult, dtype_name
@@ -52,6 +53,7 @@ class ZeroEngine:
         drops = dropout.install(model, recipe.seed, self.device)
         compilation.prepare(model, recipe, self.device)
         loss_implementation = install_loss(model, skeleton, task, recipe)
+        router = router_loss.install(recipe, model, partial(totals, accelerator))
         # ZeRO-3 replaces every shape by an empty one, so the groups use the skeleton's shapes
         groups = parameter_groups(model.named_parameters(), self.shapes, settings)
         self.model, self.optimizer = accelerator.prepare(model, build_optimizer(groups, settings))
@@ -68,7 +70,7 @@ class ZeroEngine:
             fill(skeleton, recipe, self._write)
         beside = teacher.build(accelerator, plan, task.teacher, task.vocabulary_size) if task.teacher else None
         rows = recipe.batch.micro_batches(accelerator.num_processes)
-        self.forward = Forward(accelerator, self.model, task, loss_implementation, beside, rows, drops)
+        self.forward = Forward(accelerator, self.model, task, loss_implementation, beside, rows, drops, router)
 
     def _write(self, name: str, full: Tensor) -> None:
         """Write the working weight and its fp32 master, which DeepSpeed would otherwise copy from rounded values."""
@@ -107,7 +109,7 @@ class ZeroEngine:
         weight = self.accelerator.num_processes / tokens
         loss_sum = torch.zeros((), device=self.device)
         statistics = torch.zeros(self.task.num_step_statistics, dtype=torch.float64, device=self.device)
-        for batch, context, is_last in forward.with_contexts(micro_batches):
+        for batch, context, is_last in forward.with_contexts(micro_batches, tokens):
             self.model.set_gradient_accumulation_boundary(is_last)
             loss, found = forward.loss(batch, context)
             statistics += found
@@ -120,7 +122,8 @@ class ZeroEngine:
         may_rescale = deepspeed_introspection.may_rescale(self.model)
         self.model.step()  # also clips the gradients
         grad_norm, applied = float(self.model.get_global_grad_norm()), self.model.was_step_applied()
-        return StepResult.of(mean, grad_norm, tokens, applied, may_rescale, forward.totals(statistics))
+        routed = forward.router.metrics() if forward.router else {}
+        return StepResult.of(mean, grad_norm, tokens, applied, may_rescale, forward.totals(statistics), routed)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         return self.forward.evaluate(micro_batches)

@@ -28,6 +28,9 @@ GROUPS = {
     "loss": "train",
     "smoothed_loss": "train",
     "grad_norm": "train",
+    "router_loss": "train",
+    "router_z_loss": "train",
+    "expert_share_max": "train",
     "learning_rate": "train",
     "rewards_chosen": "train",
     "rewards_rejected": "train",
@@ -152,6 +155,7 @@ class Meter:
             "step": step,
             "loss": result.loss if trained else None,
             "grad_norm": result.grad_norm if trained else None,
+            **result.router,
             "learning_rate": learning_rate,
             "tokens": result.tokens,
             "samples": samples,
@@ -200,12 +204,12 @@ class Meter:
         self.smoothed_loss = self._average / self._weight
 
     def scalars(self, record: dict) -> dict[str, float]:
-        """Convert a record for TensorBoard: grouped names, only finite numbers."""
+        """Convert a record for TensorBoard: grouped names, only finite numbers (no lists, as expert_share is)."""
         values = {**record, "smoothed_loss": self.smoothed_loss}
         return {
             f"{_group(name)}/{name}": value
             for name, value in values.items()
-            if name != "step" and value is not None and math.isfinite(value)
+            if name != "step" and isinstance(value, int | float) and math.isfinite(value)
         }
 
 
