@@ -40,7 +40,7 @@ def tiny(family: str, **fields):
     torch.manual_seed(0)
     config = round_trip_config(family)
     name = "aux_loss_coef" if family == "jetmoe" else "router_aux_loss_coef"
-    config.update({name: COEFFICIENT, **fields})
+    config.update({name: COEFFICIENT, "use_cache": False, **fields})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
     with torch.no_grad():
         for module, _ in routers.routers(model):  # far from balance
