@@ -16,6 +16,7 @@ from samecurve.engines import grad_cache
 from samecurve.interfaces.engine import EvalResult
 from samecurve.losses import chunked_cross_entropy
 from samecurve.losses.chunked_cross_entropy import TokenSums, trained_positions
+from samecurve.losses.cross_entropy import token_loss_sum
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -94,6 +95,14 @@ class Forward:
         with nullcontext() if self.dropout is None or batch.places is None else self.dropout.micro_batch(batch):
             return self.model(**batch.inputs, **options)
 
+    def _route(self, batch: MicroBatch) -> None:
+        """Run the model for its routers alone: without a teacher and, where the head is chunked, without the head."""
+        batch, options = batch.to(self.accelerator.device), {}
+        if self.loss_implementation != "full":
+            no_position = torch.zeros(0, dtype=torch.long, device=self.accelerator.device)
+            options["sums"] = TokenSums(token_loss_sum, {"labels": batch.labels}, no_position)
+        self._run(batch, **options)
+
     def _on_device(self, batch: MicroBatch) -> tuple[MicroBatch, dict[str, Tensor]]:
         batch = batch.to(self.accelerator.device)
         if self.teacher is None:
@@ -110,8 +119,7 @@ class Forward:
         `tokens` is the step's global count.
         """
         if self.router is not None:
-            measured = self.logits if self.loss_implementation == "full" else partial(self.sums, self.task.loss)
-            self.router.begin(micro_batches, tokens, measured)
+            self.router.begin(micro_batches, tokens, self._route)
         contexts: list[dict[str, Tensor]] = [{}] * len(micro_batches)
         if self.task.context is not None:
             padded_rows = grad_cache.padded_rows(self.rows)

@@ -40,8 +40,8 @@ class RouterLoss:
         Args:
             micro_batches: of this rank.
             count: what the engine divides the task's loss by.
-            forward: runs the model. The loss over the global batch needs all counts first, so it costs one more forward
-                pass without gradients, as gradient caching does.
+            forward: runs the model's layers on a micro-batch. The loss over the global batch needs the counts of the
+                whole step first, so it costs one more forward pass without gradients, as gradient caching does.
         """
         masks = [counted_tokens(batch) for batch in micro_batches]
         sums = [sum(mask.any(dim=1).sum() for mask in masks), sum(mask.sum() for mask in masks)]
@@ -68,8 +68,8 @@ class RouterLoss:
         else:
             balance = router.share_of_batch(found, self._counts.to(found.counts.device), self._places)
         z_loss = found.squares / self._places
-        chosen = found.counts.sum(dim=1).flatten()
-        self._found.append(torch.cat([torch.stack([balance, z_loss]).detach(), chosen]).double())
+        sums = torch.stack([balance, z_loss]).detach().double()
+        self._found.append(torch.cat([sums, found.counts.double().sum(dim=1).flatten()]))
         whole = (settings.coefficient * balance + settings.z_coefficient * z_loss) * self._count
         return whole - whole.detach()
 
@@ -84,14 +84,14 @@ class RouterLoss:
         return metrics | {"expert_share_max": shares.max().item(), "expert_share": shares.mean(dim=0).tolist()}
 
     def _global_counts(self, micro_batches: Sequence[MicroBatch], forward: Callable[[MicroBatch], object]) -> Tensor:
-        """Count the tokens of the whole step that choose an expert: fp32, (experts,)."""
+        """Count the tokens of the whole step that choose an expert: fp64, (experts,)."""
         found = []
         with torch.no_grad():
             for batch in micro_batches:
                 with self._recorder.recording():
                     forward(batch)
-                found.append(self._routing(batch).counts.sum(dim=(0, 1)))
-        return torch.tensor(self._totals(torch.stack(found).sum(dim=0)), dtype=torch.float32)
+                found.append(self._routing(batch).counts.double().sum(dim=(0, 1)))
+        return torch.tensor(self._totals(torch.stack(found).sum(dim=0)), dtype=torch.float64)
 
     def _routing(self, batch: MicroBatch) -> router.Routing:
         logits = self._recorder.take()

@@ -70,7 +70,8 @@ def share_of_batch(found: Routing, counts: Tensor, places: float) -> Tensor:
 
     Args:
         found: the sequences.
-        counts: (experts,), tokens of the global batch that chose an expert, over all routers.
+        counts: (experts,) fp64, tokens of the global batch that chose an expert, over all routers.
         places: tokens of the global batch times routers.
     """
-    return len(counts) * (counts / places * found.probabilities.sum(dim=0) / places).sum()
+    frequencies = (counts / places).to(found.probabilities.dtype)
+    return len(counts) * (frequencies * found.probabilities.sum(dim=0) / places).sum()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from samecurve.models import routers
 from samecurve.models.activation_checkpointing import repeated_share
 from samecurve.models.flops import Peak, TokenFlops, device_peak, stated, token_flops
 
@@ -98,7 +99,11 @@ class Meter:
         device = accelerator.device
         implementation = model.config._attn_implementation or ""  # None: the model has no attention
         recompute, attention = repeated_share(recipe.memory, model, implementation)
-        flops = token_flops(model, recipe.batch.sequence_length, recompute, task.context is not None, attention)
+        router = routers.settings(recipe.model.router_loss, model)
+        routed = router is not None and router.kind == "batch"
+        rehearsed = (task.context is not None) + (routed and not chunked)
+        length = recipe.batch.sequence_length
+        flops = token_flops(model, length, recompute, rehearsed, attention, routed and chunked)
         peak = device_peak(device, recipe.precision) if accelerator.is_main_process else None
         machine = Machine(accelerator.num_processes, peak, lambda: peak_memory_bytes(device))
         return cls(flops, machine, counts=task.counts, chunked=chunked)

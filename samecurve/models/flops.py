@@ -11,8 +11,8 @@ the backward pass two thirds. Conventions:
   half gives 6 N + 6 L h s, which run.json also reports.
 - Frozen parameters get no gradient, which is a third of the 6; with an adapter they count 4.
 - Hardware FLOPs add the part of the decoder layers' forward pass that activation checkpointing repeats (not the output
-  head's) and the extra forward pass of gradient caching. A repeated layer's last multiplication is counted, although
-  PyTorch skips it, because nothing needs its result.
+  head's) and the extra forward passes of gradient caching and of `model.router_loss: batch`. A repeated layer's last
+  multiplication is counted, although PyTorch skips it, because nothing needs its result.
 - A teacher's forward pass is in neither number.
 
 PyTorch's FLOP counter finds 2 N' + 4 L h s forward and exactly twice that backward (tests/unit/test_flops_counted.py:
@@ -116,8 +116,9 @@ def token_flops(
     model: PreTrainedModel,
     sequence_length: int,
     recompute: float,
-    rehearsed: bool = False,
+    rehearsed: int = 0,
     recompute_attention: float | None = None,
+    routed: bool = False,
 ) -> TokenFlops | None:
     """Compute the FLOPs per trained token, or None if the formula does not apply (see `_is_known`).
 
@@ -125,8 +126,9 @@ def token_flops(
         model: the model, also on the meta device.
         sequence_length: tokens per row.
         recompute: share of the layers' forward pass that activation checkpointing repeats, 1 for full.
-        rehearsed: whether a pass without gradients precedes (Task.context).
+        rehearsed: passes without gradients that precede (Task.context).
         recompute_attention: repeated share of attention's products; None: as `recompute`.
+        routed: whether a pass of the layers without the output head precedes (model.router_loss: batch).
     """
     config = model.config.get_text_config()
     if model.config.model_type in UNCOUNTED or model.config.is_encoder_decoder or not _is_known(config):
@@ -135,7 +137,7 @@ def token_flops(
     parameters, frozen, head = _multiplied_parameters(model)
     attention_share = recompute if recompute_attention is None else recompute_attention
     repeated = recompute * 2 * (parameters - head) + attention_share * attention / 3
-    repeated += 2 * parameters + attention / 3 if rehearsed else 0
+    repeated += rehearsed * (2 * parameters + attention / 3) + routed * (2 * (parameters - head) + attention / 3)
     forward_backward = 6 * parameters - 2 * frozen + attention
     output = model.get_output_embeddings()
     per_weight = 6 if output is not None and output.weight.requires_grad else 4

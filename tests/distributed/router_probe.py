@@ -19,11 +19,13 @@ from samecurve.config.schema import Model
 from samecurve.data.batches import StepBatches
 from samecurve.engines import factory
 from samecurve.models import weights
+from samecurve.models.hf_config import _fields
 from samecurve.run import lifecycle
 from samecurve.strategy import preflight
 from samecurve.tasks import registry
 
 FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "phimoe", "jetmoe", "gpt_oss"]
+OWNED_BY_THE_TOKENIZER = {"vocab_size", "bos_token_id", "eos_token_id", "pad_token_id"}
 STEPS = 3
 
 
@@ -44,11 +46,11 @@ def main() -> None:
 
 
 def config(family: str) -> dict:
-    """As in a recipe: what differs from the family's defaults, without what the tokenizer says."""
-    fields = round_trip_config(family).to_diff_dict()
-    dropped = ("vocab_size", "transformers_version", "bos_token_id", "eos_token_id", "pad_token_id", "use_cache")
+    """The fields of the tiny model that a recipe may give, with a large coefficient."""
+    tiny = round_trip_config(family)
     coefficient = {"aux_loss_coef" if family == "jetmoe" else "router_aux_loss_coef": 1.0}
-    return {key: value for key, value in fields.items() if key not in dropped} | coefficient
+    fields = {key: value for key, value in tiny.to_diff_dict().items() if key in _fields(tiny) - OWNED_BY_THE_TOKENIZER}
+    return {"model_type": family} | fields | coefficient
 
 
 def trained(accelerator, plan, task) -> dict:
