@@ -164,7 +164,7 @@ def _is_known(config: PreTrainedConfig) -> bool:
     Not for a mixture of experts that is not known to multiply a token with its active experts alone; not for attention
     that also multiplies positions (DeBERTa's) or whose size the config does not give.
     """
-    if _num_experts(config) > 1 and config.model_type not in COUNTED_EXPERTS:
+    if num_experts(config) > 1 and config.model_type not in COUNTED_EXPERTS:
         return False
     if getattr(config, "relative_attention", False):
         return False
@@ -172,7 +172,8 @@ def _is_known(config: PreTrainedConfig) -> bool:
     return bool(layers) and all(hasattr(layers[0], name) for name in ("num_attention_heads", "hidden_size"))
 
 
-def _num_experts(config: PreTrainedConfig) -> int:
+def num_experts(config: PreTrainedConfig) -> int:
+    """Number of experts of a layer that has them; 0 for a dense model."""
     return max(getattr(config, name, None) or 0 for name in EXPERT_COUNTS)
 
 
@@ -218,11 +219,11 @@ def _uses(model: PreTrainedModel) -> dict[int, int | Fraction]:
 
     config = model.config
     uses: dict[int, int | Fraction] = dict.fromkeys(map(id, model.parameters()), 1)
-    if (num_experts := _num_experts(config)) > 1 and config.model_type in COUNTED_EXPERTS:
+    if (total := num_experts(config)) > 1 and config.model_type in COUNTED_EXPERTS:
         for module in model.modules():
             own = list(module.parameters(recurse=False))
-            if any(p.ndim == 3 and len(p) == num_experts for p in own):
-                uses |= {id(p): Fraction(config.num_experts_per_tok, num_experts) for p in own}
+            if any(p.ndim == 3 and len(p) == total for p in own):
+                uses |= {id(p): Fraction(config.num_experts_per_tok, total) for p in own}
     if config.model_type == "albert":
         num_layers, num_groups = config.num_hidden_layers, config.num_hidden_groups
         of_group = Counter(int(index / (num_layers / num_groups)) for index in range(num_layers))

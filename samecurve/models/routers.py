@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from samecurve.errors import ConfigurationError
+from samecurve.models.flops import num_experts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -69,6 +70,17 @@ def settings(wanted: str | None, model: PreTrainedModel) -> RouterSettings | Non
             "without a router loss"
         )
     return RouterSettings(wanted or "sequence", coefficient, getattr(config, "router_z_loss_coef", None) or 0.0, top_k)
+
+
+def describe(wanted: str | None, model: PreTrainedModel) -> str:
+    """Describe the router loss of a mixture of experts for the header and run.json; "" for a dense model."""
+    config, found = model.config.get_text_config(), settings(wanted, model)
+    if found is not None:
+        z_loss = f", z-loss x {found.z_coefficient}" if found.z_coefficient else ""
+        return f"{found.kind}: load balancing x {found.coefficient}{z_loss}"
+    if num_experts(config) < 2:
+        return ""
+    return "off" if wanted == "off" else f"off: transformers has none for a {config.model_type}"
 
 
 def routers(model: PreTrainedModel) -> list[tuple[nn.Module, int]]:

@@ -21,7 +21,7 @@ from samecurve.metrics.console import Progress
 from samecurve.metrics.data_wait import WaitAdvice
 from samecurve.metrics.meter import Meter
 from samecurve.metrics.profiling.recorder import Profiler, ProfilerHooks
-from samecurve.models import fp8, liger, matmul_speed, weights
+from samecurve.models import fp8, liger, matmul_speed, routers, weights
 from samecurve.models.compilation import Recompilations
 from samecurve.run.metadata import resume_identity, run_facts
 from samecurve.specs.model_families import check_packing
@@ -242,6 +242,7 @@ class Session:
         described = weights.describe(self.skeleton, self.recipe) | asdict(self.engine.describe()) | {"adapter": adapter}
         described |= {"allocator": factory.allocator(self.accelerator)}
         described |= {"num_fp8_modules": fp8.count(self.skeleton, self.recipe.fp8)}
+        described |= {"router_loss": routers.describe(self.recipe.model.router_loss, self.skeleton)}
         facts = run_facts(self.plan, described, self.task.describe(), factory.device_name(self.accelerator))
         facts |= {"flops": self.meter.flops, "counts": self.task.counts}
         if self.accelerator.is_main_process:

@@ -30,6 +30,7 @@ def test_a_run_follows_one_process(strategy, workspace):
         assert largest_relative_difference(run.column(key), alone.column(key)) < limit, key
     assert all(sum(shares) == pytest.approx(1) and len(shares) == 4 for shares in run.column("expert_share"))
     assert run.metrics[-1]["eval_loss"] == pytest.approx(alone.metrics[-1]["eval_loss"], rel=1e-5)
+    assert run.facts["router_loss"] == "batch: load balancing x 1.0" and "router loss" in run.output
     assert run.column("mfu")[-1] > 0 and not any(key.startswith("eval_router") for key in run.metrics[-1])
 
 

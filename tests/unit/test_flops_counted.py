@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from samecurve.models.flops import _attention_width, _layers, _multiplied_parameters, _num_experts, _uses, token_flops
+from samecurve.models.flops import _attention_width, _layers, _multiplied_parameters, _uses, num_experts, token_flops
 from samecurve.specs.model_families import COUNTED_EXPERTS, FAMILIES, PACKED, UNCOUNTED
 
 LENGTH, ROWS = 32, 2
@@ -106,7 +106,7 @@ def experts(family: str):
 @pytest.mark.parametrize("family", sorted(COUNTED_EXPERTS))
 def test_active_experts_count(family):
     model = experts(family)
-    assert model.config.num_experts_per_tok < _num_experts(model.config)
+    assert model.config.num_experts_per_tok < num_experts(model.config)
     assert agree(model, expected(model))
 
 

@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from tiny_families import round_trip_config
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from transformers.models.switch_transformers.modeling_switch_transformers import router_z_loss_func
 
@@ -215,6 +215,27 @@ def test_the_default_follows_the_config():
     assert routers.settings(None, on_meta("mixtral")) == routers.RouterSettings("sequence", 0.001, 0.0, 2)
     assert routers.settings("batch", on_meta("jetmoe")).coefficient == 0.01
     assert routers.settings(None, on_meta("llama")) is None and routers.settings("off", on_meta("mixtral")) is None
+
+
+@pytest.mark.parametrize(
+    ("wanted", "family", "text"),
+    [
+        (None, "llama", ""),
+        (None, "mixtral", "sequence: load balancing x 0.001"),
+        ("off", "mixtral", "off"),
+        (None, "llama4_text", "off: transformers has none for a llama4_text"),
+    ],
+)
+def test_no_mixture_of_experts_trains_without_saying_how(wanted, family, text):
+    assert routers.describe(wanted, on_meta(family)) == text
+
+
+@pytest.mark.parametrize("auto", [AutoModelForSequenceClassification, AutoModel])
+def test_other_heads_have_the_same_routers(auto):
+    with torch.device("meta"):
+        model = auto.from_config(round_trip_config("mixtral"))
+    assert routers.settings(None, model) == routers.RouterSettings("sequence", 0.001, 0.0, 2)
+    assert len(routers.routers(model)) == 2
 
 
 @pytest.mark.parametrize(
