@@ -76,6 +76,8 @@ def step(model, kind: str | None, rows: int, chunked: bool = False) -> tuple[flo
         loss, _ = forward.loss(each, context)
         (loss / tokens).backward()
         value += loss.item() / tokens
+    # recomputed logits would keep all recomputed activations alive
+    assert balance is None or not balance._recorder._logits
     return value, balance.metrics() if balance else {}, gradients(model)
 
 
