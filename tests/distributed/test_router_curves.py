@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,32 @@ def test_the_router_loss_is_on_by_default_and_no_part_of_the_loss(workspace):
     assert found.column("loss")[0] == without.column("loss")[0] and found.column("router_loss")[0] > 2
     assert found.column("grad_norm")[0] != without.column("grad_norm")[0]
     assert "router_loss" not in without.metrics[0]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "task",
+    [
+        ("task=embed", "model.router_loss=batch"),
+        ("task=classify",),
+        ("task=reward",),
+        ("task=dpo", "dpo.loss=simpo", "dpo.gamma=0.5"),
+    ],
+)
+def test_tasks_over_rows_and_pairs_follow_one_process(task, workspace, tmp_path):
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefgh", k=4)) for _ in range(50)]
+    columns = "anchor", "positive", "text", "prompt", "chosen", "rejected"
+    rows = [{name: " ".join(draw.choices(words, k=draw.randint(3, 20))) for name in columns} for _ in range(120)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row | {"label": draw.choice("ab")}) + "\n" for row in rows))
+    overrides = MODEL, "evaluate.every_steps=0", "checkpoint.every_steps=0", "export.enabled=false", f"data.path={path}"
+    overrides += "steps=6", "data.packing=false", "data.validation_fraction=0", *task
+    alone = workspace.run(None, 1, *overrides, "batch.micro_batch_size=8")
+    run = workspace.run("ddp", 2, *overrides, "batch.micro_batch_size=3")
+    assert alone.returncode == run.returncode == 0, alone.output + run.output
+    for key, limit in (("loss", 1e-5), ("router_loss", 1e-5), ("grad_norm", 1e-4)):
+        assert largest_relative_difference(run.column(key), alone.column(key)) < limit, key
 
 
 def probed(workspace, strategy: str | None, world: int, micro_batch_size: int, folder: Path) -> dict:
