@@ -22,6 +22,10 @@ LONGEST_TIMEOUT = 10**9
 Pooling = Literal["mean", "cls", "last"]
 
 
+def _off(value: Any) -> Any:
+    return "off" if value is False else value  # YAML 1.1 reads an unquoted off as false
+
+
 class Model(Section):
     """The model. A recipe gives either `path` (pretrained) or `config` (from scratch)."""
 
@@ -37,6 +41,9 @@ class Model(Section):
     """`liger` uses liger-kernel's norms, rotary positions and gated activations on a GPU."""
     new_head: bool = False
     """`path` comes without the task's head, so a new one is made. `classify` and `reward` always may."""
+    router_loss: Annotated[Literal["sequence", "batch", "off"] | None, BeforeValidator(_off)] = None
+    """Mixture of experts: balance the experts within each row (`sequence`) or over the global batch (`batch`, one more
+    forward pass), or not (`off`). null: `sequence` where the model has a router loss. See [Numerics](numerics.md)."""
 
 
 def _modules(value: Any) -> Any:
@@ -182,10 +189,6 @@ class Distill(Section):
     """`forward_kl` makes the student cover the teacher's distribution; `reverse_kl` makes it seek its modes."""
     label_weight: float = Field(default=0.0, ge=0, lt=1)
     """The weight of the cross-entropy with the labels. The divergence has the rest."""
-
-
-def _off(value: Any) -> Any:
-    return "off" if value is False else value  # YAML 1.1 reads an unquoted off as false
 
 
 class Recipe(Section):

@@ -16,6 +16,7 @@ from samecurve.engines import grad_cache
 from samecurve.interfaces.engine import EvalResult
 from samecurve.losses import chunked_cross_entropy
 from samecurve.losses.chunked_cross_entropy import TokenSums, trained_positions
+from samecurve.losses.cross_entropy import token_loss_sum
 from samecurve.models import compilation
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from samecurve.config.schema import Recipe
     from samecurve.data.micro_batch import MicroBatch
     from samecurve.engines.mesh import Mesh
+    from samecurve.engines.router_loss import RouterLoss
     from samecurve.interfaces.task import Task
     from samecurve.models.dropout import DropoutKeys
 
@@ -40,6 +42,7 @@ class Forward:
         teacher: the frozen model of a distillation task, else None.
         rows: Batch.micro_batches of a training step; only a cross-batch loss reads them.
         dropout: the keys of the model's dropout; None for an evaluation alone.
+        router: the router loss of a mixture of experts, else None.
     """
 
     accelerator: Accelerator
@@ -50,12 +53,21 @@ class Forward:
     teacher: nn.Module | None = None
     rows: Sequence[Sequence[int]] = ()
     dropout: DropoutKeys | None = None
+    router: RouterLoss | None = None
 
     def loss(self, batch: MicroBatch, context: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Compute Task.step_loss (loss and statistics) of a micro-batch.
 
-        `context` holds the further targets of a cross-batch loss, see `with_contexts`.
+        `context` holds the further targets of a cross-batch loss, see `with_contexts`. The gradient contains the router
+        loss, the value does not.
         """
+        if self.router is None:
+            return self._task_loss(batch, context)
+        with self.router.recording():
+            loss, statistics = self._task_loss(batch, context)
+        return loss + self.router.gradient_term(batch), statistics
+
+    def _task_loss(self, batch: MicroBatch, context: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         if self.loss_implementation != "full":
             return self.sums(self.task.loss, batch), torch.zeros(0, device=self.accelerator.device)
         logits, targets = self.logits(batch)
@@ -82,6 +94,14 @@ class Forward:
         with nullcontext() if self.dropout is None or batch.places is None else self.dropout.micro_batch(batch):
             return self.model(**batch.inputs, **options)
 
+    def _route(self, batch: MicroBatch) -> None:
+        """Run the model for its routers alone: without a teacher and, where the head is chunked, without the head."""
+        batch, options = batch.to(self.accelerator.device), {}
+        if self.loss_implementation != "full":
+            no_position = torch.zeros(0, dtype=torch.long, device=self.accelerator.device)
+            options["sums"] = TokenSums(token_loss_sum, {"labels": batch.labels}, no_position)
+        self._run(batch, **options)
+
     def _on_device(self, batch: MicroBatch) -> tuple[MicroBatch, dict[str, Tensor]]:
         batch = batch.to(self.accelerator.device)
         if self.teacher is None:
@@ -90,12 +110,15 @@ class Forward:
             return batch, batch.targets | {"teacher": self.teacher(**batch.inputs).logits}
 
     def with_contexts(
-        self, micro_batches: Sequence[MicroBatch]
+        self, micro_batches: Sequence[MicroBatch], tokens: int
     ) -> Iterator[tuple[MicroBatch, dict[str, Tensor], bool]]:
         """Yield (micro-batch, context, whether it is the last one).
 
         The context holds per-row targets that depend on the step's other rows (GradCache, see Task); {} for most tasks.
+        `tokens` is the step's global count.
         """
+        if self.router is not None:
+            self.router.begin(micro_batches, tokens, self._route)
         contexts: list[dict[str, Tensor]] = [{}] * len(micro_batches)
         if self.task.context is not None:
             padded_rows = grad_cache.padded_rows(self.rows)

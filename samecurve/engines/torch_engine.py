@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from samecurve.engines import fsdp, teacher
+from samecurve.engines import fsdp, router_loss, teacher
 from samecurve.engines.forward import Forward, install_loss
 from samecurve.engines.gradient_norm import global_norm, place_gradients
 from samecurve.engines.loss_scaler import LossScale
@@ -66,6 +66,7 @@ class TorchEngine:
         drops = dropout.install(model, self.recipe.seed, self.device)
         compilation.prepare(model, self.recipe, self.device)
         loss_implementation = install_loss(model, skeleton, task, self.recipe, self.device)
+        router = router_loss.install(self.recipe, model, self.mesh.sum)
         self.model = fsdp.shard(accelerator, model, self.mesh) if self.sharded else accelerator.prepare_model(model)
         # `accelerator.unwrap_model` would import deepspeed
         self.module = getattr(self.model, "module", self.model)
@@ -83,7 +84,9 @@ class TorchEngine:
             fill(skeleton, self.recipe, self._write)
         beside = teacher.build(accelerator, plan, self.mesh, task) if task.teacher else None
         rows = self.recipe.batch.micro_batches(self.shard[1])
-        self.forward = Forward(accelerator, self.mesh, self.model, task, loss_implementation, beside, rows, drops)
+        self.forward = Forward(
+            accelerator, self.mesh, self.model, task, loss_implementation, beside, rows, drops, router
+        )
 
     def _write(self, name: str, full: Tensor) -> None:
         if bnb_4bit.is_quantized(self.tensors[name]):
@@ -102,7 +105,7 @@ class TorchEngine:
         weight = self.mesh.dims.size(*LOSS) / tokens
         loss_sum = torch.zeros((), device=self.device)
         statistics = torch.zeros(self.task.num_step_statistics, dtype=torch.float64, device=self.device)
-        for batch, context, is_last in forward.with_contexts(micro_batches):
+        for batch, context, is_last in forward.with_contexts(micro_batches, tokens):
             reduces = is_last or not fsdp.reduces_once(self.plan)
             with nullcontext() if reduces else self.accelerator.no_sync(self.model):
                 loss, found = forward.loss(batch, context)
@@ -129,7 +132,8 @@ class TorchEngine:
         may_rescale = self.loss_scale is not None and not self.loss_scale.exhausted
         if self.loss_scale:
             self.loss_scale.update(applied)
-        return StepResult.of(mean, grad_norm, tokens, applied, may_rescale, self.mesh.sum(statistics))
+        routed = forward.router.metrics() if forward.router else {}
+        return StepResult.of(mean, grad_norm, tokens, applied, may_rescale, self.mesh.sum(statistics), routed)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         return self.forward.evaluate(micro_batches)

@@ -13,7 +13,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param, 
 from torch import Tensor, nn
 from torch.nn import functional
 
-from samecurve.engines import deepspeed_introspection, teacher
+from samecurve.engines import deepspeed_introspection, router_loss, teacher
 from samecurve.engines.forward import Forward, install_loss
 from samecurve.engines.memory_usage import held_bytes
 from samecurve.engines.mesh import Mesh
@@ -55,6 +55,7 @@ class ZeroEngine:
         drops = dropout.install(model, recipe.seed, self.device)
         compilation.prepare(model, recipe, self.device)
         loss_implementation = install_loss(model, skeleton, task, recipe, self.device)
+        router = router_loss.install(recipe, model, self.mesh.sum)
         # ZeRO-3 replaces every shape by an empty one, so the groups use the skeleton's shapes
         groups = parameter_groups(model.named_parameters(), self.shapes, settings)
         self.model, self.optimizer = accelerator.prepare(model, build_optimizer(groups, settings))
@@ -71,7 +72,9 @@ class ZeroEngine:
             fill(skeleton, recipe, self._write)
         beside = teacher.build(accelerator, plan, self.mesh, task) if task.teacher else None
         rows = recipe.batch.micro_batches(self.shard[1])
-        self.forward = Forward(accelerator, self.mesh, self.model, task, loss_implementation, beside, rows, drops)
+        self.forward = Forward(
+            accelerator, self.mesh, self.model, task, loss_implementation, beside, rows, drops, router
+        )
 
     def _write(self, name: str, full: Tensor) -> None:
         """Write the working weight and its fp32 master, which DeepSpeed would otherwise copy from rounded values."""
@@ -106,7 +109,7 @@ class ZeroEngine:
         weight = self.shard[1] / tokens
         loss_sum = torch.zeros((), device=self.device)
         statistics = torch.zeros(self.task.num_step_statistics, dtype=torch.float64, device=self.device)
-        for batch, context, is_last in forward.with_contexts(micro_batches):
+        for batch, context, is_last in forward.with_contexts(micro_batches, tokens):
             self.model.set_gradient_accumulation_boundary(is_last)
             loss, found = forward.loss(batch, context)
             statistics += found
@@ -119,7 +122,8 @@ class ZeroEngine:
         may_rescale = deepspeed_introspection.may_rescale(self.model)
         self.model.step()  # also clips the gradients
         grad_norm, applied = float(self.model.get_global_grad_norm()), self.model.was_step_applied()
-        return StepResult.of(mean, grad_norm, tokens, applied, may_rescale, self.mesh.sum(statistics))
+        routed = forward.router.metrics() if forward.router else {}
+        return StepResult.of(mean, grad_norm, tokens, applied, may_rescale, self.mesh.sum(statistics), routed)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         return self.forward.evaluate(micro_batches)

@@ -6,8 +6,9 @@ An engine runs whole optimizer steps. Its methods are collective unless their do
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -32,6 +33,7 @@ class StepResult:
         refused: reason why the step must not be applied (its loss or gradient is not finite), "" otherwise. A refused
             step changes no weight, moment or counter and leaves no gradient to the next step.
         statistics: sums over all rows of the statistics that Task.step_loss returns; () if nothing was trained.
+        router: the routers' values of metrics.jsonl; {} without a router loss, which is not part of `loss`.
     """
 
     loss: float
@@ -40,6 +42,7 @@ class StepResult:
     applied: bool
     refused: str = ""
     statistics: tuple[float, ...] = ()
+    router: Mapping[str, float | list[float]] = field(default_factory=dict)
 
     @classmethod
     def of_nothing(cls) -> StepResult:
@@ -55,6 +58,7 @@ class StepResult:
         applied: bool,
         may_rescale: bool,
         statistics: tuple[float, ...] = (),
+        router: Mapping[str, float | list[float]] = MappingProxyType({}),
     ) -> StepResult:
         """Build the result of a step with trained tokens, by one refusal rule for all engines.
 
@@ -69,7 +73,7 @@ class StepResult:
             refused = f"the loss is {loss}"
         elif not applied and not may_rescale:
             refused = f"the gradient norm is {grad_norm} at a loss of {loss:.6g}"
-        return cls(loss, grad_norm, tokens, applied, refused, statistics)
+        return cls(loss, grad_norm, tokens, applied, refused, statistics, router)
 
 
 @dataclass(frozen=True, kw_only=True)

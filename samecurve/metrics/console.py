@@ -146,6 +146,7 @@ def header_lines(facts: dict) -> list[tuple[str, str]]:
         ("tokens", f"{rows * each * length:,} per step = {rows} rows x {f'{each} texts x ' * (each > 1)}{length}"),
         ("", _counted(facts.get("counts", "tokens"))),
         ("dropout", ", ".join(f"{name} {rate}" for name, rate in facts["dropout"].items())),
+        ("router loss", facts.get("router_loss", "")),
         ("attention", _attention(facts)),
         ("kernels", _kernels(facts)),
         ("memory", _memory(facts["recipe"]["memory"])),

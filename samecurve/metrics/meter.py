@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from samecurve.models import routers
 from samecurve.models.activation_checkpointing import repeated_share
 from samecurve.models.flops import Peak, TokenFlops, device_peak, stated, token_flops
 
@@ -28,6 +29,9 @@ GROUPS = {
     "loss": "train",
     "smoothed_loss": "train",
     "grad_norm": "train",
+    "router_loss": "train",
+    "router_z_loss": "train",
+    "expert_share_max": "train",
     "learning_rate": "train",
     "rewards_chosen": "train",
     "rewards_rejected": "train",
@@ -95,7 +99,11 @@ class Meter:
         device = accelerator.device
         implementation = model.config._attn_implementation or ""  # None: the model has no attention
         recompute, attention = repeated_share(recipe.memory, model, implementation)
-        flops = token_flops(model, recipe.batch.sequence_length, recompute, task.context is not None, attention)
+        router = routers.settings(recipe.model.router_loss, model)
+        routed = router is not None and router.kind == "batch"
+        rehearsed = (task.context is not None) + (routed and not chunked)
+        length = recipe.batch.sequence_length
+        flops = token_flops(model, length, recompute, rehearsed, attention, routed and chunked)
         peak = device_peak(device, recipe.precision) if accelerator.is_main_process else None
         machine = Machine(accelerator.num_processes, peak, lambda: peak_memory_bytes(device))
         return cls(flops, machine, counts=task.counts, chunked=chunked)
@@ -152,6 +160,7 @@ class Meter:
             "step": step,
             "loss": result.loss if trained else None,
             "grad_norm": result.grad_norm if trained else None,
+            **result.router,
             "learning_rate": learning_rate,
             "tokens": result.tokens,
             "samples": samples,
@@ -200,12 +209,12 @@ class Meter:
         self.smoothed_loss = self._average / self._weight
 
     def scalars(self, record: dict) -> dict[str, float]:
-        """Convert a record for TensorBoard: grouped names, only finite numbers."""
+        """Convert a record for TensorBoard: grouped names, only finite numbers (no lists, as expert_share is)."""
         values = {**record, "smoothed_loss": self.smoothed_loss}
         return {
             f"{_group(name)}/{name}": value
             for name, value in values.items()
-            if name != "step" and value is not None and math.isfinite(value)
+            if name != "step" and isinstance(value, int | float) and math.isfinite(value)
         }
 
 

@@ -15,7 +15,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -187,6 +187,15 @@ class _ByFunction(TorchFunctionMode):
         return dropped_sdpa.attention(query, key, value, next(self._places).drop, **options)
 
 
+class _WithoutDraws(TorchFunctionMode):
+    """Replaces random numbers that decide nothing by ones, so that no generator advances."""
+
+    def __torch_function__(self, func: Callable, types: Sequence, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func in (Tensor.exponential_, Tensor.uniform_):
+            return args[0].fill_(1.0)
+        return torch.ones_like(args[0]) if func is torch.rand_like else func(*args, **kwargs or {})
+
+
 _MOST_CALLS = 4  # of dropout functions in one module's forward; seen: 2
 
 
@@ -207,6 +216,9 @@ def install(model: PreTrainedModel, seed: int, device: torch.device) -> DropoutK
             parent, _, child = name.rpartition(".")
             replacement = KeyedDropout(module.p, keys.add(name), child not in _WITHOUT_ROWS)
             model.get_submodule(parent).register_module(child, replacement.train(module.training))
+    for _, module in modules:
+        if _chooses_the_best(module):
+            module.forward = _under(_WithoutDraws, module.forward)
     if not rates(model.config):
         return keys
     # transformers' own function where no place is set: models without dropout, and other models of this process
@@ -218,7 +230,7 @@ def install(model: PreTrainedModel, seed: int, device: torch.device) -> DropoutK
         if by_interface:
             vars(module)["dropout_place"] = places[0]
         if _FUNCTION.search(source) or (_ATTENTION.search(source) and not by_interface):
-            module.forward = _by_function(module.forward, places)
+            module.forward = _under(partial(_ByFunction, places), module.forward)
     return keys
 
 
@@ -239,9 +251,15 @@ def _forward_source(module_class: type[nn.Module]) -> str:
         return ""
 
 
-def _by_function(forward: Callable, places: Sequence[Place]) -> Callable:
-    def keyed(*args: Any, **kwargs: Any) -> Any:
-        with _ByFunction(places):
+def _chooses_the_best(module: nn.Module) -> bool:
+    """Whether a router draws among equals: PhiMoE's, among the experts within router_jitter_noise of the best one."""
+    noise = ("router_jitter_noise", "input_jitter_noise")
+    return type(module).__name__ == "PhimoeTopKRouter" and not any(getattr(module, name) for name in noise)
+
+
+def _under(mode: Callable[[], TorchFunctionMode], forward: Callable) -> Callable:
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        with mode():
             return forward(*args, **kwargs)
 
-    return keyed
+    return changed

@@ -5,18 +5,19 @@ matrix multiplications, L layers, h = heads x head size, s the sequence length. 
 the backward pass two thirds. Conventions:
 
 - N excludes parameters that are only looked up (input and position embeddings). A tied embedding is also the output
-  head and counts once. Weights that several layers share (ALBERT's) count once per layer.
+  head and counts once. Weights that several layers share (ALBERT's) count once per layer. Of a mixture of experts, the
+  active experts count: k of E, whatever the router chooses.
 - As in PaLM, attention is not halved for the causal mask, and packed or windowed rows count as full ones. The causal
   half gives 6 N + 6 L h s, which run.json also reports.
 - Frozen parameters get no gradient, which is a third of the 6; with an adapter they count 4.
 - Hardware FLOPs add the part of the decoder layers' forward pass that activation checkpointing repeats (not the output
-  head's) and the extra forward pass of gradient caching. A repeated layer's last multiplication is counted, although
-  PyTorch skips it, because nothing needs its result.
+  head's) and the extra forward passes of gradient caching and of `model.router_loss: batch`. A repeated layer's last
+  multiplication is counted, although PyTorch skips it, because nothing needs its result.
 - A teacher's forward pass is in neither number.
 
 PyTorch's FLOP counter finds 2 N' + 4 L h s forward and exactly twice that backward (tests/unit/test_flops_counted.py:
-the families of model_families.py, and encoders; diffllama computes attention twice). N' is N without vectors: the
-convention counts norms and biases, which multiply no matrix.
+the families of model_families.py, and encoders; diffllama computes attention twice). N' is N without norms and biases,
+which the convention counts although they multiply no matrix.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from samecurve.models import matmul_speed
-from samecurve.specs.model_families import UNCOUNTED
+from samecurve.specs.model_families import COUNTED_EXPERTS, UNCOUNTED
 
 if TYPE_CHECKING:
     import torch
@@ -114,8 +116,9 @@ def token_flops(
     model: PreTrainedModel,
     sequence_length: int,
     recompute: float,
-    rehearsed: bool = False,
+    rehearsed: int = 0,
     recompute_attention: float | None = None,
+    routed: bool = False,
 ) -> TokenFlops | None:
     """Compute the FLOPs per trained token, or None if the formula does not apply (see `_is_known`).
 
@@ -123,8 +126,9 @@ def token_flops(
         model: the model, also on the meta device.
         sequence_length: tokens per row.
         recompute: share of the layers' forward pass that activation checkpointing repeats, 1 for full.
-        rehearsed: whether a pass without gradients precedes (Task.context).
+        rehearsed: passes without gradients that precede (Task.context).
         recompute_attention: repeated share of attention's products; None: as `recompute`.
+        routed: whether a pass of the layers without the output head precedes (model.router_loss: batch).
     """
     config = model.config.get_text_config()
     if model.config.model_type in UNCOUNTED or model.config.is_encoder_decoder or not _is_known(config):
@@ -133,7 +137,7 @@ def token_flops(
     parameters, frozen, head = _multiplied_parameters(model)
     attention_share = recompute if recompute_attention is None else recompute_attention
     repeated = recompute * 2 * (parameters - head) + attention_share * attention / 3
-    repeated += 2 * parameters + attention / 3 if rehearsed else 0
+    repeated += rehearsed * (2 * parameters + attention / 3) + routed * (2 * (parameters - head) + attention / 3)
     forward_backward = 6 * parameters - 2 * frozen + attention
     output = model.get_output_embeddings()
     per_weight = 6 if output is not None and output.weight.requires_grad else 4
@@ -157,15 +161,20 @@ def stated(flops: TokenFlops | None, peak: Peak | None) -> dict:
 def _is_known(config: PreTrainedConfig) -> bool:
     """Whether the formula applies to a model.
 
-    Not for a mixture of experts, where N would be the parameters active for one token; not for attention that also
-    multiplies positions (DeBERTa's) or whose size the config does not give.
+    Not for a mixture of experts that is not known to multiply a token with its active experts alone; not for attention
+    that also multiplies positions (DeBERTa's) or whose size the config does not give.
     """
-    if any((getattr(config, name, None) or 0) > 1 for name in EXPERT_COUNTS):
+    if num_experts(config) > 1 and config.model_type not in COUNTED_EXPERTS:
         return False
     if getattr(config, "relative_attention", False):
         return False
     layers = _layers(config) if hasattr(config, "num_hidden_layers") else []
     return bool(layers) and all(hasattr(layers[0], name) for name in ("num_attention_heads", "hidden_size"))
+
+
+def num_experts(config: PreTrainedConfig) -> int:
+    """Number of experts of a layer that has them; 0 for a dense model."""
+    return max(getattr(config, name, None) or 0 for name in EXPERT_COUNTS)
 
 
 def _layers(config: PreTrainedConfig) -> list[PreTrainedConfig]:
@@ -197,18 +206,24 @@ def _multiplied_parameters(model: PreTrainedModel) -> tuple[int, int, int]:
     uses = _uses(model)
     frozen = sum(uses[id(parameter)] * parameter.numel() for parameter in multiplied if not parameter.requires_grad)
     total = sum(uses[id(parameter)] * parameter.numel() for parameter in multiplied)
-    return total, frozen, head.numel() if head is not None else 0
+    return int(total), int(frozen), head.numel() if head is not None else 0
 
 
-def _uses(model: PreTrainedModel) -> dict[int, int]:
+def _uses(model: PreTrainedModel) -> dict[int, int | Fraction]:
     """Count how often a token is multiplied with each parameter, by the parameter's id.
 
-    Several of ALBERT's num_hidden_layers share one group's weights (modeling_albert.py: AlbertTransformer).
+    Several of ALBERT's num_hidden_layers share one group's weights (modeling_albert.py: AlbertTransformer). Experts are
+    parameters with a first axis of all experts, of which a token meets num_experts_per_tok.
     """
     from torch import nn
 
-    uses = dict.fromkeys(map(id, model.parameters()), 1)
     config = model.config
+    uses: dict[int, int | Fraction] = dict.fromkeys(map(id, model.parameters()), 1)
+    if (total := num_experts(config)) > 1 and config.model_type in COUNTED_EXPERTS:
+        for module in model.modules():
+            own = list(module.parameters(recurse=False))
+            if any(p.ndim == 3 and len(p) == total for p in own):
+                uses |= {id(p): Fraction(config.num_experts_per_tok, total) for p in own}
     if config.model_type == "albert":
         num_layers, num_groups = config.num_hidden_layers, config.num_hidden_groups
         of_group = Counter(int(index / (num_layers / num_groups)) for index in range(num_layers))

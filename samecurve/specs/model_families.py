@@ -112,6 +112,15 @@ UNCOUNTED = frozenset(
 )
 
 
+# Mixtures of experts whose FLOPs per token are the formula's with N counting the active experts alone, by torch's
+# counter. In others every token meets all experts (llama4_text), or attention is of another kind (minimax).
+COUNTED_EXPERTS = frozenset(
+    """
+    flex_olmo gpt_oss granitemoe granitemoeshared jetmoe mixtral olmoe phimoe qwen2_moe qwen3_moe
+    """.split()
+)
+
+
 def check_packing(model_type: str, packing: bool) -> None:
     """Raise ConfigurationError if rows are packed and the family is not known to keep packed documents apart."""
     if packing and model_type not in PACKED:

@@ -14,7 +14,7 @@ from samecurve.errors import NothingToDo
 from samecurve.interfaces.task import InitialState
 from samecurve.metrics.console import Progress
 from samecurve.metrics.meter import Meter
-from samecurve.models import fp8, liger, matmul_speed, weights
+from samecurve.models import fp8, liger, matmul_speed, routers, weights
 from samecurve.models.attention import cudnn
 from samecurve.models.compilation import Recompilations
 from samecurve.run.metadata import resume_identity, run_facts
@@ -168,6 +168,7 @@ def _introduce(session: Session) -> None:
     described |= {"adapter": built.identity["adapter"], "allocator": factory.allocator(accelerator)}
     described |= {"cudnn_attention": cudnn.describe(accelerator.device)}
     described |= {"num_fp8_modules": fp8.count(built.skeleton, recipe.fp8)}
+    described |= {"router_loss": routers.describe(recipe.model.router_loss, built.skeleton)}
     facts = run_facts(plan, described, built.task.describe(), factory.device_name(accelerator))
     facts |= {"flops": session.meter.flops, "counts": built.task.counts}
     if accelerator.is_main_process:

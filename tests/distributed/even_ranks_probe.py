@@ -51,8 +51,8 @@ def measured(accelerator, plan, task) -> dict:
     steps = list(StepBatches(task.train, recipe.seed, recipe.batch, engine.shard, STEPS))
     each, live, results = engine.forward.with_contexts, [], []
 
-    def noted(micro_batches):
-        for batch, context, is_last in each(micro_batches):
+    def noted(micro_batches, tokens):
+        for batch, context, is_last in each(micro_batches, tokens):
             yield batch, context, is_last
             if not is_last:  # and it has been through its backward pass
                 live.append(live_bytes())

@@ -79,8 +79,8 @@ def note_gradients(engine) -> None:
     """How many storages all gradients lie in, after each micro-batch; of the last step."""
     each, engine.gradient_storages = engine.forward.with_contexts, []
 
-    def noted(micro_batches):
-        for found in each(micro_batches):
+    def noted(micro_batches, tokens):
+        for found in each(micro_batches, tokens):
             yield found  # and when the next one is asked for, this one has been through its backward pass
             gradients = [parameter.grad for parameter in engine.model.parameters()]
             engine.gradient_storages.append(len({gradient.untyped_storage().data_ptr() for gradient in gradients}))

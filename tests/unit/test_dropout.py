@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from test_data import PAD, DocumentRows, random_stream
-from tiny_families import COMMON, TOKENS
+from tiny_families import COMMON, TOKENS, round_trip_config
 from torch import nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
@@ -223,6 +224,19 @@ def test_noise_of_another_kind_is_refused():
     used = dropout.install(Noisy(), 5, CPU)
     with pytest.raises(ConfigurationError, match=r"model\.config: a noisy draws .*router_jitter_noise: 0\.5\).* to 0"):
         logits(Noisy(), used, KeyedBatch.of(slice(6)))
+
+
+def test_a_router_without_noise_draws_nothing():
+    """PhiMoE draws even where one expert is left to choose; the draw decides nothing."""
+    torch.manual_seed(0)
+    config = round_trip_config("phimoe")
+    plain = AutoModelForCausalLM.from_config(config).train()
+    model = copy.deepcopy(plain)
+    used = dropout.install(model, 5, CPU)
+    expected = plain(**KeyedBatch.of(slice(6)).inputs).logits
+    state = torch.get_rng_state()
+    assert torch.equal(logits(model, used, KeyedBatch.of(slice(6))), expected)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_batches_carry_the_places_of_their_rows():

@@ -1,0 +1,127 @@
+"""The router loss of a step, see losses/router.py: normalised over the global batch, beside the task's loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from samecurve.losses import router
+from samecurve.losses.cross_entropy import IGNORE_INDEX
+from samecurve.models import routers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from samecurve.config.schema import Recipe
+    from samecurve.data.micro_batch import MicroBatch
+
+Totals = Callable[[Tensor], tuple[float, ...]]
+
+
+class RouterLoss:
+    """Router loss of the steps of one engine.
+
+    Args:
+        settings: the loss.
+        recorder: records the model's routers.
+        totals: sums each value of a 1-D tensor over all ranks in fp64.
+    """
+
+    def __init__(self, settings: routers.RouterSettings, recorder: routers.RouterRecorder, totals: Totals):
+        self._settings, self._recorder, self._totals = settings, recorder, totals
+
+    def begin(self, micro_batches: Sequence[MicroBatch], count: int, forward: Callable[[MicroBatch], object]) -> None:
+        """Find what a step's router loss is divided by. Collective.
+
+        Args:
+            micro_batches: of this rank.
+            count: what the engine divides the task's loss by.
+            forward: runs the model's layers on a micro-batch. The loss over the global batch needs the counts of the
+                whole step first, so it costs one more forward pass without gradients, as gradient caching does.
+        """
+        masks = [counted_tokens(batch) for batch in micro_batches]
+        sums = [sum(mask.any(dim=1).sum() for mask in masks), sum(mask.sum() for mask in masks)]
+        self._num_sequences, num_tokens = self._totals(torch.tensor(sums))
+        self._count, self._places = count, num_tokens * self._recorder.num_routers
+        self._counts = self._global_counts(micro_batches, forward) if self._settings.kind == "batch" else None
+        self._found: list[Tensor] = []
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record the routers in the body, the forward pass of one micro-batch with gradients."""
+        with self._recorder.recording():
+            yield
+
+    def gradient_term(self, batch: MicroBatch) -> Tensor:
+        """Return 0 with the gradient of the recorded micro-batch's share of the router loss.
+
+        The value is 0 so that the reported loss stays the task's. The engine multiplies by ranks / count, like the
+        task's loss.
+        """
+        found, settings = self._routing(batch), self._settings
+        if self._counts is None:
+            balance = router.sum_over_sequences(found) / self._num_sequences
+        else:
+            balance = router.share_of_batch(found, self._counts.to(found.counts.device), self._places)
+        z_loss = found.squares / self._places
+        sums = torch.stack([balance, z_loss]).detach().double()
+        self._found.append(torch.cat([sums, found.counts.double().sum(dim=1).flatten()]))
+        whole = (settings.coefficient * balance + settings.z_coefficient * z_loss) * self._count
+        return whole - whole.detach()
+
+    def metrics(self) -> dict[str, float | list[float]]:
+        """Compute the values of the step's line of metrics.jsonl. Collective."""
+        balance, z_loss, *chosen = self._totals(torch.stack(self._found).sum(dim=0))
+        counts = torch.tensor(chosen, dtype=torch.float64).view(self._recorder.num_routers, -1)
+        shares = counts / counts.sum(dim=1, keepdim=True)
+        metrics: dict[str, float | list[float]] = {"router_loss": balance}
+        if self._settings.z_coefficient:
+            metrics["router_z_loss"] = z_loss
+        return metrics | {"expert_share_max": shares.max().item(), "expert_share": shares.mean(dim=0).tolist()}
+
+    def _global_counts(self, micro_batches: Sequence[MicroBatch], forward: Callable[[MicroBatch], object]) -> Tensor:
+        """Count the tokens of the whole step that choose an expert: fp64, (experts,)."""
+        found = []
+        with torch.no_grad():
+            for batch in micro_batches:
+                with self._recorder.recording():
+                    forward(batch)
+                found.append(self._routing(batch).counts.double().sum(dim=(0, 1)))
+        return torch.tensor(self._totals(torch.stack(found).sum(dim=0)), dtype=torch.float64)
+
+    def _routing(self, batch: MicroBatch) -> router.Routing:
+        logits = self._recorder.take()
+        mask = counted_tokens(batch).to(logits[0].device, non_blocking=True)
+        return router.routing(logits, mask, self._settings.top_k)
+
+
+def install(recipe: Recipe, model: PreTrainedModel, totals: Totals) -> RouterLoss | None:
+    """Install the recorder in `model` before a strategy wraps it; None if the model has no router loss.
+
+    Raises:
+        ConfigurationError: as routers.settings.
+    """
+    settings = routers.settings(recipe.model.router_loss, model)
+    return settings and RouterLoss(settings, routers.RouterRecorder(model), totals)
+
+
+def counted_tokens(batch: MicroBatch) -> Tensor:
+    """Find the tokens that the router loss counts: bool, (sequences, sequence_length), on the batch's device.
+
+    These are the tokens that the task's loss reads: not the padding, which follows a causal model's last trained token,
+    and not a sequence that trains nothing, such as the ones that fill up a rank or a micro-batch.
+    """
+    ids, trained = batch.inputs["input_ids"], batch.labels != IGNORE_INDEX
+    mask = batch.inputs.get("attention_mask")
+    if mask is None:
+        return trained.flip(1).cummax(dim=1).values.flip(1) if trained.shape == ids.shape else _rows(trained, ids)
+    return mask.bool() & (trained.any(dim=1, keepdim=True) if trained.shape == ids.shape else _rows(trained, ids))
+
+
+def _rows(trained: Tensor, ids: Tensor) -> Tensor:
+    """Spread a value per row, (rows,), over the tokens of the row's sequences."""
+    return trained.repeat_interleave(len(ids) // len(trained))[:, None].expand_as(ids)

@@ -1,0 +1,136 @@
+"""The routers of a mixture of experts: which of a model's modules they are, their logits, and their loss."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from samecurve.errors import ConfigurationError
+from samecurve.models.flops import num_experts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_COEFFICIENTS = "router_aux_loss_coef", "aux_loss_coef"  # the latter is jetmoe's
+_TOP_K = "num_experts_per_tok", "moe_k"  # the latter is ernie4_5_moe's
+# Its routers choose among products of keys, and its loss is of another kind than all others'.
+_OTHER_LOSS = frozenset(("doge",))
+
+
+@dataclass(frozen=True)
+class RouterSettings:
+    """What a model's routers are trained with.
+
+    Attributes:
+        kind: sequence or batch, see model.router_loss.
+        coefficient: weight of the load-balancing loss.
+        z_coefficient: weight of the z-loss; 0 for none.
+        top_k: experts per token.
+    """
+
+    kind: str
+    coefficient: float
+    z_coefficient: float
+    top_k: int
+
+
+def settings(wanted: str | None, model: PreTrainedModel) -> RouterSettings | None:
+    """Find how a model's routers are trained; None for no router loss.
+
+    The loss is transformers' one wherever transformers has one: the config has its coefficient.
+
+    Args:
+        wanted: model.router_loss.
+        model: the model, also on the meta device.
+
+    Raises:
+        ConfigurationError: the model has no routers or no coefficient for the wanted loss, or routers without a loss
+            known here, and `wanted` is not off.
+    """
+    if wanted == "off":
+        return None
+    config = model.config.get_text_config()
+    coefficient, top_k = _first(config, _COEFFICIENTS), _first(config, _TOP_K)
+    has_loss = hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func")
+    if not has_loss or not routers(model):
+        if wanted is None:
+            return None
+        text = f"found {wanted}, but transformers has no router loss for a {config.model_type}; remove the key"
+        raise ConfigurationError(f"model.router_loss: {text}")
+    if coefficient is None or top_k is None or config.model_type in _OTHER_LOSS:
+        raise ConfigurationError(
+            f"model.router_loss: the loss of a {config.model_type}'s routers is not supported, because it is another "
+            f"one, or because its config does not give {_COEFFICIENTS[0]} and {_TOP_K[0]}; set it to off to train "
+            "without a router loss"
+        )
+    return RouterSettings(wanted or "sequence", coefficient, getattr(config, "router_z_loss_coef", None) or 0.0, top_k)
+
+
+def describe(wanted: str | None, model: PreTrainedModel) -> str:
+    """Describe the router loss of a mixture of experts for the header and run.json; "" for a dense model."""
+    config, found = model.config.get_text_config(), settings(wanted, model)
+    if found is not None:
+        z_loss = f", z-loss x {found.z_coefficient}" if found.z_coefficient else ""
+        return f"{found.kind}: load balancing x {found.coefficient}{z_loss}"
+    if num_experts(config) < 2:
+        return ""
+    return "off" if wanted == "off" else f"off: transformers has none for a {config.model_type}"
+
+
+def routers(model: PreTrainedModel) -> list[tuple[nn.Module, int]]:
+    """List (module, index of the router's logits in its output), as transformers records them.
+
+    JetMoE's routers of attention are two entries each, as in transformers' own loss.
+    """
+    recorded = (getattr(model.base_model, "_can_record_outputs", None) or {}).get("router_logits", [])
+    specs = recorded if isinstance(recorded, list) else [recorded]
+    return [
+        (module, spec.index)
+        for name, module in model.named_modules()
+        for spec in specs
+        if isinstance(module, spec.target_class) and (not spec.layer_name or f".{spec.layer_name}." in f".{name}.")
+    ]
+
+
+class RouterRecorder:
+    """Keeps the routers' logits of a forward pass.
+
+    Recomputation in the backward pass records nothing: it would keep all recomputed activations alive.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self._logits: list[Tensor] = []
+        self._records = False
+        self.num_routers = 0
+        for module, index in routers(model):
+            module.register_forward_hook(partial(self._keep, index))
+            self.num_routers += 1
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record in the body, which runs the model once."""
+        self._logits, self._records = [], True
+        try:
+            yield
+        finally:
+            self._records = False
+
+    def take(self) -> list[Tensor]:
+        """Hand over the recorded logits, (sequences * sequence_length, experts) of each router."""
+        found, self._logits = self._logits, []
+        assert len(found) == self.num_routers, "every router runs once in a forward pass"
+        return found
+
+    def _keep(self, index: int, _module: nn.Module, _inputs: tuple, output: tuple) -> None:
+        if self._records:
+            self._logits.append(output[index])
+
+
+def _first(config: Any, names: tuple[str, ...]) -> Any:
+    return next((getattr(config, name) for name in names if getattr(config, name, None) is not None), None)
