@@ -47,7 +47,7 @@ def measured(path: Path) -> list[Measured]:
             print(f"{row['id']}: left out, {_tflops(job, seconds):.0f} TFLOP/s on a {job.gpu_kind} is a misprint")
             continue
         if seconds or memory:
-            found.append(Measured(job, row["source"], seconds, memory, weight))
+            found.append(Measured(job, row["source"], seconds, memory, weight, row["status"] == "ran"))
     return found
 
 
@@ -59,19 +59,22 @@ def _tflops(job, seconds: float) -> float:
 def fit_all(runs: list[Measured]) -> dict[str, Profile]:
     """Fit the default to all stacks, then each stack near the default."""
     timed = [run for run in runs if run.seconds]
-    held = [run for run in runs if run.memory_gib]
+    held = [run for run in runs if run.memory_gib or (run.ran and run.weight == 1)]
     default = fitting.fit([run for run in timed if run.weight == 1], Profile())
+    default = _fit_memory(held, default)
     found = {"default": default}
     for stack in sorted({run.job.stack for run in runs}):
         mine = [run for run in timed if run.job.stack == stack]
         constants = fitting.fit(mine, default) if mine else default
         mine = [run for run in held if run.job.stack == stack]
         if mine:
-            constants = fitting.fit(
-                mine, constants, fitting.memory_error, fitting.CLIPPED_MEMORY, fitting.MEMORY_BOUNDS
-            )
+            constants = _fit_memory(mine, constants)
         found[stack] = constants
     return found
+
+
+def _fit_memory(runs: list[Measured], start: Profile) -> Profile:
+    return fitting.fit(runs, start, fitting.memory_error, fitting.CLIPPED_MEMORY, fitting.MEMORY_BOUNDS)
 
 
 def left_out(runs: list[Measured]) -> list[tuple[Measured, bool, Profile]]:

@@ -2,6 +2,7 @@
 
 GPT: s b h (34 + 5 a s / h), where 5 a s / h are the attention scores that a fused kernel does not keep
 (arXiv:2205.05198, section 4). Tensor parallelism divides 24 of the 34; sequence parallelism divides the rest, too.
+Stacks with fused attention train without dropout, whose two masks are 2 of the 34.
 Llama: s b (28 h + 8 f), no dropout, of which norms and residuals, 10 h, need sequence parallelism to be divided.
 """
 
@@ -33,11 +34,12 @@ def layer_bytes(job: Job, gathered_inputs: float = 0.0, compiled: bool | None = 
 def _per_token(job: Job) -> tuple[float, float]:
     """Return (bytes that tensor parallelism divides, other bytes) of one token in one layer."""
     shape, experts = job.shape, max(job.shape.top_k, 1)
+    dispatched = 4 * shape.hidden * experts if shape.experts else 0  # inputs and outputs of the experts, permuted
     if shape.gated:
         attention = (8 + 10 * shape.kv_share) * shape.hidden
-        return attention + 8 * shape.ffn * experts, 10 * shape.hidden
+        return attention + 8 * shape.ffn * experts + dispatched, 10 * shape.hidden
     ffn = 4 * shape.ffn * experts  # 16 h of the 34 h in a GPT with ffn = 4 h
-    return (2 + 6 * shape.kv_share) * shape.hidden + ffn, 10 * shape.hidden
+    return (2 + 6 * shape.kv_share) * shape.hidden + ffn + dispatched, (8 if job.flash else 10) * shape.hidden
 
 
 def _score_bytes(job: Job) -> float:

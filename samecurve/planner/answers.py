@@ -50,7 +50,7 @@ def predict(job: Job) -> Prediction:
     time = step_time.breakdown(job)
     shown = predicted_memory_gib(job)
     fullest = max(memory.anatomy(job), key=lambda each: each.peak)
-    total = memory.counted(fullest.peak, "nvidia_smi") / memory.GIB
+    total = memory.counted(fullest, "nvidia_smi") / memory.GIB
     fits = total <= job.memory_gib
     return Prediction(
         time.total, _interval(time.total, job, "time"), shown, _interval(shown, job, "memory"), total, fits,

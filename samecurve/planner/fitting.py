@@ -28,20 +28,22 @@ MEMORY_BOUNDS = {"gathered_inputs": (0.5, 5.0), "logits_bytes": (4.0, 20.0)}
 CLIPPED = 0.7  # larger errors, as logarithms, count as this, so that a broken run does not bend a constant
 CLIPPED_MEMORY = 0.25
 SLOW_WEIGHT = 0.5  # of runs that are slow for their stack's reasons
-PRIOR = 0.004  # cost of moving a constant e-fold from the default
+PRIOR = 0.004  # cost of moving a share e-fold from the default
+LOOSE_PRIOR = 0.0004  # the same for floors and memory, which differ by orders of magnitude between stacks
 FIRST_STEP, LAST_STEP = 0.3, 0.02
 JUMPS = (8.0, 3.0)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A run: its job, what was measured (None: no target) and where it comes from."""
+    """A run: its job, what was measured (None: no target) and where it comes from. ran: so that it did fit."""
 
     job: Job
     source: str
     seconds: float | None
     memory_gib: float | None
     weight: float = 1.0
+    ran: bool = True
 
 
 def time_error(run: Measured, constants: Profile) -> float:
@@ -51,14 +53,17 @@ def time_error(run: Measured, constants: Profile) -> float:
 
 
 def predicted_memory_gib(job: Job, constants: Profile | None = None) -> float:
-    """Peak that the job's counter shows, in GiB, for the rank with the most; nanotron's counter is the first stage's."""
+    """Peak that the job's counter shows, in GiB, for the rank with the most; in nanotron's grid the first stage's."""
     found = memory.anatomy(job, constants)
     shown = found[:1] if job.stack in BY_COST else found
-    return max(memory.counted(each.peak, job.memory_kind) for each in shown) / memory.GIB
+    return max(memory.counted(each, job.memory_kind) for each in shown) / memory.GIB
 
 
 def memory_error(run: Measured, constants: Profile) -> float:
-    assert run.memory_gib
+    """Return the logarithm of predicted over measured memory; without a measurement, by how much the GPU is exceeded."""
+    if run.memory_gib is None:
+        total = max(memory.counted(each, "nvidia_smi") for each in memory.anatomy(run.job, constants)) / memory.GIB
+        return max(0.0, math.log(total / run.job.memory_gib))
     return math.log(predicted_memory_gib(run.job, constants) / run.memory_gib)
 
 
@@ -87,14 +92,20 @@ def fit(
     bounds = TIME_BOUNDS if bounds is None else bounds
 
     def cost(constants: Profile) -> float:
-        moved = sum(math.log((getattr(constants, name) + 0.01) / (getattr(start, name) + 0.01)) ** 2 for name in bounds)
-        return _cost(runs, constants, error, clipped) + PRIOR * moved
+        moved = sum(
+            (LOOSE_PRIOR if name.endswith("_us") or name in MEMORY_BOUNDS else PRIOR)
+            * math.log(getattr(constants, name) / getattr(start, name)) ** 2
+            for name in bounds
+        )
+        return _cost(runs, constants, error, clipped) + moved
 
     best, least = start, cost(start)
-    steps = [*JUMPS, FIRST_STEP]
+    steps = [*JUMPS, FIRST_STEP]  # a floor does nothing until it is high, so that small steps would not find it
     while steps[0] > LAST_STEP:
         better = False
         for name, (low, high) in bounds.items():
+            if steps[0] in JUMPS and not name.endswith("_us"):
+                continue
             for factor in (1 + steps[0], 1 / (1 + steps[0])):
                 value = min(high, max(low, getattr(best, name) * factor))
                 tried = replace(best, **{name: value})

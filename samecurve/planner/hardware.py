@@ -87,9 +87,7 @@ NODE_STEP_SECONDS = 4e-6
 DEFAULT_NODE_GBIT = 1600
 
 
-def link(
-    card: Gpu, gpus_per_node: int, node_gbit: float, ranks: int, stride: int, step_seconds: float
-) -> Link:
+def link(card: Gpu, gpus_per_node: int, node_gbit: float, ranks: int, stride: int, step_seconds: float) -> Link:
     """Find the link of a group of `ranks` ranks that are `stride` apart, while all such groups communicate at once.
 
     A group with one rank per node has an equal share of the node's cards with the node's other groups.

@@ -114,7 +114,14 @@ def _activations(job: Job, stage: Stage, constants: Profile) -> list[Line]:
     working = whole if full else 0
     boundary = 2 * tokens * hidden * count if stage.embedding else 0
     lines = [
-        Line("activations", activations, activations, 0, "kept bytes per layer x layers x micro-batches", "activations.py"),
+        Line(
+            "activations",
+            activations,
+            activations,
+            0,
+            "kept bytes per layer x layers x micro-batches",
+            "activations.py",
+        ),
         Line("recomputed layer", 0, working, 0, "one layer's activations", "arXiv:2205.05198"),
         Line("embedding output", boundary, boundary, 0, "2 s b h per micro-batch"),
     ]
@@ -136,14 +143,32 @@ def _gathered(job: Job) -> list[Line]:
     units = width * (2 * unit + root)
     reduced = job.states.gradients * unit
     return [
-        Line("gathered weights", units, units, 0, "two layers, embedding and head", "torch's MemTracker under fully_shard"),
+        Line(
+            "gathered weights",
+            units,
+            units,
+            0,
+            "two layers, embedding and head",
+            "torch's MemTracker under fully_shard",
+        ),
         Line("reduce buffer", 0, reduced, 0, "one layer's gradients before the reduce-scatter"),
     ]
 
 
-def counted(tensors: float, memory_kind: str) -> float:
-    """Convert tensor bytes to the bytes that a counter shows."""
+def overhead(each: Anatomy) -> list[Line]:
+    """List what a GPU holds beside tensors: the allocator's rounding and gaps, the CUDA context and NCCL's buffers."""
+    gaps = [each.total(moment) * (BLOCK_ROUNDING * (1 + FRAGMENTATION) - 1) for moment in MOMENTS]
+    context, nccl = CONTEXT_GIB * GIB, NCCL_GIB * GIB
+    return [
+        Line("fragmentation", *gaps, f"{BLOCK_ROUNDING * (1 + FRAGMENTATION) - 1:.0%} of the tensors", "assumed"),
+        Line("context", context, context, context, "CUDA context with torch's kernels", "assumed"),
+        Line("NCCL", nccl, nccl, nccl, "buffers of several communicators", "assumed"),
+    ]
+
+
+def counted(each: Anatomy, memory_kind: str) -> float:
+    """Return the peak in bytes that a counter shows: torch_allocated, torch_active, torch_reserved or nvidia_smi."""
     if memory_kind in ("", "torch_allocated", "torch_active"):
-        return tensors * BLOCK_ROUNDING
-    reserved = tensors * BLOCK_ROUNDING * (1 + FRAGMENTATION)
-    return reserved if memory_kind == "torch_reserved" else reserved + (CONTEXT_GIB + NCCL_GIB) * GIB
+        return each.peak * BLOCK_ROUNDING
+    lines = overhead(each)[:1] if memory_kind == "torch_reserved" else overhead(each)
+    return each.peak + sum(getattr(line, each.moment) for line in lines)

@@ -40,7 +40,7 @@ class Profile:
     overlap: float = 0.8
     network_share: float = 0.8
     step_us: float = 20000.0
-    gathered_inputs: float = 0.0
+    gathered_inputs: float = 1.0
     logits_bytes: float = 12.0
 
 

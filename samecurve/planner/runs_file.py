@@ -64,9 +64,7 @@ def job(row: dict[str, str]) -> Job:
         **{name: count(name) for name in names}, schedule=row["schedule"].strip(), zero=int(number("zero")),
         shard=count("shard"), sequence_parallel=flag("sequence_parallel"),
     )  # fmt: skip
-    states = StateBytes(
-        *(number(f"{name}_bytes") for name in ("weight", "grad", "accum", "master", "optim"))
-    )
+    states = StateBytes(*(number(f"{name}_bytes") for name in ("weight", "grad", "accum", "master", "optim")))
     kind = row["gpu"].strip()
     return Job(
         shape, layout, gpu(kind), count("micro_batch"), count("seq"), count("grad_accum"), states, kind,

@@ -47,7 +47,9 @@ class StepTime:
 def breakdown(job: Job, constants: Profile | None = None) -> StepTime:
     """Predict the step time of a job."""
     constants = constants or profile(job.stack)
-    return max((_stage_time(job, stage, constants) for stage in stages(job, job.stack in BY_COST)), key=lambda t: t.total)
+    return max(
+        (_stage_time(job, stage, constants) for stage in stages(job, job.stack in BY_COST)), key=lambda t: t.total
+    )
 
 
 def _stage_time(job: Job, stage: Stage, constants: Profile) -> StepTime:
@@ -68,8 +70,17 @@ def _stage_time(job: Job, stage: Stage, constants: Profile) -> StepTime:
     dense, experts = stage_parameters(job, stage)
     ranks = shard_sizes(job) if layout.zero else (1, 1)
     update = kernels.optimizer(job, dense / ranks[0] + experts / ranks[1], constants)
-    parts = (count * part for part in (compute, tensor, context, expert, sends))
-    return StepTime(*parts, idle, count * gathered + reduced, update, constants.step_us * 1e-6)
+    return StepTime(
+        compute=count * compute,
+        tensor_parallel=count * tensor,
+        context_parallel=count * context,
+        expert_parallel=count * expert,
+        pipeline_sends=count * sends,
+        bubble=idle,
+        data_parallel=count * gathered + reduced,
+        optimizer=update,
+        host=constants.step_us * 1e-6,
+    )
 
 
 def _floor(job: Job, constants: Profile) -> float:
