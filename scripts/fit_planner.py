@@ -14,7 +14,9 @@ import json
 import statistics
 import sys
 from collections import defaultdict
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
+from math import expm1
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,6 +30,7 @@ from samecurve.planner.profiles import Profile  # noqa: E402
 GRID = "Ultra-Scale Playbook grid"
 MOST_TFLOPS = 2250  # a row that would need more of one GPU is a misprint
 FEWEST_RESIDUALS = 12
+MOST_OF_A_SOURCE = 60
 EVERY_SLOW = 4  # of the slow runs one in so many is fitted, for speed
 
 
@@ -56,20 +59,28 @@ def _tflops(job, seconds: float) -> float:
     return 6 * job.shape.layers * job.shape.active_layer_parameters * tokens / seconds / job.layout.gpus / 1e12
 
 
-def fit_all(runs: list[Measured]) -> dict[str, Profile]:
-    """Fit the default to all stacks, then each stack near the default."""
-    timed = [run for run in runs if run.seconds]
-    held = [run for run in runs if run.memory_gib or (run.ran and run.weight == 1)]
-    default = fitting.fit([run for run in timed if run.weight == 1], Profile())
-    default = _fit_memory(held, default)
+def fit_default(runs: list[Measured]) -> Profile:
+    """Fit the constants of an unknown stack to all stacks, with the same number of runs of each large source."""
+    plain, by_source = [], defaultdict(list)
+    for run in runs:
+        if run.weight == 1:
+            by_source[run.source].append(run)
+    for several in by_source.values():
+        plain += several[:: 1 + len(several) // MOST_OF_A_SOURCE]
+    default = fitting.fit([run for run in plain if run.seconds], Profile())
+    return _fit_memory([run for run in plain if run.memory_gib or run.ran], default)
+
+
+def fit_all(runs: list[Measured], wanted: set[str]) -> dict[str, Profile]:
+    """Fit the default to all stacks, then each wanted stack near the default."""
+    default = fit_default(runs)
     found = {"default": default}
-    for stack in sorted({run.job.stack for run in runs}):
-        mine = [run for run in timed if run.job.stack == stack]
-        constants = fitting.fit(mine, default) if mine else default
-        mine = [run for run in held if run.job.stack == stack]
-        if mine:
-            constants = _fit_memory(mine, constants)
-        found[stack] = constants
+    for stack in sorted(wanted & {run.job.stack for run in runs}):
+        mine = [run for run in runs if run.job.stack == stack]
+        timed = [run for run in mine if run.seconds]
+        held = [run for run in mine if run.memory_gib or (run.ran and run.weight == 1)]
+        constants = fitting.fit(timed, default) if timed else default
+        found[stack] = _fit_memory(held, constants) if held else constants
     return found
 
 
@@ -81,10 +92,21 @@ def left_out(runs: list[Measured]) -> list[tuple[Measured, bool, Profile]]:
     """Return each run with whether its stack was known, and the constants, of a fit without its source or region."""
     found = []
     folds = sorted({_fold(run) for run in runs})
-    for fold in folds:
-        out = [run for run in runs if _fold(run) == fold]
-        constants = fit_all([run for run in runs if _fold(run) != fold])
-        found += [(run, run.job.stack in constants, _pick(constants, run.job.stack)) for run in out]
+    outs = [[run for run in runs if _fold(run) == fold] for fold in folds]
+    with ProcessPoolExecutor() as pool:
+        rests = [[run for run in runs if _fold(run) != fold] for fold in folds]
+        fitted = pool.map(fit_all, rests, [{run.job.stack for run in out} for out in outs])
+        for out, constants in zip(outs, fitted, strict=True):
+            found += [(run, run.job.stack in constants, _pick(constants, run.job.stack)) for run in out]
+    return found
+
+
+def left_out_stacks(runs: list[Measured]) -> list[tuple[Measured, bool, Profile]]:
+    """Return each run with the default constants of a fit without its stack."""
+    found = []
+    for stack in sorted({run.job.stack for run in runs}):
+        default = fit_default([run for run in runs if run.job.stack != stack])
+        found += [(run, False, default) for run in runs if run.job.stack == stack]
     return found
 
 
@@ -109,23 +131,26 @@ def show(title: str, errors: dict[str, list[float]]) -> None:
 
 
 def by_name(triples, name, error) -> dict[str, list[float]]:
-    from math import expm1
-
     found = defaultdict(list)
     for run, _, constants in triples:
         found[name(run)].append(expm1(error(run, constants)))
     return dict(sorted(found.items()))
 
 
-def residuals(triples, error) -> dict[str, list[float]]:
-    """Return the 10 % and 90 % quantiles of log(measured / predicted) by situation."""
-    found = defaultdict(list)
+def residuals(triples, strangers, error) -> dict[str, list[float]]:
+    """Return the 10 % and 90 % quantiles of log(measured / predicted) by situation.
+
+    An unknown stack's come from stacks that were left out, each with the same weight.
+    """
+    found, by_stack = defaultdict(list), defaultdict(list)
     for run, known, constants in triples:
-        miss = -error(run, constants)
-        for key in situations(run.job, known)[:2] if known else situations(run.job, False):
-            found[key].append(miss)
-        if known:
-            found["unknown"].append(miss)
+        for key in situations(run.job, known)[:2] if known else ():
+            found[key].append(-error(run, constants))
+    for run, _, constants in strangers:
+        by_stack[run.job.stack].append(-error(run, constants))
+    for values in by_stack.values():
+        if len(values) > 1:
+            found["unknown"] += statistics.quantiles(values, n=20, method="inclusive")
     result = {}
     for key, values in sorted(found.items()):
         if len(values) >= FEWEST_RESIDUALS:
@@ -134,32 +159,32 @@ def residuals(triples, error) -> dict[str, list[float]]:
     return result
 
 
+def report(label: str, triples, name) -> tuple[list, list]:
+    """Print the errors of time and memory. Returns the runs with a measured time, and those with memory."""
+    timed = [each for each in triples if each[0].seconds and each[0].weight == 1]
+    held = [each for each in triples if each[0].memory_gib]
+    show(f"step time, {label}", by_name(timed, name, fitting.time_error))
+    show(f"peak memory, {label}", by_name(held, name, fitting.memory_error))
+    return timed, held
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, metavar="RUNS.csv")
     parser.add_argument("--write", action="store_true", help="write the constants and the intervals' residuals")
     arguments = parser.parse_args()
     runs = measured(arguments.runs)
-    constants = fit_all(runs)
-    timed = [run for run in runs if run.seconds and run.weight == 1]
-    held = [run for run in runs if run.memory_gib]
-    inside = [(run, True, _pick(constants, run.job.stack)) for run in runs]
-    outside = left_out(runs)
-    for label, triples in (("in the fit", inside), ("left out", outside)):
-        timed = [each for each in triples if each[0].seconds and each[0].weight == 1]
-        held = [each for each in triples if each[0].memory_gib]
-        name = _fold if label == "left out" else lambda run: run.source
-        show(f"step time, {label}", by_name(timed, name, fitting.time_error))
-        show(f"peak memory, {label}", by_name(held, name, fitting.memory_error))
-    timed = [each for each in outside if each[0].seconds and each[0].weight == 1]
-    held = [each for each in outside if each[0].memory_gib]
+    constants = fit_all(runs, {run.job.stack for run in runs})
+    report("in the fit", [(run, True, _pick(constants, run.job.stack)) for run in runs], lambda run: run.source)
+    timed, held = report("source left out", left_out(runs), _fold)
+    strange_timed, strange_held = report("stack left out", left_out_stacks(runs), lambda run: run.job.stack)
     if arguments.write:
         document = {
             "origin": f"scripts/fit_planner.py on {arguments.runs.name}, {len(runs)} runs",
             "stacks": {name: {k: round(v, 4) for k, v in asdict(each).items()} for name, each in constants.items()},
             "residuals": {
-                "time": residuals(timed, fitting.time_error),
-                "memory": residuals(held, fitting.memory_error),
+                "time": residuals(timed, strange_timed, fitting.time_error),
+                "memory": residuals(held, strange_held, fitting.memory_error),
             },
         }
         profiles.PATH.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -33,7 +33,7 @@ def situations(job: Job, known: bool | None = None) -> list[str]:
     gpus = job.layout.gpus
     size = "one node" if gpus <= ONE_NODE else "network" if gpus <= LARGE else "large"
     known = is_known(job.stack) if known is None else known
-    return [f"{job.stack} {size}", job.stack, f"unknown {size}", "unknown"] if known else [f"unknown {size}", "unknown"]
+    return [f"{job.stack} {size}", job.stack, "unknown"] if known else ["unknown"]
 
 
 def _interval(value: float, job: Job, kind: str) -> tuple[float, float]:

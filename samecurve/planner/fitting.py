@@ -60,10 +60,10 @@ def predicted_memory_gib(job: Job, constants: Profile | None = None) -> float:
 
 
 def memory_error(run: Measured, constants: Profile) -> float:
-    """Return the logarithm of predicted over measured memory; without a measurement, by how much the GPU is exceeded."""
+    """Return log(predicted / measured) memory; for a run that only ran, log(predicted / the GPU's), at least 0."""
     if run.memory_gib is None:
-        total = max(memory.counted(each, "nvidia_smi") for each in memory.anatomy(run.job, constants)) / memory.GIB
-        return max(0.0, math.log(total / run.job.memory_gib))
+        total = max(memory.counted(each, "nvidia_smi") for each in memory.anatomy(run.job, constants))
+        return max(0.0, math.log(total / (run.job.memory_gib * memory.GIB)))
     return math.log(predicted_memory_gib(run.job, constants) / run.memory_gib)
 
 

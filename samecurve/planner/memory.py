@@ -157,10 +157,11 @@ def _gathered(job: Job) -> list[Line]:
 
 def overhead(each: Anatomy) -> list[Line]:
     """List what a GPU holds beside tensors: the allocator's rounding and gaps, the CUDA context and NCCL's buffers."""
-    gaps = [each.total(moment) * (BLOCK_ROUNDING * (1 + FRAGMENTATION) - 1) for moment in MOMENTS]
+    share = BLOCK_ROUNDING * (1 + FRAGMENTATION) - 1
+    end, middle, update = (each.total(moment) * share for moment in MOMENTS)
     context, nccl = CONTEXT_GIB * GIB, NCCL_GIB * GIB
     return [
-        Line("fragmentation", *gaps, f"{BLOCK_ROUNDING * (1 + FRAGMENTATION) - 1:.0%} of the tensors", "assumed"),
+        Line("fragmentation", end, middle, update, f"{share:.0%} of the tensors", "assumed"),
         Line("context", context, context, context, "CUDA context with torch's kernels", "assumed"),
         Line("NCCL", nccl, nccl, nccl, "buffers of several communicators", "assumed"),
     ]
