@@ -17,7 +17,7 @@ from pathlib import Path
 from samecurve.config import loader as recipes
 from samecurve.config.schema_training import Batch
 from samecurve.errors import ConfigurationError, TopologyError
-from samecurve.planner import answers, memory, model_config, printing, runs_file, search, step_time, strategies
+from samecurve.planner import answers, memory, model_config, overlap, printing, runs_file, search, step_time, strategies
 from samecurve.planner.cluster import cluster
 from samecurve.planner.search import Choice
 from samecurve.planner.strategies import Wanted
@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strategy", action="append", metavar="FILE", help="only this file (default: all in configs/)")
     parser.add_argument("--top", type=int, default=10, metavar="N", help="rows of the table (default: %(default)s)")
     parser.add_argument("--why", action="store_true", help="also show each strategy that does not fit or cannot run")
+    parser.add_argument("--overlap", action="store_true", help="also show which communication computation can hide")
     parser.add_argument("--runs", type=Path, metavar="RUNS.csv", help="answer every row of this table")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the answers to this file")
 
@@ -128,6 +129,9 @@ def _print(ordered: Sequence[Choice], best: Choice | None, arguments: argparse.N
             print(printing.anatomy_table(each, shown.job.memory_gib))
         print()
         print(printing.step_table(step_time.breakdown(shown.job)))
+        if arguments.overlap:
+            rows = [[each.axis, f"{each.value:.3f}", each.verdict, each.inputs] for each in overlap.ratios(shown.job)]
+            print("\n" + printing.table([("communication / computation", "ratio", "", "inputs"), *rows]))
 
 
 def _row(choice: Choice) -> list[str]:

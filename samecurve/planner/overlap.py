@@ -15,6 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from samecurve.planner.collectives import all_gather_volume, all_reduce_volume
+from samecurve.planner.job import Job
+from samecurve.planner.profiles import Profile, profile
+from samecurve.planner.step_time import axis_link
 
 BLOCK_GATED, BLOCK_PLAIN = 16, 12  # weights of a block in units of h^2, with ffn = 4 h
 
@@ -72,3 +75,40 @@ def utilization_tflops(
 ) -> float:
     """TFLOP/s of one GPU: 6 FLOPs per parameter and token, 8 with full recomputation."""
     return parameters_b * per_parameter * seq * global_batch / (seconds * gpus * 1e3)
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """One axis of a job: communication over the computation beside it, and the numbers that went in."""
+
+    axis: str
+    value: float
+    inputs: str
+
+    @property
+    def verdict(self) -> str:
+        return "hidden" if self.value <= 1 else "exposed"
+
+
+def ratios(job: Job, constants: Profile | None = None) -> list[Ratio]:
+    """Compute the ratio of every axis that the job uses, with the best measured FLOP/s and the attained bandwidth."""
+    constants = constants or profile(job.stack)
+    layout, flops, tokens = job.layout, job.card.matmul_tflops * 1e12, job.tokens
+    found = []
+
+    def add(axis: str, name: str, ranks: int, formula, *inputs: float) -> None:
+        link = axis_link(job, axis, ranks, constants)
+        value = formula(*inputs, flops, link.bus_gb_per_s * 1e9)
+        shown = f"n={ranks}, F={flops / 1e12:.0f} TFLOP/s, B={link.bus_gb_per_s:.0f} GB/s over the {link.level}, e=2"
+        found.append(Ratio(name, value, f"{', '.join(f'{each:,.0f}' for each in inputs)}: {shown}"))
+
+    if layout.dp > 1 and layout.zero < 3:
+        add("dp", "data parallel, T and n", layout.dp, data_parallel, tokens * job.grad_accum, layout.dp)
+    if layout.zero == 3:
+        add("dp", "fully sharded, s b and n", layout.shard, fully_sharded, tokens, layout.shard)
+    if layout.tp > 1:
+        add("tp", "tensor parallel, h and t", layout.tp, tensor_parallel, job.shape.hidden, layout.tp)
+    if layout.pp > 1:
+        layers = job.shape.layers / layout.pp
+        add("pp", "pipeline, h and l", layout.pp, pipeline, job.shape.hidden, layers)
+    return found

@@ -95,6 +95,11 @@ def _link(job: Job, axis: str, constants: Profile) -> Link:
     return _link_of(job, getattr(job.layout, axis), job.layout.stride(axis), constants)
 
 
+def axis_link(job: Job, axis: str, ranks: int, constants: Profile) -> Link:
+    """Find the link of `ranks` neighbours along one axis."""
+    return _link_of(job, ranks, job.layout.stride(axis), constants)
+
+
 def _link_of(job: Job, ranks: int, stride: int, constants: Profile) -> Link:
     gbit = (job.node_gbit or DEFAULT_NODE_GBIT) * constants.network_share
     return link(job.card, job.gpus_per_node, gbit, ranks, stride, constants.ring_step_us * 1e-6)

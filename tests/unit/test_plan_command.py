@@ -104,10 +104,11 @@ def test_a_bad_cell_is_unsupported_and_named(rows):
 
 def test_one_job(config, tmp_path, capsys):
     out = tmp_path / "plan.json"
-    command = ["plan", config, "--cluster", "h100x8", "--gpus", "16", "--why", "--json", str(out)]
+    command = ["plan", config, "--cluster", "h100x8", "--gpus", "16", "--why", "--overlap", "--json", str(out)]
     assert main([*command, "batch.micro_batch_size=2"]) == 0
     shown = capsys.readouterr().out
     assert "tokens/s" in shown.splitlines()[0] and "single: a single process uses one of 16 GPUs" in shown
+    assert "fully sharded, s b and n" in shown and "hidden" in shown
     assert "activations" in shown and "| of 79 GiB" in shown
     plans = {each["strategy"]: each for each in json.loads(out.read_text())["plans"]}
     assert plans.keys() == {path.stem for path in (Path(plan.__file__).resolve().parents[2] / "configs").glob("*.yaml")}
