@@ -21,7 +21,7 @@ LAYERS = (
     {"specs", "storage"},
     {"config"},
     {"strategy", "distributed"},
-    {"losses"},
+    {"losses", "planner"},
     {"data", "models", "optim"},
     {"interfaces"},
     {"tasks", "engines"},

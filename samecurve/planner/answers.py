@@ -1,0 +1,79 @@
+"""Predictions with intervals, one per row of a table of runs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from samecurve.planner import memory, runs_file, step_time
+from samecurve.planner.fitting import predicted_memory_gib
+from samecurve.planner.job import Job
+from samecurve.planner.profiles import is_known, shipped
+
+ONE_NODE, LARGE = 8, 128
+UNMEASURED = 1.3  # interval's width where no public run is near: experts, fp8, context parallelism, newer GPUs
+DEFAULT_WIDTHS = (-0.35, 0.35)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Step time and memory of a job, each with an 80 % interval, and whether it fits."""
+
+    seconds: float
+    seconds_interval: tuple[float, float]
+    memory_gib: float
+    memory_interval: tuple[float, float]
+    total_memory_gib: float
+    fits: bool
+    binding: str
+
+
+def situations(job: Job, known: bool | None = None) -> list[str]:
+    """List the keys under which residuals of similar runs are found, the most similar first."""
+    gpus = job.layout.gpus
+    size = "one node" if gpus <= ONE_NODE else "network" if gpus <= LARGE else "large"
+    known = is_known(job.stack) if known is None else known
+    return [f"{job.stack} {size}", job.stack, "unknown"] if known else ["unknown"]
+
+
+def _interval(value: float, job: Job, kind: str) -> tuple[float, float]:
+    """Multiply a value by the 10 % and 90 % quantiles of measured over predicted in similar runs left out of a fit."""
+    residuals = shipped().get("residuals", {}).get(kind, {})
+    found = next((residuals[key] for key in situations(job) if key in residuals), DEFAULT_WIDTHS)
+    strange = job.shape.experts or job.precision == "fp8" or job.layout.cp > 1 or job.card.generation == "blackwell"
+    low, high = (width * (UNMEASURED if strange else 1) for width in found)
+    return value * math.exp(min(low, 0)), value * math.exp(max(high, 0))
+
+
+def predict(job: Job) -> Prediction:
+    """Predict one job."""
+    time = step_time.breakdown(job)
+    shown = predicted_memory_gib(job)
+    fullest = max(memory.anatomy(job), key=lambda each: each.peak)
+    total = memory.counted(fullest, "nvidia_smi") / memory.GIB
+    fits = total <= job.memory_gib
+    return Prediction(
+        time.total, _interval(time.total, job, "time"), shown, _interval(shown, job, "memory"), total, fits,
+        fullest.binding,
+    )  # fmt: skip
+
+
+def answer(row: dict[str, str]) -> dict:
+    """Answer one row of a table of runs in the form of `plan --runs`."""
+    try:
+        found = predict(runs_file.job(row))
+    except (ValueError, ZeroDivisionError, OverflowError) as error:
+        return {"id": row["id"], "unsupported": str(error)}
+    low, high = found.seconds_interval
+    least, most = found.memory_interval
+    return {
+        "id": row["id"],
+        "step_seconds": found.seconds,
+        "step_seconds_low": low,
+        "step_seconds_high": high,
+        "peak_memory_gib": found.memory_gib,
+        "peak_memory_gib_low": least,
+        "peak_memory_gib_high": most,
+        "fits": found.fits,
+        "binding": found.binding,
+    }

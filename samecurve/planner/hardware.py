@@ -1,0 +1,119 @@
+"""GPUs and links: data-sheet rates, and measured bus bandwidth from hardware.json with its sources."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+MIB, GIB = 2**20, 2**30
+NIC_SHARE = 0.73  # of the nominal rate, large payloads; hardware.json: per_accelerator_nic_rate
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Rates of one GPU.
+
+    Attributes:
+        matmul_tflops: best measured bf16 product (MAMF of hardware.json), not the data sheet's.
+        fp8_tflops: the same in fp8; 0 if the GPU has none.
+        hbm_gb_per_s: memory bandwidth of the data sheet.
+        bus_gb_per_s: bus bandwidth of an all-gather of a full node, large payloads.
+        memory_gib: what torch sees.
+        generation: key of the sustained rates in profiles.json.
+    """
+
+    matmul_tflops: float
+    fp8_tflops: float
+    hbm_gb_per_s: float
+    bus_gb_per_s: float
+    memory_gib: float
+    generation: str
+
+
+@lru_cache(maxsize=1)
+def measured() -> dict:
+    return json.loads(Path(__file__).with_name("hardware.json").read_text(encoding="utf-8"))
+
+
+def _nvlink(reference_gb_per_s: float) -> float:
+    """Scale the all-gather bandwidth measured on 8 H200s by the all-reduce rates of two NVLink generations."""
+    buses = measured()["bus_bandwidth_GBps"]
+    gathered = buses["h200_8gpu_16GiB_by_collective"]["all_gather"]
+    return gathered * reference_gb_per_s / buses["nvidia_gtc_slide_allreduce_busbw_GBps"]["NVLink4"]
+
+
+@lru_cache(maxsize=64)
+def gpu(kind: str) -> Gpu:
+    """Look up a GPU by a kind such as H100-80GB or by torch's device name.
+
+    An unknown kind gets the rates of an A100, the slowest GPU that large models are trained on here.
+    """
+    rates = measured()["matmul_TFLOPs"]
+    best, fp8 = rates["MAMF_bf16_measured"], rates["MAMF_fp8_measured"]
+    h100, slides = best["H100 SXM"], measured()["bus_bandwidth_GBps"]["nvidia_gtc_slide_allreduce_busbw_GBps"]
+    nvlink3, nvlink4, nvlink5 = _nvlink(slides["NVLink3"]), _nvlink(slides["NVLink4"]), 2 * _nvlink(slides["NVLink4"])
+    rows = (
+        (r"GB200|GB300", Gpu(best["GB200"], fp8["GB200"], 8000, nvlink5, 184, "blackwell")),
+        (r"B300", Gpu(best["B300"], fp8["B300"], 8000, nvlink5, 268, "blackwell")),
+        (r"B200", Gpu(best["B200"], fp8["B200"], 8000, nvlink5, 178, "blackwell")),
+        (r"GH200", Gpu(best["GH200"], fp8["GH200"], 4000, nvlink4, 94.5, "hopper")),
+        (r"H200", Gpu(h100, fp8["H200"], 4800, nvlink4, 139.8, "hopper")),
+        (r"H800", Gpu(h100, fp8["H100"], 3350, nvlink4 * 400 / 900, 79.1, "hopper")),
+        (r"H20\b", Gpu(h100 * 148 / 989.5, fp8["H100"] * 148 / 989.5, 4000, nvlink4, 95.6, "hopper")),
+        (r"H100", Gpu(h100, fp8["H100"], 3350, nvlink4, 79.1, "hopper")),
+        (r"A800", Gpu(best["A100 SXM"], 0, 2039, nvlink3 * 400 / 600, 79.2, "ampere")),
+        (r"A100.*40", Gpu(best["A100 SXM"], 0, 1555, nvlink3, 39.4, "ampere")),
+        (r"A100", Gpu(best["A100 SXM"], 0, 2039, nvlink3, 79.2, "ampere")),
+        (r"MI300X", Gpu(best["MI300X"], 0, 5300, 312.9, 191, "other")),
+        (r"V100", Gpu(100, 0, 900, _nvlink(slides["NVLink2"]), 31.7, "other")),
+    )
+    return next((row for pattern, row in rows if re.search(pattern, kind)), rows[-3][1])
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a group of ranks communicates over: GB/s of bus bandwidth per rank, and seconds per ring step."""
+
+    level: str
+    bus_gb_per_s: float
+    step_seconds: float
+
+
+NODE_STEP_SECONDS = 4e-6
+DEFAULT_NODE_GBIT = 1600
+
+
+def link(card: Gpu, gpus_per_node: int, node_gbit: float, ranks: int, stride: int, step_seconds: float) -> Link:
+    """Find the link of a group of `ranks` ranks that are `stride` apart, while all such groups communicate at once.
+
+    A group with one rank per node has an equal share of the node's cards with the node's other groups.
+    """
+    per_node = max(1, min(ranks, gpus_per_node // stride)) if stride < gpus_per_node else 1
+    if per_node >= ranks:
+        return Link("node", card.bus_gb_per_s, NODE_STEP_SECONDS)
+    network = node_gbit / 8 * NIC_SHARE * per_node / gpus_per_node
+    return Link("network", min(card.bus_gb_per_s, network), step_seconds)
+
+
+def ramp(payload_bytes: float) -> float:
+    """Share of a node's peak bus bandwidth that a payload attains, by the curve measured on 8 H200s."""
+    curve = _curve()
+    size = math.log2(max(payload_bytes, 1))
+    if size <= curve[0][0]:
+        return curve[0][1] * 2 ** (size - curve[0][0])
+    for (x0, y0), (x1, y1) in zip(curve, curve[1:], strict=False):
+        if size <= x1:
+            return y0 + (y1 - y0) * (size - x0) / (x1 - x0)
+    return 1.0
+
+
+@lru_cache(maxsize=1)
+def _curve() -> tuple[tuple[float, float], ...]:
+    points = measured()["bus_bandwidth_GBps"]["h200_8gpu_allreduce_busbw_GBps_by_payload"]
+    units = {"KiB": 2**10, "MiB": MIB, "GiB": GIB}
+    top = max(points.values())
+    return tuple((math.log2(int(name[:-3]) * units[name[-3:]]), value / top) for name, value in points.items())

@@ -1,0 +1,67 @@
+"""What is to be planned: a model, its batch, its numbers' sizes and the machines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from samecurve.planner.hardware import Gpu
+from samecurve.planner.layout import Layout
+from samecurve.planner.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes per parameter before sharding: weights, gradients, separate fp32 accumulators, fp32 copy, Adam's states."""
+
+    weights: float = 2
+    gradients: float = 2
+    accumulators: float = 0
+    master: float = 4
+    optimizer: float = 8
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.accumulators + self.master + self.optimizer
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training job.
+
+    Attributes:
+        grad_accum: forwards per step; with a pipeline, the micro-batches in it.
+        node_gbit: nominal Gbit/s of a node's network cards together; 0 if unknown.
+        checkpointing: none, selective (attention's scores only) or full.
+        stack: the software that runs the job, a key of profiles.json or any other word.
+        memory_kind: the counter whose peak is predicted; "" means torch_allocated.
+    """
+
+    shape: ModelShape
+    layout: Layout
+    card: Gpu
+    micro_batch: int
+    seq: int
+    grad_accum: int = 1
+    states: StateBytes = field(default_factory=StateBytes)
+    gpu_kind: str = ""
+    gpu_memory_gib: float = 0
+    gpus_per_node: int = 8
+    node_gbit: float = 0
+    precision: str = "bf16"
+    fp8_recipe: str = ""
+    flash: bool = True
+    compile: bool = False
+    async_tp: bool = False
+    chunked_loss: bool = False
+    checkpointing: str = "none"
+    stack: str = ""
+    memory_kind: str = ""
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of one micro-batch on one rank."""
+        return self.micro_batch * self.seq / self.layout.cp
+
+    @property
+    def memory_gib(self) -> float:
+        return self.gpu_memory_gib or self.card.memory_gib

@@ -1,0 +1,114 @@
+"""Seconds of one micro-batch's kernels on one rank, without communication."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from samecurve.planner.activations import layer_bytes
+from samecurve.planner.job import Job
+from samecurve.planner.profiles import Profile, attention_rate, sustained
+
+ELEMENT = 2  # bytes of bf16 and fp16
+BACKWARD_ATTENTION = 2.5  # five products instead of two, as the fused kernel recomputes the scores
+COMPILED_FLOOR = 0.5  # share of the launches that remain
+SCORE_TRAFFIC = 2.0  # bytes moved per byte of kept scores, forward
+FP8_CASTS = {"tensorwise": 6, "rowwise": 8, "": 6}  # bytes moved per element of a product's inputs and outputs
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Forward and backward seconds."""
+
+    forward: float
+    backward: float
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(self.forward + other.forward, self.backward + other.backward)
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+
+def product_seconds(job: Job, rows: float, inputs: float, outputs: float, constants: Profile) -> float:
+    """Return the seconds of one matrix product (rows, inputs) x (inputs, outputs).
+
+    Arithmetic at the sustained rate, and the memory traffic of the three matrices, which a short or thin product does
+    not hide (the roofline's two terms, added).
+    """
+    flops = 2 * rows * inputs * outputs
+    elements = rows * inputs + inputs * outputs + rows * outputs
+    share = constants.matmul_share * sustained(job.card.generation)
+    rate = job.card.matmul_tflops * 1e12
+    moved = ELEMENT * elements
+    if job.precision == "fp8" and job.card.fp8_tflops:
+        rate = job.card.fp8_tflops * 1e12
+        moved += FP8_CASTS.get(job.fp8_recipe, 6) * elements / (2 if job.compile else 1)
+    return flops / (rate * share) + moved / (job.card.hbm_gb_per_s * 1e9)
+
+
+def layer(job: Job, constants: Profile) -> Seconds:
+    """Return the seconds of one layer, the recomputed forward included in the backward."""
+    products, attention, traffic = _products(job, constants), _attention(job, constants), _traffic(job, constants)
+    floor = constants.layer_floor_us * 1e-6 * (COMPILED_FLOOR if job.compile else 1)
+    forward = max(products + attention + traffic, floor)
+    factor = BACKWARD_ATTENTION if job.flash else 2
+    backward = max(2 * products + factor * attention + 1.5 * traffic, 1.5 * floor)
+    if job.checkpointing == "full":
+        backward += forward
+    elif job.checkpointing == "selective":
+        backward += attention
+    return Seconds(forward, backward)
+
+
+def _products(job: Job, constants: Profile) -> float:
+    shape, split, tokens = job.shape, job.layout.tp, job.tokens
+    width, experts = shape.hidden, max(shape.top_k, 1)
+    queries = width * (1 + 2 * shape.kv_share) / split
+    rows = tokens * experts  # of all experts together
+    each = rows / max(shape.experts / job.layout.ep, 1) if shape.experts else rows
+    calls = rows / each
+    inner = shape.ffn / split
+    up = product_seconds(job, each, width, inner * (2 if shape.gated else 1), constants)
+    down = product_seconds(job, each, inner, width, constants)
+    attention = product_seconds(job, tokens, width, queries, constants)
+    attention += product_seconds(job, tokens, width / split, width, constants)
+    return attention + calls * (up + down)
+
+
+def _attention(job: Job, constants: Profile) -> float:
+    """Seconds of the forward between tokens: 4 s h FLOPs per token, half of them under the causal mask if fused."""
+    shape, split = job.shape, job.layout.tp
+    flops = 4 * job.tokens * job.seq * shape.hidden / split
+    rate = job.card.matmul_tflops * 1e12 * sustained(job.card.generation)
+    if job.flash:
+        return flops / 2 / (rate * constants.attention_share * attention_rate(job.card.generation))
+    scores = 5 * shape.heads * job.seq * job.tokens / split
+    moved = SCORE_TRAFFIC * scores * constants.traffic
+    return flops / (rate * constants.matmul_share * 0.6) + moved / (job.card.hbm_gb_per_s * 1e9)
+
+
+def _traffic(job: Job, constants: Profile) -> float:
+    """Seconds of the element-wise operations, forward: twice the bytes that they keep, read and written."""
+    kept = layer_bytes(job) - (0 if job.flash else _scores(job))
+    return constants.traffic * 2 * kept / (job.card.hbm_gb_per_s * 1e9)
+
+
+def _scores(job: Job) -> float:
+    return 0 if job.checkpointing == "selective" else 5 * job.shape.heads * job.seq * job.tokens / job.layout.tp
+
+
+def head(job: Job, constants: Profile) -> Seconds:
+    """Return the seconds of the output head and the loss."""
+    vocab = job.shape.vocab / job.layout.tp
+    product = product_seconds(job, job.tokens, job.shape.hidden, vocab, constants)
+    moved = constants.logits_bytes * job.tokens * vocab / (job.card.hbm_gb_per_s * 1e9)
+    again = product if job.chunked_loss else 0
+    return Seconds(product + moved, 2 * product + moved + again)
+
+
+def optimizer(job: Job, parameters: float, constants: Profile) -> float:
+    """Seconds of Adam over the rank's shard: each state read and written once, gradients read."""
+    states = job.states
+    moved = 2 * (states.optimizer + (states.master or states.weights)) + states.gradients + states.weights
+    return constants.traffic * parameters * moved / (job.card.hbm_gb_per_s * 1e9)

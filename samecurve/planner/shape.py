@@ -1,0 +1,82 @@
+"""Dimensions of a decoder-only transformer, and the parameters that follow from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Dimensions of a model.
+
+    Attributes:
+        ffn: width of one MLP, of one expert in a mixture.
+        gated: whether the MLP has three matrices (SwiGLU) or two (GELU).
+        tied: whether the input embedding is also the output head.
+        experts: MLPs per layer, 0 for a dense model.
+        top_k: experts that a token visits.
+        positions: learned positions, 0 for rotary ones.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    gated: bool
+    tied: bool
+    experts: int = 0
+    top_k: int = 0
+    positions: int = 0
+
+    @property
+    def kv_share(self) -> float:
+        """Width of the keys divided by the width of the queries; 1 without grouped-query attention."""
+        return self.kv_heads / self.heads
+
+    @property
+    def attention_parameters(self) -> float:
+        """Weights of one layer's attention: query and output h^2 each, key and value h^2 kv_heads/heads each."""
+        return self.hidden**2 * (2 + 2 * self.kv_share)
+
+    @property
+    def mlp_parameters(self) -> int:
+        """Weights of one MLP, or of one expert."""
+        return (3 if self.gated else 2) * self.hidden * self.ffn
+
+    @property
+    def layer_parameters(self) -> float:
+        """Weights of one layer, all experts and their router included."""
+        return self.dense_layer_parameters + self.expert_layer_parameters
+
+    @property
+    def dense_layer_parameters(self) -> float:
+        """Weights of one layer that expert parallelism does not split. GPT's have biases, 9 h + f of them."""
+        vectors = 2 * self.hidden if self.gated else 9 * self.hidden + self.ffn
+        mlp = self.hidden * self.experts if self.experts else self.mlp_parameters
+        return self.attention_parameters + vectors + mlp
+
+    @property
+    def expert_layer_parameters(self) -> int:
+        return self.experts * self.mlp_parameters
+
+    @property
+    def active_layer_parameters(self) -> float:
+        """Weights of one layer that multiply a token."""
+        return self.attention_parameters + max(self.top_k, 1) * self.mlp_parameters + self.hidden * self.experts
+
+    @property
+    def embedding_parameters(self) -> int:
+        return (self.vocab + self.positions) * self.hidden
+
+    @property
+    def head_parameters(self) -> int:
+        """Weights of the output head, also where they are the embedding's."""
+        return self.vocab * self.hidden
+
+    @property
+    def parameters(self) -> float:
+        """All weights, the tied head once."""
+        untied = 0 if self.tied else self.head_parameters
+        return self.layers * self.layer_parameters + self.embedding_parameters + untied + self.hidden

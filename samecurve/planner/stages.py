@@ -1,0 +1,61 @@
+"""How a pipeline's layers are divided over its stages, and how many micro-batches a stage keeps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from samecurve.planner.job import Job
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One class of ranks: the first, a middle or the last stage."""
+
+    name: str
+    index: int
+    layers: float
+    embedding: bool
+    head: bool
+
+
+def stages(job: Job, by_cost: bool) -> list[Stage]:
+    """List the classes of stages of a job, one entry without a pipeline.
+
+    Args:
+        by_cost: whether the head counts as the layers that it costs (nanotron), or layers are spread evenly and, where
+            the count does not divide, embedding and head count as one layer each (Megatron's and zero-bubble's habit).
+    """
+    size, layers = job.layout.pp, job.shape.layers
+    if size == 1:
+        return [Stage("only", 0, layers, True, True)]
+    head = job.shape.head_parameters / job.shape.layer_parameters
+    if by_cost:
+        most = min(layers, math.ceil((layers + head) / size))
+        first, last = most, max(0, layers - most * (size - 1))
+    elif layers % size == 0:
+        most = first = last = layers // size
+    else:
+        most = math.ceil((layers + 2) / size)
+        first = last = most - 1 if most * size - 2 == layers else most
+    middle = [Stage("middle", 1, most, False, False)] if size > 2 else []
+    return [Stage("first", 0, first, True, False), *middle, Stage("last", size - 1, last, False, True)]
+
+
+def in_flight(job: Job, stage: Stage) -> float:
+    """Count the micro-batches whose activations a stage keeps at its peak.
+
+    1F1B keeps p - i at stage i. Interleaving keeps 1 + (p - 1) / (p v) times as many on the first one
+    (arXiv:2104.04473); ZB-2p twice as many and ZB-1p as many as the first stage of 1F1B, everywhere (arXiv:2401.10241).
+    """
+    size, count, chunks = job.layout.pp, job.grad_accum, job.layout.virtual_stages
+    if size == 1:
+        return 1
+    if job.layout.schedule == "zb-2p":
+        return min(2 * size - 1, count)
+    if job.layout.schedule == "zb-1p":
+        return min(size, count)
+    kept = size - stage.index
+    if chunks > 1:
+        return min(kept + (size - 1) / chunks, count)
+    return min(kept, count)

@@ -1,0 +1,191 @@
+"""Seconds of one optimizer step, by part. What is hidden behind computation is not counted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from samecurve.planner import collectives, kernels
+from samecurve.planner.bubbles import idle_slots
+from samecurve.planner.hardware import DEFAULT_NODE_GBIT, Link, link
+from samecurve.planner.job import Job
+from samecurve.planner.kernels import ELEMENT, Seconds
+from samecurve.planner.memory import shard_sizes, stage_parameters
+from samecurve.planner.profiles import BY_COST, Profile, profile, syncs_every_micro_batch
+from samecurve.planner.stages import Stage, stages
+
+EXPERT_IMBALANCE = 1.2  # tokens of the fullest rank by the mean
+HIDDEN_TENSOR_PARALLEL = 0.5  # exposed share with overlapped products
+BUCKET_BYTES = 25e6  # of DDP's gradient buckets, torch's default
+SEND_SECONDS = 100e-6  # host time of one send to a neighbouring stage
+COLLECTIVE_SECONDS = 20e-6  # host time of one collective inside a layer
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step of the slowest stage."""
+
+    compute: float
+    tensor_parallel: float
+    context_parallel: float
+    expert_parallel: float
+    pipeline_sends: float
+    bubble: float
+    data_parallel: float
+    optimizer: float
+    host: float
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, each.name) for each in fields(self))
+
+    @property
+    def largest(self) -> str:
+        """Name of the largest part beside the computation."""
+        return max((each.name for each in fields(self)[1:]), key=lambda name: getattr(self, name))
+
+
+def breakdown(job: Job, constants: Profile | None = None) -> StepTime:
+    """Predict the step time of a job."""
+    constants = constants or profile(job.stack)
+    return max(
+        (_stage_time(job, stage, constants) for stage in stages(job, job.stack in BY_COST)), key=lambda t: t.total
+    )
+
+
+def _stage_time(job: Job, stage: Stage, constants: Profile) -> StepTime:
+    layout, count = job.layout, job.grad_accum
+    one = kernels.layer(job, constants)
+    compute = stage.layers * one.total
+    if stage.head:
+        compute += kernels.head(job, constants).total
+    tensor, context, expert = (
+        stage.layers * part(job, constants) for part in (tensor_seconds, context_seconds, expert_seconds)
+    )
+    waits = _floor(job, constants) - one.total - tensor / max(stage.layers, 1)
+    tensor += stage.layers * max(0.0, waits)
+    sends = pipeline_seconds(job, constants)
+    gathered, reduced = data_seconds(job, stage, constants, one)
+    slot = compute + tensor + context + expert + sends + gathered
+    idle = idle_slots(layout.schedule, layout.pp, layout.virtual_stages) * slot
+    dense, experts = stage_parameters(job, stage)
+    ranks = shard_sizes(job) if layout.zero else (1, 1)
+    update = kernels.optimizer(job, dense / ranks[0] + experts / ranks[1], constants)
+    return StepTime(
+        compute=count * compute,
+        tensor_parallel=count * tensor,
+        context_parallel=count * context,
+        expert_parallel=count * expert,
+        pipeline_sends=count * sends,
+        bubble=idle,
+        data_parallel=count * gathered + reduced,
+        optimizer=update,
+        host=constants.step_us * 1e-6,
+    )
+
+
+def _floor(job: Job, constants: Profile) -> float:
+    """Least seconds of one layer's forward and backward in a tensor-parallel group."""
+    size = job.layout.tp
+    each = constants.rank_floor_us if job.layout.pp == 1 else constants.pipeline_rank_floor_us
+    return 0 if size == 1 else size * each * 1e-6
+
+
+def _link(job: Job, axis: str, constants: Profile) -> Link:
+    """Find the link of one axis' groups."""
+    return _link_of(job, getattr(job.layout, axis), job.layout.stride(axis), constants)
+
+
+def axis_link(job: Job, axis: str, ranks: int, constants: Profile) -> Link:
+    """Find the link of `ranks` neighbours along one axis."""
+    return _link_of(job, ranks, job.layout.stride(axis), constants)
+
+
+def _link_of(job: Job, ranks: int, stride: int, constants: Profile) -> Link:
+    gbit = (job.node_gbit or DEFAULT_NODE_GBIT) * constants.network_share
+    return link(job.card, job.gpus_per_node, gbit, ranks, stride, constants.ring_step_us * 1e-6)
+
+
+def tensor_seconds(job: Job, constants: Profile) -> float:
+    """Seconds of one layer's tensor-parallel collectives, forward and backward.
+
+    Two all-reduces each way; with sequence parallelism each is a reduce-scatter and an all-gather. Full recomputation
+    repeats the forward's.
+    """
+    size = job.layout.tp
+    if size == 1:
+        return 0
+    over = _link(job, "tp", constants)
+    hidden = ELEMENT * job.tokens * job.shape.hidden
+    volume = collectives.all_reduce_volume(hidden, size)
+    call = collectives.seconds(volume, size, over, hidden)
+    calls = 4 + (2 if job.checkpointing == "full" else 0)
+    shown = HIDDEN_TENSOR_PARALLEL if job.async_tp else 1
+    return calls * (call * shown + COLLECTIVE_SECONDS)
+
+
+def context_seconds(job: Job, constants: Profile) -> float:
+    """Exposed seconds of ring attention in one layer: n - 1 sends of keys and values forward, twice that backward."""
+    size = job.layout.cp
+    if size == 1:
+        return 0
+    over = _link(job, "cp", constants)
+    sent = ELEMENT * job.tokens * 2 * job.shape.hidden * job.shape.kv_share / job.layout.tp
+    steps = 3 * (size - 1)
+    communication = steps * (sent / (over.bus_gb_per_s * 1e9) + over.step_seconds)
+    rate = job.card.matmul_tflops * 1e12 * constants.attention_share
+    hidden = 3.5 * 2 * job.tokens * job.seq * job.shape.hidden / job.layout.tp / rate
+    return max(0.0, communication - hidden * (size - 1) / size) + steps * COLLECTIVE_SECONDS
+
+
+def expert_seconds(job: Job, constants: Profile) -> float:
+    """Seconds of dispatch and combine in one layer, forward and backward: four all-to-alls of top_k copies."""
+    size = job.layout.ep
+    if size == 1 or not job.shape.experts:
+        return 0
+    over = _link_of(job, size, job.layout.stride("dp"), constants)
+    volume = ELEMENT * job.tokens * job.shape.top_k * job.shape.hidden * (size - 1) / size / job.layout.tp
+    return 4 * EXPERT_IMBALANCE * (volume / (over.bus_gb_per_s * 1e9) + over.step_seconds * (size - 1))
+
+
+def pipeline_seconds(job: Job, constants: Profile) -> float:
+    """Exposed seconds of one micro-batch's sends to the neighbouring stages: s b h forward and backward, v times."""
+    layout = job.layout
+    if layout.pp == 1:
+        return 0
+    over = _link_of(job, 2, layout.stride("pp"), constants)
+    sent = ELEMENT * job.tokens * job.shape.hidden / (layout.tp if layout.sequence_parallel else 1)
+    return layout.virtual_stages * 2 * (sent / (over.bus_gb_per_s * 1e9) + SEND_SECONDS)
+
+
+def data_seconds(job: Job, stage: Stage, constants: Profile, one: Seconds) -> tuple[float, float]:
+    """Return the exposed seconds of data-parallel communication (per micro-batch, per step)."""
+    layout, states = job.layout, job.states
+    size = layout.dp * layout.cp
+    if size == 1:
+        return 0, 0
+    over = _link_of(job, size, layout.stride("dp") // layout.cp, constants)
+    dense, experts = stage_parameters(job, stage)
+    parameters = dense + experts  # experts travel in smaller groups, at most as slowly
+    weight_bytes, gradient_bytes = min(states.weights, 2), states.accumulators or states.gradients
+    if layout.zero == 3:
+        return _fully_sharded(job, parameters, stage.layers, constants, one), 0
+    gathers = weight_bytes if layout.zero else gradient_bytes
+    volume = collectives.all_gather_volume(parameters * (gradient_bytes + gathers), size)
+    bucket = BUCKET_BYTES if layout.zero < 2 else gradient_bytes * parameters / max(stage.layers, 1)
+    reduced = collectives.seconds(volume, size, over, bucket)
+    if syncs_every_micro_batch(job.stack, layout.zero, layout.pp > 1):
+        return reduced, 0
+    hidden = constants.overlap * stage.layers * one.backward
+    return 0, max(reduced - hidden, (1 - constants.overlap) * reduced)
+
+
+def _fully_sharded(job: Job, parameters: float, layers: float, constants: Profile, one: Seconds) -> float:
+    """Exposed seconds per micro-batch of ZeRO-3: each layer gathered twice, its gradients reduced and scattered."""
+    layout = job.layout
+    ranks = max(layout.shard, 1)
+    over = _link_of(job, ranks, layout.stride("dp"), constants)
+    whole = ELEMENT * parameters / max(layers, 1)
+    call = collectives.seconds(collectives.all_gather_volume(whole, ranks), ranks, over)
+    forward = max(call - constants.overlap * one.forward, (1 - constants.overlap) * call)
+    backward = max(2 * call - constants.overlap * one.backward, (1 - constants.overlap) * 2 * call)
+    return layers * (forward + backward)

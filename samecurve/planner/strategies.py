@@ -1,0 +1,90 @@
+"""Turns a recipe, a strategy file and a cluster into a job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from samecurve.config.documents import format_problems
+from samecurve.config.schema_training import Batch
+from samecurve.errors import ConfigurationError
+from samecurve.planner.cluster import Cluster
+from samecurve.planner.job import Job, StateBytes
+from samecurve.planner.layout import Layout
+from samecurve.planner.shape import ModelShape
+from samecurve.strategy import resolve
+from samecurve.strategy.launchers import Launch
+from samecurve.strategy.plan import Strategy
+
+FOLDER = Path(__file__).resolve().parents[2] / "configs"
+# Order among equally fast strategies: those with fewer moving parts first.
+SIMPLE_FIRST = ("single", "ddp", "zero1", "zero2", "fsdp", "zero3", "hsdp", "pipeline")
+ADAM, SIXTEEN, THIRTY_TWO = 8, 2, 4
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is trained, apart from strategy and machines."""
+
+    shape: ModelShape
+    batch: Batch
+    precision: str = "bf16"
+    checkpointing: str = "none"
+    chunked_loss: bool = True
+
+
+def read(path: str, world_size: int) -> Strategy:
+    """Read a strategy file for a number of processes. Raises ConfigurationError."""
+    files = resolve.read_files(path)
+    problems = [*files.accelerate.problems, *files.deepspeed.problems]
+    if problems:
+        raise ConfigurationError(format_problems(problems))
+    return resolve.describe_strategy(files, Launch("python", world_size))
+
+
+def shipped() -> Sequence[str]:
+    """List the strategy files of configs/, the simplest first."""
+
+    def order(path: Path) -> tuple[int, str]:
+        known = path.stem in SIMPLE_FIRST
+        return SIMPLE_FIRST.index(path.stem) if known else len(SIMPLE_FIRST), path.stem
+
+    return [f"configs/{path.name}" for path in sorted(FOLDER.glob("*.yaml"), key=order)]
+
+
+def job(wanted: Wanted, strategy: Strategy, machines: Cluster) -> Job:
+    """Describe the job. Raises ValueError where the strategy cannot use these GPUs."""
+    gpus, stages = machines.gpus, strategy.pipeline_stages
+    if strategy.family == "single" and gpus > 1:
+        raise ValueError(f"a single process uses one of {gpus} GPUs")
+    if gpus % (stages * strategy.replicate_size):
+        raise ValueError(f"{gpus} GPUs do not divide by {stages} stages x {strategy.replicate_size} replicas")
+    if stages > wanted.shape.layers:
+        raise ValueError(f"{stages} stages need as many layers; the model has {wanted.shape.layers}")
+    ranks = gpus // stages
+    zero = 3 if strategy.family == "fsdp" else strategy.zero_stage
+    shard = ranks // strategy.replicate_size if zero else 1
+    layout = Layout(ranks, pp=stages, schedule="1f1b" if stages > 1 else "", zero=zero, shard=shard)
+    stack = {"zero": "deepspeed", "pipeline": "deepspeed", "fsdp": "fsdp2"}.get(strategy.family, strategy.family)
+    return Job(
+        wanted.shape, layout, machines.card, wanted.batch.micro_batch_size, wanted.batch.sequence_length,
+        wanted.batch.accumulation_steps(ranks), _states(strategy, wanted.precision), machines.kind,
+        gpus_per_node=machines.gpus_per_node, node_gbit=machines.node_gbit, precision=wanted.precision,
+        chunked_loss=wanted.chunked_loss and stages == 1, checkpointing=wanted.checkpointing, stack=stack,
+    )  # fmt: skip
+
+
+def _states(strategy: Strategy, precision: str) -> StateBytes:
+    """Bytes per parameter. Torch's engines keep fp32 weights and autocast; DeepSpeed keeps 16-bit ones and a copy."""
+    if strategy.family not in ("zero", "pipeline"):
+        states = StateBytes(THIRTY_TWO, THIRTY_TWO, 0, 0, ADAM)
+    elif precision == "fp32":
+        states = StateBytes(THIRTY_TWO, THIRTY_TWO, 0, THIRTY_TWO, ADAM)
+    else:
+        states = StateBytes(SIXTEEN, SIXTEEN, THIRTY_TWO, THIRTY_TWO, ADAM)
+    if any(each.startswith("optimizer:") for each in strategy.offload):
+        states = replace(states, master=0, optimizer=0)
+    if any(each.startswith("param:") for each in strategy.offload):
+        states = replace(states, weights=0)
+    return states

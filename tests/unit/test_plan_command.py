@@ -1,0 +1,154 @@
+"""`python -m samecurve plan`: one job, and a table of published runs."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+import re
+import statistics
+from pathlib import Path
+
+import pytest
+
+from samecurve.cli import plan
+from samecurve.cli.commands import main
+from samecurve.planner import runs_file
+from samecurve.planner.answers import answer
+
+RUNS = Path(__file__).resolve().parents[2] / "benchmarks" / "planner" / "runs.csv"
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+}
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, str]]:
+    return runs_file.read(RUNS)
+
+
+@pytest.fixture(scope="module")
+def answers(rows) -> dict[str, dict]:
+    return {row["id"]: answer(row) for row in rows}
+
+
+@pytest.fixture
+def config(tmp_path) -> str:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    return str(path)
+
+
+def errors(rows, answers, wanted: str, measured: str, predicted: str) -> list[float]:
+    return [abs(answers[row["id"]][predicted] / float(row[measured]) - 1) for row in rows if row[wanted] == "1"]
+
+
+def test_every_public_run_is_answered_well(rows, answers):
+    """A bound against regressions. Unseen runs are what counts: scripts/fit_planner.py prints their errors."""
+    assert len(rows) > 1900 and not any("unsupported" in each for each in answers.values())
+    assert statistics.median(errors(rows, answers, "time_ok", "step_s", "step_seconds")) <= 0.10
+    assert statistics.median(errors(rows, answers, "memory_ok", "memory_gib", "peak_memory_gib")) <= 0.08
+    for each in answers.values():
+        assert each["step_seconds_low"] <= each["step_seconds"] <= each["step_seconds_high"]
+        assert each["peak_memory_gib_low"] <= each["peak_memory_gib"] <= each["peak_memory_gib_high"]
+
+
+def test_runs_out_of_memory_are_found_and_others_are_not(rows, answers):
+    evidence = {row["id"]: row["oom_evidence"] for row in rows if row["status"] == "oom"}
+    assert sum(found == "states" for found in evidence.values()) > 100
+    missed = [each for each, found in evidence.items() if answers[each]["fits"]]
+    assert [each for each in missed if evidence[each] == "states"] == []
+    assert len(missed) <= 0.03 * len(evidence)
+    ran = [row["id"] for row in rows if row["status"] == "ran"]
+    assert sum(not answers[each]["fits"] for each in ran) <= 0.03 * len(ran)
+
+
+def test_answers_depend_on_neither_order_nor_names_nor_results(rows, answers, tmp_path):
+    """Rows and columns are shuffled, ids replaced, measured columns left out."""
+    chosen = random.Random(0).sample(rows, 50)
+    source, target = tmp_path / "runs.csv", tmp_path / "out.json"
+    names = random.Random(1).sample(runs_file.NEEDED, len(runs_file.NEEDED))
+    with source.open("w", newline="") as file:
+        writer = csv.DictWriter(file, names, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows({**row, "id": f"new{index}"} for index, row in enumerate(chosen))
+    assert main(["plan", "--runs", str(source), "--json", str(target)]) == 0
+    found = json.loads(target.read_text())["runs"]
+    assert [{**each, "id": ""} for each in found] == [{**answers[row["id"]], "id": ""} for row in chosen]
+
+
+def test_an_unknown_stack_gets_a_wider_interval(rows):
+    row = next(row for row in rows if row["stack"] == "megatron" and row["time_ok"] == "1")
+    known, unknown = (answer({**row, "stack": stack}) for stack in ("megatron", "a new one"))
+    widths = [each["step_seconds_high"] / each["step_seconds_low"] for each in (known, unknown)]
+    assert widths[0] < widths[1]
+
+
+def test_a_missing_and_an_unknown_column_are_named(tmp_path, capsys):
+    path = tmp_path / "runs.csv"
+    path.write_text(",".join(name for name in runs_file.NEEDED if name != "seq") + ",colour\n")
+    assert main(["plan", "--runs", str(path), "--json", str(tmp_path / "x")]) == 2
+    shown = capsys.readouterr().err
+    assert "column 'seq' is missing" in shown and "unknown column 'colour'" in shown
+
+
+def test_a_bad_cell_is_unsupported_and_named(rows):
+    assert answer({**rows[0], "layers": "many"})["unsupported"] == "column layers: 'many' is not a number"
+
+
+def test_one_job(config, tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    command = ["plan", config, "--cluster", "h100x8", "--gpus", "16", "--why", "--overlap", "--json", str(out)]
+    assert main([*command, "batch.micro_batch_size=2"]) == 0
+    shown = capsys.readouterr().out
+    assert "tokens/s" in shown.splitlines()[0] and "single: a single process uses one of 16 GPUs" in shown
+    assert "fully sharded, s b and n" in shown and "hidden" in shown
+    assert "activations" in shown and "| of 79 GiB" in shown
+    plans = {each["strategy"]: each for each in json.loads(out.read_text())["plans"]}
+    assert plans.keys() == {path.stem for path in (Path(plan.__file__).resolve().parents[2] / "configs").glob("*.yaml")}
+    assert plans["zero3"]["peak_memory_gib"] < plans["zero2"]["peak_memory_gib"] < plans["zero1"]["peak_memory_gib"]
+
+
+def test_nothing_fits_and_what_would(config, capsys):
+    command = ["plan", config, "--cluster", "a100_40gbx8", "--gpus", "1", "--strategy", "configs/fsdp.yaml"]
+    assert main(command) == 6
+    (gpus,) = re.findall(r"fsdp fits on (\d+) GPUs", capsys.readouterr().err)
+    command[command.index("1")] = gpus
+    assert int(gpus) > 2 and main(command) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--cluster", "q100x8"], "--cluster q100x8: expected a cluster file"),
+        (["--cluster", "h100x8", "--gpus", "12"], "--gpus 12: nodes have 8 GPUs"),
+        (["--cluster", "h100x8", "batch.size=3"], "batch.size=3: for a model without a recipe"),
+        ([], "plan needs MODEL_OR_RECIPE and --cluster"),
+    ],
+)
+def test_bad_arguments(config, arguments, message, capsys):
+    assert main(["plan", config, *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_config_without_layers(tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({name: value for name, value in CONFIG.items() if name != "num_hidden_layers"}))
+    assert main(["plan", str(path), "--cluster", "h100x8"]) == 2
+    assert "num_hidden_layers or n_layer is missing" in capsys.readouterr().err
+
+
+def test_cluster_files(config, tmp_path, capsys):
+    path = tmp_path / "cluster.yaml"
+    path.write_text("gpu: H200\nnodes: 2\ngpus_per_node: 8\ngbit_per_s_per_node: 400\n")
+    assert main(["plan", config, "--cluster", str(path), "--strategy", "configs/fsdp.yaml"]) == 0
+    assert "on 16 x H200" in capsys.readouterr().out
+    path.write_text("gpu: H200\nnode: 2\ngpus_per_node: 8\n")
+    assert main(["plan", config, "--cluster", str(path)]) == 2
+    assert "unknown key" in capsys.readouterr().err

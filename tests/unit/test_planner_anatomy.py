@@ -1,0 +1,105 @@
+"""Memory and time that the planner predicts: published cases, and what must hold for every job."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from samecurve.planner import memory, step_time
+from samecurve.planner.activations import layer_bytes
+from samecurve.planner.hardware import GIB, gpu
+from samecurve.planner.job import Job, StateBytes
+from samecurve.planner.layout import Layout
+from samecurve.planner.memory import MOMENTS
+from samecurve.planner.profiles import Profile
+from samecurve.planner.shape import ModelShape
+
+GPT = ModelShape(32, 4096, 32, 32, 16384, 50257, gated=False, tied=False, positions=512)
+LLAMA = ModelShape(16, 2048, 32, 32, 8192, 131072, gated=True, tied=True)
+STATES = ("weights", "gradients", "accumulators", "master weights", "optimizer")
+
+
+def a_job(shape=LLAMA, layout=None, **keys) -> Job:
+    return Job(shape, layout or Layout(8), gpu("H100-80GB"), **{"micro_batch": 1, "seq": 4096, "grad_accum": 4, **keys})
+
+
+def states(job: Job) -> float:
+    return max(sum(line.optimizer for line in each.lines if line.name in STATES) for each in memory.anatomy(job))
+
+
+@pytest.mark.parametrize(("zero", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
+def test_zero_table_1(zero, gigabytes):
+    """7.5e9 parameters on 64 GPUs (arXiv:1910.02054, figure 1 and table 1), 16 bytes each."""
+    wide = ModelShape(1, 1, 1, 1, 0, 0, gated=True, tied=True)
+    scale = 7.5e9 / memory.stage_parameters(a_job(wide), memory.stages(a_job(wide), False)[0])[0]
+    job = a_job(wide, Layout(64, zero=zero, shard=64 if zero else 1))
+    assert states(job) * scale / 1e9 == pytest.approx(gigabytes, rel=0.015)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "steady", "peak"), [(StateBytes(), 25.74, 31.38), (StateBytes(master=2, optimizer=4), 16.17, 18.93)]
+)
+def test_deepspeed_6_86b(sizes, steady, peak):
+    """ZeRO-3 on 4 H100s (DeepSpeedExamples, bf16_master_weight), in GiB."""
+    keys = {"micro_batch": 1, "seq": 512, "grad_accum": 1, "flash": False, "checkpointing": "full"}
+    job = a_job(GPT, Layout(4, zero=3, shard=4), states=sizes, stack="deepspeed", **keys)
+    assert states(job) / GIB == pytest.approx(steady, rel=0.05)
+    assert max(each.peak for each in memory.anatomy(job)) / GIB == pytest.approx(peak, rel=0.05)
+
+
+def test_activations_of_a_layer():
+    """s b h (34 + 5 a s / h), divided as Table 2 of arXiv:2205.05198 says."""
+    fused = a_job(GPT, Layout(1), seq=512)
+    plain = replace(fused, flash=False, checkpointing="selective")  # without the scores, with dropout's masks
+    tokens = 512 * 4096
+    assert layer_bytes(fused) == 32 * tokens
+    assert layer_bytes(plain) == 34 * tokens
+    assert layer_bytes(replace(plain, checkpointing="none")) == tokens * 34 + 5 * 32 * 512 * 512
+    assert layer_bytes(replace(plain, layout=Layout(1, tp=8))) == tokens * (10 + 24 / 8)
+    assert layer_bytes(replace(plain, layout=Layout(1, tp=8, sequence_parallel=True))) == tokens * 34 / 8
+    llama = a_job(LLAMA, Layout(1))
+    assert layer_bytes(llama) == 4096 * (28 * 2048 + 8 * 8192)
+
+
+def test_lines_add_up_and_every_moment_has_its_lines():
+    for layout in (Layout(8), Layout(8, zero=3, shard=8), Layout(2, pp=4, schedule="1f1b")):
+        for each in memory.anatomy(a_job(layout=layout)):
+            for moment in MOMENTS:
+                assert each.total(moment) == sum(getattr(line, moment) for line in each.lines) > 0
+            assert each.peak == max(each.total(moment) for moment in MOMENTS)
+
+
+def test_higher_stages_hold_less_and_larger_micro_batches_more():
+    held = [states(a_job(layout=Layout(8, zero=zero, shard=8 if zero else 1))) for zero in range(4)]
+    assert held == sorted(held, reverse=True) and len(set(held)) == 4
+    peaks = [max(each.peak for each in memory.anatomy(a_job(micro_batch=rows))) for rows in (1, 2, 4, 8)]
+    assert peaks == sorted(set(peaks))
+
+
+def test_first_stage_keeps_as_many_micro_batches_as_there_are_stages():
+    job = a_job(layout=Layout(1, pp=4, schedule="1f1b"), grad_accum=8)
+    kept = {each.stage.name: each for each in memory.anatomy(job)}
+    lines = {name: {line.name: line for line in each.lines} for name, each in kept.items()}
+    first, last = (lines[name]["activations"].forward for name in ("first", "last"))
+    assert first == 4 * last
+    assert "logits and loss" in lines["last"] and "logits and loss" not in lines["first"]
+
+
+def test_more_bandwidth_is_never_slower():
+    for layout in (Layout(64, zero=3, shard=64), Layout(64), Layout(8, tp=8, sequence_parallel=True)):
+        times = [step_time.breakdown(a_job(layout=layout, node_gbit=gbit)).total for gbit in (400, 1600, 3200)]
+        assert times == sorted(times, reverse=True)
+
+
+def test_full_recomputation_costs_a_forward_pass():
+    """arXiv:2205.05198, table 4: a layer of 22B takes 27.2 ms instead of 19.6 with full recomputation, 39 % more."""
+    shape = ModelShape(48, 6144, 64, 64, 24576, 51200, gated=False, tied=True, positions=2048)
+    job = Job(shape, Layout(1, tp=8), gpu("A100-80GB"), 4, 2048, flash=False, stack="megatron")
+    plain, full = (step_time.breakdown(replace(job, checkpointing=kind)) for kind in ("none", "full"))
+    layers = [each.compute + each.tensor_parallel for each in (plain, full)]
+    assert layers[1] / layers[0] == pytest.approx(1.39, abs=0.06)
+
+
+def test_a_profile_has_at_most_a_dozen_constants():
+    assert len(Profile.__dataclass_fields__) <= 12

@@ -1,0 +1,90 @@
+"""The planner's formulas against worked numbers of published sources."""
+
+from __future__ import annotations
+
+import pytest
+
+from samecurve.planner import collectives, overlap
+from samecurve.planner.bubbles import bubble
+from samecurve.planner.layout import Layout, data_parallel_size
+
+H100, NVLINK, NETWORK = 989e12, 450e9, 50e9
+
+
+@pytest.mark.parametrize(("tokens", "ratio"), [(4096, 0.4695), (8192, 0.2347), (16384, 0.1174)])
+def test_data_parallel_overlap(tokens, ratio):
+    """The playbook's spurious factor num_params would make it depend on the model's size."""
+    assert overlap.data_parallel(tokens, 8, H100, NVLINK) == pytest.approx(ratio, abs=5e-5)
+
+
+def test_one_bucket():
+    assert overlap.bucket_seconds(25e6, 8, NVLINK) == pytest.approx(97.2e-6, rel=1e-3)
+
+
+@pytest.mark.parametrize(("ranks", "bandwidth", "ratio"), [(8, NVLINK, 0.4695), (64, NETWORK, 4.754)])
+def test_fully_sharded_overlap(ranks, bandwidth, ratio):
+    # The source prints 4.754; e (n - 1) / n F / (2 s b B) is 4.7537 by hand.
+    found = overlap.fully_sharded(4096, ranks, H100, bandwidth)
+    assert found == pytest.approx(ratio, rel=2e-4)
+
+
+@pytest.mark.parametrize(("hidden", "ratio"), [(4096, 3.756), (8192, 1.878)])
+def test_tensor_parallel_overlap(hidden, ratio):
+    assert overlap.tensor_parallel(hidden, 8, H100, NVLINK) == pytest.approx(ratio, rel=2e-4)
+
+
+def test_pipeline_overlap():
+    assert overlap.pipeline(4096, 4, H100, NETWORK) == pytest.approx(0.0755, abs=5e-5)
+
+
+def test_sizes_are_bytes_not_elements():
+    """The playbook's second erratum: fp32 doubles every ratio. The third: Adam and master take 12 bytes a parameter."""
+    half, single = (overlap.tensor_parallel(4096, 8, H100, NVLINK, size) for size in (2, 4))
+    assert single == 2 * half
+    block = overlap.block_bytes(1024)
+    assert block.adam == 12 * 16 * 1024**2 and block.total == 16 * 16 * 1024**2
+    assert overlap.block_bytes(1024, gated=False).weights == 2 * 12 * 1024**2
+
+
+def test_ring_all_reduce():
+    assert collectives.all_reduce_volume(5, 5) == 8
+    assert collectives.all_gather_volume(5, 5) == 4
+    assert collectives.all_reduce_volume(1, 10**6) == pytest.approx(2, rel=1e-5)
+
+
+@pytest.mark.parametrize(("count", "formula", "published"), [(24, 22.6, 24.3), (32, 17.9, 19.9), (64, 9.9, 12.4)])
+def test_bubble_of_1f1b_is_below_the_published_one(count, formula, published):
+    found = 100 * bubble("1f1b", 8, count)
+    assert found == pytest.approx(formula, abs=0.05) and 1.5 < published - found < 2.6
+
+
+def test_bubbles_of_other_schedules():
+    assert bubble("interleaved", 8, 24, 3) == pytest.approx(7 / (3 * 24 + 7))
+    assert bubble("zb-2p", 8, 24) == 0
+    assert bubble("zb-1p", 8, 24) / bubble("1f1b", 8, 24) == pytest.approx(1 / 3, rel=0.2)
+
+
+def test_groups_of_sixteen_gpus():
+    """Megatron's order: TP 2, PP 4 on 16 GPUs leave DP 2."""
+    layout = Layout(data_parallel_size(16, tp=2, pp=4), tp=2, pp=4)
+    assert layout.dp == 2 and layout.gpus == 16
+    assert layout.groups("tp") == [[rank, rank + 1] for rank in range(0, 16, 2)]
+    assert layout.groups("pp") == [[0, 4, 8, 12], [1, 5, 9, 13], [2, 6, 10, 14], [3, 7, 11, 15]]
+    assert layout.groups("dp")[:4] == [[0, 2], [1, 3], [4, 6], [5, 7]] and len(layout.groups("dp")) == 8
+
+
+@pytest.mark.parametrize(
+    ("gpus", "stages", "size"), [(192, 8, 3), (128, 8, 2), (64, 8, 1), (160, 4, 5), (224, 4, 7), (96, 4, 3)]
+)
+def test_data_parallel_size(gpus, stages, size):
+    assert data_parallel_size(gpus, tp=8, pp=stages) == size
+
+
+def test_a_world_that_does_not_divide_is_an_error():
+    with pytest.raises(ValueError, match="100 GPUs are not a multiple of tp 8 x pp 4 = 32"):
+        data_parallel_size(100, tp=8, pp=4)
+
+
+def test_achieved_tflops():
+    assert overlap.utilization_tflops(52, 2048, 1024, 127, 64) == pytest.approx(107.3, abs=0.05)
+    assert overlap.utilization_tflops(52, 2048, 1024, 127, 64, 6) == pytest.approx(80.5, abs=0.05)
