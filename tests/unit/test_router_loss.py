@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +16,8 @@ from transformers.models.switch_transformers.modeling_switch_transformers import
 from samecurve.config.schema_training import Memory
 from samecurve.data.micro_batch import MicroBatch
 from samecurve.engines import router_loss
-from samecurve.engines.forward import Forward, totals
+from samecurve.engines.forward import Forward
+from samecurve.engines.mesh import Mesh
 from samecurve.errors import ConfigurationError
 from samecurve.interfaces.task import Task
 from samecurve.losses import router
@@ -25,6 +25,7 @@ from samecurve.losses.chunked_cross_entropy import install_chunked_head
 from samecurve.losses.cross_entropy import IGNORE_INDEX
 from samecurve.models import routers
 from samecurve.models.activation_checkpointing import checkpoint_layers
+from samecurve.strategy.parallel_dims import ParallelDims
 
 FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "phimoe", "jetmoe", "gpt_oss"]
 MORE = ["granitemoeshared", "flex_olmo", "jamba", "ernie4_5_moe"]
@@ -65,11 +66,12 @@ def batch() -> MicroBatch:
 def step(model, kind: str | None, rows: int, chunked: bool = False) -> tuple[float, dict, dict[str, Tensor]]:
     """(token loss, router metrics, gradients) of one step with micro-batches of `rows` rows."""
     accelerator, recipe = Accelerator(cpu=True), SimpleNamespace(model=SimpleNamespace(router_loss=kind))
-    balance = router_loss.install(recipe, model, partial(totals, accelerator))
+    mesh = Mesh(ParallelDims(), 0, accelerator.device)
+    balance = router_loss.install(recipe, model, mesh.sum)
     with torch.device("meta"):
         skeleton = type(model)(model.config)
     implementation = install_chunked_head(model, skeleton, "chunked") if chunked else "full"
-    forward = Forward(accelerator, model, Tokens(), implementation, router=balance)
+    forward = Forward(accelerator, mesh, model, Tokens(), implementation, router=balance)
     micro_batches = batch().split(rows)
     tokens, value = forward.count(micro_batches), 0.0
     for each, context, _ in forward.with_contexts(micro_batches, tokens):
