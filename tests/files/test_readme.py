@@ -190,5 +190,6 @@ def recorded() -> list[str]:
     metrics += ["eval_rewards_chosen", "eval_rewards_rejected", "eval_margin", "eval_pairs", "eval_loss_source_0"]
     metrics += ["rewards_chosen", "rewards_rejected", "margin", "accuracy"]
     metrics += ["eval_label_loss", "eval_divergence"]
+    metrics += ["router_loss", "router_z_loss", "expert_share", "expert_share_max"]
     metrics += ["eval_accuracy_at_1", "eval_accuracy_at_5", "eval_mrr_at_10"]
     return [*record, *added, *metrics]
