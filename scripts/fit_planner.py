@@ -67,7 +67,8 @@ def fit_default(runs: list[Measured]) -> Profile:
             by_source[run.source].append(run)
     for several in by_source.values():
         plain += several[:: 1 + len(several) // MOST_OF_A_SOURCE]
-    default = fitting.fit([run for run in plain if run.seconds], Profile())
+    timed = [run for run in plain if run.seconds]
+    default = fitting.fit(timed, Profile(), bounds=fitting.DEFAULT_BOUNDS)
     return _fit_memory([run for run in plain if run.memory_gib or run.ran], default)
 
 

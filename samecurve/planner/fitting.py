@@ -24,6 +24,8 @@ TIME_BOUNDS = {
     "network_share": (0.05, 1.1),
     "step_us": (1000.0, 300000.0),
 }
+# An unknown stack launches a layer's hundred kernels in 10 us each; one slow stack must not decide otherwise.
+DEFAULT_BOUNDS = {**TIME_BOUNDS, "layer_floor_us": (30.0, 1500.0)}
 MEMORY_BOUNDS = {"gathered_inputs": (0.5, 5.0), "logits_bytes": (4.0, 20.0)}
 CLIPPED = 0.7  # larger errors, as logarithms, count as this, so that a broken run does not bend a constant
 CLIPPED_MEMORY = 0.25
