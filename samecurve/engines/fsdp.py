@@ -43,12 +43,13 @@ def shard(accelerator: Accelerator, model: PreTrainedModel, mesh: Mesh) -> PreTr
     # A head whose bias the model has under a second name (BERT) stays in the root's unit, as that name does.
     if sum(parameter is bias for _, parameter in model.named_parameters(remove_duplicate=False)) <= 1:
         # The last layers stay gathered after the forward pass: the backward pass begins with them.
-        last = [_final_norm(model), head]
+        last = [module for module in (_final_norm(model), head) if module is not None]
         if tokens is not None and tokens.weight is getattr(head, "weight", None):
             last.append(tokens)
         else:
             fully_shard(tokens, **options, reshard_after_forward=plugin.reshard_after_forward)
-        fully_shard([module for module in last if module is not None], **options, reshard_after_forward=False)
+        if last:  # an encoder without a head may have neither
+            fully_shard(last, **options, reshard_after_forward=False)
     fully_shard(model, **options)
     # only CPUOffloadPolicy, not the policy without offload, has pin_memory
     model.to_empty(device="cpu" if getattr(plugin.cpu_offload, "pin_memory", False) else accelerator.device)
