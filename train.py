@@ -37,6 +37,7 @@ def main() -> None:
         session = open_session(plan, accelerator, run, watch)
         train(session)
         session.export()
+        session.trackers.close()
         accelerator.end_training()
 
 

@@ -36,6 +36,9 @@ if [ -n "$full" ]; then
     packages=(sentence-transformers==6.2.0 scikit-learn scipy joblib threadpoolctl narwhals cloudpickle)
     [ -d "$SAMECURVE_SENTENCE_TRANSFORMERS/sentence_transformers" ] ||
         .venv/bin/python -m pip install --quiet --no-deps --target "$SAMECURVE_SENTENCE_TRANSFORMERS" "${packages[@]}"
+    export SAMECURVE_TRACKERS=$PWD/.venv/trackers # experiment trackers, with what they need
+    [ -d "$SAMECURVE_TRACKERS/wandb" ] ||
+        .venv/bin/python -m pip install --quiet --target "$SAMECURVE_TRACKERS" -r requirements-trackers.txt
     export SAMECURVE_MKDOCS=$PWD/.venv/mkdocs # builds the documentation
     [ -d "$SAMECURVE_MKDOCS/mkdocs" ] ||
         .venv/bin/python -m pip install --quiet --target "$SAMECURVE_MKDOCS" -r requirements-docs.txt

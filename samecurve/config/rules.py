@@ -11,7 +11,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from samecurve.config import rules_data, rules_memory, rules_model, rules_optimizer, rules_profile, rules_tasks
+from samecurve.config import (
+    rules_data,
+    rules_logging,
+    rules_memory,
+    rules_model,
+    rules_optimizer,
+    rules_profile,
+    rules_tasks,
+)
 from samecurve.config.documents import describe
 from samecurve.config.paths import path_problem, pattern_hint
 from samecurve.config.schema import Recipe
@@ -28,7 +36,7 @@ Rule = Callable[[Callable[[str], Any]], Iterator[Finding]]
 
 def apply_rules(source: RecipeSource) -> None:
     """Check all rules and add their findings to the source's problems."""
-    parts = (rules_model, rules_memory, rules_tasks, rules_data, rules_optimizer, rules_profile)
+    parts = (rules_model, rules_memory, rules_tasks, rules_data, rules_optimizer, rules_profile, rules_logging)
     rules: list[Rule] = [*RULES, *(rule for part in parts for rule in part.RULES)]
     for index in range(source.length("data.mixture")):
         rules += [partial(_readable, f"data.mixture.{index}.path"), *rules_data.in_mixture(index)]

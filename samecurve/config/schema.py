@@ -20,6 +20,7 @@ MOST_STEPS = 10**8 - 1
 # 31 years in seconds. Timeouts of some hundred years overflow in PyTorch and Python.
 LONGEST_TIMEOUT = 10**9
 Pooling = Literal["mean", "cls", "last"]
+Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio", "comet_ml", "aim", "clearml", "dvclive", "swanlab"]
 
 
 def _off(value: Any) -> Any:
@@ -139,10 +140,13 @@ class Watchdog(Section):
 
 
 class Logging(Section):
-    """Console output. `metrics.jsonl` has every step."""
+    """Console output and experiment trackers. `metrics.jsonl` has every step."""
 
     every_steps: Count = 10
     """Steps between lines where the output is not a terminal."""
+    trackers: tuple[Tracker, ...] = Field(default=("tensorboard",), strict=False)
+    """Trackers that get the metrics, each by its own package. They are set up by their own environment variables, such
+    as `WANDB_MODE` or `MLFLOW_TRACKING_URI`. See [Run directory](run_directory.md#trackers)."""
 
 
 class Profile(Section):

@@ -30,7 +30,7 @@ from samecurve.strategy.restarts import STARTING_OVER, is_restart
 
 State = Literal["running", "done", "failed", "preempted"]
 RECORDS = ("run.json", STATUS, "metrics.jsonl", "skipped.jsonl")
-FOLDERS = ("model", "tensorboard", "checkpoints", "stacks", "profile")
+FOLDERS = ("model", "tensorboard", "trackers", "checkpoints", "stacks", "profile")
 OF_ONE_SESSION = ("model", "stacks", "profile", "run.json")  # and status.json, see _move
 REPORT, REPORTS = "report.html", "report*.html"  # from `samecurve report`; report_OTHER.html compares two runs
 

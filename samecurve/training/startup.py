@@ -154,7 +154,9 @@ def open_run(context: Context, built: Built, engine: Engine, checkpoints: Checkp
             (recipe.evaluate.every_steps, recipe.checkpoint.every_steps),
             meter.start,
         ),
-        trackers=Trackers(context.accelerator, meter, recipe.data, context.run.tensorboard, log),
+        trackers=Trackers(
+            recipe.logging.trackers if context.world.is_main else (), meter, recipe.data, context.run.path, log
+        ),
     )
     _introduce(session)
     return session

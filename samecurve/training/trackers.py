@@ -1,47 +1,87 @@
-"""Accelerate's trackers (TensorBoard), and the advice that depends on the logged records."""
+"""The recipe's experiment trackers, and the advice that depends on the logged records."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
+
 from samecurve.metrics.data_wait import WaitAdvice
+from samecurve.storage.atomic import write_json
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
-
     from samecurve.config.schema import Data
     from samecurve.metrics.meter import Meter
 
+RUN_IDS = "runs.json"  # the run's names in its trackers, by which a later session goes on with them
+
 
 class Trackers:
-    """Logs the record of each step.
+    """Logs the record of each step with Accelerate's trackers.
+
+    A tracker that fails is reported once and gets nothing more. It never ends the run: metrics.jsonl has every step.
 
     Args:
-        folder: where TensorBoard's files are.
+        names: logging.trackers; empty on ranks that do not log.
+        meter: names the scalars.
+        data: for the advice on data loading.
+        folder: the run directory.
         log: prints one line (on rank 0 only).
     """
 
-    def __init__(self, accelerator: Accelerator, meter: Meter, data: Data, folder: Path, log: Callable[[str], None]):
-        self._accelerator, self._meter, self._folder, self._log = accelerator, meter, folder, log
+    def __init__(self, names: Sequence[str], meter: Meter, data: Data, folder: Path, log: Callable[[str], None]):
+        self._names, self._meter, self._folder, self._log = names, meter, folder, log
         self._advice = WaitAdvice(data)
-        self._is_writable = True
+        self._open: dict[str, GeneralTracker] = {}
 
     def open(self, start_step: int) -> None:
         """Open the trackers. start_step: the last step of the earlier session's checkpoint, 0 in a fresh run."""
-        # repeated steps replace those that the earlier session logged after its last checkpoint
-        purge = {"purge_step": start_step + 1}
-        self._accelerator.init_trackers(self._folder.name, init_kwargs={"tensorboard": purge})
+        for name in self._names:
+            self._try(name, lambda name=name: self._start(name, start_step))
 
     def log(self, record: dict) -> None:
-        """Log the step's record. A failed write is reported once and does not end the run."""
+        """Log the step's record."""
         self._log(self._advice.after(record))
         self._log(self._meter.doubt(record))
-        if not self._is_writable:
-            return
+        scalars = self._meter.scalars(record) if self._open else {}
+        for name, tracker in [*self._open.items()]:
+            self._try(name, lambda tracker=tracker: tracker.log(scalars, step=record["step"]))
+
+    def close(self) -> None:
+        """Close the trackers, which upload or write what they still hold."""
+        for name, tracker in [*self._open.items()]:
+            self._try(name, tracker.finish)
+
+    def _start(self, name: str, start_step: int) -> None:
+        project, folder = self._folder.resolve().name, self._folder / "trackers"
+        ids = folder / RUN_IDS
+        known = json.loads(ids.read_text()) if start_step and ids.is_file() else {}
+        kind, options = LOGGER_TYPE_TO_CLASS[name], {}
+        if name == "tensorboard":
+            # repeated steps replace those that the earlier session logged after its last checkpoint
+            options = {"logging_dir": self._folder, "purge_step": start_step + 1}
+            project = "tensorboard"  # its folder
+        elif name == "mlflow":
+            options = {"run_id": known.get(name)}
+        elif name == "wandb":
+            options = {"id": known.get(name), "resume": "allow", "dir": str(folder)}
+        elif kind.requires_logging_directory:
+            options = {"logging_dir": str(folder)}
+        if name != "tensorboard":
+            folder.mkdir(exist_ok=True)
+        tracker = kind(project, **options)
+        tracker.start()
+        self._open[name] = tracker
+        if name in ("mlflow", "wandb"):
+            run = tracker.tracker
+            write_json(ids, known | {name: run.info.run_id if name == "mlflow" else run.id})
+
+    def _try(self, name: str, action: Callable[[], None]) -> None:
         try:
-            self._accelerator.log(self._meter.scalars(record), step=record["step"])
-        except OSError as error:
-            self._is_writable = False
-            self._log(f"{self._folder}: {error}; nothing more is written there, metrics.jsonl has it all")
+            action()
+        except Exception as error:  # of any tracker's package
+            self._open.pop(name, None)
+            self._log(f"logging.trackers: {name} failed: {error}; it gets nothing more, metrics.jsonl has every step")

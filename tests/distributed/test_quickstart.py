@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from harness import ROOT, Run
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from samecurve.strategy.resolve import resolve_plan
 
@@ -57,7 +58,11 @@ def test_it_shows_a_sample_and_where_everything_is(quickstart):
     assert len(sample.split()) > 10
     assert f"run directory {directory}\n" in quickstart.run.output
     assert quickstart.commands["view the curves"] == f"tensorboard --logdir '{directory}/tensorboard'"
-    assert list((directory / "tensorboard").rglob("events.out.tfevents.*"))
+    events = EventAccumulator(str(directory / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    for name in ("train/loss", "train/grad_norm", "progress/tokens", "speed/step_seconds", "evaluate/eval_loss"):
+        logged = {event.step: event.value for event in events.Scalars(name)}
+        key = name.partition("/")[2]
+        assert logged == pytest.approx({row["step"]: row[key] for row in quickstart.run.metrics if key in row})
     page = (directory / "report.html").read_text()
     assert page.count("<svg") >= 6 and (directory / "model" / "loss.svg").exists()
     assert quickstart.commands["write a report"] == f"python -m samecurve report '{directory}'"

@@ -1,0 +1,135 @@
+"""Experiment trackers: each gets every record, one that fails ends no run, and a resumed run goes on where it was."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import get_args
+
+import pytest
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+from report_cases import GOOD, check_report, message, write
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from samecurve.config.schema import Data, Tracker
+from samecurve.specs.trackers import TRACKERS
+from samecurve.training.trackers import Trackers
+
+METER = SimpleNamespace(doubt=lambda record: "", scalars=lambda record: {"train/loss": record["loss"]})
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = os.environ.get("SAMECURVE_TRACKERS", "")
+
+
+def opened(folder: Path, *names: str, start_step: int = 0) -> tuple[Trackers, list[str]]:
+    lines: list[str] = []
+    trackers = Trackers(names, METER, Data(path="x"), folder, lambda text: lines.append(text) if text else None)
+    trackers.open(start_step)
+    return trackers, lines
+
+
+def log(trackers: Trackers, *steps: int) -> None:
+    for step in steps:
+        trackers.log({"step": step, "loss": 10.0 - step, "step_seconds": 1.0, "data_wait_fraction": 0.0})
+
+
+def events(folder: Path) -> dict[int, float]:
+    found = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    return {event.step: event.value for event in found.Scalars("train/loss")}
+
+
+def test_the_names_are_those_of_accelerate():
+    assert set(get_args(Tracker)) == set(TRACKERS) == {str(name) for name in LOGGER_TYPE_TO_CLASS}
+
+
+def test_a_resumed_run_replaces_what_its_checkpoint_does_not_hold(tmp_path):
+    first, _ = opened(tmp_path, "tensorboard")
+    log(first, 1, 2, 3, 4)
+    second, _ = opened(tmp_path, "tensorboard", start_step=2)
+    log(second, 3)
+    assert events(tmp_path) == {1: 9.0, 2: 8.0, 3: 7.0}
+
+
+@pytest.mark.parametrize("method", ["start", "log", "finish"])
+def test_a_tracker_that_fails_is_said_once_and_the_others_go_on(method, tmp_path, monkeypatch):
+    class Broken(SimpleNamespace):
+        requires_logging_directory = False
+
+        def __init__(self, run_name):
+            super().__init__(start=lambda: None, log=lambda *_, **__: None, finish=lambda: None)
+
+            def fail(*_, **__):
+                raise ConnectionError("no route")
+
+            setattr(self, method, fail)
+
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "aim", Broken)
+    trackers, lines = opened(tmp_path, "aim", "tensorboard")
+    log(trackers, 1, 2)
+    trackers.close()
+    assert [line for line in lines if "aim" in line and "no route" in line] == lines and len(lines) == 1
+    assert events(tmp_path) == {1: 9.0, 2: 8.0}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("aim") is not None, reason="aim is installed")
+def test_a_missing_package_is_a_configuration_error(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, {**GOOD, "r.yaml": GOOD["r.yaml"] + "logging:\n  trackers: [tensorboard, aim, tensorboard]\n"})
+    text, code = message(tmp_path, ["r.yaml"], {})
+    assert code == 2
+    rows = [
+        ("r.yaml:16", "logging.trackers", "aim", "pip install aim"),
+        ("r.yaml:16", "logging.trackers", "tensorboard", "once"),
+    ]
+    check_report(text, rows)
+
+
+OFFLINE = """
+import json, sys
+from pathlib import Path
+from accelerate import PartialState
+sys.path[:0] = [{here!r}]
+from test_trackers import log, opened
+folder, _ = Path({folder!r}), PartialState(cpu=True)  # the trackers' log lines ask for it
+for start_step, steps in ((0, (1, 2, 3)), (2, (3, 4))):
+    trackers, lines = opened(folder, *{names!r}, start_step=start_step)
+    log(trackers, *steps)
+    trackers.close()
+    assert not lines, lines
+"""
+
+
+def run_offline(folder: Path, name: str) -> None:
+    script = OFFLINE.format(here=str(Path(__file__).parent), folder=str(folder), names=[name])
+    settings = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db"}
+    environ = {**os.environ, **settings, "PYTHONPATH": f"{ROOT}:{PACKAGES}"}
+    subprocess.run([sys.executable, "-c", script], env=environ, cwd=folder, check=True, timeout=300)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not PACKAGES, reason="scripts/test.sh --full installs wandb and mlflow and sets SAMECURVE_TRACKERS")
+def test_mlflow_holds_all_steps_of_both_sessions_in_one_run(tmp_path):
+    run_offline(tmp_path, "mlflow")
+    [run_id] = json.loads((tmp_path / "trackers" / "runs.json").read_text()).values()
+    reading = f"import mlflow, json; client = mlflow.MlflowClient('sqlite:///{tmp_path}/mlflow.db')\n"
+    reading += f"found = client.get_metric_history({run_id!r}, 'train/loss')\n"
+    reading += "print(json.dumps([[each.step, each.value] for each in found]))"
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{PACKAGES}"}
+    done = subprocess.run(
+        [sys.executable, "-c", reading], env=environ, cwd=tmp_path, check=True, capture_output=True, text=True
+    )
+    steps = dict(json.loads(done.stdout.splitlines()[-1]))
+    assert steps == {1: 9.0, 2: 8.0, 3: 7.0, 4: 6.0}
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not PACKAGES, reason="scripts/test.sh --full installs wandb and mlflow and sets SAMECURVE_TRACKERS")
+def test_wandb_offline_writes_both_sessions_under_one_run(tmp_path):
+    run_offline(tmp_path, "wandb")
+    [run_id] = json.loads((tmp_path / "trackers" / "runs.json").read_text()).values()
+    written = [path for path in (tmp_path / "trackers").rglob("*.wandb") if path.stem == f"run-{run_id}"]
+    assert len(written) == 2 and all(path.stat().st_size > 200 for path in written)
