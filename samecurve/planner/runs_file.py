@@ -62,7 +62,7 @@ def job(row: dict[str, str]) -> Job:
     names = ("dp", "tp", "pp", "cp", "ep", "virtual_stages")
     layout = Layout(
         **{name: count(name) for name in names}, schedule=row["schedule"].strip(), zero=int(number("zero")),
-        shard=count("shard"), sequence_parallel=flag("sequence_parallel"),
+        shard=count("shard", count("dp") if number("zero") else 1), sequence_parallel=flag("sequence_parallel"),
     )  # fmt: skip
     states = StateBytes(*(number(f"{name}_bytes") for name in ("weight", "grad", "accum", "master", "optim")))
     kind = row["gpu"].strip()

@@ -102,6 +102,15 @@ def test_a_bad_cell_is_unsupported_and_named(rows):
     assert answer({**rows[0], "layers": "many"})["unsupported"] == "column layers: 'many' is not a number"
 
 
+def test_a_job_unlike_all_public_runs(rows):
+    """The table has neither experts nor context parallelism; a row with both is answered, with wide intervals."""
+    base = {**next(row for row in rows if row["mlp"] == "swiglu"), "stack": "new", "gpu": "B300", "gpu_memory_gib": ""}
+    sizes = {"gpus": "64", "dp": "32", "cp": "2", "ep": "8", "zero": "1", "shard": "", "memory_kind": "torch_reserved"}
+    few, many = (answer({**base, **sizes, "experts": count, "top_k": "2"}) for count in ("8", "64"))
+    assert 0 < few["peak_memory_gib"] < many["peak_memory_gib"]
+    assert 0 < few["step_seconds_low"] < few["step_seconds"] < few["step_seconds_high"]
+
+
 def test_one_job(config, tmp_path, capsys):
     out = tmp_path / "plan.json"
     command = ["plan", config, "--cluster", "h100x8", "--gpus", "16", "--why", "--overlap", "--json", str(out)]
