@@ -20,8 +20,8 @@ def test_same_plugins(strategy, workspace):
     assert [made[launcher].pop("launcher") for launcher in LAUNCHERS] == LAUNCHERS
     assert made["accelerate"] == made["torchrun"]
     assert made["deepspeed"] == made["torchrun"]
-    expected = {"ddp": set(), "fsdp": {"FullyShardedDataParallelPlugin"}}
-    expected["hsdp"] = expected["fsdp"] | {"ParallelismConfig"}
+    sharded = {"FullyShardedDataParallelPlugin"}  # without a ParallelismConfig: the mesh is the project's own
+    expected = {"ddp": set(), "fsdp": sharded, "hsdp": sharded}
     names = {name for name in made["torchrun"] if name[0].isupper()}
     assert names == expected.get(strategy, {"DeepSpeedPlugin"})
 

@@ -9,6 +9,7 @@ import torch
 
 from samecurve.checkpoint.host_copy import HostCopy, block_sizes
 from samecurve.checkpoint.snapshot import Snapshot
+from samecurve.interfaces.region import Region
 from samecurve.interfaces.sharded_state import Held
 
 MIB = 2**20
@@ -41,7 +42,7 @@ def test_tensors_of_any_dtype_come_back_wherever_they_lie():
 
 def test_a_copy_of_bf16_state_takes_two_bytes_per_value_and_is_written_in_fp32():
     live = {kind: torch.randn(MIB).bfloat16() for kind in ("weight", "exp_avg", "exp_avg_sq")}
-    held = Held("w", 0, MIB, 0, MIB)
+    held = Held("w", Region(0, MIB), range(MIB))
     state = SimpleNamespace(
         factors={},
         codes=(),
