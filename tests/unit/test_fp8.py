@@ -208,7 +208,7 @@ def test_refused_with_the_reason(argv, fragments, tmp_path, monkeypatch):
 @pytest.mark.parametrize(("kind", "installed"), [("rowwise", False), ("rowwise", True), ("off", False)])
 def test_torchao_has_to_be_there(kind, installed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if installed else None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if installed or name != "torchao" else None)
     write(tmp_path, {})
     found = message(tmp_path, ["r.yaml", f"fp8={kind}", "precision=bf16", "--strategy", "configs/ddp.yaml"], TORCHRUN)
     if kind == "off" or installed:

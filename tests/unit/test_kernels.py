@@ -130,7 +130,7 @@ def test_deepspeed_takes_its_own_update_of_an_offloaded_optimizer(tmp_path, monk
 @pytest.mark.parametrize("installed", [True, False])
 def test_the_package_has_to_be_there(installed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if installed else None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if installed or name != "liger_kernel" else None)
     write(tmp_path, {})
     keys = {"loss.implementation": "auto", "model.kernels": "torch"}
     argv = ["r.yaml", *(f"{key}=liger" for key in keys), "--strategy", "configs/ddp.yaml"]
