@@ -57,6 +57,9 @@ def start(plan: Plan) -> Accelerator:
         # DeepSpeed 0.19 calls functions that torch 2.13 has renamed, and would warn on every rank
         names = "all_gather_into_tensor|reduce_scatter_tensor"
         warnings.filterwarnings("ignore", rf"`torch\.distributed\.({names})` is deprecated", FutureWarning)
+    if strategy.family == "ddp":
+        # Accelerate 1.15 knows only the name that torch 2.13 deprecates, and torch 2.11 knows no other
+        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
     accelerator = Accelerator(
         mixed_precision="no" if recipe.precision == "fp32" else recipe.precision,
         gradient_accumulation_plugin=GradientAccumulationPlugin(_accumulation(plan), sync_with_dataloader=False),
