@@ -57,10 +57,10 @@ if [ ${#chosen[@]} != 0 ]; then
 fi
 
 # Processes that wait for each other leave the cores idle half of the time, so two parts run beside each other.
-# DeepSpeed's operators take minutes to compile, once; they are there when the first test needs them.
+# DeepSpeed's operators take minutes to compile, once, and the first test that needs them waits for them.
 beside=$(mktemp -d)
 trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$beside"' EXIT
-nice python -c 'from deepspeed.ops import op_builder as b; b.CPUAdamBuilder().load(); b.AsyncIOBuilder().load()' \
+python -c 'from deepspeed.ops import op_builder as b; b.CPUAdamBuilder().load(); b.AsyncIOBuilder().load()' \
     >"$beside/build" 2>&1 &
 pytest "${arguments[@]}" tests/unit tests/files tests/faults >"$beside/tests" 2>&1 &
 first=$! code=0 other=0

@@ -173,6 +173,7 @@ def test_pairs_of_like_length_go_together_and_fill_up_pairs_count_nowhere():
     assert [(batch.labels.flatten(1) != -100).any(dim=1).sum() >= 1 for batch in batches] == [True]
 
 
+@pytest.mark.full
 def test_the_standard_library_is_pairs_and_they_are_always_the_same(tmp_path):
     found = read(PREFERENCES)
     assert 3000 < len(found) < 12000
