@@ -22,6 +22,7 @@ INTERRUPTED = 130  # the shell's exit code for SIGINT
 COMMANDS = {
     "inspect": "show the training data of a recipe, token by token, without a model",
     "compare": "run the same short job under each strategy and compare the curves",
+    "doctor": "look for what would stop a run on this machine or cluster",
     "plan": "predict memory and step time of a job under each strategy, without a GPU",
     "summary": "summarize a run and print the commands to look at it or continue it",
     "report": "write an HTML page with the curves and settings of a run, or of two",

@@ -30,8 +30,8 @@ def choose_interface(environ: MutableMapping[str, str] = os.environ) -> None:
     master = environ.get("MASTER_ADDR", "")
     if VARIABLE in environ or not _spans_hosts(environ) or _is_this_host(master):
         return
-    addresses = _interfaces()
-    found = addresses.get(_source(master)) or addresses.get(_source(_ELSEWHERE))
+    addresses = interfaces()
+    found = addresses.get(source_address(master)) or addresses.get(source_address(_ELSEWHERE))
     names = sorted(set(addresses.values()))
     if found is None and len(names) != 1:
         raise TopologyError(
@@ -55,7 +55,7 @@ def _is_this_host(address: str) -> bool:
         return address in ("", "localhost")
 
 
-def _source(address: str) -> str:
+def source_address(address: str) -> str:
     """Return this host's address on the route to `address`, "" without a route. Connecting UDP sends nothing."""
     try:
         family, kind, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
@@ -66,7 +66,7 @@ def _source(address: str) -> str:
         return ""
 
 
-def _interfaces() -> dict[str, str]:
+def interfaces() -> dict[str, str]:
     """Map each address of this host to its interface, for interfaces that are up, without loopback."""
     import psutil
 

@@ -33,6 +33,7 @@ LAYERS = (
     {"inference"},
     {"training"},
     {"bench"},
+    {"doctor"},
     {"cli"},
 )
 RANKS = {package: rank for rank, packages in enumerate(LAYERS) for package in packages}

@@ -20,8 +20,8 @@ def host(monkeypatch):
     """A host with these addresses, from which each destination is reached with one of them."""
 
     def made(addresses: dict[str, str], routes: dict[str, str]) -> None:
-        monkeypatch.setattr(network, "_interfaces", lambda: {a: n for a, n in addresses.items() if n != "lo"})
-        monkeypatch.setattr(network, "_source", lambda to: routes.get(to, ""))
+        monkeypatch.setattr(network, "interfaces", lambda: {a: n for a, n in addresses.items() if n != "lo"})
+        monkeypatch.setattr(network, "source_address", lambda to: routes.get(to, ""))
 
     return made
 
@@ -63,10 +63,10 @@ def test_on_one_machine_nothing_is_set(environ, host):
 
 def test_the_system_is_read_as_it_is(monkeypatch):
     """Loopback is left out, and the route to an address of this host has that address as its source."""
-    assert network._source("127.0.0.1") == "127.0.0.1"
-    assert network._source("no-such-host.invalid") == ""
+    assert network.source_address("127.0.0.1") == "127.0.0.1"
+    assert network.source_address("no-such-host.invalid") == ""
     address, loopback = (SimpleNamespace(family=socket.AF_INET, address=text) for text in ("10.0.0.1", "127.0.0.1"))
     up, down = (SimpleNamespace(isup=state) for state in (True, False))
     monkeypatch.setattr(psutil, "net_if_stats", lambda: {"lo": up, "eth0": up, "eth1": down})
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"lo": [loopback], "eth0": [address], "eth1": [address]})
-    assert network._interfaces() == {"10.0.0.1": "eth0"}
+    assert network.interfaces() == {"10.0.0.1": "eth0"}

@@ -1,0 +1,59 @@
+"""Look for what would stop a run on this machine or cluster, before it is started.
+
+On one machine, on every host of --hostfile through ssh, or on every rank inside srun or torchrun (start it as
+`torchrun ... -m samecurve doctor`). With a recipe and a strategy it also looks at what these need.
+
+Each line says what was seen, what is wrong and what mends it. The exit code is 0, or that of the first problem.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from samecurve.config import loader as recipes
+from samecurve.config.schema import Recipe
+from samecurve.doctor import examination, hosts
+from samecurve.errors import ConfigurationError
+from samecurve.planner import model_config, strategies
+from samecurve.specs.optimizers import OPTIMIZERS
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="a recipe file, for what it writes and needs")
+    parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="recipe values, as for train.py")
+    parser.add_argument("--strategy", metavar="FILE", help="a strategy file, for the operators that it compiles")
+    parser.add_argument("--hostfile", metavar="FILE", help="examine all hosts of this file: lines NAME slots=N")
+    parser.add_argument("--master_addr", metavar="ADDRESS", help="of the first host (default: its name there)")
+    parser.add_argument("--master_port", metavar="PORT", type=int, default=29500, help="(default: %(default)s)")
+    parser.add_argument(
+        "--seconds", metavar="N", type=float, default=60.0, help="limit of each stage between hosts (default: 60)"
+    )
+    parser.add_argument("--json", metavar="FILE", help="also write the findings as JSON; - for standard output alone")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    recipe = recipes.load_recipe(arguments.recipe, arguments.overrides) if arguments.recipe else None
+    strategy = strategies.read(arguments.strategy, 1) if arguments.strategy else None
+    if not arguments.hostfile:
+        needed = needed_bytes(recipe) if recipe else {}
+        return examination.run(recipe, strategy, needed, arguments.seconds, arguments.json)
+    listed = hosts.read_hostfile(arguments.hostfile)
+    forwarded = [arguments.recipe, *arguments.overrides] if arguments.recipe else []
+    forwarded += ["--strategy", arguments.strategy] if arguments.strategy else []
+    forwarded += ["--seconds", str(arguments.seconds)]
+    found = hosts.examine(listed, forwarded, arguments.master_addr, arguments.master_port, arguments.seconds)
+    return examination.report(found, arguments.json)
+
+
+def needed_bytes(recipe: Recipe) -> dict[str, int]:
+    """Estimate what a run writes: its checkpoints (kept ones, and one more while it is written) and the exported model.
+
+    An adapter's are small, so for these it is the exported model alone.
+    """
+    try:
+        fields = recipe.model.config or model_config.read(str(recipe.model.path))
+        parameters = model_config.shape(fields, "model", recipe.tokenizer.vocabulary_size).parameters
+    except ConfigurationError:  # the planner knows decoders; without a size, free space is shown only
+        return {}
+    states = 0 if recipe.adapter.name else 4 * (1 + len(OPTIMIZERS[recipe.optimizer.name].states))
+    return {"output_dir": int(parameters * (states * (recipe.checkpoint.keep + 1) + 4))}

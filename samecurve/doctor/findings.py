@@ -1,0 +1,79 @@
+"""What the doctor reports: one line for what was seen, and for a problem the command that mends it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from samecurve.errors import SamecurveError
+from samecurve.storage.atomic import storage_errors
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One observation.
+
+    Attributes:
+        area: what was looked at, for example "clock".
+        seen: what was found there.
+        problem: what is wrong with it; "" if nothing is.
+        fix: the command or setting that mends it.
+        exit_code: of the error class that a run would end with; 0 if a run works nevertheless.
+        host: the host it was found on; "" if it is about all.
+    """
+
+    area: str
+    seen: str
+    problem: str = ""
+    fix: str = ""
+    exit_code: int = 0
+    host: str = ""
+
+    @property
+    def level(self) -> str:
+        return "FAIL" if self.exit_code else "warn" if self.problem else "ok"
+
+
+def failed(area: str, seen: str, problem: str, fix: str, error: type[SamecurveError], host: str = "") -> Finding:
+    """A finding that ends a run with `error`."""
+    return Finding(area, seen, problem, fix, error.exit_code, host)
+
+
+def exit_code(findings: Iterable[Finding]) -> int:
+    """Return the exit code of the first failure, or 0."""
+    return next((each.exit_code for each in findings if each.exit_code), 0)
+
+
+def text(findings: Sequence[Finding]) -> str:
+    """Format the findings, failures last, so that they are what remains on the screen."""
+    order = {"ok": 0, "warn": 1, "FAIL": 2}
+    several = len({each.host for each in findings if each.host}) > 1
+    lines = [line for each in sorted(findings, key=lambda each: order[each.level]) for line in _lines(each, several)]
+    count = sum(each.level == "FAIL" for each in findings)
+    warnings = sum(each.level == "warn" for each in findings)
+    last = f"{count} problem{'s' * (count != 1)}" if count else "no problem found"
+    return "\n".join([*lines, last + (f", {warnings} warning{'s' * (warnings > 1)}" if warnings else "")])
+
+
+def write_json(findings: Sequence[Finding], target: str) -> None:
+    """Write the findings to a file, or to standard output for "-"."""
+    content: dict[str, Any] = {
+        "exit_code": exit_code(findings),
+        "findings": [{**asdict(each), "level": each.level} for each in findings],
+    }
+    if target == "-":
+        print(json.dumps(content))
+        return
+    with storage_errors(Path(target)):
+        Path(target).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _lines(finding: Finding, several: bool) -> list[str]:
+    """several: whether the findings are about more than one host, so that each has to name its own."""
+    host = f"{finding.host}: " if finding.host and several else ""
+    problem = "; ".join(filter(None, (finding.problem, finding.fix)))
+    first, *others = [*finding.seen.splitlines(), *([problem] if problem else [])]
+    return [f"{finding.level:<5} {finding.area:<12} {host}{first}", *(f"{'':19}{line}" for line in others)]

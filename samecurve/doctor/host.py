@@ -1,0 +1,206 @@
+"""Facts about one host, gathered without torch, as values that travel between hosts as JSON."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from samecurve.distributed import network
+from samecurve.distributed.host import machine
+
+PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "datasets", "peft", "safetensors", "numpy")
+NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")  # torch's wheels bring NCCL as a package
+# what changes how processes connect, how they use memory or what they compute
+VARIABLES = (
+    "CUDA_MODULE_LOADING", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME",
+    "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_ALGO", "NCCL_PROTO", "NVIDIA_TF32_OVERRIDE", "PYTORCH_ALLOC_CONF",
+)  # fmt: skip
+_SMI_FIELDS = "index,name,memory.total,memory.used,driver_version,pci.bus_id"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as nvidia-smi shows it. memory_mib and used_mib: of the whole device. numa_node: -1 if unknown."""
+
+    index: int
+    name: str
+    memory_mib: int
+    used_mib: int
+    bus: str
+    numa_node: int
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder that a run writes into. free_bytes: on its disk, or on that of its nearest parent that exists."""
+
+    purpose: str
+    path: str
+    exists: bool
+    writable: bool
+    free_bytes: int
+    kind: str
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """What one host says about itself.
+
+    Attributes:
+        machine: identifies the machine, so that ranks of one host are counted once.
+        versions: package to version, "" if it is not installed; also "python", "nccl" and "driver".
+        links: the matrix of `nvidia-smi topo -m`, "" without one.
+        addresses: address to interface, for interfaces that are up.
+        own_address: what the host's own name resolves to, "" if to nothing.
+        route: the interface towards the master address, "" if there is no route or no master.
+        speeds: interface to Mbit/s, where the driver says it.
+        limits: "memlock" and "nofile", soft limits; -1 for unlimited.
+        shm_bytes: free bytes in /dev/shm.
+        time: seconds since the epoch when the facts were gathered.
+    """
+
+    host: str
+    machine: str
+    versions: dict[str, str]
+    gpus: list[Gpu]
+    links: str
+    cores: int
+    numa_nodes: int
+    addresses: dict[str, str]
+    own_address: str
+    route: str
+    speeds: dict[str, int]
+    variables: dict[str, str]
+    limits: dict[str, int]
+    shm_bytes: int
+    folders: list[Folder]
+    time: float
+
+    @classmethod
+    def from_json(cls, fields: Mapping) -> HostFacts:
+        """The inverse of dataclasses.asdict."""
+        gpus, folders = [Gpu(**each) for each in fields["gpus"]], [Folder(**each) for each in fields["folders"]]
+        return cls(**{**fields, "gpus": gpus, "folders": folders})
+
+
+def facts(folders: Mapping[str, Path], environ: Mapping[str, str] = os.environ) -> HostFacts:
+    """Gather this host's facts.
+
+    Args:
+        folders: purpose to path, of what a run writes.
+    """
+    gpus, driver = _gpus()
+    addresses = network.interfaces()
+    return HostFacts(
+        host=socket.gethostname(),
+        machine=machine(),
+        versions=versions() | {"driver": driver},
+        gpus=gpus,
+        links=_output("nvidia-smi", "topo", "-m") if gpus else "",
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        numa_nodes=len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))),
+        addresses=addresses,
+        own_address=_own_address(),
+        route=addresses.get(network.source_address(environ.get("MASTER_ADDR", "")), ""),
+        speeds=_speeds(set(addresses.values())),
+        variables={name: environ[name] for name in VARIABLES if name in environ},
+        limits=_limits(),
+        shm_bytes=_free_bytes(Path("/dev/shm")),
+        folders=[_folder(purpose, path) for purpose, path in folders.items()],
+        time=time.time(),
+    )
+
+
+def versions() -> dict[str, str]:
+    """Map Python and each package to its version; "" if it is not installed."""
+    nccl = next(filter(None, map(_version, NCCL_PACKAGES)), "")
+    return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}, "nccl": nccl}
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _gpus() -> tuple[list[Gpu], str]:
+    """Return the GPUs that the driver shows, and the driver's version."""
+    found, driver = [], ""
+    shown = _output("nvidia-smi", f"--query-gpu={_SMI_FIELDS}", "--format=csv,noheader,nounits")
+    for line in shown.splitlines():
+        index, name, total, used, driver, bus = (part.strip() for part in line.split(","))
+        found.append(Gpu(int(index), name, int(total), int(used), bus, _numa_node(bus)))
+    return found, driver
+
+
+def _numa_node(bus: str) -> int:
+    """nvidia-smi writes the PCI domain with eight digits, sysfs with four."""
+    path = Path("/sys/bus/pci/devices", bus.lower()[-12:], "numa_node")
+    return int(path.read_text()) if path.is_file() else -1
+
+
+def _output(*command: str) -> str:
+    """The output of a command; "" if it is not installed, fails or does not answer."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _own_address() -> str:
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return ""
+
+
+def _speeds(names: set[str]) -> dict[str, int]:
+    found = {}
+    for name in names:
+        try:
+            found[name] = int(Path("/sys/class/net", name, "speed").read_text())
+        except (OSError, ValueError):  # wireless and some virtual interfaces have none
+            continue
+    return {name: speed for name, speed in found.items() if speed > 0}
+
+
+def _limits() -> dict[str, int]:
+    if sys.platform == "win32":
+        return {}
+    import resource
+
+    names = {"memlock": resource.RLIMIT_MEMLOCK, "nofile": resource.RLIMIT_NOFILE}
+    return {name: resource.getrlimit(number)[0] for name, number in names.items()}
+
+
+def _free_bytes(path: Path) -> int:
+    try:
+        return shutil.disk_usage(path).free
+    except OSError:
+        return 0
+
+
+def _folder(purpose: str, path: Path) -> Folder:
+    existing = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+    writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+    return Folder(purpose, str(path), path.exists(), writable, _free_bytes(existing), _file_system(existing))
+
+
+def _file_system(path: Path) -> str:
+    """The type of the file system, for example "nfs4"; "" if the system does not say."""
+    import psutil
+
+    whole = path.resolve()
+    parts = [each for each in psutil.disk_partitions(all=True) if whole.is_relative_to(each.mountpoint)]
+    return max(parts, key=lambda each: len(each.mountpoint)).fstype if parts else ""

@@ -1,0 +1,151 @@
+"""Judges one host: can it run this recipe under this strategy?"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from samecurve.doctor.findings import Finding, failed
+from samecurve.doctor.host import HostFacts
+from samecurve.errors import ConfigurationError, StorageError
+from samecurve.storage.cache import cache_folder
+from samecurve.strategy import preflight
+
+if TYPE_CHECKING:
+    from samecurve.config.schema import Recipe
+    from samecurve.strategy.plan import Strategy
+
+REQUIRED = ("torch", "accelerate", "deepspeed", "transformers", "datasets")
+FEW_OPEN_FILES = 4096  # a loader worker and a rank keep hundreds open; many systems start with 1,024
+LITTLE_SHARED_MEMORY = 1 << 30  # loader workers and NCCL pass data through /dev/shm; a container's default is 64 MB
+SMALL_MEMLOCK = 1 << 20  # InfiniBand and DeepSpeed's NVMe library lock pages; the usual 8 MB do for tests only
+
+
+def folders(recipe: Recipe | None, strategy: Strategy | None) -> dict[str, Path]:
+    """Map the purpose of each folder that a run writes into to its path."""
+    found = {"cache": cache_folder(recipe.data.cache_dir if recipe else None)}
+    if recipe:
+        found["output_dir"] = Path(recipe.output_dir)
+    for path in sorted(set(strategy.nvme_paths)) if strategy else ():
+        found["nvme_path"] = path
+    return found
+
+
+def check(
+    facts: HostFacts, needed_bytes: Mapping[str, int], recipe: Recipe | None, strategy: Strategy | None
+) -> Iterator[Finding]:
+    """All findings about the host that this process runs on.
+
+    Args:
+        needed_bytes: purpose of a folder to the bytes that the run will write there.
+    """
+    yield from _packages(facts)
+    yield from _gpus(facts)
+    yield from _tools(recipe, strategy)
+    yield from _limits(facts)
+    yield from _own_name(facts)
+    for folder in facts.folders:
+        yield from _folder(facts, folder.purpose, needed_bytes.get(folder.purpose, 0))
+
+
+def _packages(facts: HostFacts) -> Iterator[Finding]:
+    seen = ", ".join(f"{name} {version}" for name, version in facts.versions.items() if version)
+    missing = [name for name in REQUIRED if not facts.versions[name]]
+    if missing:
+        problem = f"not installed: {', '.join(missing)}"
+        yield failed("packages", seen, problem, "pip install -r requirements.txt", ConfigurationError, facts.host)
+    else:
+        yield Finding("packages", seen, host=facts.host)
+
+
+def _gpus(facts: HostFacts) -> Iterator[Finding]:
+    if not facts.gpus:
+        yield Finding("gpus", f"none; {facts.cores} cores, {facts.numa_nodes} NUMA nodes", host=facts.host)
+        return
+    kinds = sorted({each.name for each in facts.gpus})
+    memory = min(each.memory_mib for each in facts.gpus) / 1024
+    nodes = sorted({each.numa_node for each in facts.gpus})
+    seen = f"{len(facts.gpus)} x {', '.join(kinds)}, {memory:.0f} GiB, on NUMA nodes {nodes}; {facts.cores} cores"
+    seen += f"\n{facts.links.rstrip()}" if facts.links else ""
+    used = [each for each in facts.gpus if each.used_mib > 0.05 * each.memory_mib]
+    if used:
+        busy = ", ".join(f"GPU {each.index} ({each.used_mib:,} MiB)" for each in used)
+        problem, fix = f"memory is in use before the run: {busy}", "nvidia-smi shows the processes; end them"
+        yield Finding("gpus", seen, problem, fix, host=facts.host)
+    elif len(kinds) > 1:
+        problem = "the slowest kind sets the pace of every step"
+        yield Finding("gpus", seen, problem, "choose GPUs of one kind with CUDA_VISIBLE_DEVICES", host=facts.host)
+    else:
+        yield Finding("gpus", seen, host=facts.host)
+    if facts.variables.get("CUDA_MODULE_LOADING", "LAZY").upper() == "EAGER":
+        problem = "every process loads all kernels at its start: seconds, and hundreds of MB of GPU memory"
+        yield Finding("gpus", "CUDA_MODULE_LOADING=EAGER", problem, "unset CUDA_MODULE_LOADING", host=facts.host)
+
+
+def _tools(recipe: Recipe | None, strategy: Strategy | None) -> Iterator[Finding]:
+    """Compilers and operators, by the checks that a run begins with."""
+    host = socket.gethostname()
+    problems = []
+    if strategy and recipe:
+        preflight.prepare_environment()
+        problems += preflight.environment_problems(strategy, recipe.precision)
+    if recipe:
+        problems += preflight.compiler_problems(recipe, preflight.has_accelerator())
+    for problem in problems:
+        yield failed("compilers", "", problem, "", ConfigurationError, host)
+    if recipe and not problems:
+        needed = ", ".join(sorted(preflight.operators(strategy))) if strategy else ""
+        yield Finding("compilers", f"all there; DeepSpeed compiles {needed}" if needed else "all there", host=host)
+
+
+def _limits(facts: HostFacts) -> Iterator[Finding]:
+    unlimited = {name: "unlimited" if value < 0 else f"{value:,}" for name, value in facts.limits.items()}
+    shown = ", ".join(f"{name} {value}" for name, value in unlimited.items())
+    seen = f"{shown}, /dev/shm {facts.shm_bytes / 1e9:.1f} GB free"
+    problems = []
+    if 0 <= facts.limits.get("nofile", -1) < FEW_OPEN_FILES:
+        problems.append((f"fewer than {FEW_OPEN_FILES:,} open files", "run ulimit -n 65536"))
+    if 0 <= facts.limits.get("memlock", -1) < SMALL_MEMLOCK:
+        problems.append(("too little memory may be locked", "run ulimit -l unlimited"))
+    if facts.shm_bytes < LITTLE_SHARED_MEMORY:
+        problems.append(("too little shared memory", "start the container with --shm-size=16g or --ipc=host"))
+    if not problems:
+        yield Finding("limits", seen, host=facts.host)
+    for problem, fix in problems:
+        yield Finding("limits", seen, problem, fix, host=facts.host)
+
+
+def _own_name(facts: HostFacts) -> Iterator[Finding]:
+    interfaces = ", ".join(f"{name} {address}" for address, name in facts.addresses.items()) or "no interface is up"
+    seen = f"{facts.host} is {facts.own_address or 'not known'} to itself; {interfaces}"
+    seen += f"; the master is reached over {facts.route}" if facts.route else ""
+    chosen = facts.variables.get("GLOO_SOCKET_IFNAME", "")
+    unknown = [name for name in chosen.split(",") if name and name not in facts.addresses.values()]
+    if unknown:
+        problem = f"GLOO_SOCKET_IFNAME={chosen}, but no interface {unknown[0]} is up"
+        names = ", ".join(sorted(set(facts.addresses.values())))
+        yield failed("network", seen, problem, f"unset it, or export one of {names}", ConfigurationError, facts.host)
+    elif facts.route and chosen and facts.route not in chosen.split(","):
+        problem = f"GLOO_SOCKET_IFNAME={chosen} is not the interface towards the master ({facts.route})"
+        yield Finding(
+            "network", seen, problem, f"unset it, or export GLOO_SOCKET_IFNAME={facts.route}", host=facts.host
+        )
+    else:
+        yield Finding("network", seen, host=facts.host)
+
+
+def _folder(facts: HostFacts, purpose: str, needed: int) -> Iterator[Finding]:
+    for folder in (each for each in facts.folders if each.purpose == purpose):
+        kind = f", {folder.kind}" if folder.kind else ""
+        seen = f"{purpose} {folder.path}: {folder.free_bytes / 1e9:.1f} GB free{kind}"
+        seen += f"; the run needs about {needed / 1e9:.2f} GB" if needed else ""
+        if not folder.writable:
+            problem, fix = "it cannot be written", f"chown it to this user, or set {purpose} to another folder"
+            yield failed("storage", seen, problem, fix, StorageError, facts.host)
+        elif needed > folder.free_bytes:
+            problem, fix = "there is too little room", f"free some, or set {purpose} to a folder on a larger disk"
+            yield failed("storage", seen, problem, fix, StorageError, facts.host)
+        else:
+            yield Finding("storage", seen, host=facts.host)

@@ -1,0 +1,240 @@
+"""The doctor on every rank of a launcher: one table of all hosts, the shared folder, and the links between hosts.
+
+Ranks talk through torch's TCPStore first, so that a host whose collectives would not connect can still say why.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from samecurve.bench import collectives
+from samecurve.distributed import network
+from samecurve.doctor import shared_folder, world_checks
+from samecurve.doctor.findings import Finding, failed
+from samecurve.doctor.host import HostFacts
+from samecurve.doctor.shared_folder import SharedFolder
+from samecurve.errors import SamecurveError, TopologyError
+
+MESSAGE_BYTES = 8 << 20
+_NAME = "doctor"
+
+
+def examine(facts: HostFacts, own: list[Finding], output_dir: str | None, seconds: float) -> list[Finding]:
+    """Compare all ranks' hosts. Returns everything found on rank 0, and on another rank only why it cannot take part.
+
+    Args:
+        own: the findings about this rank's host.
+        output_dir: the folder that all hosts have to share; None to leave it out.
+        seconds: limit of each stage.
+    """
+    try:
+        world = World.join(os.environ, seconds)
+    except (RuntimeError, KeyError, ValueError) as error:  # torch's DistNetworkError is a RuntimeError
+        return [*own, _unreachable(facts, os.environ, error)]
+    members = world.tell("facts", {"facts": asdict(facts), "findings": [asdict(each) for each in own]})
+    if world.rank == 0:
+        missing = sorted(set(range(world.size)) - set(members))
+        if missing:
+            return [*own, world.leave(_absent(missing, seconds, os.environ))]
+    hosts = _hosts(members)
+    found = [Finding(**each) for rank in hosts for each in members[rank]["findings"]]
+    if len(hosts) > 1:
+        found += world_checks.compare(list(hosts.values()))
+        found.append(_clocks(world, hosts))
+    if output_dir:
+        found.append(_shared_folder(world, hosts, Path(output_dir)))
+    found += _links(world, hosts)
+    world.barrier("end")
+    return found if world.rank == 0 else []
+
+
+class World:
+    """All ranks of the launcher, which exchange JSON through a store."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, seconds: float):
+        self.store, self.rank, self.size, self.seconds = store, rank, size, seconds
+
+    @classmethod
+    def join(cls, environ: Mapping[str, str], seconds: float) -> World:
+        """Connect to the first rank, as `init_process_group` does from the same variables of the environment."""
+        rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+        by_agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        limit = timedelta(seconds=seconds)
+        store = dist.TCPStore(
+            environ["MASTER_ADDR"],
+            int(environ["MASTER_PORT"]),
+            None,
+            rank == 0 and not by_agent,
+            limit,
+            wait_for_workers=False,
+        )
+        return cls(dist.PrefixStore(_NAME, store), rank, size, seconds)
+
+    def tell(self, key: str, value: Any) -> dict[int, Any]:
+        """Give a value to all and return every rank's. Ranks that say nothing in time are left out."""
+        self.store.set(f"{key}/{self.rank}", json.dumps(value))
+        deadline, found = time.monotonic() + self.seconds, {}
+        for rank in range(self.size):
+            remaining = max(0.1, deadline - time.monotonic())
+            try:
+                self.store.wait([f"{key}/{rank}"], timedelta(seconds=remaining))
+            except RuntimeError:
+                continue
+            found[rank] = json.loads(self.store.get(f"{key}/{rank}"))
+        return found
+
+    def barrier(self, key: str) -> None:
+        self.tell(key, True)
+
+    def leave(self, finding: Finding) -> Finding:
+        """Rank 0 hosts the store: stay until the others have read it."""
+        self.barrier("left")
+        return finding
+
+
+def _unreachable(facts: HostFacts, environ: Mapping[str, str], error: Exception) -> Finding:
+    address, port = environ.get("MASTER_ADDR", "not set"), environ.get("MASTER_PORT", "not set")
+    seen = f"rank {environ.get('RANK')}: {str(error).splitlines()[0]}"
+    problem = f"this host does not reach the first rank at {address} port {port}"
+    fix = f"try nc -vz {address} {port} here; open the port in the firewall, or give another master address"
+    return failed("network", seen, problem, fix, TopologyError, facts.host)
+
+
+def _absent(ranks: list[int], seconds: float, environ: Mapping[str, str]) -> Finding:
+    shown = ", ".join(map(str, ranks))
+    fix = f"look at what their hosts print; they have to reach {environ['MASTER_ADDR']} port {environ['MASTER_PORT']}"
+    return failed("network", f"ranks {shown}", f"they did not report within {seconds:.0f} s", fix, TopologyError)
+
+
+def _hosts(members: Mapping[int, Any]) -> dict[int, HostFacts]:
+    """Map the first rank of each machine to the machine's facts."""
+    first: dict[str, tuple[int, HostFacts]] = {}
+    for rank in sorted(members):
+        facts = HostFacts.from_json(members[rank]["facts"])
+        first.setdefault(facts.machine, (rank, facts))
+    return dict(first.values())
+
+
+def _clocks(world: World, hosts: Mapping[int, HostFacts]) -> Finding:
+    """All ranks wait for one key, and say what time it is when it comes."""
+    world.barrier("before the clock")
+    if world.rank == 0:
+        world.store.set("now", "")
+    world.store.wait(["now"], timedelta(seconds=world.seconds))
+    times = world.tell("clock", time.time())
+    return world_checks.clocks({facts.host: times[rank] - times[0] for rank, facts in hosts.items()})
+
+
+def _shared_folder(world: World, hosts: Mapping[int, HostFacts], output_dir: Path) -> Finding:
+    """The first rank writes, the first rank of every other host reads."""
+    folder = SharedFolder(output_dir, world.tell("token", uuid.uuid4().hex[:8])[0])
+    problem = ""
+    with ExitStack() as stack:
+        if world.rank == 0:
+            try:
+                stack.enter_context(folder.led())
+            except OSError as error:
+                problem = f"{error.filename or output_dir}: {error.strerror}"
+        problem = world.tell("folder", problem)[0]
+        follows = world.rank != 0 and world.rank in hosts and not problem
+        seen = world.tell("followed", folder.follow() if follows else problem)
+    return shared_folder.judge(str(output_dir), {facts.host: seen[rank] for rank, facts in hosts.items()})
+
+
+def _links(world: World, hosts: Mapping[int, HostFacts]) -> list[Finding]:
+    """Connect a process group as a run does, measure every pair of hosts and one collective over all ranks."""
+    problem, gpus = "", torch.cuda.is_available()
+    limit = timedelta(seconds=world.seconds)
+    try:
+        network.choose_interface()
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpus else torch.device("cpu")
+        if gpus:
+            torch.cuda.set_device(device)
+        store = dist.PrefixStore("group", world.store)
+        backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
+        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=limit)
+        dist.all_reduce(torch.zeros(1))
+    except (RuntimeError, SamecurveError) as error:
+        problem = str(error).splitlines()[0]
+    facts = next((each for rank, each in hosts.items() if rank == world.rank), None)
+    own = facts.own_address if facts else ""
+    problems = {rank: text for rank, text in world.tell("gloo", problem).items() if text}
+    if problems:
+        interface = os.environ.get(network.VARIABLE, f"that of {own}")
+        return [_not_connected(problems, hosts, interface)]
+    try:
+        speeds = _pairs(world, sorted(hosts)) if len(hosts) > 1 else {}
+        reduced = list(collectives.measure(["all_reduce"], [MESSAGE_BYTES], device, 0.2))
+    finally:
+        dist.destroy_process_group()
+    names = {rank: facts.host for rank, facts in hosts.items()}
+    promised = [facts.speeds[facts.route] for facts in hosts.values() if facts.route in facts.speeds]
+    found = list(
+        world_checks.links(
+            {(names[a], names[b]): speed for (a, b), speed in speeds.items()}, min(promised, default=0) * 1e6 / 8
+        )
+    )
+    for each in reduced:
+        if isinstance(each, collectives.Timing):
+            where = f"{world.size} {'GPUs' if gpus else 'processes'} on {len(hosts)} host{'s' * (len(hosts) > 1)}"
+            seen = f"all_reduce of {MESSAGE_BYTES >> 20} MiB over {where}: {each.bus_gb_per_second:.2f} GB/s (bus)"
+            found.append(Finding("links", seen))
+    return found
+
+
+def _not_connected(problems: Mapping[int, str], hosts: Mapping[int, HostFacts], interface: str) -> Finding:
+    rank = min(problems)
+    host = hosts[rank].host if rank in hosts else f"rank {rank}"
+    seen = f"gloo over {interface}: {problems[rank]}"
+    fix = f"export {network.VARIABLE}=... with the interface that reaches the other hosts, on each host"
+    return failed("network", seen, "the process group does not connect", fix, TopologyError, host)
+
+
+def _pairs(world: World, ranks: list[int]) -> dict[tuple[int, int], float]:
+    """Measure each pair of ranks, disjoint pairs at a time. Returns bytes per second and direction."""
+    measured = []
+    for number, pairs in enumerate(rounds(ranks)):
+        world.barrier(f"round {number}")
+        for pair in pairs:
+            if world.rank in pair:
+                measured.append([*pair, _exchange(sum(pair) - world.rank)])
+    everything = world.tell("pairs", measured)
+    slowest: dict[tuple[int, int], float] = {}
+    for first, second, speed in (each for found in everything.values() for each in found):
+        slowest[first, second] = min(speed, slowest.get((first, second), speed))
+    return slowest
+
+
+def rounds(ranks: list[int]) -> Iterator[list[tuple[int, int]]]:
+    """Divide all pairs into rounds of disjoint ones, as in a tournament: one stays, the others move round a circle."""
+    circle: list[int | None] = [*ranks, *([None] if len(ranks) % 2 else [])]
+    half = len(circle) // 2
+    for _ in range(len(circle) - 1):
+        opposite = zip(circle[:half], reversed(circle[half:]), strict=True)
+        yield [(min(a, b), max(a, b)) for a, b in opposite if a is not None and b is not None]
+        circle = [circle[0], circle[-1], *circle[1:-1]]
+
+
+def _exchange(peer: int) -> float:
+    """Send and receive at once, and return the bytes per second of one direction. The first exchange connects."""
+    ours, theirs = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8), torch.empty(MESSAGE_BYTES, dtype=torch.uint8)
+    seconds = 0.0
+    for _ in range(2):
+        began = time.perf_counter()
+        for request in (dist.isend(ours, peer), dist.irecv(theirs, peer)):
+            assert request
+            request.wait()
+        seconds = time.perf_counter() - began
+    return MESSAGE_BYTES / seconds

@@ -1,0 +1,30 @@
+"""The variables of SLURM's tasks, in the names that torch's launchers use."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Mapping
+
+
+def variables(environ: Mapping[str, str], first_host: Callable[[str], str] | None = None) -> dict[str, str]:
+    """Return RANK and its like for a task of srun; empty for a process of another launcher, or of one task.
+
+    Args:
+        first_host: replaces `scontrol show hostnames` in tests.
+    """
+    if "RANK" in environ or int(environ.get("SLURM_NTASKS", "1")) < 2 or "SLURM_PROCID" not in environ:
+        return {}
+    tasks = int(environ["SLURM_NTASKS"])
+    return {
+        "RANK": environ["SLURM_PROCID"],
+        "WORLD_SIZE": str(tasks),
+        "LOCAL_RANK": environ["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": str(max(1, tasks // int(environ.get("SLURM_NNODES", "1")))),
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or (first_host or _first_host)(environ["SLURM_STEP_NODELIST"]),
+        "MASTER_PORT": environ.get("MASTER_PORT") or str(20000 + int(environ["SLURM_JOB_ID"]) % 20000),
+    }
+
+
+def _first_host(nodes: str) -> str:
+    command = ["scontrol", "show", "hostnames", nodes]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
