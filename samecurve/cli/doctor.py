@@ -9,10 +9,12 @@ Each line says what was seen, what is wrong and what mends it. The exit code is 
 from __future__ import annotations
 
 import argparse
+import os
 
+from samecurve.cli.commands import Work
 from samecurve.config import loader as recipes
 from samecurve.config.schema import Recipe
-from samecurve.doctor import examination, hosts
+from samecurve.doctor import examination, hosts, slurm
 from samecurve.errors import ConfigurationError
 from samecurve.planner import model_config, strategies
 from samecurve.specs.optimizers import OPTIMIZERS
@@ -31,12 +33,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="also write the findings as JSON; - for standard output alone")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int | Work:
     recipe = recipes.load_recipe(arguments.recipe, arguments.overrides) if arguments.recipe else None
     strategy = strategies.read(arguments.strategy, 1) if arguments.strategy else None
-    if not arguments.hostfile:
-        needed = needed_bytes(recipe) if recipe else {}
-        return examination.run(recipe, strategy, needed, arguments.seconds, arguments.json)
+    if arguments.hostfile:
+        return _hosts(arguments)
+    needed = needed_bytes(recipe) if recipe else {}
+    os.environ.update(slurm.variables(os.environ))
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        return Work("samecurve.doctor.ranks", (recipe, strategy, needed, arguments.seconds, arguments.json))
+    return examination.report(examination.one_host(recipe, strategy, needed), arguments.json)
+
+
+def _hosts(arguments: argparse.Namespace) -> int:
     listed = hosts.read_hostfile(arguments.hostfile)
     forwarded = [arguments.recipe, *arguments.overrides] if arguments.recipe else []
     forwarded += ["--strategy", arguments.strategy] if arguments.strategy else []

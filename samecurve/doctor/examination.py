@@ -1,50 +1,44 @@
-"""One examination: this host, or every rank of the launcher that started this process."""
+"""The examination of the host that this process runs on."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from samecurve.doctor import findings, host, host_checks, shared_folder, slurm
+from samecurve.doctor import findings, host, host_checks, shared_folder
 from samecurve.doctor.findings import Finding
+from samecurve.doctor.host import HostFacts
 
 if TYPE_CHECKING:
     from samecurve.config.schema import Recipe
     from samecurve.strategy.plan import Strategy
 
 
-def run(
-    recipe: Recipe | None,
-    strategy: Strategy | None,
-    needed_bytes: Mapping[str, int],
-    seconds: float,
-    json_file: str | None,
-) -> int:
-    """Examine and print. Returns the exit code of the first failure.
+def look(
+    recipe: Recipe | None, strategy: Strategy | None, needed_bytes: Mapping[str, int]
+) -> tuple[HostFacts, list[Finding]]:
+    """Return the host's facts and what is found from them.
 
     Args:
         needed_bytes: purpose of a folder (see `host_checks.folders`) to the bytes that the run will write there.
-        seconds: limit of each stage between ranks.
-        json_file: also write the findings as JSON; "-" for standard output and nothing else.
     """
-    os.environ.update(slurm.variables(os.environ))
     facts = host.facts(host_checks.folders(recipe, strategy))
-    own = list(host_checks.check(facts, needed_bytes, recipe, strategy))
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        from samecurve.doctor import ranks  # imports torch, which one host does without
+    return facts, list(host_checks.check(facts, needed_bytes, recipe, strategy))
 
-        found = ranks.examine(facts, own, recipe.output_dir if recipe else None, seconds)
-        if not found and json_file != "-":
-            return 0
-    else:
-        found = [*own, shared_folder.alone(Path(recipe.output_dir))] if recipe else own
-    return report(found, json_file)
+
+def one_host(recipe: Recipe | None, strategy: Strategy | None, needed_bytes: Mapping[str, int]) -> list[Finding]:
+    """Examine this host alone, its output folder included."""
+    _, found = look(recipe, strategy, needed_bytes)
+    return [*found, shared_folder.alone(Path(recipe.output_dir))] if recipe else found
 
 
 def report(found: list[Finding], json_file: str | None) -> int:
-    """Print the findings, or write them as JSON; return the exit code."""
+    """Print the findings and return the exit code.
+
+    Args:
+        json_file: also write them as JSON; "-" for standard output and nothing else.
+    """
     if json_file:
         findings.write_json(found, json_file)
     if json_file != "-":

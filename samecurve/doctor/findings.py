@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +48,19 @@ def exit_code(findings: Iterable[Finding]) -> int:
 
 
 def text(findings: Sequence[Finding]) -> str:
-    """Format the findings, failures last, so that they are what remains on the screen."""
-    order = {"ok": 0, "warn": 1, "FAIL": 2}
+    """Format the findings, failures last, which remain on the screen then. Hosts that agree share a line."""
+    hosts: dict[Finding, list[str]] = {}
+    for each in findings:
+        hosts.setdefault(replace(each, host=""), []).append(each.host)
     several = len({each.host for each in findings if each.host}) > 1
-    lines = [line for each in sorted(findings, key=lambda each: order[each.level]) for line in _lines(each, several)]
-    count = sum(each.level == "FAIL" for each in findings)
-    warnings = sum(each.level == "warn" for each in findings)
+    order = ("ok", "warn", "FAIL")
+    lines = [
+        line
+        for each, names in sorted(hosts.items(), key=lambda item: order.index(item[0].level))
+        for line in _lines(each, names if several else [])
+    ]
+    count = sum(each.level == "FAIL" for each in hosts)
+    warnings = sum(each.level == "warn" for each in hosts)
     last = f"{count} problem{'s' * (count != 1)}" if count else "no problem found"
     return "\n".join([*lines, last + (f", {warnings} warning{'s' * (warnings > 1)}" if warnings else "")])
 
@@ -71,9 +78,12 @@ def write_json(findings: Sequence[Finding], target: str) -> None:
         Path(target).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def _lines(finding: Finding, several: bool) -> list[str]:
-    """several: whether the findings are about more than one host, so that each has to name its own."""
-    host = f"{finding.host}: " if finding.host and several else ""
+def _lines(finding: Finding, hosts: Sequence[str]) -> list[str]:
+    """hosts: who found the same; they are named up to three."""
+    names = ", ".join(filter(None, hosts)) if len(hosts) <= 3 else f"{len(hosts)} hosts"
     problem = "; ".join(filter(None, (finding.problem, finding.fix)))
     first, *others = [*finding.seen.splitlines(), *([problem] if problem else [])]
-    return [f"{finding.level:<5} {finding.area:<12} {host}{first}", *(f"{'':19}{line}" for line in others)]
+    return [
+        f"{finding.level:<5} {finding.area:<10} {names}{': ' * bool(names)}{first}",
+        *(f"{'':17}{line}" for line in others),
+    ]

@@ -56,7 +56,8 @@ class HostFacts:
     """What one host says about itself.
 
     Attributes:
-        machine: identifies the machine, so that ranks of one host are counted once.
+        machine: identifies machine and network, so that ranks of one host are counted once. A container with its own
+            network is a host.
         versions: package to version, "" if it is not installed; also "python", "nccl" and "driver".
         links: the matrix of `nvidia-smi topo -m`, "" without one.
         addresses: address to interface, for interfaces that are up.
@@ -102,7 +103,7 @@ def facts(folders: Mapping[str, Path], environ: Mapping[str, str] = os.environ) 
     addresses = network.interfaces()
     return HostFacts(
         host=socket.gethostname(),
-        machine=machine(),
+        machine=f"{machine()} {_network_namespace()}",
         versions=versions() | {"driver": driver},
         gpus=gpus,
         links=_output("nvidia-smi", "topo", "-m") if gpus else "",
@@ -156,6 +157,13 @@ def _output(*command: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""
+
+
+def _network_namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/net")
+    except OSError:
+        return ""
 
 
 def _own_address() -> str:

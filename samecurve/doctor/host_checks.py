@@ -22,6 +22,8 @@ FEW_OPEN_FILES = 4096  # a loader worker and a rank keep hundreds open; many sys
 LITTLE_SHARED_MEMORY = 1 << 30  # loader workers and NCCL pass data through /dev/shm; a container's default is 64 MB
 SMALL_MEMLOCK = 1 << 20  # InfiniBand and DeepSpeed's NVMe library lock pages; the usual 8 MB do for tests only
 
+LINK_LOCAL = ("fe80:", "169.254.")
+
 
 def folders(recipe: Recipe | None, strategy: Strategy | None) -> dict[str, Path]:
     """Map the purpose of each folder that a run writes into to its path."""
@@ -62,7 +64,11 @@ def _packages(facts: HostFacts) -> Iterator[Finding]:
 
 def _gpus(facts: HostFacts) -> Iterator[Finding]:
     if not facts.gpus:
-        yield Finding("gpus", f"none; {facts.cores} cores, {facts.numa_nodes} NUMA nodes", host=facts.host)
+        yield Finding(
+            "gpus",
+            f"none; {facts.cores} cores on {facts.numa_nodes} NUMA node{'s' * (facts.numa_nodes != 1)}",
+            host=facts.host,
+        )
         return
     kinds = sorted({each.name for each in facts.gpus})
     memory = min(each.memory_mib for each in facts.gpus) / 1024
@@ -118,7 +124,8 @@ def _limits(facts: HostFacts) -> Iterator[Finding]:
 
 
 def _own_name(facts: HostFacts) -> Iterator[Finding]:
-    interfaces = ", ".join(f"{name} {address}" for address, name in facts.addresses.items()) or "no interface is up"
+    shown = [f"{name} {address}" for address, name in facts.addresses.items() if not address.startswith(LINK_LOCAL)]
+    interfaces = ", ".join(shown) or "no interface is up"
     seen = f"{facts.host} is {facts.own_address or 'not known'} to itself; {interfaces}"
     seen += f"; the master is reached over {facts.route}" if facts.route else ""
     chosen = facts.variables.get("GLOO_SOCKET_IFNAME", "")

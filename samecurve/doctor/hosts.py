@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 # what DeepSpeed's launcher gives to the ssh under its pdsh, so that one setting serves both
 SSH_ARGUMENTS = "PDSH_SSH_ARGS_APPEND"
+FORWARDED = ("NCCL_", "GLOO_", "CUDA_", "HF_", "OMP_", "SAMECURVE_", "PYTHON")  # the launchers pass on such variables
 _LINE = re.compile(r"(?P<host>\S+)(?:\s+slots\s*=\s*(?P<slots>\d+))?")
 _MORE_SECONDS = 240  # beside the limits of the stages: imports from a cold network disk
 
@@ -112,7 +113,8 @@ def _start(
         "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": address,
         "MASTER_PORT": port,
     }  # fmt: skip
-    settings = [f"{name}={value}" for name, value in variables.items()]
+    passed = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
+    settings = [f"{name}={value}" for name, value in {**passed, **variables}.items()]
     command = ["env", *settings, sys.executable, "-m", "samecurve", "doctor", *arguments, "--json", "-"]
     limit = 8 * seconds + _MORE_SECONDS
     try:

@@ -9,26 +9,48 @@ import json
 import os
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import asdict
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed as dist
 
 from samecurve.bench import collectives
 from samecurve.distributed import network
-from samecurve.doctor import shared_folder, world_checks
+from samecurve.doctor import examination, shared_folder, world_checks
 from samecurve.doctor.findings import Finding, failed
 from samecurve.doctor.host import HostFacts
 from samecurve.doctor.shared_folder import SharedFolder
 from samecurve.errors import SamecurveError, TopologyError
 
+if TYPE_CHECKING:
+    from samecurve.config.schema import Recipe
+    from samecurve.strategy.plan import Strategy
+
 MESSAGE_BYTES = 8 << 20
 _NAME = "doctor"
+
+
+def run(
+    recipe: Recipe | None,
+    strategy: Strategy | None,
+    needed_bytes: Mapping[str, int],
+    seconds: float,
+    json_file: str | None,
+) -> int:
+    """Examine this rank's host and, together with the other ranks, the cluster. Rank 0 prints; see `examination`.
+
+    Args:
+        seconds: limit of each stage.
+    """
+    facts, own = examination.look(recipe, strategy, needed_bytes)
+    found = examine(facts, own, recipe.output_dir if recipe else None, seconds)
+    return examination.report(found, json_file) if found or json_file == "-" else 0
 
 
 def examine(facts: HostFacts, own: list[Finding], output_dir: str | None, seconds: float) -> list[Finding]:
@@ -44,19 +66,18 @@ def examine(facts: HostFacts, own: list[Finding], output_dir: str | None, second
     except (RuntimeError, KeyError, ValueError) as error:  # torch's DistNetworkError is a RuntimeError
         return [*own, _unreachable(facts, os.environ, error)]
     members = world.tell("facts", {"facts": asdict(facts), "findings": [asdict(each) for each in own]})
-    if world.rank == 0:
-        missing = sorted(set(range(world.size)) - set(members))
-        if missing:
-            return [*own, world.leave(_absent(missing, seconds, os.environ))]
+    missing = world.from_first("missing", sorted(set(range(world.size)) - set(members)))
+    if missing:
+        return [*own, _absent(missing, seconds, os.environ)] if world.rank == 0 else []
     hosts = _hosts(members)
-    found = [Finding(**each) for rank in hosts for each in members[rank]["findings"]]
+    found = [Finding(**{**each, "host": hosts[rank].host}) for rank in hosts for each in members[rank]["findings"]]
     if len(hosts) > 1:
         found += world_checks.compare(list(hosts.values()))
         found.append(_clocks(world, hosts))
     if output_dir:
         found.append(_shared_folder(world, hosts, Path(output_dir)))
     found += _links(world, hosts)
-    world.barrier("end")
+    world.end()
     return found if world.rank == 0 else []
 
 
@@ -95,13 +116,22 @@ class World:
             found[rank] = json.loads(self.store.get(f"{key}/{rank}"))
         return found
 
+    def from_first(self, key: str, value: Any) -> Any:
+        """Return rank 0's value."""
+        if self.rank == 0:
+            self.store.set(key, json.dumps(value))
+        self.store.wait([key], timedelta(seconds=2 * self.seconds))  # rank 0 may have waited for others before
+        return json.loads(self.store.get(key))
+
     def barrier(self, key: str) -> None:
         self.tell(key, True)
 
-    def leave(self, finding: Finding) -> Finding:
-        """Rank 0 hosts the store: stay until the others have read it."""
-        self.barrier("left")
-        return finding
+    def end(self) -> None:
+        """Leave. Rank 0 hosts the store, so it stays until the others need it no more."""
+        self.store.set(f"end/{self.rank}", "")
+        if self.rank == 0:
+            with suppress(RuntimeError):  # who has not left by now has died
+                self.store.wait([f"end/{rank}" for rank in range(self.size)], timedelta(seconds=self.seconds))
 
 
 def _unreachable(facts: HostFacts, environ: Mapping[str, str], error: Exception) -> Finding:
@@ -119,27 +149,29 @@ def _absent(ranks: list[int], seconds: float, environ: Mapping[str, str]) -> Fin
 
 
 def _hosts(members: Mapping[int, Any]) -> dict[int, HostFacts]:
-    """Map the first rank of each machine to the machine's facts."""
+    """Map the first rank of each machine to the machine's facts. Cloned machines of one name get their rank added."""
     first: dict[str, tuple[int, HostFacts]] = {}
     for rank in sorted(members):
         facts = HostFacts.from_json(members[rank]["facts"])
         first.setdefault(facts.machine, (rank, facts))
-    return dict(first.values())
+    names = Counter(facts.host for _, facts in first.values())
+    return {
+        rank: replace(facts, host=f"{facts.host} (rank {rank})") if names[facts.host] > 1 else facts
+        for rank, facts in first.values()
+    }
 
 
 def _clocks(world: World, hosts: Mapping[int, HostFacts]) -> Finding:
     """All ranks wait for one key, and say what time it is when it comes."""
     world.barrier("before the clock")
-    if world.rank == 0:
-        world.store.set("now", "")
-    world.store.wait(["now"], timedelta(seconds=world.seconds))
+    world.from_first("now", None)
     times = world.tell("clock", time.time())
     return world_checks.clocks({facts.host: times[rank] - times[0] for rank, facts in hosts.items()})
 
 
 def _shared_folder(world: World, hosts: Mapping[int, HostFacts], output_dir: Path) -> Finding:
     """The first rank writes, the first rank of every other host reads."""
-    folder = SharedFolder(output_dir, world.tell("token", uuid.uuid4().hex[:8])[0])
+    folder = SharedFolder(output_dir, world.from_first("token", uuid.uuid4().hex[:8]))
     problem = ""
     with ExitStack() as stack:
         if world.rank == 0:
@@ -147,7 +179,7 @@ def _shared_folder(world: World, hosts: Mapping[int, HostFacts], output_dir: Pat
                 stack.enter_context(folder.led())
             except OSError as error:
                 problem = f"{error.filename or output_dir}: {error.strerror}"
-        problem = world.tell("folder", problem)[0]
+        problem = world.from_first("folder", problem)
         follows = world.rank != 0 and world.rank in hosts and not problem
         seen = world.tell("followed", folder.follow() if follows else problem)
     return shared_folder.judge(str(output_dir), {facts.host: seen[rank] for rank, facts in hosts.items()})
