@@ -18,7 +18,7 @@ REFUSED |= {LIGER, "1b:implementation=liger", f"{LIGER},implementation=liger", "
 PEERS = {"1b": "1b-trainer", "3b": "3b-trainer", "8b": "8b-trainer", "1b-documents": "1b-trainer-documents"}
 
 
-@pytest.mark.parametrize("only", [("1b", "1b-trainer"), *long(((),))], ids=["two", "all"])
+@pytest.mark.parametrize("only", long((("1b", "1b-trainer"),), ((),)), ids=["two", "all"])
 def test_a_row_for_each_case_and_equal_rows_for_trainer(only, workspace):
     folder = workspace.folder / f"bench_gpu_{len(only)}"
     options = ["--toy", "--folder", str(folder), "--limit", "600", *(["--only", *only] if only else [])]

@@ -80,7 +80,7 @@ def batches(workspace, pretrained):
         yield ids, trained, ids.masked_fill(trained == 0, -100)
 
 
-@pytest.mark.parametrize("strategy", [None, "fsdp", "zero3", "pipeline", *long("ddp", "zero1")])
+@pytest.mark.parametrize("strategy", [None, "zero3", *long("ddp", "fsdp", "zero1", "pipeline")])
 def test_follows_the_plain_loop(strategy, workspace, pretrained, plain):
     losses, norms, weights = plain
     arguments = (f"model={{path: {pretrained}}}", f"tokenizer={{path: {pretrained}}}", MICRO)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from harness import LLAMA, ROOT, Run, largest_relative_difference, relative_l2
+from harness import LLAMA, ROOT, Run, largest_relative_difference, long, relative_l2
 
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 32}
 MODELS = {
@@ -42,7 +42,7 @@ def test_pipeline(model, changes, overrides, workspace):
     assert run.facts["activation_checkpoint_interval"] == (1 if overrides else 0)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero3"])
+@pytest.mark.parametrize("strategy", ["fsdp", *long("ddp", "zero3")])
 def test_recomputed_activations(strategy, workspace):
     run = workspace.run(strategy, 2, _model("tied llama"), "batch.micro_batch_size=4", FULL)
     follows(run, workspace, "tied llama")
@@ -50,8 +50,10 @@ def test_recomputed_activations(strategy, workspace):
     assert run.metrics[-1]["hfu"] > run.metrics[-1]["mfu"]
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "zero3"])
-@pytest.mark.parametrize("model", ["untied llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("model", "strategy"),
+    [("untied llama", "zero3"), ("gpt2", "fsdp"), *long(("untied llama", "fsdp"), ("gpt2", "zero3"))],
+)
 def test_other_models(model, strategy, workspace):
     follows(workspace.run(strategy, 2, _model(model), "batch.micro_batch_size=4"), workspace, model)
 

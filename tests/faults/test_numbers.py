@@ -44,7 +44,6 @@ def expected(battery) -> Run:
 @pytest.mark.parametrize(
     ("strategy", "kind", "rank"),
     [
-        ("ddp", "input", 1),
         ("zero1", "loss", 0),
         *long(*((strategy, *place) for strategy in STRATEGIES for place in PLACES)),
         *long(*((strategy, kind, rank) for strategy in ("ddp", "zero1") for kind, rank in (*PLACES, ("input", 1)))),

@@ -18,12 +18,10 @@ PREEMPTED = r"preempted \(exit code 75\): {}: saved after step \d+"
 
 
 def test_killed_ranks(battery):
-    """While a file is written, when the checkpoint is just renamed, while one is read, and in a step."""
+    """While a file is written, and while one is read."""
     victim = battery.victim()
     victim.hurt("kill", "SIGKILL save.write", Expected(1, DEAD.format(1), 5), faults="save.write@2:1:kill")
-    victim.hurt("kill", "SIGKILL save.renamed", Expected(1, DEAD.format(0), 15), faults="save.renamed@2:0:kill")
-    victim.hurt("kill", "SIGKILL load.read", Expected(1, DEAD.format(1), 15), faults="load.read:1:kill")
-    victim.hurt("kill", "SIGKILL step", Expected(1, DEAD.format(0), 20), faults="step@8:0:kill")
+    victim.hurt("kill", "SIGKILL load.read", Expected(1, DEAD.format(0), 5), faults="load.read:0:kill")
     victim.finish()
 
 
@@ -37,9 +35,6 @@ def signalled(victim: Victim, number: signal.Signals, who: str, launcher: str = 
 def test_signals(battery):
     victim = battery.victim()
     signalled(victim, signal.SIGTERM, "launcher")
-    signalled(victim, signal.SIGUSR1, "rank 1", "accelerate")
-    # deepspeed's launcher sends SIGTERM behind it, and on a busy machine that may come first
-    signalled(victim, signal.SIGINT, "all", "deepspeed", "SIG(?:INT|TERM)")
     expected = Expected(75, PREEMPTED.format("the launcher ended"), state="preempted", lost=0)
     do = send("launcher", signal.SIGKILL, after_step=victim.newest() + 2)
     victim.hurt("signal", "SIGKILL to launcher", expected, faults="step@3:0:slow", do=do)
@@ -64,18 +59,15 @@ def test_a_signal_to_accelerate_with_one_process(battery):
 
 def test_ranks_that_stop_answering(battery):
     victim = battery.victim()
-    says = r"no progress for 10 s \(watchdog.timeout_seconds\): rank 1 \(pid \d+\) {} phase \w+"
-    frozen, stuck = says.format(r"shows no sign of life .* last seen in"), says.format("is in")
-    limit = "watchdog.timeout_seconds=10"
-    for fault, text, newest, faults in (
-        ("SIGSTOP", frozen, 5, "step@7:1:stop"),
-        ("deadlock", stuck + r" of step 11 .* while rank 0 is in phase step of step 12", 10, "step@7:1:hang"),
-    ):
-        output = victim.hurt("hang", fault, Expected(124, text, newest), limit, faults=faults)
-        assert output.count("HangError (exit code 124)") == 1
-        stacks = sorted((victim.directory / "stacks").iterdir())
-        assert [path.name for path in stacks] == ["rank_00000.txt", "rank_00001.txt"]
-        assert all("train.py" in path.read_text() for path in stacks)
+    says = r"no progress for 10 s \(watchdog.timeout_seconds\): rank 1 \(pid \d+\) is in phase \w+"
+    says += r" of step 6 .* while rank 0 is in phase step of step 7"
+    output = victim.hurt(
+        "hang", "deadlock", Expected(124, says, 5), "watchdog.timeout_seconds=10", faults="step@7:1:hang"
+    )
+    assert output.count("HangError (exit code 124)") == 1
+    stacks = sorted((victim.directory / "stacks").iterdir())
+    assert [path.name for path in stacks] == ["rank_00000.txt", "rank_00001.txt"]
+    assert all("train.py" in path.read_text() for path in stacks)
     victim.finish()
 
 
