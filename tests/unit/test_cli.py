@@ -78,6 +78,16 @@ def test_help_and_errors_need_no_torch(tmp_path):
     assert "run.json" in done.stderr and "metrics.jsonl" in done.stderr
 
 
+def test_a_reader_that_stops_early_gets_no_traceback():
+    """`python -m samecurve ... | head -1`"""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "samecurve", "plan", "recipes/embed.yaml", "--cluster", "h100x8"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 def test_another_working_directory_is_refused(tmp_path, monkeypatch, recipe_file, capsys):
     monkeypatch.chdir(tmp_path)
     assert commands.main(["compare", recipe_file]) == ConfigurationError.exit_code
