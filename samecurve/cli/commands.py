@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -89,6 +90,15 @@ def _dispatch(program: str, package: str, commands: Mapping[str, str], argv: Seq
         preflight.quiet_libraries()  # nearly all of them import transformers
         return importlib.import_module(result.module).run(*result.arguments)
     return result
+
+
+def require_positive(arguments: argparse.Namespace, *options: str) -> None:
+    """Raise ConfigurationError for a whole number below 1, or another number that is not above 0. None is not given."""
+    for option in options:
+        value = getattr(arguments, option)
+        least = "at least 1" if isinstance(value, int) else "a number above 0"
+        if value is not None and not (value >= 1 if isinstance(value, int) else 0 < value < math.inf):
+            raise ConfigurationError(f"--{option}: found {value}, but it must be {least}")
 
 
 class _ParagraphFormatter(argparse.HelpFormatter):

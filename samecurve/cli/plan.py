@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from samecurve.cli.commands import require_positive
 from samecurve.config import loader as recipes
 from samecurve.config.schema_training import Batch
 from samecurve.errors import ConfigurationError, TopologyError
@@ -31,7 +32,9 @@ CHECKPOINTING = {"none": "none", "full": "full", "offload": "full", "selective":
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL_OR_RECIPE", help="a recipe, config.json, folder or hub name")
-    parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="recipe values, batch sizes above all")
+    parser.add_argument(
+        "overrides", metavar="key.path=value", nargs="*", default=[], help="recipe values, batch sizes above all"
+    )
     parser.add_argument("--cluster", metavar="KIND_OR_FILE", help="GPUs of a node, such as h100x8, or a cluster's YAML")
     parser.add_argument("--gpus", type=int, metavar="N", help="number of GPUs (default: the cluster's)")
     parser.add_argument("--strategy", action="append", metavar="FILE", help="only this file (default: all in configs/)")
@@ -50,10 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _answer_table(arguments.runs, arguments.json)
     if not arguments.model or not arguments.cluster:
         raise ConfigurationError("plan needs MODEL_OR_RECIPE and --cluster, for example --cluster h100x8; or --runs")
-    if arguments.gpus is not None and arguments.gpus < 1:
-        raise ConfigurationError(f"--gpus {arguments.gpus}: expected a positive number")
-    if arguments.top < 1:
-        raise ConfigurationError(f"--top {arguments.top}: expected a positive number")
+    require_positive(arguments, "gpus", "top")
     machines = cluster(arguments.cluster)
     machines = machines.scaled(arguments.gpus) if arguments.gpus else machines
     wanted, limits = _wanted(arguments.model, arguments.overrides)

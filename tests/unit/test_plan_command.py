@@ -160,7 +160,7 @@ def test_nothing_fits_and_what_would(config, capsys):
         (["--cluster", "q100x8"], "--cluster q100x8: expected a cluster file"),
         (["--cluster", "h100x8", "--gpus", "12"], "--gpus 12: nodes have 8 GPUs"),
         (["--cluster", "h100x8", "batch.size=3"], "batch.size=3: for a model without a recipe"),
-        (["--cluster", "h100x8", "--top", "0"], "--top 0: expected a positive number"),
+        (["--cluster", "h100x8", "--top", "0"], "--top: found 0, but it must be at least 1"),
         ([], "plan needs MODEL_OR_RECIPE and --cluster"),
     ],
 )
