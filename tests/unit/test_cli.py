@@ -95,7 +95,10 @@ def test_a_reader_that_stops_early_gets_no_traceback():
         ("bench step r.yaml --num_processes 0", "--num_processes: found 0, but it must be at least 1"),
         ("bench collectives --processes 0", "--processes: found 0, but it must be at least 1"),
         ("bench matmul --seconds nan", "--seconds: found nan, but it must be a number above 0"),
-        ("bench dataloader recipes/quickstart.yaml --seconds 0", "--seconds: found 0.0, but it must be a number above 0"),
+        (
+            "bench dataloader recipes/quickstart.yaml --seconds 0",
+            "--seconds: found 0.0, but it must be a number above 0",
+        ),
     ],
 )
 def test_a_number_that_means_nothing_is_refused(command, message, capsys):
