@@ -16,12 +16,12 @@ from functools import partial
 from pathlib import Path
 
 from samecurve.cli.commands import require_positive
-from samecurve.config import loader as recipes
+from samecurve.config.documents import format_problems
 from samecurve.config.schema_training import Batch
 from samecurve.errors import ConfigurationError, TopologyError
 from samecurve.planner import answers, memory, model_config, overlap, printing, runs_file, search, step_time, strategies
 from samecurve.planner.cluster import cluster
-from samecurve.planner.coverage import left_out, optimizer_bytes, refuse
+from samecurve.planner.coverage import left_out, optimizer_bytes, read_recipe, refuse
 from samecurve.planner.search import Choice
 from samecurve.planner.strategies import Wanted
 from samecurve.storage.atomic import storage_errors
@@ -69,7 +69,9 @@ def run(arguments: argparse.Namespace) -> int:
         if not any(each.found for each in choices):
             raise ConfigurationError("\n".join(f"{each.name}: {each.reason}" for each in choices))
         more = search.fewest_gpus(wanted, machines, paths)
-        hint = f"{more[1]} fits on {more[0]} GPUs" if more else "reduce batch.micro_batch_size or the sequence length"
+        micro = "batch.micro_batch_size, " if wanted.batch.micro_batch_size > 1 else ""
+        smaller = f"reduce {micro}batch.sequence_length, or plan a recipe with memory.activation_checkpointing=full"
+        hint = f"{more[1]} fits on {more[0]} GPUs" if more else smaller
         raise TopologyError(f"nothing fits on {machines.gpus} x {machines.kind}: {hint}")
     return 0
 
@@ -92,7 +94,10 @@ def _wanted(name: str, overrides: Sequence[str]) -> tuple[Wanted, list[str]]:
     if not name.endswith((".yaml", ".yml")):
         fields = model_config.read(name)
         return Wanted(model_config.shape(fields, name), _batch(overrides)), []
-    recipe = recipes.load_recipe(name, overrides)
+    given = read_recipe(name, overrides)
+    if given.recipe is None or given.document.problems:
+        raise ConfigurationError(format_problems(given.document.problems))
+    recipe = given.recipe
     refuse(recipe)
     source = f"{name}: model.{'config' if recipe.model.config else f'path {recipe.model.path}'}"
     fields = recipe.model.config or model_config.read(str(recipe.model.path), f"{source}: ")
@@ -103,7 +108,7 @@ def _wanted(name: str, overrides: Sequence[str]) -> tuple[Wanted, list[str]]:
         CHECKPOINTING[recipe.memory.activation_checkpointing],
         recipe.loss.implementation != "full",
         optimizer_bytes(recipe),
-        partial(recipes.read_recipe, name, overrides),
+        partial(read_recipe, name, overrides),
     )
     return wanted, left_out(recipe)
 

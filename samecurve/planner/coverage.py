@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from samecurve.config import loader
 from samecurve.config.schema import Recipe
+from samecurve.config.source import RecipeSource
 from samecurve.errors import ConfigurationError
 from samecurve.specs.optimizers import OPTIMIZERS
 
 COVERED_TASKS = ("pretrain", "continue_pretrain", "sft")
 COVERED_CHECKPOINTING = ("none", "full", "selective")
+
+
+def read_recipe(path: str, overrides: Sequence[str]) -> RecipeSource:
+    """Read a recipe. Its data may be missing here: they lie on the machines that are planned for."""
+    source = loader.read_recipe(path, overrides)
+    if source.recipe is not None:
+        problems = source.document.problems
+        problems[:] = [each for each in problems if each.key not in ("data.path", "evaluate.path")]
+    return source
 
 
 def refuse(recipe: Recipe) -> None:

@@ -84,6 +84,8 @@ def shape(fields: Mapping[str, Any], name: str, vocab: int | None = None) -> Mod
     found.setdefault("kv_heads", found["heads"])
     found.setdefault("ffn", 4 * found["hidden"])
     found.setdefault("head_dim", HEAD_DIMS.get(str(family), 0))
+    if not found["head_dim"] and found["hidden"] % found["heads"]:
+        raise ConfigurationError(f"{name}: {found['heads']} heads do not divide a hidden size of {found['hidden']}")
     tied = fields.get("tie_word_embeddings", family in TIED)
     return ModelShape(**found, gated=gated, tied=bool(tied))
 

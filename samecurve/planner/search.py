@@ -49,8 +49,7 @@ def evaluate(wanted: Wanted, machines: Cluster, paths: Sequence[str]) -> list[Ch
         strategy = strategies.read(path, machines.gpus)
         try:
             job = strategies.job(wanted, strategy, machines)
-            if wanted.recipe:
-                strategies.check(path, machines.gpus, wanted.recipe())
+            strategies.check(path, machines.gpus, wanted.recipe() if wanted.recipe else None)
         except ValueError as error:
             choices.append(Choice(name, reason=str(error)))
             continue

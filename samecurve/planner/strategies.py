@@ -15,6 +15,7 @@ from samecurve.planner.job import Job, StateBytes
 from samecurve.planner.layout import Layout
 from samecurve.planner.shape import ModelShape
 from samecurve.strategy import resolve, validate
+from samecurve.strategy import world_size as world_size_rules
 from samecurve.strategy.launchers import Launch
 from samecurve.strategy.plan import Strategy
 
@@ -46,11 +47,18 @@ def read(path: str, world_size: int) -> Strategy:
     return resolve.describe_strategy(files, Launch("torchrun", world_size))
 
 
-def check(path: str, world_size: int, source: RecipeSource) -> None:
-    """Apply the rules of a training run to a strategy file and a recipe just read. Raises ValueError with problems."""
+def check(path: str, world_size: int, source: RecipeSource | None) -> None:
+    """Apply the rules of a training run to a strategy file and a recipe just read. Raises ValueError with problems.
+
+    Without a recipe, only the number of processes is checked.
+    """
     files, launch = resolve.read_files(path), Launch("torchrun", world_size)
-    validate.check_strategy(source, files, resolve.describe_strategy(files, launch), launch)
-    problems = [*source.document.problems, *files.accelerate.problems, *files.deepspeed.problems]
+    strategy = resolve.describe_strategy(files, launch)
+    if source is None:
+        problems = [*world_size_rules.world_problems(files, strategy, launch)]
+    else:
+        validate.check_strategy(source, files, strategy, launch)
+        problems = [*source.document.problems, *files.accelerate.problems, *files.deepspeed.problems]
     if problems:
         raise ValueError(format_problems(problems))
 

@@ -174,6 +174,7 @@ def test_bad_arguments(config, arguments, message, capsys):
     [
         ("[1]", "expected a JSON object"),
         ('{"text_config": 3}', "expected a JSON object"),
+        (json.dumps(CONFIG | {"hidden_size": 4100}), "32 heads do not divide a hidden size of 4100"),
         (json.dumps(CONFIG | {"kv_lora_rank": 512}), "kv_lora_rank: the formulas do not cover latent attention"),
         (json.dumps(CONFIG | {"n_shared_experts": 1}), "n_shared_experts: the formulas do not cover shared experts"),
     ],
@@ -241,6 +242,24 @@ def test_a_recipe_is_planned_only_where_it_may_run(tmp_path, capsys):
     assert found["ddp"]["tokens_per_second"] > 0
     shown = capsys.readouterr().out
     assert "Not in these numbers: precision fp32" in shown and "Not in these numbers: task embed" in shown
+
+
+def test_the_data_may_be_elsewhere(tmp_path, capsys):
+    """The documentation's own command: pretrain names no data."""
+    assert plan_of(["recipes/pretrain.yaml", "--gpus", "16"], tmp_path).keys() >= {"ddp", "zero3"}
+    assert main(["plan", "recipes/pretrain.yaml", "data.path=3", "data.pathh=x", "--cluster", "h100x8"]) == 2
+    assert "data.pathh: unknown key" in capsys.readouterr().err
+
+
+def test_replicas_need_shards(config, capsys):
+    assert main(["plan", config, "--cluster", "h100x2", "--strategy", "configs/hsdp.yaml"]) == 2
+    assert "2 processes cannot form 2 replicas of 2 or more shards" in capsys.readouterr().err
+
+
+def test_a_micro_batch_of_one_is_not_reduced(config, capsys):
+    arguments = ["plan", config, "--cluster", "a100_40gbx1", "batch.sequence_length=131072"]
+    assert main(arguments) == 6
+    assert "reduce batch.sequence_length, or plan a recipe" in capsys.readouterr().err
 
 
 def test_adapters_are_refused(capsys):
