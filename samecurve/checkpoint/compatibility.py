@@ -69,7 +69,8 @@ def _differences(before: dict, after: dict, prefix: str = "") -> Iterator[tuple[
         if isinstance(old, dict) and isinstance(new, dict):
             yield from _differences(old, new, f"{prefix}{key}.")
         elif old != new:
-            yield f"{prefix}{key}", f"{prefix}{key}: {_shown(old)} -> {_shown(new)}"
+            was = _shown(old) if key in before else "unknown then"
+            yield f"{prefix}{key}", f"{prefix}{key}: {was} -> {_shown(new)}"
 
 
 def _shown(value: Any) -> str:

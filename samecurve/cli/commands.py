@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +21,7 @@ from samecurve.errors import ConfigurationError, SamecurveError
 from samecurve.strategy import preflight
 
 INTERRUPTED = 130  # the shell's exit code for SIGINT
+PIPE_CLOSED = 141  # and for SIGPIPE
 COMMANDS = {
     "inspect": "show the training data of a recipe, token by token, without a model",
     "compare": "run the same short job under each strategy and compare the curves",
@@ -51,7 +54,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit code (see errors.py). Only the module of that command is imported."""
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
-        return _dispatch("python -m samecurve", "samecurve.cli", COMMANDS, argv)
+        code = _dispatch("python -m samecurve", "samecurve.cli", COMMANDS, argv)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader, such as head, has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails again when it flushes at exit
+        return PIPE_CLOSED
     except SamecurveError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -83,6 +91,15 @@ def _dispatch(program: str, package: str, commands: Mapping[str, str], argv: Seq
         preflight.quiet_libraries()  # nearly all of them import transformers
         return importlib.import_module(result.module).run(*result.arguments)
     return result
+
+
+def require_positive(arguments: argparse.Namespace, *options: str) -> None:
+    """Raise ConfigurationError for a whole number below 1, or another number that is not above 0. None is not given."""
+    for option in options:
+        value = getattr(arguments, option)
+        least = "at least 1" if isinstance(value, int) else "a number above 0"
+        if value is not None and not (value >= 1 if isinstance(value, int) else 0 < value < math.inf):
+            raise ConfigurationError(f"--{option}: found {value}, but it must be {least}")
 
 
 class _ParagraphFormatter(argparse.HelpFormatter):

@@ -16,7 +16,7 @@ from rich.status import Status
 
 from samecurve.bench import jobs
 from samecurve.bench.jobs import Job, Outcome
-from samecurve.cli.commands import repository_root
+from samecurve.cli.commands import repository_root, require_positive
 from samecurve.config import loader as recipes
 from samecurve.reports.chart import Curve, chart, relative_differences
 from samecurve.storage.atomic import storage_errors
@@ -31,7 +31,9 @@ TOLERANCES = {"fp32": 1e-5, "bf16": 1e-2, "fp16": 2e-3}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="a recipe file, for example recipes/quickstart.yaml")
-    parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="recipe values for every strategy")
+    parser.add_argument(
+        "overrides", metavar="key.path=value", nargs="*", default=[], help="recipe values for every strategy"
+    )
     parser.add_argument(
         "--strategies", default="", metavar="a,b,c", help="names in configs/, the first is the reference (default: all)"
     )
@@ -54,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command. Returns 0 if every strategy that can run here agrees with the reference, else 1."""
     repository_root()
+    require_positive(arguments, "num_processes")
     preferred = _preferred(arguments.recipe, arguments.overrides)
     settings = jobs.shortened(arguments.recipe, arguments.overrides, arguments.steps, **preferred)
     precision = recipes.load_recipe(arguments.recipe, settings).precision

@@ -13,11 +13,15 @@ import os
 
 from samecurve.cli.commands import Work
 from samecurve.config import loader as recipes
+from samecurve.config.documents import format_problems
 from samecurve.config.schema import Recipe
 from samecurve.doctor import examination, hosts, slurm
 from samecurve.errors import ConfigurationError
-from samecurve.planner import model_config, strategies
+from samecurve.planner import model_config
 from samecurve.specs.optimizers import OPTIMIZERS
+from samecurve.strategy import resolve
+from samecurve.strategy.launchers import Launch
+from samecurve.strategy.plan import Strategy
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int | Work:
     recipe = recipes.load_recipe(arguments.recipe, arguments.overrides) if arguments.recipe else None
-    strategy = strategies.read(arguments.strategy, 1) if arguments.strategy else None
+    strategy = _strategy(arguments.strategy) if arguments.strategy else None
     if arguments.hostfile:
         return _hosts(arguments)
     needed = needed_bytes(recipe) if recipe else {}
@@ -43,6 +47,14 @@ def run(arguments: argparse.Namespace) -> int | Work:
     if os.environ.get("WORLD_SIZE", "1") != "1":
         return Work("samecurve.doctor.ranks", (recipe, strategy, needed, arguments.seconds, arguments.json))
     return examination.report(examination.one_host(recipe, strategy, needed), arguments.json)
+
+
+def _strategy(path: str) -> Strategy:
+    files = resolve.read_files(path)
+    problems = [*files.accelerate.problems, *files.deepspeed.problems]
+    if problems:
+        raise ConfigurationError(format_problems(problems))
+    return resolve.describe_strategy(files, Launch("python", 1))
 
 
 def _hosts(arguments: argparse.Namespace) -> int:

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="evaluation data, as for data.path (default: the held-out rows of the run)",
     )
     parser.add_argument(
-        "columns", metavar="data.KEY=NAME", nargs="*", help="settings of DATA, for example data.split=test"
+        "columns", metavar="data.KEY=NAME", nargs="*", default=[], help="settings of DATA, for example data.split=test"
     )
     parser.add_argument(
         "--model",

@@ -15,7 +15,9 @@ from samecurve.errors import ConfigurationError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="a recipe file, for example recipes/sft.yaml")
-    parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="recipe values, as for train.py")
+    parser.add_argument(
+        "overrides", metavar="key.path=value", nargs="*", default=[], help="recipe values, as for train.py"
+    )
     parser.add_argument(
         "--samples", type=int, default=3, metavar="N", help="number of samples to show (default: %(default)s)"
     )

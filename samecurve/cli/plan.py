@@ -12,13 +12,16 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from samecurve.config import loader as recipes
+from samecurve.cli.commands import require_positive
+from samecurve.config.documents import format_problems
 from samecurve.config.schema_training import Batch
 from samecurve.errors import ConfigurationError, TopologyError
 from samecurve.planner import answers, memory, model_config, overlap, printing, runs_file, search, step_time, strategies
 from samecurve.planner.cluster import cluster
+from samecurve.planner.coverage import left_out, optimizer_bytes, read_recipe, refuse
 from samecurve.planner.search import Choice
 from samecurve.planner.strategies import Wanted
 from samecurve.storage.atomic import storage_errors
@@ -29,7 +32,9 @@ CHECKPOINTING = {"none": "none", "full": "full", "offload": "full", "selective":
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL_OR_RECIPE", help="a recipe, config.json, folder or hub name")
-    parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="recipe values, batch sizes above all")
+    parser.add_argument(
+        "overrides", metavar="key.path=value", nargs="*", default=[], help="recipe values, batch sizes above all"
+    )
     parser.add_argument("--cluster", metavar="KIND_OR_FILE", help="GPUs of a node, such as h100x8, or a cluster's YAML")
     parser.add_argument("--gpus", type=int, metavar="N", help="number of GPUs (default: the cluster's)")
     parser.add_argument("--strategy", action="append", metavar="FILE", help="only this file (default: all in configs/)")
@@ -48,21 +53,25 @@ def run(arguments: argparse.Namespace) -> int:
         return _answer_table(arguments.runs, arguments.json)
     if not arguments.model or not arguments.cluster:
         raise ConfigurationError("plan needs MODEL_OR_RECIPE and --cluster, for example --cluster h100x8; or --runs")
-    if arguments.gpus is not None and arguments.gpus < 1:
-        raise ConfigurationError(f"--gpus {arguments.gpus}: expected a positive number")
+    require_positive(arguments, "gpus", "top")
     machines = cluster(arguments.cluster)
     machines = machines.scaled(arguments.gpus) if arguments.gpus else machines
-    wanted = _wanted(arguments.model, arguments.overrides)
+    wanted, limits = _wanted(arguments.model, arguments.overrides)
     paths = arguments.strategy or strategies.shipped()
     choices = search.evaluate(wanted, machines, paths)
     ordered = choices if arguments.strategy else search.ranked(choices)
     best = next((each for each in ordered if each.found and each.found.fits), None)
     if arguments.json:
         _write(arguments.json, {"plans": [_record(each) for each in ordered]})
-    _print(ordered, best, arguments)
+    _print(ordered, best, arguments, wanted)
+    print("".join(f"\nNot in these numbers: {each}" for each in limits), end="\n" if limits else "")
     if best is None:
+        if not any(each.found for each in choices):
+            raise ConfigurationError("\n".join(f"{each.name}: {each.reason}" for each in choices))
         more = search.fewest_gpus(wanted, machines, paths)
-        hint = f"{more[1]} fits on {more[0]} GPUs" if more else "reduce batch.micro_batch_size or the sequence length"
+        micro = "batch.micro_batch_size, " if wanted.batch.micro_batch_size > 1 else ""
+        smaller = f"reduce {micro}batch.sequence_length, or plan a recipe with memory.activation_checkpointing=full"
+        hint = f"{more[1]} fits on {more[0]} GPUs" if more else smaller
         raise TopologyError(f"nothing fits on {machines.gpus} x {machines.kind}: {hint}")
     return 0
 
@@ -80,20 +89,28 @@ def _write(path: Path, content: dict) -> None:
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def _wanted(name: str, overrides: Sequence[str]) -> Wanted:
+def _wanted(name: str, overrides: Sequence[str]) -> tuple[Wanted, list[str]]:
+    """Read what is trained, and what of it the formulas leave out."""
     if not name.endswith((".yaml", ".yml")):
         fields = model_config.read(name)
-        return Wanted(model_config.shape(fields, name), _batch(overrides))
-    recipe = recipes.load_recipe(name, overrides)
-    fields = recipe.model.config or model_config.read(str(recipe.model.path))
-    source = f"{name}: model.config" if recipe.model.config else str(recipe.model.path)
-    return Wanted(
+        return Wanted(model_config.shape(fields, name), _batch(overrides)), []
+    given = read_recipe(name, overrides)
+    if given.recipe is None or given.document.problems:
+        raise ConfigurationError(format_problems(given.document.problems))
+    recipe = given.recipe
+    refuse(recipe)
+    source = f"{name}: model.{'config' if recipe.model.config else f'path {recipe.model.path}'}"
+    fields = recipe.model.config or model_config.read(str(recipe.model.path), f"{source}: ")
+    wanted = Wanted(
         model_config.shape(fields, source, recipe.tokenizer.vocabulary_size),
         recipe.batch,
         recipe.precision,
         CHECKPOINTING[recipe.memory.activation_checkpointing],
         recipe.loss.implementation != "full",
+        optimizer_bytes(recipe),
+        partial(read_recipe, name, overrides),
     )
+    return wanted, left_out(recipe)
 
 
 def _batch(overrides: Sequence[str]) -> Batch:
@@ -109,14 +126,18 @@ def _batch(overrides: Sequence[str]) -> Batch:
     return Batch(**sizes)
 
 
-def _print(ordered: Sequence[Choice], best: Choice | None, arguments: argparse.Namespace) -> None:
+def _print(ordered: Sequence[Choice], best: Choice | None, arguments: argparse.Namespace, wanted: Wanted) -> None:
     if best and best.found and best.job:
         low, high = best.found.seconds_interval
         print(
             f"{best.name} on {best.job.layout.gpus} x {best.job.gpu_kind}: {best.tokens_per_s:,.0f} tokens/s, a step "
             f"in {best.found.seconds:.2f} s ({low:.2f} to {high:.2f}), {best.found.total_memory_gib:.1f} of "
-            f"{best.job.memory_gib:.1f} GiB (80 % intervals; constants fitted to public runs, none measured here)\n"
+            f"{best.job.memory_gib:.1f} GiB (80 % intervals; constants fitted to public runs, none measured here)"
         )
+    print(
+        f"{wanted.shape.parameters / 1e6:,.1f} million parameters, {wanted.batch.global_batch_size} rows of "
+        f"{wanted.batch.sequence_length} tokens per step\n"
+    )
     rows = [_row(each) for each in ordered if each.found and (arguments.strategy or arguments.why or each.found.fits)]
     if rows:
         print(printing.table([COLUMNS, *rows[: arguments.top]]))

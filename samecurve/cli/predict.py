@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 
-from samecurve.cli.commands import Work
+from samecurve.cli.commands import Work, require_positive
 from samecurve.data.formats import read_rows, read_text
 from samecurve.errors import ConfigurationError, DataError
 from samecurve.specs.file_kinds import table_kind
@@ -27,7 +27,9 @@ TOP, BATCH = 5, 32
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", type=Path, help="a run directory, or a folder with a model or an adapter")
-    parser.add_argument("texts", metavar="TEXT", nargs="*", help="the texts (default: the lines of standard input)")
+    parser.add_argument(
+        "texts", metavar="TEXT", nargs="*", default=[], help="the texts (default: the lines of standard input)"
+    )
     parser.add_argument(
         "--file",
         type=Path,
@@ -43,10 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Work:
-    for option in ("top", "batch_size"):
-        value = getattr(arguments, option)
-        if value is not None and value < 1:
-            raise ConfigurationError(f"--{option}: found {value}, but it must be at least 1")
+    require_positive(arguments, "top", "batch_size")
     sources = _sources(arguments)
     first = next(sources, None)
     if first is None:

@@ -31,12 +31,14 @@ def choose_interface(environ: MutableMapping[str, str] = os.environ) -> None:
     if VARIABLE in environ or not _spans_hosts(environ) or _is_this_host(master):
         return
     addresses = interfaces()
+    if not addresses:
+        return  # loopback alone is up: what the launcher counts as hosts is this machine (a rehearsal in a container)
     found = addresses.get(source_address(master)) or addresses.get(source_address(_ELSEWHERE))
     names = sorted(set(addresses.values()))
     if found is None and len(names) != 1:
         raise TopologyError(
             f"{VARIABLE}: not set, and the master address {master!r} does not say over which of this host's network "
-            f"interfaces ({', '.join(names) or 'none is up'}) the other hosts can be reached; export {VARIABLE}=... on "
+            f"interfaces ({', '.join(names)}) the other hosts can be reached; export {VARIABLE}=... on "
             "every host"
         )
     environ[VARIABLE] = found or names[0]

@@ -217,6 +217,7 @@ class PipelineEngine:
             return [{}] * len(micro_batches)
         module = self._module
         self._dropout.queue(micro_batches)
+        module.train()  # the last pass may have been an evaluation
         module.eval = lambda: module  # DeepSpeed evaluates, but these features have to drop what the step drops
         features = self.features(micro_batches)
         vars(module).pop("eval", None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -60,25 +61,22 @@ class StageModule(PipelineModule):
 
     def __init__(self, layers: list[LayerSpec], dropout: DropoutKeys, **more: Any):
         self._dropout = dropout
-        super().__init__(layers, activation_checkpoint_func=self._checkpoint, **more)
+        # DeepSpeed's default, reentrant checkpointing, loses the embedding's gradient, because its inputs are integers.
+        recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        super().__init__(layers, activation_checkpoint_func=recompute, **more)
 
     def forward(self, forward_input: Any) -> Any:
         if self.training:
             self._dropout.use_next()
-        return super().forward(forward_input)
+        output = super().forward(forward_input)
+        last = output[0] if isinstance(output, tuple) else output
+        if last.requires_grad:
+            last.register_hook(partial(self._use_again, self._dropout.current))
+        return output
 
-    def _checkpoint(self, function: Callable, *inputs: Any) -> Any:
-        """Recompute activations with the dropout of their own micro-batch: the backward pass comes micro-batches later.
-
-        DeepSpeed's default, reentrant checkpointing, loses the embedding's gradient, because its inputs are integers.
-        """
-        keys = self._dropout.current
-
-        def with_keys(*values: Any) -> Any:
-            self._dropout.current = keys
-            return function(*values)
-
-        return checkpoint(with_keys, *inputs, use_reentrant=False, preserve_rng_state=False)
+    def _use_again(self, keys: Tensor | None, _gradient: Tensor) -> None:
+        """Use a micro-batch's own keys where its backward pass recomputes: other micro-batches ran in between."""
+        self._dropout.current = keys
 
     def named_weights(self) -> dict[str, torch.nn.Parameter]:
         """Return this stage's parameters by Hugging Face name."""

@@ -34,11 +34,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 # Forwards that drop values by a function, not by a module, as OPT's layers do.
-_FUNCTION = re.compile(r"functional\.dropout\(|\bF\.dropout\(|\bdropout_add\(|\bdropout_p=")
+_FUNCTION = re.compile(r"functional\.dropout\(|\bF\.dropout\(|dropout_add\(|\bdropout_p=")
 # Forwards that call one of transformers' attention functions with a rate.
 _ATTENTION = re.compile(r"\bdropout=")
 # DeBERTa drops values of its table of relative positions, which has no rows of the batch.
 _WITHOUT_ROWS = ("pos_dropout",)
+# Families whose layers have tokens on the first axis in some places: (tokens, rows, features).
+_TOKENS_FIRST = ("xlnet",)
 _NO_SEQUENCE = 2**62
 _NOISE = re.compile("jitter|noise|layerdrop|drop_path|stochastic")
 
@@ -196,7 +198,7 @@ class _WithoutDraws(TorchFunctionMode):
         return torch.ones_like(args[0]) if func is torch.rand_like else func(*args, **kwargs or {})
 
 
-_MOST_CALLS = 4  # of dropout functions in one module's forward; seen: 2
+_MOST_CALLS = 4  # of dropout functions in one module's forward, or for each layer that it calls; seen: 2
 
 
 def install(model: PreTrainedModel, seed: int, device: torch.device) -> DropoutKeys:
@@ -209,7 +211,16 @@ def install(model: PreTrainedModel, seed: int, device: torch.device) -> DropoutK
 
     Returns:
         The keys, which have to be those of the micro-batch that is computed.
+
+    Raises:
+        ConfigurationError: the model has dropout, and its layers do not keep the rows of a batch on the first axis.
     """
+    if model.config.model_type in _TOKENS_FIRST and rates(model.config):
+        listed = ", ".join(f"{key}: {rate}" for key, rate in rates(model.config).items())
+        raise ConfigurationError(
+            f"model.config: a {model.config.model_type} does not keep the rows of a batch on the first axis, so its "
+            f"dropout ({listed}) cannot be drawn by row; set these rates to 0 in model.config, or use another family"
+        )
     keys, modules = DropoutKeys(seed, device, model.config), list(model.named_modules())
     for name, module in modules:
         if isinstance(module, nn.Dropout) and module.p > 0:
@@ -226,7 +237,7 @@ def install(model: PreTrainedModel, seed: int, device: torch.device) -> DropoutK
     for name, module in modules:
         source = _forward_source(type(module))
         by_interface = model.config._attn_implementation == "sdpa" and "attention_interface(" in source
-        places = [keys.add(f"{name}:{call}") for call in range(_MOST_CALLS)]
+        places = [keys.add(f"{name}:{call}") for call in range(_num_places(module))]
         if by_interface:
             vars(module)["dropout_place"] = places[0]
         if _FUNCTION.search(source) or (_ATTENTION.search(source) and not by_interface):
@@ -249,6 +260,11 @@ def _forward_source(module_class: type[nn.Module]) -> str:
         return inspect.getsource(module_class.forward)
     except (OSError, TypeError):
         return ""
+
+
+def _num_places(module: nn.Module) -> int:
+    """Bound the calls of dropout functions in a forward. XLM's calls them after each of its layers."""
+    return _MOST_CALLS * max([1, *(len(child) for child in module.children() if isinstance(child, nn.ModuleList))])
 
 
 def _chooses_the_best(module: nn.Module) -> bool:

@@ -36,10 +36,10 @@ def _per_token(job: Job) -> tuple[float, float]:
     shape, experts = job.shape, max(job.shape.top_k, 1)
     dispatched = 4 * shape.hidden * experts if shape.experts else 0  # inputs and outputs of the experts, permuted
     if shape.gated:
-        attention = (8 + 10 * shape.kv_share) * shape.hidden
+        attention = (8 + 10 * shape.kv_share) * shape.attention_width
         return attention + 8 * shape.ffn * experts + dispatched, 10 * shape.hidden
     ffn = 4 * shape.ffn * experts  # 16 h of the 34 h in a GPT with ffn = 4 h
-    return (2 + 6 * shape.kv_share) * shape.hidden + ffn + dispatched, (8 if job.flash else 10) * shape.hidden
+    return (2 + 6 * shape.kv_share) * shape.attention_width + ffn + dispatched, (8 if job.flash else 10) * shape.hidden
 
 
 def _score_bytes(job: Job) -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from samecurve.planner import memory, runs_file, step_time
 from samecurve.planner.fitting import predicted_memory_gib
+from samecurve.planner.hardware import known_gpu
 from samecurve.planner.job import Job
 from samecurve.planner.profiles import is_known, shipped
 
@@ -41,6 +42,7 @@ def _interval(value: float, job: Job, kind: str) -> tuple[float, float]:
     residuals = shipped().get("residuals", {}).get(kind, {})
     found = next((residuals[key] for key in situations(job) if key in residuals), DEFAULT_WIDTHS)
     strange = job.shape.experts or job.precision == "fp8" or job.layout.cp > 1 or job.card.generation == "blackwell"
+    strange = strange or (job.gpu_kind and not known_gpu(job.gpu_kind))
     low, high = (width * (UNMEASURED if strange else 1) for width in found)
     return value * math.exp(min(low, 0)), value * math.exp(max(high, 0))
 

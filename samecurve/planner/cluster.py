@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from samecurve.config.documents import format_problems, read_document
+from samecurve.config.documents import Document, format_problems, read_document
 from samecurve.errors import ConfigurationError
-from samecurve.planner.hardware import Gpu, gpu
+from samecurve.planner.hardware import Gpu, gpu, known_gpu, known_names
 
 KINDS = {
     "a100": ("A100-80GB", 1600.0),
@@ -57,6 +58,16 @@ def cluster(text: str) -> Cluster:
 
 def _from_file(path: str) -> Cluster:
     document = read_document(path)
+    if not document.problems:  # an unreadable file lacks every key
+        _check(document)
+    if document.problems:
+        raise ConfigurationError(format_problems(document.problems))
+    given = document.content
+    rate = float(given.get("gbit_per_s_per_node") or 0)
+    return Cluster(given["gpu"], gpu(given["gpu"]), given["nodes"], given["gpus_per_node"], rate)
+
+
+def _check(document: Document) -> None:
     for key in document.content:
         if key not in KEYS:
             document.problem((key,), f"unknown key; known are {', '.join(KEYS)}")
@@ -64,10 +75,9 @@ def _from_file(path: str) -> Cluster:
         value = document.content.get(key)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             document.problem((key,), f"found {value!r}, expected a positive whole number")
-    if not isinstance(document.content.get("gpu"), str):
-        document.problem(("gpu",), "missing; give a kind such as H100-80GB")
-    if document.problems:
-        raise ConfigurationError(format_problems(document.problems))
-    given = document.content
-    rate = float(given.get("gbit_per_s_per_node", 0) or 0)
-    return Cluster(given["gpu"], gpu(given["gpu"]), given["nodes"], given["gpus_per_node"], rate)
+    kind = document.content.get("gpu")
+    if not isinstance(kind, str) or not known_gpu(kind):
+        document.problem(("gpu",), f"found {kind!r}, expected a GPU with known rates: {', '.join(known_names())}")
+    rate = document.content.get("gbit_per_s_per_node")
+    if rate is not None and (isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 < rate < math.inf):
+        document.problem(("gbit_per_s_per_node",), f"found {rate!r}, expected a positive number of Gbit/s")

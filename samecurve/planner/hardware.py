@@ -46,32 +46,43 @@ def _nvlink(reference_gb_per_s: float) -> float:
     return gathered * reference_gb_per_s / buses["nvidia_gtc_slide_allreduce_busbw_GBps"]["NVLink4"]
 
 
-@lru_cache(maxsize=64)
 def gpu(kind: str) -> Gpu:
-    """Look up a GPU by a kind such as H100-80GB or by torch's device name.
+    """Look up a GPU as `known_gpu` does; an unknown kind gets the rates of an A100."""
+    return known_gpu(kind) or _rows()["A100"]
 
-    An unknown kind gets the rates of an A100, the slowest GPU that large models are trained on here.
-    """
+
+def known_gpu(kind: str) -> Gpu | None:
+    """Look up a GPU by a kind such as H100-80GB or by torch's device name, in any case. None: it has no row."""
+    return next((row for pattern, row in _rows().items() if re.search(pattern, kind, re.IGNORECASE)), None)
+
+
+def known_names() -> list[str]:
+    """List the GPUs that `known_gpu` finds, for messages."""
+    return [name.replace(".*", "-").removesuffix(r"\b") for pattern in _rows() for name in pattern.split("|")]
+
+
+@lru_cache(maxsize=1)
+def _rows() -> dict[str, Gpu]:
+    """GPUs by the regular expression of their names; the first that matches counts."""
     rates = measured()["matmul_TFLOPs"]
     best, fp8 = rates["MAMF_bf16_measured"], rates["MAMF_fp8_measured"]
     h100, slides = best["H100 SXM"], measured()["bus_bandwidth_GBps"]["nvidia_gtc_slide_allreduce_busbw_GBps"]
     nvlink3, nvlink4, nvlink5 = _nvlink(slides["NVLink3"]), _nvlink(slides["NVLink4"]), 2 * _nvlink(slides["NVLink4"])
-    rows = (
-        (r"GB200|GB300", Gpu(best["GB200"], fp8["GB200"], 8000, nvlink5, 184, "blackwell")),
-        (r"B300", Gpu(best["B300"], fp8["B300"], 8000, nvlink5, 268, "blackwell")),
-        (r"B200", Gpu(best["B200"], fp8["B200"], 8000, nvlink5, 178, "blackwell")),
-        (r"GH200", Gpu(best["GH200"], fp8["GH200"], 4000, nvlink4, 94.5, "hopper")),
-        (r"H200", Gpu(h100, fp8["H200"], 4800, nvlink4, 139.8, "hopper")),
-        (r"H800", Gpu(h100, fp8["H100"], 3350, nvlink4 * 400 / 900, 79.1, "hopper")),
-        (r"H20\b", Gpu(h100 * 148 / 989.5, fp8["H100"] * 148 / 989.5, 4000, nvlink4, 95.6, "hopper")),
-        (r"H100", Gpu(h100, fp8["H100"], 3350, nvlink4, 79.1, "hopper")),
-        (r"A800", Gpu(best["A100 SXM"], 0, 2039, nvlink3 * 400 / 600, 79.2, "ampere")),
-        (r"A100.*40", Gpu(best["A100 SXM"], 0, 1555, nvlink3, 39.4, "ampere")),
-        (r"A100", Gpu(best["A100 SXM"], 0, 2039, nvlink3, 79.2, "ampere")),
-        (r"MI300X", Gpu(best["MI300X"], 0, 5300, 312.9, 191, "other")),
-        (r"V100", Gpu(100, 0, 900, _nvlink(slides["NVLink2"]), 31.7, "other")),
-    )
-    return next((row for pattern, row in rows if re.search(pattern, kind)), rows[-3][1])
+    return {
+        r"GB200|GB300": Gpu(best["GB200"], fp8["GB200"], 8000, nvlink5, 184, "blackwell"),
+        r"B300": Gpu(best["B300"], fp8["B300"], 8000, nvlink5, 268, "blackwell"),
+        r"B200": Gpu(best["B200"], fp8["B200"], 8000, nvlink5, 178, "blackwell"),
+        r"GH200": Gpu(best["GH200"], fp8["GH200"], 4000, nvlink4, 94.5, "hopper"),
+        r"H200": Gpu(h100, fp8["H200"], 4800, nvlink4, 139.8, "hopper"),
+        r"H800": Gpu(h100, fp8["H100"], 3350, nvlink4 * 400 / 900, 79.1, "hopper"),
+        r"H20\b": Gpu(h100 * 148 / 989.5, fp8["H100"] * 148 / 989.5, 4000, nvlink4, 95.6, "hopper"),
+        r"H100": Gpu(h100, fp8["H100"], 3350, nvlink4, 79.1, "hopper"),
+        r"A800": Gpu(best["A100 SXM"], 0, 2039, nvlink3 * 400 / 600, 79.2, "ampere"),
+        r"A100.*40": Gpu(best["A100 SXM"], 0, 1555, nvlink3, 39.4, "ampere"),
+        r"A100": Gpu(best["A100 SXM"], 0, 2039, nvlink3, 79.2, "ampere"),
+        r"MI300X": Gpu(best["MI300X"], 0, 5300, 312.9, 191, "other"),
+        r"V100": Gpu(100, 0, 900, _nvlink(slides["NVLink2"]), 31.7, "other"),
+    }
 
 
 @dataclass(frozen=True)

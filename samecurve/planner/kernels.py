@@ -64,7 +64,7 @@ def layer(job: Job, constants: Profile) -> Seconds:
 def _products(job: Job, constants: Profile) -> float:
     shape, split, tokens = job.shape, job.layout.tp, job.tokens
     width, experts = shape.hidden, max(shape.top_k, 1)
-    queries = width * (1 + 2 * shape.kv_share) / split
+    queries = shape.attention_width * (1 + 2 * shape.kv_share) / split
     rows = tokens * experts  # of all experts together
     each = rows / max(shape.experts / job.layout.ep, 1) if shape.experts else rows
     calls = rows / each
@@ -72,14 +72,14 @@ def _products(job: Job, constants: Profile) -> float:
     up = product_seconds(job, each, width, inner * (2 if shape.gated else 1), constants)
     down = product_seconds(job, each, inner, width, constants)
     attention = product_seconds(job, tokens, width, queries, constants)
-    attention += product_seconds(job, tokens, width / split, width, constants)
+    attention += product_seconds(job, tokens, shape.attention_width / split, width, constants)
     return attention + calls * (up + down)
 
 
 def _attention(job: Job, constants: Profile) -> float:
-    """Seconds of the forward between tokens: 4 s h FLOPs per token, half of them under the causal mask if fused."""
+    """Seconds of the forward between tokens: 4 s a FLOPs per token, half of them under the causal mask if fused."""
     shape, split = job.shape, job.layout.tp
-    flops = 4 * job.tokens * job.seq * shape.hidden / split
+    flops = 4 * job.tokens * job.seq * shape.attention_width / split
     rate = job.card.matmul_tflops * 1e12 * sustained(job.card.generation)
     if job.flash:
         return flops / 2 / (rate * constants.attention_share * attention_rate(job.card.generation))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,9 +22,32 @@ NAMES = {
     "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
     "top_k": ("num_experts_per_tok", "moe_top_k"),
     "positions": ("n_positions",),
+    "head_dim": ("head_dim",),
 }
 NEEDED = ("layers", "hidden", "heads", "vocab")
-TWO_MATRICES = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "mpt", "phi", "bert", "roberta")
+TWO_MATRICES = (
+    *("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "mpt", "phi", "starcoder2", "gpt_bigcode"),
+    *("bert", "roberta", "xlm-roberta", "camembert", "electra", "mpnet"),
+)
+# Defaults of transformers' classes where a config leaves them out. Other families do not tie by default.
+TIED = (
+    *("gpt2", "opt", "bloom", "falcon", "mpt", "starcoder2", "gpt_bigcode", "bert", "roberta", "xlm-roberta"),
+    *("camembert", "electra", "mpnet", "modernbert", "gemma", "gemma2", "gemma3_text", "smollm3", "cohere", "cohere2"),
+)
+HEAD_DIMS = {"qwen3": 128, "gemma": 256, "gemma2": 256, "gemma3_text": 256, "gpt_oss": 64, "glm4": 128}
+# Fields of models whose layers are not those that the formulas count.
+OTHER_LAYERS = {
+    "is_encoder_decoder": "encoder-decoder models",
+    "kv_lora_rank": "latent attention",
+    "n_shared_experts": "shared experts",
+    "num_shared_experts": "shared experts",
+    "shared_expert_intermediate_size": "shared experts",
+    "shared_intermediate_size": "shared experts",
+    "interleave_moe_layer_step": "dense layers between mixtures of experts",
+    "mlp_only_layers": "dense layers between mixtures of experts",
+    "linear_num_key_heads": "linear attention",
+    "mamba_d_state": "state-space layers",
+}
 
 
 def shape(fields: Mapping[str, Any], name: str, vocab: int | None = None) -> ModelShape:
@@ -44,35 +68,54 @@ def shape(fields: Mapping[str, Any], name: str, vocab: int | None = None) -> Mod
             found[key] = given
     problems = [f"{name}: {' or '.join(NAMES[key][:2])} is missing; give it" for key in NEEDED if key not in found]
     problems += [
+        f"{name}: {key}: the formulas do not cover {kind}" for key, kind in OTHER_LAYERS.items() if fields.get(key)
+    ]
+    problems += [
         f"{name}: {NAMES[key][0]}: found {value!r}, expected a positive whole number"
         for key, value in found.items()
         if isinstance(value, bool) or not isinstance(value, int) or value < (key in NEEDED)
     ]
     if problems:
         raise ConfigurationError("\n".join(problems))
-    gated = fields.get("model_type") not in TWO_MATRICES
+    family = fields.get("model_type")
+    gated = family not in TWO_MATRICES
+    if fields.get("multi_query") and not fields.get("new_decoder_architecture"):
+        found["kv_heads"] = 1  # Falcon's and GPTBigCode's configs also count heads that it makes one
     found.setdefault("kv_heads", found["heads"])
     found.setdefault("ffn", 4 * found["hidden"])
-    tied = fields.get("tie_word_embeddings", not gated)
+    found.setdefault("head_dim", HEAD_DIMS.get(str(family), 0))
+    if not found["head_dim"] and found["hidden"] % found["heads"]:
+        raise ConfigurationError(f"{name}: {found['heads']} heads do not divide a hidden size of {found['hidden']}")
+    tied = fields.get("tie_word_embeddings", family in TIED)
     return ModelShape(**found, gated=gated, tied=bool(tied))
 
 
-def read(path: str) -> dict[str, Any]:
-    """Read a config.json, or that of a folder, or of a hub name in the local cache. Raises ConfigurationError."""
+def read(path: str, source: str = "") -> dict[str, Any]:
+    """Read a config.json, or that of a folder, or of a hub name in the local cache.
+
+    Raises:
+        ConfigurationError: it cannot be read; the message begins with `source`, the place that names `path`.
+    """
     file = Path(path)
     if file.is_dir():
         file = file / "config.json"
     if not file.is_file() and path.count("/") == 1:
         from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
 
-        cached = try_to_load_from_cache(path, "config.json")
-        file = Path(cached) if isinstance(cached, str) else file
+        with contextlib.suppress(HFValidationError):  # no name of the hub; the error below says so
+            cached = try_to_load_from_cache(path, "config.json")
+            file = Path(cached) if isinstance(cached, str) else file
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
     except OSError:
         raise ConfigurationError(
-            f"{path}: no such file, folder or cached model; give a config.json or a recipe"
+            f"{source or f'{path}: '}no such file, folder or model in the local cache; give a config.json or its "
+            f"folder, or download the model's config first (hf download NAME config.json)"
         ) from None
     except ValueError as error:
         raise ConfigurationError(f"{file}: not JSON: {error}") from None
-    return fields.get("text_config", fields)
+    fields = fields.get("text_config") or fields if isinstance(fields, dict) else None
+    if not isinstance(fields, dict):
+        raise ConfigurationError(f"{file}: expected a JSON object, the fields of a Hugging Face config")
+    return fields

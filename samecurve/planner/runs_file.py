@@ -27,10 +27,12 @@ def read(path: Path) -> list[dict[str, str]]:
     """Read the rows, in any order of columns. Raises ConfigurationError for an unknown or a missing column."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
-            table = csv.DictReader(file)
+            table = csv.DictReader(file, restval="")
             rows, names = list(table), list(table.fieldnames or [])
     except OSError as error:
         raise ConfigurationError(f"--runs {path}: {error.strerror or error}") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ConfigurationError(f"--runs {path}: not a CSV file in UTF-8: {error}") from None
     problems = [f"{path}: column {name!r} is missing" for name in NEEDED if name not in names]
     problems += [f"{path}: unknown column {name!r}" for name in names if name not in (*NEEDED, *UNUSED)]
     if problems:
@@ -39,7 +41,7 @@ def read(path: Path) -> list[dict[str, str]]:
 
 
 def job(row: dict[str, str]) -> Job:
-    """Turn a row into a job. Raises ValueError, which names the column, for a cell that is no number."""
+    """Turn a row into a job. Raises ValueError, which names the column, for a cell that is no number or is missing."""
 
     def number(name: str, default: float = 0) -> float:
         text = row[name].strip()
@@ -51,13 +53,18 @@ def job(row: dict[str, str]) -> Job:
     def count(name: str, default: int = 1) -> int:
         return int(number(name, default)) or default
 
+    def size(name: str) -> int:
+        if number(name) < 1:
+            raise ValueError(f"column {name}: found {row[name].strip()!r}, expected a positive number")
+        return int(number(name))
+
     def flag(name: str) -> bool:
         return bool(number(name))
 
-    heads, gated = count("heads"), row["mlp"].strip() != "gelu"
+    heads, gated = size("heads"), row["mlp"].strip() != "gelu"
     shape = ModelShape(
-        count("layers"), count("hidden"), heads, count("kv_heads", heads), count("ffn"), count("vocab"), gated,
-        flag("tied"), int(number("experts")), int(number("top_k")), 0 if gated else count("seq"),
+        size("layers"), size("hidden"), heads, count("kv_heads", heads), size("ffn"), size("vocab"), gated,
+        flag("tied"), int(number("experts")), int(number("top_k")), 0 if gated else size("seq"),
     )  # fmt: skip
     names = ("dp", "tp", "pp", "cp", "ep", "virtual_stages")
     layout = Layout(
@@ -66,8 +73,10 @@ def job(row: dict[str, str]) -> Job:
     )  # fmt: skip
     states = StateBytes(*(number(f"{name}_bytes") for name in ("weight", "grad", "accum", "master", "optim")))
     kind = row["gpu"].strip()
+    if not kind:
+        raise ValueError("column gpu: missing; give a kind such as H100-80GB")
     return Job(
-        shape, layout, gpu(kind), count("micro_batch"), count("seq"), count("grad_accum"), states, kind,
+        shape, layout, gpu(kind), size("micro_batch"), size("seq"), count("grad_accum"), states, kind,
         number("gpu_memory_gib"), count("gpus_per_node", 8), number("inter_node_gbit"), row["precision"].strip(),
         row["fp8_recipe"].strip(), flag("flash"), flag("compile"), flag("async_tp"), flag("chunked_loss"),
         row["activation_checkpointing"].strip() or "none", row["stack"].strip(), row["memory_kind"].strip(),

@@ -17,19 +17,18 @@ MOST_GPUS = 4096
 
 @dataclass(frozen=True)
 class Choice:
-    """A strategy for the job. `reason` says why it cannot run there; then it has no job."""
+    """A strategy for the job and the tokens of a step. `reason` says why it cannot run there; then it has no job."""
 
     name: str
     job: Job | None = None
     found: Prediction | None = None
     reason: str = ""
+    tokens: int = 0
 
     @property
     def tokens_per_s(self) -> float:
-        assert self.job and self.found
-        layout = self.job.layout
-        rows = self.job.micro_batch * self.job.grad_accum * layout.dp
-        return rows * self.job.seq / self.found.seconds
+        assert self.found
+        return self.tokens / self.found.seconds
 
     @property
     def verdict(self) -> str:
@@ -44,18 +43,19 @@ class Choice:
 
 def evaluate(wanted: Wanted, machines: Cluster, paths: Sequence[str]) -> list[Choice]:
     """Predict each strategy, in the order given."""
-    choices = []
+    choices, tokens = [], wanted.batch.global_batch_size * wanted.batch.sequence_length
     for path in paths:
         name = path.rsplit("/", 1)[-1].removesuffix(".yaml")
         strategy = strategies.read(path, machines.gpus)
         try:
             job = strategies.job(wanted, strategy, machines)
+            strategies.check(path, machines.gpus, wanted.recipe() if wanted.recipe else None)
         except ValueError as error:
             choices.append(Choice(name, reason=str(error)))
             continue
         # Host memory's bandwidth is not in the model, so that a time would be a guess.
         offloads = " (time without offloading's transfers)" if strategy.offload else ""
-        choices.append(Choice(name, job, predict(job), offloads))
+        choices.append(Choice(name, job, predict(job), offloads, tokens))
     return choices
 
 

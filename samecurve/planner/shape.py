@@ -16,6 +16,7 @@ class ModelShape:
         experts: MLPs per layer, 0 for a dense model.
         top_k: experts that a token visits.
         positions: learned positions, 0 for rotary ones.
+        head_dim: width of one attention head where it is not hidden / heads, else 0.
     """
 
     layers: int
@@ -29,6 +30,7 @@ class ModelShape:
     experts: int = 0
     top_k: int = 0
     positions: int = 0
+    head_dim: int = 0
 
     @property
     def kv_share(self) -> float:
@@ -36,9 +38,14 @@ class ModelShape:
         return self.kv_heads / self.heads
 
     @property
+    def attention_width(self) -> int:
+        """Width a of the queries of all heads; the hidden size, but 2 h in Qwen3-0.6B."""
+        return self.heads * self.head_dim if self.head_dim else self.hidden
+
+    @property
     def attention_parameters(self) -> float:
-        """Weights of one layer's attention: query and output h^2 each, key and value h^2 kv_heads/heads each."""
-        return self.hidden**2 * (2 + 2 * self.kv_share)
+        """Weights of one layer's attention: query and output h a each, key and value h a kv_heads/heads each."""
+        return self.hidden * self.attention_width * (2 + 2 * self.kv_share)
 
     @property
     def mlp_parameters(self) -> int:

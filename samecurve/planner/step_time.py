@@ -129,11 +129,11 @@ def context_seconds(job: Job, constants: Profile) -> float:
     if size == 1:
         return 0
     over = _link(job, "cp", constants)
-    sent = ELEMENT * job.tokens * 2 * job.shape.hidden * job.shape.kv_share / job.layout.tp
+    sent = ELEMENT * job.tokens * 2 * job.shape.attention_width * job.shape.kv_share / job.layout.tp
     steps = 3 * (size - 1)
     communication = steps * (sent / (over.bus_gb_per_s * 1e9) + over.step_seconds)
     rate = job.card.matmul_tflops * 1e12 * constants.attention_share
-    hidden = 3.5 * 2 * job.tokens * job.seq * job.shape.hidden / job.layout.tp / rate
+    hidden = 3.5 * 2 * job.tokens * job.seq * job.shape.attention_width / job.layout.tp / rate
     return max(0.0, communication - hidden * (size - 1) / size) + steps * COLLECTIVE_SECONDS
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from samecurve.checkpoint.manifest import list_checkpoints, step_of
-from samecurve.errors import CheckpointError, ConfigurationError, SamecurveError
+from samecurve.errors import CheckpointError, ConfigurationError, SamecurveError, StorageError
 from samecurve.run import failures as restarts
 from samecurve.run.status import STATUS, counted, read_status, split_refused, with_refused
 from samecurve.storage.atomic import storage_errors, utc_timestamp, write_json
@@ -276,6 +276,8 @@ class RunDirectory:
 
 def _make_durable(path: Path) -> None:
     """Create a folder and its missing parents and sync their names, so that all of them survive a power cut."""
+    if path.exists() and not path.is_dir():
+        raise StorageError(f"output_dir: {path} is a file, expected a folder; choose another output_dir")
     new = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in new:

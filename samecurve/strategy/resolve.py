@@ -30,6 +30,7 @@ from samecurve.strategy.parallel_dims import ParallelDims
 from samecurve.strategy.plan import Files, Plan, Strategy
 from samecurve.strategy.restarts import continues_own_run
 
+_STEP = "step_" + 8 * "[0-9]"  # the name of a checkpoint's folder
 _USAGE = """Each key is given once. Strategies are the files in configs/; without one the run is a
 single process. Under `accelerate launch --config_file FILE` that file is the strategy."""
 
@@ -81,10 +82,15 @@ def resolve_plan(
 
 def _resume_problems(arguments: argparse.Namespace) -> list[ConfigProblem]:
     found, problems = arguments.resume, []
-    if found not in ("auto", "none") and not os.path.isdir(found):
+    if found in ("auto", "none"):
+        return problems
+    if not os.path.isdir(found):
         text = f"no such folder: {found}; give auto, none or a checkpoint such as RUN/checkpoints/step_00000040"
         problems.append(ConfigProblem(COMMAND_LINE, "--resume", text))
-    if arguments.fresh and found not in ("auto", "none"):
+    elif inside := [path for name in (f"checkpoints/{_STEP}", _STEP) for path in Path(found).glob(name)]:
+        text = f"found {found}, which holds checkpoints but is none; give one of them, for example {max(inside)}"
+        problems.append(ConfigProblem(COMMAND_LINE, "--resume", text))
+    if arguments.fresh:
         problems.append(ConfigProblem(COMMAND_LINE, "--fresh", f"conflicts with --resume {found}; keep one of them"))
     return problems
 

@@ -36,6 +36,7 @@ class Trackers:
         self._names, self._meter, self._folder, self._log = names, meter, folder, log
         self._advice = WaitAdvice(data)
         self._open: dict[str, GeneralTracker] = {}
+        self._ids: dict[str, str] = {}  # the content of RUN_IDS
 
     def open(self, start_step: int) -> None:
         """Open the trackers. start_step: the last step of the earlier session's checkpoint, 0 in a fresh run."""
@@ -58,16 +59,17 @@ class Trackers:
     def _start(self, name: str, start_step: int) -> None:
         project, folder = self._folder.resolve().name, self._folder / "trackers"
         ids = folder / RUN_IDS
-        known = json.loads(ids.read_text()) if start_step and ids.is_file() else {}
+        if start_step and not self._ids and ids.is_file():
+            self._ids = json.loads(ids.read_text())
         kind, options = LOGGER_TYPE_TO_CLASS[name], {}
         if name == "tensorboard":
             # repeated steps replace those that the earlier session logged after its last checkpoint
             options = {"logging_dir": self._folder, "purge_step": start_step + 1}
             project = "tensorboard"  # its folder
         elif name == "mlflow":
-            options = {"run_id": known.get(name)}
+            options = {"run_id": self._ids.get(name)}
         elif name == "wandb":
-            options = {"id": known.get(name), "resume": "allow", "dir": str(folder)}
+            options = {"id": self._ids.get(name), "resume": "allow", "dir": str(folder)}
         elif kind.requires_logging_directory:
             options = {"logging_dir": str(folder)}
         if name != "tensorboard":
@@ -77,7 +79,8 @@ class Trackers:
         self._open[name] = tracker
         if name in ("mlflow", "wandb"):
             run = tracker.tracker
-            write_json(ids, known | {name: run.info.run_id if name == "mlflow" else run.id})
+            self._ids[name] = run.info.run_id if name == "mlflow" else run.id
+            write_json(ids, self._ids)
 
     def _try(self, name: str, action: Callable[[], None]) -> None:
         try:

@@ -15,6 +15,7 @@ BERT = "{model_type: bert, hidden_size: 32, num_hidden_layers: 2, num_attention_
 MLM = ("task=mlm", f"model.config={BERT}", "data.packing=false")
 OPT = "model.config={model_type: opt, hidden_size: 32, ffn_dim: 64, num_hidden_layers: 2, num_attention_heads: 4, word_embed_proj_dim: 32, attention_dropout: 0.1}"  # noqa: E501
 RECOMPUTED = "memory.activation_checkpointing=full"
+PARTLY_RECOMPUTED = "memory.activation_checkpointing=selective"
 COMPILED = "compile=regional"
 
 
@@ -39,7 +40,7 @@ def assert_follows(run, reference, start: int = 0) -> None:
 
 CASES = [
     ("fsdp", 2, (GPT2,), (RECOMPUTED,)),
-    ("pipeline", 2, (GPT2,), (RECOMPUTED,)),
+    ("pipeline", 2, (GPT2,), (PARTLY_RECOMPUTED,)),
     ("zero1", 2, MLM, ()),
     *long(
         ("ddp", 3, (GPT2,), ()),
@@ -52,10 +53,13 @@ CASES = [
         ("hsdp", 4, (GPT2,), ()),
         ("pipeline", 4, (GPT2,), ("batch.micro_batch_size=3",)),
         ("pipeline", 2, (GPT2,), ()),
+        ("pipeline", 2, (GPT2,), (RECOMPUTED,)),
+        ("pipeline", 2, (GPT2,), ("memory.activation_checkpointing=every_n_layers",)),
+        ("pipeline", 2, (GPT2,), (PARTLY_RECOMPUTED, COMPILED)),
         ("fsdp", 2, (GPT2,), (COMPILED, RECOMPUTED)),
         ("zero3", 2, (GPT2,), (COMPILED,)),
         ("ddp", 2, (GPT2,), ("compile=full",)),
-        ("ddp", 2, (GPT2,), ("memory.activation_checkpointing=selective",)),
+        ("ddp", 2, (GPT2,), (PARTLY_RECOMPUTED,)),
         ("ddp", 2, (GPT2,), ("memory.activation_checkpointing=offload",)),
         ("ddp", 3, MLM, ()),
         ("fsdp", 2, MLM, (COMPILED,)),

@@ -229,6 +229,8 @@ def test_the_exported_model_is_measured_against_the_model_that_the_run_began_wit
     assert len(list((cache / "references").iterdir())) == 1  # of the held-out pairs alone
 
 
+GPT2 = "{model_type: gpt2, n_embd: 32, n_layer: 2, n_head: 4, n_positions: 64, attn_pdrop: 0.3}"
+DROPS = "model.path=null", f"model.config={GPT2}"
 OTHERS = {"kto": "kto, beta: 0.2", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo, beta: 2.0, gamma: 0.5"}
 
 
@@ -253,6 +255,17 @@ def test_the_other_losses_depend_neither_on_ranks_nor_on_micro_batches(
     for key in ("eval_loss", "eval_margin", "eval_accuracy"):
         assert spread.metrics[-1][key] == pytest.approx(alone.metrics[-1][key], rel=1e-4), key
     assert alone.metrics[-1]["eval_loss"] != pytest.approx(alone.metrics[0]["loss"], rel=1e-3)
+
+
+@pytest.mark.parametrize("strategy", long("pipeline", "ddp"))
+def test_ktos_first_pass_drops_what_the_step_drops(strategy, workspace, settings):
+    """Also in a step that follows an evaluation, where nothing is dropped."""
+    overrides = (*settings["dpo"].overrides, "dpo={loss: kto, beta: 0.2}", *DROPS, "evaluate.every_steps=2", "steps=6")
+    alone = start(workspace, "single", *overrides, "batch.micro_batch_size=8")
+    spread = start(workspace, strategy, *overrides, "batch.micro_batch_size=2")
+    assert alone.facts["dropout"]["attn_pdrop"] == 0.3
+    assert largest_relative_difference(spread.column("loss"), alone.column("loss")) < 1e-5
+    assert largest_relative_difference(spread.column("grad_norm"), alone.column("grad_norm")) < 1e-4
 
 
 @pytest.mark.parametrize("strategy", long("single", "zero3"))

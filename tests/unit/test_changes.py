@@ -41,6 +41,12 @@ def test_what_may_change_is_told():
     ]
 
 
+def test_a_key_that_an_older_checkpoint_does_not_have_is_not_called_null():
+    after = now(recipe__optimizer__momentum=0.9)
+    assert changes(SAVED, after) == ["optimizer.momentum: unknown then -> 0.9"]
+    assert changes(now(recipe__optimizer__momentum=None), after) == ["optimizer.momentum: null -> 0.9"]
+
+
 def test_a_version_is_told():
     assert changes(SAVED, now(versions__torch="2.14.0")) == ["versions.torch: 2.13.0 -> 2.14.0"]
 

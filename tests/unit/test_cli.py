@@ -78,6 +78,42 @@ def test_help_and_errors_need_no_torch(tmp_path):
     assert "run.json" in done.stderr and "metrics.jsonl" in done.stderr
 
 
+def test_a_reader_that_stops_early_gets_no_traceback():
+    """`python -m samecurve ... | head -1`"""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "samecurve", "plan", "recipes/embed.yaml", "--cluster", "h100x8"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("compare r.yaml --num_processes 0", "--num_processes: found 0, but it must be at least 1"),
+        ("bench step r.yaml --num_processes 0", "--num_processes: found 0, but it must be at least 1"),
+        ("bench collectives --processes 0", "--processes: found 0, but it must be at least 1"),
+        ("bench matmul --seconds nan", "--seconds: found nan, but it must be a number above 0"),
+        (
+            "bench dataloader recipes/quickstart.yaml --seconds 0",
+            "--seconds: found 0.0, but it must be a number above 0",
+        ),
+    ],
+)
+def test_a_number_that_means_nothing_is_refused(command, message, capsys):
+    """Instead of the default in its place, or of a measurement of no time."""
+    assert commands.main(command.split()) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["compare", "inspect", "evaluate", "bench step", "bench dataloader"])
+def test_only_what_is_needed_is_called_required(command, capsys):
+    with pytest.raises(SystemExit):
+        commands.main(command.split())
+    assert re.search(r"arguments are required: [A-Z]+\n", capsys.readouterr().err)
+
+
 def test_another_working_directory_is_refused(tmp_path, monkeypatch, recipe_file, capsys):
     monkeypatch.chdir(tmp_path)
     assert commands.main(["compare", recipe_file]) == ConfigurationError.exit_code

@@ -357,6 +357,8 @@ CASES = [
      [("r.yaml:15", "numerics.rollback_ratio", "2", "checkpoint.every_steps", "0", "above 0")]),
     ("resume", {}, [*R, "--resume", "gone"], {},
      [("command line", "--resume", "gone", "no such folder", "auto, none or a checkpoint", "RUN/checkpoints/step_00000040")]),
+    ("resume run", {"run/checkpoints/step_00000040/state.json": "{}"}, [*R, "--resume", "run"], {},
+     [("command line", "--resume", "run", "holds checkpoints but is none", "run/checkpoints/step_00000040")]),
     ("fresh", {}, [*R, "--resume", ".", "--fresh"], {},
      [("command line", "--fresh", "--resume .", "keep one")]),
     ("eval", add("evaluate: {every_steps: 100}\n"), R, {},

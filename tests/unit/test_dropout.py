@@ -12,7 +12,7 @@ from test_data import PAD, DocumentRows, random_stream
 from tiny_families import COMMON, TOKENS, round_trip_config
 from torch import nn
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification
 
 from samecurve.config.schema_training import Batch
 from samecurve.data.batches import StepBatches
@@ -134,11 +134,13 @@ FAMILIES = {
     "falcon": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
     "bloom": {"n_layer": 2, "n_head": 4, "hidden_dropout": 0.1, "attention_dropout": 0.1},
     "gpt_neox": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
+    "gpt_neox_japanese": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
     "bert": {}, "roberta": {}, "distilbert": {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4},
+    "xlm": {"emb_dim": 32, "n_layers": 6, "n_heads": 4},
     "electra": {"embedding_size": 32}, "mpnet": {}, "roformer": {"embedding_size": 32},
     "deberta-v2": {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "max_relative_positions": 4},
 }  # fmt: skip
-MASKED = {"bert", "roberta", "distilbert", "electra", "mpnet", "roformer", "deberta-v2"}
+MASKED = {"bert", "xlm", "roberta", "distilbert", "electra", "mpnet", "roformer", "deberta-v2"}
 
 
 def tiny(family: str, attention: str | None = None, **more) -> nn.Module:
@@ -224,6 +226,17 @@ def test_noise_of_another_kind_is_refused():
     used = dropout.install(Noisy(), 5, CPU)
     with pytest.raises(ConfigurationError, match=r"model\.config: a noisy draws .*router_jitter_noise: 0\.5\).* to 0"):
         logits(Noisy(), used, KeyedBatch.of(slice(6)))
+
+
+def test_rows_that_are_not_first_are_refused():
+    """XLNet's layers have tokens first, so that the masks of its rows depended on the micro-batch."""
+    config = {"vocab_size": 100, "d_model": 32, "n_layer": 1, "n_head": 4, "d_inner": 48}
+    model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model("xlnet", **config))
+    expected = r"model\.config: a xlnet .* first axis, .*\(dropout: 0\.1, summary_last_dropout: 0\.1\).* to 0"
+    with pytest.raises(ConfigurationError, match=expected):
+        dropout.install(model, 5, CPU)
+    model.config.update({"dropout": 0.0, "summary_last_dropout": 0.0})
+    dropout.install(model, 5, CPU)
 
 
 def test_a_router_without_noise_draws_nothing():

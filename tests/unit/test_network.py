@@ -61,6 +61,12 @@ def test_on_one_machine_nothing_is_set(environ, host):
     assert chosen(**environ) is None
 
 
+def test_two_nodes_rehearsed_without_a_network_meet_over_loopback(host):
+    """torchrun gives the host's name as master address, also where no other host can be reached."""
+    host({"127.0.0.1": "lo"}, {"node0": "127.0.0.1"})
+    assert chosen() is None
+
+
 def test_the_system_is_read_as_it_is(monkeypatch):
     """Loopback is left out, and the route to an address of this host has that address as its source."""
     assert network.source_address("127.0.0.1") == "127.0.0.1"

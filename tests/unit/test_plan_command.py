@@ -98,6 +98,28 @@ def test_a_missing_and_an_unknown_column_are_named(tmp_path, capsys):
     assert "column 'seq' is missing" in shown and "unknown column 'colour'" in shown
 
 
+def test_a_file_that_is_no_table(tmp_path, capsys):
+    path = tmp_path / "runs.csv"
+    path.write_bytes(b"\xff\xfe\x00")
+    assert main(["plan", "--runs", str(path), "--json", str(tmp_path / "x")]) == 2
+    assert f"--runs {path}: not a CSV file in UTF-8" in capsys.readouterr().err
+
+
+def test_a_row_that_ends_early_is_unsupported(tmp_path):
+    path = tmp_path / "runs.csv"
+    path.write_text(",".join(runs_file.NEEDED) + "\nshort,new\n")
+    assert answer(runs_file.read(path)[0])["unsupported"] == "column heads: found '', expected a positive number"
+
+
+def test_an_unknown_gpu_gets_a_wider_interval(rows):
+    """Its rates are an A100's."""
+    row = {**next(row for row in rows if row["gpu"] == "A100-80GB"), "gpu_memory_gib": "24"}
+    known, unknown = answer(row), answer({**row, "gpu": "RTX 4090"})
+    assert known["step_seconds"] == unknown["step_seconds"]
+    assert known["step_seconds_high"] < unknown["step_seconds_high"]
+    assert "column gpu: missing" in answer({**row, "gpu": ""})["unsupported"]
+
+
 def test_a_bad_cell_is_unsupported_and_named(rows):
     assert answer({**rows[0], "layers": "many"})["unsupported"] == "column layers: 'many' is not a number"
 
@@ -138,12 +160,35 @@ def test_nothing_fits_and_what_would(config, capsys):
         (["--cluster", "q100x8"], "--cluster q100x8: expected a cluster file"),
         (["--cluster", "h100x8", "--gpus", "12"], "--gpus 12: nodes have 8 GPUs"),
         (["--cluster", "h100x8", "batch.size=3"], "batch.size=3: for a model without a recipe"),
+        (["--cluster", "h100x8", "--top", "0"], "--top: found 0, but it must be at least 1"),
         ([], "plan needs MODEL_OR_RECIPE and --cluster"),
     ],
 )
 def test_bad_arguments(config, arguments, message, capsys):
     assert main(["plan", config, *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[1]", "expected a JSON object"),
+        ('{"text_config": 3}', "expected a JSON object"),
+        (json.dumps(CONFIG | {"hidden_size": 4100}), "32 heads do not divide a hidden size of 4100"),
+        (json.dumps(CONFIG | {"kv_lora_rank": 512}), "kv_lora_rank: the formulas do not cover latent attention"),
+        (json.dumps(CONFIG | {"n_shared_experts": 1}), "n_shared_experts: the formulas do not cover shared experts"),
+    ],
+)
+def test_a_config_that_the_formulas_do_not_cover(content, message, tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(content)
+    assert main(["plan", str(path), "--cluster", "h100x8"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_name_that_the_hub_cannot_have(capsys):
+    assert main(["plan", "my models/llama", "--cluster", "h100x8"]) == 2
+    assert "my models/llama: no such file, folder or model" in capsys.readouterr().err
 
 
 def test_a_config_without_layers(tmp_path, capsys):
@@ -158,6 +203,85 @@ def test_cluster_files(config, tmp_path, capsys):
     path.write_text("gpu: H200\nnodes: 2\ngpus_per_node: 8\ngbit_per_s_per_node: 400\n")
     assert main(["plan", config, "--cluster", str(path), "--strategy", "configs/fsdp.yaml"]) == 0
     assert "on 16 x H200" in capsys.readouterr().out
-    path.write_text("gpu: H200\nnode: 2\ngpus_per_node: 8\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("gpu: H200\nnode: 2\ngpus_per_node: 8\n", "node: unknown key"),
+        ("gpu: RTX 4090\nnodes: 1\ngpus_per_node: 8\n", "gpu: found 'RTX 4090', expected a GPU with known rates"),
+        ("gpu: h100\nnodes: 1\ngpus_per_node: 8\ngbit_per_s_per_node: fast\n", "found 'fast', expected a positive"),
+        ("- h100\n", "found a list, expected a block of keys"),
+    ],
+)
+def test_wrong_cluster_files(text, message, config, tmp_path, capsys):
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
     assert main(["plan", config, "--cluster", str(path)]) == 2
-    assert "unknown key" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert message in shown and shown.startswith("2 problems" if "node: 2" in text else "1 problem ")
+
+
+def plan_of(arguments: list[str], tmp_path: Path) -> dict[str, dict]:
+    out = tmp_path / "plan.json"
+    assert main(["plan", *arguments, "--cluster", "h100x8", "--json", str(out)]) == 0
+    return {each["strategy"]: each for each in json.loads(out.read_text())["plans"]}
+
+
+def test_tokens_are_those_of_the_global_batch(config, tmp_path):
+    """4 rows on 8 GPUs are 4 rows, whatever a micro-batch could hold."""
+    sizes = ["batch.global_batch_size=4", "batch.micro_batch_size=2", "batch.sequence_length=512"]
+    found = plan_of([config, *sizes], tmp_path)["zero3"]
+    assert found["tokens_per_second"] * found["step_seconds"] == pytest.approx(4 * 512)
+
+
+def test_a_recipe_is_planned_only_where_it_may_run(tmp_path, capsys):
+    """The rules are those of train.py; what the formulas leave out is said."""
+    found = plan_of(["recipes/embed.yaml", "optimizer.name=adafactor", "--why"], tmp_path)
+    assert "adafactor" in found["zero3"]["reason"] and "a pipeline supports" in found["pipeline"]["reason"]
+    assert found["ddp"]["tokens_per_second"] > 0
+    shown = capsys.readouterr().out
+    assert "Not in these numbers: precision fp32" in shown and "Not in these numbers: task embed" in shown
+
+
+def test_the_data_may_be_elsewhere(tmp_path, capsys):
+    """The documentation's own command: pretrain names no data."""
+    assert plan_of(["recipes/pretrain.yaml", "--gpus", "16"], tmp_path).keys() >= {"ddp", "zero3"}
+    assert main(["plan", "recipes/pretrain.yaml", "data.path=3", "data.pathh=x", "--cluster", "h100x8"]) == 2
+    assert "data.pathh: unknown key" in capsys.readouterr().err
+
+
+def test_replicas_need_shards(config, capsys):
+    assert main(["plan", config, "--cluster", "h100x2", "--strategy", "configs/hsdp.yaml"]) == 2
+    assert "2 processes cannot form 2 replicas of 2 or more shards" in capsys.readouterr().err
+
+
+def test_a_micro_batch_of_one_is_not_reduced(config, capsys):
+    arguments = ["plan", config, "--cluster", "a100_40gbx1", "batch.sequence_length=131072"]
+    assert main(arguments) == 6
+    assert "reduce batch.sequence_length, or plan a recipe" in capsys.readouterr().err
+
+
+def test_adapters_are_refused(capsys):
+    assert main(["plan", "recipes/lora.yaml", "--cluster", "h100x8"]) == 2
+    assert "adapter.name: found lora" in capsys.readouterr().err
+
+
+def test_a_strategy_that_cannot_run_says_why(capsys):
+    arguments = ["plan", "recipes/embed.yaml", "--cluster", "h100x3", "--strategy", "configs/hsdp.yaml"]
+    assert main(arguments) == 2
+    assert "hsdp: 3 GPUs do not divide" in capsys.readouterr().err
+
+
+def test_states_of_an_optimizer(tmp_path):
+    """AdamW keeps 8 bytes per parameter, Lion 4, AdamW in 8 bits 2: by hand on 109,529,856 parameters."""
+    data = ["recipes/pretrain.yaml", "data.path=recipes/base.yaml"]
+    memory = [
+        plan_of([*data, f"optimizer.name={name}"], tmp_path)["ddp"]["peak_memory_gib"]
+        for name in ("adamw", "lion", "adamw_8bit")
+    ]
+    parameters = 32000 * 768 + 12 * (4 * 768**2 + 3 * 768 * 2048 + 2 * 768) + 768
+    assert parameters == 109_529_856
+    differences = [(memory[0] - memory[1]) * 2**30, (memory[1] - memory[2]) * 2**30]
+    share = 1.01 * 1.06  # rounding and gaps of the allocator
+    assert differences == pytest.approx([4 * parameters * share, 2 * parameters * share], rel=1e-4)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from samecurve.planner import memory, step_time
+from samecurve.planner import memory, model_config, step_time
 from samecurve.planner.activations import layer_bytes
 from samecurve.planner.hardware import GIB, gpu
 from samecurve.planner.job import Job, StateBytes
@@ -103,3 +103,18 @@ def test_full_recomputation_costs_a_forward_pass():
 
 def test_a_profile_has_at_most_a_dozen_constants():
     assert len(Profile.__dataclass_fields__) <= 12
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "gemma2", "mixtral", "qwen3_moe", "falcon", "starcoder2"])
+def test_parameters_are_those_of_transformers(family):
+    """Also where the config leaves out what the family has by default: tied embeddings, the width of a head."""
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 1000}
+    config = transformers.AutoConfig.for_model(family, **sizes)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    defaults = ("tie_word_embeddings", "head_dim")
+    fields = {name: value for name, value in config.to_dict().items() if name not in defaults}
+    assert model_config.shape(fields, family).parameters == pytest.approx(
+        sum(map(torch.numel, model.parameters())), rel=5e-3
+    )

@@ -116,7 +116,7 @@ def test_full_disk_names_path_and_errno(tmp_path, monkeypatch):
 def test_path_that_is_a_file(tmp_path):
     file = tmp_path / "taken"
     file.write_text("")
-    with pytest.raises(StorageError, match=f"{file}: File exists"):
+    with pytest.raises(StorageError, match=f"output_dir: {file} is a file, expected a folder"):
         RunDirectory(file)
 
 

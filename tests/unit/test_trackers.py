@@ -75,6 +75,26 @@ def test_a_tracker_that_fails_is_said_once_and_the_others_go_on(method, tmp_path
     assert events(tmp_path) == {1: 9.0, 2: 8.0}
 
 
+def test_a_resumed_run_gives_each_tracker_its_own_run(tmp_path, monkeypatch):
+    """Two trackers that have runs of their own, in a fresh session and in the next one."""
+    given: list[str | None] = []
+
+    class Remote(SimpleNamespace):
+        requires_logging_directory = False
+
+        def __init__(self, run_name, run_id=None, id=None, **_):  # noqa: A002
+            given.append(run_id or id)
+            made = f"run {len(given)}"
+            super().__init__(start=lambda: None, tracker=SimpleNamespace(info=SimpleNamespace(run_id=made), id=made))
+
+    for name in ("mlflow", "wandb"):
+        monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, name, Remote)
+    for start_step in (0, 2):
+        _, lines = opened(tmp_path, "mlflow", "wandb", start_step=start_step)
+        assert not lines
+    assert given == [None, None, "run 1", "run 2"]
+
+
 @pytest.mark.skipif(importlib.util.find_spec("aim") is not None, reason="aim is installed")
 def test_a_missing_package_is_a_configuration_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

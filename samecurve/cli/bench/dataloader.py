@@ -9,14 +9,14 @@ import argparse
 from pathlib import Path
 
 from samecurve.bench import printing
-from samecurve.cli.commands import Work
+from samecurve.cli.commands import Work, require_positive
 from samecurve.config import loader as recipes
 from samecurve.errors import ConfigurationError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="a recipe file, for example recipes/pretrain.yaml")
-    parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="recipe values")
+    parser.add_argument("overrides", metavar="key.path=value", nargs="*", default=[], help="recipe values")
     parser.add_argument("--workers", metavar="a,b", help="default: 0,1,2,4,... up to the number of cores")
     parser.add_argument(
         "--seconds", type=float, default=3.0, help="time to measure each number of workers (default: %(default)s)"
@@ -43,8 +43,5 @@ def run(arguments: argparse.Namespace) -> Work:
     if recipe.data.streaming:
         text = "found true, but streamed rows are read by one thread, whatever the number of workers"
         raise ConfigurationError(f"data.streaming: {text}; set data.streaming=false")
-    size, processes = arguments.data_parallel_size, arguments.processes_per_host
-    for option, found in (("data_parallel_size", size), ("processes_per_host", processes)):
-        if found < 1:
-            raise ConfigurationError(f"--{option}: found {found}, but it must be at least 1")
+    require_positive(arguments, "data_parallel_size", "processes_per_host", "seconds", "needed")
     return Work("samecurve.bench.dataloader", (arguments, recipe))

@@ -8,13 +8,13 @@ from __future__ import annotations
 import argparse
 
 from samecurve.bench import printing
-from samecurve.cli.commands import Work
+from samecurve.cli.commands import Work, require_positive
 from samecurve.config import loader as recipes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="a recipe whose layers are measured, too")
-    parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="recipe values")
+    parser.add_argument("overrides", metavar="key.path=value", nargs="*", default=[], help="recipe values")
     parser.add_argument(
         "--precisions", metavar="a,b", help="some of fp32, tf32, bf16, fp16 (default: all; on a CPU all but tf32)"
     )
@@ -26,5 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Work:
+    require_positive(arguments, "seconds")
     recipe = recipes.load_recipe(arguments.recipe, arguments.overrides) if arguments.recipe else None
     return Work("samecurve.bench.matmul", (arguments, recipe))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 
 from samecurve.bench import printing
-from samecurve.cli.commands import Work
-from samecurve.errors import ConfigurationError
+from samecurve.cli.commands import Work, require_positive
 from samecurve.specs.precision import MATMUL_PRECISIONS
 
 
@@ -33,9 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Work:
-    for option in ("hidden_size", "width", "vocabulary_size", "tokens"):
-        value = getattr(arguments, option)
-        if value is not None and value < 1:
-            raise ConfigurationError(f"--{option}: found {value}, but it must be at least 1")
+    require_positive(arguments, "hidden_size", "width", "vocabulary_size", "tokens", "seconds")
     multiples = printing.parse_integers("--multiples", arguments.multiples)
     return Work("samecurve.bench.gemm_shapes", (arguments, multiples))

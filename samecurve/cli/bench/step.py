@@ -16,7 +16,7 @@ import argparse
 from pathlib import Path
 
 from samecurve.bench import jobs, options, printing
-from samecurve.cli.commands import Work, repository_root
+from samecurve.cli.commands import Work, repository_root, require_positive
 from samecurve.config import loader as recipes
 from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError
@@ -24,7 +24,9 @@ from samecurve.errors import ConfigurationError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="a recipe file, for example recipes/pretrain.yaml")
-    parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="recipe values for every variant")
+    parser.add_argument(
+        "overrides", metavar="key.path=value", nargs="*", default=[], help="recipe values for every variant"
+    )
     parser.add_argument(
         "--strategy", default="single", metavar="NAME", help="a name in configs/ (default: %(default)s)"
     )
@@ -53,6 +55,7 @@ def run(arguments: argparse.Namespace) -> Work:
     repository_root()
     if arguments.levers is not None:
         raise ConfigurationError(f"--levers: renamed; write --options {arguments.levers}")
+    require_positive(arguments, "num_processes")
     if arguments.rounds < 1 or not 0 <= arguments.warm_up < arguments.steps:
         raise ConfigurationError(
             f"--rounds {arguments.rounds} --warm_up {arguments.warm_up} --steps {arguments.steps}: --rounds must be at "
