@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from samecurve.config.schema import Recipe
     from samecurve.data.micro_batch import MicroBatch
+    from samecurve.engines.first_step import FirstStep
     from samecurve.engines.mesh import Mesh
     from samecurve.engines.router_loss import RouterLoss
     from samecurve.interfaces.task import Task
@@ -43,6 +44,7 @@ class Forward:
         rows: Batch.micro_batches of a training step; only a cross-batch loss reads them.
         dropout: the keys of the model's dropout; None for an evaluation alone.
         router: the router loss of a mixture of experts, else None.
+        first_step: notes the rows of a training step; None for an evaluation alone.
     """
 
     accelerator: Accelerator
@@ -54,6 +56,7 @@ class Forward:
     rows: Sequence[Sequence[int]] = ()
     dropout: DropoutKeys | None = None
     router: RouterLoss | None = None
+    first_step: FirstStep | None = None
 
     def loss(self, batch: MicroBatch, context: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Compute Task.step_loss (loss and statistics) of a micro-batch.
@@ -61,6 +64,8 @@ class Forward:
         `context` holds the further targets of a cross-batch loss, see `with_contexts`. The gradient contains the router
         loss, the value does not.
         """
+        if self.first_step is not None:
+            self.first_step.read(batch)
         if self.router is None:
             return self._task_loss(batch, context)
         with self.router.recording():

@@ -41,7 +41,7 @@ def global_norm(parameters: Sequence[nn.Parameter], mesh: Mesh) -> float:
     """
     by_copies: dict[int, list[Tensor]] = {}
     for parameter in parameters:
-        by_copies.setdefault(_num_copies(parameter, mesh), []).append(local_gradient(parameter))
+        by_copies.setdefault(num_copies(parameter, mesh), []).append(local_gradient(parameter))
     squares = {copies: norms(gradients).square().sum() for copies, gradients in by_copies.items()}
     if [*squares] == [mesh.dims.world_size]:  # every rank has all gradients
         return math.sqrt(squares[mesh.dims.world_size].item())
@@ -49,7 +49,7 @@ def global_norm(parameters: Sequence[nn.Parameter], mesh: Mesh) -> float:
     return math.sqrt(*mesh.sum(total, over=DIMENSIONS))
 
 
-def _num_copies(parameter: nn.Parameter, mesh: Mesh) -> int:
+def num_copies(parameter: nn.Parameter, mesh: Mesh) -> int:
     """Number of ranks that hold the same elements of a parameter. Pipeline stages have different parameters."""
     copies = mesh.dims.world_size // mesh.dims.pp
     if isinstance(parameter, DTensor):

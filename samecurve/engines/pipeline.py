@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from torch import Tensor
 from torch import distributed as dist
 from transformers import PreTrainedModel
 
 from samecurve.engines import deepspeed_introspection, grad_cache
+from samecurve.engines.first_step import FirstStep
 from samecurve.engines.forward import evaluation_sums
 from samecurve.engines.memory_usage import held_bytes
 from samecurve.engines.pipeline_guard import PipelineGuard, sum_over_ranks
@@ -67,6 +70,9 @@ class PipelineEngine:
         assert isinstance(engine, deepspeed.PipelineEngine)  # because the model is a PipelineModule
         self._engine, self._grid, self._guard = engine, module.mpu(), PipelineGuard(engine, module, self.device)
         self._optimizer: Any = engine.optimizer  # DeepSpeed's optimizers have no base class in common
+        # other optimizers than these two update every weight on every rank
+        copies = 1 if isinstance(engine.optimizer, DeepSpeedZeroOptimizer | BF16_Optimizer) else self.shard[1]
+        self._first_step = FirstStep(plan, engine.optimizer, self.shard, self._total, lambda parameter: copies)
         self._micro_rows = plan.recipe.batch.micro_batches(self.shard[1])
         self._shape: torch.Size | None = None
         # after initialization, because DeepSpeed casts weights to bf16 and copies its fp32 masters from rounded weights
@@ -96,7 +102,8 @@ class PipelineEngine:
         statistics = tuple(sum_over_ranks(self._sums.tolist(), self.device)) if self._task.num_step_statistics else ()
         guard = self._guard
         applied = not guard.refused and self._engine.was_step_applied()
-        return StepResult.of(guard.loss, guard.grad_norm, tokens, applied, not guard.refused, statistics)
+        result = StepResult.of(guard.loss, guard.grad_norm, tokens, applied, not guard.refused, statistics)
+        return self._first_step.checked(result, learning_rate, guard.norm_with_ties)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         def measure(logits: Tensor, **targets: Tensor) -> Tensor:
@@ -226,8 +233,16 @@ class PipelineEngine:
             self._shape = shape
         targets = [batch.targets | context for batch, context in zip(micro_batches, contexts, strict=True)]
         self._target_names = tuple(targets[0])
-        inputs = [(batch.inputs["input_ids"], batch.inputs["position_ids"]) for batch in micro_batches]
+        inputs = map(self._first_inputs, micro_batches)  # when DeepSpeed takes them
         return zip(inputs, (tuple(values.values()) for values in targets), strict=True)
+
+    def _first_inputs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        if self._engine.is_first_stage():
+            self._first_step.read(batch)
+        return batch.inputs["input_ids"], batch.inputs["position_ids"]
+
+    def _total(self, values: Tensor) -> list[float]:
+        return sum_over_ranks(values.tolist(), self.device)
 
     def _loss(self, logits: Tensor, targets: tuple[Tensor, ...]) -> Tensor:
         return self._last_stage(logits, **dict(zip(self._target_names, targets, strict=True)))

@@ -29,7 +29,7 @@ class PipelineGuard:
     """
 
     def __init__(self, engine: deepspeed.PipelineEngine, module: StageModule, device: torch.device):
-        self.loss, self.grad_norm, self.refused = math.nan, math.nan, False
+        self.loss, self.grad_norm, self.norm_with_ties, self.refused = math.nan, math.nan, math.nan, False
         self._engine, self._module, self._device = engine, module, device
         self._optimizer: Any = engine.optimizer  # DeepSpeed's optimizers have no base class in common
         self._take_model_step: Callable = engine._take_model_step
@@ -51,18 +51,18 @@ class PipelineGuard:
 
     def _measure(self) -> None:
         engine = self._engine
-        gradients = [
-            gradient
-            for gradient, weight in self._gradients()
-            if gradient is not None and not weight.ds_pipe_replicated  # tied weights count on the first stage
-        ]
-        squares, loss = norms(gradients).square().sum().item() if gradients else 0.0, 0.0
+        counted, tied = [], []  # tied weights count on the first stage
+        for gradient, weight in self._gradients():
+            if gradient is not None:
+                (tied if weight.ds_pipe_replicated else counted).append(gradient)
+        squares, loss = _squares(counted), 0.0
         if engine.is_last_stage():
             assert isinstance(engine.total_loss, Tensor)  # a list only for a loss function that returns several
             loss = engine.total_loss.item()
-        loss, squares = sum_over_ranks([loss, squares], self._device)
+        loss, squares, again = sum_over_ranks([loss, squares, _squares(tied)], self._device)
         self.loss = loss / (engine.gradient_accumulation_steps() * engine.dp_world_size)
-        self.grad_norm = math.sqrt(squares) / getattr(self._optimizer, "loss_scale", 1.0)
+        scale = getattr(self._optimizer, "loss_scale", 1.0)
+        self.grad_norm, self.norm_with_ties = math.sqrt(squares) / scale, math.sqrt(squares + again) / scale
 
     def _gradients(self) -> Iterator[tuple[Tensor | None, DeepSpeedParameter]]:
         """Yield this rank's gradients with their weights; each element on one of the stage's data-parallel ranks."""
@@ -78,6 +78,10 @@ class PipelineGuard:
                     yield from zip(gradients, weights, strict=True)
             else:
                 yield from ((weight.grad, weight) for weight in self._module.parameters())
+
+
+def _squares(gradients: list[Tensor]) -> float:
+    return norms(gradients).square().sum().item() if gradients else 0.0
 
 
 def sum_over_ranks(values: list[float], device: torch.device, group: dist.ProcessGroup | None = None) -> list[float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -15,8 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from samecurve.engines import fsdp, router_loss, teacher
+from samecurve.engines.first_step import FirstStep
 from samecurve.engines.forward import Forward, install_loss
-from samecurve.engines.gradient_norm import global_norm, place_gradients
+from samecurve.engines.gradient_norm import global_norm, num_copies, place_gradients
 from samecurve.engines.loss_scaler import LossScale
 from samecurve.engines.memory_usage import held_bytes
 from samecurve.engines.mesh import Mesh
@@ -31,7 +33,7 @@ from samecurve.optim import factory
 from samecurve.optim.dtensor import local_gradient, to_local
 from samecurve.specs.precision import PRECISIONS
 from samecurve.strategy import validate_optimizer
-from samecurve.strategy.parallel_dims import FSDP, LOSS
+from samecurve.strategy.parallel_dims import DIMENSIONS, FSDP, LOSS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -84,9 +86,13 @@ class TorchEngine:
             fill(skeleton, self.recipe, self._write)
         beside = teacher.build(accelerator, plan, self.mesh, task) if task.teacher else None
         rows = self.recipe.batch.micro_batches(self.shard[1])
+        self.first_step = FirstStep(plan, self.optimizer, self.shard, self._total, partial(num_copies, mesh=self.mesh))
         self.forward = Forward(
-            accelerator, self.mesh, self.model, task, loss_implementation, beside, rows, drops, router
+            accelerator, self.mesh, self.model, task, loss_implementation, beside, rows, drops, router, self.first_step
         )
+
+    def _total(self, values: Tensor) -> tuple[float, ...]:
+        return self.mesh.sum(values, over=DIMENSIONS)
 
     def _write(self, name: str, full: Tensor) -> None:
         if bnb_4bit.is_quantized(self.tensors[name]):
@@ -133,7 +139,8 @@ class TorchEngine:
         if self.loss_scale:
             self.loss_scale.update(applied)
         routed = forward.router.metrics() if forward.router else {}
-        return StepResult.of(mean, grad_norm, tokens, applied, may_rescale, self.mesh.sum(statistics), routed)
+        result = StepResult.of(mean, grad_norm, tokens, applied, may_rescale, self.mesh.sum(statistics), routed)
+        return self.first_step.checked(result, learning_rate)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         return self.forward.evaluate(micro_batches)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from samecurve.engines import deepspeed_introspection, router_loss, teacher
+from samecurve.engines.first_step import FirstStep
 from samecurve.engines.forward import Forward, install_loss
 from samecurve.engines.memory_usage import held_bytes
 from samecurve.engines.mesh import Mesh
@@ -72,8 +73,9 @@ class ZeroEngine:
             fill(skeleton, recipe, self._write)
         beside = teacher.build(accelerator, plan, self.mesh, task) if task.teacher else None
         rows = recipe.batch.micro_batches(self.shard[1])
+        self.first_step = FirstStep(plan, self.optimizer, self.shard, self.mesh.sum)
         self.forward = Forward(
-            accelerator, self.mesh, self.model, task, loss_implementation, beside, rows, drops, router
+            accelerator, self.mesh, self.model, task, loss_implementation, beside, rows, drops, router, self.first_step
         )
 
     def _write(self, name: str, full: Tensor) -> None:
@@ -123,7 +125,8 @@ class ZeroEngine:
         self.model.step()  # also clips the gradients
         grad_norm, applied = float(self.model.get_global_grad_norm()), self.model.was_step_applied()
         routed = forward.router.metrics() if forward.router else {}
-        return StepResult.of(mean, grad_norm, tokens, applied, may_rescale, self.mesh.sum(statistics), routed)
+        result = StepResult.of(mean, grad_norm, tokens, applied, may_rescale, self.mesh.sum(statistics), routed)
+        return self.first_step.checked(result, learning_rate)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         return self.forward.evaluate(micro_batches)

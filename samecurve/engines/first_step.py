@@ -1,0 +1,147 @@
+"""Comparison of a session's first update with the recipe, by what the live objects really used.
+
+The description of an engine repeats the recipe where the engine has no setting of its own, so it cannot show that rows
+are read twice, that a wrapper scales the learning rate or that gradients are not clipped. Equal curves cannot either if
+all strategies share the mistake.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from samecurve.errors import TopologyError
+from samecurve.optim.dtensor import local_gradient
+from samecurve.optim.norms import norms
+
+if TYPE_CHECKING:
+    from samecurve.data.micro_batch import MicroBatch
+    from samecurve.interfaces.engine import StepResult
+    from samecurve.strategy.plan import Plan
+
+NORM_TOLERANCE = 1e-2  # relative; gradients of bf16 weights are rounded again when they are scaled
+
+
+class FirstStep:
+    """Observer of one engine until its first update, then without any effect.
+
+    Engines report the rows that they read; learning rates and gradients are read as the optimizer gets them.
+
+    Args:
+        optimizer: the innermost optimizer, which changes the weights.
+        shard: (index, count) of this rank among those that read different rows.
+        add: sums (n,) fp64 on the CPU over all ranks.
+        copies: number of ranks that hold the same elements of one of the optimizer's parameters.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        optimizer: Any,
+        shard: tuple[int, int],
+        add: Callable[[Tensor], Sequence[float]],
+        copies: Callable[[Any], int] = lambda parameter: 1,
+    ):
+        self._plan, self._add, self._copies = plan, add, copies
+        self._rows = plan.recipe.batch.micro_batches(shard[1])[shard[0]]
+        self._is_over = False
+        self._begin()
+        self._hook = innermost(optimizer).register_step_pre_hook(self._before_update)
+
+    def _begin(self) -> None:
+        self._places: list[Tensor] = []
+        self._rates: set[float] = set()
+        self._squares, self._updates = 0.0, 0
+
+    def read(self, batch: MicroBatch) -> None:
+        """Note the rows of a micro-batch whose gradient is computed now."""
+        if not self._is_over and batch.places is not None:
+            self._places.append(batch.places)
+
+    def _before_update(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        """Called by the optimizer. DeepSpeed calls it for one parameter group, or a part of one, at a time."""
+        self._updates += 1
+        by_copies: dict[int, list[Tensor]] = {}
+        for group in optimizer.param_groups:
+            self._rates.add(float(group["lr"]))
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    by_copies.setdefault(self._copies(parameter), []).append(local_gradient(parameter))
+        for copies, gradients in by_copies.items():
+            self._squares += norms(gradients).square().sum().item() / copies
+
+    def checked(self, result: StepResult, learning_rate: float, unclipped_norm: float | None = None) -> StepResult:
+        """Return `result`; after the first step that was applied, compare it with the recipe. Collective.
+
+        Args:
+            learning_rate: the schedule's, with which the engine was called.
+            unclipped_norm: norm over all elements that the optimizer has, where some of them are not counted in
+                `result.grad_norm`.
+
+        Raises:
+            TopologyError: on all ranks, with every difference.
+        """
+        if self._is_over:
+            return result
+        if not result.applied:
+            self._begin()
+            return result
+        self._is_over = True
+        self._hook.remove()
+        wrong = [rate for rate in self._rates if not math.isclose(rate, learning_rate, rel_tol=1e-6)]
+        own = torch.tensor([float(bool(wrong)), sum(wrong[:1]), self._squares, self._updates], dtype=torch.float64)
+        num_wrong, rates, squares, updates, *reads = self._add(torch.cat([own, self._counts()]))
+        found = [*_rows_problem(reads)]
+        if num_wrong:
+            used = rates / num_wrong
+            found.append(
+                f"optimizer.learning_rate: the schedule says {learning_rate:g}, but the optimizer used {used:g}"
+            )
+        found += self._clipping_problem(result, unclipped_norm or result.grad_norm, math.sqrt(squares), updates)
+        if found:
+            lines = "\n  ".join(found)
+            raise TopologyError(
+                f"strategy {self._plan.strategy.name}: the first step did not do what the recipe says\n  {lines}\n"
+                "no checkpoint holds this step; please report it with the versions in run.json"
+            )
+        return result
+
+    def _counts(self) -> Tensor:
+        """How often this rank has read each row of the global batch: (global_batch_size,) fp64, padding left out."""
+        counts = torch.zeros(self._plan.recipe.batch.global_batch_size, dtype=torch.float64)
+        sizes = [*self._rows, *[None] * len(self._places)]  # a micro-batch too many counts as a whole
+        for places, size in zip(self._places, sizes, strict=False):
+            counts.index_add_(0, places[:size], torch.ones(len(places[:size]), dtype=torch.float64))
+        return counts
+
+    def _clipping_problem(self, result: StepResult, unclipped: float, found: float, updates: float) -> list[str]:
+        limit = self._plan.recipe.optimizer.max_grad_norm
+        expected = unclipped * min(1.0, limit / (result.grad_norm + 1e-6))
+        if not updates:
+            return ["optimizer: its step was not called"]
+        if math.isclose(found, expected, rel_tol=NORM_TOLERANCE, abs_tol=1e-12):
+            return []
+        return [
+            f"optimizer.max_grad_norm: {limit:g} makes a gradient norm of {expected:.4g} out of {unclipped:.4g}, but "
+            f"the optimizer read {found:.4g}"
+        ]
+
+
+def innermost(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the optimizer inside of DeepSpeed's and Accelerate's wrappers, which are not torch optimizers by name."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _rows_problem(reads: Sequence[float]) -> list[str]:
+    """reads: how often each row of the global batch was read, over all ranks."""
+    never = [place for place, count in enumerate(reads) if not count]
+    often = [place for place, count in enumerate(reads) if count > 1]
+    parts = [f"row {place} was read {reads[place]:g} times" for place in often[:1]]
+    text = " and ".join([*parts, *(f"row {place} never" for place in never[:1])])
+    return [f"batch.global_batch_size: each of {len(reads)} rows has to be read once, but {text}"] if text else []

@@ -1,0 +1,113 @@
+"""Run under a launcher with train.py's arguments: a first step as it should be, then one with each planted difference.
+
+Prints one JSON line on rank 0: what every engine's check of its first step said.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+
+from samecurve.data.batches import StepBatches
+from samecurve.engines import factory, first_step
+from samecurve.errors import TopologyError
+from samecurve.models import weights
+from samecurve.run import lifecycle
+from samecurve.strategy import preflight
+from samecurve.tasks import registry
+
+
+@contextlib.contextmanager
+def twice_the_rate(engine) -> Iterator[None]:
+    """As a scheduler would do that someone has registered."""
+
+    def double(optimizer, args, kwargs):
+        for group in optimizer.param_groups:
+            group["lr"] = 2e-3  # ZeRO-3 calls it once for each of its groups
+
+    watched = watch(engine, double)
+    yield
+    watched.remove()
+
+
+@contextlib.contextmanager
+def without_clipping(engine) -> Iterator[None]:
+    if hasattr(engine, "recipe"):
+        recipe = engine.recipe
+        loose = recipe.optimizer.model_copy(update={"max_grad_norm": 1e9})
+        engine.recipe = recipe.model_copy(update={"optimizer": loose})
+        yield
+        engine.recipe = recipe
+    else:
+        optimizer = getattr(engine, "model", getattr(engine, "_engine", None)).optimizer
+        limit, optimizer.clip_grad = optimizer.clip_grad, 0.0
+        yield
+        optimizer.clip_grad = limit
+
+
+def watch(engine, hook):
+    """The hook comes before that of the check, which is registered again afterwards."""
+    made = first_step.innermost(arguments["optimizer"]).register_step_pre_hook(hook)
+    again(engine)
+    return made
+
+
+def again(engine) -> None:
+    """Let the engine take its next step for its first."""
+    check = first_step.FirstStep(**arguments)
+    if hasattr(engine, "forward"):
+        engine.first_step = engine.forward.first_step = check
+    else:
+        engine._first_step = check
+
+
+arguments: dict = {}
+
+
+class Remembered(first_step.FirstStep):
+    def __init__(self, plan, optimizer, shard, add, copies=lambda parameter: 1):
+        arguments.update(plan=plan, optimizer=optimizer, shard=shard, add=add, copies=copies)
+        super().__init__(plan, optimizer, shard, add, copies)
+
+
+def main() -> None:
+    plan = preflight.plan(sys.argv[1:], os.environ)
+    accelerator = factory.start(plan)
+    module = sys.modules[type_of_engine(plan)]
+    module.FirstStep = Remembered
+    task = registry.load(plan.recipe)
+    skeleton = weights.skeleton(plan.recipe, task.vocabulary_size, task.special_tokens)
+    engine = factory.build(accelerator, plan, skeleton, task)
+    batches = iter(StepBatches(task.train, plan.recipe.seed, plan.recipe.batch, engine.shard, 9))
+
+    def step(repeated: bool = False) -> str:
+        micro_batches = next(batches)
+        try:
+            engine.step([micro_batches[0]] * len(micro_batches) if repeated else micro_batches, 1e-3)
+        except TopologyError as error:
+            return str(error)
+        return ""
+
+    found = {"engine": engine.describe().engine, "as it should be": step(), "later": step(repeated=True)}
+    again(engine)
+    found["rows"] = step(repeated=True)
+    with twice_the_rate(engine):
+        found["learning rate"] = step()
+    again(engine)
+    with without_clipping(engine):
+        found["clipping"] = step()
+    accelerator.print("FOUND " + json.dumps(found))
+    accelerator.end_training()
+
+
+def type_of_engine(plan) -> str:
+    name = {"pipeline": "pipeline", "zero": "zero"}.get(plan.strategy.family, "torch_engine")
+    __import__(f"samecurve.engines.{name}")
+    return f"samecurve.engines.{name}"
+
+
+if __name__ == "__main__":
+    lifecycle.end_with(main)
