@@ -115,7 +115,7 @@ class Checkpoints:
         return self.resumed_from
 
     def load(self, folder: Path, engine: Engine, generators: bool = True) -> TrainProgress:
-        """Load a verified checkpoint into the engine. generators: restore the random generators (dropout) too."""
+        """Load a verified checkpoint into the engine. generators: restore the random generators too."""
         fault_point("load.read")
         saved = read_state(folder)
         reader = format.CheckpointReader(folder)

@@ -1,4 +1,4 @@
-"""State of the random generators that a model may use during training (dropout, layer drop), as bytes."""
+"""State of a process's random generators, as bytes. Masks of dropout come from none of them, see models/dropout.py."""
 
 from __future__ import annotations
 

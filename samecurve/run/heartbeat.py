@@ -8,7 +8,7 @@ Rank 0 removes an earlier session's files before any rank of this session writes
 ranks have started (see `Heartbeats.start`). If hosts do not share the directory, only ranks of the same host are
 visible, and files of an earlier session on the same machine are recognized by their time.
 
-Clocks of different hosts are never compared: a heartbeat is fresh as long as it keeps changing. Ranks of one machine
+Freshness compares no clocks of different hosts: a heartbeat is fresh as long as it keeps changing. Ranks of one machine
 also check whether each other's processes exist.
 """
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from samecurve.errors import PeerError
 from samecurve.run.heartbeat import Beat, Peer
 
-# Phases without a time limit: their duration depends on the size of model and data.
+# Phases without a time limit, because most of their work reports no progress: "start" waits for the launcher and other
+# hosts, "build" takes as long as the data and the model need.
 UNLIMITED = ("start", "build")
 
 
@@ -19,7 +20,7 @@ class Liveness:
     Attributes:
         own: what this rank's heartbeat says now.
         peers: the other ranks that are visible.
-        given_up: ranks that this rank's watchdog is ending.
+        given_up: frozen ranks that are being ended.
         looked: when the heartbeat files were last read.
         now: the moment.
         limit: watchdog.timeout_seconds, 0 for no limit.
@@ -65,7 +66,8 @@ class Liveness:
         ended = [peer for peer in known if peer.ended is not None and peer.ended <= latest]
         if not ended:
             return None
-        # A reported failure comes first: it describes an error of its own or the effect of another rank's death.
+        # A reported failure comes first: it describes an error of its own or the effect of another rank's death. Among
+        # several, the time decides, although clocks of hosts differ: a wrong choice is still a failure of this run.
         first = min(ended, key=lambda peer: (peer.died, peer.beat.time)).beat
         if first.state == "failed":
             return PeerError(first.reason, first.exit_code)
@@ -89,7 +91,9 @@ class Liveness:
 
     @property
     def hangs(self) -> bool:
-        """Whether to end the run. In phases without a limit, only another rank's missing heartbeat counts."""
+        """Whether to end the run. Another rank's report of a hang always counts, and so does its missing heartbeat in
+        phases without a limit; this rank's own idleness counts in the other phases.
+        """
         if not self.limit:
             return False
         if any(peer.beat.state == "hanging" for peer in self.live):

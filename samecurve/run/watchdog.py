@@ -34,12 +34,12 @@ class Watchdog:
     Args:
         folder: the run directory.
         limit: watchdog.timeout_seconds, 0 for no limit.
-        end: called in the watchdog's thread to end the process. Returns only if the main thread is already reporting an
-            error of its own.
+        end: called in the watchdog's thread to end the process. Returns only if another thread is ending it already:
+            the main thread, successfully or with an error of its own, or the one that handles stop signals.
         interval: seconds between two checks.
 
     Attributes:
-        given_up: ranks that this watchdog is ending, because they are frozen.
+        given_up: frozen ranks. The lowest other rank of their machine ends them.
     """
 
     def __init__(self, folder: Path, limit: float, end: Callable[[SamecurveError], None], interval: float = 1.0):

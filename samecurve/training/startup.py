@@ -1,4 +1,4 @@
-"""Start of a training session: build_model, build_engine, restore, open_run."""
+"""Start of a training session: build_model, find_checkpoint, build_engine, restore, open_run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def open_session(plan: Plan, accelerator: Accelerator, run: RunDirectory, watch:
 
     Raises:
         NothingToDo: the same command has already completed.
-        DataError, ConfigurationError, TopologyError, StorageError: see the four steps.
+        DataError, ConfigurationError, CheckpointError, TopologyError, StorageError: see the steps.
     """
     recipe = plan.recipe
     progress = Progress(recipe.steps, recipe.logging.every_steps, enabled=accelerator.is_main_process)
@@ -74,6 +74,7 @@ def find_checkpoint(context: Context, identity: dict) -> Checkpoints:
 
     Raises:
         NothingToDo: the same command has already completed; raised on all ranks.
+        CheckpointError: no checkpoint can be used, or the run may not resume from it; raised on all ranks.
     """
     recipe, run, log = context.recipe, context.run, context.progress.log
     background = recipe.checkpoint.background
@@ -83,7 +84,7 @@ def find_checkpoint(context: Context, identity: dict) -> Checkpoints:
     checkpoints = Checkpoints(run, identity, context.world, log, context.watch.local_progress, background)
     checkpoint = checkpoints.find(context.plan.resume)
     has_all_outputs = run.is_exported or not recipe.export.enabled
-    # all ranks must decide alike, and only rank 0 is sure to see the run directory: its view counts
+    # all ranks must decide alike, and another rank may have read status.json after rank 0 set it to running
     is_complete = context.world.all_gather_object(run.is_done and has_all_outputs)[0]
     if checkpoint and is_complete and read_state(checkpoint)["step"] >= recipe.steps:
         where = f"the model is in {run.model}" if run.is_exported else f"its last step is in {checkpoint}"
@@ -109,7 +110,11 @@ def build_engine(context: Context, built: Built) -> Engine:
 
 
 def restore(context: Context, engine: Engine, checkpoints: Checkpoints) -> TrainProgress:
-    """Load the selected checkpoint into the engine and return its position; the position of a fresh run without one."""
+    """Load the selected checkpoint into the engine and return its position; the position of a fresh run without one.
+
+    Raises:
+        CheckpointError: the checkpoint does not fit the model, or cannot be read.
+    """
     context.watch.phase("load")
     checkpoint = checkpoints.resumed_from
     return checkpoints.load(checkpoint, engine) if checkpoint else TrainProgress()
