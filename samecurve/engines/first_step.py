@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,31 +27,32 @@ if TYPE_CHECKING:
 NORM_TOLERANCE = 1e-2  # relative; gradients of bf16 weights are rounded again when they are scaled
 
 
+@dataclass
 class FirstStep:
     """Observer of one engine until its first update, then without any effect.
 
     Engines report the rows that they read; learning rates and gradients are read as the optimizer gets them.
 
-    Args:
-        optimizer: the innermost optimizer, which changes the weights.
+    Attributes:
+        optimizer: which changes the weights, in any wrappers.
         shard: (index, count) of this rank among those that read different rows.
         add: sums (n,) fp64 on the CPU over all ranks.
         copies: number of ranks that hold the same elements of one of the optimizer's parameters.
+        readers: number of ranks that report the same rows, as all of a tensor-parallel group do.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        optimizer: Any,
-        shard: tuple[int, int],
-        add: Callable[[Tensor], Sequence[float]],
-        copies: Callable[[Any], int] = lambda parameter: 1,
-    ):
-        self._plan, self._add, self._copies = plan, add, copies
-        self._rows = plan.recipe.batch.micro_batches(shard[1])[shard[0]]
+    plan: Plan
+    optimizer: Any
+    shard: tuple[int, int]
+    add: Callable[[Tensor], Sequence[float]]
+    copies: Callable[[Any], int] = lambda parameter: 1
+    readers: int = 1
+
+    def __post_init__(self):
+        self._rows = self.plan.recipe.batch.micro_batches(self.shard[1])[self.shard[0]]
         self._is_over = False
         self._begin()
-        self._hook = innermost(optimizer).register_step_pre_hook(self._before_update)
+        self._hook = innermost(self.optimizer).register_step_pre_hook(self._before_update)
 
     def _begin(self) -> None:
         self._places: list[Tensor] = []
@@ -70,7 +72,7 @@ class FirstStep:
             self._rates.add(float(group["lr"]))
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    by_copies.setdefault(self._copies(parameter), []).append(local_gradient(parameter))
+                    by_copies.setdefault(self.copies(parameter), []).append(local_gradient(parameter))
         for copies, gradients in by_copies.items():
             self._squares += norms(gradients).square().sum().item() / copies
 
@@ -94,7 +96,7 @@ class FirstStep:
         self._hook.remove()
         wrong = [rate for rate in self._rates if not math.isclose(rate, learning_rate, rel_tol=1e-6)]
         own = torch.tensor([float(bool(wrong)), sum(wrong[:1]), self._squares, self._updates], dtype=torch.float64)
-        num_wrong, rates, squares, updates, *reads = self._add(torch.cat([own, self._counts()]))
+        num_wrong, rates, squares, updates, *reads = self.add(torch.cat([own, self._counts()]))
         found = [*_rows_problem(reads)]
         if num_wrong:
             used = rates / num_wrong
@@ -105,21 +107,21 @@ class FirstStep:
         if found:
             lines = "\n  ".join(found)
             raise TopologyError(
-                f"strategy {self._plan.strategy.name}: the first step did not do what the recipe says\n  {lines}\n"
+                f"strategy {self.plan.strategy.name}: the first step did not do what the recipe says\n  {lines}\n"
                 "no checkpoint holds this step; please report it with the versions in run.json"
             )
         return result
 
     def _counts(self) -> Tensor:
         """How often this rank has read each row of the global batch: (global_batch_size,) fp64, padding left out."""
-        counts = torch.zeros(self._plan.recipe.batch.global_batch_size, dtype=torch.float64)
+        counts = torch.zeros(self.plan.recipe.batch.global_batch_size, dtype=torch.float64)
         sizes = [*self._rows, *[None] * len(self._places)]  # a micro-batch too many counts as a whole
         for places, size in zip(self._places, sizes, strict=False):
             counts.index_add_(0, places[:size], torch.ones(len(places[:size]), dtype=torch.float64))
-        return counts
+        return counts / self.readers
 
     def _clipping_problem(self, result: StepResult, unclipped: float, found: float, updates: float) -> list[str]:
-        limit = self._plan.recipe.optimizer.max_grad_norm
+        limit = self.plan.recipe.optimizer.max_grad_norm
         expected = unclipped * min(1.0, limit / (result.grad_norm + 1e-6))
         if not updates:
             return ["optimizer: its step was not called"]

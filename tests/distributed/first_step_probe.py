@@ -6,6 +6,7 @@ Prints one JSON line on rank 0: what every engine's check of its first step said
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -68,9 +69,9 @@ arguments: dict = {}
 
 
 class Remembered(first_step.FirstStep):
-    def __init__(self, plan, optimizer, shard, add, copies=lambda parameter: 1):
-        arguments.update(plan=plan, optimizer=optimizer, shard=shard, add=add, copies=copies)
-        super().__init__(plan, optimizer, shard, add, copies)
+    def __post_init__(self):
+        arguments.update({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+        super().__post_init__()
 
 
 def main() -> None:
