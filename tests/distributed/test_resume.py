@@ -141,8 +141,13 @@ def whole(folder) -> dict[str, torch.Tensor]:
     for name, item in json.loads((folder / "index.json").read_text()).items():
         for kind in kinds[name]:
             full = torch.full((torch.Size(item["shape"]).numel(),), torch.nan)
-            for rank, start, stop in item["ranges"]:
-                full[start:stop] = files[rank][f"{kind}/{name}"]
+            for rank, start, stop, *columns in item["ranges"]:
+                part = files[rank][f"{kind}/{name}"]
+                if columns:  # `count` runs, `stride` apart; the third number is then their length
+                    count, stride = columns
+                    full.as_strided((count, stop), (stride, 1), start).copy_(part.view(count, stop))
+                else:
+                    full[start:stop] = part
             found[f"{kind}/{name}"] = full
     return found
 
