@@ -121,7 +121,7 @@ COUNTED_EXPERTS = frozenset(
 )
 
 # Families that were compared with one process under tensor parallelism (tests/distributed/test_tensor_parallel.py).
-TENSOR_PARALLEL = frozenset(("llama",))
+TENSOR_PARALLEL = frozenset(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3"))
 
 
 def check_packing(model_type: str, packing: bool) -> None:
