@@ -58,6 +58,7 @@ def test_families_on_packed_rows(family, strategy, world, workspace):
     run = short_run(workspace, strategy, world, 4 // (world // 2), config, "data.packing=true")
     assert (run.facts["tensor_parallel_size"], run.facts["gradient_accumulation_steps"]) == (2, 2)
     assert run.facts["loss_implementation"] == ("full" if family in NOT_CHUNKABLE else "chunked")
+    assert "2 tensor-parallel" in run.output
     assert_equal(run, expected)
 
 
