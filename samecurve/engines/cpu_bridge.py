@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 
     from samecurve.strategy.plan import Strategy
 
-_KINDS = {"ddp": DistributedType.MULTI_CPU, "fsdp": DistributedType.MULTI_GPU}
+_KINDS = {"ddp": DistributedType.MULTI_CPU, "tp": DistributedType.MULTI_CPU, "fsdp": DistributedType.MULTI_GPU}
 _EXPECTED = {
     "single": DistributedType.NO,
     "ddp": DistributedType.MULTI_CPU,
+    "tp": DistributedType.MULTI_CPU,
     "fsdp": DistributedType.FSDP,
     "zero": DistributedType.DEEPSPEED,
     "pipeline": DistributedType.DEEPSPEED,

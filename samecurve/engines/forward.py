@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from samecurve.engines import grad_cache
 from samecurve.interfaces.engine import EvalResult
+from samecurve.interfaces.task import Task
 from samecurve.losses import chunked_cross_entropy
 from samecurve.losses.chunked_cross_entropy import TokenSums, trained_positions
 from samecurve.losses.cross_entropy import token_loss_sum
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from samecurve.engines.first_step import FirstStep
     from samecurve.engines.mesh import Mesh
     from samecurve.engines.router_loss import RouterLoss
-    from samecurve.interfaces.task import Task
     from samecurve.models.dropout import DropoutKeys
 
 
@@ -74,7 +74,9 @@ class Forward:
 
     def _task_loss(self, batch: MicroBatch, context: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         if self.loss_implementation != "full":
-            return self.sums(self.task.loss, batch), torch.zeros(0, device=self.accelerator.device)
+            # by its own name the loss needs no whole logits where the vocabulary is divided over ranks
+            measure = token_loss_sum if type(self.task).loss is Task.loss else self.task.loss
+            return self.sums(measure, batch), torch.zeros(0, device=self.accelerator.device)
         logits, targets = self.logits(batch)
         return self.task.step_loss(logits, **targets, **context)
 

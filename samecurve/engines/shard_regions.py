@@ -25,6 +25,9 @@ def placed(parameter: nn.Parameter, replica: tuple[int, int]) -> tuple[Region, t
     for dimension, placement in enumerate(parameter.placements):
         if isinstance(placement, Replicate):
             index, count = index * mesh.size(dimension) + mesh.get_local_rank(dimension), count * mesh.size(dimension)
+    others = replica[1] // mesh.size()
+    if others > 1:  # ranks outside of its mesh, the innermost dimension, hold the same: a norm under tensor parallelism
+        index, count = index * others + replica[0] % others, count * others
     return _region(parameter), (index, count)
 
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from samecurve.engines import fsdp, router_loss, teacher
+from samecurve.engines import fsdp, router_loss, teacher, tensor_parallel
 from samecurve.engines.first_step import FirstStep
 from samecurve.engines.forward import Forward, install_loss
 from samecurve.engines.gradient_norm import global_norm, num_copies, place_gradients
@@ -56,8 +56,10 @@ class TorchEngine:
         self.loss_scale = LossScale() if self.recipe.precision == "fp16" else None
         self.shapes, settings = trained_shapes(skeleton), self.recipe.optimizer
         matrices = factory.hidden_matrices(skeleton, self.shapes)
-        self.sharded = plan.strategy.family == "fsdp"
-        if self.sharded:
+        self.sharded, self.cut = plan.strategy.family == "fsdp", plan.strategy.tensor_parallel_size > 1
+        if self.cut:
+            tensor_parallel.check(skeleton, plan.strategy)
+        if self.sharded or self.cut:
             validate_optimizer.check_shards(settings.name, self.shapes, plan.strategy.dims.size(*FSDP))
             model = build(type(skeleton), skeleton.config, torch.device("meta"), self.recipe.adapter)
         elif self.recipe.adapter.quantization:
@@ -65,14 +67,16 @@ class TorchEngine:
         else:
             model = build(type(skeleton), skeleton.config, torch.device(self.device), self.recipe.adapter)
         model = factory.cast_weights(model, settings)
+        self.summed = tensor_parallel.apply(model, self.mesh) if self.cut else []
         drops = dropout.install(model, self.recipe.seed, self.device)
         compilation.prepare(model, self.recipe, self.device)
         loss_implementation = install_loss(model, skeleton, task, self.recipe, self.device)
         router = router_loss.install(self.recipe, model, self.mesh.sum)
-        self.model = fsdp.shard(accelerator, model, self.mesh) if self.sharded else accelerator.prepare_model(model)
+        self.model = self._prepare(model)
         # `accelerator.unwrap_model` would import deepspeed
         self.module = getattr(self.model, "module", self.model)
         groups = factory.parameter_groups(self.module.named_parameters(), self.shapes, settings, matrices)
+        groups = tensor_parallel.groups_by_mesh(groups) if self.cut else groups
         self.optimizer = factory.build_optimizer(groups, settings, self.recipe.precision, self.recipe.seed)
         self.tensors = {**dict(self.module.named_buffers()), **dict(self.module.named_parameters())}
         self.state: State = LiveState(
@@ -94,6 +98,13 @@ class TorchEngine:
 
     def _total(self, values: Tensor) -> tuple[float, ...]:
         return self.mesh.sum(values, over=DIMENSIONS)
+
+    def _prepare(self, model: PreTrainedModel) -> nn.Module:
+        if self.sharded:
+            return fsdp.shard(self.accelerator, model, self.mesh)
+        if self.cut:  # only autocast is left to Accelerate
+            tensor_parallel.allocate(model, self.device)
+        return self.accelerator.prepare_model(model, evaluation_mode=self.cut)
 
     def _write(self, name: str, full: Tensor) -> None:
         if bnb_4bit.is_quantized(self.tensors[name]):
@@ -125,6 +136,7 @@ class TorchEngine:
                 (loss * weight * scale).backward()
 
         trained = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        tensor_parallel.sum_gradients(dict(self.module.named_parameters()), self.summed, self.mesh)
         place_gradients(trained)
         grad_norm = global_norm(trained, self.mesh) / scale
         applied = math.isfinite(grad_norm)
@@ -176,12 +188,13 @@ class TorchEngine:
         precision = self.accelerator.mixed_precision if self.accelerator.native_amp else "fp32"
         reduced = weight.dtype if self.accelerator.num_processes > 1 else None
         replicate_size, offload = 1, ()
-        if isinstance(weight, DTensor):
-            assert isinstance(self.model, FSDPModule)
+        if isinstance(self.model, FSDPModule):
+            assert isinstance(weight, DTensor)
             policy = self.model._get_fsdp_state()._mp_policy
             precision = PRECISIONS[dtype_name(policy.param_dtype or torch.float32)]
             reduced = policy.reduce_dtype
-            replicate_size = weight.device_mesh.shape[0] if weight.device_mesh.ndim == 2 else 1
+            names = weight.device_mesh.mesh_dim_names or ()
+            replicate_size = weight.device_mesh.shape[0] if "dp_replicate" in names else 1
             if weight.to_local().device.type != self.device.type:
                 offload = ("optimizer:cpu", "param:cpu")
         taught = self.forward.teacher
@@ -202,8 +215,9 @@ class TorchEngine:
             weight_dtype=dtype_name(weight.dtype),
             reduce_dtype=dtype_name(reduced) if reduced else None,
             whole_gradient_bytes=fsdp.whole_gradient_bytes(self.plan, self.shapes, reduced),
-            sharded=isinstance(weight, DTensor),
+            sharded=isinstance(self.model, FSDPModule),
             replicate_size=replicate_size,
+            tensor_parallel_size=tensor_parallel.cut_size(dict(self.module.named_parameters())),
             offload=offload,
             loss_implementation=self.forward.loss_implementation,
             kernels=tuple(liger.replaced(self.module)),

@@ -41,6 +41,7 @@ def _asked(plan: Plan) -> dict:
         "zero_stage": strategy.zero_stage,
         "sharded": strategy.family == "fsdp" or strategy.zero_stage == 3,
         "replicate_size": strategy.replicate_size,
+        "tensor_parallel_size": strategy.tensor_parallel_size,
         "offload": tuple(strategy.offload),
     }
     if strategy.family in _WRAPPERS:

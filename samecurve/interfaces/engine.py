@@ -95,6 +95,7 @@ class EngineDescription:
         sharded: whether each rank holds only a shard of each weight.
         zero_stage: DeepSpeed's ZeRO stage, 0 without ZeRO.
         replicate_size: number of replicas of the sharded model (HSDP); 1 otherwise.
+        tensor_parallel_size: number of ranks over which each layer's weights are cut; 1 otherwise.
         offload: offloaded parts with their device, e.g. optimizer:cpu.
         loss_implementation: full, chunked or liger.
         kernels: layers that were replaced by faster kernels.
@@ -121,6 +122,7 @@ class EngineDescription:
     sharded: bool
     zero_stage: int = 0
     replicate_size: int = 1
+    tensor_parallel_size: int = 1
     pipeline_stages: int = 1
     offload: tuple[str, ...] = ()
     loss_implementation: str = "full"

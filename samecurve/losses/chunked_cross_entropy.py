@@ -14,16 +14,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import record_function
-from transformers.modeling_outputs import BaseModelOutput
 
 from samecurve.errors import ConfigurationError
+from samecurve.losses.chunkable import HeadInput, is_chunkable, place
 from samecurve.losses.cross_entropy import IGNORE_INDEX, LOSS
+from samecurve.losses.vocabulary_parallel import Columns, columns_of, to_local
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -81,14 +83,18 @@ def chunked_sums(
     if torch.is_autocast_enabled(device):
         hidden = hidden.to(torch.get_autocast_dtype(device))
     with torch.autocast(device, enabled=False):
+        weight, bias, columns = to_local(head.weight), to_local(head.bias), columns_of(head.weight)
         if torch.is_grad_enabled():
             if kind == "liger" and len(hidden):
-                return _liger(hidden, head.weight, head.bias, **wanted.targets)
-            if compiles and len(hidden):
+                return _liger(hidden, weight, bias, **wanted.targets)
+            if compiles and len(hidden) and columns is None:
                 wanted = replace(wanted, measure=_compiled(wanted.measure))
-            return _SumWithGradients.apply(hidden, head.weight, head.bias, wanted)
-        weight, bias = _as(hidden, head.weight, head.bias)
-        parts = [wanted.measure(_logits(hidden[at], weight, bias), **t) for at, t in _chunks(wanted, weight)]
+            return _SumWithGradients.apply(hidden, weight, bias, wanted, columns)
+        weight, bias = _as(hidden, weight, bias)
+        parts = []
+        for at, targets in _chunks(wanted, head.weight):
+            logits = _logits(hidden[at], weight, bias)
+            parts.append(wanted.measure(columns.whole(logits) if columns else logits, **targets))
         return torch.stack(parts).sum(dim=0)
 
 
@@ -131,7 +137,8 @@ def install_chunked_head(
             "before it is the logits, or an adapter stands around the head; use auto or full"
         )
     kind = "liger" if wanted == "liger" else "chunked"
-    whole, (parent, name), stand_in = model.forward, _place(model, head), _HeadInput(head)
+    whole, (parent, name), stand_in = model.forward, place(model, head), HeadInput(head)
+    logits_of = vars(head).get("forward", partial(nn.Linear.forward, head))  # tensor parallelism gathers the columns
 
     def forward(*args, sums: TokenSums | None = None, **inputs):
         if sums is None:
@@ -145,69 +152,11 @@ def install_chunked_head(
         return head(hidden.to(stand_in.dtype), sums)
 
     def head_forward(input: Tensor, sums: TokenSums | None = None) -> Tensor:
-        if sums is None:
-            return nn.functional.linear(input, head.weight, head.bias)
-        return chunked_sums(input, head, sums, kind, compiles)  # pyright: ignore[reportCallIssue]  # disable has no types
+        # torch.compiler.disable has no types
+        return logits_of(input) if sums is None else chunked_sums(input, head, sums, kind, compiles)  # pyright: ignore
 
     model.forward, head.forward = forward, head_forward
     return kind
-
-
-class _HeadInput(nn.Module):
-    """Gives back what comes to it, in the place of the head. Some families ask the head's weight for its dtype."""
-
-    def __init__(self, head: nn.Linear):
-        super().__init__()
-        self._head = (head,)  # not as a module of this one
-        self.dtype: torch.dtype | None = None
-
-    @property
-    def weight(self) -> Tensor:
-        return self._head[0].weight
-
-    @property
-    def bias(self) -> Tensor | None:
-        return self._head[0].bias
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        self.dtype = hidden.dtype
-        return hidden
-
-
-def _place(model: nn.Module, head: nn.Module) -> tuple[nn.Module, str]:
-    """Find the parent module of `head` and the head's attribute name."""
-    places = ((parent, name) for parent in model.modules() for name, child in parent.named_children() if child is head)
-    return next(places)
-
-
-def is_chunkable(model: PreTrainedModel) -> bool:
-    """Whether the output head is a linear layer whose output is the model's logits, in some precision.
-
-    Some model families scale or cap the head's output, and an adapter may wrap the head. The check runs the code after
-    the layers of `model`, which is on the meta device, with a stand-in for the head.
-    """
-    head, body = model.get_output_embeddings(), model.base_model
-    if type(head) is not nn.Linear or body is model:
-        return False
-    states = torch.empty(1, 2, model.config.get_text_config().hidden_size, device="meta")
-    seen: list[tuple[Tensor, int]] = []
-    (parent, name), stand_in = _place(model, head), _HeadInput(head)
-
-    def note(_module: nn.Module, _inputs: tuple, output: Tensor) -> None:
-        seen.append((output, output._version))
-
-    stand_in.register_forward_hook(note)
-    setattr(parent, name, stand_in)
-    body.forward = lambda *_args, **_kwargs: _Body(last_hidden_state=states)
-    try:
-        logits = model(input_ids=torch.zeros(1, 2, dtype=torch.long, device="meta")).logits
-    except Exception:  # a forward that needs other outputs of the layers
-        return False
-    finally:
-        setattr(parent, name, head)
-        del body.forward
-    # the very tensor, and not changed in place
-    return [(id(logits), logits._version)] == [(id(output), version) for output, version in seen]
 
 
 def trained_positions(labels: Tensor) -> Tensor | None:
@@ -219,21 +168,15 @@ def trained_positions(labels: Tensor) -> Tensor | None:
     return None if trained.all() else trained.nonzero().flatten()
 
 
-class _Body(BaseModelOutput):
-    """Output of a model's layers, in which every other field (caches, router logits and the like) is None."""
-
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("_"):
-            raise AttributeError(name)
-
-
 class _SumWithGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: TokenSums) -> Tensor:
+    def forward(
+        ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: TokenSums, columns: Columns | None
+    ) -> Tensor:
         """Compute the sum and its gradients chunk by chunk.
 
         `hidden` is (n, hidden_size) in the compute dtype. Gradients of weight and bias are summed in fp32; sums in bf16
-        would add their own rounding to that of the logits.
+        would add their own rounding to that of the logits. With `columns`, weight and bias are this rank's part.
         """
         computed, shift = _as(hidden, weight, bias)
         total, of_hidden = torch.zeros((), device=hidden.device), torch.empty_like(hidden)
@@ -242,16 +185,20 @@ class _SumWithGradients(torch.autograd.Function):
         )
         for at, targets in _chunks(wanted, computed):
             states = hidden[at]
-            logits = _logits(states, computed, shift).requires_grad_()
-            with record_function(LOSS), torch.enable_grad():
-                loss = wanted.measure(logits, **targets)
-                (gradient,) = torch.autograd.grad(loss, logits)
-            total += loss.detach()
+            logits = _logits(states, computed, shift)
+            with record_function(LOSS):
+                if columns is None:
+                    loss, gradient = _sum_and_gradient(wanted.measure, logits, targets)
+                else:
+                    loss, gradient = columns.sum_and_gradient(wanted.measure, logits, targets)
+            total += loss
             torch.mm(gradient, computed, out=of_hidden[at])
             if of_weight is not None:
                 of_weight += gradient.t() @ states
             if of_bias is not None:
                 of_bias += gradient.sum(dim=0, dtype=torch.float32)
+        if columns is not None:
+            dist.all_reduce(of_hidden, group=columns.group)
         ctx.save_for_backward(of_hidden, of_weight, of_bias)
         ctx.dtypes = [None if p is None else p.dtype for p in (hidden, weight, bias)]
         return total
@@ -259,7 +206,14 @@ class _SumWithGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx, factor: Tensor) -> tuple[Tensor | None, ...]:
         found = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return *((None if g is None else (g * factor).to(dtype)) for g, dtype in found), None
+        return *((None if g is None else (g * factor).to(dtype)) for g, dtype in found), None, None
+
+
+def _sum_and_gradient(measure: Measure, logits: Tensor, targets: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    with torch.enable_grad():
+        loss = measure(logits.requires_grad_(), **targets)
+        (gradient,) = torch.autograd.grad(loss, logits)
+    return loss.detach(), gradient
 
 
 def _liger(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:

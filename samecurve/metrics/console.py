@@ -242,7 +242,8 @@ def _counted(counts: str) -> str:
 def _world(facts: dict) -> str:
     processes = f"{facts['world_size']} {'process' if facts['world_size'] == 1 else 'processes'}"
     stages = f", {facts['pipeline_stages']} pipeline stages" if facts["pipeline_stages"] > 1 else ""
-    return f"{processes} by {facts['launcher']}, {facts['data_parallel_size']} data-parallel{stages}"
+    cut = f", {facts['tensor_parallel_size']} tensor-parallel" if facts.get("tensor_parallel_size", 1) > 1 else ""
+    return f"{processes} by {facts['launcher']}, {facts['data_parallel_size']} data-parallel{cut}{stages}"
 
 
 def numbers_of(record: dict, smoothed_loss: float | None) -> list[str]:

@@ -21,7 +21,7 @@ from samecurve.strategy.plan import Strategy
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs"
 # Order among equally fast strategies: those with fewer moving parts first.
-SIMPLE_FIRST = ("single", "ddp", "zero1", "zero2", "fsdp", "zero3", "hsdp", "pipeline")
+SIMPLE_FIRST = ("single", "ddp", "zero1", "zero2", "fsdp", "zero3", "hsdp", "tp", "fsdp_tp", "pipeline")
 ADAM, SIXTEEN, THIRTY_TWO = 8, 2, 4
 
 
@@ -78,14 +78,18 @@ def job(wanted: Wanted, strategy: Strategy, machines: Cluster) -> Job:
     gpus, stages = machines.gpus, strategy.pipeline_stages
     if strategy.family == "single" and gpus > 1:
         raise ValueError(f"a single process uses one of {gpus} GPUs")
-    if gpus % (stages * strategy.replicate_size):
-        raise ValueError(f"{gpus} GPUs do not divide by {stages} stages x {strategy.replicate_size} replicas")
+    cut = strategy.tensor_parallel_size
+    if strategy.family == "tp" and gpus != cut:
+        raise ValueError(f"without FSDP, tensor parallelism over {cut} GPUs uses {cut} of {gpus}")
+    if gpus % (stages * strategy.replicate_size * cut):
+        sizes = f"{stages} stages x {strategy.replicate_size} replicas x {cut} tensor-parallel"
+        raise ValueError(f"{gpus} GPUs do not divide by {sizes}")
     if stages > wanted.shape.layers:
         raise ValueError(f"{stages} stages need as many layers; the model has {wanted.shape.layers}")
-    ranks = gpus // stages
+    ranks = gpus // stages // cut
     zero = 3 if strategy.family == "fsdp" else strategy.zero_stage
     shard = ranks // strategy.replicate_size if zero else 1
-    layout = Layout(ranks, pp=stages, schedule="1f1b" if stages > 1 else "", zero=zero, shard=shard)
+    layout = Layout(ranks, tp=cut, pp=stages, schedule="1f1b" if stages > 1 else "", zero=zero, shard=shard)
     stack = {"zero": "deepspeed", "pipeline": "deepspeed", "fsdp": "fsdp2"}.get(strategy.family, strategy.family)
     # A rank with fewer rows than a micro-batch holds computes no others.
     rows = min(wanted.batch.micro_batch_size, wanted.batch.rows_per_rank(ranks)[0])

@@ -120,6 +120,9 @@ COUNTED_EXPERTS = frozenset(
     """.split()
 )
 
+# Families that were compared with one process under tensor parallelism (tests/distributed/test_tensor_parallel.py).
+TENSOR_PARALLEL = frozenset(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3"))
+
 
 def check_packing(model_type: str, packing: bool) -> None:
     """Raise ConfigurationError if rows are packed and the family is not known to keep packed documents apart."""

@@ -83,7 +83,7 @@ DTYPE = one_of("fp32", "bf16", "fp16")
 _TPU = Rejected("TPUs are not supported; remove it", (None, False, "no", "", []))
 _INLINE = Rejected("it belongs in the DeepSpeed JSON; move it there, under zero_optimization")
 _FSDP1 = Rejected("only FSDP1 uses it, and this is FSDP2; remove it")
-_TENSOR = Rejected("only data-parallel replicas and shards are supported; remove it", (None, 1))
+_TENSOR = Rejected("only data and tensor parallelism are supported; remove it", (None, 1))
 _COMPILE = Rejected(
     "the recipe sets torch.compile, by the key compile; remove it", (None, "NO", "no", False, "default")
 )
@@ -160,7 +160,7 @@ ACCELERATE: Table = {
     "parallelism_config": {
         "parallelism_config_dp_replicate_size": COUNT,
         "parallelism_config_dp_shard_size": COUNT,
-        "parallelism_config_tp_size": _TENSOR,
+        "parallelism_config_tp_size": COUNT,
         "parallelism_config_cp_size": _TENSOR,
         "parallelism_config_cp_backend": _TENSOR,
         "parallelism_config_cp_comm_strategy": _TENSOR,

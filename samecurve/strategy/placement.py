@@ -31,7 +31,9 @@ def place_strategy(path: Path, num_processes: int) -> Placement:
     strategy = describe_strategy(files, Launch("torchrun", num_processes))
     # a replica of one shard is no sharding, and Accelerate refuses it
     shards = 2 if strategy.replicate_size > 1 else 1
-    unit = strategy.pipeline_stages * strategy.replicate_size
+    if strategy.family == "tp":
+        return Placement(path, strategy.tensor_parallel_size)
+    unit = strategy.pipeline_stages * strategy.replicate_size * strategy.tensor_parallel_size
     return Placement(path, max(-(-num_processes // unit), shards) * unit)
 
 

@@ -14,7 +14,8 @@ from samecurve.strategy.parallel_dims import BATCH, ParallelDims
 class Strategy:
     """How the run is spread over processes, as written in the strategy's files.
 
-    name: the file's stem, "single" when nothing was chosen. family: "single" | "ddp" | "fsdp" | "zero" | "pipeline".
+    name: the file's stem, "single" when nothing was chosen.
+    family: "single" | "ddp" | "tp" | "fsdp" | "zero" | "pipeline"; "fsdp" may be tensor-parallel, too, see `dims`.
     dims: how the processes are arranged; wrong numbers of processes have been reported before anything reads it.
     path, accelerate: the Accelerate YAML and its content; None and {} for plain python and for a bare DeepSpeed JSON.
     deepspeed_path, deepspeed: the DeepSpeed JSON and its content. launcher: see `launchers.Launch`.
@@ -48,6 +49,10 @@ class Strategy:
     @property
     def pipeline_stages(self) -> int:
         return self.dims.pp
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        return self.dims.tp
 
     @property
     def replicate_size(self) -> int:

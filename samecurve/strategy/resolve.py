@@ -199,10 +199,15 @@ def _dims(files: Files, family: str, world_size: int) -> ParallelDims:
     """What the files leave open, replicas for DDP and else shards, takes the rest of the processes."""
     stages = _count(files.deepspeed.get("pipeline", "stages"), 1) if family == "pipeline" else 1
     replicas = _count(files.accelerate.get("parallelism_config", "parallelism_config_dp_replicate_size"), 1)
-    rest = max(world_size // (stages * replicas), 1)
-    if family == "ddp":
-        return ParallelDims(dp_replicate=rest)
-    return ParallelDims(pp=stages, dp_replicate=replicas, dp_shard=rest)
+    cut = _tensor_parallel_size(files) if family in ("tp", "fsdp") else 1
+    rest = max(world_size // (stages * replicas * cut), 1)
+    if family in ("ddp", "tp"):
+        return ParallelDims(dp_replicate=rest, tp=cut)
+    return ParallelDims(pp=stages, dp_replicate=replicas, dp_shard=rest, tp=cut)
+
+
+def _tensor_parallel_size(files: Files) -> int:
+    return _count(files.accelerate.get("parallelism_config", "parallelism_config_tp_size"), 1)
 
 
 def _nvme_paths(deepspeed: Document) -> tuple[Path, ...]:
@@ -215,6 +220,8 @@ def _family(files: Files) -> str:
     kind = files.accelerate.get("distributed_type")
     if files.deepspeed.name or kind == "DEEPSPEED":
         return "pipeline" if "pipeline" in files.deepspeed.content else "zero"
+    if kind == "MULTI_GPU" and _tensor_parallel_size(files) > 1:
+        return "tp"
     return {"MULTI_GPU": "ddp", "FSDP": "fsdp"}.get(kind if isinstance(kind, str) else "", "single")
 
 

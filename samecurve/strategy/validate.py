@@ -13,7 +13,7 @@ from samecurve.config.rules_profile import check_ranks
 from samecurve.config.section import LARGEST_INTEGER
 from samecurve.config.source import RecipeSource
 from samecurve.specs.tasks import TASKS
-from samecurve.strategy import validate_deepspeed, validate_optimizer
+from samecurve.strategy import validate_deepspeed, validate_optimizer, validate_tensor_parallel
 from samecurve.strategy.accelerate_keys import ACCELERATE, RecipeOwned, Rejected, Table, ValueRule
 from samecurve.strategy.deepspeed_keys import DEEPSPEED
 from samecurve.strategy.world_size import world_problems
@@ -38,7 +38,7 @@ def check_strategy(source: RecipeSource, files: Files, strategy: Strategy, launc
         _walk(files.deepspeed, DEEPSPEED, source)
         validate_deepspeed.check_deepspeed(files.deepspeed, strategy, source)
     _names(files, strategy)
-    for rule in (*_RULES, *validate_optimizer.RULES):
+    for rule in (*_RULES, *validate_optimizer.RULES, *validate_tensor_parallel.RULES):
         with contextlib.suppress(KeyError):
             for key, text in rule(source.value, strategy):
                 source.document.problem(tuple(key.split(".")), text)
@@ -163,7 +163,7 @@ def _honoured(table: Table, path: KeyPath = ()) -> Iterator[KeyPath]:
             yield from _honoured(rule, (*path, key))
 
 
-_BLOCKS = {"fsdp_config": "FSDP", "parallelism_config": "FSDP", "deepspeed_config": "DEEPSPEED"}
+_BLOCKS = {"fsdp_config": ("FSDP",), "parallelism_config": ("FSDP", "MULTI_GPU"), "deepspeed_config": ("DEEPSPEED",)}
 _DEMANDED = {
     "FSDP": (
         ("fsdp_config", "fsdp_version", "missing, and Accelerate's default is 1; add fsdp_version: 2"),
@@ -183,10 +183,11 @@ def _accelerate(document: Document) -> None:
         document.problem(("distributed_type",), 'missing; set it to "NO" (in quotes), MULTI_GPU, FSDP or DEEPSPEED')
         return
     for block, needed in _BLOCKS.items():
-        if document.get(block) and kind != needed:
+        if document.get(block) and kind not in needed:
             place = document.place(("distributed_type",))
-            text = f"only {needed} uses this block, but distributed_type is {kind} ({place})"
+            text = f"only {' and '.join(needed)} use this block, but distributed_type is {kind} ({place})"
             document.problem((block,), f"{text}; remove the block, or change distributed_type")
+    validate_tensor_parallel.check_accelerate(document)
     if document.get("fsdp_config", "fsdp_forward_prefetch") is True:
         policy = document.get("fsdp_config", "fsdp_auto_wrap_policy") or "absent"
         if policy != "TRANSFORMER_BASED_WRAP":
@@ -198,7 +199,7 @@ def _accelerate(document: Document) -> None:
             document.problem((block, key), advice)
 
 
-_NAMED = re.compile(r"(zero[123]|fsdp|hsdp|ddp|pipeline|single)(_|$)")
+_NAMED = re.compile(r"(zero[123]|fsdp|hsdp|ddp|tp|pipeline|single)(_|$)")
 
 
 def _names(files: Files, strategy: Strategy) -> None:
@@ -231,6 +232,10 @@ def _name(document: Document, strategy: Strategy) -> None:
     it_is = truth.get(strategy.family, strategy.family)
     if claimed[1] != it_is:
         text = f"the file is called {stem}, but it configures {it_is}; rename the file or change what it configures"
+        document.problem(kind_key, text)
+    size = strategy.tensor_parallel_size
+    if claimed[1] == it_is and ("tp" in stem.split("_")) != (size > 1):
+        text = f"the file is called {stem}, but its tensor-parallel size is {size}; rename the file or change that size"
         document.problem(kind_key, text)
     to_nvme = any(target.endswith("nvme") for target in strategy.offload)
     promised = "_nvme" in stem or "_offload" in stem

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 _REPLICAS = ("parallelism_config", "parallelism_config_dp_replicate_size")
 _SHARDS = ("parallelism_config", "parallelism_config_dp_shard_size")
+_TENSOR = ("parallelism_config", "parallelism_config_tp_size")
 _SECONDARY = ("zero_optimization", "zero_hpz_partition_size")
 _STAGES = ("pipeline", "stages")
 
@@ -81,10 +82,20 @@ def _alone(accelerate: Document, strategy: Strategy, launch: Launch) -> Iterator
 def _wrong_mesh(accelerate: Document, strategy: Strategy) -> Iterator[ConfigProblem]:
     """Accelerate refuses replicas of one shard each, but only after the model has been loaded."""
     world, replicas, shards = strategy.world_size, strategy.replicate_size, accelerate.get(*_SHARDS)
-    if replicas > 1 and (world % replicas or world // replicas < 2):
+    cut = strategy.tensor_parallel_size
+    if world % cut or (strategy.family == "tp" and world != cut):
+        fitting = [size for size in range(2, world + 1) if world % size == 0] if strategy.family == "fsdp" else [world]
+        text = f"found {cut}, but {world} processes do not form groups of {cut}"
+        if strategy.family == "tp":
+            text = f"found {cut}, but {world} processes run and without FSDP all form one group"
+        fix = f"start {cut} processes, or set it to {' or '.join(map(str, fitting))}"
+        fix += "" if strategy.family == "fsdp" else ", or use configs/fsdp_tp.yaml, which shards over the others"
+        yield _at(accelerate, _TENSOR, f"{text}; {fix}")
+    elif replicas > 1 and (world % replicas or world // replicas < 2):
         text = f"found {replicas}, but {world} processes cannot form {replicas} replicas of 2 or more shards"
         text += f"; start {2 * replicas} processes or a larger multiple of {replicas}, or use fsdp"
         yield _at(accelerate, _REPLICAS, text)
-    elif isinstance(shards, int) and shards * replicas != world:
-        text = f"found {shards}, but {world} processes in {replicas} replicas make {world // replicas} shards"
+    elif isinstance(shards, int) and shards * replicas * cut != world:
+        text = f"found {shards}, but {world} processes in {replicas} replicas make {world // replicas // cut} shards"
+        text += f" of {cut} tensor-parallel processes each" if cut > 1 else ""
         yield _at(accelerate, _SHARDS, f"{text}; remove it, since it is derived")

@@ -19,6 +19,8 @@ ENGINES = {
     "ddp": "DistributedDataParallel",
     "fsdp": "FSDPLlamaForCausalLM",
     "hsdp": "FSDPLlamaForCausalLM",
+    "tp": "LlamaForCausalLM",
+    "fsdp_tp": "FSDPLlamaForCausalLM",
     "pipeline": "PipelineEngine",
 } | dict.fromkeys(["zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme"], "DeepSpeedEngine")
 STAGES = {"zero1": 1, "zero2": 2, "zero2_offload": 2, "zero3": 3, "zero3_offload": 3, "zero3_nvme": 3, "pipeline": 1}
@@ -27,7 +29,7 @@ OFFLOAD = {
     "zero3_offload": ["optimizer:cpu", "param:cpu"],
     "zero3_nvme": ["optimizer:nvme", "param:nvme"],
 }
-SHARDED = ("fsdp", "hsdp", "zero3", "zero3_offload", "zero3_nvme")
+SHARDED = ("fsdp", "fsdp_tp", "hsdp", "zero3", "zero3_offload", "zero3_nvme")
 ONLY_ON_A_DEVICE = {"fsdp_offload"}  # FSDP2 offloads through pinned memory
 # Rounding: bf16 keeps 8 bits, so one matmul output is off by up to 2^-9 = 0.2 %; a loss near 5 averages hundreds of
 # tokens, a gradient norm does not average. Strategies round at different places (DeepSpeed keeps bf16 weights, FSDP
@@ -47,16 +49,21 @@ class Case:
         return min(2, self.world) if self.strategy == "pipeline" else 1
 
     @property
+    def cut(self) -> int:
+        """Ranks of a tensor-parallel group."""
+        return 2 if self.strategy in ("tp", "fsdp_tp") else 1
+
+    @property
     def micro_batch(self) -> str:
         """The override that makes this accumulation of the recipe's 8 rows."""
-        return f"batch.micro_batch_size={8 // (self.world // self.stages) // self.accumulation}"
+        return f"batch.micro_batch_size={8 // (self.world // self.stages // self.cut) // self.accumulation}"
 
     def __str__(self) -> str:
         return f"{self.strategy}-world{self.world}-accumulation{self.accumulation}-{self.precision}"
 
 
 def worlds(strategy: str) -> list[int]:
-    return {"single": [1], "hsdp": [4], "pipeline": [1, 2, 4]}.get(strategy, [1, 2])
+    return {"single": [1], "hsdp": [4], "tp": [2], "fsdp_tp": [2, 4], "pipeline": [1, 2, 4]}.get(strategy, [1, 2])
 
 
 def cases() -> list:
@@ -123,9 +130,10 @@ def assert_what_ran(run: Run, case: Case) -> None:
         assert facts["pipeline_stages"] == case.stages
     replicas = 2 if case.strategy == "hsdp" else 1
     assert facts["replicate_size"] == replicas
+    assert facts["tensor_parallel_size"] == case.cut
     assert facts["offload"] == OFFLOAD.get(case.strategy, [])
     assert facts["sharded"] == (case.strategy in SHARDED)
-    if facts["sharded"]:
+    if facts["sharded"] or case.cut > 1:  # of what is cut, a tensor-parallel group holds one copy; norms are whole
         share = facts["num_parameters"] * replicas / case.world
         assert share <= facts["num_parameters_per_rank"] < 1.1 * share
 

@@ -11,16 +11,17 @@ from test_equal_curves import ENGINES, Case, libaio_is_installed, run_case
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+WORLDS = {"single": 1, "hsdp": 4, "fsdp_tp": 4}
 EVERY_DAY = ["single", "fsdp", "zero3", "pipeline"]
 
 
 @pytest.mark.parametrize("strategy", [*EVERY_DAY, *long(*(name for name in ENGINES if name not in EVERY_DAY))])
 def test_the_reloaded_model_has_the_live_models_logits(strategy, workspace, tmp_path):
-    world = {"single": 1, "hsdp": 4}.get(strategy, 2)
+    world = WORLDS.get(strategy, 2)
     path = workspace.strategy(strategy)
     script = str(Path(__file__).with_name("export_probe.py"))
     command = launch_command("fork", path, world, workspace.folder, script)
-    micro = {"single": 4, "pipeline": 4, "hsdp": 1}.get(strategy, 2)
+    micro = {"single": 4, "pipeline": 4, "tp": 4, "hsdp": 1}.get(strategy, 2)
     arguments = [str(workspace.recipe), f"output_dir={tmp_path}", f"batch.micro_batch_size={micro}"]
     run = workspace.execute([*command, *arguments, "--strategy", str(path)], tmp_path)
     assert run.returncode == 0, run.output
@@ -38,7 +39,7 @@ def test_the_export_of_a_whole_run(strategy, workspace, reference):
     """The loss of the reloaded model over every held-out row is the one that the training process measured last."""
     if strategy == "zero3_nvme" and not libaio_is_installed():
         pytest.skip("NVMe offload needs libaio: apt-get install libaio-dev")
-    run = run_case(workspace, Case(strategy, {"single": 1, "hsdp": 4}.get(strategy, 2), 2))
+    run = run_case(workspace, Case(strategy, WORLDS.get(strategy, 2), 2))
     folder = run.directory / "model"
     assert {path.name for path in folder.iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
     model = AutoModelForCausalLM.from_pretrained(folder)

@@ -12,7 +12,15 @@ from test_equal_curves import ENGINES, LOSS, NORM
 
 STRATEGIES = ["ddp", "fsdp", "zero1", "zero2_offload", "zero3", "pipeline"]
 # what is not run is one of the others where it matters: the shared step, or the same DeepSpeed optimizer class
-SAME_CODE = {"single": "ddp", "hsdp": "fsdp", "zero2": "zero2_offload", "zero3_offload": "zero3", "zero3_nvme": "zero3"}
+SAME_CODE = {
+    "single": "ddp",
+    "hsdp": "fsdp",
+    "tp": "ddp",
+    "fsdp_tp": "fsdp",
+    "zero2": "zero2_offload",
+    "zero3_offload": "zero3",
+    "zero3_nvme": "zero3",
+}
 OTHER_CODE_IN_BF16 = ["zero1", "zero3", "pipeline"]  # other optimizer classes, or bf16 weights beside fp32 masters
 
 

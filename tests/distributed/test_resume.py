@@ -18,7 +18,8 @@ LOSS, NORM = 1e-5, 1e-4
 CASES = {name: Case(name, worlds(name)[-1] if name != "pipeline" else 2, 2) for name in ENGINES}
 # each goes on from the next one's checkpoint, so every strategy writes one for another and reads one of another
 RING = dict(zip(CASES, [*list(CASES)[1:], next(iter(CASES))], strict=True))
-RARE = ("zero3_nvme", "zero2", "zero3_offload")  # other placements of what zero1, zero2_offload and zero3 do
+# other placements of what zero1, zero2_offload, zero3, fsdp and tp do
+RARE = ("zero3_nvme", "zero2", "zero3_offload", "fsdp_tp")
 EVERY_DAY = [name for name in CASES if name not in RARE]
 
 
@@ -140,8 +141,13 @@ def whole(folder) -> dict[str, torch.Tensor]:
     for name, item in json.loads((folder / "index.json").read_text()).items():
         for kind in kinds[name]:
             full = torch.full((torch.Size(item["shape"]).numel(),), torch.nan)
-            for rank, start, stop in item["ranges"]:
-                full[start:stop] = files[rank][f"{kind}/{name}"]
+            for rank, start, stop, *columns in item["ranges"]:
+                part = files[rank][f"{kind}/{name}"]
+                if columns:  # `count` runs, `stride` apart; the third number is then their length
+                    count, stride = columns
+                    full.as_strided((count, stop), (stride, 1), start).copy_(part.view(count, stop))
+                else:
+                    full[start:stop] = part
             found[f"{kind}/{name}"] = full
     return found
 

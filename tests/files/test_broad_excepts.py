@@ -12,7 +12,7 @@ KEPT = {
     "checkpoint/commit.py:_together": "raises on all ranks, after they have agreed",
     "checkpoint/manager.py:_commit": "a thread's: says it at once, and `wait` raises it",
     "checkpoint/manager.py:_tidy": "says it; the checkpoint is good",
-    "losses/chunked_cross_entropy.py:is_chunkable": "asks whether a forward can be called so; run.json has the loss",
+    "losses/chunkable.py:is_chunkable": "asks whether a forward can be called so; run.json has the loss",
     "models/weight_conversion.py:_rehearse": "keeps the reason, with which the model's folder is refused",
     "optim/adamw_bf16.py:compiled_update_agrees": "warns with the reason, and the plain update is used",
     "run/lifecycle.py:exit_code": "prints the traceback and ends with 1",

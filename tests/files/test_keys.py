@@ -11,7 +11,15 @@ from samecurve.strategy import validate
 from samecurve.strategy.accelerate_keys import ACCELERATE, OURS, RecipeOwned, Rejected, ValueRule
 from samecurve.strategy.deepspeed_keys import DEEPSPEED, STAGES, ZERO
 
-FAMILIES = {"single": "single", "ddp": "ddp", "fsdp": "fsdp", "hsdp": "fsdp", "zero": "zero", "pipeline": "pipeline"}
+FAMILIES = {
+    "single": "single",
+    "ddp": "ddp",
+    "fsdp": "fsdp",
+    "hsdp": "fsdp",
+    "tp": "tp",
+    "zero": "zero",
+    "pipeline": "pipeline",
+}
 RECIPE = """\
 output_dir: runs/keys
 steps: 2
@@ -159,6 +167,7 @@ def test_shipped_strategy_resolves(path, tmp_path, monkeypatch):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE)
     world = {} if path.stem == "single" else {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "4"}
+    world |= {"WORLD_SIZE": "2"} if path.stem == "tp" else {}
     strategy = resolve_plan([str(recipe), "--strategy", str(path)], world).strategy
     assert strategy.name == path.stem
     assert strategy.family == next(f for stem, f in FAMILIES.items() if path.stem.startswith(stem))

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 STRATEGIES = {path.stem: path for path in (ROOT / "configs").glob("*.yaml")}
 DEEPSPEED = {path.stem: path for path in (ROOT / "ds_configs").glob("*.json")}
 WITH_JSON = {"zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme", "pipeline"}
-WITHOUT_JSON = {"single", "ddp", "fsdp", "fsdp_offload", "hsdp"}
+WITHOUT_JSON = {"single", "ddp", "fsdp", "fsdp_offload", "hsdp", "tp", "fsdp_tp"}
 OWNED_BY_THE_RECIPE = {
     "train_micro_batch_size_per_gpu": "auto",
     "gradient_accumulation_steps": "auto",
@@ -42,10 +42,10 @@ def test_accelerate_reads_the_file(name):
 
     config = load_config_from_file(str(STRATEGIES[name]))
     arguments = launch_arguments(name)
-    assert config.distributed_type == {"single": "NO", "ddp": "MULTI_GPU"}.get(name) or (
+    assert config.distributed_type == {"single": "NO", "ddp": "MULTI_GPU", "tp": "MULTI_GPU"}.get(name) or (
         "DEEPSPEED" if name in WITH_JSON else "FSDP"
     )
-    assert arguments.num_processes == {"single": 1, "hsdp": 4}.get(name, 2)
+    assert arguments.num_processes == {"single": 1, "hsdp": 4, "fsdp_tp": 4}.get(name, 2)
     # the recipe owns the precision; with a DeepSpeed JSON the key would raise
     assert config.mixed_precision is None and arguments.mixed_precision == "no"
 
@@ -73,7 +73,7 @@ def test_every_key_has_its_reason(name):
         assert is_block or "  # " in line or line.strip().startswith(told_by_the_first_line) or name == "single", line
 
 
-@pytest.mark.parametrize("name", sorted(WITHOUT_JSON - {"single", "ddp"}))
+@pytest.mark.parametrize("name", sorted(WITHOUT_JSON - {"single", "ddp", "tp"}))
 def test_fsdp_files_make_the_plugin_they_promise(name):
     from accelerate.utils.launch import prepare_multi_gpu_env
 
@@ -81,7 +81,7 @@ def test_fsdp_files_make_the_plugin_they_promise(name):
     assert made["FSDP_VERSION"] == "2"
     assert made["FSDP_OFFLOAD_PARAMS"] == ("true" if name == "fsdp_offload" else "false")
     assert made["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "false"
-    assert made.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE") == ("2" if name == "hsdp" else None)
+    assert made.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE") == {"hsdp": "2", "fsdp_tp": "1"}.get(name)
 
 
 @pytest.mark.parametrize("name", sorted(WITH_JSON))

@@ -69,7 +69,7 @@ if not ON_GPU:  # flex_attention has no gradients there, and fp16 no matrix prod
     EXACT.pop("flex"), ROUNDED.pop("flex"), ROUNDED.pop("fp16")
 if not ON_GPU or find_spec("liger_kernel") is None:
     EXACT.pop("liger")
-STRATEGIES = [name for name in ENGINES if name not in ("single", "hsdp", "pipeline", "zero3_nvme")]
+STRATEGIES = [name for name in ENGINES if name not in ("single", "hsdp", "tp", "fsdp_tp", "pipeline", "zero3_nvme")]
 CASES = [(name, world) for name in STRATEGIES for world in WORLDS]
 CASES += [("pipeline", NUM_DEVICES)] if NUM_DEVICES > 1 else []
 

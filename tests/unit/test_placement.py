@@ -13,7 +13,13 @@ from samecurve.strategy import placement
 ROOT = Path(__file__).resolve().parents[2]
 STRATEGIES = {path.stem: path for path in (ROOT / "configs").glob("*.yaml")}
 ASKED = (1, 2, 3, 8)
-GIVEN = {"single": (1, 1, 1, 1), "hsdp": (4, 4, 4, 8), "pipeline": (2, 2, 4, 8)}
+GIVEN = {
+    "single": (1, 1, 1, 1),
+    "hsdp": (4, 4, 4, 8),
+    "tp": (2, 2, 2, 2),
+    "fsdp_tp": (2, 2, 4, 8),
+    "pipeline": (2, 2, 4, 8),
+}
 
 
 @pytest.mark.parametrize("name", sorted(STRATEGIES))

@@ -34,6 +34,23 @@ def use(path, environ=T, files=None):
     return files or {}, ["r.yaml", "--strategy", path], environ
 
 
+TP = "distributed_type: MULTI_GPU\nnum_processes: 2\nparallelism_config:\n  parallelism_config_tp_size: 2\n"
+FSDP_TP = """\
+distributed_type: FSDP
+fsdp_config:
+  fsdp_version: 2
+  fsdp_cpu_ram_efficient_loading: false
+# ranks 0 and 1 form the first group
+parallelism_config:
+  parallelism_config_tp_size: 2
+"""
+
+
+def tp(old, new):
+    """One change in the recipe, under tensor parallelism."""
+    return {"configs/tp.yaml": TP, **changed("r.yaml", old, new)}, ["r.yaml", "--strategy", "configs/tp.yaml"], T
+
+
 # name, changed files, command line, environment, the report's rows (see report_cases.py), and the exit code where it is
 # not 2
 # fmt: off
@@ -75,7 +92,39 @@ CASES = [
     ("yaml: block", *acc("num_processes: 2", "num_processes: 2\ndynamo_config: 3"),
      [("configs/ddp.yaml:3", "dynamo_config", "3", BLOCK)]),
     ("yaml: tp", *acc("parallelism_config:", "parallelism_config:\n  parallelism_config_tp_size: 2", "hsdp", {**T, "WORLD_SIZE": "4"}),
-     [("configs/hsdp.yaml:7", "parallelism_config.parallelism_config_tp_size", "2", "data-parallel", "remove")]),
+     [("configs/hsdp.yaml:1", "distributed_type", "hsdp", "size is 2", "rename"),
+      ("configs/hsdp.yaml:8", "parallelism_config.parallelism_config_dp_replicate_size", "2", "compared", "remove")]),
+    ("yaml: cp", *acc("parallelism_config:", "parallelism_config:\n  parallelism_config_cp_size: 2", "hsdp", {**T, "WORLD_SIZE": "4"}),
+     [("configs/hsdp.yaml:7", "parallelism_config.parallelism_config_cp_size", "2", "data and tensor", "remove")]),
+    ("tp in ddp", *acc("num_processes: 2", "num_processes: 2\nparallelism_config: {parallelism_config_tp_size: 2}"),
+     [("configs/ddp.yaml:1", "distributed_type", "ddp", "configures tp", "rename")]),
+    ("tp shards", *use("configs/tp.yaml", T, {"configs/tp.yaml": TP + "  parallelism_config_dp_shard_size: 1\n"}),
+     [("configs/tp.yaml:5", "parallelism_config.parallelism_config_dp_shard_size", "FSDP", "MULTI_GPU", "remove", "fsdp_tp.yaml")]),
+    ("tp offload", *use("configs/fsdp_tp_offload.yaml", {**T, "WORLD_SIZE": "4"}, {"configs/fsdp_tp_offload.yaml": FSDP_TP.replace("fsdp_version: 2", "fsdp_version: 2\n  fsdp_offload_params: true")}),
+     [("configs/fsdp_tp_offload.yaml:4", "fsdp_config.fsdp_offload_params", "true", "compared", "false")]),
+    ("tp: optimizer", *tp("  learning_rate: 1e-3", "  learning_rate: 1e-3\n  name: muon"),
+     [("r.yaml:15", "optimizer.name", "muon", "whole matrices", "columns", "adamw, lion or sgd", "fsdp.yaml")]),
+    ("tp: adamw_bf16", *tp("  learning_rate: 1e-3", "  learning_rate: 1e-3\n  name: adamw_bf16"),
+     [("r.yaml:15", "optimizer.name", "adamw_bf16", "compared", "adamw, lion or sgd")]),
+    ("tp: compile", *tp("steps: 10", "steps: 10\ncompile: regional"),
+     [("r.yaml:3", "compile", "regional", "compared", "off")]),
+    ("tp: checkpointing", *tp("steps: 10", "steps: 10\nmemory: {activation_checkpointing: full, gradient_sync: last_micro_batch}"),
+     [("r.yaml:3", "memory.activation_checkpointing", "full", "compared", "none"),
+      ("r.yaml:3", "memory.gradient_sync", "last_micro_batch", "compared", "auto")]),
+    ("tp: precision", *tp("precision: bf16", "precision: fp16"),
+     [("r.yaml:3", "precision", "fp16", "loss scale", "fp32 or bf16")]),
+    ("tp: fp8", *tp("steps: 10", "steps: 10\nfp8: tensorwise"),
+     [("r.yaml:3", "fp8", "tensorwise", "torchao", "off")]),
+    ("tp: kernels", *tp("num_hidden_layers: 4}", "num_hidden_layers: 4}\n  kernels: liger"),
+     [("r.yaml:6", "model.kernels", "liger", "whole weights", "torch")]),
+    ("tp: loss", *tp("steps: 10", "steps: 10\nloss: {implementation: liger}"),
+     [("r.yaml:3", "loss.implementation", "liger", "whole output head", "chunked")]),
+    ("tp on 4", *use("configs/tp.yaml", {**T, "WORLD_SIZE": "4"}, {"configs/tp.yaml": TP}),
+     [("configs/tp.yaml:4", "parallelism_config.parallelism_config_tp_size", "2", "4 processes", "start 2", "set it to 4", "fsdp_tp.yaml")], 6),
+    ("fsdp_tp on 3", *use("configs/fsdp_tp.yaml", {**T, "WORLD_SIZE": "3"}, {"configs/fsdp_tp.yaml": FSDP_TP}),
+     [("configs/fsdp_tp.yaml:7", "parallelism_config.parallelism_config_tp_size", "2", "3 processes", "start 2", "set it to 3")], 6),
+    ("fsdp_tp shards", *use("configs/fsdp_tp.yaml", {**T, "WORLD_SIZE": "4"}, {"configs/fsdp_tp.yaml": FSDP_TP + "  parallelism_config_dp_shard_size: 4\n"}),
+     [("configs/fsdp_tp.yaml:8", "parallelism_config.parallelism_config_dp_shard_size", "4", "make 2 shards", "remove")], 6),
     ("fsdp1", *acc("fsdp_version: 2", "fsdp_version: 1", "fsdp"),
      [("configs/fsdp.yaml:4", "fsdp_config.fsdp_version", "1", "2", "FSDP1")]),
     ("fsdp no version", *acc("  fsdp_version: 2\n", "", "fsdp"),
@@ -272,7 +321,7 @@ CASES = [
     ("world: python and hsdp", *use("configs/hsdp.yaml", {}),
      [("environment", "WORLD_SIZE", "configs/hsdp.yaml:2", "num_processes: 4", "accelerate launch --config_file configs/hsdp.yaml", "torchrun --nproc_per_node 4")], 6),
     ("yaml: true is not the harmless 1", *acc("parallelism_config:", "parallelism_config:\n  parallelism_config_tp_size: true", "hsdp", {**T, "WORLD_SIZE": "4"}),
-     [("configs/hsdp.yaml:7", "parallelism_config.parallelism_config_tp_size", "true", "data-parallel", "remove")]),
+     [("configs/hsdp.yaml:7", "parallelism_config.parallelism_config_tp_size", "true", "integer above 0")]),
 ]
 # fmt: on
 

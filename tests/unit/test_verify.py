@@ -27,6 +27,7 @@ STRATEGY = SimpleNamespace(
     pipeline_stages=1,
     zero_stage=3,
     replicate_size=1,
+    tensor_parallel_size=1,
     offload=("optimizer:cpu",),
 )
 RUNNING = EngineDescription(
@@ -73,6 +74,7 @@ def test_what_was_asked_for_passes():
         ("zero_stage", 2),
         ("sharded", False),
         ("replicate_size", 2),
+        ("tensor_parallel_size", 2),
         ("offload", ()),
     ],
 )

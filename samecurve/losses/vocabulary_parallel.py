@@ -1,0 +1,87 @@
+"""The loss of logits whose columns are divided over the ranks of a tensor-parallel group.
+
+Each rank has the rows of the output head for its part of the vocabulary, and so those columns of the logits. Of each
+token the ranks exchange three numbers: the greatest logit, the sum of the exponentials and the target's logit
+(Megatron-LM, Shoeybi et al., 2019, arXiv:1909.08053, section 3). A loss that needs other numbers gathers the columns
+of one chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from samecurve.losses.cross_entropy import IGNORE_INDEX, token_loss_sum
+
+
+class Columns(NamedTuple):
+    """The part of the vocabulary that this rank has, from `start` on; as many columns on each of `count` ranks."""
+
+    start: int
+    count: int
+    group: dist.ProcessGroup
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """Gather all columns: (n, columns) -> (n, vocabulary). The result has no autograd graph."""
+        parts = [torch.empty_like(logits) for _ in range(self.count)]
+        dist.all_gather(parts, logits.detach().contiguous(), group=self.group)
+        return torch.cat(parts, dim=-1)
+
+    def sum_and_gradient(
+        self, measure: Callable[..., Tensor], logits: Tensor, targets: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the scalar measure(logits of all columns, **targets) and its gradient for this rank's columns.
+
+        Args:
+            measure: see TokenSums. token_loss_sum is computed without gathering the columns.
+            logits: (n, columns), without an autograd graph.
+            targets: (n, ...) each.
+        """
+        if measure is token_loss_sum:
+            return self._cross_entropy(logits, **targets)
+        whole = self.whole(logits).requires_grad_()
+        with torch.enable_grad():
+            loss = measure(whole, **targets)
+            (gradient,) = torch.autograd.grad(loss, whole)
+        return loss.detach(), gradient.narrow(-1, self.start, logits.shape[-1])
+
+    def _cross_entropy(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        own, trained = logits.float(), labels != IGNORE_INDEX
+        greatest = own.amax(dim=-1)
+        dist.all_reduce(greatest, dist.ReduceOp.MAX, group=self.group)
+        shifted = own - greatest[:, None]
+        index = labels - self.start
+        is_own = (index >= 0) & (index < own.shape[-1])
+        index = index.clamp(0, own.shape[-1] - 1)[:, None]
+        target = torch.where(is_own, shifted.gather(-1, index).squeeze(-1), 0.0)
+        exponentials = shifted.exp_()
+        sums = torch.stack([exponentials.sum(dim=-1), target])
+        dist.all_reduce(sums, group=self.group)
+        loss = torch.where(trained, sums[0].log() - sums[1], 0.0).sum()
+        gradient = exponentials.div_(sums[0][:, None])
+        gradient.scatter_add_(-1, index, -is_own.to(gradient.dtype)[:, None])
+        return loss, torch.where(trained[:, None], gradient, 0.0).to(logits.dtype)
+
+
+def columns_of(weight: Tensor) -> Columns | None:
+    """Return this rank's columns of the logits of an output head; None if the rank has all rows of the weight."""
+    if not isinstance(weight, DTensor):
+        return None
+    mesh = weight.device_mesh
+    even = weight.shape[0] % mesh.size() == 0  # the strategy refuses other vocabularies
+    assert weight.placements == (Shard(0),) and even, f"unknown placements {weight.placements} of the output head"
+    return Columns(weight.shape[0] // mesh.size() * mesh.get_local_rank(), mesh.size(), mesh.get_group())
+
+
+@overload
+def to_local(weight: Tensor) -> Tensor: ...
+@overload
+def to_local(weight: None) -> None: ...
+def to_local(weight: Tensor | None) -> Tensor | None:
+    """Return this rank's rows of a weight or bias of the head; its gradient is placed likewise."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight

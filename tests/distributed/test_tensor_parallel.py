@@ -1,0 +1,88 @@
+"""Tensor parallelism in the cases that test_equal_curves.py and test_resume.py do not have, against one process."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from harness import Run, largest_relative_difference, long, relative_l2
+
+LOSS, NORM, WEIGHTS = 1e-5, 1e-4, 1e-4
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+# untied; with norms of each head, whose gradient is a sum over ranks; with packed weights; with capped logits
+CONFIGS = {
+    "llama": {"tie_word_embeddings": False},
+    "mistral": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 8},
+    "gemma": {"head_dim": 8},
+    "gemma2": {"head_dim": 8},
+    "gemma3_text": {"head_dim": 8},
+    "phi3": {"pad_token_id": 0},
+}
+NOT_CHUNKABLE = ("gemma2",)
+
+
+def short_run(workspace, strategy: str | None, world: int, micro_batch: int, *overrides: str) -> Run:
+    settings = "steps=6", "checkpoint.every_steps=0", f"batch.micro_batch_size={micro_batch}"
+    run = workspace.run(strategy, world, *settings, *overrides)
+    assert run.returncode == 0, run.output
+    return run
+
+
+def assert_equal(run: Run, expected: Run) -> None:
+    assert run.column("tokens") == expected.column("tokens")
+    assert largest_relative_difference(run.column("loss"), expected.column("loss")) < LOSS
+    assert largest_relative_difference(run.column("grad_norm"), expected.column("grad_norm")) < NORM
+    assert relative_l2(run.weights, expected.weights) < WEIGHTS
+
+
+@pytest.mark.parametrize(
+    ("family", "strategy", "world"),
+    [
+        *(("llama", "tp", 2), ("qwen3", "tp", 2)),
+        *long(*((family, "tp", 2) for family in CONFIGS if family not in ("llama", "qwen3"))),
+        *long(*((family, "fsdp_tp", 4) for family in CONFIGS)),
+    ],
+)
+def test_families_on_packed_rows(family, strategy, world, workspace):
+    """Two micro-batches of documents of uneven length: gradients that are summed twice are seen only then."""
+    config = f"model.config={json.dumps({'model_type': family, **SIZES, **CONFIGS[family]})}"
+    expected = short_run(workspace, None, 1, 8, config, "data.packing=true")
+    run = short_run(workspace, strategy, world, 4 // (world // 2), config, "data.packing=true")
+    assert (run.facts["tensor_parallel_size"], run.facts["gradient_accumulation_steps"]) == (2, 2)
+    assert run.facts["loss_implementation"] == ("full" if family in NOT_CHUNKABLE else "chunked")
+    assert "2 tensor-parallel" in run.output
+    assert_equal(run, expected)
+
+
+def test_the_families_are_all_that_are_allowed():
+    from samecurve.specs.model_families import TENSOR_PARALLEL
+
+    assert CONFIGS.keys() == TENSOR_PARALLEL
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"num_key_value_heads": 1}, ("num_key_value_heads is 1", "sizes: 1")),
+        ({"attention_dropout": 0.1}, ("attention_dropout 0.1", "set the rates to 0")),
+        (
+            {"model_type": "gpt_neox", "num_key_value_heads": None},
+            ("gpt_neox has not been tested", "llama", "fsdp.yaml"),
+        ),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(config, words, workspace):
+    fields = {"model_type": "llama", **SIZES, **config}
+    fields = {key: value for key, value in fields.items() if value is not None}
+    run = workspace.run("tp", 2, "steps=6", "batch.micro_batch_size=8", f"model.config={json.dumps(fields)}")
+    assert run.returncode != 0 and "ConfigurationError" in run.output
+    for word in (*words, "configs/tp.yaml", "parallelism_config_tp_size: found 2"):
+        assert word in run.output
