@@ -16,7 +16,7 @@ _SHARDED = ("parallelism_config_dp_replicate_size", "parallelism_config_dp_shard
 _UNTESTED = "has not been compared with one process under tensor parallelism"
 # By key: what is allowed, and why nothing else is.
 _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "task": (("pretrain", "continue_pretrain", "sft"), f"the task {_UNTESTED}"),
+    "task": (("pretrain", "sft"), f"the task {_UNTESTED}"),
     "precision": (("fp32", "bf16"), f"fp16's loss scale {_UNTESTED}"),
     "adapter.name": ((None,), "an adapter's matrices would have to be cut as the layers around them are"),
     "fp8": (("off", None), "torchao's layers take the place of those that are cut"),

@@ -31,7 +31,7 @@ def findings(size: int = 2, **changes) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("task", sorted(TASKS))
 def test_tasks(task):
     refused = [key for key, _ in findings(task=task)]
-    assert refused == ([] if task in ("pretrain", "continue_pretrain", "sft") else ["task"])
+    assert refused == ([] if task in ("pretrain", "sft") else ["task"])
 
 
 def test_adapters_are_refused_with_the_reason_and_a_way_out():
