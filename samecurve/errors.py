@@ -27,13 +27,13 @@ class DataError(SamecurveError):
 
 
 class CheckpointError(SamecurveError):
-    """Unusable checkpoint."""
+    """Unusable checkpoint or exported model."""
 
     exit_code = 4
 
 
 class NumericError(SamecurveError):
-    """Non-finite loss or gradient; the weights are those of the last good step."""
+    """Non-finite loss or gradient (the weights are those of the last good step), or a model that computes wrongly."""
 
     exit_code = 5
 

@@ -5,6 +5,7 @@ The text below each key is its meaning in docs/recipe_reference.md: `python -m s
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -114,11 +115,29 @@ class Checkpoint(Section):
     NVMe. false: training waits for the disk."""
 
 
+_UNITS = {"M": 10**6, "B": 10**9}
+
+
+def _model_size(value: Any) -> Any:
+    text = "off" if value is False or value == 0 else str(value).strip()
+    if text == "off" or re.fullmatch(r"\d+(\.\d+)?[MB]", text):
+        return text
+    raise ValueError("expected a number of parameters such as 350M or 7B, or off")
+
+
 class Export(Section):
     """The trained model as a Hugging Face folder."""
 
     enabled: bool = True
     """Write `model/` after the last step. `python -m samecurve export RUN` makes one of a checkpoint later."""
+    verify: Annotated[str, BeforeValidator(_model_size)] = "1B"
+    """Load `model/` in a new process by transformers alone and compare the outputs with the trained model's, for models
+    of up to this many parameters, such as `350M` or `7B`. The new process needs 4 bytes of host memory per parameter.
+    `off`: never."""
+
+    def verifies(self, num_parameters: int) -> bool:
+        """Whether the export of a model of this size is verified."""
+        return self.verify != "off" and num_parameters <= float(self.verify[:-1]) * _UNITS[self.verify[-1]]
 
 
 class Numerics(Section):

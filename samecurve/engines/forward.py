@@ -146,6 +146,14 @@ class Forward:
         loss, *statistics = self.mesh.sum(sums)
         return EvalResult(loss=loss / max(tokens, 1), tokens=tokens, statistics=tuple(statistics))
 
+    def outputs(self, batch: MicroBatch) -> Tensor | None:
+        """See Engine.outputs."""
+        self.model.eval()
+        with torch.no_grad():
+            found = self.task.outputs(self._run(batch.to(self.accelerator.device)))
+        self.model.train()
+        return found.float().cpu() if self.accelerator.is_main_process else None
+
     def features(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
         """See Engine.features."""
         self.model.eval()

@@ -119,6 +119,11 @@ class PipelineEngine:
         assert self._task.features is not None  # only tasks with features come here
         return self._on_last_stage(micro_batches, self._task.features).float().cpu()
 
+    def outputs(self, batch: MicroBatch) -> Tensor | None:
+        rows, length = batch.inputs["input_ids"].shape
+        found = self._on_last_stage([batch], lambda logits, **targets: logits.reshape(rows, -1))
+        return found[:rows].view(rows, length, -1).float().cpu() if dist.get_rank() == 0 else None
+
     def parameters(self) -> Iterator[tuple[str, Tensor | None]]:
         rank = dist.get_rank()
         for name, shape in self.shapes.items():

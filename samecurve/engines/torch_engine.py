@@ -161,6 +161,9 @@ class TorchEngine:
     def features(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         return self.forward.features(micro_batches)
 
+    def outputs(self, batch: MicroBatch) -> Tensor | None:
+        return self.forward.outputs(batch)
+
     def parameters(self) -> Iterator[tuple[str, Tensor | None]]:
         for name in self.shapes:
             full = self.tensors[name].detach()

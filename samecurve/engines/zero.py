@@ -134,6 +134,9 @@ class ZeroEngine:
     def features(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         return self.forward.features(micro_batches)
 
+    def outputs(self, batch: MicroBatch) -> Tensor | None:
+        return self.forward.outputs(batch)
+
     def parameters(self) -> Iterator[tuple[str, Tensor | None]]:
         for name in self.shapes:
             full = safe_get_full_fp32_param(self.tensors[name])

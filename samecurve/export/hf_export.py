@@ -40,26 +40,25 @@ def export(
     dtype: torch.dtype = torch.float32,
     card: Callable[[Path], None] = lambda directory: None,
     write_beside: Callable[[Path, PreTrainedConfig], None] = lambda directory, config: None,
+    check: Callable[[Path], None] = lambda directory: None,
     busy: Callable[[], None] = lambda: None,
 ) -> None:
     """Write safetensors, config and tokenizer to `directory`, atomically; of an adapted model only peft's adapter.
 
     Args:
-        parameters: the engine's parameters. Every rank iterates to the end, because gathering a parameter is
-            collective. So problems are reported after the last parameter.
+        parameters: the engine's parameters. Gathering one is collective, so every rank iterates to the end, and
+            problems are reported after the last one.
         skeleton: the model on the meta device. Each of its parameters is expected once, with its name and shape.
-        tokenizer: tokenizer of the model.
-        directory: folder to write; must not exist.
-        is_main: whether this is rank 0, which writes, holds at most one weight file in memory, and raises the errors.
+        tokenizer, directory: the model's tokenizer; the folder to write, which must not exist.
+        is_main: whether this is rank 0, which writes, holds one weight file in memory at most, and raises the errors.
         shard_bytes: largest size of a weight file.
         dtype: dtype of the weights in the files.
         card, write_beside: write the model card and the task's own files into the folder.
-        busy: called repeatedly while files are flushed to the disk, to report progress to the watchdog.
+        check: called with the complete folder before it gets its name; it may move the folder away and raise.
+        busy: called repeatedly while files are flushed to the disk.
 
-    Raises:
-        NumericError: for values that are not finite.
-        CheckpointError: for a missing, unknown, empty or misshapen tensor.
-        StorageError: if the folder cannot be written or already exists.
+    Raises NumericError for values that are not finite, CheckpointError for a missing, unknown or misshapen tensor,
+    StorageError if the folder cannot be written or already exists, and what `check` raises.
     """
     if not is_main:
         for _ in parameters:
@@ -77,6 +76,7 @@ def export(
             tokenizer.save_pretrained(partial)
             card(partial)
             write_beside(partial, skeleton.config)
+            check(partial)
             put_in_place(partial, directory, busy)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -194,6 +194,16 @@ class Engine(Evaluator, Protocol):
         """
         ...
 
+    def outputs(self, batch: MicroBatch) -> Tensor | None:
+        """Compute the model's outputs (Task.outputs) for one micro-batch, without dropout.
+
+        Every rank passes the same micro-batch.
+
+        Returns:
+            (rows, ...), fp32 on the CPU, on rank 0; None on other ranks.
+        """
+        ...
+
     def parameters(self) -> Iterator[tuple[str, Tensor | None]]:
         """Yield the weights to export, one at a time: Hugging Face name, full fp32 CPU tensor on rank 0, else None."""
         ...

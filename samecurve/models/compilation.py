@@ -13,6 +13,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -71,6 +72,11 @@ def _keep_masks_eager(model: PreTrainedModel) -> None:
         for name, function in vars(module).copy().items():
             if getattr(function, "__module__", "") == "transformers.masking_utils" and name.startswith("create_"):
                 setattr(module, name, torch.compiler.disable(function))
+
+
+def uncompiled(recipe: Recipe) -> AbstractContextManager:
+    """Run compiled functions without their compiled code: another shape would compile the model once more."""
+    return nullcontext() if recipe.compile == "off" else torch.compiler.set_stance("force_eager")
 
 
 def has_triton_compiler(device: torch.device, environ: Mapping[str, str] = os.environ) -> bool:

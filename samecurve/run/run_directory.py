@@ -5,6 +5,7 @@
     checkpoints/    step_00000040/ ...                         model/         the Hugging Face export
     tensorboard/    the same metrics for TensorBoard           stacks/        stack traces of all ranks after a hang
     profile/        traces and a summary of the steps in profile.steps
+    rejected_model/ an export that is not the trained model, see export.verify
     previous/N/     files of an earlier session that this one does not continue, moved there whole
 
 Only rank 0 writes. On other ranks the same calls do nothing, so that the training loop need not distinguish ranks.
@@ -30,8 +31,9 @@ from samecurve.strategy.restarts import STARTING_OVER, is_restart
 
 State = Literal["running", "done", "failed", "preempted"]
 RECORDS = ("run.json", STATUS, "metrics.jsonl", "skipped.jsonl")
-FOLDERS = ("model", "tensorboard", "trackers", "checkpoints", "stacks", "profile")
-OF_ONE_SESSION = ("model", "stacks", "profile", "run.json")  # and status.json, see _move
+REJECTED = "rejected_model"
+FOLDERS = ("model", REJECTED, "tensorboard", "trackers", "checkpoints", "stacks", "profile")
+OF_ONE_SESSION = ("model", REJECTED, "stacks", "profile", "run.json")  # and status.json, see _move
 REPORT, REPORTS = "report.html", "report*.html"  # from `samecurve report`; report_OTHER.html compares two runs
 
 
@@ -70,6 +72,7 @@ class RunDirectory:
     ):
         self.path = Path(path)
         self.model, self.profile = self.path / "model", self.path / "profile"
+        self.rejected_model = self.path / REJECTED
         self.checkpoints, self.tensorboard = self.path / "checkpoints", self.path / "tensorboard"
         self.metrics = self.path / "metrics.jsonl"
         self.is_main = is_main

@@ -14,10 +14,11 @@ from samecurve.distributed.control_group import ControlGroup
 from samecurve.errors import NumericError, Preempted
 from samecurve.export.hf_export import export
 from samecurve.export.model_card import ExportInfo, write_card
+from samecurve.export.verification import Verification, sample_batch
 from samecurve.metrics.console import Progress
 from samecurve.metrics.meter import Meter
 from samecurve.metrics.profiling.recorder import Profiler, ProfilerHooks
-from samecurve.models.compilation import Recompilations
+from samecurve.models.compilation import Recompilations, uncompiled
 from samecurve.training.evaluator import Evaluation
 from samecurve.training.gc_schedule import GarbageCollection
 from samecurve.training.numerics_guard import Guard
@@ -137,6 +138,7 @@ class Session:
         if not context.recipe.export.enabled:
             return
         context.watch.phase("export", context.recipe.steps)
+        verification = self._verification()
 
         def parameters() -> Iterator[tuple[str, Tensor | None]]:
             for pair in self.engine.parameters():
@@ -151,7 +153,21 @@ class Session:
             context.accelerator.is_main_process,
             card=partial(write_card, context.run.path, ExportInfo()),
             write_beside=task.write_beside,
+            check=verification or (lambda directory: None),
             busy=context.watch.local_progress,
         )
         context.run.sync_metrics()
         context.progress.log(f"the trained model is in {context.run.model}")
+        context.progress.log(verification.result if verification else "")
+
+    def _verification(self) -> Verification | None:
+        """Compute what an export is verified against; None on other ranks than 0, and if it is not verified."""
+        context, skeleton = self.context, self.built.skeleton
+        recipe = context.recipe
+        # an adapter that was trained on 4-bit weights computes something else on the base model's own
+        if recipe.adapter.quantization or not recipe.export.verifies(skeleton.num_parameters()):
+            return None
+        batch = sample_batch(skeleton, recipe)
+        with uncompiled(recipe):
+            expected = self.engine.outputs(batch)
+        return None if expected is None else Verification(recipe, batch, expected, context.run.rejected_model)

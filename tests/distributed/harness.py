@@ -50,6 +50,7 @@ RECIPE = {
     "schedule": {"name": "cosine", "warmup_steps": 5},
     "evaluate": {"every_steps": 10},
     "checkpoint": {"every_steps": SAVE_EVERY, "keep": STEPS // SAVE_EVERY},
+    "export": {"verify": "off"},  # a new process with transformers takes seconds; test_export_verified.py starts some
 }
 
 LORA = "adapter={name: lora, rank: 4, alpha: 8}"

@@ -1,0 +1,69 @@
+"""Script that loads an exported folder as its users will: with torch, transformers and peft, without this package.
+
+    python reload.py FOLDER REQUEST
+
+REQUEST is a file of `torch.save` from export/verification.py. The last line of the output is a JSON object:
+
+    transformers  version
+    difference    largest absolute difference from the expected outputs
+    largest       largest absolute value of the outputs
+    rounding      largest change of the outputs when the loaded model computes in the dtype of the training
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+
+ADAPTER_CONFIG, ADAPTED_CONFIG = "adapter_config.json", "model_config"
+
+
+def main(folder: Path, request: Path) -> None:
+    asked = torch.load(request, weights_only=True)
+    model = load(folder, asked["auto_class"], asked["trust_remote_code"])
+    outputs = compute(model, asked["inputs"])
+    found = {
+        "transformers": transformers.__version__,
+        "difference": largest(outputs - asked["expected"]),
+        "largest": largest(outputs),
+        "rounding": 0.0,
+    }
+    if asked["dtype"] != "float32":
+        rounded = compute(model.to(getattr(torch, asked["dtype"])), asked["inputs"])
+        found["rounding"] = largest(rounded - outputs)
+    print(json.dumps(found))
+
+
+def load(folder: Path, auto_class: str, trust_remote_code: bool) -> torch.nn.Module:
+    """Load a whole model, or an adapter with its base model, in fp32 on the CPU."""
+    loader = getattr(transformers, auto_class)
+    options = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
+    if not (folder / ADAPTER_CONFIG).is_file():
+        return loader.from_pretrained(folder, **options).eval()
+    from peft import PeftModel
+
+    base = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
+    if (folder / ADAPTED_CONFIG).is_dir():
+        options["config"] = transformers.AutoConfig.from_pretrained(
+            folder / ADAPTED_CONFIG, trust_remote_code=trust_remote_code
+        )
+    return PeftModel.from_pretrained(loader.from_pretrained(base, **options), folder).eval()
+
+
+@torch.no_grad()
+def compute(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    output = model(**inputs)
+    return (output.logits if "logits" in output else output.last_hidden_state).float()
+
+
+def largest(tensor: torch.Tensor) -> float:
+    """The largest absolute value; nan if there is one."""
+    return tensor.abs().max().item()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
