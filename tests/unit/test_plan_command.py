@@ -112,24 +112,62 @@ def test_a_job_unlike_all_public_runs(rows):
 
 
 def test_one_job(config, tmp_path, capsys):
+    """The answer in one line, then the table, then one line for each strategy that is out."""
     out = tmp_path / "plan.json"
     command = ["plan", config, "--cluster", "h100x8", "--gpus", "16", "--why", "--overlap", "--json", str(out)]
-    assert main([*command, "batch.micro_batch_size=2"]) == 0
+    assert main([*command, "--top", "99", "batch.micro_batch_size=2"]) == 0
     shown = capsys.readouterr().out
-    assert "tokens/s" in shown.splitlines()[0] and "single: a single process uses one of 16 GPUs" in shown
-    assert "fully sharded, s b and n" in shown and "hidden" in shown
-    assert "activations" in shown and "| of 79 GiB" in shown
-    plans = {each["strategy"]: each for each in json.loads(out.read_text())["plans"]}
-    assert plans.keys() == {path.stem for path in (Path(plan.__file__).resolve().parents[2] / "configs").glob("*.yaml")}
-    assert plans["zero3"]["peak_memory_gib"] < plans["zero2"]["peak_memory_gib"] < plans["zero1"]["peak_memory_gib"]
+    first, _, header, best, *_ = shown.splitlines()
+    assert len(re.findall(r"\([\d.,]+ to [\d.,]+\)", first)) == 3 and "tokens/s" in first and "more are ties" in first
+    assert header.split()[:2] == ["strategy", "sizes"] and first.split()[0] == best.split()[0]
+    assert re.search(r"^ddp \(dp 16\): 1\d\d GiB of 79, optimizer 60; more GPUs do not help$", shown, re.M)
+    assert re.search(r"^single: .*distributed_type: NO, which is one process", shown, re.M)
+    assert "communication / computation" in shown and "| of 79 GiB" in shown
+    plans = json.loads(out.read_text())["plans"]
+    folder = Path(plan.__file__).resolve().parents[2] / "configs"
+    assert {each["strategy"] for each in plans if not each.get("not_in_this_version")} == {
+        path.stem for path in folder.glob("*.yaml")
+    }
+    assert {each["micro_batch_size"] for each in plans if "sizes" in each} == {2}
+    for sizes in (each["sizes"] for each in plans if "sizes" in each):
+        assert sizes["dp"] * sizes["tp"] * sizes["pp"] * sizes["cp"] == 16
+
+
+def test_strategies_that_are_named_are_evaluated_as_they_are(config, tmp_path):
+    """In the order given, also where they do not fit, without a search; an override may stand behind them."""
+    out, names = tmp_path / "plan.json", ["zero1", "single", "fsdp"]
+    files = [f"configs/{name}.yaml" for name in names]
+    command = ["plan", config, "--cluster", "a100_40gbx8", "--gpus", "16", "--json", str(out), "--strategy", *files]
+    assert main([*command, "batch.sequence_length=8192"]) == 6
+    plans = json.loads(out.read_text())["plans"]
+    assert [each["strategy"] for each in plans] == names
+    assert [each["verdict"] for each in plans] == ["too large", "cannot run", "too large"]
+    assert {each.get("micro_batch_size", 1) for each in plans} == {1}
 
 
 def test_nothing_fits_and_what_would(config, capsys):
-    command = ["plan", config, "--cluster", "a100_40gbx8", "--gpus", "1", "--strategy", "configs/fsdp.yaml"]
-    assert main(command) == 6
-    (gpus,) = re.findall(r"fsdp fits on (\d+) GPUs", capsys.readouterr().err)
-    command[command.index("1")] = gpus
-    assert int(gpus) > 2 and main(command) == 0
+    """The smallest number of GPUs, and a setting; both are true."""
+    command = ["plan", config, "--cluster", "a100_40gbx8", "--strategy", "configs/fsdp.yaml", "--gpus"]
+    assert main([*command, "4"]) == 6
+    message = capsys.readouterr().err
+    (gpus,) = re.findall(r"or fsdp fits on (\d+) GPUs", message)
+    assert int(gpus) > 4 and main([*command, gpus]) == 0
+    smaller = int(gpus) - 1 if int(gpus) <= 8 else int(gpus) - 8
+    assert main([*command, str(smaller)]) == 6
+    settings = re.search(r"--strategy (\S+)(.*?) would fit", message)
+    command[command.index("configs/fsdp.yaml")] = settings[1]
+    assert main([*command, "4", *settings[2].split()]) == 0
+
+
+def test_shapes_of_another_version_are_shown_and_never_chosen(config, tmp_path, capsys):
+    """Tensor parallelism would be faster here: 8 sequences of 128k tokens on 64 GPUs."""
+    out = tmp_path / "plan.json"
+    job = ["batch.sequence_length=131072", "batch.global_batch_size=64"]
+    main(["plan", config, "--cluster", "h100x8", "--gpus", "64", "--json", str(out), *job])
+    shown = capsys.readouterr().out
+    lacking = [each for each in json.loads(out.read_text())["plans"] if each.get("not_in_this_version")]
+    assert lacking and any("context parallelism" in each["not_in_this_version"] for each in lacking)
+    assert shown.index("For comparison, what this version cannot run") > shown.index("strategy ")
 
 
 @pytest.mark.parametrize(
@@ -137,7 +175,7 @@ def test_nothing_fits_and_what_would(config, capsys):
     [
         (["--cluster", "q100x8"], "--cluster q100x8: expected a cluster file"),
         (["--cluster", "h100x8", "--gpus", "12"], "--gpus 12: nodes have 8 GPUs"),
-        (["--cluster", "h100x8", "batch.size=3"], "batch.size=3: for a model without a recipe"),
+        (["--cluster", "h100x8", "batch.size=3"], "batch.size: unknown key"),
         ([], "plan needs MODEL_OR_RECIPE and --cluster"),
     ],
 )
