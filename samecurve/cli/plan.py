@@ -32,7 +32,8 @@ from samecurve.planner import (
     step_time,
     strategies,
 )
-from samecurve.planner.cluster import Cluster, cluster
+from samecurve.planner.cluster import Cluster
+from samecurve.planner.cluster_file import cluster
 from samecurve.planner.search import Choice
 from samecurve.planner.strategies import Wanted
 from samecurve.storage.atomic import storage_errors

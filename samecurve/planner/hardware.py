@@ -24,6 +24,7 @@ class Gpu:
         bus_gb_per_s: bus bandwidth of an all-gather of a full node, large payloads.
         memory_gib: what torch sees.
         generation: key of the sustained rates in profiles.json.
+        fp32_tflops: products in fp32; 0: as fast as bf16, for want of a number.
     """
 
     matmul_tflops: float
@@ -32,6 +33,7 @@ class Gpu:
     bus_gb_per_s: float
     memory_gib: float
     generation: str
+    fp32_tflops: float = 0
 
 
 @lru_cache(maxsize=1)
@@ -46,17 +48,13 @@ def _nvlink(reference_gb_per_s: float) -> float:
     return gathered * reference_gb_per_s / buses["nvidia_gtc_slide_allreduce_busbw_GBps"]["NVLink4"]
 
 
-@lru_cache(maxsize=64)
-def gpu(kind: str) -> Gpu:
-    """Look up a GPU by a kind such as H100-80GB or by torch's device name.
-
-    An unknown kind gets the rates of an A100, the slowest GPU that large models are trained on here.
-    """
+@lru_cache(maxsize=1)
+def _table() -> tuple[tuple[str, Gpu], ...]:
     rates = measured()["matmul_TFLOPs"]
     best, fp8 = rates["MAMF_bf16_measured"], rates["MAMF_fp8_measured"]
     h100, slides = best["H100 SXM"], measured()["bus_bandwidth_GBps"]["nvidia_gtc_slide_allreduce_busbw_GBps"]
     nvlink3, nvlink4, nvlink5 = _nvlink(slides["NVLink3"]), _nvlink(slides["NVLink4"]), 2 * _nvlink(slides["NVLink4"])
-    rows = (
+    return (
         (r"GB200|GB300", Gpu(best["GB200"], fp8["GB200"], 8000, nvlink5, 184, "blackwell")),
         (r"B300", Gpu(best["B300"], fp8["B300"], 8000, nvlink5, 268, "blackwell")),
         (r"B200", Gpu(best["B200"], fp8["B200"], 8000, nvlink5, 178, "blackwell")),
@@ -71,7 +69,25 @@ def gpu(kind: str) -> Gpu:
         (r"MI300X", Gpu(best["MI300X"], 0, 5300, 312.9, 191, "other")),
         (r"V100", Gpu(100, 0, 900, _nvlink(slides["NVLink2"]), 31.7, "other")),
     )
-    return next((row for pattern, row in rows if re.search(pattern, kind)), rows[-3][1])
+
+
+@lru_cache(maxsize=64)
+def gpu(kind: str) -> Gpu:
+    """Look up a GPU by a kind such as H100-80GB or by torch's device name.
+
+    An unknown kind gets the rates of an A100, the slowest GPU that large models are trained on here.
+    """
+    return next((row for pattern, row in _table() if re.search(pattern, kind)), _table()[-3][1])
+
+
+def matches(kind: str) -> bool:
+    """Whether the table has the kind."""
+    return any(re.search(pattern, kind) for pattern, _ in _table())
+
+
+def kinds() -> list[str]:
+    """List names that the table has."""
+    return ["GB200", "B300", "B200", "GH200", "H200", "H800", "H20", "H100", "A800", "A100-40GB", "A100-80GB", "MI300X"]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from samecurve.planner import space, strategies
+from samecurve.planner import offload, space, strategies
 from samecurve.planner.answers import Prediction, predict
 from samecurve.planner.cluster import Cluster
 from samecurve.planner.job import Job
@@ -124,6 +124,10 @@ def sized(wanted: Wanted, machines: Cluster, template: Template, sizes: Sizes) -
         return Choice(template.name, template, sizes, reason=reason)
     ranks = strategy.data_parallel_size
     chosen = _best(wanted, ranks, lambda changed: strategies.job(changed, strategy, machines))
+    held = offload.kept(chosen.job, "cpu") if chosen.job else 0
+    if held > machines.host.memory_gib:
+        reason = f"host memory of a node: {held:,.0f} GiB of {machines.host.memory_gib:,.0f}, optimizer and weights"
+        return Choice(template.name, template, sizes, reason=reason)
     return replace(chosen, name=template.name, template=template, sizes=sizes)
 
 

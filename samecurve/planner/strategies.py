@@ -130,7 +130,8 @@ def job(wanted: Wanted, strategy: Strategy, machines: Cluster) -> Job:
         shard=dims.dp_shard if zero else 1, sequence_parallel=dims.tp > 1,
     )  # fmt: skip
     stack = {"zero": "deepspeed", "pipeline": "deepspeed", "fsdp": "fsdp2"}.get(strategy.family, strategy.family)
-    return describe_job(wanted, layout, machines, _states(strategy, wanted.precision), stack)
+    described = describe_job(wanted, layout, machines, _states(strategy, wanted.precision), stack)
+    return replace(described, offload=strategy.offload)
 
 
 def describe_job(wanted: Wanted, layout: Layout, machines: Cluster, states: StateBytes, stack: str) -> Job:
@@ -140,6 +141,7 @@ def describe_job(wanted: Wanted, layout: Layout, machines: Cluster, states: Stat
         wanted.batch.accumulation_steps(layout.dp), states, machines.kind, gpus_per_node=machines.gpus_per_node,
         node_gbit=machines.node_gbit, precision=wanted.precision,
         chunked_loss=wanted.chunked_loss and layout.pp == 1, checkpointing=wanted.checkpointing, stack=stack,
+        levels=machines.levels, reserved_gib=machines.reserved_gib, host=machines.host,
     )  # fmt: skip
 
 

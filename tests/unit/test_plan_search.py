@@ -13,7 +13,7 @@ import pytest
 
 from samecurve.planner import inputs, remedies, search, space, strategies
 from samecurve.planner.answers import Prediction
-from samecurve.planner.cluster import cluster
+from samecurve.planner.cluster_file import cluster
 from samecurve.planner.search import COMPARED, Choice
 
 ROOT = Path(__file__).resolve().parents[2]
