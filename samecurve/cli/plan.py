@@ -21,6 +21,7 @@ from pathlib import Path
 from samecurve.errors import ConfigurationError, TopologyError
 from samecurve.planner import (
     answers,
+    emission,
     inputs,
     memory,
     overlap,
@@ -37,6 +38,7 @@ from samecurve.planner.cluster_file import cluster
 from samecurve.planner.search import Choice
 from samecurve.planner.strategies import Wanted
 from samecurve.storage.atomic import storage_errors
+from samecurve.strategy.launch_files import LAUNCHERS, check_launchers
 
 SHOWN_UNAVAILABLE = 3
 SHOWN_SIZES = 3  # of one strategy
@@ -53,6 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top", type=int, default=10, metavar="N", help="rows of the table (default: %(default)s)")
     parser.add_argument("--why", action="store_true", help="also show why the other strategies are out")
     parser.add_argument("--overlap", action="store_true", help="also show which communication computation can hide")
+    parser.add_argument("--emit", metavar="DIR", help="write the files that start the answer")
+    listed = f"of --emit: {', '.join(LAUNCHERS)} (default: all)"
+    parser.add_argument("--launcher", action="extend", nargs="+", metavar="NAME", help=listed)
     parser.add_argument("--runs", type=Path, metavar="RUNS.csv", help="answer every row of this table")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the answers to this file")
 
@@ -81,14 +86,20 @@ def run(arguments: argparse.Namespace) -> int:
         fixed = frozenset(inputs.SEARCHED) if arguments.strategy else wanted.fixed
         hint = remedies.smallest_change(replace(wanted, fixed=fixed), machines, whole, asked, shipped)
         raise TopologyError(f"nothing fits on {machines.gpus} x {machines.kind}: {hint}")
+    if arguments.emit:
+        request = emission.Request(arguments.model, tuple(arguments.overrides))
+        paths = emission.emit(arguments.emit, best, wanted, machines, request, arguments.launcher or LAUNCHERS)
+        print(f"\nwritten and read back: {', '.join(paths)}")
     return 0
 
 
 def _settle(arguments: argparse.Namespace) -> None:
-    """Check the arguments; an override behind --strategy FILE is one, although the option takes several files."""
-    given = arguments.strategy or []
-    arguments.strategy = [each for each in given if "=" not in each]
-    arguments.overrides += [each for each in given if "=" in each]
+    """Check the arguments; an override behind --strategy FILE is one, although the option takes several."""
+    for name in ("strategy", "launcher"):
+        given = getattr(arguments, name) or []
+        setattr(arguments, name, [each for each in given if "=" not in each])
+        arguments.overrides += [each for each in given if "=" in each]
+    check_launchers(arguments.launcher)
     if not arguments.model or not arguments.cluster:
         raise ConfigurationError("plan needs MODEL_OR_RECIPE and --cluster, for example --cluster h100x8; or --runs")
     if arguments.gpus is not None and arguments.gpus < 1:
