@@ -23,8 +23,10 @@ from samecurve.planner import (
     answers,
     emission,
     inputs,
+    layout_picture,
     memory,
     overlap,
+    placement,
     plan_text,
     printing,
     remedies,
@@ -55,6 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top", type=int, default=10, metavar="N", help="rows of the table (default: %(default)s)")
     parser.add_argument("--why", action="store_true", help="also show why the other strategies are out")
     parser.add_argument("--overlap", action="store_true", help="also show which communication computation can hide")
+    parser.add_argument("--layout", action="store_true", help="also draw which rank is where, and its groups' links")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write the drawing of --layout to this file")
+    parser.add_argument("--order", metavar="AXES", default="tp,cp,dp,pp", help="of ranks in it (default: %(default)s)")
     parser.add_argument("--emit", metavar="DIR", help="write the files that start the answer")
     listed = f"of --emit: {', '.join(LAUNCHERS)} (default: all)"
     parser.add_argument("--launcher", action="extend", nargs="+", metavar="NAME", help=listed)
@@ -82,6 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.why:
         _print_rejected(choices, wanted, whole)
     _print_details(best or choices[0], arguments.overlap)
+    _draw(best or choices[0], wanted, arguments)
     if best is None:
         fixed = frozenset(inputs.SEARCHED) if arguments.strategy else wanted.fixed
         hint = remedies.smallest_change(replace(wanted, fixed=fixed), machines, whole, asked, shipped)
@@ -152,6 +158,15 @@ def _print_rejected(choices: Sequence[Choice], wanted: Wanted, whole: Cluster) -
         if first.job and first.template:
             more = remedies.fewest_gpus(wanted, whole, [first.template], first.job.layout.gpus)
         print(plan_text.rejection(first, more))
+
+
+def _draw(shown: Choice, wanted: Wanted, arguments: argparse.Namespace) -> None:
+    order, rows = placement.read_order(arguments.order), wanted.batch.global_batch_size
+    if shown.job and arguments.layout:
+        print("\n" + layout_picture.text(shown.job, rows, order))
+    if shown.job and arguments.svg:
+        with storage_errors(arguments.svg):
+            arguments.svg.write_text(layout_picture.svg(shown.job, rows, order), encoding="utf-8")
 
 
 def _print_details(shown: Choice, with_overlap: bool) -> None:

@@ -12,7 +12,7 @@ import yaml
 
 from samecurve.config.overrides import latest_overrides
 from samecurve.errors import ConfigurationError
-from samecurve.planner import cluster_file, inputs, model_config, plan_text
+from samecurve.planner import cluster_file, inputs, layout_picture, model_config, plan_text
 from samecurve.planner.cluster import Cluster
 from samecurve.planner.search import Choice
 from samecurve.planner.strategies import Wanted
@@ -46,6 +46,8 @@ def emit(
     if not inputs.is_recipe(request.model):
         texts["recipe.yaml"] = _recipe(folder, request.model)
     record = {"recipe": recipe, "overrides": overrides, "launchers": list(launchers), **plan_text.record(choice)}
+    assert choice.job
+    texts["layout.svg"] = layout_picture.svg(choice.job, wanted.batch.global_batch_size)
     texts["plan.json"] = json.dumps(record, indent=1) + "\n"
     for launcher in launchers:
         texts |= launch_files.files(launcher, target)

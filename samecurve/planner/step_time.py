@@ -102,6 +102,11 @@ def axis_link(job: Job, axis: str, ranks: int, constants: Profile) -> Link:
     return _link_of(job, ranks, job.layout.stride(axis), constants)
 
 
+def strided_link(job: Job, ranks: int, stride: int, constants: Profile) -> Link:
+    """Find the link of a group of ranks that are `stride` apart."""
+    return _link_of(job, ranks, stride, constants)
+
+
 def _link_of(job: Job, ranks: int, stride: int, constants: Profile) -> Link:
     if job.levels:
         step = constants.ring_step_us * 1e-6

@@ -83,7 +83,7 @@ def test_the_answer_of_a_search_is_written_with_its_sizes(recipe, tmp_path, monk
     command = ["plan", recipe, "--cluster", "h100x8", "--gpus", "32", "--json", str(out)]
     assert main([*command, "--emit", str(folder), "--launcher", "slurm"]) == 0
     assert sorted(path.name for path in folder.iterdir()) == [
-        "cluster.yaml", "plan.json", "slurm.sh", "strategy.yaml",
+        "cluster.yaml", "layout.svg", "plan.json", "slurm.sh", "strategy.yaml",
     ]  # fmt: skip
     best = json.loads(out.read_text())["plans"][0]
     written = json.loads((folder / "plan.json").read_text())
