@@ -32,6 +32,7 @@ from samecurve.planner import (
     remedies,
     runs_file,
     search,
+    shape_rules,
     step_time,
     strategies,
 )
@@ -57,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top", type=int, default=10, metavar="N", help="rows of the table (default: %(default)s)")
     parser.add_argument("--why", action="store_true", help="also show why the other strategies are out")
     parser.add_argument("--overlap", action="store_true", help="also show which communication computation can hide")
+    parser.add_argument("--shapes", action="store_true", help="also judge the model's dimensions on this kind of GPU")
     parser.add_argument("--layout", action="store_true", help="also draw which rank is where, and its groups' links")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write the drawing of --layout to this file")
     parser.add_argument("--order", metavar="AXES", default="tp,cp,dp,pp", help="of ranks in it (default: %(default)s)")
@@ -88,6 +90,8 @@ def run(arguments: argparse.Namespace) -> int:
         _print_rejected(choices, wanted, whole)
     _print_details(best or choices[0], arguments.overlap)
     _draw(best or choices[0], wanted, arguments)
+    if arguments.shapes:
+        _print_shapes(best or choices[0])
     if best is None:
         fixed = frozenset(inputs.SEARCHED) if arguments.strategy else wanted.fixed
         hint = remedies.smallest_change(replace(wanted, fixed=fixed), machines, whole, asked, shipped)
@@ -167,6 +171,13 @@ def _draw(shown: Choice, wanted: Wanted, arguments: argparse.Namespace) -> None:
     if shown.job and arguments.svg:
         with storage_errors(arguments.svg):
             arguments.svg.write_text(layout_picture.svg(shown.job, rows, order), encoding="utf-8")
+
+
+def _print_shapes(shown: Choice) -> None:
+    if shown.job:
+        print(f"\nShapes on {shown.job.gpu_kind} with {shape_rules.sms(shown.job.gpu_kind)} SMs:")
+        print(printing.table(shape_rules.table(shown.job)))
+        print("\n".join(shape_rules.complaints(shown.job)) or "Every dimension divides as it should.")
 
 
 def _print_details(shown: Choice, with_overlap: bool) -> None:
