@@ -38,6 +38,7 @@ from samecurve.planner import (
 )
 from samecurve.planner.cluster import Cluster
 from samecurve.planner.cluster_file import cluster
+from samecurve.planner.profiles import shipped as shipped_constants
 from samecurve.planner.search import Choice
 from samecurve.planner.strategies import Wanted
 from samecurve.storage.atomic import storage_errors
@@ -82,11 +83,15 @@ def run(arguments: argparse.Namespace) -> int:
     shipped = strategies.shipped()
     asked = [strategies.read(path) for path in arguments.strategy or ()] or shipped
     choices, lacking = _choices(wanted, machines, asked, bool(arguments.strategy))
+    if all(each.invalid for each in choices):
+        raise ConfigurationError("\n".join(f"{each.name}: {each.reason}" for each in choices))
     best = next((each for each in choices if each.found and each.found.fits), None)
     if arguments.json:
-        _write(arguments.json, {"plans": [plan_text.record(each) for each in [*choices, *lacking]]})
+        plans = [plan_text.record(each) for each in [*choices, *lacking]]
+        _write(arguments.json, {"plans": plans, "constants": shipped_constants()})
     _print_table(choices, lacking, best, arguments)
-    if arguments.why:
+    print("".join(f"\nNot as in the run: {each}" for each in inputs.not_counted(wanted.source)), end="")
+    if arguments.why or arguments.strategy:
         _print_rejected(choices, wanted, whole)
     _print_details(best or choices[0], arguments.overlap)
     _draw(best or choices[0], wanted, arguments)
@@ -112,8 +117,10 @@ def _settle(arguments: argparse.Namespace) -> None:
     check_launchers(arguments.launcher)
     if not arguments.model or not arguments.cluster:
         raise ConfigurationError("plan needs MODEL_OR_RECIPE and --cluster, for example --cluster h100x8; or --runs")
-    if arguments.gpus is not None and arguments.gpus < 1:
-        raise ConfigurationError(f"--gpus {arguments.gpus}: expected a positive number")
+    for name in ("gpus", "top"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise ConfigurationError(f"--{name} {value}: expected a positive number")
 
 
 def _answer_table(path: Path, target: Path) -> int:
@@ -155,8 +162,10 @@ def _print_table(
 def _print_rejected(choices: Sequence[Choice], wanted: Wanted, whole: Cluster) -> None:
     """Print one line for each strategy of which no size fits."""
     chosen = {each.name for each in choices if each.found and each.found.fits}
-    print("\nNot chosen:")
-    for name in dict.fromkeys(each.name for each in choices if each.name not in chosen):
+    out = dict.fromkeys(each.name for each in choices if each.name not in chosen)
+    if out:
+        print("\nNot chosen:")
+    for name in out:
         first = next(each for each in choices if each.name == name)
         more = None
         if first.job and first.template:

@@ -16,7 +16,12 @@ from samecurve.planner.strategies import Wanted
 from samecurve.specs.tasks import TASKS
 
 BASE = Path(__file__).resolve().parents[2] / "recipes" / "base.yaml"
-# How the planner counts the kinds that it has no formula for: every_n_layers as if nothing were recomputed.
+# How the planner counts the kinds that it has no formula for.
+CHECKPOINTED = {
+    "offload": "full, with the inputs on the device",
+    "selective": "a recomputation of the attention scores alone",
+    "every_n_layers": "none",
+}
 CHECKPOINTING = {"none": "none", "full": "full", "offload": "full", "selective": "selective", "every_n_layers": "none"}
 SEARCHED = {
     "micro_batch": ("batch", "micro_batch_size"),
@@ -59,6 +64,23 @@ def read(name: str, overrides: Sequence[str]) -> Wanted:
         recipe.loss.implementation != "full",
         frozenset(name for name, path in SEARCHED.items() if path in typed or path[:1] in blocks),
     )
+
+
+def not_counted(source: RecipeSource) -> list[str]:
+    """Say what of a recipe the plan counts otherwise than the run would."""
+    recipe = source.recipe
+    assert recipe is not None
+    found = []
+    if recipe.adapter.name:
+        found.append(f"adapter.name: {recipe.adapter.name} trains few weights; counted as if all were trained")
+    if recipe.optimizer.name != "adamw":
+        found.append(f"optimizer.name: {recipe.optimizer.name}; its states are counted as AdamW's, 8 bytes a parameter")
+    if TASKS[recipe.task].has_teacher or (recipe.task == "dpo" and recipe.dpo.has_reference):
+        found.append(f"task: {recipe.task} also runs a second model, which is not counted")
+    kind = recipe.memory.activation_checkpointing
+    if kind != CHECKPOINTING[kind] or kind == "selective":
+        found.append(f"memory.activation_checkpointing: {kind} is counted as {CHECKPOINTED[kind]}")
+    return found
 
 
 def placeholder_data(name: str, overrides: Sequence[str]) -> list[str]:

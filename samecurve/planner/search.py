@@ -28,6 +28,7 @@ class Choice:
         template: its files; None for a shape that no file describes.
         sizes: of the axes that the files set.
         job, found: absent where `reason` says why it cannot run on these GPUs.
+        invalid: whether that is wrong on any number of GPUs.
         lack: what this version lacks to run it.
         tie: whether it is as fast as the fastest one, as far as can be predicted.
     """
@@ -38,6 +39,7 @@ class Choice:
     job: Job | None = None
     found: Prediction | None = None
     reason: str = ""
+    invalid: bool = False
     lack: str = ""
     tie: bool = False
 
@@ -121,7 +123,8 @@ def sized(wanted: Wanted, machines: Cluster, template: Template, sizes: Sizes) -
     strategy, problems = strategies.describe(wanted, template, sizes, machines.gpus)
     if problems:
         reason = "; ".join(f"{each.key}: {each.text}" for each in problems)
-        return Choice(template.name, template, sizes, reason=reason)
+        invalid = not all(each.topology for each in problems)
+        return Choice(template.name, template, sizes, reason=reason, invalid=invalid)
     ranks = strategy.data_parallel_size
     chosen = _best(wanted, ranks, lambda changed: strategies.job(changed, strategy, machines))
     held = offload.kept(chosen.job, "cpu") if chosen.job else 0

@@ -133,7 +133,7 @@ def test_one_job(config, tmp_path, capsys):
         assert sizes["dp"] * sizes["tp"] * sizes["pp"] * sizes["cp"] == 16
 
 
-def test_strategies_that_are_named_are_evaluated_as_they_are(config, tmp_path):
+def test_strategies_that_are_named_are_evaluated_as_they_are(config, tmp_path, capsys):
     """In the order given, also where they do not fit, without a search; an override may stand behind them."""
     out, names = tmp_path / "plan.json", ["zero1", "single", "fsdp"]
     files = [f"configs/{name}.yaml" for name in names]
@@ -142,6 +142,7 @@ def test_strategies_that_are_named_are_evaluated_as_they_are(config, tmp_path):
     plans = json.loads(out.read_text())["plans"]
     assert [each["strategy"] for each in plans] == names
     assert [each["verdict"] for each in plans] == ["too large", "cannot run", "too large"]
+    assert "single: WORLD_SIZE: found 16" in capsys.readouterr().out
     assert {each.get("micro_batch_size", 1) for each in plans} == {1}
 
 
@@ -157,6 +158,22 @@ def test_nothing_fits_and_what_would(config, capsys):
     settings = re.search(r"--strategy (\S+)(.*?) would fit", message)
     command[command.index("configs/fsdp.yaml")] = settings[1]
     assert main([*command, "4", *settings[2].split()]) == 0
+
+
+def test_a_strategy_file_that_is_wrong_is_a_configuration_error(config, tmp_path, capsys):
+    path = tmp_path / "mine.yaml"
+    path.write_text("distributed_type: MULTI_GPU\nnum_process: 2\n")
+    assert main(["plan", config, "--cluster", "h100x8", "--strategy", str(path)]) == 2
+    assert "mine: num_process: unknown key; did you mean num_processes?" in capsys.readouterr().err
+
+
+def test_what_the_plan_counts_otherwise_is_said(capsys):
+    """A second model, other optimizers and kinds of recomputation have no formulas yet."""
+    settings = ["optimizer.name=lion", "memory.activation_checkpointing=every_n_layers"]
+    assert main(["plan", "recipes/dpo.yaml", "--cluster", "h100x8", *settings]) == 0
+    shown = capsys.readouterr().out
+    assert "task: dpo also runs a second model" in shown and "optimizer.name: lion" in shown
+    assert "every_n_layers is counted as none" in shown
 
 
 def test_shapes_of_another_version_are_shown_and_never_chosen(config, tmp_path, capsys):

@@ -76,6 +76,27 @@ def test_five_launchers_start_one_configuration(strategy, recipe, tmp_path, caps
         assert plan.strategy.family == strategy and plan.strategy.world_size == 16
 
 
+def test_slurm_and_kubernetes_agree_with_the_forms_in_scripts():
+    """The same options and fields; only what is started, and on how many nodes, differs."""
+    target = Target("out", "recipes/pretrain.yaml", "configs/fsdp.yaml", (), 2, 8)
+    ours = launch_files.files("slurm", target)["slurm.sh"].splitlines()
+    form = (ROOT / "scripts" / "slurm.sh").read_text().replace("--nodes=1", "--nodes=2").splitlines()
+    options = [
+        [line for line in lines if line.startswith(("#SBATCH", "set -", "cd ", "export"))] for lines in (ours, form)
+    ]
+    assert options[0] == options[1] and len(options[0]) == 12
+    made = [*yaml.safe_load_all(launch_files.files("kubernetes", target)["kubernetes.yaml"])]
+    form = [*yaml.safe_load_all((ROOT / "scripts" / "kubernetes.yaml").read_text())]
+    for job in (made[1], form[1]):
+        (container,) = job["spec"]["template"]["spec"]["containers"]
+        command = container.pop("command")
+        assert command[: command.index("train.py")] == [
+            "torchrun", "--nnodes=2", "--node_rank=$(JOB_COMPLETION_INDEX)", "--nproc_per_node=8",
+            "--master_addr=samecurve-0.samecurve", "--master_port=29500",
+        ]  # fmt: skip
+    assert made == form
+
+
 def test_the_answer_of_a_search_is_written_with_its_sizes(recipe, tmp_path, monkeypatch):
     """A search that picks HSDP with other replicas than the file's, with the settings that it chose."""
     folder, out = tmp_path / "plan", tmp_path / "plan.json"

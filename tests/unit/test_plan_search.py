@@ -79,6 +79,14 @@ def test_sizes_of_a_file_are_searched_and_judged_by_its_own_check(wanted):
     assert single.verdict == "cannot run" and "which is one process" in single.reason
 
 
+def test_a_host_without_the_memory_cannot_offload(wanted):
+    """8.03e9 parameters, 18 bytes each, are 134.6 GiB on a node."""
+    machines, templates = cluster("h100x8"), [strategies.read("configs/zero3_offload.yaml")]
+    small = replace(machines, host=replace(machines.host, memory_gib=134))
+    assert search.evaluate(wanted, machines, templates)[0].found
+    assert search.evaluate(wanted, small, templates)[0].reason.startswith("host memory of a node: 135 GiB of 134")
+
+
 def test_a_fixed_setting_is_not_searched(config):
     fixed = inputs.read(config, ["batch.micro_batch_size=2", "memory.activation_checkpointing=full"])
     assert space.micro_batches(fixed, 4) == [2] and space.checkpointings(fixed) == ["full"]
