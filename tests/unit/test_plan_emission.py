@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from samecurve.cli.commands import main
-from samecurve.planner import strategies
+from samecurve.planner import space, strategies
 from samecurve.planner.cluster_file import cluster
 from samecurve.strategy import launch_files
 from samecurve.strategy.launch_files import LAUNCHERS, Target
@@ -98,9 +98,10 @@ def test_slurm_and_kubernetes_agree_with_the_forms_in_scripts():
 
 
 def test_the_answer_of_a_search_is_written_with_its_sizes(recipe, tmp_path, monkeypatch):
-    """A search that picks HSDP with other replicas than the file's, with the settings that it chose."""
+    """A search that may pick HSDP only, with other replicas than the file's, and the settings that it chose."""
     folder, out = tmp_path / "plan", tmp_path / "plan.json"
     monkeypatch.setattr(strategies, "shipped", lambda: [strategies.read("configs/hsdp.yaml")])
+    monkeypatch.setattr(space, "sizes", lambda *_: [{"dp_replicate": 4}])
     command = ["plan", recipe, "--cluster", "h100x8", "--gpus", "32", "--json", str(out)]
     assert main([*command, "--emit", str(folder), "--launcher", "slurm"]) == 0
     assert sorted(path.name for path in folder.iterdir()) == [
@@ -110,7 +111,7 @@ def test_the_answer_of_a_search_is_written_with_its_sizes(recipe, tmp_path, monk
     written = json.loads((folder / "plan.json").read_text())
     assert written["sizes"] == best["sizes"] and written["tokens_per_second"] == best["tokens_per_second"]
     replicas = yaml.safe_load((folder / "strategy.yaml").read_text())["parallelism_config"]
-    assert replicas == {"parallelism_config_dp_replicate_size": 32 // best["sizes"]["shard"]}
+    assert replicas == {"parallelism_config_dp_replicate_size": 4} and best["sizes"]["shard"] == 8
     assert f"batch.micro_batch_size={best['micro_batch_size']}" in (folder / "slurm.sh").read_text()
     assert main(["plan", recipe, "--cluster", str(folder / "cluster.yaml"), "--json", str(out)]) == 0
     assert json.loads(out.read_text())["plans"][0] == best

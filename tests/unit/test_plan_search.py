@@ -53,6 +53,7 @@ def test_every_layout_uses_all_gpus_and_divides_the_model(wanted):
     long = replace(wanted, batch=wanted.batch.model_copy(update={"sequence_length": 32768}))
     found = [layout for layout, _ in space.unavailable(long, machines, strategies.shipped())]
     assert {axis for axis in ("tp", "pp", "cp") if any(getattr(each, axis) > 1 for each in found)} == {"tp", "pp", "cp"}
+    assert not any(each.pp > 1 and each.tp == each.cp == 1 for each in found)  # configs/pipeline.yaml describes those
     for layout in found:
         assert layout.gpus == 64 and layout.tp <= 8
         assert 32 % layout.pp == 0 and 8 % layout.tp == 0 and 32768 % (2 * layout.cp) == 0
@@ -129,7 +130,7 @@ def test_fits_is_judged_by_the_upper_end_of_the_interval(wanted):
     assert [each.verdict for each in search.ranked([tight, fits])] == ["fits", "tight"]
 
 
-def test_the_fewest_gpus_are_the_fewest(wanted):
+def test_the_fewest_gpus_are_the_fewest(wanted, monkeypatch):
     whole, templates = cluster("a100_40gbx8"), [strategies.read("configs/fsdp.yaml")]
     found = remedies.fewest_gpus(wanted, whole, templates, 0)
     fitting = [
@@ -138,3 +139,5 @@ def test_the_fewest_gpus_are_the_fewest(wanted):
         if any(each.found and each.found.fits for each in search.search(wanted, whole.scaled(gpus), templates))
     ]
     assert found == fitting[0] > 1
+    monkeypatch.setattr(remedies, "SCANNED", 1)  # bisection, as among thousands of GPUs
+    assert remedies.fewest_gpus(wanted, whole, templates, 0) == found
