@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -85,22 +86,25 @@ def run(arguments: argparse.Namespace) -> int:
     choices, lacking = _choices(wanted, machines, asked, bool(arguments.strategy))
     if all(each.invalid for each in choices):
         raise ConfigurationError("\n".join(f"{each.name}: {each.reason}" for each in choices))
-    best = next((each for each in choices if each.found and each.found.fits), None)
+    order = search.ranked(choices)
+    best = order[0] if order[0].found and order[0].found.fits else None
     if arguments.json:
         plans = [plan_text.record(each) for each in [*choices, *lacking]]
         _write(arguments.json, {"plans": plans, "constants": shipped_constants()})
-    _print_table(choices, lacking, best, arguments)
+    if best:
+        first_line = plan_text.answer(best, sum(each.tie for each in order) - best.tie)
+    else:
+        fixed = frozenset(inputs.SEARCHED) if arguments.strategy else wanted.fixed
+        hint = remedies.smallest_change(replace(wanted, fixed=fixed), machines, whole, asked, shipped)
+        first_line = f"nothing fits on {machines.gpus} x {machines.kind}: {hint}"
+    print(first_line + "\n")
+    _print_table(choices, lacking, arguments)
     print("".join(f"\nNot as in the run: {each}" for each in inputs.not_counted(wanted.source)), end="")
     if arguments.why or arguments.strategy:
         _print_rejected(choices, wanted, whole)
-    _print_details(best or choices[0], arguments.overlap)
-    _draw(best or choices[0], wanted, arguments)
-    if arguments.shapes:
-        _print_shapes(best or choices[0])
+    _print_details(order[0], wanted, arguments)
     if best is None:
-        fixed = frozenset(inputs.SEARCHED) if arguments.strategy else wanted.fixed
-        hint = remedies.smallest_change(replace(wanted, fixed=fixed), machines, whole, asked, shipped)
-        raise TopologyError(f"nothing fits on {machines.gpus} x {machines.kind}: {hint}")
+        raise TopologyError(first_line)
     if arguments.emit:
         request = emission.Request(arguments.model, tuple(arguments.overrides))
         paths = emission.emit(arguments.emit, best, wanted, machines, request, arguments.launcher or LAUNCHERS)
@@ -115,6 +119,7 @@ def _settle(arguments: argparse.Namespace) -> None:
         setattr(arguments, name, [each for each in given if "=" not in each])
         arguments.overrides += [each for each in given if "=" in each]
     check_launchers(arguments.launcher)
+    arguments.order = placement.read_order(arguments.order)
     if not arguments.model or not arguments.cluster:
         raise ConfigurationError("plan needs MODEL_OR_RECIPE and --cluster, for example --cluster h100x8; or --runs")
     for name in ("gpus", "top"):
@@ -145,18 +150,15 @@ def _choices(
     return search.search(wanted, machines, templates), search.unavailable(wanted, machines, templates)
 
 
-def _print_table(
-    choices: Sequence[Choice], lacking: Sequence[Choice], best: Choice | None, arguments: argparse.Namespace
-) -> None:
-    if best:
-        print(plan_text.answer(best, sum(each.tie for each in choices) - best.tie) + "\n")
+def _print_table(choices: Sequence[Choice], lacking: Sequence[Choice], arguments: argparse.Namespace) -> None:
     rows = [each for each in choices if each.found and (arguments.strategy or arguments.why or each.found.fits)]
     if rows:
         few = rows if arguments.strategy or arguments.why else plan_text.at_most(SHOWN_SIZES, rows)
         print(plan_text.table(few[: arguments.top]))
     if lacking:
-        print("\nFor comparison, what this version cannot run and --emit never writes:")
-        print(plan_text.table(lacking[:SHOWN_UNAVAILABLE]))
+        shown = plan_text.table(lacking[:SHOWN_UNAVAILABLE])
+        grey, normal = ("\033[2m", "\033[0m") if sys.stdout.isatty() else ("", "")
+        print(f"\nFor comparison, what this version cannot run and --emit never writes:\n{grey}{shown}{normal}")
 
 
 def _print_rejected(choices: Sequence[Choice], wanted: Wanted, whole: Cluster) -> None:
@@ -173,30 +175,25 @@ def _print_rejected(choices: Sequence[Choice], wanted: Wanted, whole: Cluster) -
         print(plan_text.rejection(first, more))
 
 
-def _draw(shown: Choice, wanted: Wanted, arguments: argparse.Namespace) -> None:
-    order, rows = placement.read_order(arguments.order), wanted.batch.global_batch_size
-    if shown.job and arguments.layout:
-        print("\n" + layout_picture.text(shown.job, rows, order))
-    if shown.job and arguments.svg:
-        with storage_errors(arguments.svg):
-            arguments.svg.write_text(layout_picture.svg(shown.job, rows, order), encoding="utf-8")
-
-
-def _print_shapes(shown: Choice) -> None:
-    if shown.job:
-        print(f"\nShapes on {shown.job.gpu_kind} with {shape_rules.sms(shown.job.gpu_kind)} SMs:")
-        print(printing.table(shape_rules.table(shown.job)))
-        print("\n".join(shape_rules.complaints(shown.job)) or "Every dimension divides as it should.")
-
-
-def _print_details(shown: Choice, with_overlap: bool) -> None:
-    if not shown.job:
+def _print_details(shown: Choice, wanted: Wanted, arguments: argparse.Namespace) -> None:
+    """Print what is asked for beside the table, about the answer or, where nothing fits, what comes nearest."""
+    job = shown.job
+    if not job:
         return
     print(f"\nMemory of {shown.name}; torch_allocated counts the lines above fragmentation:")
-    for each in memory.anatomy(shown.job):
-        print(printing.anatomy_table(each, shown.job.memory_gib))
-    print()
-    print(printing.step_table(step_time.breakdown(shown.job)))
-    if with_overlap:
-        rows = [[each.axis, f"{each.value:.3f}", each.verdict, each.inputs] for each in overlap.ratios(shown.job)]
+    for each in memory.anatomy(job):
+        print(printing.anatomy_table(each, job.memory_gib))
+    print("\n" + printing.step_table(step_time.breakdown(job)))
+    if arguments.overlap:
+        rows = [[each.axis, f"{each.value:.3f}", each.verdict, each.inputs] for each in overlap.ratios(job)]
         print("\n" + printing.table([("communication / computation", "ratio", "", "inputs"), *rows]))
+    if arguments.shapes:
+        print(f"\nShapes on {job.gpu_kind} with {shape_rules.sms(job.gpu_kind)} SMs:")
+        print(printing.table(shape_rules.table(job)))
+        print("\n".join(shape_rules.complaints(job)) or "Every dimension divides as it should.")
+    rows_per_step = wanted.batch.global_batch_size
+    if arguments.layout:
+        print("\n" + layout_picture.text(job, rows_per_step, arguments.order))
+    if arguments.svg:
+        with storage_errors(arguments.svg):
+            arguments.svg.write_text(layout_picture.svg(job, rows_per_step, arguments.order), encoding="utf-8")

@@ -71,8 +71,7 @@ def smallest_change(
     gpus = fewest_gpus(wanted, whole, templates, machines.gpus)
     if gpus:
         found.append(f"{_first_fitting(wanted, whole.scaled(gpus), templates)} fits on {gpus} GPUs")
-    most = whole.scaled(MOST_GPUS // whole.gpus_per_node * whole.gpus_per_node)
-    return ", or ".join(filter(None, found)) or _shorter(wanted, most, shipped)
+    return ", or ".join(filter(None, found)) or _shorter(wanted, machines, shipped)
 
 
 def _first_fitting(wanted: Wanted, machines: Cluster, templates: Iterable[Template]) -> str:
@@ -98,11 +97,12 @@ def _setting(wanted: Wanted, machines: Cluster, templates: Sequence[Template], s
 
 
 def _shorter(wanted: Wanted, machines: Cluster, templates: Sequence[Template]) -> str:
+    """Name the longest rows that fit, which make another curve."""
     length = wanted.batch.sequence_length // 2
     while length >= SHORTEST:
         batch = wanted.batch.model_copy(update={"sequence_length": length})
         name = _first_fitting(replace(wanted, batch=batch), machines, templates)
         if name:
-            return f"batch.sequence_length={length} fits on {machines.gpus} GPUs with {name}"
+            return f"batch.sequence_length={length} would fit with {name}, and change what is trained"
         length //= 2
-    return f"no strategy of this version fits on {machines.gpus} GPUs; train a smaller model or an adapter"
+    return f"nor on {MOST_GPUS} GPUs, nor with shorter rows; train a smaller model or an adapter"

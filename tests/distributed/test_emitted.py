@@ -2,30 +2,52 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 
 import pytest
 import yaml
-from harness import BIN, ROOT, free_port
+from harness import BIN, ROOT, Run, free_port
+from test_equal_curves import ENGINES
 
 from samecurve.cli.commands import main
 from samecurve.strategy.launch_files import LAUNCHERS, PORT
 
+SETTINGS = ("steps=1", "schedule.warmup_steps=0", "evaluate.every_steps=0", "checkpoint.every_steps=0")
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
 
 @pytest.mark.full
-@pytest.mark.parametrize("strategy", ["zero2"])
-def test_every_launcher_trains_one_step(strategy, workspace, tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    folder = tmp_path / "plan"
-    command = ["plan", str(workspace.recipe), "--cluster", "h100x2", "--emit", str(folder)]
-    settings = ["steps=1", "schedule.warmup_steps=0", "evaluate.every_steps=0", "checkpoint.every_steps=0"]
-    assert main([*command, "--strategy", f"configs/{strategy}.yaml", *settings, "export.enabled=false"]) == 0
-    losses = {launcher: _first_loss(workspace, folder, launcher, strategy) for launcher in LAUNCHERS}
-    assert len(set(losses.values())) == 1, losses
+def test_every_launcher_trains_one_step(workspace, tmp_path):
+    _emit(workspace, tmp_path, "zero2", 2)
+    runs = {launcher: _started(workspace, tmp_path, launcher) for launcher in LAUNCHERS}
+    assert {run.facts["zero_stage"] for run in runs.values()} == {2}
+    losses = {launcher: run.column("loss") for launcher, run in runs.items()}
+    assert len({tuple(each) for each in losses.values()}) == 1, losses
 
 
-def _first_loss(workspace, folder, launcher: str, strategy: str) -> float:
+@pytest.mark.full
+@pytest.mark.parametrize(("strategy", "world"), [("ddp", 2), ("fsdp", 2), ("hsdp", 4), ("zero3", 2), ("pipeline", 2)])
+def test_what_is_emitted_of_every_strategy_trains_the_same_step(strategy, world, workspace, tmp_path):
+    """One step, as the single process of the reference."""
+    _emit(workspace, tmp_path, strategy, world)
+    found = _started(workspace, tmp_path, "torchrun")
+    expected = workspace.run(None, 1, *SETTINGS, "export.enabled=false", "batch.micro_batch_size=8")
+    assert (found.facts["world_size"], found.facts["engine"]) == (world, ENGINES[strategy])
+    assert found.column("loss") == pytest.approx(expected.column("loss"), rel=1e-5)
+    assert found.column("grad_norm") == pytest.approx(expected.column("grad_norm"), rel=1e-4)
+
+
+def _emit(workspace, folder, strategy: str, world: int) -> None:
+    command = ["plan", str(workspace.recipe), "--cluster", f"h100x{world}", "--emit", str(folder)]
+    assert main([*command, "--strategy", f"configs/{strategy}.yaml", *SETTINGS, "export.enabled=false"]) == 0
+
+
+def _started(workspace, folder, launcher: str) -> Run:
+    """Run a script as it was emitted, on a port of its own; of Kubernetes the command, without its names."""
     directory, port = folder / f"run_{launcher}", str(free_port())
     name = "kubernetes.yaml" if launcher == "kubernetes" else f"{launcher}.sh"
     text = (folder / name).read_text().replace(str(PORT), port)
@@ -37,12 +59,10 @@ def _first_loss(workspace, folder, launcher: str, strategy: str) -> float:
         text = f'exec {shlex.join(local.get(word) or word for word in words)} "$@"\n'
     script = folder / f"local_{launcher}.sh"
     script.write_text(text)
-    slurm = _slurm(folder)
-    run = workspace.execute(["bash", str(script), f"output_dir={directory}"], directory, **slurm)
+    run = workspace.execute(["bash", str(script), f"output_dir={directory}"], directory, **_slurm(folder))
     assert run.returncode == 0, run.output
-    assert run.facts["strategy"] == "strategy" and run.facts["zero_stage"] == int(strategy[-1])
-    assert run.facts["world_size"] == 2 and len(run.metrics) == 1
-    return run.metrics[0]["loss"]
+    assert run.facts["strategy"] == "strategy" and len(run.metrics) == 1
+    return run
 
 
 def _slurm(folder) -> dict[str, str]:
@@ -54,11 +74,3 @@ def _slurm(folder) -> dict[str, str]:
         (tools / name).chmod(0o755)
     job = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "here", "SLURM_JOB_ID": str(free_port() % 20000)}
     return job | {"PATH": f"{tools}:{BIN}:/usr/bin:/bin"}
-
-
-def test_plan_json_names_what_was_planned(workspace, tmp_path, monkeypatch):
-    """The everyday part: the files for two processes are written and read back."""
-    monkeypatch.chdir(ROOT)
-    folder = tmp_path / "plan"
-    assert main(["plan", str(workspace.recipe), "--cluster", "h100x2", "--emit", str(folder)]) == 0
-    assert json.loads((folder / "plan.json").read_text())["launchers"] == list(LAUNCHERS)

@@ -150,14 +150,32 @@ def test_nothing_fits_and_what_would(config, capsys):
     """The smallest number of GPUs, and a setting; both are true."""
     command = ["plan", config, "--cluster", "a100_40gbx8", "--strategy", "configs/fsdp.yaml", "--gpus"]
     assert main([*command, "4"]) == 6
-    message = capsys.readouterr().err
+    shown, message = capsys.readouterr()
+    assert shown.splitlines()[0] == message.rstrip()
     (gpus,) = re.findall(r"or fsdp fits on (\d+) GPUs", message)
     assert int(gpus) > 4 and main([*command, gpus]) == 0
     smaller = int(gpus) - 1 if int(gpus) <= 8 else int(gpus) - 8
     assert main([*command, str(smaller)]) == 6
-    settings = re.search(r"--strategy (\S+)(.*?) would fit", message)
-    command[command.index("configs/fsdp.yaml")] = settings[1]
-    assert main([*command, "4", *settings[2].split()]) == 0
+    ((file, settings),) = re.findall(r"--strategy (\S+)(.*?) would fit", message)
+    command[command.index("configs/fsdp.yaml")] = file
+    assert main([*command, "4", *settings.split()]) == 0
+
+
+def test_rows_that_no_number_of_gpus_can_hold(config, capsys):
+    command = ["plan", config, "--cluster", "a100_40gbx8", "batch.sequence_length=1048576"]
+    assert main(command) == 6
+    (length,) = re.findall(r"batch.sequence_length=(\d+) would fit", capsys.readouterr().err)
+    assert main([*command[:-1], f"batch.sequence_length={length}"]) == 0
+    assert main([*command[:-1], f"batch.sequence_length={2 * int(length)}"]) == 6
+
+
+def test_the_answer_is_the_best_of_the_named_strategies(config, tmp_path, capsys):
+    """The table keeps their order."""
+    files = ["configs/zero3_nvme.yaml", "configs/fsdp.yaml"]
+    assert main(["plan", config, "--cluster", "h100x8", "--gpus", "16", "--strategy", *files]) == 0
+    first, _, _, *rows = capsys.readouterr().out.splitlines()
+    assert first.startswith("fsdp (dp 16") and [row.split()[0] for row in rows[:2]] == ["zero3_nvme", "fsdp"]
+    assert "ties" not in first
 
 
 def test_a_strategy_file_that_is_wrong_is_a_configuration_error(config, tmp_path, capsys):
