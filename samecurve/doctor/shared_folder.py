@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from samecurve.doctor.findings import Finding, failed
-from samecurve.errors import StorageError
+from samecurve.errors import ConfigurationError, StorageError
 from samecurve.storage.file_lock import lock_folder
 from samecurve.storage.filesystem import LocalFileSystem
 
@@ -56,7 +56,7 @@ class SharedFolder:
             return "a renamed file still has its old name here"
         try:
             lock_folder(self.path).close()
-        except Exception:  # ConfigurationError: the lock is taken, as it should be
+        except (ConfigurationError, OSError):  # the lock is taken, as it should be
             return ""
         return "a lock that the first host has (flock) is not seen here"
 

@@ -12,7 +12,8 @@ from samecurve.planner.job import Job
 from samecurve.planner.profiles import is_known, shipped
 
 ONE_NODE, LARGE = 8, 128
-UNMEASURED = 1.3  # interval's width where no public run is near: experts, fp8, context parallelism, newer GPUs
+# Interval's width where no public run is near: experts, fp8, context parallelism, offloading, newer or unknown GPUs.
+UNMEASURED = 1.3
 DEFAULT_WIDTHS = (-0.35, 0.35)
 
 
@@ -41,8 +42,8 @@ def _interval(value: float, job: Job, kind: str) -> tuple[float, float]:
     """Multiply a value by the 10 % and 90 % quantiles of measured over predicted in similar runs left out of a fit."""
     residuals = shipped().get("residuals", {}).get(kind, {})
     found = next((residuals[key] for key in situations(job) if key in residuals), DEFAULT_WIDTHS)
-    strange = job.shape.experts or job.precision == "fp8" or job.layout.cp > 1 or job.card.generation == "blackwell"
-    strange = strange or (job.gpu_kind and not known_gpu(job.gpu_kind))
+    new = job.precision == "fp8" or job.card.generation == "blackwell" or (job.gpu_kind and not known_gpu(job.gpu_kind))
+    strange = new or job.offload or job.shape.experts or job.layout.cp > 1
     low, high = (width * (UNMEASURED if strange else 1) for width in found)
     return value * math.exp(min(low, 0)), value * math.exp(max(high, 0))
 

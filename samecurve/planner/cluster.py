@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from samecurve.config.documents import Document, format_problems, read_document
 from samecurve.errors import ConfigurationError
-from samecurve.planner.hardware import Gpu, gpu, known_gpu, known_names
+from samecurve.planner.hardware import Gpu, gpu
+from samecurve.planner.links import Level
 
+# Kind of GPU and nominal Gbit/s of a node's network cards: NVIDIA's DGX data sheets.
 KINDS = {
     "a100": ("A100-80GB", 1600.0),
     "a100_40gb": ("A100-40GB", 1600.0),
@@ -18,18 +18,41 @@ KINDS = {
     "h200": ("H200", 3200.0),
     "b200": ("B200", 3200.0),
 }
-KEYS = ("gpu", "nodes", "gpus_per_node", "gbit_per_s_per_node")
+
+
+@dataclass(frozen=True)
+class Host:
+    """A node beside its GPUs: memory, cores, and GB/s between a GPU and host memory, and to a local disk."""
+
+    memory_gib: float = 2000
+    cpu_cores: float = 112
+    pcie_gb_per_s: float = 55
+    nvme_gb_per_s: float = 6
+
+
+# NVIDIA's DGX data sheets: DGX A100 has 1 or 2 TB, 2 x 64 cores and PCIe 4; H100, H200 and B200 have 2 TB, 2 x 56 cores
+# and PCIe 5. Of a link's nominal rate (32 and 63 GB/s) 87 % is assumed, of the disks that of one drive.
+HOSTS = {"A100-40GB": Host(1000, 128, 27), "A100-80GB": Host(2000, 128, 27)}
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """GPUs of one kind in equal nodes. node_gbit: nominal Gbit/s of a node's network cards together."""
+    """GPUs of one kind in equal nodes.
+
+    Attributes:
+        node_gbit: nominal Gbit/s of a node's network cards together.
+        levels: links from the inside outwards; empty: the GPU's own, and the network cards.
+        reserved_gib: of a GPU, for context, NCCL and other processes; None: the planner's own estimate.
+    """
 
     kind: str
     card: Gpu
     nodes: int
     gpus_per_node: int
     node_gbit: float
+    levels: tuple[Level, ...] = ()
+    host: Host = field(default_factory=Host)
+    reserved_gib: float | None = None
 
     @property
     def gpus(self) -> int:
@@ -44,40 +67,15 @@ class Cluster:
         return replace(self, nodes=gpus // self.gpus_per_node)
 
 
-def cluster(text: str) -> Cluster:
-    """Read `--cluster`. Raises ConfigurationError."""
-    if Path(text).suffix in (".yaml", ".yml"):
-        return _from_file(text)
+def built_in(text: str) -> Cluster:
+    """Return one node of a kind such as h100x8. Raises ConfigurationError."""
     match = re.fullmatch(r"(\w+?)x(\d+)", text)
     if not match or match[1] not in KINDS or not int(match[2]):
         legal = ", ".join(f"{name}x8" for name in KINDS)
         raise ConfigurationError(f"--cluster {text}: expected a cluster file (.yaml) or a kind such as {legal}")
     kind, gbit = KINDS[match[1]]
-    return Cluster(kind, gpu(kind), 1, int(match[2]), gbit)
+    return Cluster(kind, gpu(kind), 1, int(match[2]), gbit, host=HOSTS.get(kind, Host()))
 
 
-def _from_file(path: str) -> Cluster:
-    document = read_document(path)
-    if not document.problems:  # an unreadable file lacks every key
-        _check(document)
-    if document.problems:
-        raise ConfigurationError(format_problems(document.problems))
-    given = document.content
-    rate = float(given.get("gbit_per_s_per_node") or 0)
-    return Cluster(given["gpu"], gpu(given["gpu"]), given["nodes"], given["gpus_per_node"], rate)
-
-
-def _check(document: Document) -> None:
-    for key in document.content:
-        if key not in KEYS:
-            document.problem((key,), f"unknown key; known are {', '.join(KEYS)}")
-    for key in ("nodes", "gpus_per_node"):
-        value = document.content.get(key)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            document.problem((key,), f"found {value!r}, expected a positive whole number")
-    kind = document.content.get("gpu")
-    if not isinstance(kind, str) or not known_gpu(kind):
-        document.problem(("gpu",), f"found {kind!r}, expected a GPU with known rates: {', '.join(known_names())}")
-    rate = document.content.get("gbit_per_s_per_node")
-    if rate is not None and (isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 < rate < math.inf):
-        document.problem(("gbit_per_s_per_node",), f"found {rate!r}, expected a positive number of Gbit/s")
+def is_file(text: str) -> bool:
+    return Path(text).suffix in (".yaml", ".yml")

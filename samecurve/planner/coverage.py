@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from samecurve.config import loader
 from samecurve.config.schema import Recipe
-from samecurve.config.source import RecipeSource
 from samecurve.errors import ConfigurationError
 from samecurve.specs.optimizers import OPTIMIZERS
+from samecurve.specs.tasks import TASKS
 
 COVERED_TASKS = ("pretrain", "continue_pretrain", "sft")
-COVERED_CHECKPOINTING = ("none", "full", "selective")
-
-
-def read_recipe(path: str, overrides: Sequence[str]) -> RecipeSource:
-    """Read a recipe. Its data may be missing here: they lie on the machines that are planned for."""
-    source = loader.read_recipe(path, overrides)
-    if source.recipe is not None:
-        problems = source.document.problems
-        problems[:] = [each for each in problems if each.key not in ("data.path", "evaluate.path")]
-    return source
+# How kinds of memory.activation_checkpointing are counted, and what that leaves out.
+CHECKPOINTING = {"none": "none", "full": "full", "offload": "full", "selective": "selective", "every_n_layers": "none"}
+APPROXIMATED = {
+    "offload": "full, with the inputs on the device",
+    "selective": "a recomputation of the attention scores alone",
+    "every_n_layers": "none",
+}
 
 
 def refuse(recipe: Recipe) -> None:
@@ -30,19 +24,22 @@ def refuse(recipe: Recipe) -> None:
             f"adapter.name: found {recipe.adapter.name}, but the formulas are those of training all weights; "
             "adapter.name=null plans that, an upper bound"
         )
-    if recipe.task == "distill":
-        raise ConfigurationError("task: found distill, but the formulas do not cover a teacher")
+    if TASKS[recipe.task].has_teacher:
+        raise ConfigurationError(f"task: found {recipe.task}, but the formulas do not cover a teacher")
 
 
 def left_out(recipe: Recipe) -> list[str]:
     """List what the prediction does not count, for the reader."""
-    found = []
+    found, checkpointing = [], recipe.memory.activation_checkpointing
     if recipe.precision == "fp32":
-        found.append("precision fp32. Products and activations are those of bf16: expect more memory and a slower step")
+        products = "products at bf16 rates unless the cluster file has others"
+        found.append(f"precision fp32. Activations are counted in bf16, {products}: expect more memory and time")
     if recipe.task not in COVERED_TASKS:
         found.append(f"task {recipe.task}. Each row is counted as one text through a language model with its head")
-    if recipe.memory.activation_checkpointing not in COVERED_CHECKPOINTING:
-        found.append(f"memory.activation_checkpointing {recipe.memory.activation_checkpointing}, only approximately")
+    if recipe.task == "dpo" and recipe.dpo.has_reference:
+        found.append("task dpo. The reference, a second model, is not counted: expect more memory and time")
+    if checkpointing in APPROXIMATED:
+        found.append(f"memory.activation_checkpointing {checkpointing}. It is counted as {APPROXIMATED[checkpointing]}")
     if recipe.optimizer.name == "adamw_bf16":
         found.append("optimizer.name adamw_bf16. Weights and states are counted in fp32: expect less memory")
     if recipe.fp8 != "off":

@@ -24,6 +24,7 @@ class Gpu:
         bus_gb_per_s: bus bandwidth of an all-gather of a full node, large payloads.
         memory_gib: what torch sees.
         generation: key of the sustained rates in profiles.json.
+        fp32_tflops: products in fp32; 0: as fast as bf16, for want of a number.
     """
 
     matmul_tflops: float
@@ -32,6 +33,7 @@ class Gpu:
     bus_gb_per_s: float
     memory_gib: float
     generation: str
+    fp32_tflops: float = 0
 
 
 @lru_cache(maxsize=1)

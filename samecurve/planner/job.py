@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from samecurve.planner.cluster import Host
 from samecurve.planner.hardware import Gpu
 from samecurve.planner.layout import Layout
+from samecurve.planner.links import Level
 from samecurve.planner.shape import ModelShape
 
 
@@ -34,6 +36,10 @@ class Job:
         checkpointing: none, selective (attention's scores only) or full.
         stack: the software that runs the job, a key of profiles.json or any other word.
         memory_kind: the counter whose peak is predicted; "" means torch_allocated.
+        levels: links of a cluster file; empty: the GPU's own and the network cards.
+        reserved_gib: for context, NCCL and other processes; None: estimated.
+        offload: what is kept outside of the GPU, such as "optimizer:cpu" or "param:nvme".
+        host: where it is kept.
     """
 
     shape: ModelShape
@@ -56,6 +62,10 @@ class Job:
     checkpointing: str = "none"
     stack: str = ""
     memory_kind: str = ""
+    levels: tuple[Level, ...] = ()
+    reserved_gib: float | None = None
+    offload: tuple[str, ...] = ()
+    host: Host = field(default_factory=Host)
 
     @property
     def tokens(self) -> float:

@@ -41,6 +41,8 @@ def product_seconds(job: Job, rows: float, inputs: float, outputs: float, consta
     share = constants.matmul_share * sustained(job.card.generation)
     rate = job.card.matmul_tflops * 1e12
     moved = ELEMENT * elements
+    if job.precision == "fp32" and job.card.fp32_tflops:
+        rate = job.card.fp32_tflops * 1e12
     if job.precision == "fp8" and job.card.fp8_tflops:
         rate = job.card.fp8_tflops * 1e12
         moved += FP8_CASTS.get(job.fp8_recipe, 6) * elements / (2 if job.compile else 1)

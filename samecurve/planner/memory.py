@@ -35,6 +35,7 @@ class Anatomy:
 
     stage: Stage
     lines: tuple[Line, ...]
+    reserved_gib: float | None = None
 
     def total(self, moment: str) -> float:
         return sum(getattr(line, moment) for line in self.lines)
@@ -58,7 +59,7 @@ def anatomy(job: Job, constants: Profile | None = None) -> list[Anatomy]:
     """Compute the memory of each class of ranks. nanotron's counter is the first stage's (README of the runs)."""
     constants = constants or profile(job.stack)
     return [
-        Anatomy(stage, (*_states(job, stage), *_activations(job, stage, constants), *_gathered(job)))
+        Anatomy(stage, (*_states(job, stage), *_activations(job, stage, constants), *_gathered(job)), job.reserved_gib)
         for stage in stages(job, job.stack in BY_COST)
     ]
 
@@ -159,9 +160,13 @@ def overhead(each: Anatomy) -> list[Line]:
     """List what a GPU holds beside tensors: the allocator's rounding and gaps, the CUDA context and NCCL's buffers."""
     share = BLOCK_ROUNDING * (1 + FRAGMENTATION) - 1
     end, middle, update = (each.total(moment) * share for moment in MOMENTS)
+    fragmentation = Line("fragmentation", end, middle, update, f"{share:.0%} of the tensors", "assumed")
+    if each.reserved_gib is not None:
+        reserved = each.reserved_gib * GIB
+        return [fragmentation, Line("reserved", reserved, reserved, reserved, "reserved_gib of the cluster file")]
     context, nccl = CONTEXT_GIB * GIB, NCCL_GIB * GIB
     return [
-        Line("fragmentation", end, middle, update, f"{share:.0%} of the tensors", "assumed"),
+        fragmentation,
         Line("context", context, context, context, "CUDA context with torch's kernels", "assumed"),
         Line("NCCL", nccl, nccl, nccl, "buffers of several communicators", "assumed"),
     ]

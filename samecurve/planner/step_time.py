@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from samecurve.planner import collectives, kernels
+from samecurve.planner import collectives, kernels, links, offload
 from samecurve.planner.bubbles import idle_slots
 from samecurve.planner.hardware import DEFAULT_NODE_GBIT, Link, link
 from samecurve.planner.job import Job
@@ -32,6 +32,7 @@ class StepTime:
     bubble: float
     data_parallel: float
     optimizer: float
+    offload: float
     host: float
 
     @property
@@ -79,6 +80,7 @@ def _stage_time(job: Job, stage: Stage, constants: Profile) -> StepTime:
         bubble=idle,
         data_parallel=count * gathered + reduced,
         optimizer=update,
+        offload=offload.seconds(job, dense / ranks[0] + experts / ranks[1]),
         host=constants.step_us * 1e-6,
     )
 
@@ -100,7 +102,15 @@ def axis_link(job: Job, axis: str, ranks: int, constants: Profile) -> Link:
     return _link_of(job, ranks, job.layout.stride(axis), constants)
 
 
+def strided_link(job: Job, ranks: int, stride: int, constants: Profile) -> Link:
+    """Find the link of a group of ranks that are `stride` apart."""
+    return _link_of(job, ranks, stride, constants)
+
+
 def _link_of(job: Job, ranks: int, stride: int, constants: Profile) -> Link:
+    if job.levels:
+        step = constants.ring_step_us * 1e-6
+        return links.link(job.levels, job.gpus_per_node, ranks, stride, constants.network_share, step)
     gbit = (job.node_gbit or DEFAULT_NODE_GBIT) * constants.network_share
     return link(job.card, job.gpus_per_node, gbit, ranks, stride, constants.ring_step_us * 1e-6)
 

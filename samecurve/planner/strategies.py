@@ -1,12 +1,14 @@
-"""Turns a recipe, a strategy file and a cluster into a job."""
+"""Turns a recipe, a strategy file and a cluster into a job, and judges whether this version can run it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
-from samecurve.config.documents import format_problems
+from samecurve.config.documents import ConfigProblem, Document, KeyPath, format_problems
 from samecurve.config.schema_training import Batch
 from samecurve.config.source import RecipeSource
 from samecurve.errors import ConfigurationError
@@ -15,102 +17,162 @@ from samecurve.planner.job import Job, StateBytes
 from samecurve.planner.layout import Layout
 from samecurve.planner.shape import ModelShape
 from samecurve.strategy import resolve, validate
-from samecurve.strategy import world_size as world_size_rules
 from samecurve.strategy.launchers import Launch
-from samecurve.strategy.plan import Strategy
+from samecurve.strategy.plan import Files, Strategy
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs"
 # Order among equally fast strategies: those with fewer moving parts first.
 SIMPLE_FIRST = ("single", "ddp", "zero1", "zero2", "fsdp", "zero3", "hsdp", "tp", "fsdp_tp", "pipeline")
 ADAM, SIXTEEN, THIRTY_TWO = 8, 2, 4
+# Parallel sizes that a strategy's files may set: which file, and the key. All other ranks form replicas or shards.
+AXES: Mapping[str, tuple[str, KeyPath]] = {
+    "pp": ("deepspeed", ("pipeline", "stages")),
+    "dp_replicate": ("accelerate", ("parallelism_config", "parallelism_config_dp_replicate_size")),
+    "cp": ("accelerate", ("parallelism_config", "parallelism_config_cp_size")),
+    "tp": ("accelerate", ("parallelism_config", "parallelism_config_tp_size")),
+}
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is trained, apart from strategy and machines. `recipe` reads it anew, for rules that it must keep."""
+    """What is trained, apart from strategy and machines.
+
+    Attributes:
+        source: the recipe as written, by which the strategies' own rules judge.
+        optimizer_bytes: of its states, per parameter.
+        fixed: of "micro_batch" and "checkpointing", those that a search must leave as they are.
+    """
 
     shape: ModelShape
     batch: Batch
+    source: RecipeSource
     precision: str = "bf16"
     checkpointing: str = "none"
     chunked_loss: bool = True
     optimizer_bytes: int = ADAM
-    recipe: Callable[[], RecipeSource] | None = None
+    fixed: frozenset[str] = frozenset()
 
 
-def read(path: str, world_size: int) -> Strategy:
-    """Read a strategy file for a number of processes. Raises ConfigurationError."""
+@dataclass(frozen=True)
+class Template:
+    """A strategy's files, whose parallel sizes a plan may change."""
+
+    path: str
+    files: Files
+
+    @property
+    def name(self) -> str:
+        return Path(self.path).stem
+
+    @cached_property
+    def axes(self) -> tuple[str, ...]:
+        """The parallel sizes that the files set."""
+        return tuple(axis for axis, (file, key) in AXES.items() if getattr(self.files, file).get(*key) is not None)
+
+    def size(self, axis: str) -> int:
+        """The files' own size of an axis; 0 where they do not say a positive whole number."""
+        file, key = AXES[axis]
+        found = getattr(self.files, file).get(*key)
+        return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else 0
+
+    def sized(self, sizes: Mapping[str, int]) -> Files:
+        """Return the files with other parallel sizes."""
+        changed = {name: _fresh(getattr(self.files, name)) for name in ("accelerate", "deepspeed")}
+        for axis, size in sizes.items():
+            file, (*blocks, key) = AXES[axis]
+            block = changed[file].content
+            for name in blocks:
+                block = block[name]
+            block[key] = size
+        return Files(**changed)
+
+
+def _fresh(document: Document) -> Document:
+    return replace(document, content=copy.deepcopy(document.content), problems=[])
+
+
+def read(path: str) -> Template:
+    """Read a strategy's files. Raises ConfigurationError."""
     files = resolve.read_files(path)
     problems = [*files.accelerate.problems, *files.deepspeed.problems]
     if problems:
         raise ConfigurationError(format_problems(problems))
-    return resolve.describe_strategy(files, Launch("torchrun", world_size))
+    return Template(path, files)
 
 
-def check(path: str, world_size: int, source: RecipeSource | None) -> None:
-    """Apply the rules of a training run to a strategy file and a recipe just read. Raises ValueError with problems.
+def shipped() -> list[Template]:
+    """Read the strategies of configs/, the simplest first: what this version can run."""
+    paths = sorted(FOLDER.glob("*.yaml"), key=lambda path: (simplicity(path.stem), path.stem))
+    return [read(f"configs/{path.name}") for path in paths]
 
-    Without a recipe, only the number of processes is checked.
-    """
-    files, launch = resolve.read_files(path), Launch("torchrun", world_size)
+
+def simplicity(name: str) -> int:
+    """Rank of a strategy by its moving parts, 0 for the simplest."""
+    return SIMPLE_FIRST.index(name) if name in SIMPLE_FIRST else len(SIMPLE_FIRST)
+
+
+def describe(
+    wanted: Wanted, template: Template, sizes: Mapping[str, int], gpus: int
+) -> tuple[Strategy, list[ConfigProblem]]:
+    """Return the strategy on a number of GPUs, and what the configuration's check finds wrong with it."""
+    files, launch = template.sized(sizes), Launch("torchrun", gpus)
     strategy = resolve.describe_strategy(files, launch)
-    if source is None:
-        problems = [*world_size_rules.world_problems(files, strategy, launch)]
-    else:
-        validate.check_strategy(source, files, strategy, launch)
-        problems = [*source.document.problems, *files.accelerate.problems, *files.deepspeed.problems]
-    if problems:
-        raise ValueError(format_problems(problems))
-
-
-def shipped() -> Sequence[str]:
-    """List the strategy files of configs/, the simplest first."""
-
-    def order(path: Path) -> tuple[int, str]:
-        known = path.stem in SIMPLE_FIRST
-        return SIMPLE_FIRST.index(path.stem) if known else len(SIMPLE_FIRST), path.stem
-
-    return [f"configs/{path.name}" for path in sorted(FOLDER.glob("*.yaml"), key=order)]
+    source = wanted.source._replace(document=replace(wanted.source.document, problems=[]))
+    validate.check_strategy(source, files, strategy, launch)
+    return strategy, [*files.accelerate.problems, *files.deepspeed.problems, *source.document.problems]
 
 
 def job(wanted: Wanted, strategy: Strategy, machines: Cluster) -> Job:
-    """Describe the job. Raises ValueError where the strategy cannot use these GPUs."""
-    gpus, stages = machines.gpus, strategy.pipeline_stages
-    if strategy.family == "single" and gpus > 1:
-        raise ValueError(f"a single process uses one of {gpus} GPUs")
-    cut = strategy.tensor_parallel_size
-    if strategy.family == "tp" and gpus != cut:
-        raise ValueError(f"without FSDP, tensor parallelism over {cut} GPUs uses {cut} of {gpus}")
-    if gpus % (stages * strategy.replicate_size * cut):
-        sizes = f"{stages} stages x {strategy.replicate_size} replicas x {cut} tensor-parallel"
-        raise ValueError(f"{gpus} GPUs do not divide by {sizes}")
-    if stages > wanted.shape.layers:
-        raise ValueError(f"{stages} stages need as many layers; the model has {wanted.shape.layers}")
-    ranks = gpus // stages // cut
+    """Describe the job of a strategy that fits the number of GPUs."""
+    dims = strategy.dims
+    ranks = dims.size("dp_replicate", "dp_shard")
     zero = 3 if strategy.family == "fsdp" else strategy.zero_stage
-    shard = ranks // strategy.replicate_size if zero else 1
-    layout = Layout(ranks, tp=cut, pp=stages, schedule="1f1b" if stages > 1 else "", zero=zero, shard=shard)
+    layout = Layout(
+        ranks, tp=dims.tp, pp=dims.pp, cp=dims.cp, schedule="1f1b" if dims.pp > 1 else "", zero=zero,
+        shard=dims.dp_shard if zero else 1, sequence_parallel=dims.tp > 1,
+    )  # fmt: skip
     stack = {"zero": "deepspeed", "pipeline": "deepspeed", "fsdp": "fsdp2"}.get(strategy.family, strategy.family)
-    # A rank with fewer rows than a micro-batch holds computes no others.
-    rows = min(wanted.batch.micro_batch_size, wanted.batch.rows_per_rank(ranks)[0])
+    described = describe_job(wanted, layout, machines, _states(strategy, wanted), stack)
+    return replace(described, offload=strategy.offload)
+
+
+def describe_job(wanted: Wanted, layout: Layout, machines: Cluster, states: StateBytes, stack: str) -> Job:
+    """Put the parts of a job together. A rank with fewer rows than a micro-batch holds computes no others."""
+    rows = min(wanted.batch.micro_batch_size, rows_of_a_rank(wanted, layout.dp))
     return Job(
         wanted.shape, layout, machines.card, rows, wanted.batch.sequence_length,
-        wanted.batch.accumulation_steps(ranks), _states(strategy, wanted), machines.kind,
-        gpus_per_node=machines.gpus_per_node, node_gbit=machines.node_gbit, precision=wanted.precision,
-        chunked_loss=wanted.chunked_loss and stages == 1, checkpointing=wanted.checkpointing, stack=stack,
+        wanted.batch.accumulation_steps(layout.dp), states, machines.kind, gpus_per_node=machines.gpus_per_node,
+        node_gbit=machines.node_gbit, precision=wanted.precision,
+        chunked_loss=wanted.chunked_loss and layout.pp == 1, checkpointing=wanted.checkpointing, stack=stack,
+        levels=machines.levels, reserved_gib=machines.reserved_gib, host=machines.host,
     )  # fmt: skip
+
+
+TORCH_STATES = StateBytes(THIRTY_TWO, THIRTY_TWO, 0, 0, ADAM)
 
 
 def _states(strategy: Strategy, wanted: Wanted) -> StateBytes:
     """Bytes per parameter. Torch's engines keep fp32 weights and autocast; DeepSpeed keeps 16-bit ones and a copy."""
     if strategy.family not in ("zero", "pipeline"):
-        states = StateBytes(THIRTY_TWO, THIRTY_TWO, 0, 0, wanted.optimizer_bytes)
+        states = TORCH_STATES
     elif wanted.precision == "fp32":
-        states = StateBytes(THIRTY_TWO, THIRTY_TWO, 0, THIRTY_TWO, wanted.optimizer_bytes)
+        states = StateBytes(THIRTY_TWO, THIRTY_TWO, 0, THIRTY_TWO, ADAM)
     else:
-        states = StateBytes(SIXTEEN, SIXTEEN, THIRTY_TWO, THIRTY_TWO, wanted.optimizer_bytes)
+        states = StateBytes(SIXTEEN, SIXTEEN, THIRTY_TWO, THIRTY_TWO, ADAM)
+    states = replace(states, optimizer=wanted.optimizer_bytes)
     if any(each.startswith("optimizer:") for each in strategy.offload):
         states = replace(states, master=0, optimizer=0)
     if any(each.startswith("param:") for each in strategy.offload):
         states = replace(states, weights=0)
     return states
+
+
+def with_memory(wanted: Wanted, micro_batch: int, checkpointing: str) -> Wanted:
+    """Change what may be changed without changing the curve."""
+    batch = wanted.batch.model_copy(update={"micro_batch_size": micro_batch})
+    return replace(wanted, batch=batch, checkpointing=checkpointing)
+
+
+def rows_of_a_rank(wanted: Wanted, ranks: int) -> int:
+    """Rows of a step that the fullest data-parallel rank reads."""
+    return wanted.batch.rows_per_rank(ranks)[0]

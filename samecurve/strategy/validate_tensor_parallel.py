@@ -14,15 +14,16 @@ if TYPE_CHECKING:
 Value = Callable[[str], Any]
 _SHARDED = ("parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size")
 _UNTESTED = "has not been compared with one process under tensor parallelism"
+OFF = ("off", False, None)  # YAML reads a bare off as false
 # By key: what is allowed, and why nothing else is.
 _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
     "task": (("pretrain", "sft"), f"the task {_UNTESTED}"),
     "precision": (("fp32", "bf16"), f"fp16's loss scale {_UNTESTED}"),
     "adapter.name": ((None,), "an adapter's matrices would have to be cut as the layers around them are"),
-    "fp8": (("off", None), "torchao's layers take the place of those that are cut"),
+    "fp8": (OFF, "torchao's layers take the place of those that are cut"),
     "model.kernels": (("torch", None), "Liger's kernels read whole weights"),
     "loss.implementation": (("auto", "full", "chunked"), "Liger's kernel reads the whole output head"),
-    "compile": (("off", None), f"a compiled layer {_UNTESTED}"),
+    "compile": (OFF, f"a compiled layer {_UNTESTED}"),
     "memory.activation_checkpointing": (("none",), f"recomputing it {_UNTESTED}"),
     "memory.gradient_sync": (("auto",), f"the key {_UNTESTED}"),
 }
@@ -40,7 +41,7 @@ def _rule(key: str, allowed: tuple[Any, ...], why: str) -> Callable[[Value, Stra
     def rule(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
         found = value(key)
         if strategy.tensor_parallel_size > 1 and found not in allowed:
-            shown = " or ".join("null" if each is None else str(each) for each in allowed)
+            shown = " or ".join("null" if each is None else str(each) for each in allowed if each is not False)
             yield key, f"found {found}, but {why}; use {shown}, or configs/fsdp.yaml"
 
     return rule

@@ -1,0 +1,197 @@
+"""Reads and writes cluster files. Every unknown key is a problem with its file and line."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any
+
+import yaml
+
+from samecurve.config.documents import Document, KeyPath, describe, format_problems, read_document, suggest
+from samecurve.errors import ConfigurationError
+from samecurve.planner.cluster import HOSTS, Cluster, Host, built_in, is_file
+from samecurve.planner.hardware import DEFAULT_NODE_GBIT, Gpu, gpu, known_gpu, known_names
+from samecurve.planner.links import Level
+
+KEYS = (
+    "gpu", "device", "nodes", "gpus_per_node", "links", "host", "reserved_gib", "gbit_per_s_per_node",
+)  # fmt: skip
+DEVICE = ("memory_gib", "peak_tflops", "hbm_gb_per_s")
+PEAKS = ("bf16", "fp8", "fp32")
+LINK = ("level", "size", "bus_gb_per_s", "gbit_per_s_per_node", "latency_us")
+HOST = tuple(each.name for each in fields(Host))
+# Share of a data sheet's peak that the best measured product reaches: 794 of 989 TFLOP/s on an H100, assumed elsewhere.
+MEASURED_SHARE = 0.8
+
+
+def cluster(text: str) -> Cluster:
+    """Read `--cluster`: a file, or a built-in kind. Raises ConfigurationError."""
+    if not is_file(text):
+        return built_in(text)
+    document = read_document(text)
+    found = None if document.problems else _Reader(document).cluster()
+    if document.problems or found is None:
+        raise ConfigurationError(format_problems(document.problems))
+    return found
+
+
+class _Reader:
+    """Reads the keys of one file; what is wrong becomes a problem of the document."""
+
+    def __init__(self, document: Document):
+        self.document = document
+
+    def cluster(self) -> Cluster:
+        self._known((), KEYS)
+        nodes, per_node = (int(self._number((key,), 1, whole=True)) for key in ("nodes", "gpus_per_node"))
+        kind, card = self._card()
+        nominal = self._number(("gbit_per_s_per_node",), DEFAULT_NODE_GBIT, optional=True)
+        levels = self._levels(card, per_node, nominal)
+        own = HOSTS.get(kind, Host())
+        self._known(("host",), HOST)
+        host = Host(**{key: self._number(("host", key), getattr(own, key), optional=True) for key in HOST})
+        reserved = None
+        if "reserved_gib" in self.document.content:
+            reserved = self._number(("reserved_gib",), 0, least=0)
+        outer = [each.node_gbit for each in levels[1:] if each.node_gbit]
+        return Cluster(kind, card, nodes, per_node, min(outer, default=nominal), tuple(levels), host, reserved)
+
+    def _block(self, path: KeyPath) -> Any:
+        value: Any = self.document.content
+        for key in path:
+            value = value[int(key)] if isinstance(value, list) else value.get(key) if isinstance(value, dict) else None
+        return value
+
+    def _known(self, path: KeyPath, legal: Iterable[str]) -> None:
+        block = self._block(path)
+        if block is None:
+            return
+        if not isinstance(block, dict):
+            self.document.problem(path, f"found {describe(block)}, expected a block of keys")
+            return
+        for key in block.keys() - set(legal):
+            self.document.problem(
+                (*path, key), "unknown key" + suggest((*path, key), ((*path, each) for each in legal))
+            )
+
+    def _number(
+        self, path: KeyPath, default: float, optional: bool = False, whole: bool = False, least: float = 1e-9
+    ) -> float:
+        value = self._block(path)
+        if value is None and optional:
+            return default
+        kinds_ = (int,) if whole else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kinds_) or not least <= value < math.inf:
+            expected = "a positive whole number" if whole else "a positive number"
+            found = "missing" if value is None else f"found {describe(value)}"
+            self.document.problem(path, f"{found}, expected {expected}")
+            return default
+        return value
+
+    def _card(self) -> tuple[str, Gpu]:
+        name, device = self.document.get("gpu"), self.document.get("device")
+        if device is not None:
+            if name is not None:
+                self.document.problem(("device",), "given beside gpu; keep one of them")
+            return "device", self._device()
+        card = known_gpu(name) if isinstance(name, str) else None
+        if not card:
+            found = "missing" if name is None else f"found {describe(name)}"
+            known = ", ".join(known_names())
+            text = f"{found}, expected a GPU with known rates: {known}; describe another one under device"
+            self.document.problem(("gpu",), text)
+            return "", gpu("A100-80GB")
+        return name, card
+
+    def _device(self) -> Gpu:
+        self._known(("device",), DEVICE)
+        self._known(("device", "peak_tflops"), PEAKS)
+
+        def peak(kind: str, optional: bool = True) -> float:
+            return MEASURED_SHARE * self._number(("device", "peak_tflops", kind), 0, optional)
+
+        memory, hbm = (self._number(("device", key), 1) for key in ("memory_gib", "hbm_gb_per_s"))
+        bus = self._number(("host", "pcie_gb_per_s"), Host().pcie_gb_per_s, optional=True)
+        return Gpu(peak("bf16", optional=False), peak("fp8"), hbm, bus, memory, "other", peak("fp32"))
+
+    def _levels(self, card: Gpu, per_node: int, nominal: float) -> list[Level]:
+        """Read the levels; what a level leaves out is the GPU's own link, or the network cards' nominal rate."""
+        given = self.document.content.get("links", [])
+        if not isinstance(given, list):
+            self.document.problem(("links",), f"found {describe(given)}, expected a list of levels, inside out")
+            given = []
+        levels = [self._level(("links", str(index)), index, card, per_node, nominal) for index in range(len(given))]
+        if not levels:
+            levels = [Level("node", per_node, ((1, card.bus_gb_per_s),))]
+        if len(levels) == 1:
+            levels.append(Level("network", 0, node_gbit=nominal))
+        sizes = [each.size for each in levels[:-1]]
+        if sizes != sorted(set(sizes)) or sizes[0] != per_node:
+            text = f"found sizes {sizes}, expected the first to be gpus_per_node ({per_node}) and each to be larger"
+            self.document.problem(("links",), text)
+        return levels
+
+    def _level(self, path: KeyPath, index: int, card: Gpu, per_node: int, nominal: float) -> Level:
+        self._known(path, LINK)
+        block = self._block(path)
+        if not isinstance(block, dict):
+            return Level("node", per_node)
+        size = int(self._number((*path, "size"), 0 if index else per_node, optional=True, whole=True))
+        measured = self._measured((*path, "bus_gb_per_s"))
+        gbit = self._number((*path, "gbit_per_s_per_node"), nominal if index else 0, optional=True)
+        if not index and not measured:
+            measured = ((1, gbit / 8),) if gbit else ((1, card.bus_gb_per_s),)
+        latency = self._number((*path, "latency_us"), 0, optional=True)
+        return Level(str(block.get("level", "network" if index else "node")), size, measured, gbit, latency)
+
+    def _measured(self, path: KeyPath) -> tuple[tuple[int, float], ...]:
+        value = self._block(path)
+        if not isinstance(value, dict):
+            return ((1, self._number(path, 1)),) if value is not None else ()
+        ranks = [key for key in value if str(key).isdigit() and int(key) > 0]
+        for key in value.keys() - set(ranks):
+            self.document.problem((*path, str(key)), "expected a number of ranks, such as {32: 65, 64: 33}")
+        return tuple(sorted((int(key), self._number((*path, key), 1)) for key in ranks))
+
+
+def text(machines: Cluster) -> str:
+    """Format a cluster file that describes these machines."""
+    content: dict[str, Any] = {"gpu": machines.kind}
+    if machines.kind == "device":
+        peaks = {
+            "bf16": machines.card.matmul_tflops,
+            "fp8": machines.card.fp8_tflops,
+            "fp32": machines.card.fp32_tflops,
+        }
+        content = {
+            "device": {
+                "memory_gib": machines.card.memory_gib,
+                "peak_tflops": {key: value / MEASURED_SHARE for key, value in peaks.items() if value},
+                "hbm_gb_per_s": machines.card.hbm_gb_per_s,
+            }
+        }
+    content |= {"nodes": machines.nodes, "gpus_per_node": machines.gpus_per_node}
+    content["gbit_per_s_per_node"] = machines.node_gbit
+    if machines.levels:
+        content["links"] = [_level_content(each) for each in machines.levels]
+        content["links"][0]["size"] = machines.gpus_per_node
+    content["host"] = {key: getattr(machines.host, key) for key in HOST}
+    if machines.reserved_gib is not None:
+        content["reserved_gib"] = machines.reserved_gib
+    return yaml.safe_dump(content, sort_keys=False)
+
+
+def _level_content(level: Level) -> dict[str, Any]:
+    content: dict[str, Any] = {"level": level.name}
+    if level.size:
+        content["size"] = level.size
+    if level.measured:
+        single = len(level.measured) == 1 and level.measured[0][0] == 1
+        content["bus_gb_per_s"] = level.measured[0][1] if single else dict(level.measured)
+    if level.node_gbit:
+        content["gbit_per_s_per_node"] = level.node_gbit
+    if level.latency_us:
+        content["latency_us"] = level.latency_us
+    return content

@@ -1,0 +1,121 @@
+"""Writes the files that start a plan: strategy, recipe where there is none, cluster, the plan, launch scripts."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import yaml
+
+from samecurve.config import loader
+from samecurve.config.overrides import latest_overrides
+from samecurve.errors import ConfigurationError
+from samecurve.planner import cluster_file, inputs, layout_picture, model_config, plan_text, strategies
+from samecurve.planner.cluster import Cluster
+from samecurve.planner.search import Choice
+from samecurve.planner.strategies import Wanted
+from samecurve.storage.atomic import storage_errors
+from samecurve.strategy import launch_files
+from samecurve.strategy.launch_files import Target
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was typed: MODEL_OR_RECIPE and the overrides."""
+
+    model: str
+    overrides: tuple[str, ...]
+
+
+def emit(
+    folder: str, choice: Choice, wanted: Wanted, machines: Cluster, request: Request, launchers: Sequence[str]
+) -> list[str]:
+    """Write everything that starts a choice, and read it back as the run would. Returns the files' paths.
+
+    Raises:
+        ConfigurationError: the configuration's own check refuses what was written.
+    """
+    assert choice.template and choice.sizes is not None  # shapes without files are never emitted
+    recipe = request.model if inputs.is_recipe(request.model) else os.path.join(folder, "recipe.yaml")
+    overrides = tuple(latest_overrides([*request.overrides, *recipe_values(choice, wanted)]))
+    strategy = os.path.join(folder, "strategy.yaml")
+    target = Target(folder, recipe, strategy, overrides, machines.nodes, machines.gpus_per_node)
+    texts = _strategy(folder, choice) | {"cluster.yaml": cluster_file.text(machines)}
+    if not inputs.is_recipe(request.model):
+        texts["recipe.yaml"] = _recipe(folder, request.model)
+    record = {"recipe": recipe, "overrides": overrides, "launchers": list(launchers), **plan_text.record(choice)}
+    assert choice.job
+    texts["layout.svg"] = layout_picture.svg(choice.job, wanted.batch.global_batch_size)
+    texts["plan.json"] = json.dumps(record, indent=1) + "\n"
+    for launcher in launchers:
+        texts |= launch_files.files(launcher, target)
+    _write(folder, texts)
+    _check(target, launchers)
+    return [os.path.join(folder, name) for name in texts]
+
+
+def recipe_values(choice: Choice, wanted: Wanted) -> list[str]:
+    """Return the overrides by which the choice differs from the recipe; only what the search may choose."""
+    assert choice.job
+    values = []
+    rows = strategies.rows_of_a_rank(wanted, choice.job.layout.dp)
+    if choice.job.micro_batch != min(wanted.batch.micro_batch_size, rows):
+        values.append(f"batch.micro_batch_size={choice.job.micro_batch}")
+    if choice.job.checkpointing != wanted.checkpointing:
+        values.append(f"memory.activation_checkpointing={choice.job.checkpointing}")
+    return values
+
+
+def _strategy(folder: str, choice: Choice) -> dict[str, str]:
+    """Return the strategy's files with the sizes of the choice."""
+    assert choice.template and choice.job
+    files = choice.template.sized(choice.sizes or {})
+    accelerate = {**files.accelerate.content, "num_processes": choice.job.layout.gpus}
+    texts = {}
+    if files.deepspeed.name:
+        name = os.path.join(folder, "strategy.json")
+        texts["strategy.json"] = json.dumps(files.deepspeed.content, indent=2) + "\n"
+        block = accelerate.get("deepspeed_config", {})
+        accelerate |= {"distributed_type": "DEEPSPEED", "deepspeed_config": {**block, "deepspeed_config_file": name}}
+    named = f"{choice.name}, {plan_text.sizes(choice.job.layout)}"
+    about = f"# {named}: {choice.template.path} with the sizes of a plan; plan.json says how fast it should be.\n"
+    return {"strategy.yaml": about + yaml.safe_dump(accelerate, sort_keys=False), **texts}
+
+
+def _recipe(folder: str, model: str) -> str:
+    """Return a recipe for a model that was planned without one."""
+    base = os.path.relpath(inputs.BASE, folder)
+    content = {"base": base, **inputs.bare_recipe(model, model_config.read(model))}
+    return f"# The job that was planned for {model}; data.path is for you to add.\n" + yaml.safe_dump(
+        content, sort_keys=False
+    )
+
+
+def _write(folder: str, texts: dict[str, str]) -> None:
+    directory = Path(folder)
+    with storage_errors(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            path = directory / name
+            path.write_text(text, encoding="utf-8")
+            if name.endswith(".sh"):
+                path.chmod(0o755)
+
+
+def _check(target: Target, launchers: Sequence[str]) -> None:
+    """Resolve every launcher's command as its processes would; all have to come to the same plan.
+
+    Data may be missing.
+    """
+    elsewhere = inputs.data_elsewhere(loader.read_recipe(target.recipe, target.overrides))
+    here = [f"{key}=." for key in sorted(elsewhere)]
+    target = replace(target, overrides=tuple(latest_overrides([*target.overrides, *here])))
+    found = []
+    for launcher in launchers:
+        plan = launch_files.read_back(launcher, target, launch_files.command(launcher, target))
+        found.append((plan.recipe, plan.strategy.family, plan.strategy.dims, plan.strategy.deepspeed))
+    if any(each != found[0] for each in found):
+        raise ConfigurationError(f"{target.folder}: the launchers {', '.join(launchers)} come to different plans")

@@ -1,0 +1,125 @@
+"""Which rank is where: a layout's ranks by node, the links of its groups, and what does not divide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from samecurve.errors import ConfigurationError
+from samecurve.planner.hardware import Link
+from samecurve.planner.job import Job
+from samecurve.planner.layout import ORDER
+from samecurve.planner.profiles import profile
+from samecurve.planner.step_time import strided_link
+
+Order = tuple[str, ...]
+NAMES = {"pp": "stage", "dp": "data-parallel rank", "cp": "sequence part", "tp": "tensor part"}
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A parallel axis: its size, and the distance of neighbouring ranks of one group."""
+
+    name: str
+    size: int
+    stride: int
+
+    def index(self, rank: int) -> int:
+        return rank // self.stride % self.size
+
+
+def read_order(text: str) -> Order:
+    """Read `--order`: all of tp, cp, dp and pp, the fastest-varying first. Raises ConfigurationError."""
+    order = tuple(text.replace("-", ",").split(","))
+    if sorted(order) != sorted(ORDER):
+        raise ConfigurationError(f"--order {text}: expected each of {', '.join(ORDER)} once, such as {','.join(ORDER)}")
+    return order
+
+
+def axes(job: Job, order: Order = ORDER) -> list[Axis]:
+    """List the axes that a layout uses, the fastest-varying first; dp as shards and replicas under hybrid sharding."""
+    layout, found = job.layout, []
+    for name in order:
+        size, stride = getattr(layout, name), layout.stride(name, order)
+        if name == "dp" and 1 < layout.shard < size:
+            found += [Axis("shard", layout.shard, stride), Axis("replica", size // layout.shard, stride * layout.shard)]
+        elif size > 1:
+            found.append(Axis(name, size, stride))
+    return found
+
+
+def ranks_of(job: Job, node: int) -> range:
+    return range(node * job.gpus_per_node, min((node + 1) * job.gpus_per_node, job.layout.gpus))
+
+
+def cell(job: Job, rank: int, order: Order = ORDER) -> str:
+    """Name a GPU by a letter and an index for each axis that varies inside its node: `d0t1`."""
+    ranks = ranks_of(job, rank // job.gpus_per_node)
+    varying = [each for each in reversed(axes(job, order)) if len({each.index(other) for other in ranks}) > 1]
+    return "".join(f"{each.name[0]}{each.index(rank)}" for each in varying) or "0"
+
+
+def told(job: Job, node: int, order: Order = ORDER) -> str:
+    """Say what all GPUs of a node have in common: `stage 0, replica 1`."""
+    ranks = ranks_of(job, node)
+    common = [each for each in reversed(axes(job, order)) if len({each.index(rank) for rank in ranks}) == 1]
+    return ", ".join(f"{NAMES.get(each.name, each.name)} {each.index(ranks[0])}" for each in common)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of one axis.
+
+    Attributes:
+        nodes: that a group touches.
+        link: what it communicates over while all such groups do.
+    """
+
+    axis: str
+    size: int
+    stride: int
+    first: tuple[int, ...]
+    nodes: int
+    link: Link
+
+
+def groups(job: Job, order: Order = ORDER) -> list[Groups]:
+    """List the groups of every axis, the fastest-varying first; experts are spread over neighbours in dp."""
+    experts = Axis("ep", job.layout.ep, job.layout.stride("dp", order))
+    found = []
+    for each in [*axes(job, order), *([experts] if experts.size > 1 else [])]:
+        ranks = tuple(range(0, each.size * each.stride, each.stride))
+        nodes = len({rank // job.gpus_per_node for rank in ranks})
+        talking = 2 if each.name == "pp" else each.size  # stages talk to their neighbours only
+        link = strided_link(job, talking, each.stride, profile(job.stack))
+        found.append(Groups(each.name, each.size, each.stride, ranks, nodes, link))
+    return found
+
+
+def complaints(job: Job, order: Order = ORDER) -> Iterator[str]:
+    """Say what is wrong or slow about a layout."""
+    layout, shape, node = job.layout, job.shape, job.gpus_per_node
+    if layout.tp > 1 and (layout.tp - 1) * layout.stride("tp", order) >= node:
+        yield f"tp {layout.tp} crosses nodes of {node} GPUs: every layer waits for the network; make it smaller"
+    elif layout.tp > 1 and node % (layout.tp * layout.stride("tp", order)):
+        yield f"tp {layout.tp} does not divide {node} GPUs per node: some groups cross nodes, others do not"
+    if layout.pp > 1 and layout.stride("pp", order) < node < layout.gpus:
+        yield f"pp {layout.pp}: neighbouring stages share a node, so that larger messages cross; put pp last"
+    divided = (
+        ("heads", shape.heads, "tp", layout.tp),
+        ("key and value heads", shape.kv_heads, "tp", layout.tp),
+        ("layers", shape.layers, "pp", layout.pp),
+        ("experts", shape.experts, "ep", layout.ep),
+        ("data-parallel ranks", layout.dp, "ep", layout.ep),
+        ("tokens of a row", job.seq, "2 x cp", 2 * layout.cp if layout.cp > 1 else 1),
+    )
+    for name, count, axis, size in divided:
+        if count % size:
+            yield f"{count} {name} do not divide by {axis} {size}: parts are uneven or refused"
+
+
+def uneven_rows(global_batch: int, job: Job) -> list[str]:
+    """Say where ranks read different numbers of rows."""
+    ranks = job.layout.dp
+    few, more = divmod(global_batch, ranks)
+    return [f"{global_batch} rows on {ranks} ranks: {more} of them read {few + 1}, the others {few}"] if more else []

@@ -1,0 +1,121 @@
+"""What `plan` prints: the answer in one line, the ranked table, and why the others are not chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from samecurve.planner import memory, printing
+from samecurve.planner.job import Job
+from samecurve.planner.layout import Layout
+from samecurve.planner.search import Choice
+from samecurve.planner.strategies import Wanted
+
+COLUMNS = (
+    "strategy", "sizes", "rows x forwards", "recompute", "tokens/s", "step s", "80 %", "memory GiB", "80 %", "verdict",
+    "largest line",
+)  # fmt: skip
+
+
+def sizes(layout: Layout) -> str:
+    """Name the parallel sizes, from the outermost to the innermost: `pp 2, dp 4`, `dp 2 x 8` for two replicas."""
+    replicas = layout.dp // layout.shard if layout.zero else 1
+    data = f"dp {replicas} x {layout.shard}" if 1 < replicas < layout.dp else f"dp {layout.dp}"
+    experts = f"ep {layout.ep}" if layout.ep > 1 else ""
+    others = {axis: getattr(layout, axis) for axis in ("pp", "cp", "tp")}
+    named = {axis: f"{axis} {size}" if size > 1 else "" for axis, size in others.items()}
+    return ", ".join(filter(None, [named["pp"], data, experts, named["cp"], named["tp"]]))
+
+
+def batch(job: Job) -> str:
+    return f"{job.micro_batch} x {job.grad_accum}"
+
+
+def answer(best: Choice, others: int) -> str:
+    """Format the answer: strategy, sizes, tokens/s, step time and memory, each with its 80 % interval.
+
+    Args:
+        others: number of choices that are as fast as this one, as far as can be predicted.
+    """
+    assert best.job and best.found
+    job, found = best.job, best.found
+    slow, fast = best.tokens_per_s_interval
+    low, high = found.seconds_interval
+    least, most = best.memory_interval
+    shape = f"{sizes(job.layout)}, micro-batch {batch(job)}, recompute {job.checkpointing}"
+    speed = f"{best.tokens_per_s:,.0f} tokens/s ({slow:,.0f} to {fast:,.0f})"
+    step = f"a step in {found.seconds:.3g} s ({low:.3g} to {high:.3g})"
+    held = f"{found.total_memory_gib:.1f} of {job.memory_gib:.1f} GiB ({least:.1f} to {most:.1f}), {best.verdict}"
+    origin = "80 % intervals; constants fitted to public runs, none measured here"
+    ties = f"; {others} more {'is a tie' if others == 1 else 'are ties'}" if others else ""
+    return f"{best.name} ({shape}) on {job.layout.gpus} x {job.gpu_kind}: {speed}, {step}, {held} ({origin}{ties})"
+
+
+def job_size(wanted: Wanted) -> str:
+    """Format what is trained in a step: `109.5 million parameters, 64 rows of 2048 tokens per step`."""
+    batch = wanted.batch
+    rows = f"{batch.global_batch_size} rows of {batch.sequence_length} tokens per step"
+    return f"{wanted.shape.parameters / 1e6:,.1f} million parameters, {rows}"
+
+
+def at_most(count: int, choices: Sequence[Choice]) -> list[Choice]:
+    """Keep the first sizes of each strategy."""
+    kept: list[Choice] = []
+    for each in choices:
+        if sum(other.name == each.name for other in kept) < count:
+            kept.append(each)
+    return kept
+
+
+def table(choices: Sequence[Choice]) -> str:
+    return printing.table([COLUMNS, *map(_row, choices)])
+
+
+def _row(choice: Choice) -> list[str]:
+    assert choice.found and choice.job
+    found = choice.found
+    low, high = found.seconds_interval
+    least, most = choice.memory_interval
+    verdict = f"{choice.verdict}{', tie' if choice.tie else ''}"
+    return [
+        choice.name, sizes(choice.job.layout), batch(choice.job), choice.job.checkpointing,
+        f"{choice.tokens_per_s:,.0f}", f"{found.seconds:.3f}", f"{low:.3f}-{high:.3f}",
+        f"{found.total_memory_gib:.1f}", f"{least:.1f}-{most:.1f}", choice.lack or verdict, found.binding,
+    ]  # fmt: skip
+
+
+def rejection(choice: Choice, fits_from: int | None) -> str:
+    """Say in one line why a family of strategies is out, and from how many GPUs on it would fit."""
+    if not (choice.job and choice.found):
+        return f"{choice.name}: {choice.reason}"
+    fullest = max(memory.anatomy(choice.job), key=lambda each: each.peak)
+    line = next(each for each in fullest.lines if each.name == fullest.binding)
+    held = getattr(line, fullest.moment) / memory.GIB
+    more = f"from {fits_from} GPUs on it fits" if fits_from else "more GPUs do not help"
+    return (
+        f"{choice.name} ({sizes(choice.job.layout)}): {choice.found.total_memory_gib:.0f} GiB of "
+        f"{choice.job.memory_gib:.0f}, {fullest.binding} {held:.0f}; {more}"
+    )
+
+
+def record(choice: Choice) -> dict:
+    """Return the choice as JSON."""
+    if not (choice.job and choice.found):
+        return {"strategy": choice.name, "verdict": choice.verdict, "reason": choice.reason}
+    layout, found = choice.job.layout, choice.found
+    return {
+        "strategy": choice.name,
+        "sizes": {axis: getattr(layout, axis) for axis in ("dp", "shard", "tp", "pp", "cp", "ep")},
+        "micro_batch_size": choice.job.micro_batch,
+        "accumulation_steps": choice.job.grad_accum,
+        "activation_checkpointing": choice.job.checkpointing,
+        "tokens_per_second": choice.tokens_per_s,
+        "tokens_per_second_interval": choice.tokens_per_s_interval,
+        "step_seconds": found.seconds,
+        "step_seconds_interval": found.seconds_interval,
+        "peak_memory_gib": found.total_memory_gib,
+        "peak_memory_gib_interval": choice.memory_interval,
+        "verdict": choice.verdict,
+        "tie": choice.tie,
+        "binding": found.binding,
+        "not_in_this_version": choice.lack or None,
+    }

@@ -1,0 +1,146 @@
+"""Rules of thumb for a model's dimensions on a GPU: what divides, and how well tiles fill matrices and processors.
+
+A product of (rows, inputs) x (inputs, outputs) is computed in tiles of the result, one per streaming multiprocessor
+(SM) at a time. Tiles that reach beyond the edge compute nothing of use, and the last wave of tiles leaves SMs idle:
+109 tiles on 108 SMs take as long as 216 (NVIDIA, "Matrix Multiplication Background User's Guide"). The library chooses
+among several tile sizes, so that these shares are estimates for the largest one; `bench shapes` measures.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from samecurve.planner.job import Job
+
+MULTIPLE = 64  # elements of 2 bytes: 128 bytes, which tensor cores want in each dimension of A100 and later
+TILE_ROWS, TILE_COLUMNS = 128, 256
+SMS = ((r"B[23]00|GB[23]00", 148), (r"H100|H200|H800|GH200", 132), (r"H20\b", 78), (r"A100|A800", 108), (r"V100", 80))
+GOOD = 0.9  # efficiencies below are worth telling
+
+
+@dataclass(frozen=True)
+class Product:
+    """One matrix product of the forward pass on one rank: (rows, inputs) x (inputs, outputs).
+
+    Attributes:
+        sms: streaming multiprocessors of the GPU.
+    """
+
+    name: str
+    rows: int
+    inputs: int
+    outputs: int
+    sms: int
+
+    @property
+    def tiles(self) -> int:
+        return math.ceil(self.rows / TILE_ROWS) * math.ceil(self.outputs / TILE_COLUMNS)
+
+    @property
+    def waves(self) -> int:
+        return math.ceil(self.tiles / self.sms)
+
+    @property
+    def tile_efficiency(self) -> float:
+        """Share of the tiles' area that belongs to the result."""
+        return self.rows * self.outputs / (self.tiles * TILE_ROWS * TILE_COLUMNS)
+
+    @property
+    def wave_efficiency(self) -> float:
+        """Share of the SMs that work, over all waves."""
+        return self.tiles / (self.waves * self.sms)
+
+
+def sms(gpu_kind: str) -> int:
+    """Look up the streaming multiprocessors of a GPU; those of an A100 for an unknown one."""
+    return next((count for pattern, count in SMS if re.search(pattern, gpu_kind, re.IGNORECASE)), 108)
+
+
+def products(job: Job) -> list[Product]:
+    """List the products of a layer, and the output head's."""
+    shape, split, count = job.shape, job.layout.tp, sms(job.gpu_kind)
+    rows = int(job.tokens * max(shape.top_k, 1) / max(shape.experts, 1)) or 1
+    tokens, hidden = int(job.tokens), shape.hidden
+    head = shape.attention_width // shape.heads
+    inner, queries = shape.ffn // split, shape.attention_width // split
+    keys = 2 * head * shape.kv_heads // split
+    return [
+        Product("query, key, value", tokens, hidden, queries + keys, count),
+        Product("attention output", tokens, queries, hidden, count),
+        Product("gate and up" if shape.gated else "up", rows, hidden, inner * (2 if shape.gated else 1), count),
+        Product("down", rows, inner, hidden, count),
+        Product("output head", tokens, hidden, shape.vocab // split, count),
+    ]
+
+
+def near_width(width: int, multiple: int = MULTIPLE) -> int:
+    """Return the nearest multiple, the larger of two that are as near."""
+    return max(math.floor(width / multiple + 0.5), 1) * multiple
+
+
+def swiglu_width(hidden: int, multiple: int = MULTIPLE) -> int:
+    """Return the width of a gated MLP with as many weights as 4 h without a gate, 8/3 h (arXiv:2002.05202)."""
+    return near_width(8 * hidden // 3, multiple)
+
+
+def padded(size: int, multiple: int = MULTIPLE) -> int:
+    """Return the next multiple, for a vocabulary, which cannot be made smaller."""
+    return -(-size // multiple) * multiple
+
+
+def complaints(job: Job) -> list[str]:
+    """Say which dimensions do not divide, with the nearest ones that do, and which products fill the GPU badly."""
+    return [*_heads(job), *_widths(job), *_fill(job)]
+
+
+def _heads(job: Job) -> Iterator[str]:
+    shape, split = job.shape, job.layout.tp
+    head, remainder = divmod(shape.attention_width, shape.heads)
+    if remainder:
+        yield f"hidden size {shape.hidden} does not divide by {shape.heads} heads"
+    elif head % MULTIPLE:
+        better = near_width(head)
+        count, rest = divmod(shape.attention_width, better)
+        hint = "" if rest else f"; {count} heads of {better} would be"
+        yield f"heads of {head} elements are no multiple of {MULTIPLE}{hint}"
+    for name, count in (("heads", shape.heads), ("key and value heads", shape.kv_heads)):
+        if count % split:
+            yield f"{count} {name} do not divide by tp {split}"
+
+
+def _widths(job: Job) -> Iterator[str]:
+    shape, multiple, rows = job.shape, MULTIPLE * job.layout.tp, int(job.tokens)
+    common = math.lcm(MULTIPLE, job.layout.tp)
+    if shape.hidden % MULTIPLE:
+        yield f"hidden size {shape.hidden} is no multiple of {MULTIPLE}: {near_width(shape.hidden)} is the nearest"
+    if shape.vocab % common:
+        yield f"vocabulary of {shape.vocab} is no multiple of {common}: pad it to {padded(shape.vocab, common)}"
+    if shape.ffn % multiple:
+        usual = f", and 8/3 of the hidden size is {swiglu_width(shape.hidden, multiple)}" if shape.gated else ""
+        nearest = near_width(shape.ffn, multiple)
+        yield f"MLP width {shape.ffn} is no multiple of {multiple}: {nearest} is the nearest{usual}"
+    if rows % MULTIPLE:
+        yield f"{rows} tokens of a micro-batch (b x s) are no multiple of {MULTIPLE}: {padded(rows)} would be"
+
+
+def _fill(job: Job) -> Iterator[str]:
+    for each in products(job):
+        if each.waves > 1 and each.wave_efficiency < GOOD:
+            waves = f"{each.tiles} tiles on {each.sms} SMs need {each.waves} waves"
+            yield f"{each.name}: {waves}, {each.wave_efficiency:.0%} full"
+        if each.tile_efficiency < GOOD:
+            yield f"{each.name}: tiles of {TILE_ROWS} x {TILE_COLUMNS} are {each.tile_efficiency:.0%} full"
+
+
+def table(job: Job) -> list[list[str]]:
+    """Return the header and a row for each product."""
+    header = ["forward product", "rows x inputs x outputs", "tiles", "waves", "tile eff.", "wave eff."]
+    rows = [
+        [each.name, f"{each.rows} x {each.inputs} x {each.outputs}", f"{each.tiles}", f"{each.waves}",
+         f"{each.tile_efficiency:.0%}", f"{each.wave_efficiency:.0%}"]
+        for each in products(job)
+    ]  # fmt: skip
+    return [header, *rows]

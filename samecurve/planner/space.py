@@ -1,0 +1,108 @@
+"""The shapes that a search compares: parallel sizes, micro-batches and recomputation.
+
+This version can run what the files in configs/ describe, with other sizes of the axes that they set. Shapes that no
+file describes are compared, too, so that a plan shows what they would bring; nothing is ever emitted for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+from samecurve.planner.cluster import Cluster
+from samecurve.planner.layout import Layout
+from samecurve.planner.strategies import Template, Wanted, rows_of_a_rank
+
+Sizes = dict[str, int]
+LONGEST_PIPELINE = 64
+CONTEXT_SIZES = (1, 2, 4, 8)
+LEAST_CONTEXT = 8192  # tokens of a row from which splitting it is worth a look
+AXIS_NAMES = {
+    "tp": "tensor parallelism",
+    "cp": "context parallelism",
+    "ep": "expert parallelism",
+    "pp": "pipeline stages",
+}
+
+
+def divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def powers(limit: int) -> list[int]:
+    """List the powers of two up to a limit."""
+    return [2**exponent for exponent in range(max(limit, 1).bit_length())]
+
+
+def sizes(template: Template, wanted: Wanted, machines: Cluster) -> Iterator[Sizes]:
+    """Generate the sizes of a strategy file's axes to compare; which ones are legal is for its own check to say."""
+    gpus = machines.gpus
+    choices = {
+        "pp": [each for each in divisors(gpus) if 1 < each <= min(wanted.shape.layers, LONGEST_PIPELINE)],
+        "dp_replicate": [each for each in divisors(gpus) if each in (*powers(gpus), machines.nodes) and each > 1],
+        "cp": [each for each in CONTEXT_SIZES[1:] if gpus % each == 0],
+        "tp": [each for each in divisors(gpus) if 1 < each <= machines.gpus_per_node],
+    }
+    # Where a number of GPUs has no legal size, the file's own one lets its check say why.
+    own = {axis: [size] if (size := template.size(axis)) else [] for axis in template.axes}
+    yield from (
+        dict(zip(template.axes, found, strict=True))
+        for found in product(*(choices[axis] or own[axis] for axis in template.axes))
+    )
+
+
+def micro_batches(wanted: Wanted, ranks: int) -> list[int]:
+    """List micro-batch sizes in ascending order, at most the rows of a rank."""
+    if "micro_batch" in wanted.fixed:
+        return [wanted.batch.micro_batch_size]
+    most = rows_of_a_rank(wanted, ranks)
+    return sorted({*powers(most), most, min(wanted.batch.micro_batch_size, most)})
+
+
+def checkpointings(wanted: Wanted) -> list[str]:
+    """List the kinds of recomputation to compare, the fastest first."""
+    if "checkpointing" in wanted.fixed:
+        return [wanted.checkpointing]
+    return list(dict.fromkeys(["none", wanted.checkpointing, "full"]))
+
+
+def unavailable(wanted: Wanted, machines: Cluster, templates: Sequence[Template]) -> Iterator[tuple[Layout, str]]:
+    """Generate legal layouts that no strategy file describes, each with what this version lacks.
+
+    Tensor parallelism stays inside a node, with sequence parallelism. Weights are sharded over the data-parallel ranks,
+    or, in a pipeline, whose micro-batches would gather them again and again, the optimizer alone.
+    """
+    shape, gpus = wanted.shape, machines.gpus
+    tensor = [each for each in powers(machines.gpus_per_node) if shape.heads % each == shape.kv_heads % each == 0]
+    stages = [each for each in powers(min(shape.layers, LONGEST_PIPELINE)) if shape.layers % each == 0]
+    long_enough = wanted.batch.sequence_length >= LEAST_CONTEXT
+    context = [each for each in CONTEXT_SIZES if wanted.batch.sequence_length % (2 * each) == 0] if long_enough else [1]
+    described = [{axis for axis in each.axes if axis != "dp_replicate"} for each in templates]
+    for tp, pp, cp in product(tensor, stages, context):
+        rest, remainder = divmod(gpus, tp * pp * cp)
+        if remainder or rest > wanted.batch.global_batch_size:
+            continue
+        for ep in sorted({1, _experts_per_group(shape.experts, rest)}):
+            sharding = {"zero": 1 if pp > 1 else 3, "shard": rest, "sequence_parallel": tp > 1}
+            layout = Layout(rest, tp, pp, cp, ep, schedule="1f1b" if pp > 1 else "", **sharding)
+            used = set(filter(None, axes_of(layout).split("+")))
+            if used and used not in described:
+                yield layout, lack(used, described)
+
+
+def axes_of(layout: Layout) -> str:
+    """Name the axes beside data parallelism that a layout uses: `pp+tp`."""
+    return "+".join(axis for axis in ("pp", "ep", "cp", "tp") if getattr(layout, axis) > 1)
+
+
+def _experts_per_group(experts: int, ranks: int) -> int:
+    """Ranks over which experts are spread: the most that divide both."""
+    return max((each for each in powers(ranks) if experts and experts % each == 0 and ranks % each == 0), default=1)
+
+
+def lack(used: set[str], described: Sequence[set[str]]) -> str:
+    """Say what this version lacks for a shape that uses these axes."""
+    known = set().union(*described)
+    missing = used - known
+    named = " and ".join(text for axis, text in AXIS_NAMES.items() if axis in (missing or used))
+    return f"needs {named}{'' if missing else ' together'}, not in this version"

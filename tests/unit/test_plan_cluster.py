@@ -1,0 +1,122 @@
+"""Cluster files: what they change in a plan, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from test_planner_anatomy import a_job
+
+from samecurve.errors import ConfigurationError
+from samecurve.planner import cluster_file, links, memory, offload, step_time
+from samecurve.planner.cluster_file import cluster
+from samecurve.planner.hardware import GIB
+from samecurve.planner.layout import Layout
+from samecurve.planner.links import Level
+
+FILE = """\
+gpu: H100-80GB
+nodes: 128
+gpus_per_node: 8
+links:
+  - {level: node, size: 8, bus_gb_per_s: 360, latency_us: 8}
+  - {level: rack, size: 32, gbit_per_s_per_node: 3200, latency_us: 20}
+  - {level: cluster, gbit_per_s_per_node: 1600, bus_gb_per_s: {32: 65, 64: 33}, latency_us: 25}
+host: {memory_gib: 1000, cpu_cores: 192, pcie_gb_per_s: 50, nvme_gb_per_s: 7}
+reserved_gib: 2.5
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "cluster.yaml"
+    path.write_text(FILE)
+    return path
+
+
+def link(levels, ranks: int, stride: int = 1) -> links.Link:
+    return links.link(levels, 8, ranks, stride, 1.0, 10e-6)
+
+
+def test_a_group_uses_the_outermost_level_that_it_crosses(path):
+    machines = cluster(str(path))
+    assert machines.gpus == 1024 and machines.host.cpu_cores == 192
+    assert link(machines.levels, 8) == links.Link("node", 360, 8e-6)
+    assert link(machines.levels, 32) == links.Link("rack", 3200 / 8 * 0.73, 20e-6)
+    # measured values win over nominal ones: 65 and 33 GB/s, and their geometric mean half-way between
+    for ranks, rate in ((64, 33), (1024, 33)):
+        assert link(machines.levels, ranks) == links.Link("cluster", rate, 25e-6)
+    assert machines.levels[-1].bus_gb_per_s(32) == 65
+    assert machines.levels[-1].bus_gb_per_s(45) == pytest.approx((65 * 33) ** 0.5, rel=0.01)
+    # one rank per node under TP 8: an eighth of the node's bandwidth, all groups at once
+    assert link(machines.levels, 128, stride=8) == links.Link("cluster", 33 / 8, 25e-6)
+    assert link(machines.levels, 4, stride=8).level == "rack"
+
+
+def test_a_level_without_numbers_takes_the_defaults(path):
+    path.write_text("gpu: H100-80GB\nnodes: 2\ngpus_per_node: 8\nlinks:\n  - {level: node}\n")
+    found = cluster(str(path))
+    card, nominal = found.card.bus_gb_per_s, found.node_gbit
+    assert found.levels == (Level("node", 8, ((1, card),)), Level("network", 0, node_gbit=nominal))
+    path.write_text("gpu: H100-80GB\nnodes: 2\ngpus_per_node: 8\ngbit_per_s_per_node: 3200\n")
+    plain, built_in = cluster(str(path)), cluster("h100x8").scaled(16)
+    job = a_job(layout=Layout(16, zero=3, shard=16), node_gbit=3200)
+    times = [step_time.breakdown(each).total for each in (job, replace(job, levels=plain.levels))]
+    assert times[0] == pytest.approx(times[1])
+    assert plain.gpus == built_in.gpus and plain.host == built_in.host
+
+
+def test_what_is_written_is_read_again(path):
+    machines = cluster(str(path))
+    path.write_text(cluster_file.text(machines))
+    assert cluster(str(path)) == machines
+    device = "device: {memory_gib: 40, peak_tflops: {bf16: 300, fp32: 20}, hbm_gb_per_s: 1500}\n"
+    path.write_text(device + "nodes: 1\ngpus_per_node: 4\nlinks: [{level: node, bus_gb_per_s: 100}]\n")
+    machines = cluster(str(path))
+    assert machines.card.matmul_tflops == 240 and machines.card.fp32_tflops == 16
+    path.write_text(cluster_file.text(machines))
+    assert cluster(str(path)) == machines
+
+
+def test_reserved_memory_replaces_context_and_nccl(path):
+    job = a_job(layout=Layout(8))
+    (own,), (given,) = memory.anatomy(job), memory.anatomy(replace(job, reserved_gib=2.5))
+    names = [[line.name for line in memory.overhead(each)] for each in (own, given)]
+    assert names == [["fragmentation", "context", "NCCL"], ["fragmentation", "reserved"]]
+    difference = memory.counted(given, "nvidia_smi") - memory.counted(own, "nvidia_smi")
+    assert difference / GIB == pytest.approx(2.5 - memory.CONTEXT_GIB - memory.NCCL_GIB)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("latency_us: 20", "latency: 20"), "cluster.yaml:6: links.1.latency: unknown key"),
+        (("nodes: 128", "nodes: 0"), "cluster.yaml:2: nodes: found 0, expected a positive whole number"),
+        (("nodes: 128\n", ""), "nodes: missing"),
+        (("H100-80GB", "Q100"), "cluster.yaml:1: gpu: found"),
+        (("size: 32", "size: 4"), "expected the first to be gpus_per_node (8) and each to be larger"),
+        (("{32: 65, 64: 33}", "{few: 65}"), "links.2.bus_gb_per_s.few: expected a number of ranks"),
+        (("cpu_cores", "cores"), "cluster.yaml:8: host.cores: unknown key"),
+        (("reserved_gib: 2.5", "reserved_gib: some"), "cluster.yaml:9: reserved_gib: found"),
+    ],
+)
+def test_a_wrong_key_or_value_is_named_with_its_line(path, change, message):
+    path.write_text(FILE.replace(*change))
+    with pytest.raises(ConfigurationError) as raised:
+        cluster(str(path))
+    assert message in str(raised.value)
+
+
+def test_offloading_takes_host_memory_and_time():
+    """7.5e9 parameters on 8 GPUs: optimizer states 16 bytes each, 111.8 GiB; gradients of 2 bytes over 50 GB/s."""
+    job = a_job(layout=Layout(8, zero=2, shard=8), offload=("optimizer:cpu",))
+    scale = 7.5e9 / job.shape.parameters
+    assert offload.kept(job, "cpu") * scale == pytest.approx(16 * 7.5e9 / GIB)
+    assert offload.kept(job, "nvme") == 0
+    shard = 1e9
+    transfers = 2 * 2 * shard / (job.host.pcie_gb_per_s * 1e9)
+    update = offload.UPDATE_BYTES * shard * 8 / (2e9 * job.host.cpu_cores)
+    assert offload.seconds(job, shard) == pytest.approx(transfers + update)
+    assert offload.seconds(replace(job, offload=()), shard) == 0
+    slower = replace(job, offload=("optimizer:nvme", "param:nvme"))
+    assert offload.seconds(slower, shard) > offload.seconds(job, shard)

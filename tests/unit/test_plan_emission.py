@@ -1,0 +1,157 @@
+"""What `plan --emit` writes: five launchers whose files resolve to one configuration, the one that was planned."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from samecurve.cli.commands import main
+from samecurve.planner import space, strategies
+from samecurve.planner.cluster_file import cluster
+from samecurve.strategy import launch_files
+from samecurve.strategy.launch_files import LAUNCHERS, Target
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = {
+    "base": str(ROOT / "recipes" / "base.yaml"),
+    "steps": 100,
+    "output_dir": "runs/emitted",
+    "tokenizer": {"vocabulary_size": 4096},
+    "data": {"path": "builtin:python-stdlib"},
+    "batch": {"global_batch_size": 64, "micro_batch_size": 1, "sequence_length": 1024},
+    "optimizer": {"learning_rate": 1e-3},
+}
+LLAMA = {"model_type": "llama", "hidden_size": 1024, "intermediate_size": 2816, "vocab_size": 4096}
+LLAMA |= {"num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 16}
+
+
+@pytest.fixture
+def recipe(tmp_path) -> str:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps({**RECIPE, "model": {"config": LLAMA}}))
+    return str(path)
+
+
+def started_words(folder: Path, launcher: str, tmp_path: Path) -> list[str]:
+    """The words that a script hands to its launcher: it runs, with stand-ins for all that it calls."""
+    if launcher == "kubernetes":
+        _, job = yaml.safe_load_all((folder / "kubernetes.yaml").read_text())
+        [container] = job["spec"]["template"]["spec"]["containers"]
+        return container["command"]
+    stand_ins = {name: f'for word in {name} "$@"; do echo "$word"; done' for name in LAUNCHERS[:3]}
+    stand_ins |= {"srun": stand_ins["torchrun"].replace("torchrun ", ""), "scontrol": "printf 'node7\\nnode8\\n'"}
+    tools = tmp_path / "bin"
+    tools.mkdir(exist_ok=True)
+    for name, body in stand_ins.items():
+        (tools / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tools / name).chmod(0o755)
+    variables = {"HEAD": "node7", "RANK": "1", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "3"}
+    environ = {"PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "node[7-8]", **variables}
+    command = ["bash", folder / f"{launcher}.sh"]
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=True, timeout=20)
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
+def test_five_launchers_start_one_configuration(strategy, recipe, tmp_path, capsys):
+    folder = tmp_path / "plan files"
+    command = ["plan", recipe, "--cluster", "h100x8", "--gpus", "16", "--emit", str(folder), "output_dir=runs/a $HOME"]
+    assert main([*command, "--strategy", f"configs/{strategy}.yaml", "batch.micro_batch_size=2"]) == 0
+    assert "written and read back" in capsys.readouterr().out
+    target = Target(str(folder), recipe, str(folder / "strategy.yaml"), (), 2, 8)
+    plans = {}
+    for launcher in LAUNCHERS:
+        words = started_words(folder, launcher, tmp_path)
+        plans[launcher] = launch_files.read_back(launcher, target, words)
+        assert words[0] == (launcher if launcher in LAUNCHERS[:3] else "torchrun")
+    assert [plans[each].strategy.launcher for each in LAUNCHERS] == [*LAUNCHERS[:3], "torchrun", "torchrun"]
+    for plan in plans.values():
+        assert plan.recipe == plans["torchrun"].recipe and plan.strategy.dims == plans["torchrun"].strategy.dims
+        assert plan.recipe.batch.micro_batch_size == 2 and plan.recipe.output_dir == "runs/a $HOME"
+        assert plan.strategy.family == strategy and plan.strategy.world_size == 16
+
+
+def test_slurm_and_kubernetes_agree_with_the_forms_in_scripts():
+    """The same options and fields; only what is started, and on how many nodes, differs."""
+    target = Target("out", "recipes/pretrain.yaml", "configs/fsdp.yaml", (), 2, 8)
+    ours = launch_files.files("slurm", target)["slurm.sh"].splitlines()
+    form = (ROOT / "scripts" / "slurm.sh").read_text().replace("--nodes=1", "--nodes=2").splitlines()
+    options = [
+        [line for line in lines if line.startswith(("#SBATCH", "set -", "cd ", "export"))] for lines in (ours, form)
+    ]
+    assert options[0] == options[1] and len(options[0]) == 12
+    made = [*yaml.safe_load_all(launch_files.files("kubernetes", target)["kubernetes.yaml"])]
+    form = [*yaml.safe_load_all((ROOT / "scripts" / "kubernetes.yaml").read_text())]
+    for job in (made[1], form[1]):
+        (container,) = job["spec"]["template"]["spec"]["containers"]
+        command = container.pop("command")
+        assert command[: command.index("train.py")] == [
+            "torchrun", "--nnodes=2", "--node_rank=$(JOB_COMPLETION_INDEX)", "--nproc_per_node=8",
+            "--master_addr=samecurve-0.samecurve", "--master_port=29500",
+        ]  # fmt: skip
+    assert made == form
+
+
+def test_the_answer_of_a_search_is_written_with_its_sizes(recipe, tmp_path, monkeypatch):
+    """A search that may pick HSDP only, with other replicas than the file's, and the settings that it chose."""
+    folder, out = tmp_path / "plan", tmp_path / "plan.json"
+    monkeypatch.setattr(strategies, "shipped", lambda: [strategies.read("configs/hsdp.yaml")])
+    monkeypatch.setattr(space, "sizes", lambda *_: [{"dp_replicate": 4}])
+    command = ["plan", recipe, "--cluster", "h100x8", "--gpus", "32", "--json", str(out)]
+    assert main([*command, "--emit", str(folder), "--launcher", "slurm"]) == 0
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "cluster.yaml", "layout.svg", "plan.json", "slurm.sh", "strategy.yaml",
+    ]  # fmt: skip
+    best = json.loads(out.read_text())["plans"][0]
+    written = json.loads((folder / "plan.json").read_text())
+    assert written["sizes"] == best["sizes"] and written["tokens_per_second"] == best["tokens_per_second"]
+    replicas = yaml.safe_load((folder / "strategy.yaml").read_text())["parallelism_config"]
+    assert replicas == {"parallelism_config_dp_replicate_size": 4} and best["sizes"]["shard"] == 8
+    assert f"batch.micro_batch_size={best['micro_batch_size']}" in (folder / "slurm.sh").read_text()
+    assert main(["plan", recipe, "--cluster", str(folder / "cluster.yaml"), "--json", str(out)]) == 0
+    assert json.loads(out.read_text())["plans"][0] == best
+    assert cluster(str(folder / "cluster.yaml")).gpus == 32
+
+
+def test_a_model_without_a_recipe_gets_one(tmp_path):
+    config, folder = tmp_path / "config.json", tmp_path / "plan"
+    config.write_text(json.dumps(LLAMA))
+    command = ["plan", str(config), "--cluster", "h100x8", "--emit", str(folder), "--launcher", "torchrun"]
+    assert main([*command, "batch.global_batch_size=16"]) == 0
+    target = Target(str(folder), "", "", (), 1, 8)
+    plan = launch_files.read_back("torchrun", target, started_words(folder, "torchrun", tmp_path), ["data.path=docs"])
+    assert plan.recipe.batch.global_batch_size == 16 and plan.recipe.model.config == LLAMA
+
+
+def test_what_does_not_fit_or_is_unknown_is_not_written(recipe, tmp_path, capsys):
+    folder = tmp_path / "plan"
+    command = ["plan", recipe, "--cluster", "h100x8", "--emit", str(folder)]
+    assert main([*command, "--launcher", "pdsh"]) == 2
+    assert "--launcher pdsh: expected one or more of accelerate, torchrun" in capsys.readouterr().err
+    assert main([*command, "batch.sequence_length=16777216", "--strategy", "configs/ddp.yaml"]) == 6
+    assert not folder.exists()
+
+
+def test_files_that_the_configuration_refuses_are_reported(recipe, tmp_path, capsys, monkeypatch):
+    """A key that slips past the search is found when the files are read back."""
+    folder, describe = tmp_path / "plan", strategies.describe
+    broken = tmp_path / "pipeline.json"
+    content = json.loads((ROOT / "ds_configs" / "pipeline.json").read_text())
+    broken.write_text(json.dumps({**content, "pipeline": {**content["pipeline"], "stage": 4}}))
+    monkeypatch.setattr(strategies, "describe", lambda *given: (describe(*given)[0], []))
+    assert main(["plan", recipe, "--cluster", "h100x8", "--strategy", str(broken), "--emit", str(folder)]) == 2
+    assert "pipeline.stage: unknown key" in capsys.readouterr().err
+
+
+def test_hosts_that_are_known_are_written(tmp_path):
+    """For a launch without a plan: the addresses stand in the files, and the scripts ask for no HEAD."""
+    target = Target("out", "recipes/sft.yaml", "configs/zero3.yaml", (), 2, 4, ("10.0.0.1", "10.0.0.2"))
+    made = launch_files.files("deepspeed", target, {"HF_HOME": "/models"})
+    assert made["hostfile"] == "10.0.0.1 slots=4\n10.0.0.2 slots=4\n"
+    assert made[".deepspeed_env"].splitlines() == ["TOKENIZERS_PARALLELISM=false", "HF_HOME=/models"]
+    assert "HEAD=${HEAD:-10.0.0.1}" in launch_files.files("torchrun", target)["torchrun.sh"]

@@ -1,0 +1,107 @@
+"""`plan --layout`: ranks, nodes and groups against lists by hand, and the engines' own arrangement of ranks."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+from test_planner_anatomy import a_job
+
+from samecurve.cli.commands import main
+from samecurve.errors import ConfigurationError
+from samecurve.planner import layout_picture, placement
+from samecurve.planner.layout import Layout
+from samecurve.strategy.parallel_dims import ParallelDims
+
+SIXTEEN = Layout(2, tp=2, pp=4, schedule="1f1b")
+
+
+def test_ranks_are_arranged_as_the_engines_do():
+    dims, job = (
+        ParallelDims(pp=2, dp_replicate=2, dp_shard=4, cp=2, tp=2),
+        a_job(layout=Layout(8, 2, 2, 2, zero=3, shard=4)),
+    )
+    named = {"shard": "dp_shard", "replica": "dp_replicate"}
+    axes = placement.axes(job)
+    assert [each.name for each in axes] == ["tp", "cp", "shard", "replica", "pp"]
+    for rank in range(64):
+        assert {named.get(each.name, each.name): each.index(rank) for each in axes} == dims.place(rank)
+
+
+def test_sixteen_gpus_of_megatron():
+    """TP 2, PP 4: tensor-parallel groups are neighbours, stages are 4 ranks apart; two nodes of 8."""
+    job = a_job(layout=SIXTEEN)
+    found = {each.axis: each for each in placement.groups(job)}
+    assert found["tp"].first == (0, 1) and found["dp"].first == (0, 2) and found["pp"].first == (0, 4, 8, 12)
+    assert found["tp"].nodes == 1 and found["tp"].link.level == "node" and found["pp"].nodes == 2
+    picture = layout_picture.text(job, 32).splitlines()
+    assert picture[1] == "node 0    | p0d0t0 p0d0t1 p0d1t0 p0d1t1 p1d0t0 p1d0t1 p1d1t0 p1d1t1 |"
+    assert "pp 4: over 2 nodes, neighbours 4 ranks apart" in "\n".join(picture)
+
+
+def test_another_order():
+    """Stages inside a node: their messages are small, and the gradients' groups now cross nodes."""
+    job = a_job(layout=SIXTEEN)
+    order = placement.read_order("tp,pp,dp,cp")
+    found = {each.axis: each for each in placement.groups(job, order)}
+    assert found["pp"].first == (0, 2, 4, 6) and found["dp"].first == (0, 8)
+    assert "neighbouring stages share a node" in "\n".join(placement.complaints(job, order))
+    assert found["dp"].link.level == "network"
+    with pytest.raises(ConfigurationError, match="--order tp,pp: expected each of tp, cp, dp, pp once"):
+        placement.read_order("tp,pp")
+
+
+def test_a_node_of_tensor_parallelism():
+    """The contract's picture: TP 8 in a node, PP 8 sixteen nodes apart, an eighth of the network for each DP group."""
+    job = a_job(layout=Layout(16, tp=8, pp=8, schedule="1f1b"), node_gbit=3200)
+    picture = layout_picture.text(job, 32).splitlines()
+    assert picture[1] == "node 0    | t0 t1 t2 t3 t4 t5 t6 t7 |  stage 0, data-parallel rank 0"
+    assert picture[2].endswith("|  stage 0, data-parallel rank 1")
+    assert picture[12] == "... 116 more nodes in the same order" and picture[13].startswith("node 127")
+    whole, shared = (
+        {each.axis: each for each in placement.groups(a_job(layout=layout, node_gbit=3200))}["dp"].link.bus_gb_per_s
+        for layout in (Layout(1024), Layout(16, tp=8, pp=8, schedule="1f1b"))
+    )
+    assert shared == pytest.approx(whole / 8)
+
+
+def test_hybrid_sharding_shards_inside_a_node():
+    job = a_job(layout=Layout(16, zero=3, shard=8))
+    shard, replica = placement.groups(job)
+    assert (shard.axis, shard.nodes, shard.link.level) == ("shard", 1, "node")
+    assert (replica.first, replica.link.level) == ((0, 8), "network")
+    assert layout_picture.text(job, 32).splitlines()[2].endswith("s6 s7 |  replica 1")
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (Layout(1, tp=16), "tp 16 crosses nodes of 8 GPUs"),
+        (Layout(4, tp=6), "tp 6 does not divide 8 GPUs per node"),
+        (Layout(4, tp=6), "32 heads do not divide by tp 6"),
+        (Layout(2, pp=3), "16 layers do not divide by pp 3"),
+        (Layout(2, cp=3), "4096 tokens of a row do not divide by 2 x cp 6"),
+    ],
+)
+def test_what_is_wrong_is_said(layout, message):
+    assert message in "\n".join(placement.complaints(a_job(layout=layout)))
+
+
+def test_a_good_layout_has_no_complaints():
+    assert list(placement.complaints(a_job(layout=SIXTEEN, gpus_per_node=4))) == []
+    assert placement.uneven_rows(32, a_job(layout=Layout(8))) == []
+    assert placement.uneven_rows(33, a_job(layout=Layout(8))) == ["33 rows on 8 ranks: 1 of them read 5, the others 4"]
+
+
+def test_the_command_draws_text_and_svg(tmp_path, capsys):
+    config, picture = tmp_path / "config.json", tmp_path / "layout.svg"
+    sizes = {"hidden_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 16, "vocab_size": 32000}
+    config.write_text(json.dumps({"model_type": "llama", **sizes}))
+    command = ["plan", str(config), "--cluster", "h100x8", "--gpus", "32", "--strategy", "configs/pipeline.yaml"]
+    assert main([*command, "--layout", "--svg", str(picture)]) == 0
+    shown = capsys.readouterr().out
+    assert "node 3    | d8  d9 " in shown and "stage 1" in shown
+    drawn = ElementTree.fromstring(picture.read_text())
+    titles = [each.text for each in drawn.iter("{http://www.w3.org/2000/svg}title")]
+    assert titles == [f"rank {rank}" for rank in range(32)]

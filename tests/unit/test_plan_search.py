@@ -1,0 +1,143 @@
+"""The search of `plan`: what is compared, what fits, what is a tie, and how long it takes."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from samecurve.planner import inputs, remedies, search, space, strategies
+from samecurve.planner.answers import Prediction
+from samecurve.planner.cluster_file import cluster
+from samecurve.planner.search import COMPARED, Choice
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZES = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+LLAMA_8B = {"model_type": "llama", "intermediate_size": 14336, "vocab_size": 128256, **SIZES}
+
+
+@pytest.fixture
+def config(tmp_path) -> str:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA_8B))
+    return str(path)
+
+
+@pytest.fixture
+def wanted(config):
+    return inputs.read(config, [])
+
+
+def test_a_thousand_gpus_take_less_than_two_seconds(config):
+    """The whole command, interpreter included, in seconds of a CPU that has nothing else to do; no torch."""
+    code = "import sys; from samecurve.cli.commands import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    command = [sys.executable, "-c", code, "plan", config, "--cluster", "h100x8", "--gpus", "1024"]
+    before = _child_seconds()
+    done = subprocess.run([*command, "batch.global_batch_size=2048"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "on 1024 x H100-80GB" in done.stdout, done.stderr
+    assert _child_seconds() - before < 2
+
+
+def _child_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def test_every_layout_uses_all_gpus_and_divides_the_model(wanted):
+    machines = cluster("h100x8").scaled(64)
+    long = replace(wanted, batch=wanted.batch.model_copy(update={"sequence_length": 32768}))
+    found = [layout for layout, _ in space.unavailable(long, machines, strategies.shipped())]
+    assert {axis for axis in ("tp", "pp", "cp") if any(getattr(each, axis) > 1 for each in found)} == {"tp", "pp", "cp"}
+    assert not any(each.pp > 1 and each.tp == each.cp == 1 for each in found)  # configs/pipeline.yaml describes those
+    for layout in found:
+        assert layout.gpus == 64 and layout.tp <= 8
+        assert 32 % layout.pp == 0 and 8 % layout.tp == 0 and 32768 % (2 * layout.cp) == 0
+
+
+def test_what_a_version_lacks_follows_from_the_strategy_files():
+    """A file that sets the tensor-parallel size would make `tp` runnable, and `tp` with `pp` not yet."""
+    assert space.lack({"tp"}, [set(), {"pp"}]) == "needs tensor parallelism, not in this version"
+    assert space.lack({"tp", "pp"}, [{"tp"}, {"pp"}]) == (
+        "needs tensor parallelism and pipeline stages together, not in this version"
+    )
+    axes = {each.name: each.axes for each in strategies.shipped()}
+    assert axes["pipeline"] == ("pp",) and axes["hsdp"] == ("dp_replicate",) and axes["fsdp"] == ()
+
+
+def test_sizes_of_a_file_are_searched_and_judged_by_its_own_check(wanted):
+    machines = cluster("h100x8").scaled(16)
+    found = search.search(wanted, machines, strategies.shipped())
+    stages = {each.job.layout.pp for each in found if each.name == "pipeline" and each.job}
+    assert stages == {2, 4, 8, 16}
+    replicas = {each.job.layout.dp // each.job.layout.shard for each in found if each.name == "hsdp" and each.job}
+    assert replicas == {2, 4, 8}  # 16 replicas would have one shard each
+    (single,) = (each for each in found if each.name == "single")
+    assert single.verdict == "cannot run" and "which is one process" in single.reason
+
+
+def test_a_host_without_the_memory_cannot_offload(wanted):
+    """8.03e9 parameters, 18 bytes each, are 134.6 GiB on a node."""
+    machines, templates = cluster("h100x8"), [strategies.read("configs/zero3_offload.yaml")]
+    small = replace(machines, host=replace(machines.host, memory_gib=134))
+    assert search.evaluate(wanted, machines, templates)[0].found
+    assert search.evaluate(wanted, small, templates)[0].reason.startswith("host memory of a node: 135 GiB of 134")
+
+
+def test_a_fixed_setting_is_not_searched(config):
+    fixed = inputs.read(config, ["batch.micro_batch_size=2", "memory.activation_checkpointing=full"])
+    assert space.micro_batches(fixed, 4) == [2] and space.checkpointings(fixed) == ["full"]
+    free = inputs.read(config, ["batch.global_batch_size=24"])
+    assert space.micro_batches(free, 4) == [1, 2, 4, 6] and space.checkpointings(free) == ["none", "full"]
+
+
+def choice(wanted, name: str, seconds: float, gib: float = 40.0, high: float = 45.0, stack: str = "fsdp2") -> Choice:
+    machines = cluster("h100x8")
+    layout = space.Layout(8, zero=3, shard=8)
+    job = strategies.describe_job(wanted, layout, machines, strategies.TORCH_STATES, stack)
+    found = Prediction(seconds, (0.9 * seconds, 1.4 * seconds), gib, (gib, high), gib, gib <= 79.1, "weights")
+    return Choice(name, job=job, found=found, tokens=256 * 4096)
+
+
+def test_ties_are_ordered_by_simplicity_then_headroom(wanted):
+    """Within 17 % of the fastest of its stack: a tie. Beyond that a choice of the same stack is slower."""
+    fast = choice(wanted, "hsdp", 1.0)
+    simple, large = choice(wanted, "ddp", 1.15), choice(wanted, "fsdp", 1.1, gib=50)
+    small, slow = choice(wanted, "fsdp", 1.1, gib=30), choice(wanted, "ddp", 1.25)
+    found = search.ranked([slow, fast, large, small, simple])
+    assert [(each.name, each.found.seconds, each.tie) for each in found if each.found] == [
+        ("ddp", 1.15, True), ("fsdp", 1.1, True), ("fsdp", 1.1, True), ("hsdp", 1.0, True), ("ddp", 1.25, False),
+    ]  # fmt: skip
+    assert found[1].found == small.found
+    assert 1.15 < 2.71828**COMPARED < 1.25
+
+
+def test_another_stack_is_a_tie_within_the_interval(wanted):
+    fast, other = choice(wanted, "fsdp", 1.0), choice(wanted, "zero1", 1.35, stack="deepspeed")
+    assert [each.name for each in search.ranked([fast, other])] == ["zero1", "fsdp"]
+    slower = choice(wanted, "zero1", 1.45, stack="deepspeed")
+    assert [each.tie for each in search.ranked([fast, slower])] == [False, False]
+
+
+def test_fits_is_judged_by_the_upper_end_of_the_interval(wanted):
+    verdicts = [choice(wanted, "fsdp", 1.0, gib, high).verdict for gib, high in ((70, 79), (70, 80), (80, 81))]
+    assert verdicts == ["fits", "tight", "too large"]
+    tight, fits = choice(wanted, "ddp", 1.0, 70, 80), choice(wanted, "fsdp", 2.0)
+    assert [each.verdict for each in search.ranked([tight, fits])] == ["fits", "tight"]
+
+
+def test_the_fewest_gpus_are_the_fewest(wanted, monkeypatch):
+    whole, templates = cluster("a100_40gbx8"), [strategies.read("configs/fsdp.yaml")]
+    found = remedies.fewest_gpus(wanted, whole, templates, 0)
+    fitting = [
+        gpus
+        for gpus in (*range(1, 8), 8, 16, 24)
+        if any(each.found and each.found.fits for each in search.search(wanted, whole.scaled(gpus), templates))
+    ]
+    assert found == fitting[0] > 1
+    monkeypatch.setattr(remedies, "SCANNED", 1)  # bisection, as among thousands of GPUs
+    assert remedies.fewest_gpus(wanted, whole, templates, 0) == found
