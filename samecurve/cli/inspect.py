@@ -1,6 +1,7 @@
 """Show the data that a recipe trains on: the first samples with their trained tokens marked, and statistics.
 
-No model is loaded.
+No model is loaded, except for --leak-test: it changes tokens of a row and checks that nothing moves in the model's
+outputs for other documents of the row and for tokens to the left.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--samples", type=int, default=3, metavar="N", help="number of samples to show (default: %(default)s)"
     )
+    parser.add_argument(
+        "--leak-test", action="store_true", help="test that packed documents, the future and padding are hidden"
+    )
     parser.add_argument("--html", metavar="FILE", type=Path, help="also write the output as an HTML page")
 
 
@@ -31,5 +35,7 @@ def run(arguments: argparse.Namespace) -> Work:
             "data.streaming: found true, but inspect has to read all documents; set data.streaming=false and "
             "data.path to a single file"
         )
+    if arguments.leak_test:
+        return Work("samecurve.inference.leak_test", (recipe,))
     title = f"{arguments.recipe}: {recipe.data.name}"
     return Work("samecurve.reports.inspect_console", (recipe, title, arguments.samples, arguments.html))

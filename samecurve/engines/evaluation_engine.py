@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class EvaluationEngine:
-    """Engine that only evaluates: `evaluate` and `features` for fp32 weights, computed in the recipe's precision.
+    """Engine that only evaluates: fp32 weights, computed in the recipe's precision.
 
     Uses the GPU if there is one. The forward pass is shared with the training engines, so both give the same numbers.
 
@@ -55,7 +55,16 @@ class EvaluationEngine:
         if task.teacher is not None:
             beside = teacher.build(self.accelerator, None, mesh, task)
         forward = Forward(self.accelerator, mesh, prepared, task, loss_implementation, beside)
-        self.evaluate, self.features = forward.evaluate, forward.features
+        self.evaluate, self.features, self.outputs = forward.evaluate, forward.features, forward.outputs
+
+
+def initial_engine(skeleton: PreTrainedModel, recipe: Recipe, task: Task) -> EvaluationEngine:
+    """Build the model with the run's initial weights. Neither `recipe` nor `skeleton` has an adapter."""
+    model = build(type(skeleton), skeleton.config, torch.device("cpu"))
+    tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    with torch.no_grad():
+        fill(skeleton, recipe, lambda name, full: tensors[name].copy_(full))
+    return EvaluationEngine(model, task, recipe)
 
 
 class InitialModel:
@@ -72,9 +81,5 @@ class InitialModel:
 
     def features(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         if self._engine is None:
-            model = build(type(self._skeleton), self._skeleton.config, torch.device("cpu"))
-            tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
-            with torch.no_grad():
-                fill(self._skeleton, self._recipe, lambda name, full: tensors[name].copy_(full))
-            self._engine = EvaluationEngine(model, self._task, self._recipe)
+            self._engine = initial_engine(self._skeleton, self._recipe, self._task)
         return self._engine.features(micro_batches)

@@ -13,6 +13,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -199,6 +200,28 @@ def check_causal(model: PreTrainedModel) -> None:
         raise ConfigurationError(
             f"model: every position of a {config.model_type} sees the following tokens, which it would be trained to "
             "predict; choose a decoder, for example llama, or set is_decoder to true where the config has that key"
+        )
+
+
+def check_state(model: PreTrainedModel) -> None:
+    """Raise ConfigurationError for layers that learn other than by gradients: only parameters are trained and exported.
+
+    BatchNorm, which would also make a row's outputs depend on the rows beside it, is named.
+    """
+    family = model.config.model_type
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            raise ConfigurationError(
+                f"model: {name} of this {family} is a {type(layer).__name__}, which normalizes a row by the other rows "
+                "of its micro-batch, so that the curve would depend on the micro-batch; its running statistics would "
+                "differ between ranks and be updated twice where activations are recomputed. Use a model with LayerNorm "
+                "or RMSNorm"
+            )
+    kept = {name for name, _ in model.named_buffers()} & model.state_dict().keys()
+    if kept:
+        raise ConfigurationError(
+            f"model: {family} keeps trained values in buffers ({', '.join(sorted(kept)[:3])}), which are not written to "
+            "an export yet; use another model_type"
         )
 
 

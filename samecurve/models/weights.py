@@ -27,6 +27,7 @@ from samecurve.models.hf_config import (
     CAUSAL,
     Head,
     check_causal,
+    check_state,
     has_attention,
     is_classifier,
     model_config,
@@ -102,21 +103,11 @@ def skeleton(
         ) from error
     if head.kind == "causal_lm":
         check_causal(model)
-    _check_complete(model)
+    check_state(model)
     if recipe.adapter.name:
         adapters.inject(model, recipe.adapter)
         adapters.check_targets(model, recipe.adapter)
     return model
-
-
-def _check_complete(model: PreTrainedModel) -> None:
-    """Raise ConfigurationError for persistent buffers: only parameters are read, trained and exported."""
-    kept = {name for name, _ in model.named_buffers()} & model.state_dict().keys()
-    if kept:
-        raise ConfigurationError(
-            f"model: {model.config.model_type} keeps trained values in buffers ({', '.join(sorted(kept)[:3])}), which "
-            "are not written to an export yet; use another model_type"
-        )
 
 
 def describe(model: PreTrainedModel, recipe: Recipe) -> dict:

@@ -57,9 +57,9 @@ def file(workspace) -> Path:
 
 
 @cache
-def started(workspace, file: Path, recipe: str, strategy: str | None) -> Run:
+def started(workspace, file: Path, recipe: str, strategy: str | None, verify: str = "off") -> Run:
     content = read_recipe(str(ROOT / "recipes" / f"{recipe}.yaml")).document.content
-    directory = workspace.folder / f"recipe_{recipe}_{strategy}"
+    directory = workspace.folder / f"recipe_{recipe}_{strategy}_{verify}"
     model = [f"tokenizer.vocabulary_size={300 if content['tokenizer']['vocabulary_size'] else 'null'}"]
     if recipe in PRETRAINED:
         base = started(workspace, file, PRETRAINED[recipe], None).directory / "model"
@@ -71,7 +71,7 @@ def started(workspace, file: Path, recipe: str, strategy: str | None) -> Run:
     path = None if strategy is None else workspace.strategy(strategy)
     command = launch_command("fork", path, 1 if strategy is None else 2, workspace.folder)
     command += [str(ROOT / "recipes" / f"{recipe}.yaml"), f"output_dir={directory}", f"data.path={file}"]
-    command += [*SETTINGS, micro, *model, *(["--strategy", str(path)] if path else [])]
+    command += [*SETTINGS, f"export.verify={verify}", micro, *model, *(["--strategy", str(path)] if path else [])]
     run = workspace.execute(command, directory)
     assert run.returncode == 0, run.output
     assert run.facts["strategy"] == (strategy or "single")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.models.llama import modeling_llama
 
 from samecurve.config.schema import Adapter, Model, Tokenizer
 from samecurve.errors import ConfigurationError, DataError
@@ -289,6 +290,14 @@ def test_what_passes_for_causal_is(fields):
     second[0, -1] = 40
     difference = (model(input_ids=first).logits - model(input_ids=second).logits).abs().amax(-1)[0]
     assert difference[:-1].max() < 1e-6 < difference[-1]
+
+
+def test_batch_norm_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(modeling_llama, "LlamaRMSNorm", lambda size, eps: torch.nn.BatchNorm1d(size, eps))
+    with pytest.raises(ConfigurationError) as caught:
+        skeleton(recipe(LLAMA), 64)
+    assert "model.layers.0.input_layernorm of this llama is a BatchNorm1d" in str(caught.value)
+    assert "running statistics would differ between ranks" in str(caught.value)
 
 
 def test_a_family_with_trained_buffers_is_refused():
