@@ -214,14 +214,14 @@ def check_state(model: PreTrainedModel) -> None:
             raise ConfigurationError(
                 f"model: {name} of this {family} is a {type(layer).__name__}, which normalizes a row by the other rows "
                 "of its micro-batch, so that the curve would depend on the micro-batch; its running statistics would "
-                "differ between ranks and be updated twice where activations are recomputed. Use a model with LayerNorm "
-                "or RMSNorm"
+                "differ between ranks and be updated twice where activations are recomputed. Use a model with "
+                "LayerNorm or RMSNorm"
             )
     kept = {name for name, _ in model.named_buffers()} & model.state_dict().keys()
     if kept:
         raise ConfigurationError(
-            f"model: {family} keeps trained values in buffers ({', '.join(sorted(kept)[:3])}), which are not written to "
-            "an export yet; use another model_type"
+            f"model: {family} keeps trained values in buffers ({', '.join(sorted(kept)[:3])}), which are not written "
+            "to an export yet; use another model_type"
         )
 
 
