@@ -34,7 +34,7 @@ def test_the_reloaded_model_has_the_live_models_logits(strategy, workspace, tmp_
     assert logits.std() > 0.01
 
 
-@pytest.mark.parametrize("strategy", ENGINES)
+@pytest.mark.parametrize("strategy", [*(name for name in ENGINES if name != "zero3_nvme"), *long("zero3_nvme")])
 def test_the_export_of_a_whole_run(strategy, workspace, reference):
     """The loss of the reloaded model over every held-out row is the one that the training process measured last."""
     if strategy == "zero3_nvme" and not libaio_is_installed():
