@@ -85,11 +85,11 @@ def allocate(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
     return model
 
 
-def sum_gradients(parameters: Mapping[str, nn.Parameter], names: Sequence[str], mesh: Mesh) -> None:
+def sum_gradients(weights: Sequence[Tensor], mesh: Mesh) -> None:
     """Sum the gradients of replicated weights that each rank applies to its own heads alone. Once per step."""
-    for name in names:
-        if parameters[name].grad is not None:
-            dist.all_reduce(local_gradient(parameters[name]), group=mesh.devices["tp"].get_group())
+    for weight in weights:
+        if weight.grad is not None:
+            dist.all_reduce(local_gradient(weight), group=mesh.devices["tp"].get_group())
 
 
 def cut_size(weights: Mapping[str, nn.Parameter]) -> int:

@@ -67,7 +67,7 @@ class TorchEngine:
         else:
             model = build(type(skeleton), skeleton.config, torch.device(self.device), self.recipe.adapter)
         model = factory.cast_weights(model, settings)
-        self.summed = tensor_parallel.apply(model, self.mesh) if self.cut else []
+        summed = tensor_parallel.apply(model, self.mesh) if self.cut else []
         drops = dropout.install(model, self.recipe.seed, self.device)
         compilation.prepare(model, self.recipe, self.device)
         loss_implementation = install_loss(model, skeleton, task, self.recipe, self.device)
@@ -79,6 +79,7 @@ class TorchEngine:
         groups = tensor_parallel.groups_by_mesh(groups) if self.cut else groups
         self.optimizer = factory.build_optimizer(groups, settings, self.recipe.precision, self.recipe.seed)
         self.tensors = {**dict(self.module.named_buffers()), **dict(self.module.named_parameters())}
+        self.summed = [self.tensors[name] for name in summed]
         self.state: State = LiveState(
             {name: self.tensors[name] for name in self.shapes},
             self.optimizer,
@@ -136,7 +137,7 @@ class TorchEngine:
                 (loss * weight * scale).backward()
 
         trained = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
-        tensor_parallel.sum_gradients(dict(self.module.named_parameters()), self.summed, self.mesh)
+        tensor_parallel.sum_gradients(self.summed, self.mesh)
         place_gradients(trained)
         grad_norm = global_norm(trained, self.mesh) / scale
         applied = math.isfinite(grad_norm)

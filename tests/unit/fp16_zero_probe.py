@@ -9,6 +9,7 @@ import json
 import os
 import socket
 import sys
+from types import SimpleNamespace
 
 import deepspeed
 import torch
@@ -66,6 +67,7 @@ def wrapped(stage: int) -> ZeroEngine:
     made.mesh = Mesh(ParallelDims(), 0, made.device)
     made.shard = made.mesh.shard
     made.forward = Forward(made.accelerator, made.mesh, made.model, made.task)
+    made.first_step = SimpleNamespace(checked=lambda result, learning_rate: result)
     return made
 
 
