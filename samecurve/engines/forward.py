@@ -75,7 +75,8 @@ class Forward:
     def _task_loss(self, batch: MicroBatch, context: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         if self.loss_implementation != "full":
             # by its own name the loss needs no whole logits where the vocabulary is divided over ranks
-            measure = token_loss_sum if type(self.task).loss is Task.loss else self.task.loss
+            inherited = getattr(self.task.loss, "__func__", None) is Task.loss
+            measure = token_loss_sum if inherited else self.task.loss
             return self.sums(measure, batch), torch.zeros(0, device=self.accelerator.device)
         logits, targets = self.logits(batch)
         return self.task.step_loss(logits, **targets, **context)
