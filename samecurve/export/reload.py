@@ -1,8 +1,9 @@
 """Script that loads an exported folder as its users will: with torch, transformers and peft, without this package.
 
-    python reload.py FOLDER REQUEST
+    python reload.py FOLDER TENSORS SETTINGS
 
-REQUEST is a file of `torch.save` from export/verification.py. The last line of the output is a JSON object:
+TENSORS is a safetensors file with the inputs by name and `expected`, the outputs; SETTINGS is a JSON object with
+auto_class, trust_remote_code and dtype (export/verification.py). The last line of the output is a JSON object:
 
     transformers  version
     difference    largest absolute difference from the expected outputs
@@ -18,22 +19,25 @@ from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import load_file
 
+EXPECTED = "expected"
 ADAPTER_CONFIG, ADAPTED_CONFIG = "adapter_config.json", "model_config"
 
 
-def main(folder: Path, request: Path) -> None:
-    asked = torch.load(request, weights_only=True)
+def main(folder: Path, tensors: Path, settings: str) -> None:
+    asked, inputs = json.loads(settings), load_file(tensors)
+    expected = inputs.pop(EXPECTED)
     model = load(folder, asked["auto_class"], asked["trust_remote_code"])
-    outputs = compute(model, asked["inputs"])
+    outputs = compute(model, inputs)
     found = {
         "transformers": transformers.__version__,
-        "difference": largest(outputs - asked["expected"]),
+        "difference": largest(outputs - expected),
         "largest": largest(outputs),
         "rounding": 0.0,
     }
     if asked["dtype"] != "float32":
-        rounded = compute(model.to(getattr(torch, asked["dtype"])), asked["inputs"])
+        rounded = compute(model.to(getattr(torch, asked["dtype"])), inputs)
         found["rounding"] = largest(rounded - outputs)
     print(json.dumps(found))
 
@@ -66,4 +70,4 @@ def largest(tensor: torch.Tensor) -> float:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from samecurve.data.micro_batch import MicroBatch
@@ -112,14 +113,12 @@ class Verification:
         asked = {
             "auto_class": TASKS[recipe.task].auto_class,
             "trust_remote_code": recipe.model.trust_remote_code,
-            "inputs": self.batch.inputs,
-            "expected": self.expected,
             "dtype": DTYPES[recipe.precision],
         }
         with storage_errors(Path(tempfile.gettempdir())), tempfile.TemporaryDirectory() as directory:
-            request = Path(directory) / "request.pt"
-            torch.save(asked, request)
-            command = [sys.executable, reload.__file__, str(folder), str(request)]
+            tensors = Path(directory) / "tensors.safetensors"
+            save_file({**self.batch.inputs, reload.EXPECTED: self.expected.contiguous()}, tensors)
+            command = [sys.executable, reload.__file__, str(folder), str(tensors), json.dumps(asked)]
             done = subprocess.run(command, env=_environment(), capture_output=True, text=True)
         if done.returncode:
             raise _ReloadError("\n".join(done.stderr.strip().splitlines()[-5:]))

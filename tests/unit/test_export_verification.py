@@ -115,6 +115,7 @@ def test_the_new_process_imports_nothing_of_ours():
         "__future__",
         "json",
         "pathlib",
+        "safetensors",
         "peft",
         "sys",
         "torch",
