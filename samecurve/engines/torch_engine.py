@@ -192,8 +192,8 @@ class TorchEngine:
         precision = self.accelerator.mixed_precision if self.accelerator.native_amp else "fp32"
         reduced = weight.dtype if self.accelerator.num_processes > 1 else None
         replicate_size, offload = 1, ()
-        if isinstance(self.model, FSDPModule):
-            assert isinstance(weight, DTensor)
+        # not after a step, which leaves the root's weights whole
+        if isinstance(self.model, FSDPModule) and isinstance(weight, DTensor):
             policy = self.model._get_fsdp_state()._mp_policy
             precision = PRECISIONS[dtype_name(policy.param_dtype or torch.float32)]
             reduced = policy.reduce_dtype
