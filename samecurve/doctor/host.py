@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import shutil
@@ -16,6 +15,8 @@ from pathlib import Path
 
 from samecurve.distributed import network
 from samecurve.distributed.host import machine
+from samecurve.specs.environment import version
+from samecurve.strategy import preflight
 
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "datasets", "peft", "safetensors", "numpy")
 NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")  # torch's wheels bring NCCL as a package
@@ -123,15 +124,8 @@ def facts(folders: Mapping[str, Path], environ: Mapping[str, str] = os.environ) 
 
 def versions() -> dict[str, str]:
     """Map Python and each package to its version; "" if it is not installed."""
-    nccl = next(filter(None, map(_version, NCCL_PACKAGES)), "")
-    return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}, "nccl": nccl}
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    nccl = next(filter(None, map(version, NCCL_PACKAGES)), "")
+    return {"python": platform.python_version(), **{name: version(name) or "" for name in PACKAGES}, "nccl": nccl}
 
 
 def _gpus() -> tuple[list[Gpu], str]:
@@ -200,7 +194,7 @@ def _free_bytes(path: Path) -> int:
 
 
 def _folder(purpose: str, path: Path) -> Folder:
-    existing = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+    existing = preflight.existing_parent(path)
     writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
     return Folder(purpose, str(path), path.exists(), writable, _free_bytes(existing), _file_system(existing))
 

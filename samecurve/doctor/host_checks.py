@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from samecurve.doctor.findings import Finding, failed
-from samecurve.doctor.host import HostFacts
+from samecurve.doctor.host import Folder, HostFacts
 from samecurve.errors import ConfigurationError, StorageError
 from samecurve.storage.cache import cache_folder
 from samecurve.strategy import preflight
@@ -45,11 +44,11 @@ def check(
     """
     yield from _packages(facts)
     yield from _gpus(facts)
-    yield from _tools(recipe, strategy)
+    yield from _tools(facts.host, recipe, strategy)
     yield from _limits(facts)
     yield from _own_name(facts)
     for folder in facts.folders:
-        yield from _folder(facts, folder.purpose, needed_bytes.get(folder.purpose, 0))
+        yield _folder(facts.host, folder, needed_bytes.get(folder.purpose, 0))
 
 
 def _packages(facts: HostFacts) -> Iterator[Finding]:
@@ -90,9 +89,8 @@ def _gpus(facts: HostFacts) -> Iterator[Finding]:
         yield Finding("gpus", "CUDA_MODULE_LOADING=EAGER", problem, "unset CUDA_MODULE_LOADING", host=facts.host)
 
 
-def _tools(recipe: Recipe | None, strategy: Strategy | None) -> Iterator[Finding]:
+def _tools(host: str, recipe: Recipe | None, strategy: Strategy | None) -> Iterator[Finding]:
     """Compilers and operators, by the checks that a run begins with."""
-    host = socket.gethostname()
     problems = []
     if strategy and recipe:
         preflight.prepare_environment()
@@ -143,16 +141,14 @@ def _own_name(facts: HostFacts) -> Iterator[Finding]:
         yield Finding("network", seen, host=facts.host)
 
 
-def _folder(facts: HostFacts, purpose: str, needed: int) -> Iterator[Finding]:
-    for folder in (each for each in facts.folders if each.purpose == purpose):
-        kind = f", {folder.kind}" if folder.kind else ""
-        seen = f"{purpose} {folder.path}: {folder.free_bytes / 1e9:.1f} GB free{kind}"
-        seen += f"; the run needs about {needed / 1e9:.2f} GB" if needed else ""
-        if not folder.writable:
-            problem, fix = "it cannot be written", f"chown it to this user, or set {purpose} to another folder"
-            yield failed("storage", seen, problem, fix, StorageError, facts.host)
-        elif needed > folder.free_bytes:
-            problem, fix = "there is too little room", f"free some, or set {purpose} to a folder on a larger disk"
-            yield failed("storage", seen, problem, fix, StorageError, facts.host)
-        else:
-            yield Finding("storage", seen, host=facts.host)
+def _folder(host: str, folder: Folder, needed: int) -> Finding:
+    kind = f", {folder.kind}" if folder.kind else ""
+    seen = f"{folder.purpose} {folder.path}: {folder.free_bytes / 1e9:.1f} GB free{kind}"
+    seen += f"; the run needs about {needed / 1e9:.2f} GB" if needed else ""
+    if not folder.writable:
+        fix = f"chown it to this user, or set {folder.purpose} to another folder"
+        return failed("storage", seen, "it cannot be written", fix, StorageError, host)
+    if needed > folder.free_bytes:
+        fix = f"free some, or set {folder.purpose} to a folder on a larger disk"
+        return failed("storage", seen, "there is too little room", fix, StorageError, host)
+    return Finding("storage", seen, host=host)

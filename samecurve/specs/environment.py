@@ -37,12 +37,14 @@ def processor(about: Path = Path("/proc/cpuinfo")) -> str:
     return platform.processor() or platform.machine()
 
 
+def version(package: str) -> str | None:
+    """Return the installed version of a package; None if it is missing."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def versions() -> dict[str, str | None]:
     """Return the installed versions of the packages that affect a run's numbers; None for a missing package."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in VERSIONED:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+    return {"python": platform.python_version(), **{name: version(name) for name in VERSIONED}}

@@ -8,7 +8,6 @@ which samecurve's CPU support avoids (read in DeepSpeed 0.19.8).
 from __future__ import annotations
 
 import ast
-import importlib.metadata
 import importlib.util
 import logging
 import os
@@ -23,6 +22,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from samecurve.errors import ConfigurationError, SamecurveError, StorageError
+from samecurve.specs.environment import version
 from samecurve.strategy import build_supervisor, op_build_locks
 from samecurve.strategy.resolve import resolve_plan
 
@@ -120,7 +120,7 @@ def check_room(strategy: Strategy, num_parameters: int, environ: Mapping[str, st
     local_ranks = int(environ.get("LOCAL_WORLD_SIZE", strategy.world_size))
     needed_bytes = num_parameters * NVME_BYTES_PER_PARAMETER * local_ranks // strategy.world_size
     for path in set(strategy.nvme_paths):
-        free_bytes = shutil.disk_usage(_existing(path)).free
+        free_bytes = shutil.disk_usage(existing_parent(path)).free
         if free_bytes < needed_bytes:
             sizes = (
                 f"{free_bytes / 1e9:.1f} GB are free, but the model and Adam's states need {needed_bytes / 1e9:.1f} GB"
@@ -173,16 +173,9 @@ def has_accelerator(environ: Mapping[str, str] = os.environ, devices: Path = Pat
     """
     if any(environ.get(name, "0").strip() in ("", "-1") for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")):
         return False
-    if _version("torch").endswith("+cpu"):
+    if (version("torch") or "").endswith("+cpu"):
         return False
     return any(True for pattern in ("nvidia[0-9]*", "kfd", "dxg") for _ in devices.glob(pattern))
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def _needs_accelerator(strategy: Strategy, precision: str) -> Iterator[str]:
@@ -253,7 +246,8 @@ def _cuda_toolkit(environ: Mapping[str, str], search: str) -> bool:
     return Path(named).is_dir() or shutil.which("nvcc", path=search) is not None
 
 
-def _existing(path: Path) -> Path:
+def existing_parent(path: Path) -> Path:
+    """Return the folder itself, or its nearest parent that exists."""
     return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
 
 
@@ -262,7 +256,7 @@ def _folder(path: Path) -> Iterator[str]:
 
     A missing parent is refused: `/mnt/nvme/swap` on a machine without that disk would fill the disk of `/`.
     """
-    existing = _existing(path)
+    existing = existing_parent(path)
     if not existing.is_dir():
         yield f"nvme_path {path}: {existing} is a file; set it to a folder on a local disk in the DeepSpeed JSON"
     elif existing not in (path.absolute(), path.absolute().parent):

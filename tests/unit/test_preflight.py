@@ -162,7 +162,7 @@ def test_room_is_judged_by_the_ranks_on_this_machine(tmp_path, monkeypatch):
 
 
 def test_an_accelerator_is_seen_by_its_device_file_unless_hidden(tmp_path, monkeypatch):
-    monkeypatch.setattr(preflight, "_version", lambda package: "2.13.0")
+    monkeypatch.setattr(preflight, "version", lambda package: "2.13.0")
     assert not preflight.has_accelerator({}, tmp_path)
     (tmp_path / "nvidiactl").touch()
     assert not preflight.has_accelerator({}, tmp_path)
@@ -170,7 +170,7 @@ def test_an_accelerator_is_seen_by_its_device_file_unless_hidden(tmp_path, monke
     assert preflight.has_accelerator({}, tmp_path)
     assert preflight.has_accelerator({"CUDA_VISIBLE_DEVICES": "0"}, tmp_path)
     assert not preflight.has_accelerator({"CUDA_VISIBLE_DEVICES": ""}, tmp_path)
-    monkeypatch.setattr(preflight, "_version", lambda package: "2.13.0+cpu")
+    monkeypatch.setattr(preflight, "version", lambda package: "2.13.0+cpu")
     assert not preflight.has_accelerator({}, tmp_path)
 
 
