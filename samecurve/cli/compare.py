@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.status import Status
 
 from samecurve.bench import jobs
-from samecurve.bench.jobs import Job, Outcome
+from samecurve.bench.jobs import Outcome
 from samecurve.cli.commands import repository_root, require_positive
 from samecurve.config import loader as recipes
 from samecurve.reports.chart import Curve, chart, relative_differences
@@ -57,16 +57,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command. Returns 0 if every strategy that can run here agrees with the reference, else 1."""
     repository_root()
     require_positive(arguments, "num_processes")
-    preferred = _preferred(arguments.recipe, arguments.overrides)
-    settings = jobs.shortened(arguments.recipe, arguments.overrides, arguments.steps, **preferred)
-    precision = recipes.load_recipe(arguments.recipe, settings).precision
-    tolerance = TOLERANCES[precision] if arguments.tolerance is None else arguments.tolerance
     names = [name for name in arguments.strategies.split(",") if name]
-    chosen = jobs.jobs(names, arguments.num_processes or jobs.default_processes())
     output = arguments.output or Path("runs/compare") / Path(arguments.recipe).stem
-    with storage_errors(output):
-        output.mkdir(parents=True, exist_ok=True)
-    outcomes = _run_all(chosen, arguments.recipe, settings, output)
+    outcomes, precision = run_each(
+        arguments.recipe, arguments.overrides, names, arguments.num_processes, arguments.steps, output
+    )
+    tolerance = TOLERANCES[precision] if arguments.tolerance is None else arguments.tolerance
     text, agree = verdict(outcomes, tolerance, precision)
     # A strategy requested by name must run. Without names, some strategies may be unsuitable for this machine.
     agree = agree and not (names and any(outcome.refused for outcome in outcomes))
@@ -80,13 +76,24 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if agree else 1
 
 
-def _preferred(recipe: str, overrides: Sequence[str]) -> dict[str, str]:
-    """Prefer fp32, in which strategies agree up to rounding; {} if the recipe does not allow it (adamw_bf16, fp8)."""
-    problems = recipes.read_recipe(recipe, [*overrides, "precision=fp32"]).document.problems
-    return {} if problems else {"precision": "fp32"}
+def run_each(
+    recipe: str, overrides: Sequence[str], names: Sequence[str], num_processes: int | None, steps: int, output: Path
+) -> tuple[list[Outcome], str]:
+    """Run a short training of `steps` steps under each strategy, one after another.
 
+    Args:
+        overrides: recipe values for every strategy. In fp32 unless they or the recipe demand another precision.
+        names: strategies in configs/, the first is the reference; empty for all.
+        num_processes: per run; None for the number of GPUs, or 2 without.
+        output: folder of the runs.
 
-def _run_all(chosen: Sequence[Job], recipe: str, settings: Sequence[str], output: Path) -> list[Outcome]:
+    Returns:
+        (an outcome per strategy, the precision).
+    """
+    settings = jobs.shortened(recipe, overrides, steps, **_preferred(recipe, overrides))
+    chosen = jobs.jobs(names, num_processes or jobs.default_processes())
+    with storage_errors(output):
+        output.mkdir(parents=True, exist_ok=True)
     console = Console(highlight=False, soft_wrap=True)
     outcomes = []
     for index, job in enumerate(chosen, 1):
@@ -97,7 +104,13 @@ def _run_all(chosen: Sequence[Job], recipe: str, settings: Sequence[str], output
             outcome = jobs.run(job, arguments, directory, partial(_show_steps, status, label))
         outcomes.append(outcome)
         console.print(f"{label}: {outcome.reason or f'{len(outcome.metrics)} steps'}", markup=False)
-    return outcomes
+    return outcomes, recipes.load_recipe(recipe, settings).precision
+
+
+def _preferred(recipe: str, overrides: Sequence[str]) -> dict[str, str]:
+    """Prefer fp32, in which strategies agree up to rounding; {} if the recipe does not allow it (adamw_bf16, fp8)."""
+    problems = recipes.read_recipe(recipe, [*overrides, "precision=fp32"]).document.problems
+    return {} if problems else {"precision": "fp32"}
 
 
 def _show_steps(status: Status, label: str, steps: int) -> None:
@@ -118,7 +131,7 @@ def verdict(outcomes: Sequence[Outcome], tolerance: float, precision: str = "fp3
     broken = any(outcome.reason and not outcome.refused for outcome in outcomes)
     rows, agree = [], not broken and len(ran) >= min(2, len(outcomes))
     for outcome in ran:
-        loss, norm = (_largest(outcome, ran[0], key) for key in ("loss", "grad_norm"))
+        loss, norm = (largest_difference(outcome, ran[0], key) for key in ("loss", "grad_norm"))
         same = loss <= tolerance and norm <= NORM_TOLERANCE_FACTOR * tolerance
         agree = agree and same
         shown = ["reference"] * 2 if outcome is ran[0] and same else [f"{loss:.1e}", f"{norm:.1e}"]
@@ -138,7 +151,7 @@ def verdict(outcomes: Sequence[Outcome], tolerance: float, precision: str = "fp3
     return "".join(parts), agree
 
 
-def _largest(outcome: Outcome, reference: Outcome, key: str) -> float:
+def largest_difference(outcome: Outcome, reference: Outcome, key: str) -> float:
     """Return the largest relative difference over the steps; infinite if a step or a value is missing."""
     values, expected = ([record[key] for record in each.metrics] for each in (outcome, reference))
     differences = [each for each in relative_differences(values, expected) if each is not None]

@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 from fake_filesystem import FakeFileSystem
+from harness import append_result
 from two_ranks import DIRECTORY, ERRORS, KILL_ONE, STOP, Fault, Team, contents
 
 from samecurve.checkpoint import commit as protocol
@@ -195,6 +196,7 @@ NUM_CASES = {"one rank": 62, "all": 62, "ENOSPC": 38, "EIO": 54}  # of each save
 def test_every_operation(step, order, fault):
     battery = Battery(step, order)
     found = list(battery.violations(fault))
+    record(battery, fault.name, found)
     assert not found, shown(found)
     assert_covered(battery, fault)
 
@@ -204,6 +206,7 @@ def test_every_operation(step, order, fault):
 def test_other_scenarios(scenario, fault):
     battery = Battery(60, **scenario)
     found = list(battery.violations(fault))
+    record(battery, fault.name, found)
     assert not found, shown(found)
     assert_covered(battery, fault)
 
@@ -212,8 +215,13 @@ def test_other_scenarios(scenario, fault):
 def test_a_power_cut_after_a_kill(step):
     battery = Battery(step)
     found = list(battery.two_faults())
+    record(battery, "a kill, then a power cut", found)
     assert not found, shown(found)
     assert battery.num_cases >= 62 and battery.num_disks > 500, (battery.num_cases, battery.num_disks)
+
+
+def record(battery: Battery, fault: str, found: list[str]) -> None:
+    append_result({"kind": "unit", "fault": fault, "cases": battery.num_cases, "violations": len(found)})
 
 
 def assert_covered(battery: Battery, fault: Fault) -> None:

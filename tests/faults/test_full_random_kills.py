@@ -43,7 +43,7 @@ def kill_at(draw: random.Random, started: Started) -> str:
     return who
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
 def test_many_kills(strategy, battery):
     draw, case = random.Random(0), Case(strategy)
     num_kills = NUM_KILLS if strategy == "ddp" else NUM_KILLS // 4

@@ -27,6 +27,11 @@ PAIRS = [
     {"strategy": "ddp", "world": 2, "sources": 3, "unequal": 0, "loss": 2e-7, "norm": 1e-7},
     {"strategy": "fsdp", "world": 3, "sources": 3, "unequal": 1, "loss": 3e-7, "norm": 0.0},
 ]
+UNITS = [
+    {"fault": "kill one", "cases": 90, "violations": 0},
+    {"fault": "EIO", "cases": 38, "violations": 1},
+    {"fault": "kill one", "cases": 92, "violations": 0},
+]
 CASE = {"steps_lost": 0, "outcome": "same curve", "date": "2026-01-02", "named": False}
 STOCK = {
     "settings": {"processes": 2, "steps": 30, "save_every": 5, "keep": 2},
@@ -57,6 +62,8 @@ def test_numbers(tmp_path, monkeypatch):
         write_result(record)
     for pair in PAIRS:
         append_result({"kind": "pair", **pair})
+    for unit in UNITS:
+        append_result({"kind": "unit", **unit})
     (tmp_path / "stock.json").write_text(json.dumps(STOCK))
     page = written(tmp_path, "--stock", str(tmp_path / "stock.json"))
     expected = {
@@ -77,6 +84,8 @@ def test_numbers(tmp_path, monkeypatch):
         ["3", "3", "1", "3.0e-07", "0.0e+00"]
     ]
     assert "6 pairs" in page
+    assert [cells(page, name) for name in ("kill one", "EIO")] == [[["182", "0"]], [["38", "1"]]]
+    assert cells(page, "all") == [["220", "1"]]
     assert cells(page, "zero1") == [["1", "0", "1", "0", "2", "5 (0)", "-"]]
     assert cells(page, "SIGSTOP") == [["same curve", "hung"]]
     assert cells(page, "bit flip") == [["same curve (4), file named", "silently damaged"]]

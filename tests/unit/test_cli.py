@@ -207,9 +207,8 @@ def test_what_is_compared_in_which_precision(more, given, precision, tolerance, 
     installed = SimpleNamespace(util=SimpleNamespace(find_spec=lambda _: True))  # torchao is optional
     monkeypatch.setattr(rules_memory, "importlib", installed)
     found = []
-    monkeypatch.setattr(
-        compare, "_run_all", lambda chosen, recipe, settings, output: found.append(settings) or [SINGLE]
-    )
+    monkeypatch.setattr(jobs, "command", lambda job, recipe, settings, output: found.append(settings))
+    monkeypatch.setattr(jobs, "run", lambda *_: SINGLE)
     file = tmp_path / "tiny.yaml"
     file.write_text(f"{RECIPE}{more}\n")
     assert commands.main(["compare", str(file), *given, "--output", str(tmp_path)]) == 0
