@@ -2,7 +2,8 @@
 
 A mask is a pure function of (seed, step, the sequence's place in the global batch, index of the value in the sequence,
 name of the module). So all strategies, worlds and micro-batch sizes drop the same values, also when activations are
-recomputed, when layers are compiled and after a resume. Documents of a packed row draw by their place in the row.
+recomputed, when layers are compiled and after a resume. Documents of a packed row draw by their place in the row. The
+noise of a mixture of experts' routers is drawn in the same way.
 
 The index counts values of the whole tensor of a sequence: (token, feature) of hidden states, (head, query, key) of
 attention probabilities. A model that is cut by heads, features or tokens can draw its part of the same mask.
@@ -11,11 +12,10 @@ attention probabilities. A model that is cut by heads, features or tokens can dr
 from __future__ import annotations
 
 import hashlib
-import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -27,8 +27,9 @@ from transformers import AttentionInterface
 
 from samecurve.distributed import rng_state
 from samecurve.errors import ConfigurationError
+from samecurve.models import forwards, router_noise
 from samecurve.models.attention import dropped_sdpa
-from samecurve.models.dropout_bits import keep_mask, keys_of
+from samecurve.models.dropout_bits import keep_mask, keys_of, uniform
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -42,7 +43,7 @@ _WITHOUT_ROWS = ("pos_dropout",)
 # Families whose layers have tokens on the first axis in some places: (tokens, rows, features).
 _TOKENS_FIRST = ("xlnet",)
 _NO_SEQUENCE = 2**62
-_NOISE = re.compile("jitter|noise|layerdrop|drop_path|stochastic")
+_NOISE = re.compile("jitter|noise|layerdrop|drop_path|stochastic")  # keys of a config
 
 
 class KeyedRows(Protocol):
@@ -91,7 +92,7 @@ class DropoutKeys:
     def check_draws(self) -> Iterator[None]:
         """Raise ConfigurationError if the body, the first training pass, advances a random generator.
 
-        Whatever draws from a generator (noise on a router's input, layer drop) draws otherwise on other devices.
+        Whatever draws from a generator, as layer drop does, draws otherwise on other devices.
         """
         if self._is_checked:
             yield
@@ -142,13 +143,22 @@ class Place:
             rate: probability of dropping a value.
             has_rows: False for values that do not depend on the batch, which all micro-batches drop alike.
         """
-        assert self._keys.current is not None, "dropout needs the keys of a micro-batch"
-        own = self._keys.current.index_select(0, self._index)[0]
-        own = own[:-1] if has_rows else own[-1:]
-        assert values.shape[0] % len(own) == 0, "the first axis of what is dropped is not the batch"
+        own = self._own_keys(values, has_rows)
         keep = keep_mask(own, values.numel() // len(own), rate).view(values.shape)
         # `where` keeps only the mask for the backward pass
         return torch.where(keep, values, 0.0) * (1 / (1 - rate))
+
+    def uniform(self, like: Tensor) -> Tensor:
+        """Draw numbers between 0 and 1: fp32, in the shape of `like`, whose first axis is that of `drop`'s values."""
+        own = self._own_keys(like)
+        return uniform(own, like.numel() // len(own)).view(like.shape)
+
+    def _own_keys(self, values: Tensor, has_rows: bool = True) -> Tensor:
+        assert self._keys.current is not None, "random numbers need the keys of a micro-batch"
+        own = self._keys.current.index_select(0, self._index)[0]
+        own = own[:-1] if has_rows else own[-1:]
+        assert values.shape[0] % len(own) == 0, "the first axis of what is drawn is not the batch"
+        return own
 
 
 class KeyedDropout(nn.Module):
@@ -189,15 +199,6 @@ class _ByFunction(TorchFunctionMode):
         return dropped_sdpa.attention(query, key, value, next(self._places).drop, **options)
 
 
-class _WithoutDraws(TorchFunctionMode):
-    """Replaces random numbers that decide nothing by ones, so that no generator advances."""
-
-    def __torch_function__(self, func: Callable, types: Sequence, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func in (Tensor.exponential_, Tensor.uniform_):
-            return args[0].fill_(1.0)
-        return torch.ones_like(args[0]) if func is torch.rand_like else func(*args, **kwargs or {})
-
-
 _MOST_CALLS = 4  # of dropout functions in one module's forward, or for each layer that it calls; seen: 2
 
 
@@ -213,7 +214,8 @@ def install(model: PreTrainedModel, seed: int, device: torch.device) -> DropoutK
         The keys, which have to be those of the micro-batch that is computed.
 
     Raises:
-        ConfigurationError: the model has dropout, and its layers do not keep the rows of a batch on the first axis.
+        ConfigurationError: the model has dropout, and its layers do not keep the rows of a batch on the first axis;
+            or noise that cannot be drawn by row.
     """
     if model.config.model_type in _TOKENS_FIRST and rates(model.config):
         listed = ", ".join(f"{key}: {rate}" for key, rate in rates(model.config).items())
@@ -227,21 +229,19 @@ def install(model: PreTrainedModel, seed: int, device: torch.device) -> DropoutK
             parent, _, child = name.rpartition(".")
             replacement = KeyedDropout(module.p, keys.add(name), child not in _WITHOUT_ROWS)
             model.get_submodule(parent).register_module(child, replacement.train(module.training))
-    for _, module in modules:
-        if _chooses_the_best(module):
-            module.forward = _under(_WithoutDraws, module.forward)
+    router_noise.install(model, keys.add)
     if not rates(model.config):
         return keys
     # transformers' own function where no place is set: models without dropout, and other models of this process
     AttentionInterface.register("sdpa", dropped_sdpa.sdpa)
     for name, module in modules:
-        source = _forward_source(type(module))
+        source = forwards.source(type(module))
         by_interface = model.config._attn_implementation == "sdpa" and "attention_interface(" in source
         places = [keys.add(f"{name}:{call}") for call in range(_num_places(module))]
         if by_interface:
             vars(module)["dropout_place"] = places[0]
         if _FUNCTION.search(source) or (_ATTENTION.search(source) and not by_interface):
-            module.forward = _under(partial(_ByFunction, places), module.forward)
+            module.forward = forwards.under(partial(_ByFunction, places), module.forward)
     return keys
 
 
@@ -251,31 +251,6 @@ def rates(config: PreTrainedConfig) -> dict[str, float]:
     return {key: rate for key, rate in found.items() if isinstance(rate, float) and rate > 0}
 
 
-@cache  # a model has few classes and many modules
-def _forward_source(module_class: type[nn.Module]) -> str:
-    """Return the source code of a class's forward; "" for torch's own classes and where there is none."""
-    if module_class.__module__.startswith("torch."):
-        return ""
-    try:
-        return inspect.getsource(module_class.forward)
-    except (OSError, TypeError):
-        return ""
-
-
 def _num_places(module: nn.Module) -> int:
     """Bound the calls of dropout functions in a forward. XLM's calls them after each of its layers."""
     return _MOST_CALLS * max([1, *(len(child) for child in module.children() if isinstance(child, nn.ModuleList))])
-
-
-def _chooses_the_best(module: nn.Module) -> bool:
-    """Whether a router draws among equals: PhiMoE's, among the experts within router_jitter_noise of the best one."""
-    noise = ("router_jitter_noise", "input_jitter_noise")
-    return type(module).__name__ == "PhimoeTopKRouter" and not any(getattr(module, name) for name in noise)
-
-
-def _under(mode: Callable[[], TorchFunctionMode], forward: Callable) -> Callable:
-    def changed(*args: Any, **kwargs: Any) -> Any:
-        with mode():
-            return forward(*args, **kwargs)
-
-    return changed

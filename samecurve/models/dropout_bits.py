@@ -1,4 +1,4 @@
-"""Random bits of dropout: a pure function of a key and an index, the same on every device.
+"""Random bits of dropout and of routers' noise: a pure function of a key and an index, the same on every device.
 
 No generator has a state, so a mask does not depend on which process draws it, in which order, or how often. The hash is
 MurmurHash3's finalizer (public domain) over index and key, with the second word of the key in its middle: keys that
@@ -8,6 +8,7 @@ differ in one word only do not give the same sequence at another place.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -31,20 +32,42 @@ def keep_mask(keys: Tensor, length: int, rate: float) -> Tensor:
         (sequences, length) bool, True with probability 1 - rate.
     """
     threshold = round(rate * 2**32) - 2**31
-    first, second = keys.split(1, dim=1)
     keep = torch.empty(len(keys), length, dtype=torch.bool, device=keys.device)
+    for place, bits in _bits(keys, length):
+        torch.ge(bits, threshold, out=keep[place])  # the upper bits decide the comparison
+    return keep
+
+
+def uniform(keys: Tensor, length: int) -> Tensor:
+    """Draw numbers between 0 and 1, neither of which is among them.
+
+    Args:
+        keys: (sequences, 2) int32, from `keys_of`.
+        length: values of each sequence.
+
+    Returns:
+        (sequences, length) fp32, odd multiples of 2**-24.
+    """
+    values = torch.empty(len(keys), length, device=keys.device)
+    for place, bits in _bits(keys, length):
+        values[place] = ((bits >> 9).bitwise_and_(0x7FFFFF).float() + 0.5) * 2**-23
+    return values
+
+
+def _bits(keys: Tensor, length: int) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
+    """Yield (where, 32 random bits as int32) for parts of a (sequences, length) tensor."""
+    first, second = keys.split(1, dim=1)
     part = _PART_ON_CPU if keys.device.type == "cpu" else _PART
     width = max(min(length, part), 1)
     height = max(part // width, 1)
     counter = torch.arange(width, dtype=torch.int32, device=keys.device).mul_(_GOLDEN)
     for top, left in itertools.product(range(0, len(keys), height), range(0, length, width)):
-        rows, out = slice(top, top + height), keep[top : top + height, left : left + width]
-        bits = counter[: out.shape[1]] + (first[rows] + _signed(left * _GOLDEN))
-        # int32's shift repeats the sign, so the bits that come in are masked; the upper bits decide the comparison
+        rows, columns = slice(top, top + height), slice(left, min(left + width, length))
+        bits = counter[: columns.stop - left] + (first[rows] + _signed(left * _GOLDEN))
+        # int32's shift repeats the sign, so the bits that come in are masked
         bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF)).mul_(_FIRST).bitwise_xor_(second[rows])
         bits.bitwise_xor_((bits >> 13).bitwise_and_(0x7FFFF)).mul_(_SECOND)
-        torch.ge(bits, threshold, out=out)
-    return keep
+        yield (rows, columns), bits
 
 
 @keep_mask.register_fake

@@ -50,7 +50,8 @@ def config(family: str) -> dict:
     tiny = round_trip_config(family)
     coefficient = {"aux_loss_coef" if family == "jetmoe" else "router_aux_loss_coef": 1.0}
     fields = {key: value for key, value in tiny.to_diff_dict().items() if key in _fields(tiny) - OWNED_BY_THE_TOKENIZER}
-    return {"model_type": family} | fields | coefficient
+    noise = {"router_jitter_noise": 0.3} if family == "phimoe" else {}
+    return {"model_type": family} | fields | coefficient | noise
 
 
 def trained(accelerator, plan, task) -> dict:

@@ -13,6 +13,7 @@ from test_equal_curves import ENGINES
 
 MIXTRAL = {"model_type": "mixtral", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 MIXTRAL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "router_aux_loss_coef": 1.0}
+MIXTRAL |= {"router_jitter_noise": 0.1}
 MODEL = f"model.config={json.dumps(MIXTRAL)}"
 SHORT = "steps=8", "evaluate.every_steps=8", "checkpoint.every_steps=0"
 WORLDS = {"ddp": 3, "fsdp": 2, "hsdp": 4, "zero1": 2, "zero2": 2, "zero2_offload": 2, "zero3": 3, "zero3_offload": 2}

@@ -17,9 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM,
 from samecurve.config.schema_training import Batch
 from samecurve.data.batches import StepBatches
 from samecurve.errors import ConfigurationError
-from samecurve.models import dropout
+from samecurve.models import dropout, router_noise
 from samecurve.models.attention import dropped_sdpa
-from samecurve.models.dropout_bits import keep_mask, keys_of
+from samecurve.models.dropout_bits import keep_mask, keys_of, uniform
 
 CPU = torch.device("cpu")
 
@@ -57,6 +57,14 @@ def test_keys_depend_on_seed_step_row_and_site():
     }
     assert len(found) == 64
     assert torch.equal(keys(8)[3:5], keys_of(1, 2, np.array([3, 4]), site(3))[0])
+
+
+def test_uniform_numbers():
+    """The bits of the masks, whose sign they count as the upper one; equal counts in 16 bins; neither end."""
+    found = uniform(keys(4), 2**18)
+    assert torch.equal(found < 0.5, keep_mask(keys(4), 2**18, 0.5)) and 0 < found.min() < found.max() < 1
+    counts = torch.bincount((found.ravel() * 16).long(), minlength=16)
+    assert (counts - 2**16).abs().max() < 5 * (2**16 * 15 / 16) ** 0.5
 
 
 def test_rate_and_independence():
@@ -138,6 +146,8 @@ FAMILIES = {
     "bert": {}, "roberta": {}, "distilbert": {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4},
     "xlm": {"emb_dim": 32, "n_layers": 6, "n_heads": 4},
     "electra": {"embedding_size": 32}, "mpnet": {}, "roformer": {"embedding_size": 32},
+    "phimoe": {"num_local_experts": 4, "router_jitter_noise": 0.5},
+    "mixtral": {"num_local_experts": 4, "router_jitter_noise": 0.5},
     "deberta-v2": {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "max_relative_positions": 4},
 }  # fmt: skip
 MASKED = {"bert", "xlm", "roberta", "distilbert", "electra", "mpnet", "roformer", "deberta-v2"}
@@ -239,17 +249,38 @@ def test_rows_that_are_not_first_are_refused():
     dropout.install(model, 5, CPU)
 
 
-def test_a_router_without_noise_draws_nothing():
+def test_noise_in_place_is_refused():
+    with pytest.raises(ConfigurationError, match=r"model\.config\.input_jitter_noise: found 0\.1, .*set it to 0"):
+        dropout.install(tiny("phimoe", input_jitter_noise=0.1), 5, CPU)
+
+
+def test_a_router_without_noise_chooses_as_transformers_does():
     """PhiMoE draws even where one expert is left to choose; the draw decides nothing."""
     torch.manual_seed(0)
-    config = round_trip_config("phimoe")
-    plain = AutoModelForCausalLM.from_config(config).train()
+    plain = AutoModelForCausalLM.from_config(round_trip_config("phimoe")).train()
     model = copy.deepcopy(plain)
     used = dropout.install(model, 5, CPU)
-    expected = plain(**KeyedBatch.of(slice(6)).inputs).logits
-    state = torch.get_rng_state()
-    assert torch.equal(logits(model, used, KeyedBatch.of(slice(6))), expected)
-    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(logits(model, used, KeyedBatch.of(slice(6))), plain(**KeyedBatch.of(slice(6)).inputs).logits)
+
+
+def test_routers_draw_experts_as_often_as_transformers_does():
+    """16,384 tokens alike: how often each expert is the first or the second, and the mean of the factors."""
+    torch.manual_seed(0)
+    config = round_trip_config("phimoe")
+    config.router_jitter_noise = 0.3
+    router = AutoModelForCausalLM.from_config(config).train().model.layers[0].mlp.router
+    hidden = torch.randn(config.hidden_size).expand(16384, -1)
+    used = dropout.DropoutKeys(0, CPU, SimpleNamespace())
+    places = [used.add(str(call)) for call in range(6)]
+    used.current = keys_of(0, 1, np.arange(5), np.array(used._sites, dtype=np.uint64))
+    with router_noise.KeyedNoise(places):
+        ours = router(hidden)
+    theirs = router(hidden)
+    (weights, chosen), (expected_weights, expected) = ours[1:], theirs[1:]
+    for rank in (0, 1):
+        counts, reference = (torch.bincount(each[:, rank], minlength=16) for each in (chosen, expected))
+        assert (counts - reference).abs().max() < 5 * (2 * 16384 / 4) ** 0.5 and (reference > 500).sum() > 1
+    torch.testing.assert_close(weights.mean(0), expected_weights.mean(0), rtol=0.03, atol=0)
 
 
 def test_batches_carry_the_places_of_their_rows():
