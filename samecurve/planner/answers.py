@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from samecurve.planner import memory, runs_file, step_time
@@ -38,10 +39,16 @@ def situations(job: Job, known: bool | None = None) -> list[str]:
     return [f"{job.stack} {size}", job.stack, "unknown"] if known else ["unknown"]
 
 
-def _interval(value: float, job: Job, kind: str) -> tuple[float, float]:
-    """Multiply a value by the 10 % and 90 % quantiles of measured over predicted in similar runs left out of a fit."""
-    residuals = shipped().get("residuals", {}).get(kind, {})
-    found = next((residuals[key] for key in situations(job) if key in residuals), DEFAULT_WIDTHS)
+def interval(
+    value: float, job: Job, residuals: Mapping[str, Sequence[float]], known: bool | None = None
+) -> tuple[float, float]:
+    """Multiply a value by the 10 % and 90 % quantiles of measured over predicted in similar runs left out of a fit.
+
+    Args:
+        residuals: their logarithms by situation.
+        known: whether the value was predicted with constants of the job's own stack; None: as shipped.
+    """
+    found = next((residuals[key] for key in situations(job, known) if key in residuals), DEFAULT_WIDTHS)
     new = job.precision == "fp8" or job.card.generation == "blackwell" or (job.gpu_kind and not known_gpu(job.gpu_kind))
     strange = new or job.offload or job.shape.experts or job.layout.cp > 1
     low, high = (width * (UNMEASURED if strange else 1) for width in found)
@@ -55,10 +62,10 @@ def predict(job: Job) -> Prediction:
     fullest = max(memory.anatomy(job), key=lambda each: each.peak)
     total = memory.counted(fullest, "nvidia_smi") / memory.GIB
     fits = total <= job.memory_gib
-    return Prediction(
-        time.total, _interval(time.total, job, "time"), shown, _interval(shown, job, "memory"), total, fits,
-        fullest.binding,
-    )  # fmt: skip
+    residuals = shipped().get("residuals", {})
+    seconds_interval = interval(time.total, job, residuals.get("time", {}))
+    memory_interval = interval(shown, job, residuals.get("memory", {}))
+    return Prediction(time.total, seconds_interval, shown, memory_interval, total, fits, fullest.binding)
 
 
 def answer(row: dict[str, str]) -> dict:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -32,6 +32,7 @@ CLIPPED_MEMORY = 0.25
 SLOW_WEIGHT = 0.5  # of runs that are slow for their stack's reasons
 PRIOR = 0.004  # cost of moving a share e-fold from the default
 LOOSE_PRIOR = 0.0004  # the same for floors and memory, which differ by orders of magnitude between stacks
+ENOUGH = 30.0  # weight of all sources, below which a stack has too few of them to stray far from the default
 FIRST_STEP, LAST_STEP = 0.3, 0.02
 JUMPS = (8.0, 3.0)
 
@@ -83,6 +84,12 @@ def _cost(
     return sum(weights[source] * sums[0] / sums[1] for source, sums in by_source.items()) / sum(weights.values())
 
 
+def _caution(runs: Iterable[Measured]) -> float:
+    """Factor of the priors: a mean over few sources is a poor one, as the square of the weight that they have."""
+    weight = sum(math.sqrt(count) for count in Counter(run.source for run in runs).values())
+    return max(1.0, ENOUGH / weight) ** 2
+
+
 def fit(
     runs: Sequence[Measured],
     start: Profile,
@@ -92,9 +99,10 @@ def fit(
 ) -> Profile:
     """Search the constants named in `bounds` (default: those of time) that predict the runs best, near `start`."""
     bounds = TIME_BOUNDS if bounds is None else bounds
+    caution = _caution(runs)
 
     def cost(constants: Profile) -> float:
-        moved = sum(
+        moved = caution * sum(
             (LOOSE_PRIOR if name.endswith("_us") or name in MEMORY_BOUNDS else PRIOR)
             * math.log(getattr(constants, name) / getattr(start, name)) ** 2
             for name in bounds

@@ -84,7 +84,7 @@ def _attention(job: Job, constants: Profile) -> float:
     flops = 4 * job.tokens * job.seq * shape.attention_width / split
     rate = job.card.matmul_tflops * 1e12 * sustained(job.card.generation)
     if job.flash:
-        return flops / 2 / (rate * constants.attention_share * attention_rate(job.card.generation))
+        return flops / 2 / (rate * constants.attention_share * attention_rate(job.card.generation, job.stack))
     scores = 5 * shape.heads * job.seq * job.tokens / split
     moved = SCORE_TRAFFIC * scores * constants.traffic
     return flops / (rate * constants.matmul_share * 0.6) + moved / (job.card.hbm_gb_per_s * 1e9)

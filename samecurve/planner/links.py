@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from samecurve.planner.hardware import NIC_SHARE, NODE_STEP_SECONDS, Link
+from samecurve.planner.hardware import NIC_SHARE, NODE_STEP_SECONDS, Link, crowding
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,6 @@ def link(
         return Link("node", level.bus_gb_per_s(ranks), latency)
     per_node = max(1, min(ranks, gpus_per_node // stride)) if stride < gpus_per_node else 1
     share = per_node / gpus_per_node  # of the node's cards, which its other groups use at the same time
-    nominal = level.node_gbit / 8 * NIC_SHARE * network_share
+    nominal = level.node_gbit / 8 * NIC_SHARE * network_share * crowding(ranks / per_node)
     rate = (level.bus_gb_per_s(ranks) if level.measured else nominal) * share
     return Link(level.name, min(rate, levels[0].bus_gb_per_s(gpus_per_node)), latency)

@@ -61,7 +61,7 @@ def test_a_node_of_tensor_parallelism():
     assert picture[12] == "... 116 more nodes in the same order" and picture[13].startswith("node 127")
     whole, shared = (
         {each.axis: each for each in placement.groups(a_job(layout=layout, node_gbit=3200))}["dp"].link.bus_gb_per_s
-        for layout in (Layout(1024), Layout(16, tp=8, pp=8, schedule="1f1b"))
+        for layout in (Layout(128), Layout(16, tp=8, pp=8, schedule="1f1b"))  # 16 nodes each
     )
     assert shared == pytest.approx(whole / 8)
 

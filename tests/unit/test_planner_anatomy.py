@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from samecurve.planner import memory, model_config, step_time
+from samecurve.planner import fitting, kernels, links, memory, model_config, step_time
 from samecurve.planner.activations import layer_bytes
-from samecurve.planner.hardware import GIB, gpu
+from samecurve.planner.hardware import GIB, gpu, link
 from samecurve.planner.job import Job, StateBytes
 from samecurve.planner.layout import Layout
+from samecurve.planner.links import Level
 from samecurve.planner.memory import MOMENTS
 from samecurve.planner.profiles import Profile
 from samecurve.planner.shape import ModelShape
@@ -118,3 +119,29 @@ def test_parameters_are_those_of_transformers(family):
     assert model_config.shape(fields, family).parameters == pytest.approx(
         sum(map(torch.numel, model.parameters())), rel=5e-3
     )
+
+
+def test_many_nodes_share_the_network_worse():
+    """From 16 to 64 nodes a network's rate halves; measured rates of a cluster file stay what they are."""
+    rates = [link(gpu("H100-80GB"), 8, 3200, 8 * nodes, 1, 0).bus_gb_per_s for nodes in (2, 16, 64)]
+    assert rates == pytest.approx([3200 / 8 * 0.73, 3200 / 8 * 0.73, 3200 / 8 * 0.73 / 2])
+    levels = (Level("node", 8, ((1, 360),)), Level("network", 0, node_gbit=3200))
+    assert links.link(levels, 8, 512, 1, 1.0, 0).bus_gb_per_s == pytest.approx(rates[2])
+    measured = (levels[0], Level("network", 0, ((1, 100),)))
+    assert links.link(measured, 8, 512, 1, 1.0, 0).bus_gb_per_s == 100
+
+
+def test_the_second_flash_attention_is_twice_as_fast():
+    """llm-foundry was measured with the first one (arXiv:2307.08691)."""
+    constants = Profile()
+    seconds = [kernels._attention(a_job(stack=stack), constants) for stack in ("llm-foundry-fsdp", "fsdp2")]
+    assert seconds[0] == pytest.approx(2 * seconds[1])
+
+
+def test_a_small_source_moves_the_constants_less_than_many():
+    job = a_job(layout=Layout(1))
+    true = 1.1 * step_time.breakdown(job, Profile()).total
+    few = [fitting.Measured(job, "one", true, None)]
+    many = [fitting.Measured(job, f"source {index}", true, None) for index in range(30)]
+    errors = [abs(fitting.time_error(few[0], fitting.fit(runs, Profile()))) for runs in (few, many)]
+    assert errors[1] < 0.02 < errors[0]

@@ -6,7 +6,9 @@ import pytest
 
 from samecurve.planner import collectives, overlap
 from samecurve.planner.bubbles import bubble
+from samecurve.planner.hardware import GIB, gpu
 from samecurve.planner.layout import Layout, data_parallel_size
+from samecurve.planner.shape import ModelShape
 
 H100, NVLINK, NETWORK = 989e12, 450e9, 50e9
 
@@ -88,3 +90,27 @@ def test_a_world_that_does_not_divide_is_an_error():
 def test_achieved_tflops():
     assert overlap.utilization_tflops(52, 2048, 1024, 127, 64) == pytest.approx(107.3, abs=0.05)
     assert overlap.utilization_tflops(52, 2048, 1024, 127, 64, 6) == pytest.approx(80.5, abs=0.05)
+
+
+def test_communication_of_a_step():
+    """2P for DDP, P + P for ZeRO-1 and 3P for ZeRO-3, in parameters (CS336's lectures), with many ranks."""
+    gathered, reduced = collectives.all_gather_volume(1, 10**6), collectives.all_reduce_volume(1, 10**6)
+    assert reduced == pytest.approx(2, rel=1e-5) and gathered + gathered == pytest.approx(reduced)
+    assert overlap.sharded_block_volume(1024, 10**6) == pytest.approx(3 * 16 * 1024**2, rel=1e-5)
+
+
+def test_weights_of_175_billion_parameters():
+    """GPT-3's are 350 GB in fp16, which no single GPU of 80 or 192 GB holds."""
+    weights = 2 * ModelShape(96, 12288, 96, 96, 49152, 50257, gated=False, tied=True, positions=2048).parameters
+    assert weights == pytest.approx(350e9, rel=5e-3)
+    assert all(gpu(kind).memory_gib * GIB < weights for kind in ("A100-80GB", "B200"))
+
+
+def test_accumulation_divides_gradient_traffic():
+    """4 x 8 rows are a batch of 32; TP 2 and PP 2 on 8 GPUs leave 2 replicas, 8 rows and, four times, 32."""
+    replicas = data_parallel_size(8, tp=2, pp=2)
+    assert (4 * 8, 4 * replicas, 4 * 4 * replicas) == (32, 8, 32)
+    tokens = 4096
+    assert overlap.data_parallel(8 * tokens, 8, H100, NVLINK) * 8 == pytest.approx(
+        overlap.data_parallel(tokens, 8, H100, NVLINK)
+    )
