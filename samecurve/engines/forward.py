@@ -168,12 +168,7 @@ class Forward:
 
     def count(self, micro_batches: Sequence[MicroBatch]) -> int:
         """Count the tokens (or other units, see Task.count) of the micro-batches over all ranks."""
-        tokens = torch.tensor(sum(self.task.count(**batch.targets) for batch in micro_batches), dtype=torch.float64)
-        return int(self.total(tokens))
-
-    def total(self, value: Tensor) -> float:
-        """Sum a scalar tensor over all ranks in fp64."""
-        return self.mesh.sum(value.reshape(1))[0]
+        return self.mesh.count(sum(self.task.count(**batch.targets) for batch in micro_batches))[0]
 
 
 def install_loss(
