@@ -1,0 +1,97 @@
+"""Counts the reads of tensors' values by the host, each of which would wait for a GPU, on machines without one."""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from pathlib import PurePath
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# on a CPU they call no operator
+METHODS = {"tolist", "numpy", "cpu", "item", "__bool__", "__int__", "__float__", "__index__", "__array__"}
+OPERATORS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique_dim", "_unique2"}
+OF_LIBRARIES = ("deepspeed",)
+
+
+class Reads:
+    """While it is entered, notes each read in this thread with its place: the innermost function of samecurve.
+
+    What a library of OF_LIBRARIES reads by itself is left out.
+
+    Attributes:
+        found: (place, kind of read, stack).
+    """
+
+    def __init__(self) -> None:
+        self.found: list[tuple[str, str, str]] = []
+        self.is_inside = False  # a method's own operators are the same read
+        self._modes = _Operators(self), _Methods(self)
+
+    def __enter__(self) -> Reads:
+        for mode in self._modes:
+            mode.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for mode in reversed(self._modes):
+            mode.__exit__(*error)
+
+    def note(self, kind: str) -> None:
+        frames = traceback.extract_stack()
+        for frame in reversed(frames):
+            parts = PurePath(frame.filename).parts
+            if any(name in parts for name in OF_LIBRARIES):
+                return
+            if "samecurve" in parts and "tests" not in parts:
+                inside = "/".join(parts[len(parts) - parts[::-1].index("samecurve") :])
+                self.found.append((f"{inside}: {frame.name}", kind, "".join(traceback.format_list(frames[:-2]))))
+                return
+        self.found.append(("elsewhere", kind, "".join(traceback.format_list(frames[:-2]))))
+
+    def unexpected(self, allowed: dict[str, int]) -> list[tuple[str, str, str]]:
+        """The reads beyond the number that is allowed at their place."""
+        left = Counter(allowed)
+        extra = []
+        for read in self.found:
+            left[read[0]] -= 1
+            extra += [read] if left[read[0]] < 0 else []
+        return extra
+
+
+class _Methods(TorchFunctionMode):
+    def __init__(self, reads: Reads):
+        super().__init__()
+        self._reads = reads
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        to_cpu = name == "to" and "cpu" in (*args[1:], kwargs.get("device"))
+        if not self._reads.is_inside and isinstance(args[0] if args else None, Tensor) and (name in METHODS or to_cpu):
+            self._reads.note(name)
+            self._reads.is_inside = True
+            try:
+                return func(*args, **kwargs)
+            finally:
+                self._reads.is_inside = False
+        return func(*args, **kwargs)
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self, reads: Reads):
+        super().__init__()
+        self._reads = reads
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        name = func.overloadpacket.__name__
+        by_mask = name in ("index", "index_put", "index_put_") and any(
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        )
+        if (name in OPERATORS or by_mask) and not self._reads.is_inside:
+            self._reads.note(name)
+        return func(*args, **(kwargs or {}))
