@@ -63,6 +63,16 @@ class Reads:
         return extra
 
 
+def _reads_or_waits(name: str, args: tuple, kwargs: dict) -> bool:
+    if name in ("tensor", "as_tensor"):
+        return kwargs.get("device") is not None  # numbers are copied to a GPU before the call returns
+    if not args or not isinstance(args[0], Tensor):
+        return False
+    if name in ("__getitem__", "__setitem__"):
+        return any(isinstance(index, list) for index in (args[1] if isinstance(args[1], tuple) else args[1:2]))
+    return name in METHODS or name == "new_tensor" or (name == "to" and "cpu" in (*args[1:], kwargs.get("device")))
+
+
 class _Methods(TorchFunctionMode):
     def __init__(self, reads: Reads):
         super().__init__()
@@ -71,8 +81,7 @@ class _Methods(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        to_cpu = name == "to" and "cpu" in (*args[1:], kwargs.get("device"))
-        if not self._reads.is_inside and isinstance(args[0] if args else None, Tensor) and (name in METHODS or to_cpu):
+        if not self._reads.is_inside and _reads_or_waits(name, args, kwargs):
             self._reads.note(name)
             self._reads.is_inside = True
             try:
@@ -89,9 +98,8 @@ class _Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         name = func.overloadpacket.__name__
-        by_mask = name in ("index", "index_put", "index_put_") and any(
-            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
-        )
+        by_mask = name == "index" or (name in ("index_put", "index_put_") and args[2].numel() > 1)  # else a fill
+        by_mask = by_mask and any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
         if (name in OPERATORS or by_mask) and not self._reads.is_inside:
             self._reads.note(name)
         return func(*args, **(kwargs or {}))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from typing import Any
 
 from reads import Reads
 
@@ -24,6 +25,15 @@ def main() -> None:
     plan = preflight.plan(sys.argv[1:], os.environ)
     accelerator = factory.start(plan)
     task = registry.load(plan.recipe)
+    step_loss = task.step_loss
+
+    def planted(*args: Any, **targets: Any) -> Any:
+        loss, statistics = step_loss(*args, **targets)
+        loss.item()
+        return loss, statistics
+
+    if "PLANT_A_READ" in os.environ:
+        task.step_loss, task.by_token = planted, False  # so that the whole logits come to the task
     skeleton = weights.skeleton(plan.recipe, task.vocabulary_size, task.special_tokens, task.head)
     engine = factory.build(accelerator, plan, skeleton, task)
     recipe = plan.recipe
