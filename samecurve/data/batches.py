@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -18,13 +18,15 @@ from torch.profiler import record_function
 from torch.utils.data import DataLoader, Dataset
 
 from samecurve.data.datasets.base import RowArrays, Rows
-from samecurve.data.micro_batch import MicroBatch
+from samecurve.data.micro_batch import HostFacts, MicroBatch
 from samecurve.data.sampler import Steps
 from samecurve.distributed.cpu_workers import init_worker
 from samecurve.losses.cross_entropy import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from samecurve.config.schema import Batch
+
+Pinned = TypeVar("Pinned", MicroBatch, Tensor)
 
 _PREFETCHED_STEPS = 2
 DATA_WAIT = "samecurve: data wait"  # label in a profile
@@ -48,6 +50,7 @@ class StepBatches:
         start_samples: rows consumed before start_step; None: start_step * G.
         anchor: `anchor` of the checkpoint that is resumed from.
         num_workers: processes that prepare the steps; 0 uses a thread. The number does not change the rows.
+        count: Task.count, with which each micro-batch is examined (MicroBatch.facts); None: they are not examined.
     """
 
     def __init__(
@@ -61,9 +64,10 @@ class StepBatches:
         start_samples: int | None = None,
         anchor: dict[str, int] | None = None,
         num_workers: int = 0,
+        count: Callable[..., int] | None = None,
     ):
         self.rows, self.seed, self.batch, self.shard = rows, seed, batch, shard
-        self.num_steps, self.num_workers = num_steps, num_workers
+        self.num_steps, self.num_workers, self._count = num_steps, num_workers, count
         self.step = start_step
         given = start_step * batch.global_batch_size if start_samples is None else start_samples
         self._origin = given - start_step * batch.global_batch_size  # not 0 if an earlier session had another size
@@ -102,7 +106,14 @@ class StepBatches:
             whole = whole.without_labels(1)
         found = whole.split(self.batch.micro_batch_size)
         missing = self.batch.accumulation_steps(size) - len(found)
-        return found + whole.without_labels(1).split(1) * missing
+        found += whole.without_labels(1).split(1) * missing
+        return found if self._count is None else [self._examined(batch, self._count) for batch in found]
+
+    @staticmethod
+    def _examined(batch: MicroBatch, count: Callable[..., int]) -> MicroBatch:
+        facts = HostFacts.of(batch, count)
+        pinned = None if facts.positions is None else _pinned(facts.positions)
+        return replace(batch, facts=facts._replace(positions=pinned))
 
     def _whole(self, step: int) -> MicroBatch:
         """Return this rank's rows of a step as one batch."""
@@ -135,29 +146,29 @@ class StepBatches:
             while True:
                 began = time.perf_counter()
                 with record_function(DATA_WAIT):
-                    whole = next(prepared, None)
-                if whole is None:
+                    micro_batches = next(prepared, None)
+                if micro_batches is None:
                     return
                 self.last_wait_seconds = time.perf_counter() - began
                 self.step += 1
-                yield self._micro_batches(whole)
+                yield micro_batches
 
-    def _by_thread(self) -> Generator[MicroBatch, None, None]:
+    def _by_thread(self) -> Generator[list[MicroBatch], None, None]:
         upcoming = iter(range(self.step, self.num_steps))
 
-        def make(step: int) -> MicroBatch:
-            return _pinned(self._whole(step))
+        def make(step: int) -> list[MicroBatch]:
+            return self._micro_batches(_pinned(self._whole(step)))
 
         with ThreadPoolExecutor(1, thread_name_prefix="step-batches") as pool:
             pending = deque(pool.submit(make, step) for step in itertools.islice(upcoming, _PREFETCHED_STEPS))
             while pending:
-                whole = pending.popleft().result()
+                micro_batches = pending.popleft().result()
                 pending.extend(pool.submit(make, step) for step in itertools.islice(upcoming, 1))
-                yield whole
+                yield micro_batches
 
-    def _by_workers(self) -> Generator[MicroBatch, None, None]:
+    def _by_workers(self) -> Generator[list[MicroBatch], None, None]:
         """Prepare steps in worker processes, one whole step per worker. PyTorch's DataLoader keeps their order."""
-        yield from DataLoader(
+        wholes = DataLoader(
             _Steps(self._whole),
             batch_size=None,
             sampler=range(self.step, self.num_steps),
@@ -170,6 +181,7 @@ class StepBatches:
             # Without its own generator the loader would draw from the generator of dropout.
             generator=torch.Generator(),
         )
+        yield from map(self._micro_batches, wholes)
 
 
 @dataclass(frozen=True)
@@ -230,6 +242,6 @@ def _tensors(arrays: dict[str, np.ndarray], width: int) -> dict[str, Tensor]:
     return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in cut.items()}
 
 
-def _pinned(whole: MicroBatch) -> MicroBatch:
-    """Pin the memory if there is a GPU, so that it can copy the batch while it computes."""
-    return whole.pin_memory() if torch.cuda.is_available() else whole
+def _pinned(data: Pinned) -> Pinned:
+    """Pin the memory if there is a GPU, so that it can copy the data while it computes."""
+    return data.pin_memory() if torch.cuda.is_available() else data

@@ -4,11 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from samecurve.losses.chunked_cross_entropy import trained_positions
 from samecurve.losses.cross_entropy import IGNORE_INDEX
+
+
+class HostFacts(NamedTuple):
+    """What a step has to know of a micro-batch on the host; a question to the device would wait for all queued kernels.
+
+    Attributes:
+        count: Task.count of the rows.
+        positions: see trained_positions.
+        packed: whether position_ids ever go on by another step than 1 within a row, as between two documents; None
+            without position_ids.
+        padded: whether the attention_mask has a 0; None without an attention_mask.
+    """
+
+    count: int
+    positions: Tensor | None
+    packed: bool | None
+    padded: bool | None
+
+    @classmethod
+    def of(cls, batch: MicroBatch, count: Callable[..., int]) -> HostFacts:
+        """Examine a micro-batch on the CPU. `count` is Task.count."""
+        positions, mask = batch.inputs.get("position_ids"), batch.inputs.get("attention_mask")
+        return cls(
+            count(**batch.targets),
+            trained_positions(batch.labels),
+            None if positions is None else bool((positions.diff(dim=-1) != 1).any()),
+            None if mask is None else not mask.all(),
+        )
 
 
 @dataclass(frozen=True)
@@ -24,12 +54,14 @@ class MicroBatch:
             trained.
         step: 0-based optimizer step, for dropout.
         places: (rows,) int64 on the CPU, the rows' places in the global batch, for dropout.
+        facts: what the loader found out about a training micro-batch; None: not examined.
     """
 
     inputs: dict[str, Tensor]
     targets: dict[str, Tensor]
     step: int = 0
     places: Tensor | None = None
+    facts: HostFacts | None = None
 
     def to(self, device: torch.device | str) -> MicroBatch:
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
@@ -48,14 +80,20 @@ class MicroBatch:
         return [MicroBatch(own_inputs, own_targets, self.step, own) for own_inputs, own_targets, own in parts]
 
     def without_labels(self, num_rows: int) -> MicroBatch:
-        """Copy the first `num_rows` rows with labels that train nothing. The first axis must be the rows."""
+        """Copy the first `num_rows` rows with labels that train nothing, not yet examined.
+
+        The first axis must be the rows.
+        """
         inputs, targets = ({name: t[:num_rows] for name, t in part.items()} for part in (self.inputs, self.targets))
         targets["labels"] = torch.full_like(targets["labels"], IGNORE_INDEX)
         places = None if self.places is None else self.places[:num_rows]
-        return replace(self, inputs=inputs, targets=targets, places=places)
+        return replace(self, inputs=inputs, targets=targets, places=places, facts=None)
 
     def padded(self, num_rows: int, padded_rows: int) -> MicroBatch:
-        """Append copies of the first row, with labels that train nothing, from `num_rows` to `padded_rows` rows."""
+        """Append copies of the first row, with labels that train nothing, from `num_rows` to `padded_rows` rows.
+
+        The result is not examined yet.
+        """
         missing = padded_rows - num_rows
         if not missing:
             return self
@@ -67,7 +105,7 @@ class MicroBatch:
 
         inputs, targets = ({n: padded(n, t) for n, t in part.items()} for part in (self.inputs, self.targets))
         places = None if self.places is None else padded("places", self.places)
-        return replace(self, inputs=inputs, targets=targets, places=places)
+        return replace(self, inputs=inputs, targets=targets, places=places, facts=None)
 
     @property
     def labels(self) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -47,6 +48,14 @@ class ControlGroup:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self._group)
         return values
+
+    def sum(self, values: Sequence[int]) -> list[int]:
+        """Add up each value over the ranks. Collective."""
+        if self._group is None:
+            return [*values]
+        total = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(total, group=self._group)
+        return total.tolist()
 
     def new(self) -> ControlGroup:
         """Create another group of the same ranks, for a thread that runs in parallel with training. Collective."""

@@ -19,6 +19,7 @@ from samecurve.losses import chunked_cross_entropy
 from samecurve.losses.chunked_cross_entropy import TokenSums, trained_positions
 from samecurve.losses.cross_entropy import token_loss_sum
 from samecurve.models import compilation
+from samecurve.models.attention.mask_facts import MaskFacts, told
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -86,7 +87,7 @@ class Forward:
         if self.loss_implementation == "full":
             logits, targets = self.logits(batch)
             return measure(logits, **targets)
-        positions = trained_positions(batch.labels)  # on the CPU, which avoids a device synchronization
+        positions = batch.facts.positions if batch.facts else trained_positions(batch.labels)  # before the copy
         if positions is not None:
             positions = positions.to(self.accelerator.device, non_blocking=True)
         batch, targets = self._on_device(batch)
@@ -99,7 +100,8 @@ class Forward:
 
     def _run(self, batch: MicroBatch, **options: TokenSums) -> Any:
         """Run the model, in training with the dropout of the batch's rows."""
-        with nullcontext() if self.dropout is None or batch.places is None else self.dropout.micro_batch(batch):
+        drops = nullcontext() if self.dropout is None or batch.places is None else self.dropout.micro_batch(batch)
+        with drops, told(_mask_facts(batch)):
             return self.model(**batch.inputs, **options)
 
     def _route(self, batch: MicroBatch) -> None:
@@ -114,7 +116,7 @@ class Forward:
         batch = batch.to(self.accelerator.device)
         if self.teacher is None:
             return batch, batch.targets
-        with torch.no_grad():
+        with torch.no_grad(), told(_mask_facts(batch)):
             return batch, batch.targets | {"teacher": self.teacher(**batch.inputs).logits}
 
     def with_contexts(
@@ -168,12 +170,12 @@ class Forward:
 
     def count(self, micro_batches: Sequence[MicroBatch]) -> int:
         """Count the tokens (or other units, see Task.count) of the micro-batches over all ranks."""
-        tokens = torch.tensor(sum(self.task.count(**batch.targets) for batch in micro_batches), dtype=torch.float64)
-        return int(self.total(tokens))
+        own = [batch.facts.count if batch.facts else self.task.count(**batch.targets) for batch in micro_batches]
+        return self.mesh.count(sum(own))[0]
 
-    def total(self, value: Tensor) -> float:
-        """Sum a scalar tensor over all ranks in fp64."""
-        return self.mesh.sum(value.reshape(1))[0]
+
+def _mask_facts(batch: MicroBatch) -> MaskFacts:
+    return MaskFacts(batch.facts.packed, batch.facts.padded) if batch.facts else MaskFacts()
 
 
 def install_loss(

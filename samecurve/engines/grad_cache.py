@@ -54,10 +54,11 @@ def contexts(
     assert task.context is not None  # only tasks with a cross-batch loss come here
     most, count = padded_rows(rows), len(rows[0])
     real = [nth * most + row for nth, size in enumerate(chain(*rows)) for row in range(size)]
+    places = torch.tensor(real).to(features.device, non_blocking=True)  # a list as an index would wait for the device
     found: list[dict[str, Tensor]] = [{} for _ in range(count)]
-    for name, value in task.context(features[real]).items():
+    for name, value in task.context(features[places]).items():
         whole = value.new_zeros(len(features), *value.shape[1:])
-        whole[real] = value
+        whole[places] = value
         for context, part, size in zip(found, whole.chunk(len(rows))[rank].chunk(count), rows[rank], strict=True):
             context[name] = part if padded else part[: max(size, 1)]
     return found

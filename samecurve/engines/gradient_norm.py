@@ -1,8 +1,7 @@
-"""Gradients on their parameters' places in the mesh, and their norm in fp64."""
+"""Gradients on their parameters' places in the mesh, and their squared norm in fp64."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -32,21 +31,26 @@ def place_gradients(parameters: Sequence[nn.Parameter]) -> None:
                 parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
-def global_norm(parameters: Sequence[nn.Parameter], mesh: Mesh) -> float:
-    """Compute the L2 norm of the whole model's gradient, each element once however many ranks hold it.
+def squared_norm(parameters: Sequence[nn.Parameter], mesh: Mesh) -> Tensor:
+    """Compute the squared L2 norm of the whole model's gradient, each element once however many ranks hold it.
+
+    The root is left to the host: on a GPU and on a CPU, that of fp64 tensors can differ from it in the last digit.
 
     Args:
         parameters: this rank's parameters with a gradient, which `place_gradients` has placed.
         mesh: over which the squares are summed.
+
+    Returns:
+        (1,) fp64 on the device; nothing waits for it.
     """
     by_copies: dict[int, list[Tensor]] = {}
     for parameter in parameters:
         by_copies.setdefault(num_copies(parameter, mesh), []).append(local_gradient(parameter))
     squares = {copies: norms(gradients).square().sum() for copies, gradients in by_copies.items()}
     if [*squares] == [mesh.dims.world_size]:  # every rank has all gradients
-        return math.sqrt(squares[mesh.dims.world_size].item())
+        return squares[mesh.dims.world_size].reshape(1).to(mesh.device, non_blocking=True)
     total = torch.stack([square / copies for copies, square in squares.items()]).sum(0, keepdim=True)
-    return math.sqrt(*mesh.sum(total, over=DIMENSIONS))
+    return mesh.total(total, over=DIMENSIONS)
 
 
 def num_copies(parameter: nn.Parameter, mesh: Mesh) -> int:

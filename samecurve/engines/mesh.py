@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from samecurve.distributed.control_group import ControlGroup
 from samecurve.strategy.parallel_dims import BATCH, DIMENSIONS, FSDP, LOSS, ParallelDims
 
 
@@ -36,14 +37,29 @@ class Mesh:
         shards = self.devices[FSDP]._flatten("fsdp")
         return self.devices["dp_replicate", "fsdp"] if self.dims.dp_replicate > 1 else shards
 
-    def sum(self, values: Tensor, over: tuple[str, ...] = LOSS) -> tuple[float, ...]:
-        """Sum each value of a 1-D tensor in fp64, by default over the ranks that train different tokens."""
-        if not values.numel():
-            return ()
-        total = values.to(self.device, torch.float64, copy=True)
-        if self.dims.size(*over) > 1:
+    def count(self, *numbers: int) -> list[int]:
+        """Sum what the host knows over the ranks that train different tokens, without a wait for the device."""
+        readers = self.dims.world_size // self.dims.size(*LOSS)  # they know the same numbers
+        return [total // readers for total in self._hosts.sum(numbers)]
+
+    def total(self, values: Tensor, over: tuple[str, ...] = LOSS) -> Tensor:
+        """Sum each value of a 1-D tensor, by default over the ranks that train different tokens.
+
+        Returns:
+            fp64 on the device; nothing waits for it.
+        """
+        total = values.to(self.device, torch.float64, copy=True, non_blocking=True)
+        if values.numel() and self.dims.size(*over) > 1:
             dist.all_reduce(total, group=self._group(over))
-        return tuple(total.tolist())
+        return total
+
+    def sum(self, values: Tensor, over: tuple[str, ...] = LOSS) -> tuple[float, ...]:
+        """Sum as `total`, and wait for the result."""
+        return tuple(self.total(values, over).tolist())
+
+    @cached_property
+    def _hosts(self) -> ControlGroup:
+        return ControlGroup()
 
     def gather(self, rows: Tensor) -> Tensor:
         """Concatenate the rows, the same number on each, of the ranks that read different rows."""

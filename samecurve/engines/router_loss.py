@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,8 +19,7 @@ if TYPE_CHECKING:
 
     from samecurve.config.schema import Recipe
     from samecurve.data.micro_batch import MicroBatch
-
-Totals = Callable[[Tensor], tuple[float, ...]]
+    from samecurve.engines.mesh import Mesh
 
 
 class RouterLoss:
@@ -28,24 +28,24 @@ class RouterLoss:
     Args:
         settings: the loss.
         recorder: records the model's routers.
-        totals: sums each value of a 1-D tensor over all ranks in fp64.
+        mesh: over which sums are taken.
     """
 
-    def __init__(self, settings: routers.RouterSettings, recorder: routers.RouterRecorder, totals: Totals):
-        self._settings, self._recorder, self._totals = settings, recorder, totals
+    def __init__(self, settings: routers.RouterSettings, recorder: routers.RouterRecorder, mesh: Mesh):
+        self._settings, self._recorder, self._mesh = settings, recorder, mesh
 
     def begin(self, micro_batches: Sequence[MicroBatch], count: int, forward: Callable[[MicroBatch], object]) -> None:
         """Find what a step's router loss is divided by. Collective.
 
         Args:
-            micro_batches: of this rank.
+            micro_batches: of this rank, on the CPU.
             count: what the engine divides the task's loss by.
             forward: runs the model's layers on a micro-batch. The loss over the global batch needs the counts of the
                 whole step first, so it costs one more forward pass without gradients, as gradient caching does.
         """
         masks = [counted_tokens(batch) for batch in micro_batches]
-        sums = [sum(mask.any(dim=1).sum() for mask in masks), sum(mask.sum() for mask in masks)]
-        self._num_sequences, num_tokens = self._totals(torch.tensor(sums))
+        own = [int(sum(mask.any(dim=1).sum() for mask in masks)), int(sum(mask.sum() for mask in masks))]
+        self._num_sequences, num_tokens = self._mesh.count(*own)
         self._count, self._places = count, num_tokens * self._recorder.num_routers
         self._counts = self._global_counts(micro_batches, forward) if self._settings.kind == "batch" else None
         self._found: list[Tensor] = []
@@ -66,22 +66,26 @@ class RouterLoss:
         if self._counts is None:
             balance = router.sum_over_sequences(found) / self._num_sequences
         else:
-            balance = router.share_of_batch(found, self._counts.to(found.counts.device), self._places)
+            balance = router.share_of_batch(found, self._counts, self._places)
         z_loss = found.squares / self._places
         sums = torch.stack([balance, z_loss]).detach().double()
         self._found.append(torch.cat([sums, found.counts.double().sum(dim=1).flatten()]))
         whole = (settings.coefficient * balance + settings.z_coefficient * z_loss) * self._count
         return whole - whole.detach()
 
-    def metrics(self) -> dict[str, float | list[float]]:
-        """Compute the values of the step's line of metrics.jsonl. Collective."""
-        balance, z_loss, *chosen = self._totals(torch.stack(self._found).sum(dim=0))
-        counts = torch.tensor(chosen, dtype=torch.float64).view(self._recorder.num_routers, -1)
-        shares = counts / counts.sum(dim=1, keepdim=True)
+    def sums(self) -> Tensor:
+        """Return this rank's sums for `metrics`, 1-D fp64 on the device. Call after the step's last forward pass."""
+        return torch.stack(self._found).sum(dim=0)
+
+    def metrics(self, sums: Sequence[float]) -> dict[str, float | list[float]]:
+        """Compute the values of the step's line of metrics.jsonl from the `sums` of all ranks."""
+        balance, z_loss, *chosen = sums
+        counts = np.array(chosen).reshape(self._recorder.num_routers, -1)
+        shares = counts / counts.sum(axis=1, keepdims=True)
         metrics: dict[str, float | list[float]] = {"router_loss": balance}
         if self._settings.z_coefficient:
             metrics["router_z_loss"] = z_loss
-        return metrics | {"expert_share_max": shares.max().item(), "expert_share": shares.mean(dim=0).tolist()}
+        return metrics | {"expert_share_max": shares.max().item(), "expert_share": shares.mean(axis=0).tolist()}
 
     def _global_counts(self, micro_batches: Sequence[MicroBatch], forward: Callable[[MicroBatch], object]) -> Tensor:
         """Count the tokens of the whole step that choose an expert: fp64, (experts,)."""
@@ -91,7 +95,7 @@ class RouterLoss:
                 with self._recorder.recording():
                     forward(batch)
                 found.append(self._routing(batch).counts.double().sum(dim=(0, 1)))
-        return torch.tensor(self._totals(torch.stack(found).sum(dim=0)), dtype=torch.float64)
+        return self._mesh.total(torch.stack(found).sum(dim=0))
 
     def _routing(self, batch: MicroBatch) -> router.Routing:
         logits = self._recorder.take()
@@ -99,14 +103,14 @@ class RouterLoss:
         return router.routing(logits, mask, self._settings.top_k)
 
 
-def install(recipe: Recipe, model: PreTrainedModel, totals: Totals) -> RouterLoss | None:
+def install(recipe: Recipe, model: PreTrainedModel, mesh: Mesh) -> RouterLoss | None:
     """Install the recorder in `model` before a strategy wraps it; None if the model has no router loss.
 
     Raises:
         ConfigurationError: as routers.settings.
     """
     settings = routers.settings(recipe.model.router_loss, model)
-    return settings and RouterLoss(settings, routers.RouterRecorder(model), totals)
+    return settings and RouterLoss(settings, routers.RouterRecorder(model), mesh)
 
 
 def counted_tokens(batch: MicroBatch) -> Tensor:

@@ -18,11 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 from samecurve.engines import fsdp, router_loss, teacher, tensor_parallel
 from samecurve.engines.first_step import FirstStep
 from samecurve.engines.forward import Forward, install_loss
-from samecurve.engines.gradient_norm import global_norm, num_copies, place_gradients
+from samecurve.engines.gradient_norm import num_copies, place_gradients, squared_norm
 from samecurve.engines.loss_scaler import LossScale
 from samecurve.engines.memory_usage import held_bytes
 from samecurve.engines.mesh import Mesh
 from samecurve.engines.sharded_state import LiveState
+from samecurve.engines.step_sums import StepSums
 from samecurve.interfaces.engine import EngineDescription, EvalResult, StepResult, dtype_name
 from samecurve.interfaces.memory import Held
 from samecurve.interfaces.sharded_state import State
@@ -71,7 +72,7 @@ class TorchEngine:
         drops = dropout.install(model, self.recipe.seed, self.device)
         compilation.prepare(model, self.recipe, self.device)
         loss_implementation = install_loss(model, skeleton, task, self.recipe, self.device)
-        router = router_loss.install(self.recipe, model, self.mesh.sum)
+        router = router_loss.install(self.recipe, model, self.mesh)
         self.model = self._prepare(model)
         # `accelerator.unwrap_model` would import deepspeed
         self.module = getattr(self.model, "module", self.model)
@@ -122,24 +123,20 @@ class TorchEngine:
             return StepResult.of_nothing()
         # DDP and FSDP average gradients over the ranks, but the loss is a mean over tokens
         weight = self.mesh.dims.size(*LOSS) / tokens
-        loss_sum = torch.zeros((), device=self.device)
-        statistics = torch.zeros(self.task.num_step_statistics, dtype=torch.float64, device=self.device)
+        sums = StepSums(self.mesh, self.task.num_step_statistics, forward.router)
         for batch, context, is_last in forward.with_contexts(micro_batches, tokens):
             reduces = is_last or not fsdp.reduces_once(self.plan)
             with nullcontext() if reduces else self.accelerator.no_sync(self.model):
                 loss, found = forward.loss(batch, context)
-                statistics += found
-                loss_sum += loss.detach()
-                if is_last:
-                    mean = forward.total(loss_sum) / tokens
-                    # a loss can overflow although its gradient is finite; nan makes every engine skip the update
-                    weight *= 1.0 if math.isfinite(mean) else math.nan
-                (loss * weight * scale).backward()
+                sums.add(loss, found)
+                gate = sums.gate() if is_last else 1.0
+                (loss * weight * scale * gate).backward()
 
         trained = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
         tensor_parallel.sum_gradients(self.summed, self.mesh)
         place_gradients(trained)
-        grad_norm = global_norm(trained, self.mesh) / scale
+        (squares,) = sums.start_read(squared_norm(trained, self.mesh))()  # the step's only wait for the device
+        mean, grad_norm = sums.loss / tokens, math.sqrt(squares) / scale
         applied = math.isfinite(grad_norm)
         if applied:
             factor = min(1.0, self.recipe.optimizer.max_grad_norm / (grad_norm + 1e-6)) / scale
@@ -152,8 +149,7 @@ class TorchEngine:
         may_rescale = self.loss_scale is not None and not self.loss_scale.exhausted
         if self.loss_scale:
             self.loss_scale.update(applied)
-        routed = forward.router.metrics() if forward.router else {}
-        result = StepResult.of(mean, grad_norm, tokens, applied, may_rescale, self.mesh.sum(statistics), routed)
+        result = StepResult.of(mean, grad_norm, tokens, applied, may_rescale, sums.statistics, sums.router)
         return self.first_step.checked(result, learning_rate)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from samecurve.engines.forward import Forward, install_loss
 from samecurve.engines.memory_usage import held_bytes
 from samecurve.engines.mesh import Mesh
 from samecurve.engines.sharded_state import FragmentState, PartitionState
+from samecurve.engines.step_sums import StepSums
 from samecurve.interfaces.engine import EngineDescription, EvalResult, StepResult, dtype_name
 from samecurve.interfaces.memory import Held
 from samecurve.interfaces.sharded_state import State
@@ -56,7 +56,7 @@ class ZeroEngine:
         drops = dropout.install(model, recipe.seed, self.device)
         compilation.prepare(model, recipe, self.device)
         loss_implementation = install_loss(model, skeleton, task, recipe, self.device)
-        router = router_loss.install(recipe, model, self.mesh.sum)
+        router = router_loss.install(recipe, model, self.mesh)
         # ZeRO-3 replaces every shape by an empty one, so the groups use the skeleton's shapes
         groups = parameter_groups(model.named_parameters(), self.shapes, settings)
         self.model, self.optimizer = accelerator.prepare(model, build_optimizer(groups, settings))
@@ -109,23 +109,20 @@ class ZeroEngine:
             return StepResult.of_nothing()
         # ZeRO averages gradients over the ranks, but the loss is a mean over tokens
         weight = self.shard[1] / tokens
-        loss_sum = torch.zeros((), device=self.device)
-        statistics = torch.zeros(self.task.num_step_statistics, dtype=torch.float64, device=self.device)
+        sums = StepSums(self.mesh, self.task.num_step_statistics, forward.router)
         for batch, context, is_last in forward.with_contexts(micro_batches, tokens):
             self.model.set_gradient_accumulation_boundary(is_last)
             loss, found = forward.loss(batch, context)
-            statistics += found
-            loss_sum += loss.detach()
-            if is_last:
-                mean = forward.total(loss_sum) / tokens
-                # a loss can overflow although its gradient is finite; nan makes every engine skip the update
-                weight *= 1.0 if math.isfinite(mean) else math.nan
-            self.model.backward(loss * weight, scale_wrt_gas=False)
+            sums.add(loss, found)
+            gate = sums.gate() if is_last else 1.0
+            self.model.backward(loss * weight * gate, scale_wrt_gas=False)
+        read = sums.start_read()
         may_rescale = deepspeed_introspection.may_rescale(self.model)
         self.model.step()  # also clips the gradients
         grad_norm, applied = float(self.model.get_global_grad_norm()), self.model.was_step_applied()
-        routed = forward.router.metrics() if forward.router else {}
-        result = StepResult.of(mean, grad_norm, tokens, applied, may_rescale, self.mesh.sum(statistics), routed)
+        read()
+        mean = sums.loss / tokens
+        result = StepResult.of(mean, grad_norm, tokens, applied, may_rescale, sums.statistics, sums.router)
         return self.first_step.checked(result, learning_rate)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:

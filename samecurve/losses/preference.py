@@ -71,8 +71,8 @@ def pair_losses(
     if settings.loss == "kto":
         # arXiv:2402.01306, equation 8, with equally many good and bad answers; mean over a pair's two answers
         assert drift is not None
-        sign = torch.tensor([1.0, -1.0], device=ratios.device)
-        return (1 - torch.sigmoid(beta * sign * (ratios - drift))).mean(dim=1)
+        chosen, rejected = (ratios - drift).unbind(dim=1)
+        return (1 - torch.sigmoid(beta * torch.stack([chosen, -rejected], dim=1))).mean(dim=1)
     # DPO, arXiv:2305.18290, equation 7; the smoothing is the probability of a wrong label (conservative DPO)
     scaled, smoothing = beta * (ratios[:, 0] - ratios[:, 1]), settings.label_smoothing
     return -(1 - smoothing) * F.logsigmoid(scaled) - smoothing * F.logsigmoid(-scaled)

@@ -128,10 +128,10 @@ def _numbers(beta1: float, beta2: float, rate: float, decay: float, epsilon: flo
     return 1 - beta1, 1 - beta2, (1 - beta2**step) ** 0.5, epsilon, 1 - rate * decay, -rate / (1 - beta1**step)
 
 
-@lru_cache(maxsize=8)  # the copy to the device synchronizes
+@lru_cache(maxsize=8)
 def _on_device(numbers: tuple[float, ...], device: torch.device) -> Tensor:
     """Convert to a tensor, because torch.compile would recompile for new Python numbers (seen with torch 2.13)."""
-    return torch.tensor(numbers, device=device)
+    return torch.tensor(numbers).to(device, non_blocking=True)
 
 
 @lru_cache(maxsize=1)

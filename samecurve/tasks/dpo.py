@@ -65,7 +65,7 @@ class DpoTask(pairwise.PairTask[AnswerRows]):
         counted = self.counted(labels)
         losses = pair_losses(self.settings, log_probabilities, lengths, reference, drift)
         of_answers = rewards(self.settings, log_probabilities.detach(), lengths, reference)
-        return losses.masked_fill(~counted, 0.0).sum(), pairwise.reward_sums(of_answers[counted])
+        return losses.masked_fill(~counted, 0.0).sum(), pairwise.reward_sums(of_answers, counted)
 
     def rewards(
         self, logits: Tensor, labels: Tensor, reference: Tensor | None = None, drift: Tensor | None = None
@@ -91,7 +91,8 @@ class KtoTask(DpoTask):
         assert result.features is not None  # as the task has a `context`
         ratios = result.features[: len(self.eval_rows)]
         losses = pair_losses(self.settings, ratios, torch.ones(()), torch.zeros(()), kto_drift(ratios))
-        statistics = tuple(pairwise.reward_sums(self.settings.beta * ratios).tolist())
+        everyone = torch.ones(len(ratios), dtype=torch.bool)
+        statistics = tuple(pairwise.reward_sums(self.settings.beta * ratios, everyone).tolist())
         return super().metrics(EvalResult(losses.mean().item(), result.tokens, statistics))
 
 

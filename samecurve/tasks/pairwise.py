@@ -47,7 +47,7 @@ class PairTask(splits.LoadedTask[PairsType], Generic[PairsType]):
 
     def statistics(self, logits: Tensor, labels: Tensor, **targets: Tensor) -> Tensor:
         """Return (3,): sum of chosen rewards, sum of rejected rewards, number of pairs with chosen above rejected."""
-        return reward_sums(self.rewards(logits, labels, **targets)[self.counted(labels)])
+        return reward_sums(self.rewards(logits, labels, **targets), self.counted(labels))
 
     def metrics(self, result: EvalResult) -> dict[str, float]:
         """Return the loss and the reward metrics of the validation pairs.
@@ -82,9 +82,13 @@ def _reward_means(statistics: Sequence[float], num_pairs: int) -> dict[str, floa
     }
 
 
-def reward_sums(rewards: Tensor) -> Tensor:
-    """Reduce rewards (pairs, 2) to the sums of `PairTask.statistics`, (3,) fp64."""
-    return torch.cat([rewards.double().sum(dim=0), (rewards[:, 0] > rewards[:, 1]).sum().reshape(1)])
+def reward_sums(rewards: Tensor, counted: Tensor) -> Tensor:
+    """Reduce rewards (pairs, 2) to the sums of `PairTask.statistics` over the pairs in `counted`, (3,) fp64.
+
+    By a fill, because to select rows by a mask waits for the device.
+    """
+    rewards = rewards.double().masked_fill(~counted[:, None], 0.0)
+    return torch.cat([rewards.sum(dim=0), (rewards[:, 0] > rewards[:, 1]).sum().reshape(1)])
 
 
 def load_pairs(

@@ -134,6 +134,7 @@ def open_run(context: Context, built: Built, engine: Engine, checkpoints: Checkp
         start.samples,
         start.anchor,
         recipe.data.num_workers,
+        task.count,
     )
     validation = None
     if task.validation is not None:

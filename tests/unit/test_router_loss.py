@@ -67,7 +67,7 @@ def step(model, kind: str | None, rows: int, chunked: bool = False) -> tuple[flo
     """(token loss, router metrics, gradients) of one step with micro-batches of `rows` rows."""
     accelerator, recipe = Accelerator(cpu=True), SimpleNamespace(model=SimpleNamespace(router_loss=kind))
     mesh = Mesh(ParallelDims(), 0, accelerator.device)
-    balance = router_loss.install(recipe, model, mesh.sum)
+    balance = router_loss.install(recipe, model, mesh)
     with torch.device("meta"):
         skeleton = type(model)(model.config)
     implementation = install_chunked_head(model, skeleton, "chunked") if chunked else "full"
@@ -80,7 +80,7 @@ def step(model, kind: str | None, rows: int, chunked: bool = False) -> tuple[flo
         value += loss.item() / tokens
     # recomputed logits would keep all recomputed activations alive
     assert balance is None or not balance._recorder._logits
-    return value, balance.metrics() if balance else {}, gradients(model)
+    return value, balance.metrics(balance.sums().tolist()) if balance else {}, gradients(model)
 
 
 def gradients(model) -> dict[str, Tensor]:

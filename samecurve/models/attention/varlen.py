@@ -107,7 +107,7 @@ def _documents(first: Tensor) -> Documents:
     """Find the documents from `first`, (batch_size, sequence_length). Synchronizes with the device."""
     before = torch.arange(first.shape[1], device=first.device) - first
     begins = (before == 0).flatten().nonzero().flatten()
-    starts = torch.cat([begins, begins.new_tensor([first.numel()])])
+    starts = nn.functional.pad(begins, (0, 1), value=first.numel())  # a new tensor of it would wait once more
     longest, window = torch.stack([starts.diff().max(), before.max()]).tolist()
     return Documents(starts.int(), longest, window)
 

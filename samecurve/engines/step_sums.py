@@ -1,0 +1,82 @@
+"""What a step reports, kept on the device until one read, because each read waits for all queued kernels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from samecurve.engines.mesh import Mesh
+    from samecurve.engines.router_loss import RouterLoss
+
+
+class StepSums:
+    """Sums over the micro-batches and ranks of one step.
+
+    Call `add` for each micro-batch, `gate` once after the last of them, and `start_read` once.
+
+    Attributes:
+        loss, statistics, router: as in StepResult, but the loss is a sum; known after the read.
+    """
+
+    def __init__(self, mesh: Mesh, num_statistics: int, router: RouterLoss | None):
+        self._mesh, self._router, self._num_statistics = mesh, router, num_statistics
+        self._loss = torch.zeros((), device=mesh.device)
+        self._statistics = torch.zeros(num_statistics, dtype=torch.float64, device=mesh.device)
+        self._total = torch.zeros(0)
+        self.loss, self.statistics = math.nan, ()
+        self.router: dict[str, float | list[float]] = {}
+
+    def add(self, loss: Tensor, statistics: Tensor) -> None:
+        """Add a micro-batch's loss, a scalar, and its statistics, see Task.step_loss."""
+        self._loss += loss.detach()
+        self._statistics += statistics
+
+    def gate(self) -> Tensor:
+        """Sum over the ranks and return the factor of the last micro-batch's loss. Collective.
+
+        Returns:
+            An fp32 scalar: 1, or nan if the step's loss is not finite. A loss can overflow although its gradient is
+            finite; nan makes every engine skip the update.
+        """
+        parts = [self._loss.double().reshape(1), self._statistics]
+        parts += [self._router.sums()] if self._router else []
+        self._total = self._mesh.total(torch.cat(parts))
+        return torch.where(self._total[0].isfinite(), 1.0, math.nan)
+
+    def start_read(self, *more: Tensor) -> Callable[[], list[float]]:
+        """Start to copy the sums, with `more` fp64 values behind them, to the host.
+
+        Returns:
+            A function that waits for that copy alone, sets the attributes and returns the values of `more`.
+        """
+        copied = copy_to_host(torch.cat([self._total, *more]))
+
+        def read() -> list[float]:
+            self.loss, *values = copied()
+            self.statistics, values = tuple(values[: self._num_statistics]), values[self._num_statistics :]
+            end = len(self._total) - 1 - self._num_statistics
+            self.router = self._router.metrics(values[:end]) if self._router else {}
+            return values[end:]
+
+        return read
+
+
+def copy_to_host(values: Tensor) -> Callable[[], list[float]]:
+    """Start to copy a 1-D tensor; the returned function waits for the copy, not for kernels that were queued later."""
+    if values.device.type != "cuda":
+        return values.tolist
+    pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    pinned.copy_(values, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def read() -> list[float]:
+        copied.synchronize()
+        return pinned.tolist()
+
+    return read

@@ -1,0 +1,104 @@
+"""How often a step reads a tensor's value, because on a GPU each read waits for all queued kernels."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from harness import launch_command, long
+from reads import Reads
+from test_equal_curves import ENGINES
+from torch import Tensor
+
+WORLDS = {"single": 1, "hsdp": 4, "fsdp_tp": 4}
+WAIT = "engines/step_sums.py: read"  # the only one: loss, norm, statistics and routers, right before the update
+OF_HOSTS = "distributed/control_group.py: sum"  # gloo's sum of counts, on the CPU whatever the device
+DROPOUT = "models/dropout.py: _of"  # MicroBatch.places, which stay on the CPU
+MASKS = "engines/router_loss.py: begin"  # of labels before their copy to the device
+NORM_OF_DEEPSPEED = "engines/zero.py: step"  # the norm that DeepSpeed has computed and read for its clipping
+MIXTRAL = {"model_type": "mixtral", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+MIXTRAL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "router_aux_loss_coef": 1.0}
+ROUTERS = f"model.config={json.dumps(MIXTRAL)}", "model.router_loss=batch", "data.packing=true"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "overrides"),
+    [
+        ("single", ROUTERS),
+        ("fsdp", ()),
+        *long(*((name, ()) for name in ENGINES if name not in ("fsdp", "pipeline", "zero3_nvme"))),
+        *long(("ddp", ROUTERS), ("fsdp", (*ROUTERS, "loss.implementation=full", "model.attention=eager"))),
+    ],
+)
+def test_a_step_waits_once(strategy, overrides, workspace):
+    found = probe(strategy, overrides, workspace)
+    of_zero = found["engine"] == "DeepSpeedEngine"
+    allowed = {WAIT: 1, NORM_OF_DEEPSPEED: 1 if of_zero else 0}
+    allowed |= {OF_HOSTS: 0 if strategy == "single" else 1, DROPOUT: found["num_micro_batches"]}
+    if overrides:  # rows and tokens are counted, and the layers run twice
+        allowed |= {MASKS: 2, OF_HOSTS: 2 * allowed[OF_HOSTS], DROPOUT: 2 * allowed[DROPOUT]}
+        assert found["packed"]
+    assert found["engine"] == ENGINES[strategy] or overrides
+    reads = Reads()
+    reads.found = found["reads"]
+    assert WAIT in {place for place, *_ in reads.found}
+    extra = reads.unexpected(allowed)
+    assert not extra, "\n\n".join(f"{place} ({kind}) waits for the device:\n{stack}" for place, kind, stack in extra)
+
+
+@pytest.mark.full
+def test_a_read_in_the_middle_is_found_with_its_stack(workspace):
+    found = probe("single", ("plant",), workspace)
+    planted = [stack for _, kind, stack in found["reads"] if kind == "item"]
+    assert len(planted) == found["num_micro_batches"] and "waits_probe.py" in planted[0], found["reads"]
+
+
+def probe(strategy: str, overrides: tuple[str, ...], workspace) -> dict:
+    path, world = workspace.strategy(strategy), WORLDS.get(strategy, 2)
+    script = str(Path(__file__).with_name("waits_probe.py"))
+    command = launch_command("fork", path, world, workspace.folder, script)
+    more = {"PLANT_A_READ": "1"} if "plant" in overrides else {}
+    keys = [str(workspace.recipe), "batch.micro_batch_size=2", *(key for key in overrides if key != "plant")]
+    run = workspace.execute([*command, *keys, "--strategy", str(path)], workspace.folder, **more)
+    assert run.returncode == 0, run.output
+    return json.loads(run.output.split("FOUND ", 1)[1].splitlines()[0])
+
+
+def index_put(values: Tensor) -> None:
+    values[values > 1] = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "call"),
+    [
+        ("item", Tensor.item),
+        ("tolist", Tensor.tolist),
+        ("numpy", Tensor.numpy),
+        ("cpu", Tensor.cpu),
+        ("to", lambda values: values.to("cpu")),
+        ("__bool__", lambda values: bool(values[0])),
+        ("__float__", lambda values: float(values[0])),
+        ("nonzero", Tensor.nonzero),
+        ("equal", lambda values: torch.equal(values, values)),
+        ("index", lambda values: values[values > 1]),
+        ("index_put_", index_put),
+        ("__getitem__", lambda values: values[[0, 1]]),
+        ("tensor", lambda values: torch.tensor([1.0], device=values.device)),
+    ],
+)
+def test_each_kind_of_read_counts_once(kind: str, call: Callable[[Tensor], object]):
+    values = torch.arange(1.0, 4.0)
+    with Reads() as reads:
+        call(values[:1] if kind == "item" else values)
+    assert [(place, found) for place, found, _ in reads.found] == [("elsewhere", kind)]
+
+
+def test_what_stays_on_the_device_does_not_count():
+    values = torch.arange(4.0)
+    with Reads() as reads:
+        values[values > 1] = 0.0
+        torch.where(values.sum().isfinite(), 1.0, float("nan")) * values[values.long()].to(values.device)
+    assert not reads.found
