@@ -99,7 +99,7 @@ class Checkpoints:
         self._settings, self._background = facts["recipe"]["checkpoint"], background
         self._files = LocalFileSystem(busy)
         self._selector = CheckpointSelector(run.checkpoints, self._facts, world, log, self._files)
-        self._exchange = world.new().all_gather_object  # a group of its own for the writing thread
+        self._conclude = world.new().conclude  # a group of its own for the writing thread
         self._snapshot: Snapshot | None = None
         self._in_flight: _Save | None = None
         self._failures = 0  # in a row
@@ -260,7 +260,7 @@ class Checkpoints:
 
         content = commit.Content(save.step, sum(entry.nbytes for entry in entries), write, small_files)
         try:
-            commit.commit(self._files, self._run.checkpoints, content, self._exchange, rank)
+            commit.commit(self._files, self._run.checkpoints, content, self._conclude, rank)
             self._metrics = {"save_seconds": time.perf_counter() - save.began}
         except Exception as error:
             save.error = error

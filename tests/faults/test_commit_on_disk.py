@@ -30,12 +30,15 @@ def save(directories: list[Path], step: int, bug: Exception | None = None) -> li
     barrier, values = Barrier(len(directories)), [None] * len(directories)
 
     def job(rank: int) -> None:
-        def exchange(value):
+        def conclude(value, conclusion):
             values[rank] = value
             barrier.wait(10)
-            every = list(values)
+            if rank == 0:
+                values[0] = conclusion(list(values))
             barrier.wait(10)
-            return every
+            verdict = values[0]
+            barrier.wait(10)
+            return verdict
 
         def write(folder: Path):
             if bug and rank == len(directories) - 1:
@@ -44,7 +47,7 @@ def save(directories: list[Path], step: int, bug: Exception | None = None) -> li
 
         small_files = lambda notes: {"state.json": json.dumps(notes).encode()}  # noqa: E731
         content = protocol.Content(step, 100, write, small_files)
-        protocol.commit(DISK, directories[rank], content, exchange, rank)
+        protocol.commit(DISK, directories[rank], content, conclude, rank)
 
     with ThreadPoolExecutor(len(directories)) as ranks:
         return [future.exception(20) for future in [ranks.submit(job, rank) for rank in range(len(directories))]]
@@ -218,7 +221,7 @@ for step in map(int, sys.argv[2:]):
     write = lambda folder: ([commit.write_file(fs, folder / "rank_00000.safetensors", [b"head", b"%d" % step])], None)
     try:
         content = commit.Content(step, 0, write, lambda notes: {"state.json": b"{}"})
-        commit.commit(fs, directory, content, lambda value: [value], 0)
+        commit.commit(fs, directory, content, lambda value, conclusion: conclusion([value]), 0)
     except Exception as error:
         print(type(error).__name__, error)
     print(commit.rotate(fs, directory, 1, ()))
