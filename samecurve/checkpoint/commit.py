@@ -132,9 +132,9 @@ def _pieces(chunks: Iterable[Any]) -> Iterator[memoryview | bytes]:
 
 
 class _Outcome(NamedTuple):
-    """What came of one rank's work. failure: "" if it succeeded. error: on the rank itself, for the traceback."""
+    """What came of one rank's work. failure: "" if it succeeded. error: known on the rank itself only."""
 
-    result: Any = None
+    result: Any
     failure: str = ""
     is_numeric: bool = False
     error: Exception | None = None
@@ -155,12 +155,10 @@ def _together(conclude: Conclude, own: _Outcome, work: Callable[[list], Any]) ->
     """Do `work` on rank 0 with the results of all ranks. A failure on any rank raises the same class on all ranks."""
 
     def attempt(outcomes: list[_Outcome]) -> _Outcome:
-        failed = [(rank, each) for rank, each in enumerate(outcomes) if each.failure]
-        if not failed:
-            done = _attempt(lambda: work([each.result for each in outcomes]))
-            failed = [(0, done)] if done.failure else []
-        text = "; ".join(f"rank {rank}: {each.failure}" for rank, each in failed)
-        return _Outcome(None, text, any(each.is_numeric for _, each in failed))
+        if not any(each.failure for each in outcomes):
+            outcomes = [_attempt(lambda: work([each.result for each in outcomes]))]
+        failures = [f"rank {rank}: {each.failure}" for rank, each in enumerate(outcomes) if each.failure]
+        return _Outcome(None, "; ".join(failures), any(each.is_numeric for each in outcomes))
 
     concluded = conclude(own._replace(error=None), attempt)
     if concluded.failure:
@@ -271,7 +269,7 @@ def rotate(fs: FileSystem, directory: Path, keep: int, protected: Collection[str
     try:
         good, damaged = [], []
         for folder in list_checkpoints(fs, directory):
-            (damaged if check_files(fs, folder, shard=None) else good).append(folder)
+            (damaged if check_files(fs, folder, small_only=True) else good).append(folder)
         keep = max(keep, 1)
         for folder in (*good[keep:], *damaged[keep:]):
             if folder.name not in protected:

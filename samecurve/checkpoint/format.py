@@ -75,16 +75,22 @@ def safetensors_chunks(entries: list[Entry], values: Iterable[Tensor]) -> Iterat
 class CheckpointReader:
     """Reader of arbitrary regions of a checkpoint's tensors, independent of the ranks that wrote them.
 
-    Only the index is kept in memory. The constructor raises CheckpointError if the index cannot be read.
+    Only the index is kept in memory.
+
+    Args:
+        index: the text of index.json; read from the folder if None.
+
+    Raises:
+        CheckpointError: the index cannot be read.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, index: str | None = None):
         self.folder = folder
         try:
-            content = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+            content = json.loads(read_index(folder) if index is None else index)
             self._regions = {name: [_region(entry) for entry in item["ranges"]] for name, item in content.items()}
             self.shapes: dict[str, tuple[int, ...]] = {name: _integers(item["shape"]) for name, item in content.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{folder / INDEX}: cannot be read as an index ({error})") from error
 
     def check_names(self, shapes: Mapping[str, Iterable[int]]) -> None:
@@ -144,6 +150,14 @@ class CheckpointReader:
                 f"{path}: expected {stop - start} values of {key} from {start} on, found {tuple(values.shape)}"
             )
         return values
+
+
+def read_index(folder: Path) -> str:
+    """Read the text of index.json. Raises CheckpointError."""
+    try:
+        return (folder / INDEX).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder / INDEX}: cannot be read as an index ({error})") from error
 
 
 def _integers(values: list, length: int | None = None) -> tuple[int, ...]:

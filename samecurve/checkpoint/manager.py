@@ -117,8 +117,8 @@ class Checkpoints:
     def load(self, folder: Path, engine: Engine, generators: bool = True) -> TrainProgress:
         """Load a verified checkpoint into the engine. generators: restore the random generators too."""
         fault_point("load.read")
-        saved = read_state(folder)
-        reader = format.CheckpointReader(folder)
+        saved, index = self._world.on_main(lambda: (read_state(folder), format.read_index(folder)))
+        reader = format.CheckpointReader(folder, index)
         reader.check_names(engine.shapes | engine.state.factors)
         with torch.no_grad():
             for part, kind, tensor in engine.state.visit(writing=True):
@@ -288,7 +288,7 @@ class Checkpoints:
     def _find_best(self) -> Path | None:
         metric, values = self._settings["best"], {}
         for folder in list_checkpoints(self._files, self._run.checkpoints):
-            damaged = check_files(self._files, folder, shard=None)
+            damaged = check_files(self._files, folder, small_only=True)
             value = None if damaged else read_state(folder)["record"].get(metric)
             if value is not None:
                 values[folder] = value

@@ -12,6 +12,8 @@ import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d
 
+from samecurve.errors import SamecurveError
+
 # The watchdog ends an operation that a rank never joins (watchdog.timeout_seconds), and this timeout only has to exceed
 # the watchdog's. It alone limits the creation of the first group, before ranks see each other's heartbeats.
 TIMEOUT = timedelta(hours=24)
@@ -61,7 +63,7 @@ class ControlGroup:
         self.size = 1 if alone else dist.get_world_size()
         self.rank = 0 if alone else dist.get_rank()
         with _lazy_connections():
-            self._group = None if alone else dist.new_group(backend="gloo", timeout=TIMEOUT)
+            self._group: Any = None if alone else dist.new_group(backend="gloo", timeout=TIMEOUT)
 
     @property
     def is_main(self) -> bool:
@@ -74,12 +76,39 @@ class ControlGroup:
             dist.broadcast_object_list(values, src=0, group=self._group)
         return values[0]
 
+    def scatter(self, values: list[T] | None) -> T:
+        """Return one value to each rank: the `values` of rank 0, in rank order. Collective. values: None elsewhere."""
+        if self._group is None:
+            assert values is not None
+            return values[0]
+        own: list[Any] = [None]
+        dist.scatter_object_list(own, values, src=0, group=self._group)
+        return own[0]
+
+    def on_main(self, work: Callable[[], T]) -> T:
+        """Call `work` on rank 0 and return its result on all ranks. Collective.
+
+        Raises:
+            SamecurveError: `work` raised it; raised on all ranks.
+        """
+        result: Any = None
+        error: SamecurveError | None = None
+        if self.is_main:
+            try:
+                result = work()
+            except SamecurveError as caught:
+                error = caught
+        result, error = self.broadcast((result, error))
+        if error is not None:
+            raise error
+        return result
+
     def conclude(self, value: Any, conclusion: Callable[[list[Any]], T]) -> T:
         """Return, on all ranks, what rank 0 concludes from one value per rank. Collective; also a barrier.
 
         Args:
             value: this rank's.
-            conclusion: called on rank 0 with the values of all ranks, in rank order. If it raises, the other ranks wait.
+            conclusion: called on rank 0 with all ranks' values, in rank order. If it raises, the other ranks wait.
         """
         if self._group is None:
             return conclusion([value])
@@ -104,6 +133,7 @@ class ControlGroup:
         if self._group is None:
             return lambda: given
         work = dist.all_reduce(answer, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        assert work is not None
 
         def wait() -> bool:
             work.wait()

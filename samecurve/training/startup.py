@@ -84,9 +84,14 @@ def find_checkpoint(context: Context, identity: dict) -> Checkpoints:
     checkpoints = Checkpoints(run, identity, context.world, log, context.watch.local_progress, background)
     checkpoint = checkpoints.find(context.plan.resume)
     has_all_outputs = run.is_exported or not recipe.export.enabled
+
+    def is_complete() -> bool:
+        if checkpoint is None or not (run.is_done and has_all_outputs):
+            return False
+        return read_state(checkpoint)["step"] >= recipe.steps
+
     # all ranks must decide alike, and another rank may have read status.json after rank 0 set it to running
-    is_complete = context.world.broadcast(run.is_done and has_all_outputs)
-    if checkpoint and is_complete and read_state(checkpoint)["step"] >= recipe.steps:
+    if context.world.on_main(is_complete):
         where = f"the model is in {run.model}" if run.is_exported else f"its last step is in {checkpoint}"
         raise NothingToDo(
             f"already done at step {recipe.steps}, nothing to train: {where}; more steps=..., another "

@@ -15,7 +15,15 @@ from threading import Barrier
 import pytest
 
 from samecurve.checkpoint import commit as protocol
-from samecurve.checkpoint.manifest import MANIFEST, MARKER, check_files, file_name, list_checkpoints, manifest_digest
+from samecurve.checkpoint.manifest import (
+    MANIFEST,
+    MARKER,
+    check_files,
+    check_records,
+    file_name,
+    list_checkpoints,
+    read_manifest,
+)
 from samecurve.errors import StorageError
 from samecurve.storage.filesystem import PIECE_BYTES, LocalFileSystem
 
@@ -66,7 +74,9 @@ def test_what_is_written(checkpoint):
     sha256 = hashlib.sha256(b"head1 40").hexdigest()
     assert {"name": RANK_1, "size": 8, "sha256": sha256} in manifest["files"]
     assert (checkpoint / RANK_1).read_bytes() == b"head1 40" and (checkpoint / "state.json").read_bytes() == b"[0, 1]"
-    assert manifest_digest(DISK, checkpoint) == json.loads((checkpoint / MARKER).read_text())["manifest_sha256"]
+    digest, files = read_manifest(DISK, checkpoint)
+    assert digest == json.loads((checkpoint / MARKER).read_text())["manifest_sha256"]
+    assert [record.name for record in files] == [file_name(0), RANK_1, "state.json"]
     assert list_checkpoints(DISK, checkpoint.parent) == [checkpoint] and check_files(DISK, checkpoint) == []
 
 
@@ -99,12 +109,15 @@ def test_every_damage_of_every_file_is_found(checkpoint, name, damage):
     assert problems[0].expected and problems[0].found and str(problems[0]).startswith(problems[0].file)
 
 
-def test_ranks_share_the_hashing(checkpoint):
+def test_some_of_the_files_are_checked(checkpoint):
     flip(checkpoint / RANK_1)
-    assert check_files(DISK, checkpoint, (0, 2)) == [] and check_files(DISK, checkpoint, None) == []
-    assert [problem.file for problem in check_files(DISK, checkpoint, (1, 2))] == [RANK_1]
+    _, files = read_manifest(DISK, checkpoint)
+    assert check_records(DISK, checkpoint, files[::2]) == [] and check_files(DISK, checkpoint, small_only=True) == []
+    assert [problem.file for problem in check_records(DISK, checkpoint, files[1:])] == [RANK_1]
+    os.truncate(checkpoint / RANK_1, 3)
+    assert [problem.file for problem in check_files(DISK, checkpoint, small_only=True)] == [RANK_1]
     flip(checkpoint / "state.json")
-    assert all(check_files(DISK, checkpoint, shard) for shard in ((0, 2), (1, 2), (7, 8), None))
+    assert len(check_files(DISK, checkpoint, small_only=True)) == 2
 
 
 HOSTILE = {
