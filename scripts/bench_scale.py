@@ -1,0 +1,230 @@
+"""What one step, one save, one resume and the heartbeats cost outside the engine, by the number of ranks.
+
+    python scripts/bench_scale.py [--ranks 2 4 8 16 32 64] [--output benchmarks/scale.md]
+    python scripts/bench_scale.py --ranks 2 4 --json        # the numbers alone, for tests
+
+The ranks are forked from one process, talk over gloo and share this machine's cores; their engine trains nothing. Bytes
+and system calls are those that Linux counts for each process (/proc/self/io), so that they hold for any machine.
+Milliseconds are those of a machine with fewer cores than ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from datetime import date
+from pathlib import Path
+from types import SimpleNamespace
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+STEPS, STEP_SECONDS = 20, 0.05
+PARAMETERS, VALUES = 200, 16  # each rank holds 16 values of each, as under FSDP
+SETTLE_SECONDS = 0.3  # gloo's own thread may send a little later
+LARGE = (1024, 16384)
+RANKS_PER_HOST = 8
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64])
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "scale.md")
+    parser.add_argument("--json", action="store_true", help="print the numbers and write no page")
+    arguments = parser.parse_args()
+    if not Path("/proc/self/io").exists():
+        sys.exit("/proc/self/io is not there: the bytes are counted by Linux, on other systems they are not known")
+    measured = {size: measure(size, show=not arguments.json) for size in arguments.ranks}
+    if arguments.json:
+        print(json.dumps(measured))
+    else:
+        text = report(measured)
+        arguments.output.write_text(text, encoding="utf-8")
+        print(text)
+
+
+# Measuring
+
+
+def measure(size: int, show: bool = False) -> dict[str, dict]:
+    """Run all of `rank` with `size` forked ranks.
+
+    Returns:
+        For each operation what `Counted` says: "sent", "read" in bytes and "writes" in calls of rank 0, of the other
+        rank with most ("each") and of all ranks, and "ms", that of the slowest rank.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder, port = Path(name), free_port()
+        children = [fork(lambda number=number: rank(number, size, port, folder)) for number in range(size)]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        if any(codes):
+            sys.exit(f"{sum(map(bool, codes))} of {size} ranks failed")
+        found = [json.loads((folder / f"{number}.json").read_text()) for number in range(size)]
+    if show:
+        print(f"{size} ranks: done", flush=True)
+    return {key: together([each[key] for each in found]) for key in found[0]}
+
+
+def together(of_ranks: list[dict]) -> dict:
+    merged: dict = {"ms": max(each["ms"] for each in of_ranks)}
+    for key in ("sent", "read", "writes"):
+        values = [each[key] for each in of_ranks]
+        merged[key] = {"rank 0": values[0], "each": max(values[1:], default=0), "all": sum(values)}
+    return merged
+
+
+def fork(work: Callable[[], None]) -> int:
+    child = os.fork()
+    if child:
+        return child
+    try:
+        work()
+    except BaseException as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
+    os._exit(0)
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+class Counted:
+    """Counts what this process does in its body, divided by `times`."""
+
+    def __init__(self, found: dict, name: str, times: int = 1):
+        self._found, self._name, self._times = found, name, times
+
+    def __enter__(self) -> None:
+        from torch import distributed as dist
+
+        dist.barrier()
+        time.sleep(SETTLE_SECONDS)
+        self._before, self._began = counters(), time.perf_counter()
+
+    def __exit__(self, *_) -> None:
+        seconds = time.perf_counter() - self._began
+        time.sleep(SETTLE_SECONDS)
+        change = {key: (value - self._before[key]) / self._times for key, value in counters().items()}
+        self._found[self._name] = change | {"ms": 1000 * seconds / self._times}
+
+
+def counters() -> dict[str, int]:
+    """Bytes written to sockets and files, bytes read from files, calls that write; of this process since its start."""
+    lines = (line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    found = {key: int(value) for key, value in lines}
+    return {"sent": found["wchar"], "read": found["rchar"], "writes": found["syscw"]}
+
+
+def rank(number: int, size: int, port: int, folder: Path) -> None:
+    import torch
+    from torch import distributed as dist
+
+    from samecurve.distributed.control_group import ControlGroup
+
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(number), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(RANKS_PER_HOST)}
+    os.environ |= {"LOCAL_RANK": str(number % RANKS_PER_HOST), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo")
+    found: dict = {}
+    with Counted(found, "group"):
+        world = ControlGroup()
+    with Counted(found, "group, all connected"):
+        eager = dist.new_group(backend="gloo")
+    count_steps(found, world)
+    count_saves(found, world, eager, folder)
+    (folder / f"{number}.json").write_text(json.dumps(found))
+    dist.barrier()
+
+
+def count_steps(found: dict, world) -> None:
+    from samecurve.distributed.control_group import StopVote
+
+    vote, waited = StopVote(world), []
+    vote.reason("", at_once=True)  # connects
+    with Counted(found, "step", STEPS):
+        for _ in range(STEPS):
+            time.sleep(STEP_SECONDS)
+            began = time.perf_counter()
+            vote.reason("", at_once=False)
+            waited.append(1000 * (time.perf_counter() - began))
+    found["step"]["ms"] = statistics.median(waited)
+    with Counted(found, "step, waited for", STEPS):
+        for _ in range(STEPS):
+            world.start_any(False)()
+
+
+def count_saves(found: dict, world, eager, folder: Path) -> None:
+    from torch import distributed as dist
+
+    from samecurve.checkpoint.manager import Checkpoints, TrainProgress
+    from samecurve.checkpoint.snapshot import Snapshot
+
+    class Run:
+        checkpoints = folder / "checkpoints"
+
+        def sync_metrics(self) -> None:
+            pass
+
+    engine = ToyEngine(world.rank, world.size)
+    settings = {"every_steps": 1, "keep": 2, "best": None}
+    recipe = {"seed": 0, "steps": 9, "checkpoint": settings}
+    facts: dict = {"recipe": recipe, "model": {}, "data": {}, "strategy": "toy", "world_size": world.size}
+    facts["versions"] = {}
+    checkpoints = Checkpoints(Run(), facts, world, lambda text: None)
+    checkpoints.save(engine, TrainProgress(1), wait=True)  # connects
+    with Counted(found, "save"):
+        checkpoints.save(engine, TrainProgress(2), wait=True)
+    found["save"]["sent"] -= written(Run.checkpoints / "step_00000002", world.rank)
+    values: list = [None] * world.size
+    index = Snapshot(engine).regions
+    with Counted(found, "save, by all_gather_object"):
+        for value in (0, None, index, None):
+            dist.all_gather_object(values, value, group=eager)
+    with Counted(found, "find"):
+        folder_found = checkpoints.find("auto")
+    assert folder_found is not None
+    with Counted(found, "load"):
+        checkpoints.load(folder_found, engine)
+
+
+def written(checkpoint: Path, number: int) -> int:
+    """Bytes of the files that one rank wrote: its own, and on rank 0 all that are not a rank's."""
+    names = [path for path in checkpoint.iterdir() if not path.name.startswith("rank_") and number == 0]
+    return sum(path.stat().st_size for path in [*names, checkpoint / f"rank_{number:05d}.safetensors"])
+
+
+class ToyEngine:
+    """An engine that holds some values of each of 200 parameters and trains nothing."""
+
+    def __init__(self, number: int, size: int):
+        import torch
+
+        from samecurve.interfaces.region import Region
+        from samecurve.interfaces.sharded_state import WEIGHT, Held
+
+        names = [f"model.layers.{layer}.mlp.up_proj.weight" for layer in range(PARAMETERS)]
+        held = [Held(name, Region(number * VALUES, VALUES), range(VALUES)) for name in names]
+        tensors = [torch.zeros(VALUES) for _ in names]
+
+        def visit(writing: bool = False) -> Iterator:
+            yield from ((part, WEIGHT, tensor) for part, tensor in zip(held, tensors, strict=True))
+
+        self.shapes = {name: (size * VALUES,) for name in names}
+        self.state = SimpleNamespace(kinds=dict.fromkeys(names, (WEIGHT,)), factors={}, codes=())
+        self.state.held, self.state.visit, self.state.finish = lambda: held, visit, lambda updates: None
+        self.device, self.shard, self.loss_scale_state = torch.device("cpu"), (number, size), {}
+
+
+if __name__ == "__main__":
+    main()
