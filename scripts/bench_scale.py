@@ -41,6 +41,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if not Path("/proc/self/io").exists():
         sys.exit("/proc/self/io is not there: the bytes are counted by Linux, on other systems they are not known")
+    import_all()
     measured = {size: measure(size, show=not arguments.json) for size in arguments.ranks}
     if arguments.json:
         print(json.dumps(measured))
@@ -51,6 +52,14 @@ def main() -> None:
 
 
 # Measuring
+
+
+def import_all() -> None:
+    """Import once what forked ranks would each import."""
+    import torch.distributed.tensor  # noqa: F401
+
+    import samecurve.checkpoint.manager
+    import samecurve.distributed.control_group  # noqa: F401
 
 
 def measure(size: int, show: bool = False) -> dict[str, dict]:
@@ -191,6 +200,8 @@ def count_saves(found: dict, world, eager, folder: Path) -> None:
     with Counted(found, "save, by all_gather_object"):
         for value in (0, None, index, None):
             dist.all_gather_object(values, value, group=eager)
+    size = sum(path.stat().st_size for path in Run.checkpoints.glob("step_00000002/*")) if world.is_main else 0
+    found["files"] = {"sent": 0, "read": size, "writes": 0, "ms": 0.0}  # what there is to read, once
     with Counted(found, "find"):
         folder_found = checkpoints.find("auto")
     assert folder_found is not None
