@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import platform
 import socket
 import statistics
 import sys
@@ -22,14 +24,19 @@ from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from benchmarks.machine import commit  # noqa: E402
+from benchmarks.markdown import table  # noqa: E402
 
 STEPS, STEP_SECONDS = 20, 0.05
 PARAMETERS, VALUES = 200, 16  # each rank holds 16 values of each, as under FSDP
 SETTLE_SECONDS = 0.3  # gloo's own thread may send a little later
 LARGE = (1024, 16384)
+HEARTBEAT_RANKS = (64, 128, 1024, 16384)
 RANKS_PER_HOST = 8
 
 
@@ -46,7 +53,9 @@ def main() -> None:
     if arguments.json:
         print(json.dumps(measured))
     else:
-        text = report(measured)
+        with tempfile.TemporaryDirectory() as folder:
+            beats = {size: count_heartbeats(Path(folder) / str(size), size) for size in HEARTBEAT_RANKS}
+        text = report(measured, beats)
         arguments.output.write_text(text, encoding="utf-8")
         print(text)
 
@@ -185,7 +194,7 @@ def count_saves(found: dict, world, eager, folder: Path) -> None:
         def sync_metrics(self) -> None:
             pass
 
-    engine = ToyEngine(world.rank, world.size)
+    engine: Any = ToyEngine(world.rank, world.size)
     settings = {"every_steps": 1, "keep": 2, "best": None}
     recipe = {"seed": 0, "steps": 9, "checkpoint": settings}
     facts: dict = {"recipe": recipe, "model": {}, "data": {}, "strategy": "toy", "world_size": world.size}
@@ -235,6 +244,190 @@ class ToyEngine:
         self.state = SimpleNamespace(kinds=dict.fromkeys(names, (WEIGHT,)), factors={}, codes=())
         self.state.held, self.state.visit, self.state.finish = lambda: held, visit, lambda updates: None
         self.device, self.shard, self.loss_scale_state = torch.device("cpu"), (number, size), {}
+
+
+def count_heartbeats(folder: Path, size: int) -> dict[str, tuple[int, int, float]]:
+    """Write the heartbeats of a run and let three of its ranks look at them.
+
+    Returns:
+        For rank 0, the first rank of another host and a rank that is no first one: (files, bytes, milliseconds) per
+        look.
+    """
+    from unittest import mock
+
+    from samecurve.run import beats, heartbeat, heartbeat_relay
+    from samecurve.run.beats import Beat, Peer, write_beat
+    from samecurve.run.heartbeat import Heartbeats
+
+    def beat(number: int) -> Beat:
+        host = number // RANKS_PER_HOST
+        return Beat(number, os.getpid(), f"host{host}", f"machine {host}", "step", 12, 40, 3, 1.5, time.time())
+
+    os.environ |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(RANKS_PER_HOST)}
+    for number in range(size):
+        write_beat(folder, beat(number))
+    for first in range(0, size, RANKS_PER_HOST):
+        local = range(first, first + RANKS_PER_HOST)
+        peers = [Peer(beat(number), time.monotonic()) for number in local[1:]]
+        if size > heartbeat.MOST_FILES:
+            heartbeat_relay.Relay(folder, first, local, stale=15.0).write(beat(first), peers)
+    found, read = {}, beats.read_object
+    for name, number in {"rank 0": 0, "first rank of a host": 8, "another rank": 9}.items():
+        os.environ["LOCAL_RANK"] = str(number % RANKS_PER_HOST)
+        own = Heartbeats(folder, lambda number=number: beat(number), 5.0, 1.0)
+        own.look()  # writes what others read, for a first rank
+        paths: list[Path] = []
+
+        def counting(path: Path, paths: list[Path] = paths) -> dict | None:
+            paths.append(path)
+            return read(path)
+
+        began = time.perf_counter()
+        own.look()
+        seconds = time.perf_counter() - began
+        with (
+            mock.patch.object(beats, "read_object", counting),
+            mock.patch.object(heartbeat_relay, "read_object", counting),
+        ):
+            own.look()
+        found[name] = len(paths), sum(path.stat().st_size for path in paths if path.exists()), 1000 * seconds
+    return found
+
+
+# Fitting and reporting
+
+FORMS: dict[str, Callable[[float], float]] = {
+    "": lambda size: 0.0,
+    "log2(N)": lambda size: math.log2(size),
+    "N": lambda size: size,
+    "N^2": lambda size: size**2,
+}
+TOLERANCE = 0.05
+
+
+def fit(points: dict[int, float]) -> tuple[str, Callable[[float], float]]:
+    """Fit a + b f(N), with the first f of FORMS that is within 5 % of all points, else with the closest one."""
+    import numpy as np
+
+    sizes, values = np.array(list(points)), np.array(list(points.values()))
+    fits = []
+    for name, form in FORMS.items():
+        columns = np.array([[1.0, form(size)] if name else [1.0] for size in sizes])
+        weights = 1 / np.maximum(values, 1.0)  # relative errors
+        found, *_ = np.linalg.lstsq(columns * weights[:, None], values * weights, rcond=None)
+        error = np.abs((columns @ found - values) * weights).max()
+        a, b = float(found[0]), float(found[1]) if name else 0.0
+        fits.append((error, name, a, b, form))
+    _, name, a, b, form = next((each for each in fits if each[0] < TOLERANCE), min(fits, key=lambda each: each[0]))
+    text = f"{a:,.0f} + {b:,.3g} {name}" if name else f"{a:,.0f}"
+    return text, lambda size: a + b * form(size)
+
+
+OPERATIONS = {
+    "group": "create a group",
+    "group, all connected": "the same, as gloo does by default",
+    "step": "a step",
+    "save": "a save",
+    "save, by all_gather_object": "the same, by `all_gather_object`",
+    "find": "find and verify a checkpoint",
+    "load": "load it (200 parameters)",
+}
+
+
+def sent_table(measured: dict[int, dict]) -> str:
+    sizes = [*measured]
+    rows = []
+    for key, name in OPERATIONS.items():
+        for who in ("rank 0", "another rank"):
+            points = {size: sent(found[key], size, who) for size, found in measured.items()}
+            text, fitted = fit(points)
+            values = [f"{points[size]:,.0f}" for size in sizes] + [f"{fitted(size):,.0f}" for size in LARGE]
+            rows.append([name, who, *values, f"`{text}`"])
+    return table(["", "", *map(str, sizes), *(f"{size:,} (fit)" for size in LARGE), "fit"], rows)
+
+
+def sent(found: dict, size: int, who: str) -> float:
+    """Bytes sent by rank 0, or by another rank on average."""
+    others = (found["sent"]["all"] - found["sent"]["rank 0"]) / (size - 1)
+    return found["sent"]["rank 0"] if who == "rank 0" else others
+
+
+def read_table(measured: dict[int, dict]) -> str:
+    rows = [
+        [name, *(f"{found[key]['read']['all']:,.0f}" for found in measured.values())]
+        for key, name in {"files": "the files of the checkpoint", "find": OPERATIONS["find"]}.items()
+    ]
+    return table(["", *map(str, measured)], rows)
+
+
+def time_table(measured: dict[int, dict]) -> str:
+    names = {"step": "a step: what the loop waits", "step, waited for": "a step: until the answer is there"}
+    names |= {"save": "a save, until it is committed", "find": OPERATIONS["find"]}
+    rows = []
+    for key, name in names.items():
+        points = {size: found[key]["ms"] for size, found in measured.items()}
+        text, fitted = fit(points)
+        values = [f"{value:,.2f}" for value in points.values()] + [f"{fitted(size):,.0f}" for size in LARGE]
+        rows.append([name, *values])
+    return table(["ms", *map(str, measured), *(f"{size:,} (fit)" for size in LARGE)], rows)
+
+
+def heartbeat_table(beats: dict[int, dict]) -> str:
+    rows = [
+        [
+            who,
+            *(
+                f"{found[who][0]:,} files, {found[who][1] / 1024:,.0f} KiB, {found[who][2]:,.1f} ms"
+                for found in beats.values()
+            ),
+        ]
+        for who in next(iter(beats.values()))
+    ]
+    return table(["per look", *(f"{size:,}" for size in beats)], rows)
+
+
+def report(measured: dict[int, dict], beats: dict[int, dict]) -> str:
+    from samecurve.specs.environment import processor, version
+
+    return f"""# What runs beside the engine, by number of ranks
+
+Measured on {date.today()} by `python scripts/bench_scale.py`: {os.cpu_count()} cores ({processor()}), gloo over the
+loopback interface, torch {version("torch")}, Python {platform.python_version()}, commit
+{commit("benchmarks/scale.md")}.
+
+The ranks are forked from one process. Their engine holds {VALUES} values of each of {PARAMETERS} parameters and trains
+nothing.
+
+Bytes are counted by Linux for each process (`/proc/self/io`), with gloo's own messages and without the files of a
+checkpoint. The columns after the measured ones are extrapolated by the fit: constant, or a multiple of log2(N), N or
+N^2, whichever is the first within {TOLERANCE:.0%} of all points.
+
+## Bytes sent
+
+{sent_table(measured)}
+
+The answer to a step's question goes through all ranks in turn, in the background: the bytes per rank stay the same, the
+time until it is there is proportional to the number of ranks. What `load` sends is the index, which says for each
+parameter which rank's file has which part; every rank gets all of it.
+
+## Bytes read from files when a checkpoint is found, all ranks together
+
+{read_table(measured)}
+
+## Milliseconds
+
+All ranks share {os.cpu_count()} cores, so that these times grow faster than those of a cluster.
+
+{time_table(measured)}
+
+## Heartbeats
+
+A rank looks every 5 seconds; {RANKS_PER_HOST} ranks per host. Nothing is extrapolated: the files of so many ranks were
+written to a local disk, and three of the ranks looked at them. Up to 64 ranks, rank 0 reads all files, and every rank
+does before it takes something for a hang.
+
+{heartbeat_table(beats)}
+"""
 
 
 if __name__ == "__main__":
