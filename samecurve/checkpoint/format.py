@@ -78,19 +78,19 @@ class CheckpointReader:
     Only the index is kept in memory.
 
     Args:
-        index: the text of index.json; read from the folder if None.
+        index: the content of index.json, or the part of it that is needed; read from the folder if None.
 
     Raises:
         CheckpointError: the index cannot be read.
     """
 
-    def __init__(self, folder: Path, index: str | None = None):
+    def __init__(self, folder: Path, index: dict | None = None):
         self.folder = folder
         try:
-            content = json.loads(read_index(folder) if index is None else index)
-            self._regions = {name: [_region(entry) for entry in item["ranges"]] for name, item in content.items()}
+            content = read_index(folder) if index is None else index
+            self._regions = {name: [parse_entry(entry) for entry in item["ranges"]] for name, item in content.items()}
             self.shapes: dict[str, tuple[int, ...]] = {name: _integers(item["shape"]) for name, item in content.items()}
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{folder / INDEX}: cannot be read as an index ({error})") from error
 
     def check_names(self, shapes: Mapping[str, Iterable[int]]) -> None:
@@ -152,11 +152,11 @@ class CheckpointReader:
         return values
 
 
-def read_index(folder: Path) -> str:
-    """Read the text of index.json. Raises CheckpointError."""
+def read_index(folder: Path) -> dict:
+    """Read index.json. Raises CheckpointError."""
     try:
-        return (folder / INDEX).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
+        return json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{folder / INDEX}: cannot be read as an index ({error})") from error
 
 
@@ -166,7 +166,7 @@ def _integers(values: list, length: int | None = None) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _region(entry: list) -> tuple[int, Region]:
+def parse_entry(entry: list) -> tuple[int, Region]:
     """Parse an entry of the index: the rank that wrote the region, and the region."""
     if len(entry) == 3:
         rank, start, stop = _integers(entry)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from samecurve.checkpoint import commit, format
 from samecurve.checkpoint.format import Entry
+from samecurve.checkpoint.index_excerpts import open_shared
 from samecurve.checkpoint.manifest import check_files, file_name, list_checkpoints
 from samecurve.checkpoint.resume import FORMAT, STATE, CheckpointSelector, read_state
 from samecurve.checkpoint.snapshot import Snapshot
@@ -117,9 +118,9 @@ class Checkpoints:
     def load(self, folder: Path, engine: Engine, generators: bool = True) -> TrainProgress:
         """Load a verified checkpoint into the engine. generators: restore the random generators too."""
         fault_point("load.read")
-        saved, index = self._world.on_main(lambda: (read_state(folder), format.read_index(folder)))
-        reader = format.CheckpointReader(folder, index)
-        reader.check_names(engine.shapes | engine.state.factors)
+        saved = self._world.on_main(lambda: read_state(folder))
+        wanted = [(part.name, part.region) for part in engine.state.held()]
+        reader = open_shared(folder, self._world, wanted, engine.shapes | engine.state.factors)
         with torch.no_grad():
             for part, kind, tensor in engine.state.visit(writing=True):
                 self._busy()

@@ -110,14 +110,23 @@ class ControlGroup:
             value: this rank's.
             conclusion: called on rank 0 with all ranks' values, in rank order. If it raises, the other ranks wait.
         """
-        if self._group is None:
-            return conclusion([value])
-        concluded: Any = None
-        if self.is_main:
-            concluded = conclusion([value, *map(self._receive, range(1, self.size))])
-        else:
-            dist.send_object_list([value], dst=0, group=self._group)
+        values = self._gather(value)
+        concluded: Any = conclusion(values) if self.is_main else None
         return self.broadcast(concluded)
+
+    def exchange(self, value: Any, answers: Callable[[list[Any]], list[T]]) -> T:
+        """Return to each rank its own one of the answers that rank 0 has to one value per rank. Collective.
+
+        Args:
+            value: this rank's.
+            answers: called on rank 0 with all ranks' values; returns as many answers, both in rank order.
+
+        Raises:
+            SamecurveError: `answers` raised it; raised on all ranks.
+        """
+        values, found = self._gather(value), []
+        self.on_main(lambda: found.extend(answers(values)))
+        return self.scatter(found if self.is_main else None)
 
     def new(self) -> ControlGroup:
         """Create another group of the same ranks, for a thread that runs in parallel with training. Collective."""
@@ -140,6 +149,13 @@ class ControlGroup:
             return bool(answer.item())
 
         return wait
+
+    def _gather(self, value: Any) -> list[Any]:
+        """Return all ranks' values on rank 0, and [] on the others."""
+        if not self.is_main:
+            dist.send_object_list([value], dst=0, group=self._group)
+            return []
+        return [value, *map(self._receive, range(1, self.size))]
 
     def _receive(self, rank: int) -> Any:
         values: list[Any] = [None]

@@ -28,6 +28,7 @@ def test_each_rank_gets_what_is_its_own_and_what_is_everyones(ranks):
     assert [found["scattered"] for found in ranks] == ["a", "b", "c"]
     assert [found["concluded"] for found in ranks] == [[10, 11, 12]] * 3
     assert [found["broadcast"] for found in ranks] == [0] * 3
+    assert [found["exchanged"] for found in ranks] == [0, 5, 10]
     assert [found["failed"] for found in ranks] == ["of rank 0"] * 3
 
 
