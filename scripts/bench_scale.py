@@ -1,6 +1,6 @@
 """What one step, one save, one resume and the heartbeats cost outside the engine, by the number of ranks.
 
-    python scripts/bench_scale.py [--ranks 2 4 8 16 32 64] [--output benchmarks/scale.md]
+    python scripts/bench_scale.py [--ranks 2 4 8 16 32 64 128] [--output benchmarks/scale.md]
     python scripts/bench_scale.py --ranks 2 4 --json        # the numbers alone, for tests
 
 The ranks are forked from one process, talk over gloo and share this machine's cores; their engine trains nothing. Bytes
@@ -42,20 +42,21 @@ RANKS_PER_HOST = 8
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64, 128])
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "scale.md")
     parser.add_argument("--json", action="store_true", help="print the numbers and write no page")
     arguments = parser.parse_args()
     if not Path("/proc/self/io").exists():
         sys.exit("/proc/self/io is not there: the bytes are counted by Linux, on other systems they are not known")
     import_all()
+    load = os.getloadavg()[0]
     measured = {size: measure(size, show=not arguments.json) for size in arguments.ranks}
     if arguments.json:
         print(json.dumps(measured))
     else:
         with tempfile.TemporaryDirectory() as folder:
             beats = {size: count_heartbeats(Path(folder) / str(size), size) for size in HEARTBEAT_RANKS}
-        text = report(measured, beats)
+        text = report(measured, beats, load)
         arguments.output.write_text(text, encoding="utf-8")
         print(text)
 
@@ -155,14 +156,20 @@ def rank(number: int, size: int, port: int, folder: Path) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo")
     found: dict = {}
-    with Counted(found, "group"):
-        world = ControlGroup()
     with Counted(found, "group, all connected"):
         eager = dist.new_group(backend="gloo")
+    before = num_open()
+    with Counted(found, "group"):
+        world = ControlGroup()
     count_steps(found, world)
     count_saves(found, world, eager, folder)
+    found["connections"] = {"sent": num_open() - before, "read": 0, "writes": 0, "ms": 0.0}
     (folder / f"{number}.json").write_text(json.dumps(found))
     dist.barrier()
+
+
+def num_open() -> int:
+    return sum(os.readlink(path).startswith("socket:") for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
 
 
 def count_steps(found: dict, world) -> None:
@@ -206,6 +213,9 @@ def count_saves(found: dict, world, eager, folder: Path) -> None:
     found["save"]["sent"] -= written(Run.checkpoints / "step_00000002", world.rank)
     values: list = [None] * world.size
     index = Snapshot(engine).regions
+    with Counted(found, "save, its messages"):
+        for value in (0, index):
+            world.conclude(value, len)
     with Counted(found, "save, by all_gather_object"):
         for value in (0, None, index, None):
             dist.all_gather_object(values, value, group=eager)
@@ -298,6 +308,7 @@ def count_heartbeats(folder: Path, size: int) -> dict[str, tuple[int, int, float
 
 FORMS: dict[str, Callable[[float], float]] = {
     "": lambda size: 0.0,
+    "/ N": lambda size: 1 / size,
     "log2(N)": lambda size: math.log2(size),
     "N": lambda size: size,
     "N^2": lambda size: size**2,
@@ -305,18 +316,18 @@ FORMS: dict[str, Callable[[float], float]] = {
 TOLERANCE = 0.05
 
 
-def fit(points: dict[int, float]) -> tuple[str, Callable[[float], float]]:
-    """Fit a + b f(N), with the first f of FORMS that is within 5 % of all points, else with the closest one."""
+def fit(points: dict[int, float], forms: dict = FORMS) -> tuple[str, Callable[[float], float]]:
+    """Fit a + b f(N), with the first of the forms f that is within 5 % of all points, else with the closest one."""
     import numpy as np
 
     sizes, values = np.array(list(points)), np.array(list(points.values()))
     fits = []
-    for name, form in FORMS.items():
+    for name, form in forms.items():
         columns = np.array([[1.0, form(size)] if name else [1.0] for size in sizes])
         weights = 1 / np.maximum(values, 1.0)  # relative errors
         found, *_ = np.linalg.lstsq(columns * weights[:, None], values * weights, rcond=None)
         error = np.abs((columns @ found - values) * weights).max()
-        a, b = float(found[0]), float(found[1]) if name else 0.0
+        a, b = float(found[0]) + 0.0, float(found[1]) if name else 0.0
         fits.append((error, name, a, b, form))
     _, name, a, b, form = next((each for each in fits if each[0] < TOLERANCE), min(fits, key=lambda each: each[0]))
     text = f"{a:,.0f} + {b:,.3g} {name}" if name else f"{a:,.0f}"
@@ -352,6 +363,15 @@ def sent(found: dict, size: int, who: str) -> float:
     return found["sent"]["rank 0"] if who == "rank 0" else others
 
 
+def connection_table(measured: dict[int, dict]) -> str:
+    """Those of the group that steps use and of the group that saves use, after both have been used."""
+    rows = [
+        [who, *(f"{found['connections']['sent'][key]:,}" for found in measured.values())]
+        for who, key in {"rank 0": "rank 0", "the other rank with most": "each"}.items()
+    ]
+    return table(["", *map(str, measured)], rows)
+
+
 def read_table(measured: dict[int, dict]) -> str:
     rows = [
         [name, *(f"{found[key]['read']['all']:,.0f}" for found in measured.values())]
@@ -362,13 +382,14 @@ def read_table(measured: dict[int, dict]) -> str:
 
 def time_table(measured: dict[int, dict]) -> str:
     names = {"step": "a step: what the loop waits", "step, waited for": "a step: until the answer is there"}
+    names |= {"save, its messages": "a save: its messages", "save, by all_gather_object": "by `all_gather_object`"}
     names |= {"save": "a save, until it is committed", "find": OPERATIONS["find"]}
     rows = []
     for key, name in names.items():
         points = {size: found[key]["ms"] for size, found in measured.items()}
-        text, fitted = fit(points)
-        values = [f"{value:,.2f}" for value in points.values()] + [f"{fitted(size):,.0f}" for size in LARGE]
-        rows.append([name, *values])
+        _, fitted = fit(points, {name: FORMS[name] for name in ("", "N")})
+        large = ["" if key == "save" else f"{fitted(size):,.0f}" for size in LARGE]
+        rows.append([name, *(f"{value:,.2f}" for value in points.values()), *large])
     return table(["ms", *map(str, measured), *(f"{size:,} (fit)" for size in LARGE)], rows)
 
 
@@ -386,29 +407,33 @@ def heartbeat_table(beats: dict[int, dict]) -> str:
     return table(["per look", *(f"{size:,}" for size in beats)], rows)
 
 
-def report(measured: dict[int, dict], beats: dict[int, dict]) -> str:
+def report(measured: dict[int, dict], beats: dict[int, dict], load: float) -> str:
     from samecurve.specs.environment import processor, version
 
     return f"""# What runs beside the engine, by number of ranks
 
 Measured on {date.today()} by `python scripts/bench_scale.py`: {os.cpu_count()} cores ({processor()}), gloo over the
 loopback interface, torch {version("torch")}, Python {platform.python_version()}, commit
-{commit("benchmarks/scale.md")}.
+{commit("benchmarks/scale.md")}. The machine's load was {load:.1f} when it began; counts do not depend on it.
 
 The ranks are forked from one process. Their engine holds {VALUES} values of each of {PARAMETERS} parameters and trains
 nothing.
 
 Bytes are counted by Linux for each process (`/proc/self/io`), with gloo's own messages and without the files of a
-checkpoint. The columns after the measured ones are extrapolated by the fit: constant, or a multiple of log2(N), N or
-N^2, whichever is the first within {TOLERANCE:.0%} of all points.
+checkpoint. The columns after the measured ones are extrapolated by the fit: constant, or with a multiple of 1/N,
+log2(N), N or N^2, whichever is the first within {TOLERANCE:.0%} of all points.
 
 ## Bytes sent
 
 {sent_table(measured)}
 
 The answer to a step's question goes through all ranks in turn, in the background: the bytes per rank stay the same, the
-time until it is there is proportional to the number of ranks. What `load` sends is the index, which says for each
-parameter which rank's file has which part; every rank gets all of it.
+time until it is there is proportional to the number of ranks. What rank 0 sends at a load is to each rank its part of
+the index: which rank's file has which part of a parameter.
+
+## Open sockets of the two control groups
+
+{connection_table(measured)}
 
 ## Bytes read from files when a checkpoint is found, all ranks together
 
@@ -416,7 +441,8 @@ parameter which rank's file has which part; every rank gets all of it.
 
 ## Milliseconds
 
-All ranks share {os.cpu_count()} cores, so that these times grow faster than those of a cluster.
+All ranks share {os.cpu_count()} cores and one disk, so that these times grow faster than those of a cluster. They are
+extrapolated in proportion to N; a save until it is committed is not, because it is the disk's time.
 
 {time_table(measured)}
 

@@ -54,6 +54,13 @@ def test_a_checkpoint_is_found_by_reading_each_file_once(counted):
     assert each(counted, 4, "find") < 2_000, "its share of the manifest and the state, and what it passes on"
 
 
+def test_a_load_gives_each_rank_its_part_of_the_index(counted):
+    sent = [each(counted, size, "load") for size in (2, 4)]
+    assert sent[1] == pytest.approx(sent[0], rel=0.05), sent
+    index = counted[4]["load"]["read"]
+    assert index["rank 0"] > 50 * (index["all"] - index["rank 0"]) / 3, "rank 0 alone reads it"
+
+
 def test_a_group_connects_only_ranks_that_have_something_to_say(counted):
     assert counted[4]["group"]["sent"]["all"] < 500
     connected = [counted[size]["group, all connected"]["sent"]["all"] for size in (2, 4)]
