@@ -324,7 +324,7 @@ def fit(points: dict[int, float], forms: dict = FORMS) -> tuple[str, Callable[[f
     fits = []
     for name, form in forms.items():
         columns = np.array([[1.0, form(size)] if name else [1.0] for size in sizes])
-        weights = 1 / np.maximum(values, 1.0)  # relative errors
+        weights = 1 / np.maximum(values, max(values.max() / 20, 1e-9))  # relative errors, of small values less so
         found, *_ = np.linalg.lstsq(columns * weights[:, None], values * weights, rcond=None)
         error = np.abs((columns @ found - values) * weights).max()
         a, b = float(found[0]) + 0.0, float(found[1]) if name else 0.0
