@@ -118,7 +118,13 @@ def free_port() -> int:
 
 
 class Counted:
-    """Counts what this process does in its body, divided by `times`."""
+    """Counts what this process does in its body, divided by `times`, without the barrier that comes before.
+
+    Attributes:
+        barrier: what an empty body is counted with; set by the first use.
+    """
+
+    barrier: dict[str, int] | None = None
 
     def __init__(self, found: dict, name: str, times: int = 1):
         self._found, self._name, self._times = found, name, times
@@ -128,13 +134,17 @@ class Counted:
 
         dist.barrier()
         time.sleep(SETTLE_SECONDS)
-        self._before, self._began = counters(), time.perf_counter()
+        self._before = counters()
+        dist.barrier()  # else a rank might begin before another one, whose store it asks, has read its counters
+        self._began = time.perf_counter()
 
     def __exit__(self, *_) -> None:
         seconds = time.perf_counter() - self._began
         time.sleep(SETTLE_SECONDS)
-        change = {key: (value - self._before[key]) / self._times for key, value in counters().items()}
-        self._found[self._name] = change | {"ms": 1000 * seconds / self._times}
+        change = {key: value - self._before[key] for key, value in counters().items()}
+        empty = Counted.barrier = Counted.barrier or change
+        counted = {key: (value - empty[key]) / self._times for key, value in change.items()}
+        self._found[self._name] = counted | {"ms": 1000 * seconds / self._times}
 
 
 def counters() -> dict[str, int]:
@@ -156,6 +166,8 @@ def rank(number: int, size: int, port: int, folder: Path) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo")
     found: dict = {}
+    with Counted(found, "nothing"):
+        pass
     with Counted(found, "group, all connected"):
         eager = dist.new_group(backend="gloo")
     before = num_open()
@@ -313,7 +325,7 @@ FORMS: dict[str, Callable[[float], float]] = {
     "N": lambda size: size,
     "N^2": lambda size: size**2,
 }
-TOLERANCE = 0.05
+TOLERANCE, USELESS = 0.05, 0.5
 
 
 def fit(points: dict[int, float], forms: dict = FORMS) -> tuple[str, Callable[[float], float]]:
@@ -329,8 +341,12 @@ def fit(points: dict[int, float], forms: dict = FORMS) -> tuple[str, Callable[[f
         error = np.abs((columns @ found - values) * weights).max()
         a, b = float(found[0]) + 0.0, float(found[1]) if name else 0.0
         fits.append((error, name, a, b, form))
-    _, name, a, b, form = next((each for each in fits if each[0] < TOLERANCE), min(fits, key=lambda each: each[0]))
+    best = next((each for each in fits if each[0] < TOLERANCE), min(fits, key=lambda each: each[0]))
+    error, name, a, b, form = best
+    if error > USELESS:
+        return "none", lambda size: math.nan
     text = f"{a:,.0f} + {b:,.3g} {name}" if name else f"{a:,.0f}"
+    text += f", {error:.0%} off" if error >= TOLERANCE else ""
     return text, lambda size: a + b * form(size)
 
 
@@ -421,7 +437,8 @@ nothing.
 
 Bytes are counted by Linux for each process (`/proc/self/io`), with gloo's own messages and without the files of a
 checkpoint. The columns after the measured ones are extrapolated by the fit: constant, or with a multiple of 1/N,
-log2(N), N or N^2, whichever is the first within {TOLERANCE:.0%} of all points.
+log2(N), N or N^2, whichever is the first within {TOLERANCE:.0%} of all points. Where none is, the closest one is taken
+and its largest error given, and above {USELESS:.0%} none.
 
 ## Bytes sent
 

@@ -62,6 +62,7 @@ def test_a_load_gives_each_rank_its_part_of_the_index(counted):
 
 
 def test_a_group_connects_only_ranks_that_have_something_to_say(counted):
-    assert counted[4]["group"]["sent"]["all"] < 500
+    # at most the store's answers to one question of each rank
+    assert counted[4]["group"]["sent"]["all"] < counted[4]["group, all connected"]["sent"]["all"] / 3
     connected = [counted[size]["group, all connected"]["sent"]["all"] for size in (2, 4)]
     assert connected[1] > 4 * connected[0], "rank 0's store answers each rank about every other one"
