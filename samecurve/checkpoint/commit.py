@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from samecurve.checkpoint.manifest import (
     MANIFEST,
@@ -42,7 +42,12 @@ PARTIAL, DELETED = ".partial-", ".deleted-"
 SPARE_BYTES = 16 << 20  # for the small files, the file headers and the file system's own blocks
 
 T = TypeVar("T")
-Exchange = Callable[[Any], list]  # all-gather of one value per rank, in rank order; also a barrier
+
+
+class Conclude(Protocol):
+    """`ControlGroup.conclude`: rank 0 draws a conclusion from one value per rank, which all ranks get."""
+
+    def __call__(self, value: Any, conclusion: Callable[[list], T], /) -> T: ...
 
 
 # Writing
@@ -65,14 +70,16 @@ class Content:
     small_files: Callable[[list], dict[str, bytes]]
 
 
-def commit(fs: FileSystem, directory: Path, content: Content, exchange: Exchange, rank: int) -> None:
+def commit(fs: FileSystem, directory: Path, content: Content, conclude: Conclude, rank: int) -> None:
     """Write a checkpoint into `directory`. Collective; on return the checkpoint survives a power cut.
+
+    Each rank sends its records and its note to rank 0 only.
 
     After a failure the folder does not exist or, if only the last sync failed, is complete.
 
     Args:
         directory: the folder of all checkpoints; created if missing.
-        exchange: all-gathers one value per rank. An exception that it raises when a rank is gone is passed on.
+        conclude: of a control group. An exception that it raises when a rank is gone is passed on.
 
     Raises:
         StorageError: any rank failed; the text is the same on all ranks.
@@ -80,10 +87,10 @@ def commit(fs: FileSystem, directory: Path, content: Content, exchange: Exchange
     """
     partial = directory / f"{PARTIAL}{folder_name(content.step)}"
     try:
-        planned = _together(exchange, lambda: _plan(directory, content.num_bytes))
-        _together(exchange, lambda: _prepare(fs, partial, sum(planned)) if rank == 0 else None)
-        wrote = _together(exchange, lambda: _write(fs, partial, content))
-        _together(exchange, lambda: _finish(fs, partial, content, wrote) if rank == 0 else None)
+        planned = _attempt(lambda: _plan(directory, content.num_bytes))
+        _together(conclude, planned, lambda planned: _prepare(fs, partial, sum(planned)))
+        wrote = _attempt(lambda: _write(fs, partial, content))
+        _together(conclude, wrote, lambda wrote: _finish(fs, partial, content, wrote))
     except (StorageError, NumericError):
         if rank == 0:
             _sweep(fs, directory)
@@ -124,23 +131,38 @@ def _pieces(chunks: Iterable[Any]) -> Iterator[memoryview | bytes]:
             yield view[start : start + PIECE_BYTES]
 
 
-def _together(exchange: Exchange, work: Callable[[], T]) -> list[T]:
-    """Run `work` on every rank and gather the results. A failure on any rank raises the same class on all ranks."""
-    result, failure, error = None, "", None
+class _Outcome(NamedTuple):
+    """What came of one rank's work. failure: "" if it succeeded. error: known on the rank itself only."""
+
+    result: Any
+    failure: str = ""
+    is_numeric: bool = False
+    error: Exception | None = None
+
+
+def _attempt(work: Callable[[], Any]) -> _Outcome:
     try:
-        result = work()
-    except Exception as caught:  # bugs too: the other ranks wait in `exchange` and must receive the failure
-        error = caught
+        return _Outcome(work())
+    except Exception as error:  # bugs too: the other ranks wait in `conclude` and must receive the failure
         is_known = isinstance(error, (StorageError, NumericError))
         failure = str(error) if is_known else f"{type(error).__name__}: {error}"
         if not is_known and not isinstance(error, OSError):
-            traceback.print_exception(error)  # the exception raised below keeps only the message
-    outcomes = exchange((result, failure, isinstance(error, NumericError)))
-    failures = [f"rank {rank}: {failure}" for rank, (_, failure, _) in enumerate(outcomes) if failure]
-    if failures:
-        kind = NumericError if any(numeric for *_, numeric in outcomes) else StorageError
-        raise kind("; ".join(failures)) from error
-    return [result for result, *_ in outcomes]
+            traceback.print_exception(error)  # the exception that _together raises keeps only the message
+        return _Outcome(None, failure, isinstance(error, NumericError), error)
+
+
+def _together(conclude: Conclude, own: _Outcome, work: Callable[[list], Any]) -> None:
+    """Do `work` on rank 0 with the results of all ranks. A failure on any rank raises the same class on all ranks."""
+
+    def attempt(outcomes: list[_Outcome]) -> _Outcome:
+        if not any(each.failure for each in outcomes):
+            outcomes = [_attempt(lambda: work([each.result for each in outcomes]))]
+        failures = [f"rank {rank}: {each.failure}" for rank, each in enumerate(outcomes) if each.failure]
+        return _Outcome(None, "; ".join(failures), any(each.is_numeric for each in outcomes))
+
+    concluded = conclude(own._replace(error=None), attempt)
+    if concluded.failure:
+        raise (NumericError if concluded.is_numeric else StorageError)(concluded.failure) from own.error
 
 
 def _plan(directory: Path, planned_bytes: int) -> int:
@@ -247,7 +269,7 @@ def rotate(fs: FileSystem, directory: Path, keep: int, protected: Collection[str
     try:
         good, damaged = [], []
         for folder in list_checkpoints(fs, directory):
-            (damaged if check_files(fs, folder, shard=None) else good).append(folder)
+            (damaged if check_files(fs, folder, small_only=True) else good).append(folder)
         keep = max(keep, 1)
         for folder in (*good[keep:], *damaged[keep:]):
             if folder.name not in protected:

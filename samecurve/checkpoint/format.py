@@ -75,16 +75,22 @@ def safetensors_chunks(entries: list[Entry], values: Iterable[Tensor]) -> Iterat
 class CheckpointReader:
     """Reader of arbitrary regions of a checkpoint's tensors, independent of the ranks that wrote them.
 
-    Only the index is kept in memory. The constructor raises CheckpointError if the index cannot be read.
+    Only the index is kept in memory.
+
+    Args:
+        index: the content of index.json, or the part of it that is needed; read from the folder if None.
+
+    Raises:
+        CheckpointError: the index cannot be read.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, index: dict | None = None):
         self.folder = folder
         try:
-            content = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-            self._regions = {name: [_region(entry) for entry in item["ranges"]] for name, item in content.items()}
+            content = read_index(folder) if index is None else index
+            self._regions = {name: [parse_entry(entry) for entry in item["ranges"]] for name, item in content.items()}
             self.shapes: dict[str, tuple[int, ...]] = {name: _integers(item["shape"]) for name, item in content.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{folder / INDEX}: cannot be read as an index ({error})") from error
 
     def check_names(self, shapes: Mapping[str, Iterable[int]]) -> None:
@@ -146,13 +152,21 @@ class CheckpointReader:
         return values
 
 
+def read_index(folder: Path) -> dict:
+    """Read index.json. Raises CheckpointError."""
+    try:
+        return json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{folder / INDEX}: cannot be read as an index ({error})") from error
+
+
 def _integers(values: list, length: int | None = None) -> tuple[int, ...]:
     if length not in (None, len(values)) or not all(type(value) is int and value >= 0 for value in values):
         raise ValueError(f"expected integers of 0 or more, found {values!r:.40}")
     return tuple(values)
 
 
-def _region(entry: list) -> tuple[int, Region]:
+def parse_entry(entry: list) -> tuple[int, Region]:
     """Parse an entry of the index: the rank that wrote the region, and the region."""
     if len(entry) == 3:
         rank, start, stop = _integers(entry)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from samecurve.checkpoint import commit, format
 from samecurve.checkpoint.format import Entry
+from samecurve.checkpoint.index_excerpts import open_shared
 from samecurve.checkpoint.manifest import check_files, file_name, list_checkpoints
 from samecurve.checkpoint.resume import FORMAT, STATE, CheckpointSelector, read_state
 from samecurve.checkpoint.snapshot import Snapshot
@@ -99,7 +100,7 @@ class Checkpoints:
         self._settings, self._background = facts["recipe"]["checkpoint"], background
         self._files = LocalFileSystem(busy)
         self._selector = CheckpointSelector(run.checkpoints, self._facts, world, log, self._files)
-        self._exchange = world.new().all_gather_object  # a group of its own for the writing thread
+        self._conclude = world.new().conclude  # a group of its own for the writing thread
         self._snapshot: Snapshot | None = None
         self._in_flight: _Save | None = None
         self._failures = 0  # in a row
@@ -117,9 +118,9 @@ class Checkpoints:
     def load(self, folder: Path, engine: Engine, generators: bool = True) -> TrainProgress:
         """Load a verified checkpoint into the engine. generators: restore the random generators too."""
         fault_point("load.read")
-        saved = read_state(folder)
-        reader = format.CheckpointReader(folder)
-        reader.check_names(engine.shapes | engine.state.factors)
+        saved = self._world.on_main(lambda: read_state(folder))
+        wanted = [(part.name, part.region) for part in engine.state.held()]
+        reader = open_shared(folder, self._world, wanted, engine.shapes | engine.state.factors)
         with torch.no_grad():
             for part, kind, tensor in engine.state.visit(writing=True):
                 self._busy()
@@ -260,7 +261,7 @@ class Checkpoints:
 
         content = commit.Content(save.step, sum(entry.nbytes for entry in entries), write, small_files)
         try:
-            commit.commit(self._files, self._run.checkpoints, content, self._exchange, rank)
+            commit.commit(self._files, self._run.checkpoints, content, self._conclude, rank)
             self._metrics = {"save_seconds": time.perf_counter() - save.began}
         except Exception as error:
             save.error = error
@@ -288,7 +289,7 @@ class Checkpoints:
     def _find_best(self) -> Path | None:
         metric, values = self._settings["best"], {}
         for folder in list_checkpoints(self._files, self._run.checkpoints):
-            damaged = check_files(self._files, folder, shard=None)
+            damaged = check_files(self._files, folder, small_only=True)
             value = None if damaged else read_state(folder)["record"].get(metric)
             if value is not None:
                 values[folder] = value

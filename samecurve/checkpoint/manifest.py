@@ -33,8 +33,12 @@ class FileDamage(NamedTuple):
         return f"{self.file}: expected {self.expected}, found {self.found}"
 
 
-class _Damaged(Exception):
+class DamagedManifest(Exception):
     """The manifest or its marker is unusable. The arguments are the fields of a FileDamage."""
+
+    @property
+    def damage(self) -> FileDamage:
+        return FileDamage(*self.args)
 
 
 def folder_name(step: int) -> str:
@@ -56,51 +60,66 @@ def list_checkpoints(fs: FileSystem, directory: Path) -> list[Path]:
     return [directory / name for name in sorted(steps, key=steps.__getitem__, reverse=True)]
 
 
-def check_files(fs: FileSystem, folder: Path, shard: tuple[int, int] | None = (0, 1)) -> list[FileDamage]:
+def check_files(fs: FileSystem, folder: Path, small_only: bool = False) -> list[FileDamage]:
     """List every problem of a checkpoint; [] if it is good. Files that the manifest does not name are ignored.
 
-    Presence and size of all files are always checked.
-
     Args:
-        shard: (rank, number of ranks) that share the hashing. Each rank hashes the small files and every n-th rank
-            file. None: hash the small files only.
+        small_only: of the ranks' files, check presence and size only, and hash the others.
     """
     try:
-        files = _listed(fs, folder)
-    except _Damaged as damage:
-        return [FileDamage(*damage.args)]
-    big = sorted(record.name for record in files if record.name.startswith("rank_"))
-    others = set(big) if shard is None else set(big) - set(big[shard[0] :: shard[1]])
-    problems = (_problem(fs, folder, record, hashes=record.name not in others) for record in files)
+        _, files = read_manifest(fs, folder)
+    except DamagedManifest as error:
+        return [error.damage]
+    problems = (
+        _problem(fs, folder, record, hashes=not (small_only and record.name.startswith("rank_"))) for record in files
+    )
     return [problem for problem in problems if problem]
 
 
-def manifest_digest(fs: FileSystem, folder: Path) -> str:
-    """Hash the manifest: ranks that read the same checkpoint get the same digest. Raises OSError."""
-    return _digest(fs, folder / MANIFEST)
+def check_records(fs: FileSystem, folder: Path, records: list[FileRecord]) -> list[FileDamage]:
+    """List the problems of some files of a checkpoint, after reading each of them once."""
+    return [problem for record in records if (problem := _problem(fs, folder, record, hashes=True))]
 
 
-def _listed(fs: FileSystem, folder: Path) -> list[FileRecord]:
-    """Read and validate the manifest. Anyone can write one with a matching marker, so every field is checked."""
-    marker = _json(MARKER, _content(fs, folder, MARKER))
+def marked_digest(fs: FileSystem, folder: Path) -> str:
+    """Read the manifest's sha256 from the marker: the same in folders with the same checkpoint.
+
+    Raises:
+        DamagedManifest: the marker cannot be read.
+    """
+    return str(_json(MARKER, _content(fs, folder, MARKER)).get("manifest_sha256"))
+
+
+def read_manifest(fs: FileSystem, folder: Path) -> tuple[str, list[FileRecord]]:
+    """Read and validate the manifest. Anyone can write one with a matching marker, so every field is checked.
+
+    Returns:
+        Its sha256, which the marker also has, and the files that it lists.
+
+    Raises:
+        DamagedManifest: manifest or marker is unusable.
+    """
+    marked = marked_digest(fs, folder)
     text = _content(fs, folder, MANIFEST)
     digest = hashlib.sha256(text).hexdigest()
-    if marker.get("manifest_sha256") != digest:
-        raise _Damaged(MANIFEST, f"sha256 {marker.get('manifest_sha256')}, as {MARKER} says", digest)
+    if marked != digest:
+        raise DamagedManifest(MANIFEST, f"sha256 {marked}, as {MARKER} says", digest)
     manifest = _json(MANIFEST, text)
     step, world_size, items = (manifest.get(key) for key in ("step", "world_size", "files"))
     if type(step) is not int or type(world_size) is not int or not isinstance(items, list):
-        raise _Damaged(
+        raise DamagedManifest(
             MANIFEST, "integers step and world_size, a list files", f"{step!r}, {world_size!r}, {items!r:.40}"
         )
     files = [_record(item) for item in items]
     names = {record.name for record in files}
     if not 1 <= world_size <= len(names) or len(names) < len(files):
-        raise _Damaged(MANIFEST, f"each rank's file once, for world_size {world_size}", f"{len(files)} names")
+        raise DamagedManifest(MANIFEST, f"each rank's file once, for world_size {world_size}", f"{len(files)} names")
     for rank in range(world_size):
         if file_name(rank) not in names:
-            raise _Damaged(MANIFEST, f"{file_name(rank)}, as world_size is {world_size}", "no such name in the list")
-    return files
+            raise DamagedManifest(
+                MANIFEST, f"{file_name(rank)}, as world_size is {world_size}", "no such name in the list"
+            )
+    return digest, files
 
 
 def _record(item: Any) -> FileRecord:
@@ -108,9 +127,9 @@ def _record(item: Any) -> FileRecord:
         case {"name": str(name), "size": int(size), "sha256": str(sha256)} if not isinstance(size, bool):
             record = FileRecord(name, size, sha256)
         case _:
-            raise _Damaged(MANIFEST, "files with name, size and sha256", f"{item!r:.80}")
+            raise DamagedManifest(MANIFEST, "files with name, size and sha256", f"{item!r:.80}")
     if record.name in ("", ".", "..") or any(character in record.name for character in "/\\:\0"):
-        raise _Damaged(MANIFEST, "names of files in this folder", repr(record.name))
+        raise DamagedManifest(MANIFEST, "names of files in this folder", repr(record.name))
     return record
 
 
@@ -137,16 +156,16 @@ def _content(fs: FileSystem, folder: Path, name: str) -> bytes:
     try:
         return b"".join(fs.read(folder / name))
     except OSError as error:
-        raise _Damaged(name, "a file", _reason(error)) from error
+        raise DamagedManifest(name, "a file", _reason(error)) from error
 
 
 def _json(name: str, text: bytes) -> dict:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _Damaged(name, "JSON", f"{text[:40]!r}") from error
+        raise DamagedManifest(name, "JSON", f"{text[:40]!r}") from error
     if not isinstance(content, dict):
-        raise _Damaged(name, "a JSON object", f"{content!r:.40}")
+        raise DamagedManifest(name, "a JSON object", f"{content!r:.40}")
     return content
 
 

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from samecurve.checkpoint.compatibility import changes, refusals
-from samecurve.checkpoint.manifest import check_files, list_checkpoints, manifest_digest
+from samecurve.checkpoint.manifest import (
+    DamagedManifest,
+    FileRecord,
+    check_records,
+    list_checkpoints,
+    marked_digest,
+    read_manifest,
+)
 from samecurve.config.renamed_keys import in_new_names
 from samecurve.errors import CheckpointError
 from samecurve.storage.fault_injection import fault_point
@@ -66,26 +74,46 @@ class CheckpointSelector:
         """List the candidates, newest first, as seen by rank 0: all ranks must check the same folders."""
         if resume not in ("auto", "none"):
             return [Path(resume)]
-        own = list_checkpoints(self._files, self._directory) if resume == "auto" and self._world.is_main else []
-        return self._world.all_gather_object(own)[0]
+        if resume == "none":
+            return []
+        return self._world.on_main(lambda: list_checkpoints(self._files, self._directory))
 
     def problems(self, folder: Path) -> list[str]:
-        """Gather the problems found by all ranks. Each rank hashes the small files and its share of the rank files."""
+        """List the problems that all ranks found. Collective.
+
+        Rank 0 reads the manifest and deals out its files, so that each is read once, by one rank.
+        """
+        problems, shares = [], None
+        if self._world.is_main:
+            digest, records = "", []
+            try:
+                digest, records = read_manifest(self._files, folder)
+            except DamagedManifest as error:
+                problems = [str(error.damage)]
+            shares = [(digest, records[rank :: self._world.size]) for rank in range(self._world.size)]
+        digest, share = self._world.scatter(shares)
+        if digest:
+            problems += self._check_share(folder, digest, share)
+        return self._world.conclude(problems, lambda of_all: sorted(set().union(*of_all)))
+
+    def _check_share(self, folder: Path, digest: str, share: list[FileRecord]) -> list[str]:
+        """Check this rank's files. The first rank of each host also looks whether it sees the folder of rank 0.
+
+        Each copy may be whole, but then hosts with folders of their own would resume from different steps or weights.
+        """
         try:
             fault_point("load.verify")
-            problems = [str(p) for p in check_files(self._files, folder, (self._world.rank, self._world.size))]
-            seen = None if problems else manifest_digest(self._files, folder)
-        except OSError as error:  # not raised here: the other ranks wait in all_gather_object
-            problems, seen = [str(error)], None
-        of_all = self._world.all_gather_object((problems, seen))
-        listed = sorted({problem for others, _ in of_all for problem in others})
-        # each copy may be whole, but then hosts with folders of their own would resume from different steps or weights
-        if not listed and len({digest for _, digest in of_all}) > 1:
-            return ["ranks read different manifest.json; output_dir has to be the same folder on all machines"]
-        return listed
+            is_first = os.environ.get("LOCAL_RANK", "0") == "0" and not self._world.is_main
+            if is_first and marked_digest(self._files, folder) != digest:
+                return ["ranks read different manifest.json; output_dir has to be the same folder on all machines"]
+            return [str(damage) for damage in check_records(self._files, folder, share)]
+        except DamagedManifest as error:
+            return [f"{error.damage}; output_dir has to be the same folder on all machines"]
+        except OSError as error:  # not raised here: the other ranks wait in `conclude`
+            return [str(error)]
 
     def _check_changes(self, folder: Path) -> None:
-        saved = read_state(folder)
+        saved = self._world.on_main(lambda: read_state(folder))
         if saved.get("format") != FORMAT:
             raise CheckpointError(f"{folder / STATE}: format {saved.get('format')}, but this version reads {FORMAT}")
         refused = refusals(saved, self._facts)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d
 
+from samecurve.errors import SamecurveError
+
 # The watchdog ends an operation that a rank never joins (watchdog.timeout_seconds), and this timeout only has to exceed
 # the watchdog's. It alone limits the creation of the first group, before ranks see each other's heartbeats.
 TIMEOUT = timedelta(hours=24)
+_LAZY = "TORCH_GLOO_LAZY_INIT"
+
+T = TypeVar("T")
 
 
 def lengthen_default_timeouts() -> None:
@@ -24,30 +31,102 @@ def lengthen_default_timeouts() -> None:
     distributed_c10d._get_default_timeout = lambda backend: TIMEOUT
 
 
+@contextmanager
+def _lazy_connections() -> Iterator[None]:
+    """Let gloo groups that are created in the body connect two ranks only when one has a message for the other.
+
+    By default every rank connects to every other one and asks rank 0's store for all addresses, which is O(N^2) in all
+    (benchmarks/scale.md). ProcessGroupGloo reads the variable whenever it creates a device.
+    """
+    before = os.environ.get(_LAZY)
+    os.environ[_LAZY] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_LAZY]
+        if before is not None:
+            os.environ[_LAZY] = before
+
+
 class ControlGroup:
     """A gloo process group of all ranks; each instance has its own.
 
     Construction is collective and follows torch.distributed's initialization. With a single process, no group is
     created and every operation returns at once.
+
+    The bytes that a rank sends in an operation do not depend on the number of ranks; rank 0 alone handles a message of
+    each rank in `conclude`. There is no all-gather, which is O(N^2) bytes in all.
     """
 
     def __init__(self) -> None:
         alone = not dist.is_initialized() or dist.get_world_size() == 1
         self.size = 1 if alone else dist.get_world_size()
         self.rank = 0 if alone else dist.get_rank()
-        self._group = None if alone else dist.new_group(backend="gloo", timeout=TIMEOUT)
+        with _lazy_connections():
+            self._group: Any = None if alone else dist.new_group(backend="gloo", timeout=TIMEOUT)
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """Gather one value per rank, in rank order, on all ranks. Also a barrier."""
+    def broadcast(self, value: T) -> T:
+        """Return rank 0's value on all ranks. Collective."""
+        values = [value]
+        if self._group is not None:
+            dist.broadcast_object_list(values, src=0, group=self._group)
+        return values[0]
+
+    def scatter(self, values: list[T] | None) -> T:
+        """Return one value to each rank: the `values` of rank 0, in rank order. Collective. values: None elsewhere."""
         if self._group is None:
-            return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+            assert values is not None
+            return values[0]
+        own: list[Any] = [None]
+        dist.scatter_object_list(own, values, src=0, group=self._group)
+        return own[0]
+
+    def on_main(self, work: Callable[[], T]) -> T:
+        """Call `work` on rank 0 and return its result on all ranks. Collective.
+
+        Raises:
+            SamecurveError: `work` raised it; raised on all ranks.
+        """
+        result: Any = None
+        error: SamecurveError | None = None
+        if self.is_main:
+            try:
+                result = work()
+            except SamecurveError as caught:
+                error = caught
+        result, error = self.broadcast((result, error))
+        if error is not None:
+            raise error
+        return result
+
+    def conclude(self, value: Any, conclusion: Callable[[list[Any]], T]) -> T:
+        """Return, on all ranks, what rank 0 concludes from one value per rank. Collective; also a barrier.
+
+        Args:
+            value: this rank's.
+            conclusion: called on rank 0 with all ranks' values, in rank order. If it raises, the other ranks wait.
+        """
+        values = self._gather(value)
+        concluded: Any = conclusion(values) if self.is_main else None
+        return self.broadcast(concluded)
+
+    def exchange(self, value: Any, answers: Callable[[list[Any]], list[T]]) -> T:
+        """Return to each rank its own one of the answers that rank 0 has to one value per rank. Collective.
+
+        Args:
+            value: this rank's.
+            answers: called on rank 0 with all ranks' values; returns as many answers, both in rank order.
+
+        Raises:
+            SamecurveError: `answers` raised it; raised on all ranks.
+        """
+        values, found = self._gather(value), []
+        self.on_main(lambda: found.extend(answers(values)))
+        return self.scatter(found if self.is_main else None)
 
     def sum(self, values: Sequence[int]) -> list[int]:
         """Add up each value over the ranks. Collective."""
@@ -61,13 +140,58 @@ class ControlGroup:
         """Create another group of the same ranks, for a thread that runs in parallel with training. Collective."""
         return ControlGroup()
 
-    def first_nonempty(self, text: str) -> str:
-        """Return the text of the lowest rank with a non-empty one, else "". Collective.
+    def start_any(self, given: bool) -> Callable[[], bool]:
+        """Start to find out whether any rank gives True, in the background. Collective.
 
-        Costs one small all-reduce if all texts are empty.
+        Returns:
+            A function that waits for the answer.
         """
+        answer = torch.tensor([given], dtype=torch.uint8)
         if self._group is None:
-            return text
-        given = torch.tensor([1 if text else 0], dtype=torch.uint8)
-        dist.all_reduce(given, op=dist.ReduceOp.MAX, group=self._group)
-        return next(filter(None, self.all_gather_object(text)), "") if given.item() else ""
+            return lambda: given
+        work = dist.all_reduce(answer, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        assert work is not None
+
+        def wait() -> bool:
+            work.wait()
+            return bool(answer.item())
+
+        return wait
+
+    def _gather(self, value: Any) -> list[Any]:
+        """Return all ranks' values on rank 0, and [] on the others."""
+        if not self.is_main:
+            dist.send_object_list([value], dst=0, group=self._group)
+            return []
+        return [value, *map(self._receive, range(1, self.size))]
+
+    def _receive(self, rank: int) -> Any:
+        values: list[Any] = [None]
+        dist.recv_object_list(values, src=rank, group=self._group)
+        return values[0]
+
+
+class StopVote:
+    """Asks after every step whether any rank has a reason to stop, without waiting for the others.
+
+    The answer to the question of one step is read after the next one, when it has long been there, so that all ranks
+    stop after the same step.
+    """
+
+    def __init__(self, world: ControlGroup):
+        self._world = world
+        self._pending: Callable[[], bool] | None = None
+
+    def reason(self, own: str, at_once: bool) -> str:
+        """Return the reason of the lowest rank with a non-empty one, "" if all go on. Collective.
+
+        Args:
+            own: this rank's reason, "" if it has none; once it has one, later calls have to give one too.
+            at_once: wait for the answer to this very question, since no later step will read it.
+        """
+        pending, self._pending = self._pending, None
+        stops = pending is not None and pending()
+        if not stops:
+            self._pending = self._world.start_any(bool(own))
+            stops = (at_once or self._world.size == 1) and self._pending()
+        return self._world.conclude(own, lambda reasons: next(filter(None, reasons))) if stops else ""

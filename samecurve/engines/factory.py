@@ -61,6 +61,5 @@ def allocator(accelerator: Accelerator) -> str:
 def core_advice(accelerator: Accelerator, strategy: Strategy, world: ControlGroup) -> str:
     """Advice to print if processes on one host compete for CPU cores, "" otherwise. Collective."""
     on_gpu = accelerator.device.type == "cuda"
-    return affinity_advice(
-        world.all_gather_object(read_cpu_binding(torch.get_num_threads())), strategy.launcher, on_gpu
-    )
+    binding = read_cpu_binding(torch.get_num_threads())
+    return world.conclude(binding, lambda bindings: affinity_advice(bindings, strategy.launcher, on_gpu))

@@ -4,6 +4,8 @@ Each rank rewrites a small file every few seconds:
 
     output_dir/heartbeats/rank_00001.json
 
+In a large run, other files pass on the few heartbeats that matter to other hosts (heartbeat_relay.py).
+
 Rank 0 removes an earlier session's files before any rank of this session writes one: heartbeats begin only after all
 ranks have started (see `Heartbeats.start`). If hosts do not share the directory, only ranks of the same host are
 visible, and files of an earlier session on the same machine are recognized by their time.
@@ -15,81 +17,22 @@ also check whether each other's processes exist.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import psutil
 
+from samecurve.run.beats import Beat, Peer, State, file_name, read_beat, write_beat
+from samecurve.run.heartbeat_relay import Relay
+
 LAST_WORD_SECONDS = 20.0
-
-State = Literal["running", "hanging", "finished", "failed"]
-
-
-@dataclass(frozen=True)
-class Beat:
-    """Content of one heartbeat file.
-
-    Attributes:
-        machine: equal for processes whose process ids can be compared, see `host.machine`.
-        num_phases: number of calls of `Watchdog.phase`.
-        num_marks: number of calls of `Watchdog.progress` since the last call of `phase`.
-        idle_seconds: time since the last call of either.
-        time: when this heartbeat was written, in seconds since 1970.
-        reason, exit_code: describe a failure.
-    """
-
-    rank: int
-    pid: int
-    host: str
-    machine: str
-    phase: str
-    step: int
-    num_phases: int
-    num_marks: int
-    idle_seconds: float
-    time: float = 0.0
-    state: State = "running"
-    reason: str = ""
-    exit_code: int = 0
-
-    @property
-    def where(self) -> str:
-        return where(self.phase, self.step)
-
-    @property
-    def name(self) -> str:
-        return f"rank {self.rank} (pid {self.pid})"
-
-
-@dataclass
-class Peer:
-    """Another rank as seen from this one. Times are those of time.monotonic.
-
-    Attributes:
-        beat: its latest heartbeat.
-        changed: when its heartbeat last changed.
-        ended: when the rank was first seen failed or gone; None while it is alive.
-    """
-
-    beat: Beat
-    changed: float
-    ended: float | None = None
-
-    @property
-    def runs(self) -> bool:
-        """Whether the rank is running according to its own heartbeat."""
-        return self.beat.state in ("running", "hanging")
-
-    @property
-    def died(self) -> bool:
-        """Whether its process is gone without having reported a failure."""
-        return self.ended is not None and self.runs
+STALE_BEATS = 3  # a beat or two may be late on slow storage
+# With more ranks than this, nobody reads the files of all (see heartbeat_relay.py).
+MOST_FILES = 64
 
 
 class Heartbeats:
@@ -119,10 +62,15 @@ class Heartbeats:
         self._own = describe()
         self._lock = threading.Lock()
         self._stop = threading.Event()
+        self._local = _local_ranks(self._own.rank)
+        num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        is_large = num_ranks > MOST_FILES and len(self._local) < num_ranks
+        self._relay = Relay(folder, self._own.rank, self._local, STALE_BEATS * every) if is_large else None
 
     def clear(self) -> None:
         """Remove an earlier session's files. For rank 0, when it owns the run directory but before ranks meet."""
-        self._remove("*rank_*")
+        for pattern in ("*rank_*", "*host_*", "*world*"):
+            self._remove(pattern)
 
     def _remove(self, pattern: str) -> None:
         with contextlib.suppress(OSError):
@@ -154,14 +102,9 @@ class Heartbeats:
         if not self.started or not self._lock.acquire(timeout=patience):
             return
         try:
-            final = {name: getattr(self._own, name) for name in ("state", "reason", "exit_code")}
-            beat = replace(self._describe(), time=time.time(), **final)
-            path = self._path(beat.rank)
-            partial = path.with_name(f".{path.name}.partial")
-            with contextlib.suppress(OSError):
-                self.folder.mkdir(parents=True, exist_ok=True)
-                partial.write_text(json.dumps(asdict(beat)), encoding="utf-8")
-                os.replace(partial, path)
+            write_beat(self.folder, self._current())
+            if self._relay and state is not None:
+                self._relay.write(self._current(), list(self.peers.values()))
         finally:
             self._lock.release()
 
@@ -169,22 +112,24 @@ class Heartbeats:
         """Read the other ranks' files and check their processes.
 
         Args:
-            at_all: False reads only the files of rank 0 and of this machine's ranks. In a large run, every rank reading
-                every file each few seconds would overload a shared file system. Rank 0 reads all of them, and its own
-                file reports what it saw.
+            at_all: False reads only the files of rank 0 and of this host's ranks: every rank reading every file each
+                few seconds would overload a shared file system. Rank 0 reads all of them, and its own file reports
+                what it saw. Beyond MOST_FILES ranks, `Relay.read` takes the place of both.
         """
         with contextlib.suppress(OSError):
-            if at_all:
-                paths = list(self.folder.glob("rank_*.json"))
+            if self._relay:
+                beats = [*map(self._read, self._local), *self._relay.read()]
+                self._forget_others({*self._local, *(beat.rank for beat in beats if beat)})
+            elif at_all:
+                beats = [read_beat(path) for path in self.folder.glob("rank_*.json")]
             else:
-                near = self._near()
-                paths = [self._path(rank) for rank in near]
-                # a peer that is no longer read would look frozen; a failure stays known
-                unread = [rank for rank, peer in list(self.peers.items()) if rank not in near and peer.runs]
-                for rank in unread:
-                    self.peers.pop(rank, None)
-            for path in paths:
-                self._take(_read(path))
+                near = {0, *self._local}
+                beats = [self._read(rank) for rank in near]
+                self._forget_others(near)
+            for beat in beats:
+                self._take(beat)
+            if self._relay:
+                self._relay.write(self._current(), list(self.peers.values()))
             self.looked = time.monotonic()
         self._look_for_processes()
 
@@ -196,6 +141,8 @@ class Heartbeats:
         self.looked = time.monotonic()
         for peer in list(self.peers.values()):
             peer.changed = self.looked
+        if self._relay:
+            self._relay.restart()
 
     def _beat(self) -> None:
         due = 0.0
@@ -208,14 +155,17 @@ class Heartbeats:
                 self._look_for_processes()
             self._stop.wait(self._interval)
 
-    def _path(self, rank: int) -> Path:
-        return self.folder / file_name(rank)
+    def _current(self) -> Beat:
+        final = {name: getattr(self._own, name) for name in ("state", "reason", "exit_code")}
+        return replace(self._describe(), time=time.time(), **final)
 
-    def _near(self) -> set[int]:
-        names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "WORLD_SIZE")  # torchrun's and deepspeed's
-        num_local = int(next((os.environ[name] for name in names if name in os.environ), "1"))
-        first = self._own.rank - int(os.environ.get("LOCAL_RANK", "0"))
-        return {0, *range(first, first + num_local)}
+    def _forget_others(self, read: set[int]) -> None:
+        """Forget peers that are no longer read: they would look frozen. A failure stays known."""
+        for rank in [rank for rank, peer in list(self.peers.items()) if rank not in read and peer.runs]:
+            self.peers.pop(rank, None)
+
+    def _read(self, rank: int) -> Beat | None:
+        return read_beat(self.folder / file_name(rank))
 
     def _take(self, beat: Beat | None) -> None:
         if beat is None or beat.rank == self._own.rank:
@@ -232,12 +182,11 @@ class Heartbeats:
                 peer.ended = time.monotonic()
 
 
-def file_name(rank: int) -> str:
-    return f"rank_{rank:05d}.json"
-
-
-def where(phase: str, step: int) -> str:
-    return f"phase {phase} of step {step}" if step else f"phase {phase}"
+def _local_ranks(rank: int) -> range:
+    names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "WORLD_SIZE")  # torchrun's and deepspeed's
+    num_local = int(next((os.environ[name] for name in names if name in os.environ), "1"))
+    first = rank - int(os.environ.get("LOCAL_RANK", "0"))
+    return range(first, first + num_local)
 
 
 def exists(pid: int) -> bool:
@@ -248,10 +197,3 @@ def exists(pid: int) -> bool:
         return False
     except psutil.Error:
         return True
-
-
-def _read(path: Path) -> Beat | None:
-    try:
-        return Beat(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return None

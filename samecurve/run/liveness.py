@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from samecurve.errors import PeerError
-from samecurve.run.heartbeat import Beat, Peer
+from samecurve.run.beats import Beat, Peer
 
 # Phases without a time limit, because most of their work reports no progress: "start" waits for the launcher and other
 # hosts, "build" takes as long as the data and the model need.

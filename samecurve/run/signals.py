@@ -118,7 +118,9 @@ class StopRequest:
             self._end(f"ended by {number.name}", 128 + number)
         elif not self.requested:
             self.requested = number.name
-            self._tell(f"{number.name}: the run stops and saves after this step; a second signal ends it at once")
+            self._tell(
+                f"{number.name}: the run saves and stops after this step or the next; a second signal ends it at once"
+            )
 
     def _check_launcher(self) -> None:
         if self._above is None or _above(self._launcher) == self._above:

@@ -18,14 +18,14 @@ from types import TracebackType
 
 from samecurve.distributed.host import machine
 from samecurve.errors import HangError, PeerError, SamecurveError
-from samecurve.run.heartbeat import Beat, Heartbeats, where
+from samecurve.run.beats import Beat, where
+from samecurve.run.heartbeat import STALE_BEATS, Heartbeats
 from samecurve.run.liveness import Liveness
 from samecurve.run.stack_dump import COLLECT_SECONDS, Stacks
 from samecurve.storage.fault_injection import fault_point
 
 GRACE_SECONDS = 2.0
 LAST_RESORT_SECONDS = 30.0
-STALE_BEATS = 3  # a beat or two may be late on slow storage
 
 
 class Watchdog:

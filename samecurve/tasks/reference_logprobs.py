@@ -56,7 +56,7 @@ def provide_reference(rows: AnswerRows, split: str, start: InitialState, model: 
     recipe, world = start.recipe, start.world
     key = digest(_VERSION, rows.fingerprint, model, recipe.precision)
     target = cache_folder(recipe.data.cache_dir) / "references" / key
-    if not all(world.all_gather_object(target.is_dir())):
+    if not world.conclude(target.is_dir(), all):
         with _progress_bar(f"reference log-probabilities of {len(rows):,} {split} pairs", world.is_main) as advance:
             values = compute_log_probabilities(rows, start, advance)
         _check_finite(values, split)
@@ -109,9 +109,9 @@ def _call_on_all_ranks(world: ControlGroup, call: Callable[[], T]) -> T:
         results.append(call())
     except SamecurveError as error:
         problem = error
-    for verdict in world.all_gather_object(problem):
-        if verdict is not None:
-            raise verdict
+    verdict = world.conclude(problem, lambda problems: next(filter(None, problems), None))
+    if verdict is not None:
+        raise verdict
     return results[0]
 
 

@@ -32,14 +32,12 @@ def load_on_all_ranks(recipe: Recipe, world: ControlGroup) -> Task:
             task = load(recipe)
         except SamecurveError as error:
             problem = error
-    verdict = world.all_gather_object(problem)[0]
-    if verdict is not None:
-        raise verdict
+    problem = world.broadcast(problem)
+    if problem is not None:
+        raise problem
     task = task or load(recipe)
-    fingerprints = world.all_gather_object(
-        [None if rows is None else rows.fingerprint for rows in (task.train, task.validation)]
-    )
-    others = [rank for rank, theirs in enumerate(fingerprints) if theirs != fingerprints[0]]
+    fingerprints = [None if rows is None else rows.fingerprint for rows in (task.train, task.validation)]
+    others = world.conclude(fingerprints, lambda every: [rank for rank, each in enumerate(every) if each != every[0]])
     if others:
         shown = ", ".join(map(str, others[:8])) + (", ..." if len(others) > 8 else "")
         raise DataError(

@@ -125,7 +125,7 @@ class Guard:
         if not every or step % every:
             return False
         own = {label: _digest(tensor) for label, tensor in engine.state.replicas()}
-        differing = _differing(self._world.all_gather_object(own))
+        differing = self._world.conclude(own, _differing)
         if differing:
             listed = "\n".join(f"  rank {rank}: {len(labels)} differ, first {labels[0]}" for rank, labels in differing)
             raise NumericError(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from samecurve.checkpoint.manager import Checkpoints, TrainProgress
 from samecurve.data.batches import StepBatches
-from samecurve.distributed.control_group import ControlGroup
+from samecurve.distributed.control_group import ControlGroup, StopVote
 from samecurve.errors import NumericError, Preempted
 from samecurve.export.hf_export import export
 from samecurve.export.model_card import ExportInfo, write_card
@@ -81,6 +81,7 @@ class Session:
     validation: Evaluation | None
     meter: Meter
     guard: Guard
+    stop_vote: StopVote
     recompilations: Recompilations
     garbage: GarbageCollection
     trackers: Trackers
@@ -122,11 +123,14 @@ class Session:
         return position.updates
 
     def stop_if_asked(self, here: TrainProgress) -> None:
-        """Save a checkpoint and raise Preempted on all ranks if any rank has received a request to stop."""
+        """Save a checkpoint and raise Preempted on all ranks if any rank has received a request to stop.
+
+        With several ranks, a request takes effect after the step that follows it (see StopVote).
+        """
         watch = self.context.watch
         watch.phase("boundary", here.step)
-        # exchanged, because a signal reaches ranks at different steps and a save needs all of them
-        reason = self.context.world.first_nonempty(watch.requested)
+        # a vote, because a signal reaches ranks at different steps and a save needs all of them
+        reason = self.stop_vote.reason(watch.requested, at_once=here.step == self.context.recipe.steps)
         if reason:
             watch.phase("save", here.step)
             self.checkpoints.secure(self.engine, here)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from samecurve.checkpoint.manager import Checkpoints, TrainProgress
 from samecurve.checkpoint.resume import read_state
 from samecurve.data.batches import StepBatches
-from samecurve.distributed.control_group import ControlGroup
+from samecurve.distributed.control_group import ControlGroup, StopVote
 from samecurve.engines import factory
 from samecurve.errors import NothingToDo
 from samecurve.interfaces.task import InitialState
@@ -84,9 +84,14 @@ def find_checkpoint(context: Context, identity: dict) -> Checkpoints:
     checkpoints = Checkpoints(run, identity, context.world, log, context.watch.local_progress, background)
     checkpoint = checkpoints.find(context.plan.resume)
     has_all_outputs = run.is_exported or not recipe.export.enabled
+
+    def is_complete() -> bool:
+        if checkpoint is None or not (run.is_done and has_all_outputs):
+            return False
+        return read_state(checkpoint)["step"] >= recipe.steps
+
     # all ranks must decide alike, and another rank may have read status.json after rank 0 set it to running
-    is_complete = context.world.all_gather_object(run.is_done and has_all_outputs)[0]
-    if checkpoint and is_complete and read_state(checkpoint)["step"] >= recipe.steps:
+    if context.world.on_main(is_complete):
         where = f"the model is in {run.model}" if run.is_exported else f"its last step is in {checkpoint}"
         raise NothingToDo(
             f"already done at step {recipe.steps}, nothing to train: {where}; more steps=..., another "
@@ -153,6 +158,7 @@ def open_run(context: Context, built: Built, engine: Engine, checkpoints: Checkp
         validation=validation,
         meter=meter,
         guard=Guard(recipe.numerics, context.run, context.world),
+        stop_vote=StopVote(context.world),
         recompilations=Recompilations(recipe.compile != "off", log, start.record.get("recompilations", 0)),
         garbage=GarbageCollection(
             start.step + 1,

@@ -106,7 +106,7 @@ def watched(train_loop):
         train_loop(session)
         gc.set_debug(0)
         gc.callbacks.remove(note)
-        of_all = session.context.world.all_gather_object(seen)
+        of_all = session.context.world.conclude(seen, list)
         session.context.accelerator.print("COLLECTED " + json.dumps(of_all))
 
     return loop

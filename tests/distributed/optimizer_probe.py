@@ -83,7 +83,7 @@ def one(plan, accelerator, task, skeleton, origin: Path | None) -> dict:
         unequal = {
             f"{kind}/{held.name}" for held, kind, tensor in engine.state.visit() if differs(stored, held, kind, tensor)
         }
-        found |= {"unequal": sorted(set().union(*world.all_gather_object(unequal))), "after": train(SAVED)}
+        found |= {"unequal": world.conclude(unequal, lambda every: sorted(set().union(*every))), "after": train(SAVED)}
     return found
 
 

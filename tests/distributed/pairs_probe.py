@@ -49,7 +49,7 @@ def main() -> None:
             engine.step(micro_batches, learning_rate(recipe, step))
             for step, micro_batches in enumerate(batches, start=position.step + 1)
         ]
-        found = {"source": name, "unequal": sorted(set().union(*world.all_gather_object(unequal)))}
+        found = {"source": name, "unequal": world.conclude(unequal, lambda every: sorted(set().union(*every)))}
         found |= {"engine": engine.describe().engine, "world_size": world.size, "start_step": position.step}
         found |= {"losses": [result.loss for result in results], "norms": [result.grad_norm for result in results]}
         if world.is_main:

@@ -15,7 +15,15 @@ from threading import Barrier
 import pytest
 
 from samecurve.checkpoint import commit as protocol
-from samecurve.checkpoint.manifest import MANIFEST, MARKER, check_files, file_name, list_checkpoints, manifest_digest
+from samecurve.checkpoint.manifest import (
+    MANIFEST,
+    MARKER,
+    check_files,
+    check_records,
+    file_name,
+    list_checkpoints,
+    read_manifest,
+)
 from samecurve.errors import StorageError
 from samecurve.storage.filesystem import PIECE_BYTES, LocalFileSystem
 
@@ -30,12 +38,15 @@ def save(directories: list[Path], step: int, bug: Exception | None = None) -> li
     barrier, values = Barrier(len(directories)), [None] * len(directories)
 
     def job(rank: int) -> None:
-        def exchange(value):
+        def conclude(value, conclusion):
             values[rank] = value
             barrier.wait(10)
-            every = list(values)
+            if rank == 0:
+                values[0] = conclusion(list(values))
             barrier.wait(10)
-            return every
+            verdict = values[0]
+            barrier.wait(10)
+            return verdict
 
         def write(folder: Path):
             if bug and rank == len(directories) - 1:
@@ -44,7 +55,7 @@ def save(directories: list[Path], step: int, bug: Exception | None = None) -> li
 
         small_files = lambda notes: {"state.json": json.dumps(notes).encode()}  # noqa: E731
         content = protocol.Content(step, 100, write, small_files)
-        protocol.commit(DISK, directories[rank], content, exchange, rank)
+        protocol.commit(DISK, directories[rank], content, conclude, rank)
 
     with ThreadPoolExecutor(len(directories)) as ranks:
         return [future.exception(20) for future in [ranks.submit(job, rank) for rank in range(len(directories))]]
@@ -63,7 +74,9 @@ def test_what_is_written(checkpoint):
     sha256 = hashlib.sha256(b"head1 40").hexdigest()
     assert {"name": RANK_1, "size": 8, "sha256": sha256} in manifest["files"]
     assert (checkpoint / RANK_1).read_bytes() == b"head1 40" and (checkpoint / "state.json").read_bytes() == b"[0, 1]"
-    assert manifest_digest(DISK, checkpoint) == json.loads((checkpoint / MARKER).read_text())["manifest_sha256"]
+    digest, files = read_manifest(DISK, checkpoint)
+    assert digest == json.loads((checkpoint / MARKER).read_text())["manifest_sha256"]
+    assert [record.name for record in files] == [file_name(0), RANK_1, "state.json"]
     assert list_checkpoints(DISK, checkpoint.parent) == [checkpoint] and check_files(DISK, checkpoint) == []
 
 
@@ -96,12 +109,15 @@ def test_every_damage_of_every_file_is_found(checkpoint, name, damage):
     assert problems[0].expected and problems[0].found and str(problems[0]).startswith(problems[0].file)
 
 
-def test_ranks_share_the_hashing(checkpoint):
+def test_some_of_the_files_are_checked(checkpoint):
     flip(checkpoint / RANK_1)
-    assert check_files(DISK, checkpoint, (0, 2)) == [] and check_files(DISK, checkpoint, None) == []
-    assert [problem.file for problem in check_files(DISK, checkpoint, (1, 2))] == [RANK_1]
+    _, files = read_manifest(DISK, checkpoint)
+    assert check_records(DISK, checkpoint, files[::2]) == [] and check_files(DISK, checkpoint, small_only=True) == []
+    assert [problem.file for problem in check_records(DISK, checkpoint, files[1:])] == [RANK_1]
+    os.truncate(checkpoint / RANK_1, 3)
+    assert [problem.file for problem in check_files(DISK, checkpoint, small_only=True)] == [RANK_1]
     flip(checkpoint / "state.json")
-    assert all(check_files(DISK, checkpoint, shard) for shard in ((0, 2), (1, 2), (7, 8), None))
+    assert len(check_files(DISK, checkpoint, small_only=True)) == 2
 
 
 HOSTILE = {
@@ -218,7 +234,7 @@ for step in map(int, sys.argv[2:]):
     write = lambda folder: ([commit.write_file(fs, folder / "rank_00000.safetensors", [b"head", b"%d" % step])], None)
     try:
         content = commit.Content(step, 0, write, lambda notes: {"state.json": b"{}"})
-        commit.commit(fs, directory, content, lambda value: [value], 0)
+        commit.commit(fs, directory, content, lambda value, conclusion: conclusion([value]), 0)
     except Exception as error:
         print(type(error).__name__, error)
     print(commit.rotate(fs, directory, 1, ()))

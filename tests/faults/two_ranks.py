@@ -18,7 +18,8 @@ from samecurve.checkpoint.manifest import FileRecord, file_name
 
 DIRECTORY = Path("/run/checkpoints")
 WORLD_SIZE = 2
-READS = ("folders", "exists", "size", "read", "free_bytes", "exchange")
+MESSAGES = ("gather", "verdict")
+READS = ("folders", "exists", "size", "read", "free_bytes", *MESSAGES)
 
 
 class Killed(BaseException):
@@ -68,7 +69,7 @@ class Fault(NamedTuple):
     def can_hit(self, operation: str) -> bool:
         if self.error == errno.ENOSPC:
             return operation not in (*READS, "unlink", "rmdir")
-        return not self.error or operation != "exchange"
+        return not self.error or operation not in MESSAGES
 
     def hits(self, operation: str, number: int, at: int) -> bool:
         return (number == at or self.lasting and number > at) and self.can_hit(operation)
@@ -129,7 +130,7 @@ class Team:
         return Saved([rank.error for rank in self._ranks], self._operations, self._rotated)
 
     def _run(self) -> None:
-        """Everyone runs up to an exchange; when all have come there, they get each other's values."""
+        """Everyone runs up to a message; when all have come there, they get each other's values."""
         replies: list[Any] = [None] * WORLD_SIZE
         while not all(rank.ended for rank in self._ranks):
             for number in self.order:
@@ -163,26 +164,29 @@ class Team:
             return {"state.json": content["state.json"]}
 
         part = protocol.Content(step, len(content[file_name(rank)]), write, small_files)
-        protocol.commit(self.disk, DIRECTORY, part, self._exchange(rank, step, attempt), rank)
+        protocol.commit(self.disk, DIRECTORY, part, self._conclude(rank, step, attempt), rank)
         if rank == 0:
             self.committed.append(step)
             self._rotated = protocol.rotate(self.disk, DIRECTORY, self.keep, ())
 
-    def _exchange(self, rank: int, step: int, attempt: int) -> Callable[[Any], list]:
-        given: list[Any] = []
-        owed: list[Any] = []
+    def _conclude(self, rank: int, step: int, attempt: int) -> Callable[[Any, Callable[[list], Any]], Any]:
+        num_calls = 0
 
-        def exchange(value: Any) -> list:
-            given.append(value)
-            self._before("exchange", Path(str(len(given))))
-            owed.append(value)
-            if self.hasty and rank == 0 and len(given) == 3:
-                return [value, _records_of_rank_1(step, attempt)]
-            replies = [self._ranks[rank].hand_over(each) for each in owed]
-            owed.clear()
-            return replies[-1]
+        def conclude(value: Any, conclusion: Callable[[list], Any]) -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            self._before("gather", Path(str(num_calls)))
+            verdict = None
+            if self.hasty and rank == 0 and num_calls == 2:
+                verdict = conclusion([value, _records_of_rank_1(step, attempt)])
+                self._ranks[rank].hand_over(value)
+            else:
+                values = self._ranks[rank].hand_over(value)
+                verdict = conclusion(values) if rank == 0 else None
+            self._before("verdict", Path(str(num_calls)))
+            return self._ranks[rank].hand_over(verdict)[0]
 
-        return exchange
+        return conclude
 
     def _reach(self, phase: str) -> None:
         self._phase = phase
@@ -212,7 +216,8 @@ def contents(step: int, attempt: int) -> dict[str, bytes]:
     return {name: name.encode() + text for name in (file_name(0), file_name(1), "state.json")}
 
 
-def _records_of_rank_1(step: int, attempt: int) -> tuple:
-    """What rank 1 would give to the third exchange of a commit."""
+def _records_of_rank_1(step: int, attempt: int) -> protocol._Outcome:
+    """What rank 1 would give to rank 0 when it has written."""
     data = contents(step, attempt)[file_name(1)]
-    return ([FileRecord(file_name(1), len(data), hashlib.sha256(data).hexdigest())], {"rank": 1}), "", False
+    record = FileRecord(file_name(1), len(data), hashlib.sha256(data).hexdigest())
+    return protocol._Outcome(([record], {"rank": 1}))

@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BROAD = {"Exception", "BaseException"}
 # handlers that do not end by raising, and why nothing is hidden there
 KEPT = {
-    "checkpoint/commit.py:_together": "raises on all ranks, after they have agreed",
+    "checkpoint/commit.py:_attempt": "`_together` raises it on all ranks",
     "checkpoint/manager.py:_commit": "a thread's: says it at once, and `wait` raises it",
     "checkpoint/manager.py:_tidy": "says it; the checkpoint is good",
     "losses/chunkable.py:is_chunkable": "asks whether a forward can be called so; run.json has the loss",

@@ -9,8 +9,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from samecurve.checkpoint.format import INDEX, CheckpointReader, Entry, safetensors_chunks, safetensors_index
+from samecurve.checkpoint.format import (
+    INDEX,
+    CheckpointReader,
+    Entry,
+    read_index,
+    safetensors_chunks,
+    safetensors_index,
+)
+from samecurve.checkpoint.index_excerpts import _Entries, _excerpts, open_shared
 from samecurve.checkpoint.manifest import file_name
+from samecurve.distributed.control_group import ControlGroup
 from samecurve.errors import CheckpointError
 from samecurve.interfaces.region import Region
 
@@ -102,3 +111,33 @@ def test_the_index_by_hand():
         "w": {"shape": [2, 3], "ranges": [[0, 0, 4], [1, 4, 6]]},
         "o": {"shape": [4, 6], "ranges": [[1, 3, 3, 4, 6]]},
     }
+
+
+@pytest.mark.parametrize("cut", [rows, columns])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_excerpts_of_the_index_are_enough_for_each_rank(num_ranks, cut, tmp_path):
+    """Of contiguous regions and of columns, read by other ranks than wrote them."""
+    write(tmp_path, 5, cut=cut)
+    content = read_index(tmp_path)
+    of_all = [[(name, columns(shape, rank, num_ranks)) for name, shape in SHAPES.items()] for rank in range(num_ranks)]
+    for wanted, excerpt in zip(of_all, _excerpts(tmp_path, SHAPES, of_all), strict=True):
+        reader, whole = CheckpointReader(tmp_path, excerpt), CheckpointReader(tmp_path, content)
+        assert all(
+            torch.equal(reader.read(name, kind, region), whole.read(name, kind, region))
+            for name, region in wanted
+            for kind in "wm"
+        )
+
+
+def test_an_excerpt_does_not_grow_with_the_number_of_ranks():
+    for num_ranks in (8, 512):
+        entries = _Entries([[rank, 4 * rank, 4 * rank + 4] for rank in reversed(range(num_ranks))])
+        assert entries.near(Region(8, 4)) == [[2, 8, 12]]
+        assert entries.near(Region(10, 4)) == [[2, 8, 12], [3, 12, 16]]
+    assert _Entries([]).near(Region(0, 4)) == []
+
+
+def test_another_models_index_is_every_ranks_error(tmp_path):
+    write(tmp_path, 1)
+    with pytest.raises(CheckpointError, match="head: only in the model"):
+        open_shared(tmp_path, ControlGroup(), [], {**SHAPES, "head": (2,)})

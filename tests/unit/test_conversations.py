@@ -442,28 +442,31 @@ def test_all_rows_are_looked_at_before_the_first_is_tokenised(tmp_path):
 
 
 class Ranks:
-    """Two ranks, of which this process is one."""
+    """Two ranks, of which this process is one. other: what the other one gives."""
 
-    def __init__(self, rank: int, other: list):
-        self.is_main, self._rank, self._other = rank == 0, rank, iter(other)
+    def __init__(self, rank: int, *other):
+        self.is_main, self._other = rank == 0, iter(other)
 
-    def all_gather_object(self, value):
+    def broadcast(self, value):
+        return value if self.is_main else next(self._other)
+
+    def conclude(self, value, conclusion):
         values = [value, next(self._other)]
-        return values if self.is_main else values[::-1]
+        return conclusion(values if self.is_main else values[::-1])
 
 
 def test_what_rank_0_cannot_use_is_every_ranks_error(tmp_path, monkeypatch):
     recipe = make_recipe(tmp_path, text("no")(tmp_path))
     with pytest.raises(DataError, match="invalid JSON"):
-        registry.load_on_all_ranks(recipe, Ranks(0, [None]))
+        registry.load_on_all_ranks(recipe, Ranks(0))
     monkeypatch.setattr(registry, "load", lambda recipe: pytest.fail("read before rank 0 had"))
     with pytest.raises(DataError, match="told by rank 0"):
-        registry.load_on_all_ranks(recipe, Ranks(1, [DataError("told by rank 0")]))
+        registry.load_on_all_ranks(recipe, Ranks(1, DataError("told by rank 0")))
 
 
 def test_ranks_that_read_other_data_are_told(tmp_path):
     recipe = make_recipe(tmp_path, jsonl(tmp_path / "a.jsonl", GOOD))
     fingerprint = registry.load(recipe).train.fingerprint
-    assert registry.load_on_all_ranks(recipe, Ranks(0, [None, [fingerprint, None]])).train.fingerprint == fingerprint
+    assert registry.load_on_all_ranks(recipe, Ranks(0, [fingerprint, None])).train.fingerprint == fingerprint
     with pytest.raises(DataError, match="the data or the tokenizer of rank 1 differ from those of rank 0"):
-        registry.load_on_all_ranks(recipe, Ranks(0, [None, ["other", None]]))
+        registry.load_on_all_ranks(recipe, Ranks(0, ["other", None]))

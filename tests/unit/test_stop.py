@@ -47,7 +47,7 @@ def test_in_the_loop_a_signal_is_a_request(number, tmp_path):
     assert status(rank.folder) == {"state": "preempted", "reason": f"saved after {name}", "step": 3, "exit_code": 75}
     assert rank.said.splitlines() == [
         "ready",
-        f"{name}: the run stops and saves after this step; a second signal ends it at once",
+        f"{name}: the run saves and stops after this step or the next; a second signal ends it at once",
         "",
         f"preempted (exit code 75): saved after {name}",
     ]

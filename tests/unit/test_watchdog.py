@@ -18,7 +18,8 @@ from surrounded import ranks, status, wait_until
 from samecurve.distributed.host import machine
 from samecurve.errors import HangError, PeerError
 from samecurve.run import heartbeat, watchdog
-from samecurve.run.heartbeat import Beat, Heartbeats, Peer
+from samecurve.run.beats import Beat, Peer, file_name
+from samecurve.run.heartbeat import Heartbeats
 from samecurve.run.liveness import Liveness
 from samecurve.run.watchdog import Watchdog
 
@@ -275,14 +276,15 @@ def test_a_last_word_is_not_lost_while_a_beat_is_written_slowly(heartbeats, monk
     beat_writer.join(20)
     last_word.join(20)
     heartbeats.write()  # nor by the next beat
-    content = json.loads((heartbeats.folder / heartbeat.file_name(0)).read_text())
+    content = json.loads((heartbeats.folder / file_name(0)).read_text())
     assert (content["state"], content["reason"], content["exit_code"]) == ("failed", "rank 0: no rows", 3)
 
 
-def test_what_is_not_read_any_more_is_not_known(heartbeats, monkeypatch):
+def test_what_is_not_read_any_more_is_not_known(tmp_path, monkeypatch):
     """Its beat would never change again; a failure counts for ever."""
     for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "WORLD_SIZE"):
         monkeypatch.setenv(name, "2")
+    heartbeats = Heartbeats(tmp_path / "beats", lambda: beat(rank=0), every=5.0, interval=1.0)
     for rank, state in ((1, "running"), (2, "running"), (3, "failed")):
         write(heartbeats.folder, beat(rank=rank, machine="another", state=state))
     heartbeats.look()

@@ -1,0 +1,116 @@
+"""What a heartbeat says, and the file that it is in."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+State = Literal["running", "hanging", "finished", "failed"]
+
+
+@dataclass(frozen=True)
+class Beat:
+    """Content of one heartbeat file.
+
+    Attributes:
+        machine: equal for processes whose process ids can be compared, see `host.machine`.
+        num_phases: number of calls of `Watchdog.phase`.
+        num_marks: number of calls of `Watchdog.progress` since the last call of `phase`.
+        idle_seconds: time since the last call of either.
+        time: when this heartbeat was written, in seconds since 1970.
+        reason, exit_code: describe a failure.
+    """
+
+    rank: int
+    pid: int
+    host: str
+    machine: str
+    phase: str
+    step: int
+    num_phases: int
+    num_marks: int
+    idle_seconds: float
+    time: float = 0.0
+    state: State = "running"
+    reason: str = ""
+    exit_code: int = 0
+
+    @property
+    def where(self) -> str:
+        return where(self.phase, self.step)
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} (pid {self.pid})"
+
+
+@dataclass
+class Peer:
+    """Another rank as seen from this one. Times are those of time.monotonic.
+
+    Attributes:
+        beat: its latest heartbeat.
+        changed: when its heartbeat last changed.
+        ended: when the rank was first seen failed or gone; None while it is alive.
+    """
+
+    beat: Beat
+    changed: float
+    ended: float | None = None
+
+    @property
+    def runs(self) -> bool:
+        """Whether the rank is running according to its own heartbeat."""
+        return self.beat.state in ("running", "hanging")
+
+    @property
+    def died(self) -> bool:
+        """Whether its process is gone without having reported a failure."""
+        return self.ended is not None and self.runs
+
+
+def file_name(rank: int) -> str:
+    return f"rank_{rank:05d}.json"
+
+
+def where(phase: str, step: int) -> str:
+    return f"phase {phase} of step {step}" if step else f"phase {phase}"
+
+
+def read_beat(path: Path) -> Beat | None:
+    """Read one rank's file; None if it cannot be read."""
+    content = read_object(path)
+    return beat_of(content) if content else None
+
+
+def beat_of(content: dict) -> Beat | None:
+    try:
+        return Beat(**content)
+    except TypeError:
+        return None
+
+
+def write_beat(folder: Path, beat: Beat) -> None:
+    write_object(folder / file_name(beat.rank), asdict(beat))
+
+
+def read_object(path: Path) -> dict | None:
+    """Read a JSON object; None if there is none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def write_object(path: Path, content: Any) -> None:
+    """Replace a JSON file. Storage errors are ignored: the next heartbeat carries the same information."""
+    partial = path.with_name(f".{path.name}.partial")
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(content), encoding="utf-8")
+        os.replace(partial, path)
