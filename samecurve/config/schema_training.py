@@ -91,7 +91,7 @@ class Loss(Section):
 
 
 class Memory(Section):
-    """What the backward pass keeps, when gradients are reduced, and when Python collects garbage."""
+    """What the backward pass keeps, when gradients are reduced, when Python collects garbage, and the limit."""
 
     activation_checkpointing: Literal["none", "full", "selective", "every_n_layers", "offload"] = "none"
     """`full` recomputes each layer from its input; `every_n_layers` recomputes one layer in that many; `selective`
@@ -105,3 +105,6 @@ class Memory(Section):
     at the price of unsharded gradients; `auto` does so only where ranks hold whole gradients anyway (DDP, ZeRO-1)."""
     garbage_collection_steps: Natural = 50
     """Steps between Python garbage collections, which run on all ranks after the same step. 0: Python decides."""
+    limit_gib: float | None = Field(default=None, gt=0)
+    """Most memory in GiB that a rehearsal allows each process: of its GPU, or of the host without one. null: what the
+    device has."""

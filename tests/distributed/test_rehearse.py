@@ -1,0 +1,113 @@
+"""A rehearsal leaves no trace, and names what would fail hours later."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+from harness import STEPS
+
+from samecurve.errors import ConfigurationError, SamecurveError, StorageError
+from samecurve.strategy import preflight
+from samecurve.training import rehearsal
+
+FULL = pytest.mark.full
+STAGES = ["start", "first step", "next step", "evaluation", "checkpoint", "export"]
+LIMIT_GIB = 1.5
+# 2 rows per step and 30 per evaluation: 30 x 4 heads x 1024 x 1024 attention probabilities are 0.5 GB for each copy
+LARGE_EVALUATION = [
+    *("batch.global_batch_size=2", "batch.sequence_length=1024"),
+    *("model.attention=eager", f"memory.limit_gib={LIMIT_GIB}", "schedule.warmup_steps=1"),
+]
+# of one run and another: what a step computes, without times and memory
+COMPUTED = ("step", "loss", "grad_norm", "learning_rate", "tokens", "samples", "skipped_steps")
+
+
+def hashes(run, step: int) -> dict[str, str]:
+    """Weights, moments and random generators of every rank, as they are on the disk."""
+    files = sorted(run.checkpoint(step).glob("rank_*.safetensors"))
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def assert_no_trace(run, without, first: int = 0) -> None:
+    assert run.returncode == 0, run.output
+    found = [line.split("  ")[0] for line in run.output.partition("rehearsal  ")[2].splitlines()[1:7]]
+    assert found == STAGES and "everything fits" in run.output, run.output
+    for key in COMPUTED:
+        assert run.column(key)[first:] == without.column(key)[first:], key
+    assert len(hashes(run, STEPS)) == without.facts["world_size"]
+    assert hashes(run, STEPS) == hashes(without, STEPS)
+    assert not list(run.directory.rglob(f"*{rehearsal.FOLDER}*"))
+    assert {path.name for path in run.directory.iterdir()} == {path.name for path in without.directory.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world"),
+    [("fsdp", 2), *(pytest.param(*case, marks=FULL) for case in ((None, 1), ("ddp", 2), ("zero1", 2), ("zero2", 2)))]
+    + [pytest.param(*case, marks=FULL) for case in (("zero3", 2), ("hsdp", 4), ("pipeline", 2), ("tp", 2))],
+)
+def test_a_rehearsal_leaves_no_trace(strategy, world, workspace):
+    assert_no_trace(workspace.run(strategy, world, "rehearse=true"), workspace.run(strategy, world))
+
+
+@FULL
+@pytest.mark.parametrize(("strategy", "world"), [("fsdp", 2), ("zero3", 2)])
+def test_a_rehearsal_before_a_resumed_step_leaves_no_trace(strategy, world, workspace):
+    before = workspace.run(strategy, world)
+    assert_no_trace(workspace.resume(before, 10, strategy, world, "rehearse=true"), before, first=10)
+
+
+@FULL
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate", "deepspeed"])
+def test_every_launcher_rehearses(launcher, workspace):
+    run = workspace.run("zero2", 2, "rehearse=true", launcher=launcher)
+    assert_no_trace(run, workspace.run("zero2", 2))
+
+
+@pytest.fixture
+def planned(workspace, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "environ", workspace.environment())
+    monkeypatch.chdir(Path(__file__).resolve().parents[2])
+
+    def plan(*overrides):
+        folder = tmp_path / "new" / "run"
+        return preflight.plan([str(workspace.recipe), f"output_dir={folder}", *overrides], os.environ)
+
+    yield plan
+    assert not (tmp_path / "new").exists()
+
+
+def failure(plan) -> SamecurveError:
+    with pytest.raises(SamecurveError) as caught:
+        rehearsal.run(plan)
+    return caught.value
+
+
+def test_an_evaluation_that_is_too_large_is_named(planned):
+    error = failure(planned(*LARGE_EVALUATION, "batch.micro_batch_size=64"))
+    assert isinstance(error, ConfigurationError)
+    assert "evaluation: rank 0 reached" in str(error) and f"memory.limit_gib is {LIMIT_GIB}" in str(error)
+    assert "lower batch.micro_batch_size (found 64)" in str(error)
+
+
+@FULL
+def test_an_evaluation_within_the_limit_passes(planned):
+    stages = rehearsal.run(planned(*LARGE_EVALUATION, "batch.micro_batch_size=2"))
+    assert [stage.name for stage in stages or []] == STAGES
+
+
+@FULL
+@pytest.mark.parametrize(
+    ("fault", "stage", "reason"),
+    [
+        ("save.fsync@*:0:enospc", "checkpoint", "ENOSPC"),
+        ("export.write@*:0:eacces", "export", "EACCES"),
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_named(fault, stage, reason, planned, monkeypatch):
+    monkeypatch.setitem(os.environ, "SAMECURVE_FAULTS", fault)
+    error = failure(planned())
+    assert isinstance(error, StorageError)
+    assert f"rehearsal: {stage}: " in str(error) and reason in str(error) and "output_dir" in str(error)

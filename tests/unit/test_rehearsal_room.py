@@ -1,0 +1,81 @@
+"""What a rehearsal makes of its measurements, with numbers by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from samecurve.config.schema import Recipe
+from samecurve.distributed.control_group import ControlGroup
+from samecurve.errors import StorageError
+from samecurve.training import rehearsal_process
+from samecurve.training.rehearsal import GIB, DoesNotFit, Stage
+
+CPU = torch.device("cpu")
+
+
+def recipe(folder="runs/x/.rehearsal", steps=100, **more) -> Recipe:
+    content = {
+        "output_dir": str(folder),
+        "steps": steps,
+        "model": {"path": "a/b"},
+        "data": {"path": "x"},
+        "batch": {"global_batch_size": 8, "micro_batch_size": 4, "sequence_length": 32},
+        "optimizer": {"learning_rate": 1e-3},
+    }
+    return Recipe.model_validate(content | more)
+
+
+def stages(free_gib: float) -> list[Stage]:
+    """A checkpoint of 3 GiB and an export of 1 GiB."""
+    sizes = {"start": 0, "checkpoint": 3, "export": 1}
+    return [Stage(name, 1.0, GIB, 0, GIB, size * GIB, int(free_gib * GIB)) for name, size in sizes.items()]
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_kept", "needed_gib"),
+    [
+        ({}, 0, 10),  # keep 2, and one that is being written
+        ({"checkpoint": {"keep": 4}}, 0, 16),
+        ({"checkpoint": {"every_steps": 0}}, 0, 4),  # only when a signal stops the run
+        ({"checkpoint": {"keep": 2, "best": "eval_loss"}}, 0, 13),
+        ({}, 2, 4),  # two are there already
+        ({"steps": 1}, 0, 4),
+    ],
+)
+def test_the_disk_has_to_hold_all_checkpoints_that_are_kept(changes, num_kept, needed_gib):
+    rehearsal_process._check_room(recipe(**changes), stages(needed_gib), num_kept)
+    with pytest.raises(StorageError, match=r"runs/x: .* GiB are free, .*checkpoint.keep: .*free 0.50 GiB") as caught:
+        rehearsal_process._check_room(recipe(**changes), stages(needed_gib - 0.5), num_kept)
+    assert "up to" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"),
+        MemoryError(),
+    ],
+)
+def test_exhausted_memory_names_stage_and_key(error, tmp_path):
+    stage = rehearsal_process.Stages(recipe(tmp_path / "x"), CPU, ControlGroup())
+    advice = r"next step: .*\n.*lower batch.micro_batch_size \(found 4\)"
+    with pytest.raises(DoesNotFit, match=advice), stage("next step"):
+        raise error
+
+
+def test_another_error_stays_what_it_is(tmp_path):
+    stage = rehearsal_process.Stages(recipe(tmp_path / "x"), CPU, ControlGroup())
+    with pytest.raises(RuntimeError, match="a bug"), stage("evaluation"):
+        raise RuntimeError("a bug")
+
+
+def test_the_peak_is_that_of_the_stage(tmp_path):
+    stage = rehearsal_process.Stages(recipe(tmp_path / "x"), CPU, ControlGroup())
+    with stage("first step"):
+        torch.ones(50_000_000)  # 200 MB
+    with stage("next step"):
+        torch.ones(1_000_000)
+    first, second = (each.peak_bytes for each in stage.done)
+    assert 150e6 < first - second < 250e6
