@@ -9,11 +9,16 @@ into a folder of their own in output_dir, which is on the run's disk, and remove
 from __future__ import annotations
 
 import importlib
+import itertools
+import math
 import os
 import pickle
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -32,8 +37,10 @@ from samecurve.errors import (
 )
 from samecurve.run import lifecycle
 from samecurve.run.status import STATUS, read_status
-from samecurve.storage.atomic import read_json, storage_errors
+from samecurve.run.watchdog import LAST_RESORT_SECONDS
+from samecurve.storage.atomic import read_json
 from samecurve.strategy import preflight
+from samecurve.strategy.restarts import is_restart
 
 if TYPE_CHECKING:
     from samecurve.strategy.plan import Plan
@@ -42,6 +49,8 @@ FOLDER = ".rehearsal"
 REPORT = "report.json"
 NOTHING_LEFT = 13  # exit code of a rehearsal's process
 GIB = 2**30
+POLL_SECONDS = 0.2
+_COUNT = itertools.count()  # of the rehearsals of this process, the same on all ranks
 _ERRORS: dict[int, type[SamecurveError]] = {
     kind.exit_code: kind
     for kind in (ConfigurationError, DataError, CheckpointError, NumericError, TopologyError, StorageError, HangError)
@@ -83,39 +92,100 @@ class Assignment:
 
 
 def before_training(plan: Plan) -> Plan:
-    """Rehearse the run if its recipe says so. Every rank calls this before it loads torch.
+    """Rehearse the run if its recipe says so, but not again after a crash. Every rank calls this before it loads torch.
 
     Returns:
-        The plan to train.
+        The plan to train, see `rehearse`.
+    """
+    asked = plan.recipe.rehearse and not is_restart(os.environ)
+    return rehearse(plan) if asked or plan.recipe.batch.is_auto else plan
+
+
+def rehearse(plan: Plan, ranks: Sequence[Mapping[str, str]] = (os.environ,)) -> Plan:
+    """Rehearse a run, and print what each stage took.
+
+    Args:
+        ranks: environment variables of the ranks that this process stands for.
+
+    Returns:
+        The plan, with the largest micro-batch size that fits instead of `auto`.
 
     Raises:
-        SamecurveError: the run would fail; the class is that of the failure.
+        ConfigurationError: the run does not fit into memory.
+        SamecurveError: the run would fail for another reason; the class is that of the failure.
     """
-    if plan.recipe.rehearse:
-        try:
-            print_report(run(plan) or [])
-        except DoesNotFit as error:
-            raise ConfigurationError(str(error)) from error
+    try:
+        plan, stages = _largest_that_fits(plan, ranks) if plan.recipe.batch.is_auto else (plan, run(plan, ranks))
+    except DoesNotFit as error:
+        raise ConfigurationError(str(error)) from error
+    if _has_main(ranks):
+        print_report(stages)
     return plan
 
 
-def run(plan: Plan) -> list[Stage] | None:
-    """Rehearse in a new process and wait for its end.
+def _largest_that_fits(plan: Plan, ranks: Sequence[Mapping[str, str]]) -> tuple[Plan, list[Stage] | None]:
+    """Find the largest micro-batch size that fits, by bisection: each trial is a whole rehearsal.
+
+    All ranks come to the same size, because their processes agree about each trial.
 
     Returns:
-        The stages, [] on other ranks than 0; None if the run has no step left.
+        The plan with this size, and the stages of its rehearsal; those of size 1 if the run has no step left.
+
+    Raises:
+        DoesNotFit: not even one row fits.
+    """
+    sizes = candidates(plan.recipe.batch.rows_per_rank(plan.strategy.data_parallel_size)[0])
+    found: tuple[Plan, list[Stage] | None] | None = None
+    first, last = 0, len(sizes) - 1
+    while first <= last:
+        middle = (first + last) // 2
+        tried = _with_micro_batch_size(plan, sizes[middle])
+        try:
+            found = tried, run(tried, ranks)
+            text = "fits"
+            first = middle + 1
+        except DoesNotFit as error:
+            if middle == 0:
+                raise
+            text = f"does not fit: {str(error).splitlines()[0]}"
+            last = middle - 1
+        else:
+            if found[1] is None:
+                break
+        if _has_main(ranks):
+            print(f"batch.micro_batch_size {sizes[middle]} {text}", flush=True)
+    assert found is not None  # size 1 is tried before anything else is given up
+    return found
+
+
+def candidates(num_rows: int) -> list[int]:
+    """Return the sizes worth trying for a rank with `num_rows` rows per step: for each number of micro-batches the
+    smallest size, which spreads the rows evenly."""
+    return sorted({-(-num_rows // count) for count in range(1, num_rows + 1)})
+
+
+def _with_micro_batch_size(plan: Plan, size: int) -> Plan:
+    batch = plan.recipe.batch.model_copy(update={"micro_batch_size": size})
+    return replace(plan, recipe=plan.recipe.model_copy(update={"batch": batch}))
+
+
+def run(plan: Plan, ranks: Sequence[Mapping[str, str]] = (os.environ,)) -> list[Stage] | None:
+    """Rehearse in new processes and wait for their end. ranks: see `rehearse`.
+
+    Returns:
+        The stages, [] where `ranks` lacks rank 0; None if the run has no step left.
 
     Raises:
         DoesNotFit: memory does not suffice.
         SamecurveError: the rehearsal failed for another reason.
     """
     folder = Path(plan.recipe.output_dir) / FOLDER
-    is_main = os.environ.get("RANK", "0") == "0"
-    created = _missing(folder.parent)
+    is_main = _has_main(ranks)
+    created = _missing(folder.parent) if is_main else []
     if is_main:
         shutil.rmtree(folder, ignore_errors=True)  # of a rehearsal that was killed
     try:
-        code = _wait_for_process(Assignment(_rehearsed(plan, folder), folder.parent / "checkpoints"))
+        code = _wait_for_processes(Assignment(_rehearsed(plan, folder), folder.parent / "checkpoints"), ranks)
         if code == NOTHING_LEFT:
             return None
         if code:
@@ -124,8 +194,13 @@ def run(plan: Plan) -> list[Stage] | None:
     finally:
         if is_main:
             shutil.rmtree(folder, ignore_errors=True)
-            for path in created:
+        for path in created:
+            with suppress(OSError):  # another process has written there meanwhile
                 path.rmdir()
+
+
+def _has_main(ranks: Sequence[Mapping[str, str]]) -> bool:
+    return any(rank.get("RANK", "0") == "0" for rank in ranks)
 
 
 def _missing(folder: Path) -> list[Path]:
@@ -139,27 +214,42 @@ def _rehearsed(plan: Plan, folder: Path) -> Plan:
     return replace(plan, recipe=plan.recipe.model_copy(update=changed))
 
 
-def _wait_for_process(assignment: Assignment) -> int:
-    """Run the rehearsal's process of this rank and return its exit code, negative for a signal."""
+def _wait_for_processes(assignment: Assignment, ranks: Sequence[Mapping[str, str]]) -> int:
+    """Run the rehearsal's processes and return the first exit code that is not 0, negative for a signal; else 0."""
+    processes = [_start(assignment, rank) for rank in ranks]
+    deadline, codes = math.inf, []
+    try:
+        while waiting := [process for process in processes if process.poll() is None]:
+            codes = codes or [process.returncode for process in processes if process.returncode]
+            if codes and deadline == math.inf:
+                deadline = time.monotonic() + LAST_RESORT_SECONDS  # the others see the failure and end by themselves
+            if time.monotonic() > deadline:
+                break
+            with suppress(subprocess.TimeoutExpired):
+                waiting[0].wait(POLL_SECONDS)
+        return next(iter(codes or [process.returncode for process in processes if process.returncode]), 0)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
+
+
+def _start(assignment: Assignment, rank: Mapping[str, str]) -> subprocess.Popen:
     package = str(Path(__file__).resolve().parents[2])
-    search = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": search}
+    search = os.pathsep.join(filter(None, [package, rank.get("PYTHONPATH")]))
+    environment = {**rank, "PYTHONPATH": search}
     if "TORCHELASTIC_USE_AGENT_STORE" in environment:
         # torchrun's key-value store keeps the addresses of these processes; launch_env.meet_again gives each count a
         # prefix of its own
-        environment["TORCHELASTIC_RESTART_COUNT"] = f"rehearsal {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        restart = rank.get("TORCHELASTIC_RESTART_COUNT", "0")
+        environment["TORCHELASTIC_RESTART_COUNT"] = f"rehearsal {next(_COUNT)} of {restart}"
     command = [sys.executable, "-m", "samecurve.training.rehearsal"]
     process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE)
     assert process.stdin is not None  # a pipe
-    try:
-        with storage_errors(Path("rehearsal")):
-            pickle.dump(assignment, process.stdin)
-            process.stdin.close()
-        return process.wait()
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            process.wait()
+    with suppress(BrokenPipeError), process.stdin as stream:  # it has ended; its exit code says why
+        pickle.dump(assignment, stream)
+    return process
 
 
 def _error(code: int, reason: str) -> SamecurveError:
@@ -175,9 +265,10 @@ def _error(code: int, reason: str) -> SamecurveError:
     return _ERRORS[code](text) if code in _ERRORS else PeerError(text, max(code, 1))
 
 
-def print_report(stages: list[Stage]) -> None:
-    """Print what each stage took, beside what is free. Nothing for [], see `run`."""
-    if not stages:
+def print_report(stages: list[Stage] | None) -> None:
+    """Print what each stage took, beside what is free. stages: the result of `run`."""
+    if stages is None:
+        print("rehearsal: the run has no step left", flush=True)
         return
     line = "{:<14}{:>9}{:>11}{:>6}{:>10}{:>13}{:>10}"
     print(line.format("rehearsal", "seconds", "peak GiB", "rank", "free GiB", "written GiB", "disk GiB"))

@@ -37,14 +37,12 @@ if TYPE_CHECKING:
 
 MOST_OVERFLOWS = 20  # steps that fp16's loss scale may take to come down to the gradients
 
-_STEP = "lower batch.micro_batch_size (found {batch.micro_batch_size}) or batch.sequence_length (found "
-_STEP += "{batch.sequence_length}), set memory.activation_checkpointing: full, or choose a strategy that shards more"
+_STEP = "lower {sizes}, set memory.activation_checkpointing: full, or choose a strategy that shards or offloads more"
 REMEDIES = {
     "start": "choose a strategy that shards or offloads more, or a smaller model",
     "first step": _STEP,
     "next step": _STEP,
-    "evaluation": "lower batch.micro_batch_size (found {batch.micro_batch_size}), by which validation rows are read, "
-    "or batch.sequence_length (found {batch.sequence_length})",
+    "evaluation": "lower {sizes}: an evaluation reads as many rows at once as a step",
     "checkpoint": "set checkpoint.background: false, which writes without a copy in host memory",
     "export": "rank 0 needs one weight file of up to 4 GB in host memory, and export.verify (found {export.verify}) "
     "the whole model; lower that, or set export.enabled: false",
@@ -99,8 +97,11 @@ class Stages:
         return sum(path.stat().st_size for folder in folders for path in folder.rglob("*") if path.is_file())
 
     def _remedy(self, name: str) -> str:
-        recipe = self._recipe
-        return REMEDIES[name].format(batch=recipe.batch, export=recipe.export)
+        batch = self._recipe.batch
+        sizes = f"batch.sequence_length (found {batch.sequence_length})"
+        if batch.micro_batch_size > 1:
+            sizes = f"batch.micro_batch_size (found {batch.micro_batch_size}) or {sizes}"
+        return REMEDIES[name].format(sizes=sizes, export=self._recipe.export)
 
 
 def main() -> int:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-from pathlib import Path
+import re
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
-from harness import STEPS
+from harness import ROOT, STEPS, largest_relative_difference
 
 from samecurve.errors import ConfigurationError, SamecurveError, StorageError
 from samecurve.strategy import preflight
@@ -69,7 +73,7 @@ def test_every_launcher_rehearses(launcher, workspace):
 @pytest.fixture
 def planned(workspace, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "environ", workspace.environment())
-    monkeypatch.chdir(Path(__file__).resolve().parents[2])
+    monkeypatch.chdir(ROOT)
 
     def plan(*overrides):
         folder = tmp_path / "new" / "run"
@@ -111,3 +115,48 @@ def test_a_folder_that_cannot_be_written_is_named(fault, stage, reason, planned,
     error = failure(planned())
     assert isinstance(error, StorageError)
     assert f"rehearsal: {stage}: " in str(error) and reason in str(error) and "output_dir" in str(error)
+
+
+def test_auto_needs_a_limit_without_a_gpu(planned):
+    with pytest.raises(ConfigurationError, match=r"batch.micro_batch_size: found auto, .*memory.limit_gib"):
+        planned("batch.micro_batch_size=auto")
+
+
+@FULL
+def test_auto_takes_what_fits_and_keeps_the_curve(workspace):
+    """8 rows per rank: all at once would take 1.5 GiB more than one."""
+    common = [*LARGE_EVALUATION[1:], "batch.global_batch_size=16", "steps=3", "evaluate.every_steps=0"]
+    run = workspace.run("fsdp", 2, *common, "batch.micro_batch_size=auto")
+    assert run.returncode == 0, run.output
+    tried = dict(re.findall(r"batch.micro_batch_size (\d+) (fits|does not fit)", run.output))
+    size = run.facts["recipe"]["batch"]["micro_batch_size"]
+    fitting = [int(each) for each, outcome in tried.items() if outcome == "fits"]
+    assert size == max(fitting) and size < 8 and len(fitting) < len(tried)
+    assert max(run.column("peak_memory_gib")) < LIMIT_GIB
+    reference = workspace.run(None, 1, *common, "batch.micro_batch_size=1")
+    for key, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4)):
+        assert largest_relative_difference(run.column(key), reference.column(key)) < tolerance, key
+
+
+@FULL
+def test_a_stop_ends_the_rehearsal_and_the_next_start_removes_it(workspace, tmp_path):
+    command = [sys.executable, "train.py", str(workspace.recipe), f"output_dir={tmp_path / 'run'}", "rehearse=true"]
+    command += ["steps=6"]
+    folder, env = tmp_path / "run" / rehearsal.FOLDER, workspace.environment()
+    with subprocess.Popen(command, cwd=ROOT, env=env) as process:
+        while not (folder / "heartbeats").exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        (pid,) = [int(line) for line in children(process.pid)]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 128 + signal.SIGTERM
+    deadline = time.monotonic() + 30
+    while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not os.path.exists(f"/proc/{pid}") and folder.exists()
+    assert subprocess.run(command, cwd=ROOT, env=env).returncode == 0
+    assert not folder.exists()
+
+
+def children(pid: int) -> list[str]:
+    return subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True).stdout.split()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from samecurve.config.schema import Recipe
 from samecurve.distributed.control_group import ControlGroup
-from samecurve.errors import StorageError
-from samecurve.training import rehearsal_process
+from samecurve.errors import ConfigurationError, StorageError
+from samecurve.strategy.plan import Plan
+from samecurve.training import rehearsal, rehearsal_process
 from samecurve.training.rehearsal import GIB, DoesNotFit, Stage
 
 CPU = torch.device("cpu")
@@ -79,3 +83,38 @@ def test_the_peak_is_that_of_the_stage(tmp_path):
         torch.ones(1_000_000)
     first, second = (each.peak_bytes for each in stage.done)
     assert 150e6 < first - second < 250e6
+
+
+def searched(monkeypatch, num_rows: int, most: int) -> tuple[int, list[int]]:
+    """The size found for a rank with `num_rows` rows, of which `most` fit at once, and the sizes tried."""
+    tried = []
+
+    def run(plan, ranks):
+        tried.append(plan.recipe.batch.micro_batch_size)
+        if tried[-1] > most:
+            raise DoesNotFit("first step: too large")
+        return []
+
+    monkeypatch.setattr(rehearsal, "run", run)
+    batch = {"global_batch_size": num_rows, "micro_batch_size": "auto", "sequence_length": 32}
+    plan = Plan(recipe(batch=batch), SimpleNamespace(data_parallel_size=1), "x.yaml", ())
+    return rehearsal.rehearse(plan, [{"RANK": "1"}]).recipe.batch.micro_batch_size, tried
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 7, 16, 37])
+def test_the_search_finds_the_fewest_micro_batches_that_fit(num_rows, monkeypatch):
+    for most in range(1, num_rows + 2):
+        found, tried = searched(monkeypatch, num_rows, most)
+        fewest = -(-num_rows // min(most, num_rows))
+        assert -(-num_rows // found) == fewest and found <= most
+        assert -(-num_rows // (found - 1)) > fewest if found > 1 else True  # evenly: no smaller size does with as few
+        assert len(tried) <= math.log2(len(rehearsal.candidates(num_rows))) + 1
+
+
+def test_a_row_that_does_not_fit_is_refused(monkeypatch):
+    with pytest.raises(ConfigurationError, match="too large"):
+        searched(monkeypatch, 8, 0)
+
+
+def test_the_sizes_tried_depend_on_nothing_but_the_outcomes(monkeypatch):
+    assert searched(monkeypatch, 16, 6) == (6, [4, 8, 6])
