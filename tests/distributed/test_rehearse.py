@@ -139,6 +139,24 @@ def test_auto_takes_what_fits_and_keeps_the_curve(workspace):
 
 
 @FULL
+@pytest.mark.parametrize("start", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]])
+def test_the_command_rehearses_and_leaves_nothing(start, workspace, tmp_path):
+    def command(limit: str):
+        arguments = [*start, "-m", "samecurve", "rehearse", str(workspace.recipe), f"output_dir={tmp_path / 'run'}"]
+        arguments += ["--strategy", "configs/zero2.yaml", "batch.micro_batch_size=auto", limit]
+        env = workspace.environment(CUDA_VISIBLE_DEVICES="")
+        return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=env, capture_output=True, text=True)
+
+    done = command("memory.limit_gib=100")
+    assert done.returncode == 0, done.stderr
+    assert "everything fits" in done.stdout and "the largest that fits: batch.micro_batch_size=4" in done.stdout
+    done = command("memory.limit_gib=0.1")
+    assert done.returncode == (1 if start else ConfigurationError.exit_code), done.stderr  # torchrun's own code is 1
+    assert "memory.limit_gib is 0.1" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@FULL
 def test_a_stop_ends_the_rehearsal_and_the_next_start_removes_it(workspace, tmp_path):
     command = [sys.executable, "train.py", str(workspace.recipe), f"output_dir={tmp_path / 'run'}", "rehearse=true"]
     command += ["steps=6"]
