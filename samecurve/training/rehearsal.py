@@ -36,6 +36,7 @@ from samecurve.errors import (
     TopologyError,
 )
 from samecurve.run import lifecycle
+from samecurve.run.run_directory import REJECTED
 from samecurve.run.status import STATUS, read_status
 from samecurve.run.watchdog import LAST_RESORT_SECONDS
 from samecurve.storage.atomic import read_json
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 
 FOLDER = ".rehearsal"
 REPORT = "report.json"
+EVIDENCE = ("stacks", REJECTED)  # of a failure, whose message names them; the next rehearsal removes them
 NOTHING_LEFT = 13  # exit code of a rehearsal's process
 GIB = 2**30
 POLL_SECONDS = 0.2
@@ -192,10 +194,10 @@ def run(plan: Plan, ranks: Sequence[Mapping[str, str]] = (os.environ,)) -> list[
             raise _error(code, read_status(folder / STATUS).get("reason", ""))
         return [Stage(*values) for values in read_json(folder / REPORT)["stages"]] if is_main else []
     finally:
-        if is_main:
+        if is_main and not any((folder / name).exists() for name in EVIDENCE):
             shutil.rmtree(folder, ignore_errors=True)
         for path in created:
-            with suppress(OSError):  # another process has written there meanwhile
+            with suppress(OSError):  # it is not empty: evidence, or what another process has written meanwhile
                 path.rmdir()
 
 

@@ -47,6 +47,7 @@ REMEDIES = {
     "export": "rank 0 needs one weight file of up to 4 GB in host memory, and export.verify (found {export.verify}) "
     "the whole model; lower that, or set export.enabled: false",
 }
+WRITING = ("checkpoint", "export")
 
 
 class Stages:
@@ -63,7 +64,7 @@ class Stages:
 
         Raises:
             DoesNotFit: the body ran out of memory, or exceeded memory.limit_gib on any rank.
-            StorageError: that of the body, with the remedy.
+            StorageError: that of the body, with the remedy where it writes.
         """
         _reset_peak(self._device)
         disk, before = LocalFileSystem().free_bytes(self._folder.parent), self._written()
@@ -76,6 +77,8 @@ class Stages:
             first = (str(error).splitlines() or ["out of memory"])[0]
             raise DoesNotFit(f"{name}: {first}\n{self._remedy(name)}") from error
         except StorageError as error:
+            if name not in WRITING:
+                raise
             raise StorageError(
                 f"{name}: {error}\nthe run would fail there too; free some space, correct the permissions, or set "
                 "output_dir to another disk"
@@ -93,7 +96,7 @@ class Stages:
             )
 
     def _written(self) -> int:
-        folders = (self._folder / "checkpoints", self._folder / "model")
+        folders = [self._folder / "checkpoints", self._folder / "model"] if self._world.is_main else []
         return sum(path.stat().st_size for folder in folders for path in folder.rglob("*") if path.is_file())
 
     def _remedy(self, name: str) -> str:

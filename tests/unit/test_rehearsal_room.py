@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from samecurve.config.schema import Recipe
 from samecurve.distributed.control_group import ControlGroup
-from samecurve.errors import ConfigurationError, StorageError
+from samecurve.errors import ConfigurationError, HangError, StorageError
 from samecurve.strategy.plan import Plan
 from samecurve.training import rehearsal, rehearsal_process
 from samecurve.training.rehearsal import GIB, DoesNotFit, Stage
@@ -118,3 +119,27 @@ def test_a_row_that_does_not_fit_is_refused(monkeypatch):
 
 def test_the_sizes_tried_depend_on_nothing_but_the_outcomes(monkeypatch):
     assert searched(monkeypatch, 16, 6) == (6, [4, 8, 6])
+
+
+def test_a_restart_does_not_rehearse_again(monkeypatch):
+    plan = Plan(recipe(rehearse=True), SimpleNamespace(data_parallel_size=1), "x.yaml", ())
+    calls = []
+    monkeypatch.setattr(rehearsal, "run", lambda plan, ranks: calls.append(plan) or [])
+    assert rehearsal.before_training(plan) is plan and calls == [plan]
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert rehearsal.before_training(plan) is plan and calls == [plan]
+
+
+@pytest.mark.parametrize(("evidence", "stays"), [("checkpoints", False), ("stacks", True), ("rejected_model", True)])
+def test_evidence_of_a_failure_stays(evidence, stays, tmp_path, monkeypatch):
+    def wait(assignment, ranks):
+        folder = Path(assignment.plan.recipe.output_dir)
+        (folder / evidence).mkdir(parents=True)
+        (folder / "status.json").write_text('{"state": "failed", "reason": "no progress"}')
+        return HangError.exit_code
+
+    monkeypatch.setattr(rehearsal, "_wait_for_processes", wait)
+    plan = Plan(recipe(tmp_path / "run"), SimpleNamespace(data_parallel_size=1), "x.yaml", ())
+    with pytest.raises(HangError, match="rehearsal: no progress"):
+        rehearsal.run(plan, [{}])
+    assert (tmp_path / "run").exists() == stays
