@@ -16,6 +16,7 @@ from samecurve.optim.schedule import learning_rate
 from samecurve.run import lifecycle, status
 from samecurve.run.run_directory import RunDirectory
 from samecurve.strategy import preflight
+from samecurve.training import rehearsal
 
 
 def main() -> None:
@@ -28,6 +29,7 @@ def main() -> None:
     is_main = os.environ.get("RANK", "0") == "0"
     run = RunDirectory(recipe.output_dir, is_main, reads, plan.resume, plan.fresh)
     with lifecycle.supervised(run, plan.strategy.launcher, recipe.watchdog.timeout_seconds) as watch:
+        plan = rehearsal.before_training(plan)  # in processes of its own
         from samecurve.engines import factory  # imports torch, which takes seconds
 
         accelerator = factory.start(plan)

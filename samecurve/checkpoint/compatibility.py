@@ -9,7 +9,10 @@ from typing import Any
 # may change.
 FIXED = ("task", "seed", "optimizer.name", "optimizer.bf16_rounding")
 _BEFORE_THE_KEY = {"bf16_rounding": "stochastic"}  # the value in effect for checkpoints older than the key
-SILENT = ("output_dir", "data.cache_dir", "data.num_workers", "logging.every_steps", "profile.steps", "profile.ranks")
+SILENT = (
+    *("output_dir", "data.cache_dir", "data.num_workers", "logging.every_steps"),
+    *("profile.steps", "profile.ranks", "rehearse", "memory.limit_gib"),
+)
 
 
 def refusals(saved: dict, now: dict) -> list[str]:

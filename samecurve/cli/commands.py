@@ -26,6 +26,7 @@ COMMANDS = {
     "inspect": "show the training data of a recipe, token by token, without a model",
     "compare": "run the same short job under each strategy and compare the curves",
     "doctor": "look for what would stop a run on this machine or cluster",
+    "rehearse": "try the longest batch, an evaluation, a checkpoint and an export of a run",
     "plan": "predict memory and step time of a job under each strategy, without a GPU",
     "summary": "summarize a run and print the commands to look at it or continue it",
     "report": "write an HTML page with the curves and settings of a run, or of two",

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int | Work:
-    recipe = recipes.load_recipe(arguments.recipe, arguments.overrides) if arguments.recipe else None
+    recipe = recipes.load_recipe(arguments.recipe, arguments.overrides, auto=True) if arguments.recipe else None
     strategy = _strategy(arguments.strategy) if arguments.strategy else None
     if arguments.hostfile:
         return _hosts(arguments)

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Work:
-    recipe = recipes.load_recipe(arguments.recipe, arguments.overrides)
+    recipe = recipes.load_recipe(arguments.recipe, arguments.overrides, auto=True)
     if recipe.data.streaming:
         raise ConfigurationError(
             "data.streaming: found true, but inspect has to read all documents; set data.streaming=false and "

@@ -17,6 +17,7 @@ from samecurve.config.key_hints import block_as_value, called_here
 from samecurve.config.overrides import apply_override
 from samecurve.config.renamed_keys import refuse_old_names
 from samecurve.config.schema import Recipe
+from samecurve.config.schema_training import AUTO
 from samecurve.config.source import ANY_ITEM, RecipeSource, schema_paths
 from samecurve.errors import ConfigurationError
 
@@ -56,16 +57,29 @@ def read_recipe(path: str, overrides: Sequence[str] = ()) -> RecipeSource:
     return source
 
 
-def load_recipe(path: str, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(path: str, overrides: Sequence[str] = (), auto: bool = False) -> Recipe:
     """Read a recipe.
+
+    Args:
+        auto: accept `batch.micro_batch_size: auto`, for a caller that does not need the number.
 
     Raises:
         ConfigurationError: with every problem found.
     """
     source = read_recipe(path, overrides)
+    if not auto:
+        refuse_auto(source)
     if source.recipe is None or source.document.problems:
         raise ConfigurationError(format_problems(source.document.problems))
     return source.recipe
+
+
+def refuse_auto(source: RecipeSource) -> None:
+    """Add a problem for `batch.micro_batch_size: auto`, which only a start of train.py replaces by a number."""
+    with contextlib.suppress(KeyError):
+        if source.value("batch.micro_batch_size") == AUTO:
+            text = "found auto, but only train.py and rehearse look for the number; give one, as they print it"
+            source.document.problem(("batch", "micro_batch_size"), text)
 
 
 def validate_recipe(document: Document) -> Recipe:

@@ -97,7 +97,7 @@ def _flash_packed(value: Callable[[str], Any]) -> Iterator[Finding]:
     """flash-attn separates packed documents, by their positions, only in a batch of one row."""
     if value("model.attention") != "flash_attention_2":
         return
-    if value("data.packing") and value("batch.micro_batch_size") > 1:
+    if value("data.packing") and value("batch.micro_batch_size") != 1:
         text = (
             f"found flash_attention_2, which cannot separate packed documents when batch.micro_batch_size is "
             f"{value('batch.micro_batch_size')}; set that to 1, or use sdpa, or data.packing: false"

@@ -232,6 +232,10 @@ class Recipe(Section):
     instructions is many times faster in fp32; the header warns."""
     fp8: Annotated[Literal["off", "tensorwise", "rowwise", "rowwise_with_gw_hp"], BeforeValidator(_off)] = "off"
     """Compute the layers' linear products in 8 bits with torchao's recipe of that name. It needs `precision: bf16`."""
+    rehearse: bool = False
+    """Before the first step, try in processes of their own whether the longest batch, an evaluation, a checkpoint and
+    the export fit into memory and on the disk. Restarts by a launcher do not.
+    See [Clusters](clusters.md#before-the-first-step-rehearse)."""
     model: Model
     adapter: Adapter = Adapter()
     tokenizer: Tokenizer = Tokenizer()

@@ -5,11 +5,17 @@ The text below each key is its meaning in docs/recipe_reference.md: `python -m s
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from samecurve.config.section import LARGEST_INTEGER, Count, Natural, Section
+
+AUTO = "auto"
+if TYPE_CHECKING:
+    MicroBatchSize = int  # what a run reads: a rehearsal puts a number in the place of auto before anything is built
+else:
+    MicroBatchSize = Count | Literal["auto"]
 
 
 class Batch(Section):
@@ -17,10 +23,16 @@ class Batch(Section):
 
     global_batch_size: Count
     """Rows per optimizer step over all devices. Any number of devices shares them, as evenly as possible."""
-    micro_batch_size: Count = 1
-    """Most rows per device and forward pass: as many as fit into memory. It need not divide anything."""
+    micro_batch_size: MicroBatchSize = 1
+    """Most rows per device and forward pass: as many as fit into memory. It need not divide anything. `auto` finds the
+    number by rehearsals before the first step, on a CPU within `memory.limit_gib`."""
     sequence_length: Count
     """Tokens per row."""
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether micro_batch_size has to be found first; no other method but rows_per_rank works before that."""
+        return self.micro_batch_size == AUTO
 
     def rows_per_rank(self, data_parallel_size: int) -> list[int]:
         """Rows of a step that each data-parallel rank reads: 32 rows on 7 ranks are 5, 5, 5, 5, 4, 4, 4."""
@@ -91,7 +103,7 @@ class Loss(Section):
 
 
 class Memory(Section):
-    """What the backward pass keeps, when gradients are reduced, and when Python collects garbage."""
+    """What the backward pass keeps, when gradients are reduced, when Python collects garbage, and the limit."""
 
     activation_checkpointing: Literal["none", "full", "selective", "every_n_layers", "offload"] = "none"
     """`full` recomputes each layer from its input; `every_n_layers` recomputes one layer in that many; `selective`
@@ -105,3 +117,6 @@ class Memory(Section):
     at the price of unsharded gradients; `auto` does so only where ranks hold whole gradients anyway (DDP, ZeRO-1)."""
     garbage_collection_steps: Natural = 50
     """Steps between Python garbage collections, which run on all ranks after the same step. 0: Python decides."""
+    limit_gib: float | None = Field(default=None, gt=0)
+    """Most memory in GiB that a rehearsal allows each process: of its GPU, or of the host without one. null: what the
+    device has."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.profiler import record_function
 from torch.utils.data import DataLoader, Dataset
 
-from samecurve.data.datasets.base import RowArrays, Rows
+from samecurve.data.datasets.base import LengthGroups, RowArrays, Rows
 from samecurve.data.micro_batch import HostFacts, MicroBatch
 from samecurve.data.sampler import Steps
 from samecurve.distributed.cpu_workers import init_worker
@@ -99,6 +99,13 @@ class StepBatches:
         """Return this rank's micro-batches of the given 0-based step."""
         return self._micro_batches(self._whole(step))
 
+    def longest(self) -> list[MicroBatch]:
+        """Return this rank's micro-batches of the longest rows of all: a step that no other step exceeds in width."""
+        rows, size = None, self.batch.global_batch_size
+        if isinstance(self.rows, LengthGroups):  # all others have steps of one width
+            rows = np.resize(np.argsort(-self.rows.sizes, kind="stable")[:size], size)
+        return self._micro_batches(self._whole(self.step, rows))
+
     def _micro_batches(self, whole: MicroBatch) -> list[MicroBatch]:
         """Split `_whole` into micro-batches, as many as the rank with most rows has."""
         rank, size = self.shard
@@ -115,11 +122,11 @@ class StepBatches:
         pinned = None if facts.positions is None else _pinned(facts.positions)
         return replace(batch, facts=facts._replace(positions=pinned))
 
-    def _whole(self, step: int) -> MicroBatch:
-        """Return this rank's rows of a step as one batch."""
+    def _whole(self, step: int, rows: np.ndarray | None = None) -> MicroBatch:
+        """Return this rank's rows of a step as one batch. rows: replace those that the step reads."""
         # Split into micro-batches later, so that workers send few large tensors instead of many small ones.
         rank, size = self.shard
-        together = self.rows_of(step)
+        together = self.rows_of(step) if rows is None else rows
         found, allowed = self.rows.most_reads(together)
         assert found <= allowed, f"step {step} reads a row {found} times, {allowed} at most are needed"
         shares = self.batch.rows_per_rank(size)

@@ -23,6 +23,7 @@ from samecurve.models.hf_config import CAUSAL, is_remote, kind_of
 from samecurve.models.lora import is_adapted, stored_config, stored_names
 from samecurve.models.weight_conversion import Storage
 from samecurve.storage.atomic import storage_errors, write_json
+from samecurve.storage.fault_injection import fault_point
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -189,6 +190,7 @@ class _Writer:
         # An error is stored and raised later: this rank must still take part in gathering the other parameters.
         try:
             with storage_errors(self._directory):
+                fault_point("export.write")
                 self._directory.mkdir(parents=True, exist_ok=True)
                 save_file(self._shard, self._shard_path(len(self._shards)), metadata={"format": "pt"})
             self._shards.append(list(self._shard))

@@ -26,6 +26,11 @@ def refuse(recipe: Recipe) -> None:
         )
     if TASKS[recipe.task].has_teacher:
         raise ConfigurationError(f"task: found {recipe.task}, but the formulas do not cover a teacher")
+    if recipe.batch.is_auto:
+        raise ConfigurationError(
+            "batch.micro_batch_size: found auto, but only train.py and rehearse look for the number; give one, or "
+            "leave the key out of the recipe to search over it"
+        )
 
 
 def left_out(recipe: Recipe) -> list[str]:

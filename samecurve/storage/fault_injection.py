@@ -56,6 +56,7 @@ ACTIONS: Mapping[str, Callable[[], None]] = {
     "slow": lambda: time.sleep(3),
     "enospc": _raise(errno.ENOSPC),
     "eio": _raise(errno.EIO),
+    "eacces": _raise(errno.EACCES),
 }
 
 

@@ -101,6 +101,11 @@ def check_machine(plan: Plan, environ: Mapping[str, str] = os.environ) -> None:
     quiet_libraries()
     found = environment_problems(plan.strategy, plan.recipe.precision, environ)
     found += compiler_problems(plan.recipe, has_accelerator(environ), environ)
+    if not has_accelerator(environ) and plan.recipe.batch.is_auto and plan.recipe.memory.limit_gib is None:
+        found.append(
+            "batch.micro_batch_size: found auto, which fills the memory of a GPU, and there is none; set "
+            "memory.limit_gib to the GiB that each process may use, or give a number"
+        )
     if found:
         lines = ["this machine cannot run the strategy", *(f"  {problem}" for problem in found)]
         raise ConfigurationError("\n".join(lines))

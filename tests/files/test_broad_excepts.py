@@ -17,6 +17,7 @@ KEPT = {
     "optim/adamw_bf16.py:compiled_update_agrees": "warns with the reason, and the plain update is used",
     "run/lifecycle.py:exit_code": "prints the traceback and ends with 1",
     "metrics/profiling/recorder.py:_write": "says it; a profile is no reason to end a run",
+    "training/rehearsal_process.py:main": "prints the traceback and ends with 1",
     "training/trackers.py:_try": "says it once, and metrics.jsonl has all; a tracker is no reason to end a run",
     "data/datasets/streaming.py:_fill": "a thread's: whoever waits for the block raises it",
 }

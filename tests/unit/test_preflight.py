@@ -103,7 +103,8 @@ def test_what_is_missing(machine, asked, lacks, precision, expected):
 
 def plain_recipe(precision: str) -> SimpleNamespace:
     model, loss = SimpleNamespace(kernels="torch"), SimpleNamespace(implementation="auto")
-    return SimpleNamespace(precision=precision, compile="off", model=model, loss=loss)
+    batch = SimpleNamespace(is_auto=False)
+    return SimpleNamespace(precision=precision, compile="off", model=model, loss=loss, batch=batch)
 
 
 def test_check_raises_all_of_it(machine):

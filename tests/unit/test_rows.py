@@ -129,6 +129,16 @@ def test_grouped_rows_are_of_like_length_in_steps_of_any_order():
     assert (np.diff(order) > 0).sum() < 25  # the steps of a group are not in the order of their lengths
 
 
+def test_the_longest_batch_has_the_longest_rows_of_all():
+    rows = GroupedDocumentRows(random_stream(200, longest=600), 512, PAD, global_batch_size=6)
+    batch = Batch(global_batch_size=6, micro_batch_size=2, sequence_length=512)
+    found = [StepBatches(rows, 0, batch, (rank, 2), 30).longest() for rank in range(2)]
+    assert [part.labels.shape for part in found[0]] == [(2, 512), (1, 512)]
+    read = np.concatenate([part.inputs["input_ids"].numpy() for parts in found for part in parts])
+    by_length = sorted(range(len(rows)), key=lambda row: -rows.sizes[row])
+    assert (read == rows[np.array(by_length[:6])].inputs["input_ids"]).all()
+
+
 def test_grouped_rows_lose_nothing_but_padding():
     samples = random_stream(64, longest=420)
     rows = GroupedDocumentRows(samples, 400, PAD, global_batch_size=4)

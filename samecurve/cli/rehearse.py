@@ -1,0 +1,61 @@
+"""Rehearse a run and stop before its first step: a step on the longest rows, an evaluation, a checkpoint, an export.
+
+It starts the processes of the strategy on this machine. For several machines, start it by their launcher:
+
+    torchrun --nnodes 2 ... -m samecurve rehearse RECIPE --strategy FILE
+
+Nothing of it stays on the disk. The exit code is 0, or that with which the run would fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+from samecurve.bench import jobs
+from samecurve.cli.commands import repository_root, require_positive
+from samecurve.distributed.cpu_workers import share_of_cores
+from samecurve.strategy import preflight
+from samecurve.strategy.placement import place_strategy
+from samecurve.training import rehearsal
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", help="a recipe file, for example recipes/quickstart.yaml")
+    parser.add_argument("overrides", metavar="key.path=value", nargs="*", default=[], help="recipe values")
+    parser.add_argument("--strategy", metavar="FILE", help="an Accelerate YAML or a DeepSpeed JSON")
+    parser.add_argument(
+        "--num_processes", type=int, metavar="N", help="processes on this machine (default: one per GPU, or 2 without)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    repository_root()
+    require_positive(arguments, "num_processes")
+    ranks = [os.environ] if "WORLD_SIZE" in os.environ else _ranks(arguments.strategy, arguments.num_processes)
+    strategy = ["--strategy", arguments.strategy] if arguments.strategy else []
+    plan = preflight.plan([arguments.recipe, *arguments.overrides, *strategy], ranks[0])
+    rehearsed = rehearsal.rehearse(plan, ranks)
+    if plan.recipe.batch.is_auto and ranks[0].get("RANK", "0") == "0":
+        print(f"the largest that fits: batch.micro_batch_size={rehearsed.recipe.batch.micro_batch_size}")
+    return 0
+
+
+def _ranks(strategy: str | None, num_processes: int | None) -> list[Mapping[str, str]]:
+    """Return the environments of the ranks on this machine, as torchrun would set them."""
+    if strategy is None:
+        return [os.environ]
+    placed = place_strategy(Path(strategy), num_processes or jobs.default_processes())
+    if placed.path is None:
+        return [os.environ]
+    size = placed.world_size
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    common = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "TORCHELASTIC_RUN_ID": "rehearsal"}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(share_of_cores(size)))}
+    return [{**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]

@@ -1,0 +1,145 @@
+"""What a rehearsal makes of its measurements, with numbers by hand."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from samecurve.config.schema import Recipe
+from samecurve.distributed.control_group import ControlGroup
+from samecurve.errors import ConfigurationError, HangError, StorageError
+from samecurve.strategy.plan import Plan
+from samecurve.training import rehearsal, rehearsal_process
+from samecurve.training.rehearsal import GIB, DoesNotFit, Stage
+
+CPU = torch.device("cpu")
+
+
+def recipe(folder="runs/x/.rehearsal", steps=100, **more) -> Recipe:
+    content = {
+        "output_dir": str(folder),
+        "steps": steps,
+        "model": {"path": "a/b"},
+        "data": {"path": "x"},
+        "batch": {"global_batch_size": 8, "micro_batch_size": 4, "sequence_length": 32},
+        "optimizer": {"learning_rate": 1e-3},
+    }
+    return Recipe.model_validate(content | more)
+
+
+def stages(free_gib: float) -> list[Stage]:
+    """A checkpoint of 3 GiB and an export of 1 GiB."""
+    sizes = {"start": 0, "checkpoint": 3, "export": 1}
+    return [Stage(name, 1.0, GIB, 0, GIB, size * GIB, int(free_gib * GIB)) for name, size in sizes.items()]
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_kept", "needed_gib"),
+    [
+        ({}, 0, 10),  # keep 2, and one that is being written
+        ({"checkpoint": {"keep": 4}}, 0, 16),
+        ({"checkpoint": {"every_steps": 0}}, 0, 4),  # only when a signal stops the run
+        ({"checkpoint": {"keep": 2, "best": "eval_loss"}}, 0, 13),
+        ({}, 2, 4),  # two are there already
+        ({"steps": 1}, 0, 4),
+    ],
+)
+def test_the_disk_has_to_hold_all_checkpoints_that_are_kept(changes, num_kept, needed_gib):
+    rehearsal_process._check_room(recipe(**changes), stages(needed_gib), num_kept)
+    with pytest.raises(StorageError, match=r"runs/x: .* GiB are free, .*checkpoint.keep: .*free 0.50 GiB") as caught:
+        rehearsal_process._check_room(recipe(**changes), stages(needed_gib - 0.5), num_kept)
+    assert "up to" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"),
+        MemoryError(),
+    ],
+)
+def test_exhausted_memory_names_stage_and_key(error, tmp_path):
+    stage = rehearsal_process.Stages(recipe(tmp_path / "x"), CPU, ControlGroup())
+    advice = r"next step: .*\n.*lower batch.micro_batch_size \(found 4\)"
+    with pytest.raises(DoesNotFit, match=advice), stage("next step"):
+        raise error
+
+
+def test_another_error_stays_what_it_is(tmp_path):
+    stage = rehearsal_process.Stages(recipe(tmp_path / "x"), CPU, ControlGroup())
+    with pytest.raises(RuntimeError, match="a bug"), stage("evaluation"):
+        raise RuntimeError("a bug")
+
+
+def test_the_peak_is_that_of_the_stage(tmp_path):
+    stage = rehearsal_process.Stages(recipe(tmp_path / "x"), CPU, ControlGroup())
+    with stage("first step"):
+        torch.ones(50_000_000)  # 200 MB
+    with stage("next step"):
+        torch.ones(1_000_000)
+    first, second = (each.peak_bytes for each in stage.done)
+    assert 150e6 < first - second < 250e6
+
+
+def searched(monkeypatch, num_rows: int, most: int) -> tuple[int, list[int]]:
+    """The size found for a rank with `num_rows` rows, of which `most` fit at once, and the sizes tried."""
+    tried = []
+
+    def run(plan, ranks):
+        tried.append(plan.recipe.batch.micro_batch_size)
+        if tried[-1] > most:
+            raise DoesNotFit("first step: too large")
+        return []
+
+    monkeypatch.setattr(rehearsal, "run", run)
+    batch = {"global_batch_size": num_rows, "micro_batch_size": "auto", "sequence_length": 32}
+    plan = Plan(recipe(batch=batch), SimpleNamespace(data_parallel_size=1), "x.yaml", ())
+    return rehearsal.rehearse(plan, [{"RANK": "1"}]).recipe.batch.micro_batch_size, tried
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 7, 16, 37])
+def test_the_search_finds_the_fewest_micro_batches_that_fit(num_rows, monkeypatch):
+    for most in range(1, num_rows + 2):
+        found, tried = searched(monkeypatch, num_rows, most)
+        fewest = -(-num_rows // min(most, num_rows))
+        assert -(-num_rows // found) == fewest and found <= most
+        assert -(-num_rows // (found - 1)) > fewest if found > 1 else True  # evenly: no smaller size does with as few
+        assert len(tried) <= math.log2(len(rehearsal.candidates(num_rows))) + 1
+
+
+def test_a_row_that_does_not_fit_is_refused(monkeypatch):
+    with pytest.raises(ConfigurationError, match="too large"):
+        searched(monkeypatch, 8, 0)
+
+
+def test_the_sizes_tried_depend_on_nothing_but_the_outcomes(monkeypatch):
+    assert searched(monkeypatch, 16, 6) == (6, [4, 8, 6])
+
+
+def test_a_restart_does_not_rehearse_again(monkeypatch):
+    plan = Plan(recipe(rehearse=True), SimpleNamespace(data_parallel_size=1), "x.yaml", ())
+    calls = []
+    monkeypatch.setattr(rehearsal, "run", lambda plan, ranks: calls.append(plan) or [])
+    assert rehearsal.before_training(plan) is plan and calls == [plan]
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert rehearsal.before_training(plan) is plan and calls == [plan]
+
+
+@pytest.mark.parametrize(("evidence", "stays"), [("checkpoints", False), ("stacks", True), ("rejected_model", True)])
+def test_evidence_of_a_failure_stays(evidence, stays, tmp_path, monkeypatch):
+    def wait(assignment, ranks):
+        folder = Path(assignment.plan.recipe.output_dir)
+        (folder / evidence).mkdir(parents=True)
+        (folder / "status.json").write_text('{"state": "failed", "reason": "no progress"}')
+        return HangError.exit_code
+
+    monkeypatch.setattr(rehearsal, "_wait_for_processes", wait)
+    plan = Plan(recipe(tmp_path / "run"), SimpleNamespace(data_parallel_size=1), "x.yaml", ())
+    with pytest.raises(HangError, match="rehearsal: no progress"):
+        rehearsal.run(plan, [{}])
+    assert (tmp_path / "run").exists() == stays
