@@ -13,7 +13,7 @@ from samecurve.launch.kubernetes import SECONDS_TO_SAVE, TORCHRUN_SECONDS
 from samecurve.launch.target import CLUSTERS, Target, command
 
 # Variables that the deepspeed launcher hands to other nodes only if .deepspeed_env lists them.
-PASSED_ON = ("HF_HOME", "HF_HUB_OFFLINE", "SAMECURVE_CACHE", "GLOO_SOCKET_IFNAME")
+PASSED_ON = ("HF_HOME", "HF_HUB_OFFLINE", "SAMECURVE_CACHE", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS")
 
 
 def files(launcher: str, target: Target, environ: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -24,7 +24,7 @@ SCRIPT = ["train.py", "recipes/pretrain.yaml"]
 @pytest.fixture(autouse=True)
 def in_the_repository(monkeypatch):
     monkeypatch.chdir(ROOT)
-    for name in ("HF_HOME", "HF_HUB_OFFLINE", "SAMECURVE_CACHE", "GLOO_SOCKET_IFNAME"):
+    for name in ("HF_HOME", "HF_HUB_OFFLINE", "SAMECURVE_CACHE", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
 
 
