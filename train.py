@@ -3,6 +3,7 @@
     accelerate launch --config_file configs/STRATEGY.yaml --num_processes N train.py recipes/quickstart.yaml
     torchrun --nproc_per_node N train.py recipes/quickstart.yaml --strategy configs/STRATEGY.yaml
     python train.py recipes/quickstart.yaml
+    python train.py recipes/quickstart.yaml --strategy configs/STRATEGY.yaml --processes N
 
 A recipe defines the training run; a strategy defines how the run is distributed over devices. The loss curve depends
 on the recipe alone. The unit of the loop is one optimizer step, and the loop never checks the strategy. Running the
@@ -12,6 +13,7 @@ same command again resumes an interrupted run, also under another strategy or wi
 import os
 import sys
 
+from samecurve.launch import ranks
 from samecurve.optim.schedule import learning_rate
 from samecurve.run import lifecycle, status
 from samecurve.run.run_directory import RunDirectory
@@ -23,6 +25,8 @@ def main() -> None:
     # reports every error in the recipe, the strategy and the command line, before torch is imported
     with status.refusals():
         plan = preflight.plan(sys.argv[1:], os.environ)
+    if plan.processes_to_start:
+        ranks.start_and_exit(plan.processes_to_start)
     recipe = plan.recipe
     sources = (source.path for source in recipe.data.sources())
     reads = (recipe.model.path, recipe.distill.teacher, recipe.tokenizer.path, recipe.evaluate.path, *sources)

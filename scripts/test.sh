@@ -39,6 +39,10 @@ if [ -n "$full" ]; then
     export SAMECURVE_TRACKERS=$PWD/.venv/trackers # experiment trackers, with what they need
     [ -d "$SAMECURVE_TRACKERS/wandb" ] ||
         .venv/bin/python -m pip install --quiet --target "$SAMECURVE_TRACKERS" -r requirements-trackers.txt
+    export SAMECURVE_KUBERNETES=$PWD/.venv/kubernetes # published schemas of what `launch` writes
+    [ -d "$SAMECURVE_KUBERNETES/kubernetes_validate" ] ||
+        .venv/bin/python -m pip install --quiet --target "$SAMECURVE_KUBERNETES" kubernetes-validate==1.37.0 \
+            kubeflow-trainer-api==2.3.0
     export SAMECURVE_MKDOCS=$PWD/.venv/mkdocs # builds the documentation
     [ -d "$SAMECURVE_MKDOCS/mkdocs" ] ||
         .venv/bin/python -m pip install --quiet --target "$SAMECURVE_MKDOCS" -r requirements-docs.txt

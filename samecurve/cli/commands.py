@@ -28,6 +28,7 @@ COMMANDS = {
     "doctor": "look for what would stop a run on this machine or cluster",
     "rehearse": "try the longest batch, an evaluation, a checkpoint and an export of a run",
     "plan": "predict memory and step time of a job under each strategy, without a GPU",
+    "launch": "print the command or file that starts a run on several machines, or start it",
     "summary": "summarize a run and print the commands to look at it or continue it",
     "report": "write an HTML page with the curves and settings of a run, or of two",
     "generate": "generate text with a trained model",

@@ -17,6 +17,7 @@ from samecurve.config.documents import format_problems
 from samecurve.config.schema import Recipe
 from samecurve.doctor import examination, hosts, slurm
 from samecurve.errors import ConfigurationError
+from samecurve.launch.hosts import read_hostfile
 from samecurve.planner import model_config
 from samecurve.specs.optimizers import OPTIMIZERS
 from samecurve.strategy import resolve
@@ -58,7 +59,7 @@ def _strategy(path: str) -> Strategy:
 
 
 def _hosts(arguments: argparse.Namespace) -> int:
-    listed = hosts.read_hostfile(arguments.hostfile)
+    listed = read_hostfile(arguments.hostfile)
     forwarded = [arguments.recipe, *arguments.overrides] if arguments.recipe else []
     forwarded += ["--strategy", arguments.strategy] if arguments.strategy else []
     forwarded += ["--seconds", str(arguments.seconds)]

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from samecurve.cli.commands import require_positive
 from samecurve.errors import ConfigurationError, TopologyError
+from samecurve.launch.target import LAUNCHERS, check_launchers
 from samecurve.planner import (
     answers,
     emission,
@@ -45,7 +46,6 @@ from samecurve.planner.profiles import shipped as shipped_constants
 from samecurve.planner.search import Choice
 from samecurve.planner.strategies import Wanted
 from samecurve.storage.atomic import storage_errors
-from samecurve.strategy.launch_files import LAUNCHERS, check_launchers
 
 SHOWN_UNAVAILABLE = 3
 SHOWN_SIZES = 3  # of one strategy

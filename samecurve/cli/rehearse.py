@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 from collections.abc import Mapping
 from pathlib import Path
 
 from samecurve.bench import jobs
 from samecurve.cli.commands import repository_root, require_positive
 from samecurve.distributed.cpu_workers import share_of_cores
+from samecurve.launch.ranks import environments
 from samecurve.strategy import preflight
 from samecurve.strategy.placement import place_strategy
 from samecurve.training import rehearsal
@@ -52,10 +52,6 @@ def _ranks(strategy: str | None, num_processes: int | None) -> list[Mapping[str,
     if placed.path is None:
         return [os.environ]
     size = placed.world_size
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    common = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "TORCHELASTIC_RUN_ID": "rehearsal"}
-    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    common |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(share_of_cores(size)))}
-    return [{**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
+    threads = os.environ.get("OMP_NUM_THREADS", str(share_of_cores(size)))
+    own = {"TORCHELASTIC_RUN_ID": "rehearsal", "OMP_NUM_THREADS": threads}  # as under torchrun
+    return [each | own for each in environments(size)]

@@ -3,59 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
 
 from samecurve.doctor.findings import Finding, failed
 from samecurve.errors import ConfigurationError, TopologyError
+from samecurve.launch import ssh
+from samecurve.launch.hosts import Host
 
-ROOT = Path(__file__).resolve().parents[2]
-SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
-# what DeepSpeed's launcher gives to the ssh under its pdsh, so that one setting serves both
-SSH_ARGUMENTS = "PDSH_SSH_ARGS_APPEND"
-FORWARDED = ("NCCL_", "GLOO_", "CUDA_", "HF_", "OMP_", "SAMECURVE_", "PYTHON")  # the launchers pass on such variables
-_LINE = re.compile(r"(?P<host>\S+)(?:\s+slots\s*=\s*(?P<slots>\d+))?")
 _MORE_SECONDS = 240  # beside the limits of the stages: imports from a cold network disk
-
-
-@dataclass(frozen=True)
-class Host:
-    """A line of a hostfile: the name and the number of processes."""
-
-    name: str
-    slots: int
-
-
-def read_hostfile(path: str) -> list[Host]:
-    """Read a hostfile as the deepspeed launcher does: a name and slots=N per line, # for comments.
-
-    Raises:
-        ConfigurationError: it cannot be read, is empty, or has a line of another form; all lines are reported.
-    """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigurationError(f"--hostfile {path}: {error.strerror}") from error
-    hosts, problems = [], []
-    for number, line in enumerate(lines, start=1):
-        content = line.partition("#")[0].strip()
-        found = _LINE.fullmatch(content)
-        if found:
-            hosts.append(Host(found["host"], int(found["slots"] or 1)))
-        elif content:
-            problems.append(f"{path}:{number}: found {content!r}, expected NAME slots=N")
-    names = [each.name for each in hosts]
-    problems += [f"{path}: {name} is there twice" for name in sorted(set(names)) if names.count(name) > 1]
-    if problems or not hosts:
-        raise ConfigurationError("\n".join(problems) or f"{path}: no host; write a line NAME slots=N for each")
-    return hosts
 
 
 def examine(
@@ -79,30 +38,10 @@ def examine(
     return [*reached, *(finding for each in outputs for finding in each)]
 
 
-def _ssh(host: str, command: str, seconds: float) -> subprocess.CompletedProcess:
-    extra = shlex.split(os.environ.get(SSH_ARGUMENTS, ""))
-    return subprocess.run(
-        [*SSH, *extra, host, command], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds
-    )
-
-
 def _reach(host: Host) -> Finding:
-    """Log in without a password, and look whether this clone and this Python are there, too."""
-    python, train = shlex.quote(sys.executable), shlex.quote(str(ROOT / "train.py"))
-    try:
-        done = _ssh(host.name, f"test -x {python} || echo python; test -f {train} || echo clone", 30)
-    except subprocess.TimeoutExpired:
-        return failed("ssh", host.name, "no answer in 30 s", f"try ssh {host.name} true", TopologyError, host.name)
-    if done.returncode:
-        said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        fix = f"ssh-copy-id {host.name}" if "Permission denied" in said else f"try ssh -v {host.name} true"
-        return failed("ssh", said, "no login without a password", fix, TopologyError, host.name)
-    lacking = done.stdout.split()
-    if lacking:
-        missing = {"python": sys.executable, "clone": str(ROOT)}
-        problem = f"not there: {', '.join(missing[each] for each in lacking)}"
-        fix = "put clone and .venv on a file system that all hosts mount, or at the same path on each"
-        return failed("ssh", "logs in", problem, fix, ConfigurationError, host.name)
+    found = ssh.trouble(host.name)
+    if found:
+        return failed("ssh", found.seen or host.name, found.problem, found.fix, found.kind, host.name)
     return Finding("ssh", "logs in without a password", host=host.name)
 
 
@@ -113,12 +52,11 @@ def _start(
         "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": address,
         "MASTER_PORT": port,
     }  # fmt: skip
-    passed = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
-    settings = [f"{name}={value}" for name, value in {**passed, **variables}.items()]
+    settings = [f"{name}={value}" for name, value in {**ssh.forwarded(), **variables}.items()]
     command = ["env", *settings, sys.executable, "-m", "samecurve", "doctor", *arguments, "--json", "-"]
     limit = 8 * seconds + _MORE_SECONDS
     try:
-        done = _ssh(host.name, f"cd {shlex.quote(str(ROOT))} && {shlex.join(command)}", limit)
+        done = ssh.run(host.name, f"cd {shlex.quote(str(ssh.ROOT))} && {shlex.join(command)}", limit)
         return [Finding(**_fields(each)) for each in json.loads(done.stdout.splitlines()[-1])["findings"]]
     except subprocess.TimeoutExpired:
         return [failed("doctor", f"rank {rank}", f"it did not end in {limit:.0f} s", "", TopologyError, host.name)]

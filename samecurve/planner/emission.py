@@ -13,13 +13,13 @@ import yaml
 from samecurve.config import loader
 from samecurve.config.overrides import latest_overrides
 from samecurve.errors import ConfigurationError
+from samecurve.launch import scripts
+from samecurve.launch.target import Target, command, read_back, unnamed
 from samecurve.planner import cluster_file, inputs, layout_picture, model_config, plan_text, strategies
 from samecurve.planner.cluster import Cluster
 from samecurve.planner.search import Choice
 from samecurve.planner.strategies import Wanted
 from samecurve.storage.atomic import storage_errors
-from samecurve.strategy import launch_files
-from samecurve.strategy.launch_files import Target
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,8 @@ def emit(
     recipe = request.model if inputs.is_recipe(request.model) else os.path.join(folder, "recipe.yaml")
     overrides = tuple(latest_overrides([*request.overrides, *recipe_values(choice, wanted)]))
     strategy = os.path.join(folder, "strategy.yaml")
-    target = Target(folder, recipe, strategy, overrides, machines.nodes, machines.gpus_per_node)
+    nodes = unnamed(machines.nodes, machines.gpus_per_node)
+    target = Target(recipe, strategy, overrides, nodes, folder=folder)
     texts = _strategy(folder, choice) | {"cluster.yaml": cluster_file.text(machines)}
     if not inputs.is_recipe(request.model):
         texts["recipe.yaml"] = _recipe(folder, request.model)
@@ -51,7 +52,7 @@ def emit(
     texts["layout.svg"] = layout_picture.svg(choice.job, wanted.batch.global_batch_size)
     texts["plan.json"] = json.dumps(record, indent=1) + "\n"
     for launcher in launchers:
-        texts |= launch_files.files(launcher, target)
+        texts |= scripts.files(launcher, target)
     _write(folder, texts)
     _check(target, launchers)
     return [os.path.join(folder, name) for name in texts]
@@ -115,7 +116,7 @@ def _check(target: Target, launchers: Sequence[str]) -> None:
     target = replace(target, overrides=tuple(latest_overrides([*target.overrides, *here])))
     found = []
     for launcher in launchers:
-        plan = launch_files.read_back(launcher, target, launch_files.command(launcher, target))
+        plan = read_back(launcher, target, command(launcher, target))
         found.append((plan.recipe, plan.strategy.family, plan.strategy.dims, plan.strategy.deepspeed))
     if any(each != found[0] for each in found):
         raise ConfigurationError(f"{target.folder}: the launchers {', '.join(launchers)} come to different plans")

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from samecurve.config.documents import COMMAND_LINE, ENVIRONMENT, ConfigProblem, Document, describe
+
+OWN_PROCESSES = "SAMECURVE_PROCESSES"  # set for the ranks that `train.py --processes` has started
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Launch:
     """How this process was started.
 
     Attributes:
-        launcher: "accelerate" | "torchrun" | "deepspeed" | "python".
+        launcher: "accelerate" | "torchrun" | "deepspeed" | "python", or "train.py" with --processes.
         flags: the options of accelerate launch, without dashes (`num_processes`); None when they cannot be found.
         config_file: the file that accelerate launch reads.
         counted: True where the launcher was given the number of processes.
@@ -62,6 +64,22 @@ def detect_launch(
     flags, directory = _accelerate_flags((ancestors or running_ancestors)())
     config_file = None if flags is None else _config_file(flags, directory, environ)
     return Launch("accelerate", world_size, flags, config_file, problems)
+
+
+def own_processes(launch: Launch, num_processes: int | None, environ: Mapping[str, str]) -> Launch:
+    """Return the launch that `--processes` asks for: that of the ranks, also in the process that is to start them."""
+    if OWN_PROCESSES in environ:
+        return replace(launch, launcher="train.py")
+    if num_processes is None:
+        return launch
+    if num_processes < 1:
+        problem = ConfigProblem(COMMAND_LINE, "--processes", f"found {num_processes}, expected 1 or more")
+    elif launch.launcher != "python":
+        text = f"found {num_processes}, but {launch.launcher} has started this process; omit --processes here"
+        problem = ConfigProblem(COMMAND_LINE, "--processes", f"{text}, or start train.py by python")
+    else:
+        return Launch("train.py", num_processes)
+    return replace(launch, problems=(*launch.problems, problem))
 
 
 def running_ancestors() -> list[Ancestor]:

@@ -64,6 +64,7 @@ class Strategy:
 class Plan:
     """recipe_path, overrides: as typed. resume: "auto", "none" or a checkpoint's folder. fresh: an earlier run's
     checkpoints may be moved aside. notes: what the user should hear of how the recipe came about.
+    processes_to_start: the ranks that this process is to start instead of being one.
     """
 
     recipe: Recipe
@@ -73,6 +74,7 @@ class Plan:
     resume: str = "auto"
     fresh: bool = False
     notes: tuple[str, ...] = ()
+    processes_to_start: int = 0
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,8 @@ def resolve_plan(
         TopologyError: the same where all problems are about the number of processes.
     """
     arguments = command_line().parse_intermixed_args(argv)
-    launch = launchers.detect_launch(environ, arguments.local_rank, ancestors)
+    found = launchers.detect_launch(environ, arguments.local_rank, ancestors)
+    launch = launchers.own_processes(found, arguments.processes, environ)
     problems: list[ConfigProblem] = []
     source = recipes.read_recipe(arguments.recipe, arguments.overrides)
     chosen = _choose(arguments.strategy, launch, environ, problems)
@@ -73,6 +74,7 @@ def resolve_plan(
         recipe_path=arguments.recipe,
         overrides=tuple(arguments.overrides),
         notes=tuple(source.document.notes),
+        processes_to_start=0 if launchers.OWN_PROCESSES in environ else arguments.processes or 0,
     )
     if continues_own_run(environ, source.recipe.output_dir):
         return plan  # what the command line said about resuming was for the first start
@@ -123,6 +125,9 @@ def command_line() -> argparse.ArgumentParser:
         "--fresh",
         action="store_true",
         help="from the first step, although output_dir has checkpoints: moves them aside",
+    )
+    parser.add_argument(
+        "--processes", metavar="N", type=int, help="start N ranks on this machine, instead of a launcher"
     )
     parser.add_argument("--local_rank", metavar="N", type=int, help="added by the deepspeed launcher")
     return parser

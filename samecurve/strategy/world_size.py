@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from samecurve.config.documents import ENVIRONMENT, ConfigProblem, Document, KeyPath
+from samecurve.config.documents import COMMAND_LINE, ENVIRONMENT, ConfigProblem, Document, KeyPath
 
 if TYPE_CHECKING:
     from samecurve.strategy.launchers import Launch
@@ -39,8 +39,9 @@ def _at(document: Document, path: KeyPath, text: str) -> ConfigProblem:
     return ConfigProblem(document.place(path), ".".join(path), text, topology=True)
 
 
-def _world_size(text: str) -> ConfigProblem:
-    return ConfigProblem(ENVIRONMENT, "WORLD_SIZE", text, topology=True)
+def _world_size(launch: Launch, text: str) -> ConfigProblem:
+    where = (COMMAND_LINE, "--processes") if launch.launcher == "train.py" else (ENVIRONMENT, "WORLD_SIZE")
+    return ConfigProblem(*where, text, topology=True)
 
 
 def _wrong_count(accelerate: Document, launch: Launch) -> Iterator[ConfigProblem]:
@@ -49,7 +50,7 @@ def _wrong_count(accelerate: Document, launch: Launch) -> Iterator[ConfigProblem
     given = (launch.flags or {}).get("num_processes", "")
     if given.isdecimal() and int(given) != world:
         text = f"found {world}, but accelerate launch was given --num_processes {given}"
-        yield _world_size(f"{text}; its distributed_type starts only one process; choose another strategy")
+        yield _world_size(launch, f"{text}; its distributed_type starts only one process; choose another strategy")
     many_machines = isinstance(machines, int) and machines > 1
     if not isinstance(said, int) or said == world or (launch.counted and not many_machines):
         return
@@ -57,12 +58,12 @@ def _wrong_count(accelerate: Document, launch: Launch) -> Iterator[ConfigProblem
     found = f"found {world}, but {place} says num_processes: {said}"
     if launch.launcher == "python" and world == 1:
         found = f"plain python starts one process, but {place} says num_processes: {said}"
-        fix = f"start it with accelerate launch --config_file {accelerate.name}, or torchrun --nproc_per_node {said}"
+        fix = f"start it with accelerate launch --config_file {accelerate.name}, or add --processes {said}"
     elif many_machines:
         fix = f"start {said} processes in total on the {machines} machines, or correct the file"
     else:
         fix = "make the two equal"
-    yield _world_size(f"{found}; {fix}")
+    yield _world_size(launch, f"{found}; {fix}")
 
 
 def _alone(accelerate: Document, strategy: Strategy, launch: Launch) -> Iterator[ConfigProblem]:
@@ -72,11 +73,11 @@ def _alone(accelerate: Document, strategy: Strategy, launch: Launch) -> Iterator
         return
     if strategy.path is None and not config_unseen:
         text = f"found {world}, but without a strategy each process would train alone; pass --strategy configs/ddp.yaml"
-        yield _world_size(text)
+        yield _world_size(launch, text)
     elif accelerate.get("distributed_type") == "NO":
         place = accelerate.place(("distributed_type",))
         text = f"found {world}, but {place} says distributed_type: NO, which is one process; use configs/ddp.yaml"
-        yield _world_size(text)
+        yield _world_size(launch, text)
 
 
 def _wrong_mesh(accelerate: Document, strategy: Strategy) -> Iterator[ConfigProblem]:

@@ -10,7 +10,8 @@ from harness import BIN, ROOT, Run, free_port
 from test_equal_curves import ENGINES
 
 from samecurve.cli.commands import main
-from samecurve.strategy.launch_files import LAUNCHERS, PORT
+from samecurve.launch.hosts import PORT
+from samecurve.launch.target import CLONE, LAUNCHERS
 
 SETTINGS = ("steps=1", "schedule.warmup_steps=0", "evaluate.every_steps=0", "checkpoint.every_steps=0")
 
@@ -49,8 +50,11 @@ def _emit(workspace, folder, strategy: str, world: int) -> None:
 def _started(workspace, folder, launcher: str) -> Run:
     """Run a script as it was emitted, on a port of its own; of Kubernetes the command, without its names."""
     directory, port = folder / f"run_{launcher}", str(free_port())
-    name = "kubernetes.yaml" if launcher == "kubernetes" else f"{launcher}.sh"
+    name = f"{launcher}.{'yaml' if launcher in ('kubernetes', 'trainjob') else 'sh'}"
     text = (folder / name).read_text().replace(str(PORT), port)
+    if launcher == "trainjob":
+        words = yaml.safe_load(text.replace(CLONE, str(ROOT)))["spec"]["trainer"]["command"]
+        text = f'exec {shlex.join(words)} "$@"\n'
     if launcher == "kubernetes":
         _, job = yaml.safe_load_all(text)
         words = job["spec"]["template"]["spec"]["containers"][0]["command"]
@@ -59,10 +63,17 @@ def _started(workspace, folder, launcher: str) -> Run:
         text = f'exec {shlex.join(local.get(word) or word for word in words)} "$@"\n'
     script = folder / f"local_{launcher}.sh"
     script.write_text(text)
-    run = workspace.execute(["bash", str(script), f"output_dir={directory}"], directory, **_slurm(folder))
+    given = _operator(port) if launcher == "trainjob" else {}
+    run = workspace.execute(["bash", str(script), f"output_dir={directory}"], directory, **_slurm(folder), **given)
     assert run.returncode == 0, run.output
     assert run.facts["strategy"] == "strategy" and len(run.metrics) == 1
     return run
+
+
+def _operator(port: str) -> dict[str, str]:
+    """The variables that Kubeflow Trainer's torch plugin sets (pkg/runtime/framework/plugins/torch/torch.go)."""
+    sizes = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "2", "PET_NODE_RANK": "0"}
+    return sizes | {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
 
 
 def _slurm(folder) -> dict[str, str]:

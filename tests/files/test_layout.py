@@ -21,6 +21,7 @@ LAYERS = (
     {"specs", "storage"},
     {"config"},
     {"strategy", "distributed"},
+    {"launch"},
     {"losses", "planner"},
     {"data", "models", "optim"},
     {"interfaces"},

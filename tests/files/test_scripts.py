@@ -50,15 +50,15 @@ def test_slurm_starts_torchrun_on_every_node(tmp_path):
     stand_in(tmp_path / "bin", "srun", 'for argument in "$@"; do echo "$argument"; done')
     stand_in(tmp_path / "bin", "scontrol", '[ "$*" = "show hostnames node[7-8]" ] && printf "node7\\nnode8\\n"')
     job = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_ID": "20123"}
-    job |= {"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8", "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
-    arguments = ["recipes/pretrain.yaml", "--strategy", "configs/zero3.yaml", "data.path=/a folder"]
+    job |= {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
     started = subprocess.run(
-        ["bash", ROOT / "scripts" / "slurm.sh", *arguments], env=job, capture_output=True, text=True, check=True
+        ["bash", ROOT / "scripts" / "slurm.sh", "run=/a folder"], env=job, capture_output=True, text=True, check=True
     )
     command = started.stdout.splitlines()
     assert command[:5] == ["torchrun", "--nnodes", "2", "--nproc_per_node", "8"]
     assert command[command.index("--rdzv_endpoint") + 1] == "node7:20123"
-    assert command[-5:] == ["train.py", *arguments]
+    arguments = ["--strategy", "configs/fsdp.yaml", "data.path=/storage/texts", "output_dir=/storage/runs/pretrain"]
+    assert command[-7:] == ["train.py", "recipes/pretrain.yaml", *arguments, "run=/a folder"]
 
 
 def test_deepspeed_reads_the_example_hostfile():

@@ -15,8 +15,8 @@ from samecurve.config.loader import load_recipe
 from samecurve.doctor import findings, host, host_checks, shared_folder, slurm, world_checks
 from samecurve.doctor.findings import Finding
 from samecurve.doctor.host import Gpu, HostFacts
-from samecurve.doctor.hosts import Host, read_hostfile
 from samecurve.errors import ConfigurationError
+from samecurve.launch.hosts import Host, read_hostfile
 
 ROOT = Path(__file__).resolve().parents[2]
 HEALTHY = {"memlock": -1, "nofile": 65536}

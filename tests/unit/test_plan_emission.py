@@ -1,4 +1,4 @@
-"""What `plan --emit` writes: five launchers whose files resolve to one configuration, the one that was planned."""
+"""What `plan --emit` writes: six launchers whose files resolve to one configuration, the one that was planned."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import pytest
 import yaml
 
 from samecurve.cli.commands import main
+from samecurve.launch import scripts
+from samecurve.launch.hosts import Host
+from samecurve.launch.target import LAUNCHERS, Target, read_back, unnamed
 from samecurve.planner import space, strategies
 from samecurve.planner.cluster_file import cluster
-from samecurve.strategy import launch_files
-from samecurve.strategy.launch_files import LAUNCHERS, Target
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = {
@@ -43,6 +44,8 @@ def started_words(folder: Path, launcher: str, tmp_path: Path) -> list[str]:
         _, job = yaml.safe_load_all((folder / "kubernetes.yaml").read_text())
         [container] = job["spec"]["template"]["spec"]["containers"]
         return container["command"]
+    if launcher == "trainjob":
+        return yaml.safe_load((folder / "trainjob.yaml").read_text())["spec"]["trainer"]["command"]
     stand_ins = {name: f'for word in {name} "$@"; do echo "$word"; done' for name in LAUNCHERS[:3]}
     stand_ins |= {"srun": stand_ins["torchrun"].replace("torchrun ", ""), "scontrol": "printf 'node7\\nnode8\\n'"}
     tools = tmp_path / "bin"
@@ -58,43 +61,23 @@ def started_words(folder: Path, launcher: str, tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
-def test_five_launchers_start_one_configuration(strategy, recipe, tmp_path, capsys):
+def test_all_launchers_start_one_configuration(strategy, recipe, tmp_path, capsys):
     folder = tmp_path / "plan files"
     command = ["plan", recipe, "--cluster", "h100x8", "--gpus", "16", "--emit", str(folder), "output_dir=runs/a $HOME"]
     assert main([*command, "--strategy", f"configs/{strategy}.yaml", "batch.micro_batch_size=2"]) == 0
     assert "written and read back" in capsys.readouterr().out
-    target = Target(str(folder), recipe, str(folder / "strategy.yaml"), (), 2, 8)
+    target = Target(recipe, str(folder / "strategy.yaml"), (), unnamed(2, 8), folder=str(folder))
     plans = {}
     for launcher in LAUNCHERS:
         words = started_words(folder, launcher, tmp_path)
-        plans[launcher] = launch_files.read_back(launcher, target, words)
-        assert words[0] == (launcher if launcher in LAUNCHERS[:3] else "torchrun")
-    assert [plans[each].strategy.launcher for each in LAUNCHERS] == [*LAUNCHERS[:3], "torchrun", "torchrun"]
+        plans[launcher] = read_back(launcher, target, words)
+        programs = dict(zip(LAUNCHERS, (*LAUNCHERS[:3], "torchrun", "torchrun", "bash"), strict=True))
+        assert words[0] == programs[launcher]
+    assert [plans[each].strategy.launcher for each in LAUNCHERS] == [*LAUNCHERS[:3], *["torchrun"] * 3]
     for plan in plans.values():
         assert plan.recipe == plans["torchrun"].recipe and plan.strategy.dims == plans["torchrun"].strategy.dims
         assert plan.recipe.batch.micro_batch_size == 2 and plan.recipe.output_dir == "runs/a $HOME"
         assert plan.strategy.family == strategy and plan.strategy.world_size == 16
-
-
-def test_slurm_and_kubernetes_agree_with_the_forms_in_scripts():
-    """The same options and fields; only what is started, and on how many nodes, differs."""
-    target = Target("out", "recipes/pretrain.yaml", "configs/fsdp.yaml", (), 2, 8)
-    ours = launch_files.files("slurm", target)["slurm.sh"].splitlines()
-    form = (ROOT / "scripts" / "slurm.sh").read_text().replace("--nodes=1", "--nodes=2").splitlines()
-    options = [
-        [line for line in lines if line.startswith(("#SBATCH", "set -", "cd ", "export"))] for lines in (ours, form)
-    ]
-    assert options[0] == options[1] and len(options[0]) == 12
-    made = [*yaml.safe_load_all(launch_files.files("kubernetes", target)["kubernetes.yaml"])]
-    form = [*yaml.safe_load_all((ROOT / "scripts" / "kubernetes.yaml").read_text())]
-    for job in (made[1], form[1]):
-        (container,) = job["spec"]["template"]["spec"]["containers"]
-        command = container.pop("command")
-        assert command[: command.index("train.py")] == [
-            "torchrun", "--nnodes=2", "--node_rank=$(JOB_COMPLETION_INDEX)", "--nproc_per_node=8",
-            "--master_addr=samecurve-0.samecurve", "--master_port=29500",
-        ]  # fmt: skip
-    assert made == form
 
 
 def test_the_answer_of_a_search_is_written_with_its_sizes(recipe, tmp_path, monkeypatch):
@@ -123,8 +106,8 @@ def test_a_model_without_a_recipe_gets_one(tmp_path):
     config.write_text(json.dumps(LLAMA))
     command = ["plan", str(config), "--cluster", "h100x8", "--emit", str(folder), "--launcher", "torchrun"]
     assert main([*command, "batch.global_batch_size=16"]) == 0
-    target = Target(str(folder), "", "", (), 1, 8)
-    plan = launch_files.read_back("torchrun", target, started_words(folder, "torchrun", tmp_path), ["data.path=docs"])
+    target = Target("", "", (), unnamed(1, 8))
+    plan = read_back("torchrun", target, started_words(folder, "torchrun", tmp_path), ["data.path=docs"])
     assert plan.recipe.batch.global_batch_size == 16 and plan.recipe.model.config == LLAMA
 
 
@@ -150,8 +133,10 @@ def test_files_that_the_configuration_refuses_are_reported(recipe, tmp_path, cap
 
 def test_hosts_that_are_known_are_written(tmp_path):
     """For a launch without a plan: the addresses stand in the files, and the scripts ask for no HEAD."""
-    target = Target("out", "recipes/sft.yaml", "configs/zero3.yaml", (), 2, 4, ("10.0.0.1", "10.0.0.2"))
-    made = launch_files.files("deepspeed", target, {"HF_HOME": "/models"})
+    target = Target(
+        "recipes/sft.yaml", "configs/zero3.yaml", (), (Host("10.0.0.1", 4), Host("10.0.0.2", 4)), named=True
+    )
+    made = scripts.files("deepspeed", target, {"HF_HOME": "/models"})
     assert made["hostfile"] == "10.0.0.1 slots=4\n10.0.0.2 slots=4\n"
     assert made[".deepspeed_env"].splitlines() == ["TOKENIZERS_PARALLELISM=false", "HF_HOME=/models"]
-    assert "HEAD=${HEAD:-10.0.0.1}" in launch_files.files("torchrun", target)["torchrun.sh"]
+    assert "HEAD=${HEAD:-10.0.0.1}" in scripts.files("torchrun", target)["torchrun.sh"]

@@ -1,0 +1,107 @@
+"""Print the command or file that starts a run on one or more machines, or start it.
+
+The machines are a hosts.yaml (hosts, gpus_per_node), a hostfile (lines NAME slots=N), or numbers alone. accelerate and
+torchrun are started on every host, deepspeed on one that reaches the others by ssh; slurm is a job script, kubernetes a
+Job and trainjob a TrainJob of Kubeflow Trainer.
+
+What is printed has been resolved as the run will resolve it: what it would refuse is refused here.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+from samecurve.cli.commands import repository_root, require_positive
+from samecurve.config import loader
+from samecurve.config.overrides import latest_overrides
+from samecurve.errors import ConfigurationError, SamecurveError
+from samecurve.launch import scripts, start
+from samecurve.launch.hosts import PORT, Host, read_hostfile, read_hosts, select
+from samecurve.launch.target import CLUSTERS, LAUNCHERS, Target, check_launchers, command, read_back, unnamed
+from samecurve.planner.inputs import data_elsewhere
+from samecurve.storage.atomic import storage_errors
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", help="a recipe file")
+    parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="recipe values, as for train.py")
+    parser.add_argument("--strategy", metavar="FILE", required=True, help="an Accelerate YAML or a DeepSpeed JSON")
+    parser.add_argument("--emit", metavar="LAUNCHER", required=True, help=f"one of {', '.join(LAUNCHERS)}")
+    parser.add_argument("--hosts", metavar="FILE", help="a YAML file: hosts: [NAME, ...], gpus_per_node: N, port: N")
+    parser.add_argument("--hostfile", metavar="FILE", help="lines NAME slots=N, as for the deepspeed launcher")
+    parser.add_argument("--nodes", metavar="N", type=int, help="number of machines whose names are not known yet")
+    parser.add_argument("--gpus_per_node", metavar="N", type=int, help="processes on each of --nodes")
+    parser.add_argument("--include", metavar="SLOTS", help="of deepspeed: only these, such as node1:1,2@node2:0")
+    parser.add_argument("--exclude", metavar="SLOTS", help="of deepspeed: all but these, such as node1:0")
+    parser.add_argument("--port", metavar="N", type=int, help="at which the first host is met (default: 29500)")
+    parser.add_argument("--output", metavar="FILE", help="write the script or manifest to this file")
+    parser.add_argument("--run", action="store_true", help="start it, on the hosts by ssh without a password")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command. Returns 0, or with --run the exit code of the launcher that failed first."""
+    repository_root()
+    check_launchers([arguments.emit], "--emit")
+    require_positive(arguments, "nodes", "gpus_per_node", "port")
+    target = _target(arguments)
+    _check(arguments.emit, target)
+    text = scripts.text(arguments.emit, target)
+    if arguments.run:
+        if not target.named and target.nodes > 1 and arguments.emit not in CLUSTERS:
+            raise ConfigurationError(f"--run: no names of the {target.nodes} machines; give --hosts or --hostfile")
+        return start.run(arguments.emit, target)
+    if arguments.output:
+        path = Path(arguments.output)
+        with storage_errors(path):
+            path.write_text(text, encoding="utf-8")
+    else:
+        print(text, end="")
+    return 0
+
+
+def _target(arguments: argparse.Namespace) -> Target:
+    given = [name for name in ("hosts", "hostfile", "nodes") if getattr(arguments, name)]
+    if len(given) != 1 or bool(arguments.nodes) != bool(arguments.gpus_per_node):
+        found = ", ".join(f"--{name}" for name in given) or "none of them"
+        rule = "expected one of --hosts FILE, --hostfile FILE, or --nodes N with --gpus_per_node N"
+        raise ConfigurationError(f"machines: found {found}; {rule}")
+    hosts, port = _machines(arguments)
+    selection = [(f"--{name}", value) for name in ("include", "exclude") if (value := getattr(arguments, name))]
+    if selection and arguments.emit != "deepspeed":
+        option = selection[0][0]
+        raise ConfigurationError(f"{option}: only the deepspeed launcher picks slots; remove it, or list fewer hosts")
+    return Target(
+        arguments.recipe,
+        arguments.strategy,
+        tuple(latest_overrides(arguments.overrides)),
+        tuple(select(hosts, arguments.include, arguments.exclude)),
+        named=not arguments.nodes,
+        file=arguments.output or "",
+        port=arguments.port or port,
+        hostfile=arguments.hostfile or "",
+        listed=tuple(hosts),
+        selection=tuple(word for pair in selection for word in pair),
+    )
+
+
+def _machines(arguments: argparse.Namespace) -> tuple[list[Host], int]:
+    if arguments.hosts:
+        return read_hosts(arguments.hosts)
+    if arguments.hostfile:
+        return read_hostfile(arguments.hostfile), PORT
+    return list(unnamed(arguments.nodes, arguments.gpus_per_node)), PORT
+
+
+def _check(launcher: str, target: Target) -> None:
+    """Resolve the command as its processes would. Data may lie on the other machines alone."""
+    if launcher != "deepspeed":
+        _ = target.devices_per_node  # raises if hosts differ
+    elsewhere = data_elsewhere(loader.read_recipe(target.recipe, target.overrides))
+    here = [f"{key}=." for key in sorted(elsewhere)]
+    tried = replace(target, overrides=tuple(latest_overrides([*target.overrides, *here])))
+    try:
+        read_back(launcher, tried, command(launcher, tried))
+    except SamecurveError as error:
+        raise type(error)(f"{target.size}: {error}") from error

@@ -1,0 +1,52 @@
+"""One host's part of a job that was started on another one: `python -m samecurve.launch.here` behind ssh.
+
+The first line of standard input says what to start. Later lines are names of signals. Its end, which also comes when
+the connection is lost, is SIGTERM: the run saves and ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from samecurve.launch import together
+
+
+def order(words: list[str], environment: dict[str, str]) -> str:
+    """Write the first line: through it no token stands in a command line, which every user of a host can read."""
+    return json.dumps({"words": words, "environment": environment}) + "\n"
+
+
+def own_path(environment: dict[str, str]) -> str:
+    """Return PATH with this Python's folder first, where pip has put the launchers."""
+    return os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
+
+
+def main() -> int:
+    found = json.loads(sys.stdin.readline())
+    environment = {**os.environ, **found["environment"]}
+    environment["PATH"] = own_path(environment)
+    words = found["words"]
+    program = shutil.which(words[0], path=environment["PATH"])
+    if program is None:
+        print(f"{words[0]}: not found on {os.uname().nodename}; install requirements.txt there", file=sys.stderr)
+        return 127
+    member = together.start([program, *words[1:]], environment)
+    threading.Thread(target=_pass_on, args=(member.process,), daemon=True).start()
+    return together.wait([member])
+
+
+def _pass_on(process: subprocess.Popen) -> None:
+    for line in sys.stdin:
+        process.send_signal(signal.Signals[line.strip()])
+    process.send_signal(signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,29 @@
+"""`train.py --processes N`: the ranks of a run on one machine, without a launcher."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from typing import NoReturn
+
+from samecurve.launch import together
+from samecurve.strategy.launchers import OWN_PROCESSES
+
+
+def start_and_exit(num_processes: int) -> NoReturn:
+    """Run this process's own command line as `num_processes` ranks, and exit as the first of them that failed."""
+    ranks = environments(num_processes)
+    own = {OWN_PROCESSES: str(num_processes)}
+    sys.exit(together.wait(together.start([sys.executable, *sys.argv], each | own) for each in ranks))
+
+
+def environments(num_processes: int) -> list[dict[str, str]]:
+    """Return the variables of each rank on this machine, as a launcher would set them."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    size = str(num_processes)
+    world = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_processes)]
+    return [{**os.environ, **world, **rank} for rank in ranks]

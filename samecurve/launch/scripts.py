@@ -1,0 +1,148 @@
+"""Scripts that start a run on one or more nodes, and the text that `python -m samecurve launch` prints."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from samecurve.errors import ConfigurationError
+from samecurve.launch import kubernetes
+from samecurve.launch.kubernetes import SECONDS_TO_SAVE, TORCHRUN_SECONDS
+from samecurve.launch.target import CLUSTERS, Target, command
+
+# Variables that the deepspeed launcher hands to other nodes only if .deepspeed_env lists them.
+PASSED_ON = ("HF_HOME", "HF_HUB_OFFLINE", "SAMECURVE_CACHE", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS")
+
+
+def files(launcher: str, target: Target, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the text of each file by its name.
+
+    Args:
+        environ: some of its variables are written down for nodes that deepspeed starts.
+    """
+    if launcher == "kubernetes":
+        return {"kubernetes.yaml": kubernetes.job(target)}
+    if launcher == "trainjob":
+        return {"trainjob.yaml": kubernetes.train_job(target)}
+    if launcher == "slurm":
+        return {"slurm.sh": _slurm(target)}
+    if launcher == "deepspeed":
+        return {"deepspeed.sh": _deepspeed(target), **needed(target, environ)}
+    return {f"{launcher}.sh": _on_each_node(launcher, target)}
+
+
+def needed(target: Target, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the files that the deepspeed launcher reads."""
+    listed = target.listed or target.hosts
+    hostfile = "".join(f"{host.name} slots={host.slots}\n" for host in listed)
+    passed = {name: environ[name] for name in PASSED_ON if name in environ}
+    variables = "".join(f"{name}={value}\n" for name, value in {"TOKENIZERS_PARALLELISM": "false", **passed}.items())
+    return ({} if target.hostfile else {"hostfile": hostfile}) | {".deepspeed_env": variables}
+
+
+def environment_file(target: Target) -> str:
+    """Return the path for DS_ENV_FILE, by which the deepspeed launcher finds the variables to hand to other nodes."""
+    return os.path.join(target.folder, ".deepspeed_env")
+
+
+def starts(launcher: str, target: Target) -> list[tuple[str, list[str]]]:
+    """Return the hosts to start something on, and the words; "" is the machine that starts, wherever that is."""
+    if launcher == "deepspeed":
+        return [("" if target.nodes > 1 else target.hosts[0].name, command(launcher, target))]
+    return [(host.name, command(launcher, target, node)) for node, host in enumerate(target.hosts)]
+
+
+def text(launcher: str, target: Target, environ: Mapping[str, str] = os.environ) -> str:
+    """Return what starts the run: the file for a cluster, else the command of each host, or a script for any host.
+
+    Raises:
+        ConfigurationError: the deepspeed launcher has no addresses to log in to.
+    """
+    if launcher in CLUSTERS:
+        return "".join(files(launcher, target).values())
+    known = target.named or target.nodes == 1
+    if launcher != "deepspeed":
+        if not known:
+            return _on_each_node(launcher, target)
+        return "".join(_about(host, target) + f"{shlex.join(words)}\n" for host, words in starts(launcher, target))
+    if not known:
+        raise ConfigurationError("--emit deepspeed: it logs in to the nodes by ssh; name them by --hosts or --hostfile")
+    lines = [f"mkdir -p {shlex.quote(target.folder)}"]
+    for name, content in needed(target, environ).items():
+        lines += [f"cat >{shlex.quote(os.path.join(target.folder, name))} <<'END'", f"{content}END"]
+    lines.append(f"export DS_ENV_FILE={shlex.quote(environment_file(target))}")
+    [(host, words)] = starts(launcher, target)
+    return _about(host, target) + "\n".join([*lines, shlex.join(words), ""])
+
+
+def _about(host: str, target: Target) -> str:
+    return f"# on {host}, in the repository's root\n" if host and target.named else ""
+
+
+def _words(words: Sequence[str]) -> str:
+    """Quote the words for a shell, but let it fill in HEAD, RANK and PORT; lines break before train.py."""
+    quoted = [f'"{word}"' if word.startswith("$") else shlex.quote(word) for word in words]
+    cut = quoted.index("train.py")
+    return f'{" ".join(quoted[:cut])} \\\n    {" ".join(quoted[cut:])} "$@"'
+
+
+def _script(target: Target, start: str, told: str, lines: Sequence[str]) -> str:
+    """Put a header before the lines: what is started, how, and where."""
+    about = f"# {Path(target.recipe).stem} on {target.size}."
+    where = f"# Start it in the repository's root{told}. More recipe values may follow:"
+    return "\n".join(["#!/usr/bin/env bash", about, where, f"#   {start}", *lines, ""])
+
+
+def _on_each_node(launcher: str, target: Target) -> str:
+    """Return the script of a launcher that is started on every node."""
+    path = shlex.quote(target.path(f"{launcher}.sh"))
+    lines = ["set -euo pipefail"]
+    if target.nodes == 1:
+        return _script(target, f"bash {path}", "", [*lines, f"exec {_words(command(launcher, target))}"])
+    head = target.hosts[0].name
+    lines.append(f"HEAD=${{HEAD:-{head}}}" if target.named else ': "${HEAD:?set it to the address of the first node}"')
+    lines.append(f': "${{RANK:?set it to the number of this node, 0 to {target.nodes - 1}}}"')
+    lines.append(f"exec {_words(command(launcher, target))}")
+    return _script(target, f"HEAD={head} RANK=0 bash {path}", ", on each node", lines)
+
+
+def _deepspeed(target: Target) -> str:
+    path = shlex.quote(target.path("deepspeed.sh"))
+    lines = ["set -euo pipefail", f"export DS_ENV_FILE={shlex.quote(environment_file(target))}"]
+    if target.nodes > 1:
+        lines.insert(0, "# It logs in to the nodes of the hostfile by ssh without a password.")
+    if target.nodes > 1 and not target.named:
+        lines.insert(1, "# Write their addresses there first.")
+    told = "" if target.nodes == 1 else ", on the first node"
+    return _script(target, f"bash {path}", told, [*lines, f"exec {_words(command('deepspeed', target))}"])
+
+
+def _slurm(target: Target) -> str:
+    path = shlex.quote(target.path("slurm.sh"))
+    options = (
+        "--job-name=samecurve", f"--nodes={target.nodes}", "--ntasks-per-node=1",
+        f"--gpus-per-node={target.devices_per_node}", "--exclusive", f"--signal=TERM@{SECONDS_TO_SAVE}", "--requeue",
+        "--open-mode=append",
+    )  # fmt: skip
+    lines = [
+        "#",
+        "# Submit it on a file system that all nodes see, after .venv is there (scripts/quickstart.sh makes it). Five",
+        "# minutes before its time is up the job is told to stop: it saves, and the same line goes on from there. A",
+        "# preempted job has the partition's GraceTime for that; requeued by SLURM, it goes on by itself.",
+        *(f"#SBATCH {option}" for option in options),
+        "set -euo pipefail",
+        'cd "$SLURM_SUBMIT_DIR"',
+        'export PATH="$PWD/.venv/bin:$PATH"',
+        "",
+        "# every node meets at the first one; the port depends on the job, so that two jobs on one node do not collide",
+        'HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        "PORT=$((20000 + SLURM_JOB_ID % 20000))",
+        "",
+        "# torchrun gives its processes 30 seconds after SIGTERM unless told otherwise; saving may take longer",
+        f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={TORCHRUN_SECONDS}",
+        "",
+        f"exec srun {_words(command('slurm', target))}",
+    ]
+    return _script(target, f"sbatch {path}", "", lines)

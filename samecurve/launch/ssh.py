@@ -1,0 +1,79 @@
+"""ssh to the hosts of a job, without a password."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from samecurve.distributed import network
+from samecurve.errors import ConfigurationError, SamecurveError, TopologyError
+
+ROOT = Path(__file__).resolve().parents[2]
+# what DeepSpeed's launcher gives to the ssh under its pdsh, so that one setting serves both
+SSH_ARGUMENTS = "PDSH_SSH_ARGS_APPEND"
+FORWARDED = ("NCCL_", "GLOO_", "CUDA_", "HF_", "OMP_", "SAMECURVE_", "PYTHON")  # the launchers pass on such variables
+REACH_SECONDS = 30.0
+
+
+class Trouble(NamedTuple):
+    """Why a host cannot be used: what it said, the problem, the fix, and the class of the error."""
+
+    seen: str
+    problem: str
+    fix: str
+    kind: type[SamecurveError]
+
+
+def command(host: str, text: str) -> list[str]:
+    """Return the words that run `text` in the shell of a host."""
+    extra = shlex.split(os.environ.get(SSH_ARGUMENTS, ""))
+    return ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *extra, host, text]
+
+
+def run(host: str, text: str, seconds: float) -> subprocess.CompletedProcess:
+    """Run `text` in the shell of a host. Raises subprocess.TimeoutExpired."""
+    return subprocess.run(
+        command(host, text), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds
+    )
+
+
+def forwarded(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables that a host is to have, too."""
+    return {name: value for name, value in environ.items() if name.startswith(FORWARDED)}
+
+
+def trouble(host: str) -> Trouble | None:
+    """Log in without a password, and look whether this clone and this Python are there, too."""
+    python, train = shlex.quote(sys.executable), shlex.quote(str(ROOT / "train.py"))
+    try:
+        done = run(host, f"test -x {python} || echo python; test -f {train} || echo clone", REACH_SECONDS)
+    except subprocess.TimeoutExpired:
+        return Trouble("", f"no answer in {REACH_SECONDS:.0f} s", f"try ssh {host} true", TopologyError)
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        fix = f"ssh-copy-id {host}" if "Permission denied" in said else f"try ssh -v {host} true"
+        return Trouble(said, "no login without a password", fix, TopologyError)
+    lacking = done.stdout.split()
+    if lacking:
+        missing = {"python": sys.executable, "clone": str(ROOT)}
+        problem = f"not there: {', '.join(missing[each] for each in lacking)}"
+        fix = "put clone and .venv on a file system that all hosts mount, or at the same path on each"
+        return Trouble("logs in", problem, fix, ConfigurationError)
+    return None
+
+
+def is_here(host: str) -> bool:
+    """Whether a name or an address is this machine's own."""
+    if host in ("localhost", socket.gethostname()):
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback or host in network.interfaces()
+    except ValueError:
+        return False

@@ -1,0 +1,118 @@
+"""Starts a target on its hosts and waits: `python -m samecurve launch --run`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from samecurve.errors import ConfigurationError, SamecurveError, TopologyError
+from samecurve.launch import here, scripts, ssh, together
+from samecurve.launch.target import Target
+from samecurve.launch.together import Member
+from samecurve.storage.atomic import storage_errors
+
+_APPLY = ["kubectl", "apply", "-f", "-"]
+SUBMIT = {"slurm": ["sbatch"], "kubernetes": _APPLY, "trainjob": _APPLY}
+# asked on the first host: exit code 1 where something listens at the port
+_PROBE = "import socket, sys; s = socket.socket(); s.settimeout(2); sys.exit(not s.connect_ex((sys.argv[1], {port})))"
+
+
+def run(launcher: str, target: Target) -> int:
+    """Start the target, wait for its end, and return the exit code: 0, or the launcher's that failed first.
+
+    Raises:
+        ConfigurationError, TopologyError: a program, a host or the port is not there for it; all are reported.
+    """
+    if launcher in SUBMIT:
+        return _submit(SUBMIT[launcher], scripts.text(launcher, target))
+    starts = scripts.starts(launcher, target)
+    away = [host for host, _ in starts if host and not ssh.is_here(host)]
+    _check(launcher, target, away)
+    environment = dict(os.environ, PATH=here.own_path(dict(os.environ)))
+    if launcher == "deepspeed":
+        _write(target)
+        environment["DS_ENV_FILE"] = scripts.environment_file(target)
+    return together.wait(
+        _over_ssh(host, words) if host in away else together.start(words, environment) for host, words in starts
+    )
+
+
+def _submit(words: list[str], text: str) -> int:
+    if not shutil.which(words[0]):
+        raise ConfigurationError(f"--run: {words[0]} is not on PATH; run it where it is, or leave --run out")
+    return subprocess.run(words, input=text, text=True).returncode
+
+
+def _write(target: Target) -> None:
+    folder = Path(target.folder)
+    with storage_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in scripts.needed(target).items():
+            (folder / name).write_text(text, encoding="utf-8")
+
+
+def _over_ssh(host: str, words: list[str]) -> Member:
+    """Start `here` on the host, which starts the words. ssh itself passes no signals on."""
+    text = f"cd {shlex.quote(str(ssh.ROOT))} && exec {shlex.quote(sys.executable)} -m samecurve.launch.here"
+    process = subprocess.Popen(ssh.command(host, text), stdin=subprocess.PIPE, text=True, start_new_session=True)
+    channel = process.stdin
+    assert channel
+
+    def tell(line: str) -> None:
+        channel.write(line)
+        channel.flush()
+
+    tell(here.order(words, ssh.forwarded()))
+    return Member(process, lambda number: tell(f"{signal.Signals(number).name}\n"))
+
+
+def _check(launcher: str, target: Target, away: list[str]) -> None:
+    """Raise one error with everything that is in the way."""
+    found: list[tuple[type[SamecurveError], str]] = [*_programs(launcher, target), *_names(target)]
+    if not found:
+        hosts = [each.name for each in target.hosts] if launcher == "deepspeed" and target.nodes > 1 else away
+        with ThreadPoolExecutor(max(1, len(hosts))) as pool:
+            troubles = zip(hosts, pool.map(ssh.trouble, hosts), strict=True)
+        said = ((host, each, f" ({each.seen})" if each and each.seen else "") for host, each in troubles)
+        found += [(each.kind, f"{host}: {each.problem}{seen}; {each.fix}") for host, each, seen in said if each]
+    if not found and _port_in_use(target):
+        head, port = target.hosts[0].name, target.port
+        fix = f"give another one by --port, or end what holds it (ss -ltnp 'sport = :{port}')"
+        found.append((TopologyError, f"{head}: port {port} is in use; {fix}"))
+    if found:
+        raise found[0][0]("\n".join(["the run cannot be started", *(f"  {text}" for _, text in found)]))
+
+
+def _programs(launcher: str, target: Target) -> Iterator[tuple[type[SamecurveError], str]]:
+    wanted = {launcher: "pip install -r requirements.txt"}
+    if launcher == "deepspeed" and target.nodes > 1:
+        wanted["pdsh"] = "apt-get install pdsh, on this machine"
+    for name, fix in wanted.items():
+        if not shutil.which(name, path=here.own_path(dict(os.environ))):
+            yield ConfigurationError, f"{name}: not found; {fix}"
+
+
+def _names(target: Target) -> Iterator[tuple[type[SamecurveError], str]]:
+    for host in target.hosts if target.named else ():
+        try:
+            socket.getaddrinfo(host.name, None)
+        except OSError as error:
+            fix = "correct the name, give its address, or add it to /etc/hosts"
+            yield TopologyError, f"{host.name}: unknown host ({error.strerror}); {fix}"
+
+
+def _port_in_use(target: Target) -> bool:
+    """Whether something on the first host listens at the port. Connecting is a test that leaves nothing behind."""
+    head = target.hosts[0].name
+    words = [sys.executable, "-c", _PROBE.format(port=target.port), head if target.nodes > 1 else "127.0.0.1"]
+    if head and target.named and not ssh.is_here(head):
+        return ssh.run(head, shlex.join(words), ssh.REACH_SECONDS).returncode == 1
+    return subprocess.run(words).returncode == 1

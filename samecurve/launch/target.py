@@ -1,0 +1,156 @@
+"""What is to be started and where, and the words that start it under each launcher."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from samecurve.errors import ConfigurationError
+from samecurve.launch.hosts import PORT, Host
+from samecurve.strategy.launchers import Ancestor
+from samecurve.strategy.plan import Plan
+from samecurve.strategy.resolve import resolve_plan
+
+LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "slurm", "kubernetes", "trainjob")
+CLUSTERS = LAUNCHERS[3:]  # they find machines of their own
+HEAD, RANK = "$HEAD", "$RANK"  # set by the script, or by who starts it on each node
+CLONE = "/storage/samecurve"  # of this repository, on a volume of the pods
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is to be started, and where.
+
+    Attributes:
+        recipe, strategy, overrides: as train.py takes them.
+        hosts: with the number of processes of each; they meet at the first one.
+        named: whether the hosts' names are known; else they stand for any nodes.
+        folder: of the files; a path that is the same on all nodes, or relative to the repository.
+        file: where the script or manifest goes, if not into `folder` under its own name.
+        hostfile: the user's own, and `listed`, the hosts in it; by default one is written, of `hosts`.
+        selection: the deepspeed launcher's filter, such as ("--include", "node1:1,2@node2:0").
+    """
+
+    recipe: str
+    strategy: str
+    overrides: tuple[str, ...]
+    hosts: tuple[Host, ...]
+    named: bool = False
+    folder: str = "runs/launch"
+    file: str = ""
+    port: int = PORT
+    hostfile: str = ""
+    listed: tuple[Host, ...] = ()
+    selection: tuple[str, ...] = ()
+
+    @property
+    def nodes(self) -> int:
+        return len(self.hosts)
+
+    @property
+    def world_size(self) -> int:
+        return sum(host.slots for host in self.hosts)
+
+    @property
+    def devices_per_node(self) -> int:
+        """Raises ConfigurationError if the hosts differ."""
+        counts = {host.slots for host in self.hosts}
+        if len(counts) > 1:
+            found = ", ".join(f"{host.name} has {host.slots}" for host in self.hosts)
+            raise ConfigurationError(f"hosts: {found} slots; only the deepspeed launcher takes hosts that differ")
+        return counts.pop()
+
+    @property
+    def size(self) -> str:
+        """The size in words: `2 x 8 devices`."""
+        counts = {host.slots for host in self.hosts}
+        return f"{self.nodes} x {counts.pop()} devices" if len(counts) == 1 else f"{self.world_size} devices"
+
+    def path(self, name: str) -> str:
+        """Return the path of the script or manifest."""
+        return self.file or os.path.join(self.folder, name)
+
+    @property
+    def script(self) -> list[str]:
+        return ["train.py", self.recipe]
+
+
+def unnamed(nodes: int, devices_per_node: int) -> tuple[Host, ...]:
+    """Return hosts without addresses; their names are to be replaced by them."""
+    if nodes == 1:
+        return (Host("localhost", devices_per_node),)
+    return tuple(Host(f"node-{index}", devices_per_node) for index in range(nodes))
+
+
+def check_launchers(names: Sequence[str], option: str = "--launcher") -> None:
+    """Raises ConfigurationError for an unknown name."""
+    for name in names:
+        if name not in LAUNCHERS:
+            raise ConfigurationError(f"{option} {name}: expected one or more of {', '.join(LAUNCHERS)}")
+
+
+def command(launcher: str, target: Target, node: int | None = None) -> list[str]:
+    """Return the words that start the run on a node.
+
+    Args:
+        node: its number; None to have HEAD and RANK, the shell's variables, in the words of several nodes.
+    """
+    under = [*target.script, "--strategy", target.strategy, *target.overrides]
+    if launcher == "deepspeed":
+        return [*_deepspeed(target), *under]
+    nodes, devices, port = str(target.nodes), str(target.devices_per_node), str(target.port)
+    rank = RANK if node is None else str(node)
+    head = HEAD if node is None else target.hosts[0].name
+    if launcher == "accelerate":
+        sizes = ["--num_machines", nodes, "--num_processes", str(target.world_size)]
+        meeting = ["--machine_rank", rank, "--main_process_ip", head] if target.nodes > 1 else []
+        start = ["accelerate", "launch", "--config_file", target.strategy, *sizes, *meeting]
+        return [*start, "--main_process_port", port, *target.script, *target.overrides]
+    if launcher == "slurm":
+        meeting = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{HEAD}:$PORT", "--rdzv_id", "$SLURM_JOB_ID"]
+        return ["torchrun", "--nnodes", nodes, "--nproc_per_node", devices, *meeting, *under]
+    if launcher == "kubernetes":
+        meeting = ["--node_rank=$(JOB_COMPLETION_INDEX)", f"--nproc_per_node={devices}"]
+        meeting += ["--master_addr=samecurve-0.samecurve", f"--master_port={port}"]
+        return ["torchrun", f"--nnodes={nodes}", *meeting, *under]
+    if launcher == "trainjob":  # the operator gives torchrun's options as variables, but no working directory
+        return ["bash", "-c", f'cd {CLONE} && exec torchrun "$@"', "torchrun", *under]
+    # the number of the node decides who waits for the others: --rdzv_backend c10d looks the host's own name up instead,
+    # which many hosts resolve to 127.0.1.1
+    meeting = ["--node_rank", rank, "--master_addr", head] if target.nodes > 1 else []
+    sizes = ["--nnodes", nodes, "--nproc_per_node", devices]
+    return ["torchrun", *sizes, *meeting, "--master_port", port, *under]
+
+
+def _deepspeed(target: Target) -> list[str]:
+    """Return the launcher's own words. It would log in to a single host by ssh, too, to ask it for its name."""
+    hostfile = target.hostfile or os.path.join(target.folder, "hostfile")
+    meeting = []
+    if target.nodes == 1:
+        meeting = ["--no_ssh", "--node_rank", "0", "--master_addr", "127.0.0.1"]
+    elif target.named:
+        # asked for its address, a host names its first one, which may be of another network; and the launcher's own try
+        # of ssh leaves out PDSH_SSH_ARGS_APPEND
+        meeting = ["--no_ssh_check", "--master_addr", target.hosts[0].name]
+    return ["deepspeed", "--hostfile", hostfile, *target.selection, *meeting, "--master_port", str(target.port)]
+
+
+def read_back(launcher: str, target: Target, words: Sequence[str], more: Sequence[str] = ()) -> Plan:
+    """Resolve what a launcher's processes would: the plan of a run.
+
+    Args:
+        words: the starting command, as `command` returns it or as a script made it.
+        more: overrides that the user still has to give.
+
+    Raises:
+        ConfigurationError, TopologyError: as the run would.
+    """
+    argv = [*words[words.index("train.py") + 1 :], *more]
+    environ = {"WORLD_SIZE": str(target.world_size), "RANK": "0"}
+    if launcher == "accelerate":
+        parents = [Ancestor(tuple(words), os.getcwd())]
+        return resolve_plan(argv, {**environ, "ACCELERATE_MIXED_PRECISION": "no"}, lambda: parents)
+    if launcher == "deepspeed":
+        return resolve_plan(["--local_rank=0", *argv], environ)
+    return resolve_plan(argv, {**environ, "TORCHELASTIC_RUN_ID": "none"})

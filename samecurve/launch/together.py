@@ -1,0 +1,93 @@
+"""Processes that stand or fall together: signals reach all of them, and one failure ends the others."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP", "SIGUSR2") if hasattr(signal, name)
+)
+GRACE_SECONDS = 30.0  # between the first failure and the end by force, as torchrun has it
+_POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Member:
+    """A started process. send: delivers a signal to what it stands for, which may run on another host."""
+
+    process: subprocess.Popen
+    send: Callable[[signal.Signals], None]
+
+
+def start(words: Sequence[str], environment: dict[str, str]) -> Member:
+    """Start a process on this machine.
+
+    It has a session of its own: a terminal would send Ctrl-C to it, too, and a second signal ends a run at once.
+    """
+    process = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+    return Member(process, process.send_signal)
+
+
+def wait(starting: Iterable[Member], grace_seconds: float = GRACE_SECONDS) -> int:
+    """Wait for all members. Signals to this process are sent on to them, and are no reason to end before they do.
+
+    Args:
+        starting: may be a generator, which starts them: no signal is lost on the way.
+        grace_seconds: between the first failure and the end of the others by force.
+
+    Returns:
+        0, or the exit code of the first member that failed; 128 and the number of the signal that killed it.
+    """
+    members: list[Member] = []
+    with _passed_on(members):
+        try:
+            members.extend(starting)
+        except BaseException:
+            _end(members, grace_seconds)
+            raise
+        while not any(codes := [each.process.poll() for each in members]) and None in codes:
+            time.sleep(_POLL_SECONDS)
+        _end(members, grace_seconds)
+    failed = next((code for code in codes if code), 0)
+    return failed if failed >= 0 else 128 - failed
+
+
+def _end(members: Sequence[Member], grace_seconds: float) -> None:
+    """End the members that still run."""
+    deadline = time.monotonic() + grace_seconds
+    for each in members:
+        if each.process.poll() is None:
+            _send(each, signal.SIGTERM)
+    for each in members:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            each.process.wait(max(0.0, deadline - time.monotonic()))
+    for each in members:
+        if each.process.poll() is None:
+            each.process.kill()
+
+
+def _send(member: Member, number: signal.Signals) -> None:
+    with contextlib.suppress(OSError):  # it has just ended
+        member.send(number)
+
+
+@contextlib.contextmanager
+def _passed_on(members: Sequence[Member]) -> Iterator[None]:
+    def pass_on(number: int, _: object) -> None:
+        for each in members:
+            _send(each, signal.Signals(number))
+
+    handlers = {}
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup or in a background job: keep that
+            handlers[number] = signal.signal(number, pass_on)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

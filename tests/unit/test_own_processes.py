@@ -1,0 +1,171 @@
+"""Ranks that train.py starts by itself, and processes that stand or fall together: exit codes, signals, the end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from samecurve.errors import ConfigurationError, TopologyError
+from samecurve.launch import here
+from samecurve.strategy.launchers import OWN_PROCESSES
+from samecurve.strategy.resolve import resolve_plan
+
+ROOT = Path(__file__).resolve().parents[2]
+# What train.py does: it starts itself again. A rank says who it is, and does what its argument says.
+SCRIPT = """
+import os, signal, sys, time
+from samecurve.launch import ranks
+if "SAMECURVE_PROCESSES" not in os.environ:
+    ranks.start_and_exit(3)
+rank, port = os.environ["RANK"], os.environ["MASTER_PORT"]
+world = [os.environ[name] for name in ("LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")]
+
+def say(*words):  # in one call: the ranks share a pipe
+    os.write(1, f"{' '.join(words)}\\n".encode())
+
+say("rank", rank, *world, port)
+told = []
+signal.signal(signal.SIGTERM, lambda *_: told.append("SIGTERM"))
+signal.signal(signal.SIGINT, lambda *_: told.append("SIGINT"))
+code = dict(word.split(":") for word in sys.argv[1:]).get(rank)
+if code == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+if code is not None:
+    sys.exit(int(code))
+say("waits")
+deadline = time.monotonic() + 30
+while not told and time.monotonic() < deadline:
+    time.sleep(0.01)
+say("told", *told)
+sys.exit(75)
+"""
+
+
+@pytest.fixture
+def script(tmp_path) -> list[str]:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return [sys.executable, str(path)]
+
+
+def start(words: list[str]) -> subprocess.Popen:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(words, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def test_ranks_know_their_world(script):
+    done = start([*script, "0:0", "1:0", "2:0"])
+    lines = sorted(line.split() for line in done.communicate(timeout=30)[0].splitlines())
+    assert done.returncode == 0
+    port = lines[0][-1]
+    assert lines == [["rank", str(rank), str(rank), "3", "3", port] for rank in range(3)]
+
+
+@pytest.mark.parametrize(("fate", "code"), [("1:7", 7), ("2:kill", 128 + signal.SIGKILL)])
+def test_the_first_failure_ends_all_and_is_the_exit_code(fate, code, script):
+    """The others would exit with 75."""
+    done = start([*script, fate])
+    output = done.communicate(timeout=30)[0]
+    assert done.returncode == code
+    assert output.count("told SIGTERM") == output.count("waits")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_reaches_every_rank_once(number, script):
+    """They are not in the terminal's group, which would give them Ctrl-C a second time."""
+    done = start(script)
+    assert done.stdout
+    for _ in range(6):
+        done.stdout.readline()
+    done.send_signal(number)
+    output = done.communicate(timeout=30)[0]
+    assert (done.returncode, output.splitlines()) == (75, [f"told {number.name}"] * 3)
+
+
+def far_side(script: list[str]) -> subprocess.Popen:
+    """The process that ssh starts on another host, here with one rank of the script behind it."""
+    far = start([sys.executable, "-m", "samecurve.launch.here"])
+    assert far.stdin and far.stdout
+    far.stdin.write(here.order(script, {OWN_PROCESSES: "1", "RANK": "0", "LOCAL_RANK": "0", **WORLD}))
+    far.stdin.flush()
+    assert far.stdout.readline() == "rank 0 0 1 1 5\n" and far.stdout.readline() == "waits\n"
+    return far
+
+
+WORLD = {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "5"}
+
+
+def test_a_lost_connection_stops_the_far_side(script):
+    far = far_side(script)
+    assert far.stdin
+    far.stdin.close()
+    far.stdin = None
+    assert far.communicate(timeout=30)[0] == "told SIGTERM\n" and far.returncode == 75
+
+
+def test_a_signal_goes_through_the_connection(script):
+    far = far_side(script)
+    assert far.stdin
+    far.stdin.write("SIGINT\n")
+    far.stdin.flush()
+    assert far.wait(30) == 75
+    assert far.communicate()[0] == "told SIGINT\n"
+
+
+def test_a_launcher_that_a_host_lacks():
+    far = subprocess.run(
+        [sys.executable, "-m", "samecurve.launch.here"],
+        input=here.order(["no-such-launcher"], {}),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert far.returncode == 127 and "no-such-launcher: not found on" in far.stderr
+
+
+# the plan of the process that starts ranks, and of a rank
+
+RECIPE = ["recipes/quickstart.yaml", "--strategy", "configs/zero2.yaml"]
+
+
+@pytest.fixture
+def in_the_repository(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def test_the_plan_is_that_of_the_ranks(in_the_repository):
+    parent = resolve_plan([*RECIPE, "--processes", "4"], {})
+    rank = resolve_plan([*RECIPE, "--processes", "4"], {"WORLD_SIZE": "4", "RANK": "3", OWN_PROCESSES: "4"})
+    assert (parent.processes_to_start, rank.processes_to_start) == (4, 0)
+    assert parent.strategy == rank.strategy and rank.strategy.launcher == "train.py"
+    assert rank.strategy.world_size == 4
+    assert resolve_plan(["recipes/quickstart.yaml"], {}).processes_to_start == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "kind", "message"),
+    [
+        (["--processes", "0"], {}, ConfigurationError, "--processes: found 0, expected 1 or more"),
+        (["--processes", "3"], {}, TopologyError, "--processes: found 3, but without a strategy each process"),
+        (
+            ["--processes", "2"],
+            {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "1"},
+            ConfigurationError,
+            "found 2, but torchrun has started this process; omit --processes here",
+        ),
+    ],
+)
+def test_numbers_that_cannot_be(arguments, environ, kind, message, in_the_repository):
+    with pytest.raises(kind, match=message):
+        resolve_plan([RECIPE[0], *arguments], environ)
+
+
+def test_plain_python_is_told_of_it(in_the_repository):
+    with pytest.raises(TopologyError, match="or add --processes 2"):
+        resolve_plan(RECIPE, {})
