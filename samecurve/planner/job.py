@@ -40,6 +40,7 @@ class Job:
         reserved_gib: for context, NCCL and other processes; None: estimated.
         offload: what is kept outside of the GPU, such as "optimizer:cpu" or "param:nvme".
         host: where it is kept.
+        reduces_once: whether FSDP reduces gradients once per step instead of after every micro-batch.
     """
 
     shape: ModelShape
@@ -66,6 +67,7 @@ class Job:
     reserved_gib: float | None = None
     offload: tuple[str, ...] = ()
     host: Host = field(default_factory=Host)
+    reduces_once: bool = False
 
     @property
     def tokens(self) -> float:

@@ -133,7 +133,9 @@ def job(wanted: Wanted, strategy: Strategy, machines: Cluster) -> Job:
     )  # fmt: skip
     stack = {"zero": "deepspeed", "pipeline": "deepspeed", "fsdp": "fsdp2"}.get(strategy.family, strategy.family)
     described = describe_job(wanted, layout, machines, _states(strategy, wanted), stack)
-    return replace(described, offload=strategy.offload)
+    recipe = wanted.source.recipe
+    once = recipe is not None and recipe.memory.gradient_sync == "last_micro_batch"
+    return replace(described, offload=strategy.offload, reduces_once=once)
 
 
 def describe_job(wanted: Wanted, layout: Layout, machines: Cluster, states: StateBytes, stack: str) -> Job:
