@@ -32,7 +32,7 @@ class Exchange:
     num_bytes: int
 
 
-def ledger(job: Job, stage: Stage, trained_tokens: int | None = None) -> list[Exchange]:
+def ledger(job: Job, stage: Stage, trained_tokens: float | None = None) -> list[Exchange]:
     """List what one rank of a stage exchanges in a step.
 
     Args:
@@ -160,7 +160,7 @@ def _zero3(job: Job) -> list[Exchange]:
     ]
 
 
-def _tensor_parallel(job: Job, trained_tokens: int | None) -> list[Exchange]:
+def _tensor_parallel(job: Job, trained_tokens: float | None) -> list[Exchange]:
     """Sums over the group: two per layer and the embedding's forward; each product's input gradient backward.
 
     Autocast casts below the point where gradients are summed, so that these are fp32; so is the embedding's output. The
@@ -175,7 +175,7 @@ def _tensor_parallel(job: Job, trained_tokens: int | None) -> list[Exchange]:
     return [
         Exchange("tp", "all_reduce", "hidden states", count * forward),
         Exchange("tp", "all_reduce", "gradients of hidden states", count * backward),
-        Exchange("tp", "all_reduce", "loss", tokens * (3 * FP32 + width * shape.hidden)),
+        Exchange("tp", "all_reduce", "loss", round(tokens * (3 * FP32 + width * shape.hidden))),
     ]
 
 
