@@ -11,7 +11,7 @@ import pytest
 from harness import largest_relative_difference, long
 
 from samecurve.metrics.profiling.trace import breakdown, read_trace
-from samecurve.planner import inputs, ledger, strategies
+from samecurve.planner import inputs, ledger, memory, strategies
 from samecurve.planner.cluster import built_in
 from samecurve.planner.stages import stages
 
@@ -48,9 +48,25 @@ def check_ledger(run, folder):
     assert compared == job.layout.pp
 
 
+def check_states(run, content):
+    """The planner's lines are those that the engine holds, within 5 %, the reduction's buffers included."""
+    job = planned(run)
+    lines = {line.name: max(line.forward, line.backward) for line in memory.anatomy(job)[content["rank"]].lines}
+    held = content["memory_bytes"]
+    if not any(part.startswith("param:") for part in job.offload):
+        assert lines["weights"] == pytest.approx(held["weights"], rel=0.05)
+    if not job.offload:  # else they are in host memory
+        assert lines["master weights"] + lines["optimizer"] == pytest.approx(held["optimizer"], rel=0.05)
+        assert (lines["accumulators"] or lines["gradients"]) == pytest.approx(held["gradients"], rel=0.05)
+    assert job.bucket_bytes <= held["activations"]
+    if job.bucket_bytes > held["weights"]:  # of a tiny model they are nearly all there is
+        assert job.bucket_bytes == pytest.approx(held["activations"], rel=0.05)
+
+
 def test_ddp(workspace, reference):
     run, folder, content = profiled(workspace, "ddp")
     check_ledger(run, folder)
+    check_states(run, content)
     assert run.facts["engine"] == "DistributedDataParallel"
     assert largest_relative_difference(run.column("loss"), reference.column("loss")) < 1e-5
     traces = folder / "step_00000003"
@@ -77,6 +93,7 @@ def test_deepspeeds_own_log(workspace):
     """Its calls are those that PyTorch's profiler saw, but for what does not go through DeepSpeed."""
     run, folder, content = profiled(workspace, workspace.strategy("zero3", comms_logger={"enabled": True}))
     check_ledger(run, folder)
+    check_states(run, content)
     seen = {each["name"]: each for each in content["collectives"]}
     for name, logged in (("all_gather", "all_gather_into_tensor"), ("reduce_scatter", "reduce_scatter_tensor")):
         found = [each for each in content["logged_by_deepspeed"] if each["name"].startswith(logged)]
@@ -121,5 +138,6 @@ EXCHANGING = (
 @pytest.mark.parametrize("strategy", EXCHANGING)
 def test_predicted_bytes_are_those_exchanged(strategy, precision, workspace):
     """With accumulation. fsdp_offload needs an accelerator, hsdp and fsdp_tp four processes."""
-    run, folder, _ = profiled(workspace, strategy, *ACCUMULATED, f"precision={precision}")
+    run, folder, content = profiled(workspace, strategy, *ACCUMULATED, f"precision={precision}")
     check_ledger(run, folder)
+    check_states(run, content)
