@@ -104,17 +104,17 @@ def _numbers(job: Job) -> Iterator[Exchange]:
         yield Exchange("all", "broadcast", "loss", 2 * FP32)
         return
     doubles = 2 if layout.dp > 1 else 0  # token count and loss
-    single = 0
+    singles = flags = 0
     if job.stack == "fsdp2" or layout.tp > 1:
         doubles += 1  # norm of gradients of which each rank has a part
     elif job.stack == "deepspeed":
-        if any(each.startswith("optimizer:") for each in job.offload):
-            single = 2  # overflow flag and norm
-        elif layout.zero == 3:
+        offloaded = any(each.startswith("optimizer:") for each in job.offload)
+        if layout.zero == 3 and not offloaded:
             doubles += 2
-        elif fp32 or layout.zero == 2:
-            single = 2  # with ZeRO-1 in bf16 every rank has all gradients
-    yield Exchange("all", "all_reduce", "counts, loss, norms", doubles * FP64 + single * FP32)
+        elif not (layout.zero == 1 and job.precision == "bf16"):  # where every rank has all gradients
+            singles = 2
+            flags = 1 if layout.zero < 3 and not fp32 else 0  # overflow, which DeepSpeed does not look for in fp32
+    yield Exchange("all", "all_reduce", "counts, loss, norms", doubles * FP64 + singles * FP32 + flags)
 
 
 def _fully_sharded(job: Job) -> list[Exchange]:
