@@ -27,6 +27,7 @@ from samecurve.planner import (
     emission,
     inputs,
     layout_picture,
+    ledger,
     memory,
     overlap,
     placement,
@@ -64,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top", type=int, default=10, metavar="N", help="rows of the table (default: %(default)s)")
     parser.add_argument("--why", action="store_true", help="also show why the other strategies are out")
     parser.add_argument("--overlap", action="store_true", help="also show which communication computation can hide")
+    parser.add_argument("--ledger", action="store_true", help="also list the bytes of each collective per step")
     parser.add_argument("--shapes", action="store_true", help="also judge the model's dimensions on this kind of GPU")
     parser.add_argument("--layout", action="store_true", help="also draw which rank is where, and its groups' links")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write the drawing of --layout to this file")
@@ -191,6 +193,9 @@ def _print_details(shown: Choice, wanted: Wanted, arguments: argparse.Namespace)
     if arguments.overlap:
         rows = [[each.axis, f"{each.value:.3f}", each.verdict, each.inputs] for each in overlap.ratios(job)]
         print("\n" + printing.table([("communication / computation", "ratio", "", "inputs"), *rows]))
+    if arguments.ledger:
+        tables = [printing.ledger_table(stage, each) for stage, each in ledger.ledgers(job).items() if each]
+        print("\n" + ("\n".join(tables) or "One process exchanges nothing."))
     if arguments.shapes:
         print(f"\nShapes on {job.gpu_kind} with {shape_rules.sms(job.gpu_kind)} SMs:")
         print(printing.table(shape_rules.table(job)))

@@ -40,6 +40,8 @@ class Job:
         reserved_gib: for context, NCCL and other processes; None: estimated.
         offload: what is kept outside of the GPU, such as "optimizer:cpu" or "param:nvme".
         host: where it is kept.
+        bucket_bytes: buffers in which DeepSpeed reduces gradients, of their whole size from the first gradient on.
+        reduces_once: whether FSDP reduces gradients once per step instead of after every micro-batch.
     """
 
     shape: ModelShape
@@ -66,6 +68,8 @@ class Job:
     reserved_gib: float | None = None
     offload: tuple[str, ...] = ()
     host: Host = field(default_factory=Host)
+    bucket_bytes: float = 0
+    reduces_once: bool = False
 
     @property
     def tokens(self) -> float:

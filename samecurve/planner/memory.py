@@ -36,6 +36,7 @@ class Anatomy:
     stage: Stage
     lines: tuple[Line, ...]
     reserved_gib: float | None = None
+    gpus: int = 1
 
     def total(self, moment: str) -> float:
         return sum(getattr(line, moment) for line in self.lines)
@@ -59,7 +60,12 @@ def anatomy(job: Job, constants: Profile | None = None) -> list[Anatomy]:
     """Compute the memory of each class of ranks. nanotron's counter is the first stage's (README of the runs)."""
     constants = constants or profile(job.stack)
     return [
-        Anatomy(stage, (*_states(job, stage), *_activations(job, stage, constants), *_gathered(job)), job.reserved_gib)
+        Anatomy(
+            stage,
+            (*_states(job, stage), *_activations(job, stage, constants), *_gathered(job)),
+            job.reserved_gib,
+            job.layout.gpus,
+        )
         for stage in stages(job, job.stack in BY_COST)
     ]
 
@@ -71,6 +77,7 @@ def stage_parameters(job: Job, stage: Stage) -> tuple[float, float]:
     dense += shape.embedding_parameters if stage.embedding else 0
     needs_head = stage.head and (not shape.tied or not stage.embedding)
     dense += shape.head_parameters if needs_head else 0
+    dense += shape.hidden if stage.head else 0  # the last norm
     return dense / layout.tp, stage.layers * shape.expert_layer_parameters / (layout.ep * layout.tp)
 
 
@@ -90,6 +97,8 @@ def _states(job: Job, stage: Stage) -> list[Line]:
 
     weights, gradients = held(sizes.weights, 3), held(sizes.gradients, 2)
     accumulators, optimizer = held(sizes.accumulators, 2), held(sizes.optimizer, 1)
+    if any(part.startswith("optimizer:") for part in job.offload):
+        gradients = accumulators = 0.0  # they follow the optimizer as soon as they are reduced
     master = held(sizes.master, 1)
     persistent = 1 if job.grad_accum > 1 or zero or sizes.master else 0
     upcast = 4 * master / max(sizes.master, 1) * min(sizes.master, 4) / 4 if job.stack == "deepspeed" and zero else 0
@@ -100,6 +109,7 @@ def _states(job: Job, stage: Stage) -> list[Line]:
         Line("accumulators", accumulators, accumulators, accumulators, "fp32 sums of the micro-batches' gradients"),
         Line("master weights", master, master, master, f"{sizes.master:g} B per parameter of the shard", table),
         Line("optimizer", optimizer, optimizer, optimizer, f"{sizes.optimizer:g} B per parameter of the shard", table),
+        Line("reduce buckets", 0, job.bucket_bytes, 0, "reduce_bucket_size elements, twice if overlapped", "DeepSpeed"),
         Line("gradient copy", 0, 0, upcast, "the shard's gradients in the master weights' precision", "DeepSpeed"),
     ]
 
@@ -164,7 +174,7 @@ def overhead(each: Anatomy) -> list[Line]:
     if each.reserved_gib is not None:
         reserved = each.reserved_gib * GIB
         return [fragmentation, Line("reserved", reserved, reserved, reserved, "reserved_gib of the cluster file")]
-    context, nccl = CONTEXT_GIB * GIB, NCCL_GIB * GIB
+    context, nccl = CONTEXT_GIB * GIB, NCCL_GIB * GIB if each.gpus > 1 else 0
     return [
         fragmentation,
         Line("context", context, context, context, "CUDA context with torch's kernels", "assumed"),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
-from samecurve.planner import memory, printing
+from samecurve.planner import ledger, memory, printing
 from samecurve.planner.job import Job
 from samecurve.planner.layout import Layout
 from samecurve.planner.search import Choice
@@ -118,4 +119,9 @@ def record(choice: Choice) -> dict:
         "tie": choice.tie,
         "binding": found.binding,
         "not_in_this_version": choice.lack or None,
+        "ledger": {} if choice.lack else _ledger(choice.job),
     }
+
+
+def _ledger(job: Job) -> dict[str, list[dict]]:
+    return {stage: [asdict(each) for each in exchanges] for stage, exchanges in ledger.ledgers(job).items()}

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 
-from samecurve.planner.hardware import GIB
+from samecurve.planner.hardware import GIB, MIB
+from samecurve.planner.ledger import Exchange
 from samecurve.planner.memory import MOMENTS, Anatomy, overhead
 from samecurve.planner.step_time import StepTime
 
@@ -51,3 +52,11 @@ def step_table(time: StepTime) -> str:
     parts = [(each.name.replace("_", " "), getattr(time, each.name)) for each in fields(time)]
     rows = [["step, s", ""], *([name, f"{value:.4f}"] for name, value in parts if value)]
     return table([*rows, ["total", f"{time.total:.4f}"]]) + "\n" + bar(parts, time.total, f"of {time.total:.3f} s")
+
+
+def ledger_table(stage: str, exchanges: Sequence[Exchange]) -> str:
+    """Format the bytes that a rank of a stage exchanges per step."""
+    rows = [(each.axis, each.collective, f"{each.num_bytes / MIB:,.3f}", each.content) for each in exchanges]
+    total = sum(each.num_bytes for each in exchanges) / MIB
+    header = (f"{stage} stage, per rank and step", "collective", "MiB", "content")
+    return table([header, *rows, ("total", "", f"{total:,.3f}", "")])

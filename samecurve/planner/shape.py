@@ -87,3 +87,33 @@ class ModelShape:
         """All weights, the tied head once."""
         untied = 0 if self.tied else self.head_parameters
         return self.layers * self.layer_parameters + self.embedding_parameters + untied + self.hidden
+
+    @property
+    def layer_weights(self) -> list[tuple[int, int]]:
+        """Shapes of one layer's weights, (n, 1) for vectors; those of all experts together."""
+        width, kv = self.attention_width, round(self.attention_width * self.kv_share)
+        inner = self.ffn * max(self.experts, 1)
+        matrices = [(width, self.hidden), (kv, self.hidden), (kv, self.hidden), (self.hidden, width)]
+        matrices += [(inner, self.hidden)] * (2 if self.gated else 1) + [(self.hidden, inner)]
+        matrices += [(self.experts, self.hidden)] if self.experts else []
+        vectors = [self.hidden] * 2 if self.gated else [*([self.hidden] * 9), self.ffn]
+        return [*matrices, *((size, 1) for size in vectors)]
+
+    @property
+    def embedding_weights(self) -> list[tuple[int, int]]:
+        return [(self.vocab, self.hidden), *([(self.positions, self.hidden)] if self.positions else [])]
+
+    @property
+    def final_weights(self) -> list[tuple[int, int]]:
+        return [(self.hidden, 1)]
+
+    @property
+    def head_weights(self) -> list[tuple[int, int]]:
+        """Shape of the output head's weight, empty where it is the embedding's."""
+        return [] if self.tied else [(self.vocab, self.hidden)]
+
+    @property
+    def weights(self) -> list[tuple[int, int]]:
+        """Shapes of all weights."""
+        layers = self.layer_weights * self.layers
+        return [*self.embedding_weights, *layers, *self.final_weights, *self.head_weights]

@@ -24,6 +24,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "configs"
 # Order among equally fast strategies: those with fewer moving parts first.
 SIMPLE_FIRST = ("single", "ddp", "zero1", "zero2", "fsdp", "zero3", "hsdp", "tp", "fsdp_tp", "pipeline")
 ADAM, SIXTEEN, THIRTY_TWO = 8, 2, 4
+BUCKET = 500_000_000  # elements of DeepSpeed's reduce_bucket_size by default
 # Parallel sizes that a strategy's files may set: which file, and the key. All other ranks form replicas or shards.
 AXES: Mapping[str, tuple[str, KeyPath]] = {
     "pp": ("deepspeed", ("pipeline", "stages")),
@@ -133,7 +134,26 @@ def job(wanted: Wanted, strategy: Strategy, machines: Cluster) -> Job:
     )  # fmt: skip
     stack = {"zero": "deepspeed", "pipeline": "deepspeed", "fsdp": "fsdp2"}.get(strategy.family, strategy.family)
     described = describe_job(wanted, layout, machines, _states(strategy, wanted), stack)
-    return replace(described, offload=strategy.offload)
+    recipe = wanted.source.recipe
+    once = recipe is not None and recipe.memory.gradient_sync == "last_micro_batch"
+    buckets = _bucket_bytes(strategy, wanted.precision)
+    return replace(described, offload=strategy.offload, reduces_once=once, bucket_bytes=buckets)
+
+
+def _bucket_bytes(strategy: Strategy, precision: str) -> float:
+    """Bytes of DeepSpeed 0.19's reduce buffers: two with overlap_comm and in a pipeline, fp32 but for ZeRO-2's.
+
+    ZeRO-1 in bf16 has none (BF16_Optimizer), ZeRO-3 as many elements as its gradients.
+    """
+    stage = strategy.zero_stage
+    if strategy.family not in ("zero", "pipeline") or stage not in (1, 2) or (stage == 1 and precision == "bf16"):
+        return 0
+    settings = (strategy.deepspeed or {}).get("zero_optimization", {})
+    size, width = settings.get("reduce_bucket_size", BUCKET), THIRTY_TWO
+    if stage == 2 and precision != "fp32":
+        width = SIXTEEN
+    elements = size if isinstance(size, (int, float)) else BUCKET
+    return elements * width * (2 if settings.get("overlap_comm") or strategy.family == "pipeline" else 1)
 
 
 def describe_job(wanted: Wanted, layout: Layout, machines: Cluster, states: StateBytes, stack: str) -> Job:

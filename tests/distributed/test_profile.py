@@ -1,4 +1,7 @@
-"""A run of which steps are recorded trains the same, and the record says what its ranks exchanged."""
+"""A run of which steps are recorded trains the same, and the record says what its ranks exchanged.
+
+These bytes are those that the planner predicts, exactly.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,63 @@ import json
 import pytest
 from harness import largest_relative_difference, long
 
+from samecurve.metrics.profiling.trace import breakdown, read_trace
+from samecurve.planner import inputs, ledger, memory, strategies
+from samecurve.planner.cluster import built_in
+from samecurve.planner.stages import stages
+
 STEPS = "profile.steps=[3,5]"
 
 
-def profiled(workspace, strategy):
-    run = workspace.run(strategy, 2, STEPS, "profile.ranks=[0,1]")
+def profiled(workspace, strategy, *overrides):
+    run = workspace.run(strategy, 2, STEPS, "profile.ranks=[0,1]", *overrides)
     assert run.returncode == 0, run.output
     folder = run.directory / "profile"
     return run, folder, json.loads((folder / "summary.json").read_text())
 
 
+def planned(run):
+    facts = run.facts
+    wanted = inputs.read(facts["recipe_path"], [each for each in facts["overrides"] if "profile" not in each])
+    template = strategies.read(facts["strategy_path"])
+    strategy, problems = strategies.describe(wanted, template, {}, facts["world_size"])
+    assert not problems
+    return strategies.job(wanted, strategy, built_in(f"h100x{facts['world_size']}"))
+
+
+def check_ledger(run, folder):
+    job, compared = planned(run), 0
+    for rank, stage in enumerate(stages(job, by_cost=False)):
+        (trace,) = folder.glob(f"step_*/rank{rank}.pt.trace.json.gz")
+        found = breakdown(read_trace(trace))
+        assert not any(each.untyped for each in found.collectives)
+        tokens = sum(each["tokens"] for each in run.metrics if each["step"] in found.steps)
+        expected = ledger.by_collective(ledger.ledger(job, stage, tokens / len(found.steps) / job.layout.dp))
+        counted = {each.name: each.num_bytes / len(found.steps) for each in found.collectives}
+        assert counted == pytest.approx(expected, abs=0.5), stage  # means over steps of different tokens
+        compared += 1
+    assert compared == job.layout.pp
+
+
+def check_states(run, content):
+    """The planner's lines are those that the engine holds, within 5 %, the reduction's buffers included."""
+    job = planned(run)
+    lines = {line.name: max(line.forward, line.backward) for line in memory.anatomy(job)[content["rank"]].lines}
+    held = content["memory_bytes"]
+    if not any(part.startswith("param:") for part in job.offload):
+        assert lines["weights"] == pytest.approx(held["weights"], rel=0.05)
+    if not job.offload:  # else they are in host memory
+        assert lines["master weights"] + lines["optimizer"] == pytest.approx(held["optimizer"], rel=0.05)
+        assert (lines["accumulators"] or lines["gradients"]) == pytest.approx(held["gradients"], rel=0.05)
+    assert job.bucket_bytes <= held["activations"]
+    if job.bucket_bytes > held["weights"]:  # of a tiny model they are nearly all there is
+        assert job.bucket_bytes == pytest.approx(held["activations"], rel=0.05)
+
+
 def test_ddp(workspace, reference):
     run, folder, content = profiled(workspace, "ddp")
+    check_ledger(run, folder)
+    check_states(run, content)
     assert run.facts["engine"] == "DistributedDataParallel"
     assert largest_relative_difference(run.column("loss"), reference.column("loss")) < 1e-5
     traces = folder / "step_00000003"
@@ -43,7 +91,9 @@ def test_ddp(workspace, reference):
 
 def test_deepspeeds_own_log(workspace):
     """Its calls are those that PyTorch's profiler saw, but for what does not go through DeepSpeed."""
-    _, folder, content = profiled(workspace, workspace.strategy("zero3", comms_logger={"enabled": True}))
+    run, folder, content = profiled(workspace, workspace.strategy("zero3", comms_logger={"enabled": True}))
+    check_ledger(run, folder)
+    check_states(run, content)
     seen = {each["name"]: each for each in content["collectives"]}
     for name, logged in (("all_gather", "all_gather_into_tensor"), ("reduce_scatter", "reduce_scatter_tensor")):
         found = [each for each in content["logged_by_deepspeed"] if each["name"].startswith(logged)]
@@ -67,3 +117,27 @@ def test_every_engine(strategy, workspace):
     memory, (per_rank, per_both) = content["memory_bytes"], BYTES[strategy]
     expected = run.facts["num_parameters_per_rank"] * per_rank + run.facts["num_trained_parameters"] / 2 * per_both
     assert memory["weights"] + memory["optimizer"] == pytest.approx(expected, rel=0.03)
+
+
+ACCUMULATED = ("data.packing=true", "batch.micro_batch_size=2", "evaluate.every_steps=0", "steps=6")
+EXCHANGING = (
+    "ddp",
+    "fsdp",
+    "zero1",
+    "zero2",
+    "zero2_offload",
+    "zero3",
+    "zero3_offload",
+    "zero3_nvme",
+    "pipeline",
+    "tp",
+)
+
+
+@pytest.mark.parametrize("precision", long("fp32", "bf16"))
+@pytest.mark.parametrize("strategy", EXCHANGING)
+def test_predicted_bytes_are_those_exchanged(strategy, precision, workspace):
+    """With accumulation. fsdp_offload needs an accelerator, hsdp and fsdp_tp four processes."""
+    run, folder, content = profiled(workspace, strategy, *ACCUMULATED, f"precision={precision}")
+    check_ledger(run, folder)
+    check_states(run, content)

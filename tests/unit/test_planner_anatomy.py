@@ -145,3 +145,21 @@ def test_a_small_source_moves_the_constants_less_than_many():
     many = [fitting.Measured(job, f"source {index}", true, None) for index in range(30)]
     errors = [abs(fitting.time_error(few[0], fitting.fit(runs, Profile()))) for runs in (few, many)]
     assert errors[1] < 0.02 < errors[0]
+
+
+def test_what_is_not_on_the_gpu_is_not_counted_there():
+    """Offloaded gradients follow the optimizer to host memory; a single GPU has no NCCL."""
+    sharded = a_job(layout=Layout(8, zero=3, shard=8), stack="fsdp2")
+    (kept,) = memory.anatomy(sharded)
+    (moved,) = memory.anatomy(replace(sharded, offload=("optimizer:cpu", "param:cpu")))
+    assert named(kept)["gradients"] > named(moved)["gradients"] == 0
+    nccl = {gpus: next(line for line in overheads(gpus) if line.name == "NCCL").optimizer for gpus in (1, 2)}
+    assert nccl[1] == 0 < nccl[2]
+
+
+def named(each: memory.Anatomy) -> dict[str, float]:
+    return {line.name: line.backward for line in each.lines}
+
+
+def overheads(gpus: int) -> list[memory.Line]:
+    return memory.overhead(memory.anatomy(a_job(layout=Layout(gpus)))[0])

@@ -22,7 +22,7 @@ from samecurve.losses.cross_entropy import LOSS, token_loss_sum
 from samecurve.metrics.profiling import recorder
 from samecurve.metrics.profiling.deepspeed_comms import _by_size, begin, logged
 from samecurve.metrics.profiling.op_kinds import KINDS, listed
-from samecurve.metrics.profiling.summary import memory
+from samecurve.metrics.profiling.summary import memory, render_summary
 from samecurve.metrics.profiling.trace import Breakdown, breakdown, read_trace
 
 MS = 1000.0  # in a trace's microseconds
@@ -137,16 +137,30 @@ def test_bytes_of_collectives_by_hand():
             annotation("ProfilerStep#1", 0, 100),
             called("allreduce_", 1, [[[10, 3], [2]], [], []], ["TensorList", "", "Scalar"]),
             done("gloo:all_reduce", 2, [[10, 3], [2]], "double"),
-            called("allreduce_", 3, [[[10]], [], []], ["TensorList", "", "Scalar"]),  # of a type that nobody tells
+            called("allreduce_", 3, [[[10]], [], []], ["TensorList", "", "Scalar"]),
+            done("gloo:all_reduce", 3, [[10]], "float"),
             called("_allgather_base_", 4, [[20], [10], []], ["c10::BFloat16", "c10::BFloat16", ""]),
+            done("gloo:all_gather", 4, [[10]], "c10::BFloat16"),
             called("_reduce_scatter_base_", 5, [[5], [10], []], ["float", "float", ""]),
+            done("gloo:all_reduce", 6, [[10]], "float"),
+            called("allreduce_", 7, [[[10]], [], []], ["TensorList", "", "Scalar"]),  # not of the all-gather's type
+            done("gloo:all_reduce", 8, [[10]], "float"),
         ]
     )
-    assert [(each.name, each.calls, each.num_bytes) for each in found.collectives] == [
-        ("all_reduce", 2, 32 * 8 + 10 * 4),
-        ("all_gather", 1, 20 * 2),
-        ("reduce_scatter", 1, 10 * 4),
+    assert [(each.name, each.calls, each.num_bytes, each.untyped) for each in found.collectives] == [
+        ("all_reduce", 3, 32 * 8 + 2 * 10 * 4, 0),
+        ("all_gather", 1, 20 * 2, 0),
+        ("reduce_scatter", 1, 10 * 4, 0),
     ]
+
+
+def test_a_type_that_the_trace_does_not_name_is_not_guessed():
+    dims = {"Input Dims": [[[10]], []], "Input type": ["TensorList", ""]}
+    found = breakdown([annotation("ProfilerStep#1", 0, 100), event("c10d::allreduce_", 3, 1, **dims)])
+    (reduced,) = found.collectives
+    assert (reduced.calls, reduced.num_bytes, reduced.untyped) == (1, 0, 1)
+    held = Held(weights=0, optimizer=0, gradients=0, gradients_between_steps=0)
+    assert "all_reduce: 1 calls are without their bytes" in render_summary(found, held, 0)
 
 
 def in_ms(found):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 _PREFIX = "c10d::"
@@ -24,7 +24,7 @@ _BYTES = {
 _MICROSECONDS = 1e-6
 # NCCL's kernels, for example ncclDevKernel_AllReduce_Sum_f32_RING_LL. Send and receive share one kernel.
 _KERNEL = re.compile(r"^ncclDev\w*?Kernel_([A-Za-z]+)")
-_USUAL_BYTES = 4  # for a type that is not in the trace: gradients are reduced in fp32
+_RUN_AS = {"reduce_scatter": "all_reduce"}  # by Gloo
 
 
 @dataclass(frozen=True)
@@ -33,27 +33,31 @@ class Collective:
 
     Attributes:
         calls: number of calls.
-        num_bytes: sum over the calls of the larger of input and output size.
+        num_bytes: sum over the calls of the larger of input and output size, without untyped ones.
         seconds: sum over the calls, overlapping ones included. On a GPU the time of the kernels, which includes waiting
             for other ranks; on a CPU the time from the call to the end of the transfer.
+        untyped: number of calls whose element type is not in the trace.
     """
 
     name: str
     calls: int
     num_bytes: int
     seconds: float
+    untyped: int = 0
 
 
 def collectives(events: Iterable[dict]) -> list[Collective]:
     """Sum up the collectives by name, most bytes first. events: complete events of a trace ("ph": "X")."""
     events = sorted(events, key=lambda event: float(event["ts"]))
-    types = _types_of_lists(events)
     calls = [event for event in events if event.get("cat") == "cpu_op" and event["name"].startswith(_PREFIX)]
-    found: dict[str, list[int]] = defaultdict(list)
-    for event in calls:
-        found[_plain(event["name"])].append(_num_bytes(event.get("args", {}), types))
+    found: dict[str, list[int | None]] = defaultdict(list)
+    for event, element_type in zip(calls, _types_of_lists(events, calls), strict=True):
+        found[_plain(event["name"])].append(_num_bytes(event.get("args", {}), element_type))
     seconds = _of_kernels(events, "send" if "send" in found else "recv") or _of_transfers(events, calls)
-    made = [Collective(name, len(sizes), sum(sizes), seconds.get(name, 0.0)) for name, sizes in found.items()]
+    made = [
+        Collective(name, len(sizes), sum(filter(None, sizes)), seconds.get(name, 0.0), sizes.count(None))
+        for name, sizes in found.items()
+    ]
     return sorted(made, key=lambda each: (-each.num_bytes, each.name))
 
 
@@ -95,34 +99,43 @@ def _of_transfers(events: Sequence[dict], calls: Sequence[dict]) -> dict[str, fl
     return seconds
 
 
-def _num_bytes(arguments: dict, types: dict[str, list[str]]) -> int:
-    sizes, names = arguments.get("Input Dims", []), arguments.get("Input type", [])
-    sizes_in_bytes = [0]
-    for shape, name in zip(sizes, names, strict=False):
+def _num_bytes(arguments: dict, type_of_list: str) -> int | None:
+    """Return the larger of input and output size; None if a type is unknown."""
+    sizes = [0]
+    for elements, name in _tensors(arguments):
+        width = _BYTES.get(type_of_list if name == "TensorList" else name)
+        if width is None:
+            return None
+        sizes.append(elements * width)
+    return max(sizes)
+
+
+def _tensors(arguments: dict) -> Iterator[tuple[int, str]]:
+    """Yield (number of elements, type) of each tensor and list of tensors among an operator's inputs."""
+    for shape, name in zip(arguments.get("Input Dims", []), arguments.get("Input type", []), strict=False):
         if name == "TensorList":
-            known = types.get(_key(shape))
-            name = known.pop(0) if known else ""
-            sizes_in_bytes.append(sum(map(math.prod, shape)) * _BYTES.get(name, _USUAL_BYTES))
-        elif _is_tensor(shape, name):
-            sizes_in_bytes.append(math.prod(shape) * _BYTES.get(name, _USUAL_BYTES))
-    return max(sizes_in_bytes)
+            yield sum(map(math.prod, shape)), name
+        elif shape and name not in ("", "Scalar", "ScalarList") and not isinstance(shape[0], list):
+            yield math.prod(shape), name
 
 
-def _is_tensor(shape: Sequence, name: str) -> bool:
-    return bool(shape) and name not in ("", "Scalar", "ScalarList") and not isinstance(shape[0], list)
+def _types_of_lists(events: Sequence[dict], calls: Sequence[dict]) -> list[str]:
+    """Return the element type of each call's lists of tensors, "" if unknown, from the backend's own operations.
 
-
-def _types_of_lists(events: Sequence[dict]) -> dict[str, list[str]]:
-    """Map the shapes of each list of tensors to its element types, in call order."""
-    types: dict[str, list[str]] = defaultdict(list)
+    Process groups run side by side, so that an operation belongs to the first call with its name and size.
+    """
+    operations: dict[tuple[str, int], deque[str]] = defaultdict(deque)
     for event in events:
         arguments = event.get("args", {})
         if event["name"].startswith("gloo:") and arguments.get("Input type"):
-            types[_key(arguments["Input Dims"])].append(arguments["Input type"][0])
+            elements = sum(map(math.prod, arguments["Input Dims"]))
+            operations[event["name"].removeprefix("gloo:"), elements].append(arguments["Input type"][0])
         elif event["name"] == "record_param_comms" and "dtype" in arguments:
-            types[_key([[arguments.get("In msg nelems", 0)]])].append(arguments["dtype"].lower())
+            name = _plain(arguments.get("Collective name", ""))
+            operations[name, arguments.get("In msg nelems", 0)].append(arguments["dtype"].lower())
+    types = []
+    for call in calls:
+        name, sizes = _plain(call["name"]), [elements for elements, _ in _tensors(call.get("args", {}))]
+        keys = [*((name, size) for size in sizes), (_RUN_AS.get(name, name), max(sizes, default=0))]
+        types.append(next((operations[key].popleft() for key in keys if operations[key]), ""))
     return types
-
-
-def _key(shapes: object) -> str:
-    return str(shapes)

@@ -109,6 +109,9 @@ def _collectives(breakdown: Breakdown) -> Iterator[str]:
         for each in breakdown.collectives
     ]
     yield from _table(rows)
+    for each in breakdown.collectives:
+        if each.untyped:
+            yield f"{each.name}: {each.untyped} calls are without their bytes, as the trace does not name the type."
 
 
 def _logged(logged: Sequence[Logged], num_steps: int) -> Iterator[str]:

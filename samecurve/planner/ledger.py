@@ -1,0 +1,199 @@
+"""Bytes that a rank exchanges in one step, by collective, as PyTorch's profiler counts them.
+
+A call counts the larger of its input and output. DeepSpeed's numbers are those of 0.19: ZeRO-1 and 2 all-reduce whole
+gradients (`use_multi_rank_bucket_allreduce`), where the textbook has a reduce-scatter, and ZeRO-3 gathers weights once
+per micro-batch as long as the model has at most `stage3_max_live_parameters`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from samecurve.planner.job import Job
+from samecurve.planner.stages import Stage, stages
+
+FP32, FP64, INT64 = 4, 8, 8
+LIVE_PARAMETERS = 1e9  # stage3_max_live_parameters and stage3_max_reuse_distance, DeepSpeed's defaults
+PERSISTENT = 10  # ZeRO-3 keeps weights of at most 10 h elements whole; Accelerate's value for "auto"
+FLAT_ALIGNMENT = 2  # elements per rank to which ZeRO-1 and 2 align each parameter group
+SEPARATE_INPUTS = {True: 5, False: 2}  # inputs of q, k, v, gate and up, or of fused qkv and the MLP
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Calls of one collective with one content: bytes per step and rank."""
+
+    axis: str
+    collective: str
+    content: str
+    num_bytes: int
+
+
+def ledger(job: Job, stage: Stage, trained_tokens: float | None = None) -> list[Exchange]:
+    """List what one rank of a stage exchanges in a step.
+
+    Args:
+        job: a strategy that this version runs.
+        stage: of stages.stages.
+        trained_tokens: per step and data-parallel rank, as the loss of a tensor-parallel group is computed of these
+            alone; default: all.
+    """
+    if job.layout.gpus == 1:
+        return []
+    found = [*_numbers(job)]
+    if job.layout.tp > 1:
+        found += _tensor_parallel(job, trained_tokens)
+    if job.layout.pp > 1:
+        found += _pipeline(job, stage)
+    elif job.stack == "fsdp2":
+        found += _fully_sharded(job)
+    elif job.stack == "deepspeed":
+        found += _zero3(job) if job.layout.zero == 3 else _zero(job)
+    elif job.layout.dp > 1:
+        found.append(Exchange("dp", "all_reduce", "gradients", FP32 * _elements(job, job.shape.weights)))
+    return [each for each in found if each.num_bytes]
+
+
+def ledgers(job: Job) -> dict[str, list[Exchange]]:
+    """Return the ledger of each class of ranks, by the name of its stage."""
+    return {stage.name: ledger(job, stage) for stage in stages(job, by_cost=False)}
+
+
+def by_collective(exchanges: Iterable[Exchange]) -> dict[str, int]:
+    """Sum the bytes by collective."""
+    total: dict[str, int] = defaultdict(int)
+    for each in exchanges:
+        total[each.collective] += each.num_bytes
+    return dict(total)
+
+
+def _width(job: Job) -> int:
+    """Bytes of a number in the forward pass."""
+    return FP32 if job.precision == "fp32" else 2
+
+
+def _local(job: Job, weight: tuple[int, int]) -> tuple[int, int]:
+    """Return the shape of a rank's part of a weight under tensor parallelism, which cuts matrices only."""
+    rows, columns = weight
+    return (rows // job.layout.tp, columns) if columns > 1 else weight
+
+
+def _elements(job: Job, weights: Iterable[tuple[int, int]]) -> int:
+    return sum(math.prod(_local(job, each)) for each in weights)
+
+
+def _padded(job: Job, weights: Iterable[tuple[int, int]]) -> int:
+    """Elements of an FSDP2 unit; each weight's rows are padded to a multiple of the ranks that share it."""
+    ranks, total = max(job.layout.shard, 1), 0
+    for weight in weights:
+        rows, columns = _local(job, weight)
+        total += -(-rows // ranks) * ranks * columns
+    return total
+
+
+def _numbers(job: Job) -> Iterator[Exchange]:
+    """Yield single numbers: a flag of the control group, counts, losses and norms."""
+    layout, fp32 = job.layout, job.precision == "fp32"
+    yield Exchange("all", "all_reduce", "stop flag", 1)
+    if layout.pp > 1:
+        # token count; loss and two sums of squares; DeepSpeed's overflow flag and norms; its broadcast of the loss
+        yield Exchange("all", "all_reduce", "counts, loss, norms", 4 * FP64 + (4 if fp32 else 1) * FP32)
+        yield Exchange("all", "broadcast", "loss", 2 * FP32)
+        return
+    doubles = 2 if layout.dp > 1 else 0  # token count and loss
+    singles = flags = 0
+    if job.stack == "fsdp2" or layout.tp > 1:
+        doubles += 1  # norm of gradients of which each rank has a part
+    elif job.stack == "deepspeed":
+        offloaded = any(each.startswith("optimizer:") for each in job.offload)
+        if layout.zero == 3 and not offloaded:
+            doubles += 2
+        elif not (layout.zero == 1 and job.precision == "bf16"):  # where every rank has all gradients
+            singles = 2
+            flags = 1 if layout.zero < 3 and not fp32 else 0  # overflow, which DeepSpeed does not look for in fp32
+    yield Exchange("all", "all_reduce", "counts, loss, norms", doubles * FP64 + singles * FP32 + flags)
+
+
+def _fully_sharded(job: Job) -> list[Exchange]:
+    """FSDP2: each layer is gathered for forward and backward; the last unit (head, tied embedding) once."""
+    shape, layout, count = job.shape, job.layout, job.grad_accum
+    layers = shape.layers * _padded(job, shape.layer_weights)
+    embedding, last = _padded(job, shape.embedding_weights), [*shape.final_weights, *shape.head_weights]
+    if shape.tied:
+        last, embedding = [*last, *shape.embedding_weights], 0
+    once, twice = _padded(job, last), layers + embedding
+    reduced = FP32 * (once + twice) * (1 if job.reduces_once else count)
+    replicas = layout.dp // max(layout.shard, 1)
+    return [
+        Exchange("dp", "all_gather", "weights", count * _width(job) * (once + 2 * twice)),
+        Exchange("dp", "reduce_scatter", "gradients", reduced),
+        Exchange("dp", "all_reduce", "shards, over replicas", reduced // layout.shard if replicas > 1 else 0),
+    ]
+
+
+def _zero(job: Job) -> list[Exchange]:
+    """ZeRO-1 reduces once per step, ZeRO-2 after every micro-batch; both gather two groups of updated weights."""
+    count = job.grad_accum if job.layout.zero == 2 else 1
+    aligned = FLAT_ALIGNMENT * job.layout.dp
+    groups = [[each for each in job.shape.weights if (each[1] > 1) == decayed] for decayed in (True, False)]
+    gathered = sum(-(-_elements(job, group) // aligned) * aligned for group in groups)
+    return [
+        Exchange("dp", "all_reduce", "gradients", count * FP32 * _elements(job, job.shape.weights)),
+        Exchange("dp", "all_gather", "weights", _width(job) * gathered),
+    ]
+
+
+def _zero3(job: Job) -> list[Exchange]:
+    ranks, count, limit = job.layout.shard, job.grad_accum, PERSISTENT * job.shape.hidden
+    sizes = [math.prod(each) for each in job.shape.weights]
+    padded = {size: -(-size // ranks) * ranks for size in sizes}
+    large = sum(padded[size] for size in sizes if size > limit)
+    small = sum(padded[size] for size in sizes if size <= limit)
+    times = count * (1 if sum(sizes) <= LIVE_PARAMETERS else 2)
+    return [
+        Exchange("dp", "all_gather", "weights", _width(job) * times * large),
+        Exchange("dp", "all_gather", "small weights, after the update", _width(job) * small),
+        Exchange("dp", "reduce_scatter", "gradients", count * FP32 * (large + small)),
+    ]
+
+
+def _tensor_parallel(job: Job, trained_tokens: float | None) -> list[Exchange]:
+    """Sums over the group: two per layer and the embedding's forward; each product's input gradient backward.
+
+    Autocast casts below the point where gradients are summed, so that these are fp32; so is the embedding's output. The
+    loss exchanges three fp32 numbers per token and the hidden state's gradient.
+    """
+    shape, hidden = job.shape, round(job.tokens) * job.shape.hidden
+    width, count = _width(job), job.grad_accum
+    again = 2 * width if job.checkpointing == "full" else 0
+    forward = hidden * (FP32 + shape.layers * (2 * width + again))
+    backward = hidden * shape.layers * SEPARATE_INPUTS[shape.gated] * FP32
+    tokens = count * round(job.tokens) if trained_tokens is None else trained_tokens
+    return [
+        Exchange("tp", "all_reduce", "hidden states", count * forward),
+        Exchange("tp", "all_reduce", "gradients of hidden states", count * backward),
+        Exchange("tp", "all_reduce", "loss", round(tokens * (3 * FP32 + width * shape.hidden))),
+    ]
+
+
+def _pipeline(job: Job, stage: Stage) -> list[Exchange]:
+    """Hidden states and positions to the next stage, their gradients back; gradients over each stage's replicas."""
+    shape, count = job.shape, job.grad_accum
+    hidden = count * _width(job) * round(job.tokens) * shape.hidden
+    positions = count * INT64 * round(job.tokens)
+    own = round(stage.layers) * _elements(job, shape.layer_weights)
+    own += _elements(job, shape.embedding_weights) if stage.embedding else 0
+    tied = shape.tied and stage.head
+    own += _elements(job, [*shape.final_weights, *shape.head_weights]) if stage.head else 0
+    own += _elements(job, shape.embedding_weights) if tied else 0
+    shares = shape.tied and (stage.embedding or stage.head)
+    before, after = stage.index > 0, not stage.head
+    return [
+        Exchange("pp", "send", "hidden states", after * (hidden + positions) + before * hidden),
+        Exchange("pp", "recv", "hidden states", before * (hidden + positions) + after * hidden),
+        Exchange("pp", "all_reduce", "gradients of the tied embedding", shares * FP32 * shape.head_parameters),
+        Exchange("dp", "all_reduce", "gradients", FP32 * own),
+    ]
