@@ -5,17 +5,25 @@ The text below each key is its meaning in docs/recipe_reference.md: `python -m s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, WrapValidator
 
 from samecurve.config.section import LARGEST_INTEGER, Count, Natural, Section
 
 AUTO = "auto"
+
+
+def _number_or_auto(value: object, as_number: Callable[[object], object]) -> object:
+    """A validator, because a union would report one problem for each of its kinds."""
+    return value if value == AUTO else as_number(value)
+
+
 if TYPE_CHECKING:
     MicroBatchSize = int  # what a run reads: a rehearsal puts a number in the place of auto before anything is built
 else:
-    MicroBatchSize = Count | Literal["auto"]
+    MicroBatchSize = Annotated[Count, WrapValidator(_number_or_auto)]
 
 
 class Batch(Section):

@@ -58,5 +58,5 @@ def test_a_bug_in_a_save_has_its_traceback(error, traced, capsys):
         raise error
 
     with pytest.raises(StorageError, match="rank 0: (KeyError: 'a bug'|OSError: no space)"):
-        commit._together(lambda own: [own], work)
+        commit._together(lambda own, conclude: conclude([own]), commit._attempt(work), lambda results: None)
     assert ("Traceback" in capsys.readouterr().err) is traced

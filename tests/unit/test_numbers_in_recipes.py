@@ -22,6 +22,7 @@ ANY_SIZE = {
     "reward.center_rewards_coefficient",
     "embed.temperature",
     "distill.temperature",
+    "memory.limit_gib",
 }
 
 
