@@ -278,7 +278,7 @@ def print_report(stages: list[Stage] | None) -> None:
         written, disk = (f"{size / GIB:.3g}" for size in (stage.written_bytes, stage.disk_bytes))
         sizes = (written, disk) if stage.written_bytes else ("", "")
         peak, free = f"{stage.peak_bytes / GIB:.3f}", f"{stage.free_bytes / GIB:.1f}"
-        print(line.format(stage.name, f"{stage.seconds:.1f}", peak, stage.rank, free, *sizes))
+        print(line.format(stage.name, f"{stage.seconds:.1f}", peak, stage.rank, free, *sizes).rstrip())
     print(f"rehearsal done in {sum(stage.seconds for stage in stages):.0f} s: everything fits", flush=True)
 
 
