@@ -103,7 +103,7 @@ def _numbers(job: Job) -> Iterator[Exchange]:
         yield Exchange("all", "all_reduce", "counts, loss, norms", 4 * FP64 + (4 if fp32 else 1) * FP32)
         yield Exchange("all", "broadcast", "loss", 2 * FP32)
         return
-    doubles = 2 if layout.dp > 1 else 0  # token count and loss
+    doubles = 1 + (layout.dp > 1)  # token count, over all hosts, and loss
     singles = flags = 0
     if job.stack == "fsdp2" or layout.tp > 1:
         doubles += 1  # norm of gradients of which each rank has a part

@@ -43,7 +43,8 @@ def check_ledger(run, folder):
         tokens = sum(each["tokens"] for each in run.metrics if each["step"] in found.steps)
         expected = ledger.by_collective(ledger.ledger(job, stage, tokens / len(found.steps) / job.layout.dp))
         counted = {each.name: each.num_bytes / len(found.steps) for each in found.collectives}
-        assert counted == pytest.approx(expected, abs=0.5), stage  # means over steps of different tokens
+        # means over steps of different tokens; the stop flag's byte travels in the background, perhaps a step later
+        assert counted == pytest.approx(expected, abs=1), stage
         compared += 1
     assert compared == job.layout.pp
 
