@@ -57,7 +57,6 @@ CASES = [
         ("pipeline", 2, (GPT2,), ("memory.activation_checkpointing=every_n_layers",)),
         ("pipeline", 2, (GPT2,), (PARTLY_RECOMPUTED, COMPILED)),
         ("fsdp", 2, (GPT2,), (COMPILED, RECOMPUTED)),
-        ("zero3", 2, (GPT2,), (COMPILED,)),
         ("ddp", 2, (GPT2,), ("compile=full",)),
         ("ddp", 2, (GPT2,), (PARTLY_RECOMPUTED,)),
         ("ddp", 2, (GPT2,), ("memory.activation_checkpointing=offload",)),
