@@ -120,7 +120,8 @@ def run(arguments: argparse.Namespace, recipe: Recipe) -> int:
     size, processes = arguments.data_parallel_size, arguments.processes_per_host
     cores = cores_of_one_process(processes)
     facts = timing.describe_environment(timing.default_device())
-    counts = printing.parse_integers("--workers", arguments.workers) or _counts(len(cores))
+    counts = printing.parse_integers("--workers", arguments.workers)
+    counts = counts or [0, *(1 << power for power in range(6) if 1 << power <= len(cores))]
     needed = rows_per_second_of_run(arguments.run) if arguments.run else arguments.needed
     rows = registry.load(recipe).train
     printing.print_line(timing.environment_line(facts))
@@ -134,10 +135,6 @@ def run(arguments: argparse.Namespace, recipe: Recipe) -> int:
     numbers = {"processes_per_host": processes, "rows_per_second": rates, "needed": needed, "enough": best}
     printing.write_json_file(arguments.json, "dataloader", facts, recipe=arguments.recipe, **numbers)
     return 0
-
-
-def _counts(cores: int) -> list[int]:
-    return [0, *(1 << power for power in range(6) if 1 << power <= cores)]
 
 
 def _verdict(best: int | None, needed: float | None, processes: int) -> str:

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from samecurve.bench import jobs, printing, strategy_variants, timing
-from samecurve.bench.jobs import Job, Outcome
+from samecurve.bench.jobs import Job
 from samecurve.bench.options import UNCHANGED, Measured, Variant, Verdict, verdicts
 from samecurve.config.overrides import latest_overrides
 from samecurve.errors import ConfigurationError
@@ -64,7 +64,9 @@ def _measure(
                 continue
             directory = output / f"{index:02d}_{nth}"
             label = f"round {nth + 1} of {arguments.rounds}, {variant.name}"
-            outcome = _run(job, arguments.recipe, latest_overrides([*settings, *overrides]), directory, label)
+            command = jobs.command(job, arguments.recipe, latest_overrides([*settings, *overrides]), directory)
+            with printing.console().status(label):
+                outcome = jobs.run(job, command, directory, lambda steps: None)
             if outcome.reason:
                 reasons[variant.name] = outcome.reason
                 printing.print_line(f"{label}: {outcome.reason}")
@@ -89,11 +91,6 @@ def _changed(job: Job, variant: Variant, folder: Path) -> tuple[Job, list[str]]:
             f"--variant: found {keys[0]}, but {job.name} has no strategy file; choose another --strategy"
         )
     return replace(job, path=strategy_variants.write_changed(job.path, keys, folder)), overrides
-
-
-def _run(job: Job, recipe: str, settings: Sequence[str], directory: Path, label: str) -> Outcome:
-    with printing.console().status(label):
-        return jobs.run(job, jobs.command(job, recipe, settings, directory), directory, lambda steps: None)
 
 
 def _show(measured: Sequence[Verdict], job: Job, arguments: argparse.Namespace) -> None:

@@ -65,7 +65,8 @@ def folder_files(root: Path, name: str, pattern: str | None, own: Iterable[str] 
         DataError: for a folder without a usable file, for one that mixes texts and tables or several splits, and for a
             sub-folder that cannot be listed.
     """
-    listed = [file for file in sorted(_listed(root, pattern)) if not _hidden(file, root)]
+    listed = sorted(_listed(root, pattern))
+    listed = [f for f in listed if not any(part.startswith(".") for part in f.relative_to(root).parts)]
     found, left_out = _without_runs(listed, root, own)
     tables = [file for file in found if table_kind(file)]
     texts = [file for file in found if is_text(file)]
@@ -115,10 +116,6 @@ def _listed(root: Path, pattern: str | None) -> Iterable[Path]:
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
         found += [file for name in names if (file := Path(folder, name)).is_file()]
     return found
-
-
-def _hidden(file: Path, root: Path) -> bool:
-    return any(part.startswith(".") for part in file.relative_to(root).parts)
 
 
 def _without_runs(files: list[Path], root: Path, own: Iterable[str]) -> tuple[list[Path], dict[str, int]]:

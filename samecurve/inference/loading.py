@@ -87,7 +87,9 @@ def load_model(
     Raises:
         ConfigurationError: if there is no model, or one with another head, whose weights would be drawn at random.
     """
-    _silence_libraries()
+    disable_progress_bar()
+    logging.getLogger("transformers.modeling_utils").addFilter(_no_load_report)
+    lora.silence_bitsandbytes()
     head = head or CAUSAL
     more: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
     model_class, config = _model_class(_config_path(path, adapter), head, trust_remote_code)
@@ -159,12 +161,6 @@ def default_device() -> torch.device:
 def to_default_device(model: PreTrainedModel) -> PreTrainedModel:
     """Move a model to the GPU if there is one, else leave it on the CPU."""
     return model.to(default_device())  # pyright: ignore[reportArgumentType]  # transformers' decorator drops `self`
-
-
-def _silence_libraries() -> None:
-    disable_progress_bar()
-    logging.getLogger("transformers.modeling_utils").addFilter(_no_load_report)
-    lora.silence_bitsandbytes()
 
 
 def _no_load_report(record: logging.LogRecord) -> bool:

@@ -212,14 +212,10 @@ class Meter:
         """Convert a record for TensorBoard: grouped names, only finite numbers (no lists, as expert_share is)."""
         values = {**record, "smoothed_loss": self.smoothed_loss}
         return {
-            f"{_group(name)}/{name}": value
+            f"{'evaluate' if name.startswith('eval_') else GROUPS.get(name, 'speed')}/{name}": value
             for name, value in values.items()
             if name != "step" and isinstance(value, int | float) and math.isfinite(value)
         }
-
-
-def _group(name: str) -> str:
-    return "evaluate" if name.startswith("eval_") else GROUPS.get(name, "speed")
 
 
 def peak_memory_bytes(device: torch.device) -> int:

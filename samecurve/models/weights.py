@@ -178,12 +178,8 @@ def _seeded(model: PreTrainedModel, seed: int, wanted: set[str]) -> Iterator[tup
     for prefix, unit in _units(model):
         if any(f"{prefix}.{name}" in wanted for name, _ in unit.named_parameters()):
             real = _initialised(model, prefix, unit, seed)
-            yield from ((f"{prefix}.{name}", p) for name, p in _tensors(real) if f"{prefix}.{name}" in wanted)
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter in module.named_parameters():
-        yield name, parameter.detach()
+            named = ((f"{prefix}.{name}", parameter.detach()) for name, parameter in real.named_parameters())
+            yield from ((name, tensor) for name, tensor in named if name in wanted)
 
 
 def _initialised(model: PreTrainedModel, prefix: str, unit: nn.Module, seed: int) -> nn.Module:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
-from samecurve.reports.data_inspection import Findings, Part, Sample, summary
+from samecurve.reports.data_inspection import Findings, Part, summary
 from samecurve.reports.html import html_document, html_table
 
 _STYLE = """
@@ -24,14 +24,11 @@ def render_inspect_page(findings: Findings) -> str:
 def _parts(findings: Findings) -> Iterator[str]:
     yield "<p>Trained text is <mark>marked</mark>.</p>"
     for index, sample in enumerate(findings.samples):
-        yield f"<h2>sample {index + 1}: {escape(summary(sample))}</h2>\n<pre>{_text(sample)}</pre>"
+        runs = [f"<mark>{escape(text)}</mark>" if trained else escape(text) for text, trained, _ in sample.runs]
+        yield f"<h2>sample {index + 1}: {escape(summary(sample))}</h2>\n<pre>{''.join(runs)}</pre>"
     yield html_table(findings.details.items())
     for part in findings.parts:
         yield from _part(part, findings.sequence_length)
-
-
-def _text(sample: Sample) -> str:
-    return "".join(f"<mark>{escape(text)}</mark>" if trained else escape(text) for text, trained, _ in sample.runs)
 
 
 def _part(part: Part, sequence_length: int) -> Iterator[str]:

@@ -60,7 +60,9 @@ class Run:
 def results(run: Run) -> dict[str, str]:
     """List the results of a run by name, as text."""
     metrics = run.metrics
-    found = {"state": run.status.get("state", NOT_KNOWN), "steps": _steps(run), "sessions": f"{len(run.known)}"}
+    done = metrics[-1]["step"] if metrics else 0
+    steps = f"{done:,} of {number(run.facts.get('recipe', {}).get('steps', NOT_KNOWN))}"
+    found = {"state": run.status.get("state", NOT_KNOWN), "steps": steps, "sessions": f"{len(run.known)}"}
     found |= dict(_learned(metrics))
     if metrics:
         seconds = _values(metrics, "step_seconds")
@@ -73,11 +75,6 @@ def results(run: Run) -> dict[str, str]:
         saved = sum(_values(metrics, "save_stall_seconds"))
         found["waiting for checkpoints"] = f"{saved:,.2f} s ({saved / max(sum(seconds) + saved, 1e-9):.1%})"
     return found
-
-
-def _steps(run: Run) -> str:
-    done = run.metrics[-1]["step"] if run.metrics else 0
-    return f"{done:,} of {number(run.facts.get('recipe', {}).get('steps', NOT_KNOWN))}"
 
 
 def _learned(metrics: Sequence[dict]) -> Iterator[tuple[str, str]]:

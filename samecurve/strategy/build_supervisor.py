@@ -32,7 +32,8 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 def main(arguments: list[str]) -> int:
     """ninja's exit code; 1 where the process that asked is gone."""
-    search = [folder for folder in os.environ.get("PATH", os.defpath).split(os.pathsep) if not _is_ours(folder)]
+    folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    search = [folder for folder in folders if Path(folder or ".").resolve() != SUPERVISED.resolve()]
     ninja = shutil.which("ninja", path=os.pathsep.join(search))
     if ninja is None:
         print("ninja: not found on PATH; pip install ninja", file=sys.stderr)
@@ -123,10 +124,6 @@ def _end_with_parent() -> None:
 
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def _is_ours(folder: str) -> bool:
-    return Path(folder or ".").resolve() == SUPERVISED.resolve()
 
 
 def _runs(pid: int) -> bool:

@@ -138,11 +138,8 @@ def _complaint(rule: Any, value: Any, source: RecipeSource) -> str | None:
             return None
         fix = 'write "auto" or remove it' if rule.auto else "remove it"
         return f"found {describe(value)}, but the recipe sets this: {source.cite(rule.by)}; {fix}"
-    return None if _harmless(rule, value) else f"found {describe(value)}, but {rule.reason}"
-
-
-def _harmless(rule: Rejected, value: Any) -> bool:
-    return any(value == allowed and type(value) is type(allowed) for allowed in rule.harmless)
+    harmless = any(value == allowed and type(value) is type(allowed) for allowed in rule.harmless)
+    return None if harmless else f"found {describe(value)}, but {rule.reason}"
 
 
 def _quotes_hint(value: Any) -> str:

@@ -57,14 +57,11 @@ def _zero(document: Document, strategy: Strategy) -> None:
         document.problem(_STAGE, "found 0, which shards nothing; use configs/ddp.yaml, or a stage from 1 to 3")
     for key, value in _zero_block(document).items():
         stages = STAGES.get(key, (stage,))
-        if strategy.zero_stage and stage not in stages and not _switched_off(value):
+        switched_off = isinstance(value, dict) and value.get("device") == "none"
+        if strategy.zero_stage and stage not in stages and not switched_off:
             readers = " and ".join(map(str, stages))
             text = f"only stage {readers} uses this key, and zero_optimization.stage is {stage}; remove it"
             document.problem(("zero_optimization", key), text)
-
-
-def _switched_off(value: Any) -> bool:
-    return isinstance(value, dict) and value.get("device") == "none"
 
 
 def _offload(document: Document, strategy: Strategy) -> None:

@@ -141,7 +141,8 @@ def _largest_that_fits(plan: Plan, ranks: Sequence[Mapping[str, str]]) -> tuple[
     first, last = 0, len(sizes) - 1
     while first <= last:
         middle = (first + last) // 2
-        tried = _with_micro_batch_size(plan, sizes[middle])
+        batch = plan.recipe.batch.model_copy(update={"micro_batch_size": sizes[middle]})
+        tried = replace(plan, recipe=plan.recipe.model_copy(update={"batch": batch}))
         try:
             found = tried, run(tried, ranks)
             text = "fits"
@@ -166,11 +167,6 @@ def candidates(num_rows: int) -> list[int]:
     return sorted({-(-num_rows // count) for count in range(1, num_rows + 1)})
 
 
-def _with_micro_batch_size(plan: Plan, size: int) -> Plan:
-    batch = plan.recipe.batch.model_copy(update={"micro_batch_size": size})
-    return replace(plan, recipe=plan.recipe.model_copy(update={"batch": batch}))
-
-
 def run(plan: Plan, ranks: Sequence[Mapping[str, str]] = (os.environ,)) -> list[Stage] | None:
     """Rehearse in new processes and wait for their end. ranks: see `rehearse`.
 
@@ -183,7 +179,7 @@ def run(plan: Plan, ranks: Sequence[Mapping[str, str]] = (os.environ,)) -> list[
     """
     folder = Path(plan.recipe.output_dir) / FOLDER
     is_main = _has_main(ranks)
-    created = _missing(folder.parent) if is_main else []
+    created = [path for path in (folder.parent, *folder.parent.parents) if not path.exists()] if is_main else []
     if is_main:
         shutil.rmtree(folder, ignore_errors=True)  # of a rehearsal that was killed
     try:
@@ -203,11 +199,6 @@ def run(plan: Plan, ranks: Sequence[Mapping[str, str]] = (os.environ,)) -> list[
 
 def _has_main(ranks: Sequence[Mapping[str, str]]) -> bool:
     return any(rank.get("RANK", "0") == "0" for rank in ranks)
-
-
-def _missing(folder: Path) -> list[Path]:
-    """Return the folder and its parents as far as they do not exist, the innermost first."""
-    return [path for path in (folder, *folder.parents) if not path.exists()]
 
 
 def _rehearsed(plan: Plan, folder: Path) -> Plan:

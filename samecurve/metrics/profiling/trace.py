@@ -97,7 +97,8 @@ def breakdown(events: Sequence[dict]) -> Breakdown:
     work = _launched(kernels, threads) if kernels else main
     start, end = _start(steps[0]), max([_end(steps[-1]), *(span.end for span in work if kernels)])
     transfers = [span for span in work if span.kind == "communication"]
-    transfers += [Span(_start(e), _end(e), "communication", e["name"]) for e in whole if _transfers(e)]
+    notes = [e for e in whole if e.get("cat") == "user_annotation" and e["name"].startswith(_TRANSFERS)]
+    transfers += [Span(_start(e), _end(e), "communication", e["name"]) for e in notes]
     computing = [span for span in work if span.kind not in ("communication", "data_wait")]
     waiting = [span for span in main if span.kind == "data_wait"]
     seconds = _shared(start, end, computing, transfers, waiting)
@@ -123,10 +124,6 @@ def _start(event: dict) -> float:
 
 def _end(event: dict) -> float:
     return float(event["ts"]) + float(event["dur"])
-
-
-def _transfers(event: dict) -> bool:
-    return event.get("cat") == "user_annotation" and event["name"].startswith(_TRANSFERS)
 
 
 def _by_thread(events: Iterable[dict]) -> dict[tuple, list[dict]]:
