@@ -118,13 +118,14 @@ class TorchEngine:
         assert len(micro_batches) == self.accumulation_steps, "the loop's batch is not the recipe's"
         forward, scale = self.forward, self.loss_scale.value if self.loss_scale else 1.0
         factory.set_learning_rate(self.optimizer, learning_rate)
-        tokens = forward.count(micro_batches)
+        counts = forward.count(micro_batches)
+        tokens = counts.trained
         if tokens == 0:
             return StepResult.of_nothing()
         # DDP and FSDP average gradients over the ranks, but the loss is a mean over tokens
         weight = self.mesh.dims.size(*LOSS) / tokens
         sums = StepSums(self.mesh, self.task.num_step_statistics, forward.router)
-        for batch, context, is_last in forward.with_contexts(micro_batches, tokens):
+        for batch, context, is_last in forward.with_contexts(micro_batches, counts):
             reduces = is_last or not fsdp.reduces_once(self.plan)
             with nullcontext() if reduces else self.accelerator.no_sync(self.model):
                 loss, found = forward.loss(batch, context)
