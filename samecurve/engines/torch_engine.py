@@ -27,7 +27,7 @@ from samecurve.engines.step_sums import StepSums
 from samecurve.interfaces.engine import EngineDescription, EvalResult, StepResult, dtype_name
 from samecurve.interfaces.memory import Held
 from samecurve.interfaces.sharded_state import State
-from samecurve.models import bnb_4bit, compilation, dropout, liger
+from samecurve.models import bnb_4bit, compilation, dropout, frozen_weights, liger
 from samecurve.models.lora import trained_shapes
 from samecurve.models.weights import build, fill
 from samecurve.optim import factory
@@ -106,6 +106,8 @@ class TorchEngine:
             return fsdp.shard(self.accelerator, model, self.mesh)
         if self.cut:  # only autocast is left to Accelerate
             tensor_parallel.allocate(model, self.device)
+        else:
+            frozen_weights.store_in_bf16(model, self.recipe)
         return self.accelerator.prepare_model(model, evaluation_mode=self.cut)
 
     def _write(self, name: str, full: Tensor) -> None:
