@@ -20,6 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
@@ -174,6 +175,7 @@ def rank(number: int, size: int, port: int, folder: Path) -> None:
     with Counted(found, "group"):
         world = ControlGroup()
     count_steps(found, world)
+    count_tokens(found, world)
     count_saves(found, world, eager, folder)
     found["connections"] = {"sent": num_open() - before, "read": 0, "writes": 0, "ms": 0.0}
     (folder / f"{number}.json").write_text(json.dumps(found))
@@ -199,6 +201,22 @@ def count_steps(found: dict, world) -> None:
     with Counted(found, "step, waited for", STEPS):
         for _ in range(STEPS):
             world.start_any(False)()
+
+
+def count_tokens(found: dict, world) -> None:
+    """Sum a step's counts, asked for when the step begins, or when the step before it began."""
+    for name, ahead in {"tokens": 0, "tokens, ahead": 1}.items():
+        started, waited = deque(world.start_sum(range(3)) for _ in range(ahead)), []
+        with Counted(found, name, STEPS):
+            for _ in range(STEPS):
+                time.sleep(STEP_SECONDS)
+                began = time.perf_counter()
+                started.append(world.start_sum(range(3)))
+                started.popleft()()
+                waited.append(1000 * (time.perf_counter() - began))
+        for wait in started:
+            wait()
+        found[name]["ms"] = statistics.median(waited)
 
 
 def count_saves(found: dict, world, eager, folder: Path) -> None:
@@ -353,7 +371,8 @@ def fit(points: dict[int, float], forms: dict = FORMS) -> tuple[str, Callable[[f
 OPERATIONS = {
     "group": "create a group",
     "group, all connected": "the same, as gloo does by default",
-    "step": "a step",
+    "step": "a step: does anybody want to stop?",
+    "tokens": "a step: how many tokens?",
     "save": "a save",
     "save, by all_gather_object": "the same, by `all_gather_object`",
     "find": "find and verify a checkpoint",
@@ -399,6 +418,7 @@ def read_table(measured: dict[int, dict]) -> str:
 
 def time_table(measured: dict[int, dict]) -> str:
     names = {"step": "a step: what the loop waits", "step, waited for": "a step: until the answer is there"}
+    names |= {"tokens": "tokens, asked for when the step begins", "tokens, ahead": "tokens, asked for a step ahead"}
     names |= {"save, its messages": "a save: its messages", "save, by all_gather_object": "by `all_gather_object`"}
     names |= {"save": "a save, until it is committed", "find": OPERATIONS["find"]}
     rows = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
@@ -18,7 +17,7 @@ from torch.profiler import record_function
 from torch.utils.data import DataLoader, Dataset
 
 from samecurve.data.datasets.base import LengthGroups, RowArrays, Rows
-from samecurve.data.micro_batch import HostFacts, MicroBatch
+from samecurve.data.micro_batch import Counts, HostFacts, MicroBatch
 from samecurve.data.sampler import Steps
 from samecurve.distributed.cpu_workers import init_worker
 from samecurve.losses.cross_entropy import IGNORE_INDEX
@@ -51,6 +50,8 @@ class StepBatches:
         anchor: `anchor` of the checkpoint that is resumed from.
         num_workers: processes that prepare the steps; 0 uses a thread. The number does not change the rows.
         count: Task.count, with which each micro-batch is examined (MicroBatch.facts); None: they are not examined.
+        start_sum: starts to add up numbers over all ranks, on a group of its own: while a step is trained, the loader's
+            thread sums the counts of later ones. Every rank starts the same sums in the order of the steps.
     """
 
     def __init__(
@@ -65,9 +66,11 @@ class StepBatches:
         anchor: dict[str, int] | None = None,
         num_workers: int = 0,
         count: Callable[..., int] | None = None,
+        start_sum: Callable[[Sequence[int]], Callable[[], list[int]]] | None = None,
     ):
         self.rows, self.seed, self.batch, self.shard = rows, seed, batch, shard
-        self.num_steps, self.num_workers, self._count = num_steps, num_workers, count
+        self.num_steps, self.num_workers = num_steps, num_workers
+        self._count, self._start_sum = count, start_sum
         self.step = start_step
         given = start_step * batch.global_batch_size if start_samples is None else start_samples
         self._origin = given - start_step * batch.global_batch_size  # not 0 if an earlier session had another size
@@ -149,7 +152,7 @@ class StepBatches:
 
         Increments `step`, and sets `last_wait_seconds` to the time that the loop waited for the step's data.
         """
-        with closing(self._by_workers() if self.num_workers else self._by_thread()) as prepared:
+        with closing(self._prepared()) as prepared:
             while True:
                 began = time.perf_counter()
                 with record_function(DATA_WAIT):
@@ -160,25 +163,32 @@ class StepBatches:
                 self.step += 1
                 yield micro_batches
 
-    def _by_thread(self) -> Generator[list[MicroBatch], None, None]:
-        upcoming = iter(range(self.step, self.num_steps))
+    def _prepared(self) -> Generator[list[MicroBatch], None, None]:
+        """Prepare steps in a thread, which sums their counts in the background."""
+        upcoming = range(self.step, self.num_steps)
+        # Workers are forked here, before there is the thread.
+        wholes = iter(self._by_workers(upcoming)) if self.num_workers else map(_pinned, map(self._whole, upcoming))
 
-        def make(step: int) -> list[MicroBatch]:
-            return self._micro_batches(_pinned(self._whole(step)))
+        def make() -> list[MicroBatch]:
+            found = self._micro_batches(next(wholes))
+            if self._count is None or self._start_sum is None:
+                return found
+            wait = self._start_sum(Counts.of_step(found, self._count))
+            return [replace(each, facts=each.facts and each.facts._replace(wait_for_step=wait)) for each in found]
 
         with ThreadPoolExecutor(1, thread_name_prefix="step-batches") as pool:
-            pending = deque(pool.submit(make, step) for step in itertools.islice(upcoming, _PREFETCHED_STEPS))
-            while pending:
+            pending = deque(pool.submit(make) for _ in upcoming[:_PREFETCHED_STEPS])
+            for index in range(len(upcoming)):
                 micro_batches = pending.popleft().result()
-                pending.extend(pool.submit(make, step) for step in itertools.islice(upcoming, 1))
+                pending.extend(pool.submit(make) for _ in upcoming[index + _PREFETCHED_STEPS :][:1])
                 yield micro_batches
 
-    def _by_workers(self) -> Generator[list[MicroBatch], None, None]:
+    def _by_workers(self, steps: range) -> DataLoader:
         """Prepare steps in worker processes, one whole step per worker. PyTorch's DataLoader keeps their order."""
-        wholes = DataLoader(
+        return DataLoader(
             _Steps(self._whole),
             batch_size=None,
-            sampler=range(self.step, self.num_steps),
+            sampler=steps,
             num_workers=self.num_workers,
             prefetch_factor=_PREFETCHED_STEPS,
             pin_memory=torch.cuda.is_available(),
@@ -188,7 +198,6 @@ class StepBatches:
             # Without its own generator the loader would draw from the generator of dropout.
             generator=torch.Generator(),
         )
-        yield from map(self._micro_batches, wholes)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -13,28 +13,56 @@ from samecurve.losses.chunked_cross_entropy import trained_positions
 from samecurve.losses.cross_entropy import IGNORE_INDEX
 
 
+class Counts(NamedTuple):
+    """What the losses of a step are divided by.
+
+    Attributes:
+        trained: Task.count.
+        sequences, tokens: of MicroBatch.real_tokens; only a router loss reads them.
+    """
+
+    trained: int
+    sequences: int
+    tokens: int
+
+    @classmethod
+    def of(cls, batch: MicroBatch, count: Callable[..., int]) -> Counts:
+        """Count on the CPU. `count` is Task.count."""
+        real = batch.real_tokens()
+        return cls(count(**batch.targets), int(real.any(dim=1).sum()), int(real.sum()))
+
+    @classmethod
+    def of_step(cls, micro_batches: Iterable[MicroBatch], count: Callable[..., int]) -> Counts:
+        """Add up the counts of micro-batches, which need not be examined yet."""
+        each = [batch.facts.counts if batch.facts else cls.of(batch, count) for batch in micro_batches]
+        return cls(*map(sum, zip(*each, strict=True)))
+
+
 class HostFacts(NamedTuple):
     """What a step has to know of a micro-batch on the host; a question to the device would wait for all queued kernels.
 
     Attributes:
-        count: Task.count of the rows.
+        counts: of this micro-batch.
         positions: see trained_positions.
         packed: whether position_ids ever go on by another step than 1 within a row, as between two documents; None
             without position_ids.
         padded: whether the attention_mask has a 0; None without an attention_mask.
+        wait_for_step: waits for the sums of `counts` over the step's micro-batches and all ranks, which the loader has
+            started; None: it has not.
     """
 
-    count: int
+    counts: Counts
     positions: Tensor | None
     packed: bool | None
     padded: bool | None
+    wait_for_step: Callable[[], list[int]] | None = None
 
     @classmethod
     def of(cls, batch: MicroBatch, count: Callable[..., int]) -> HostFacts:
         """Examine a micro-batch on the CPU. `count` is Task.count."""
         positions, mask = batch.inputs.get("position_ids"), batch.inputs.get("attention_mask")
         return cls(
-            count(**batch.targets),
+            Counts.of(batch, count),
             trained_positions(batch.labels),
             None if positions is None else bool((positions.diff(dim=-1) != 1).any()),
             None if mask is None else not mask.all(),
@@ -111,9 +139,26 @@ class MicroBatch:
     def labels(self) -> Tensor:
         return self.targets["labels"]
 
+    def real_tokens(self) -> Tensor:
+        """Find the tokens that a router loss counts: bool, (sequences, sequence_length), on the batch's device.
+
+        These are the tokens that the task's loss reads: not the padding, which follows a causal model's last trained
+        token, and not a sequence that trains nothing, such as the ones that fill up a rank or a micro-batch.
+        """
+        ids, trained = self.inputs["input_ids"], self.labels != IGNORE_INDEX
+        mask, by_token = self.inputs.get("attention_mask"), trained.shape == ids.shape
+        if mask is None:
+            return trained.flip(1).cummax(dim=1).values.flip(1) if by_token else _rows(trained, ids)
+        return mask.bool() & (trained.any(dim=1, keepdim=True) if by_token else _rows(trained, ids))
+
     def _each(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
         inputs = {name: change(tensor) for name, tensor in self.inputs.items()}
         return replace(self, inputs=inputs, targets={name: change(tensor) for name, tensor in self.targets.items()})
+
+
+def _rows(trained: Tensor, ids: Tensor) -> Tensor:
+    """Spread a value per row, (rows,), over the tokens of the row's sequences."""
+    return trained.repeat_interleave(len(ids) // len(trained))[:, None].expand_as(ids)
 
 
 def _split(tensors: dict[str, Tensor], num_rows: int) -> list[dict[str, Tensor]]:

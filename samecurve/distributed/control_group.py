@@ -128,13 +128,13 @@ class ControlGroup:
         self.on_main(lambda: found.extend(answers(values)))
         return self.scatter(found if self.is_main else None)
 
-    def sum(self, values: Sequence[int]) -> list[int]:
-        """Add up each value over the ranks. Collective."""
-        if self._group is None:
-            return [*values]
-        total = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(total, group=self._group)
-        return total.tolist()
+    def start_sum(self, values: Sequence[int]) -> Callable[[], list[int]]:
+        """Start to add up each value over the ranks, in the background. Collective.
+
+        Returns:
+            A function that waits for the sums, at each call the same ones.
+        """
+        return self._start_all_reduce(torch.tensor(values, dtype=torch.int64), dist.ReduceOp.SUM)
 
     def new(self) -> ControlGroup:
         """Create another group of the same ranks, for a thread that runs in parallel with training. Collective."""
@@ -146,15 +146,18 @@ class ControlGroup:
         Returns:
             A function that waits for the answer.
         """
-        answer = torch.tensor([given], dtype=torch.uint8)
+        wait = self._start_all_reduce(torch.tensor([given], dtype=torch.uint8), dist.ReduceOp.MAX)
+        return lambda: bool(wait()[0])
+
+    def _start_all_reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> Callable[[], list[int]]:
         if self._group is None:
-            return lambda: given
-        work = dist.all_reduce(answer, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+            return values.tolist
+        work = dist.all_reduce(values, op=op, group=self._group, async_op=True)
         assert work is not None
 
-        def wait() -> bool:
+        def wait() -> list[int]:
             work.wait()
-            return bool(answer.item())
+            return values.tolist()
 
         return wait
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from samecurve.config.schema import Recipe
-    from samecurve.data.micro_batch import MicroBatch
+    from samecurve.data.micro_batch import Counts, MicroBatch
     from samecurve.engines.first_step import FirstStep
     from samecurve.engines.mesh import Mesh
     from samecurve.engines.router_loss import RouterLoss
@@ -120,15 +120,15 @@ class Forward:
             return batch, batch.targets | {"teacher": self.teacher(**batch.inputs).logits}
 
     def with_contexts(
-        self, micro_batches: Sequence[MicroBatch], tokens: int
+        self, micro_batches: Sequence[MicroBatch], counts: Counts
     ) -> Iterator[tuple[MicroBatch, dict[str, Tensor], bool]]:
         """Yield (micro-batch, context, whether it is the last one).
 
         The context holds per-row targets that depend on the step's other rows (GradCache, see Task); {} for most tasks.
-        `tokens` is the step's global count.
+        `counts` are those of the whole step.
         """
         if self.router is not None:
-            self.router.begin(micro_batches, tokens, self._route)
+            self.router.begin(micro_batches, counts, self._route)
         contexts: list[dict[str, Tensor]] = [{}] * len(micro_batches)
         if self.task.context is not None:
             padded_rows = grad_cache.padded_rows(self.rows)
@@ -140,14 +140,16 @@ class Forward:
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         """See Engine.evaluate."""
         if self.task.context is not None:
-            return EvalResult(math.nan, self.count(micro_batches), features=self.features(micro_batches))
+            return EvalResult(math.nan, self.count(micro_batches).trained, features=self.features(micro_batches))
+        measure, count, sums = partial(evaluation_sums, self.task), 0, torch.zeros(1, device=self.mesh.device)
         self.model.eval()
         with torch.no_grad():
-            sums = reduce(torch.add, map(partial(self.sums, partial(evaluation_sums, self.task)), micro_batches))
+            for batch in micro_batches:
+                count += self.task.count(**batch.targets)
+                sums = sums + self.sums(measure, batch)
         self.model.train()
-        tokens = self.count(micro_batches)
-        loss, *statistics = self.mesh.sum(sums)
-        return EvalResult(loss=loss / max(tokens, 1), tokens=tokens, statistics=tuple(statistics))
+        loss, *statistics, tokens = self.mesh.sum(torch.cat([sums, sums.new_tensor([count])]))
+        return EvalResult(loss=loss / max(tokens, 1), tokens=int(tokens), statistics=tuple(statistics))
 
     def outputs(self, batch: MicroBatch) -> Tensor | None:
         """See Engine.outputs."""
@@ -168,10 +170,9 @@ class Forward:
         """Features gathered over all ranks."""
         return self.mesh.gather(grad_cache.features(self.task, self.logits, micro_batches, padded_rows))
 
-    def count(self, micro_batches: Sequence[MicroBatch]) -> int:
-        """Count the tokens (or other units, see Task.count) of the micro-batches over all ranks."""
-        own = [batch.facts.count if batch.facts else self.task.count(**batch.targets) for batch in micro_batches]
-        return self.mesh.count(sum(own))[0]
+    def count(self, micro_batches: Sequence[MicroBatch]) -> Counts:
+        """Count a step over all ranks. Collective."""
+        return self.mesh.count(micro_batches, self.task.count)
 
 
 def _mask_facts(batch: MicroBatch) -> MaskFacts:

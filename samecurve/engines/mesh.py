@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from samecurve.data.micro_batch import Counts, MicroBatch
 from samecurve.distributed.control_group import ControlGroup
 from samecurve.strategy.parallel_dims import BATCH, DIMENSIONS, FSDP, LOSS, ParallelDims
 
@@ -37,10 +39,16 @@ class Mesh:
         shards = self.devices[FSDP]._flatten("fsdp")
         return self.devices["dp_replicate", "fsdp"] if self.dims.dp_replicate > 1 else shards
 
-    def count(self, *numbers: int) -> list[int]:
-        """Sum what the host knows over the ranks that train different tokens, without a wait for the device."""
+    def count(self, micro_batches: Sequence[MicroBatch], count: Callable[..., int]) -> Counts:
+        """Count a step over the ranks that train different tokens, without a wait for the device. `count`: Task.count.
+
+        The sum has been there since the step before if the loader started it, see HostFacts.
+        """
+        facts = micro_batches[0].facts
+        started = facts and facts.wait_for_step
         readers = self.dims.world_size // self.dims.size(*LOSS)  # they know the same numbers
-        return [total // readers for total in self._hosts.sum(numbers)]
+        totals = (started or self._hosts.start_sum(Counts.of_step(micro_batches, count)))()
+        return Counts(*(total // readers for total in totals))
 
     def total(self, values: Tensor, over: tuple[str, ...] = LOSS) -> Tensor:
         """Sum each value of a 1-D tensor, by default over the ranks that train different tokens.

@@ -25,6 +25,7 @@ from samecurve.engines import deepspeed_introspection, grad_cache
 from samecurve.engines.first_step import FirstStep
 from samecurve.engines.forward import evaluation_sums
 from samecurve.engines.memory_usage import held_bytes
+from samecurve.engines.mesh import Mesh
 from samecurve.engines.pipeline_guard import PipelineGuard, sum_over_ranks
 from samecurve.engines.pipeline_stage import build_stage
 from samecurve.engines.sharded_state import FragmentState, LiveState
@@ -53,6 +54,7 @@ class PipelineEngine:
     def __init__(self, accelerator: Accelerator, plan: Plan, skeleton: PreTrainedModel, task: Task):
         self._task = task
         self.device: torch.device = accelerator.device
+        self._mesh = Mesh(plan.strategy.dims, accelerator.process_index, self.device)
         self._loss_factor, self._target_names = 1.0, ("labels",)
         self._last_stage: Callable[..., Tensor] = self._weighted_loss
         self.shapes, self._num_parameters = trained_shapes(skeleton), skeleton.num_parameters()
@@ -174,9 +176,7 @@ class PipelineEngine:
 
     def _count(self, micro_batches: Sequence[MicroBatch]) -> int:
         """Count the tokens (or other units, see Task.count) of the micro-batches over all ranks."""
-        group = self._grid.get_data_parallel_group()
-        assert isinstance(group, dist.ProcessGroup)  # of which this rank is a member
-        return int(sum_over_ranks([sum(self._task.count(**b.targets) for b in micro_batches)], self.device, group)[0])
+        return self._mesh.count(micro_batches, self._task.count).trained
 
     def _state(self) -> State:
         optimizer, stage = self._optimizer, self._grid.get_stage_id()

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from samecurve.losses import router
-from samecurve.losses.cross_entropy import IGNORE_INDEX
 from samecurve.models import routers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from samecurve.config.schema import Recipe
-    from samecurve.data.micro_batch import MicroBatch
+    from samecurve.data.micro_batch import Counts, MicroBatch
     from samecurve.engines.mesh import Mesh
 
 
@@ -34,19 +33,19 @@ class RouterLoss:
     def __init__(self, settings: routers.RouterSettings, recorder: routers.RouterRecorder, mesh: Mesh):
         self._settings, self._recorder, self._mesh = settings, recorder, mesh
 
-    def begin(self, micro_batches: Sequence[MicroBatch], count: int, forward: Callable[[MicroBatch], object]) -> None:
-        """Find what a step's router loss is divided by. Collective.
+    def begin(
+        self, micro_batches: Sequence[MicroBatch], counts: Counts, forward: Callable[[MicroBatch], object]
+    ) -> None:
+        """Set what a step's router loss is divided by. Collective.
 
         Args:
             micro_batches: of this rank, on the CPU.
-            count: what the engine divides the task's loss by.
+            counts: of the whole step.
             forward: runs the model's layers on a micro-batch. The loss over the global batch needs the counts of the
                 whole step first, so it costs one more forward pass without gradients, as gradient caching does.
         """
-        masks = [counted_tokens(batch) for batch in micro_batches]
-        own = [int(sum(mask.any(dim=1).sum() for mask in masks)), int(sum(mask.sum() for mask in masks))]
-        self._num_sequences, num_tokens = self._mesh.count(*own)
-        self._count, self._places = count, num_tokens * self._recorder.num_routers
+        self._num_sequences, self._trained = counts.sequences, counts.trained
+        self._places = counts.tokens * self._recorder.num_routers
         self._counts = self._global_counts(micro_batches, forward) if self._settings.kind == "batch" else None
         self._found: list[Tensor] = []
 
@@ -70,7 +69,7 @@ class RouterLoss:
         z_loss = found.squares / self._places
         sums = torch.stack([balance, z_loss]).detach().double()
         self._found.append(torch.cat([sums, found.counts.double().sum(dim=1).flatten()]))
-        whole = (settings.coefficient * balance + settings.z_coefficient * z_loss) * self._count
+        whole = (settings.coefficient * balance + settings.z_coefficient * z_loss) * self._trained
         return whole - whole.detach()
 
     def sums(self) -> Tensor:
@@ -99,7 +98,7 @@ class RouterLoss:
 
     def _routing(self, batch: MicroBatch) -> router.Routing:
         logits = self._recorder.take()
-        mask = counted_tokens(batch).to(logits[0].device, non_blocking=True)
+        mask = batch.real_tokens().to(logits[0].device, non_blocking=True)
         return router.routing(logits, mask, self._settings.top_k)
 
 
@@ -111,21 +110,3 @@ def install(recipe: Recipe, model: PreTrainedModel, mesh: Mesh) -> RouterLoss | 
     """
     settings = routers.settings(recipe.model.router_loss, model)
     return settings and RouterLoss(settings, routers.RouterRecorder(model), mesh)
-
-
-def counted_tokens(batch: MicroBatch) -> Tensor:
-    """Find the tokens that the router loss counts: bool, (sequences, sequence_length), on the batch's device.
-
-    These are the tokens that the task's loss reads: not the padding, which follows a causal model's last trained token,
-    and not a sequence that trains nothing, such as the ones that fill up a rank or a micro-batch.
-    """
-    ids, trained = batch.inputs["input_ids"], batch.labels != IGNORE_INDEX
-    mask = batch.inputs.get("attention_mask")
-    if mask is None:
-        return trained.flip(1).cummax(dim=1).values.flip(1) if trained.shape == ids.shape else _rows(trained, ids)
-    return mask.bool() & (trained.any(dim=1, keepdim=True) if trained.shape == ids.shape else _rows(trained, ids))
-
-
-def _rows(trained: Tensor, ids: Tensor) -> Tensor:
-    """Spread a value per row, (rows,), over the tokens of the row's sequences."""
-    return trained.repeat_interleave(len(ids) // len(trained))[:, None].expand_as(ids)

@@ -27,7 +27,7 @@ from samecurve.engines.step_sums import StepSums
 from samecurve.interfaces.engine import EngineDescription, EvalResult, StepResult, dtype_name
 from samecurve.interfaces.memory import Held
 from samecurve.interfaces.sharded_state import State
-from samecurve.models import bnb_4bit, compilation, dropout, liger
+from samecurve.models import bnb_4bit, compilation, dropout, frozen_weights, liger
 from samecurve.models.lora import trained_shapes
 from samecurve.models.weights import build, fill
 from samecurve.optim import factory
@@ -106,6 +106,8 @@ class TorchEngine:
             return fsdp.shard(self.accelerator, model, self.mesh)
         if self.cut:  # only autocast is left to Accelerate
             tensor_parallel.allocate(model, self.device)
+        else:
+            frozen_weights.store_in_bf16(model, self.recipe)
         return self.accelerator.prepare_model(model, evaluation_mode=self.cut)
 
     def _write(self, name: str, full: Tensor) -> None:
@@ -118,13 +120,14 @@ class TorchEngine:
         assert len(micro_batches) == self.accumulation_steps, "the loop's batch is not the recipe's"
         forward, scale = self.forward, self.loss_scale.value if self.loss_scale else 1.0
         factory.set_learning_rate(self.optimizer, learning_rate)
-        tokens = forward.count(micro_batches)
+        counts = forward.count(micro_batches)
+        tokens = counts.trained
         if tokens == 0:
             return StepResult.of_nothing()
         # DDP and FSDP average gradients over the ranks, but the loss is a mean over tokens
         weight = self.mesh.dims.size(*LOSS) / tokens
         sums = StepSums(self.mesh, self.task.num_step_statistics, forward.router)
-        for batch, context, is_last in forward.with_contexts(micro_batches, tokens):
+        for batch, context, is_last in forward.with_contexts(micro_batches, counts):
             reduces = is_last or not fsdp.reduces_once(self.plan)
             with nullcontext() if reduces else self.accelerator.no_sync(self.model):
                 loss, found = forward.loss(batch, context)

@@ -104,13 +104,14 @@ class ZeroEngine:
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
         forward = self.forward
         set_learning_rate(self.optimizer, learning_rate)
-        tokens = forward.count(micro_batches)
+        counts = forward.count(micro_batches)
+        tokens = counts.trained
         if tokens == 0:
             return StepResult.of_nothing()
         # ZeRO averages gradients over the ranks, but the loss is a mean over tokens
         weight = self.shard[1] / tokens
         sums = StepSums(self.mesh, self.task.num_step_statistics, forward.router)
-        for batch, context, is_last in forward.with_contexts(micro_batches, tokens):
+        for batch, context, is_last in forward.with_contexts(micro_batches, counts):
             self.model.set_gradient_accumulation_boundary(is_last)
             loss, found = forward.loss(batch, context)
             sums.add(loss, found)

@@ -95,15 +95,18 @@ def _padded(job: Job, weights: Iterable[tuple[int, int]]) -> int:
 
 
 def _numbers(job: Job) -> Iterator[Exchange]:
-    """Yield single numbers: a flag of the control group, counts, losses and norms."""
+    """Yield single numbers: a flag of the control group, losses and norms.
+
+    Token counts are left out: the loader's thread sums them steps ahead, and no profile sees it.
+    """
     layout, fp32 = job.layout, job.precision == "fp32"
     yield Exchange("all", "all_reduce", "stop flag", 1)
     if layout.pp > 1:
-        # token count; loss and two sums of squares; DeepSpeed's overflow flag and norms; its broadcast of the loss
-        yield Exchange("all", "all_reduce", "counts, loss, norms", 4 * FP64 + (4 if fp32 else 1) * FP32)
+        # loss and two sums of squares; DeepSpeed's overflow flag and norms; its broadcast of the loss
+        yield Exchange("all", "all_reduce", "loss, norms", 3 * FP64 + (4 if fp32 else 1) * FP32)
         yield Exchange("all", "broadcast", "loss", 2 * FP32)
         return
-    doubles = 1 + (layout.dp > 1)  # token count, over all hosts, and loss
+    doubles = 1 if layout.dp > 1 else 0  # loss
     singles = flags = 0
     if job.stack == "fsdp2" or layout.tp > 1:
         doubles += 1  # norm of gradients of which each rank has a part
@@ -114,7 +117,7 @@ def _numbers(job: Job) -> Iterator[Exchange]:
         elif not (layout.zero == 1 and job.precision == "bf16"):  # where every rank has all gradients
             singles = 2
             flags = 1 if layout.zero < 3 and not fp32 else 0  # overflow, which DeepSpeed does not look for in fp32
-    yield Exchange("all", "all_reduce", "counts, loss, norms", doubles * FP64 + singles * FP32 + flags)
+    yield Exchange("all", "all_reduce", "loss, norms", doubles * FP64 + singles * FP32 + flags)
 
 
 def _fully_sharded(job: Job) -> list[Exchange]:

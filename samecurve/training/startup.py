@@ -140,6 +140,7 @@ def open_run(context: Context, built: Built, engine: Engine, checkpoints: Checkp
         start.anchor,
         recipe.data.num_workers,
         task.count,
+        ControlGroup().start_sum,
     )
     validation = None
     if task.validation is not None:

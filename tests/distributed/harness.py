@@ -152,15 +152,17 @@ class Workspace:
         command += [str(self.recipe), f"output_dir={directory}", *overrides]
         return self.execute(command + (["--strategy", str(path)] if path else []), directory)
 
-    def execute(self, command: list[str], directory: Path, **environment: str) -> Run:
+    def execute(
+        self, command: list[str], directory: Path, limit_seconds: float = LIMIT_SECONDS, **environment: str
+    ) -> Run:
         """command: as launch_command makes it, with the script's arguments."""
         env, command = self.environment(**environment), once(command)
         if command[0] == "fork":
             world, port, script, *arguments = command[1:]
-            done = forked.run(ROOT / script, arguments, int(world), int(port), env, LIMIT_SECONDS)
+            done = forked.run(ROOT / script, arguments, int(world), int(port), env, limit_seconds)
             return Run(directory, done.returncode, done.stdout)
         done = subprocess.run(
-            command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_SECONDS
+            command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit_seconds
         )
         return Run(directory, done.returncode, done.stdout + done.stderr)
 

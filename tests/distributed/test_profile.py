@@ -39,7 +39,8 @@ def check_ledger(run, folder):
     for rank, stage in enumerate(stages(job, by_cost=False)):
         (trace,) = folder.glob(f"step_*/rank{rank}.pt.trace.json.gz")
         found = breakdown(read_trace(trace))
-        assert not any(each.untyped for each in found.collectives)
+        # the last step's stop flag may still be on its way when the profile ends
+        assert all(each.untyped <= (each.name == "all_reduce") for each in found.collectives)
         tokens = sum(each["tokens"] for each in run.metrics if each["step"] in found.steps)
         expected = ledger.by_collective(ledger.ledger(job, stage, tokens / len(found.steps) / job.layout.dp))
         counted = {each.name: each.num_bytes / len(found.steps) for each in found.collectives}

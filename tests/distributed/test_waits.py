@@ -15,9 +15,8 @@ from torch import Tensor
 
 WORLDS = {"single": 1, "hsdp": 4, "fsdp_tp": 4}
 WAIT = "engines/step_sums.py: read"  # the only one: loss, norm, statistics and routers, right before the update
-OF_HOSTS = "distributed/control_group.py: sum"  # gloo's sum of counts, on the CPU whatever the device
+COUNTS = "engines/mesh.py: count", "distributed/control_group.py: wait"  # on the CPU; alone, and with other ranks
 DROPOUT = "models/dropout.py: _of"  # MicroBatch.places, which stay on the CPU
-MASKS = "engines/router_loss.py: begin"  # of labels before their copy to the device
 NORM_OF_DEEPSPEED = "engines/zero.py: step"  # the norm that DeepSpeed has computed and read for its clipping
 MIXTRAL = {"model_type": "mixtral", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 MIXTRAL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "router_aux_loss_coef": 1.0}
@@ -37,9 +36,9 @@ def test_a_step_waits_once(strategy, overrides, workspace):
     found = probe(strategy, overrides, workspace)
     of_zero = found["engine"] == "DeepSpeedEngine"
     allowed = {WAIT: 1, NORM_OF_DEEPSPEED: 1 if of_zero else 0}
-    allowed |= {OF_HOSTS: 0 if strategy == "single" else 1, DROPOUT: found["num_micro_batches"]}
-    if overrides:  # rows and tokens are counted, and the layers run twice
-        allowed |= {MASKS: 2, OF_HOSTS: 2 * allowed[OF_HOSTS], DROPOUT: 2 * allowed[DROPOUT]}
+    allowed |= {COUNTS[strategy != "single"]: 1, DROPOUT: found["num_micro_batches"]}
+    if overrides:  # the layers run twice
+        allowed |= {DROPOUT: 2 * allowed[DROPOUT]}
         assert found["packed"]
     assert found["engine"] == ENGINES[strategy] or overrides
     reads = Reads()

@@ -14,6 +14,7 @@ from typing import Any
 from reads import Reads
 
 from samecurve.data.batches import StepBatches
+from samecurve.distributed.control_group import ControlGroup
 from samecurve.engines import factory
 from samecurve.models import weights
 from samecurve.run import lifecycle
@@ -37,7 +38,8 @@ def main() -> None:
     skeleton = weights.skeleton(plan.recipe, task.vocabulary_size, task.special_tokens, task.head)
     engine = factory.build(accelerator, plan, skeleton, task)
     recipe = plan.recipe
-    steps = iter(StepBatches(task.train, recipe.seed, recipe.batch, engine.shard, 2, count=task.count))
+    ahead = {"count": task.count, "start_sum": ControlGroup().start_sum}
+    steps = iter(StepBatches(task.train, recipe.seed, recipe.batch, engine.shard, 2, **ahead))
     engine.step(next(steps), 1e-3)  # a session's first step is compared with the recipe, which reads more
     micro_batches = next(steps)
     with Reads() as reads:

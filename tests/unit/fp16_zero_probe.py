@@ -42,7 +42,7 @@ class Product(Task):
 
 
 class Dot(torch.nn.Linear):
-    def forward(self, rows: torch.Tensor) -> ModelOutput:
+    def forward(self, rows: torch.Tensor, input_ids: torch.Tensor) -> ModelOutput:
         return ModelOutput(logits=super().forward(rows))
 
 
@@ -73,7 +73,8 @@ def wrapped(stage: int) -> ZeroEngine:
 
 def micro_batch(factor: float = 1.0) -> MicroBatch:
     rows = torch.ones(1, 4, dtype=torch.half)
-    return MicroBatch({"rows": rows}, {"labels": torch.zeros(1, dtype=torch.long), "factor": torch.tensor(factor)})
+    inputs = {"rows": rows, "input_ids": rows.long()}
+    return MicroBatch(inputs, {"labels": torch.zeros(1, dtype=torch.long), "factor": torch.tensor(factor)})
 
 
 def main() -> None:

@@ -45,7 +45,8 @@ def rows(*gradients, trained=None) -> MicroBatch:
     labels = torch.zeros(len(gradients), dtype=torch.long)
     if trained is not None:
         labels[~torch.tensor(trained)] = IGNORE_INDEX
-    return MicroBatch({}, {"labels": labels, "gradients": torch.tensor(gradients, dtype=torch.float32)})
+    ids = torch.zeros(len(gradients), 1, dtype=torch.long)
+    return MicroBatch({"input_ids": ids}, {"labels": labels, "gradients": torch.tensor(gradients, dtype=torch.float32)})
 
 
 def engine(max_grad_norm: float = 100.0, loss_scale: LossScale | None = None, accumulation: int = 1) -> TorchEngine:

@@ -20,13 +20,14 @@ PADDING = [[[1, 1, 1], [1, 1, 1]], [[1, 1, 1], [1, 1, 0]], [[0, 1, 1], [1, 1, 1]
 
 
 def facts(**inputs: torch.Tensor) -> HostFacts:
+    inputs = {"input_ids": torch.zeros(2, 2, dtype=torch.long), **inputs}
     batch = MicroBatch(inputs, {"labels": torch.tensor([[1, -100], [-100, 2]])})
     return HostFacts.of(batch, lambda labels: int((labels >= 0).sum()))
 
 
 def test_what_the_host_finds_by_hand():
     found = facts(position_ids=torch.tensor(ROWS[2]))
-    assert (found.count, found.packed, found.padded) == (2, True, None)
+    assert (found.counts, found.packed, found.padded) == ((2, 2, 3), True, None)
     assert found.positions is not None and found.positions.tolist() == [0, 3]
     assert not facts(position_ids=torch.tensor(ROWS[1])).packed
 

@@ -73,11 +73,11 @@ def step(model, kind: str | None, rows: int, chunked: bool = False) -> tuple[flo
     implementation = install_chunked_head(model, skeleton, "chunked") if chunked else "full"
     forward = Forward(accelerator, mesh, model, Tokens(), implementation, router=balance)
     micro_batches = batch().split(rows)
-    tokens, value = forward.count(micro_batches), 0.0
-    for each, context, _ in forward.with_contexts(micro_batches, tokens):
+    counts, value = forward.count(micro_batches), 0.0
+    for each, context, _ in forward.with_contexts(micro_batches, counts):
         loss, _ = forward.loss(each, context)
-        (loss / tokens).backward()
-        value += loss.item() / tokens
+        (loss / counts.trained).backward()
+        value += loss.item() / counts.trained
     # recomputed logits would keep all recomputed activations alive
     assert balance is None or not balance._recorder._logits
     return value, balance.metrics(balance.sums().tolist()) if balance else {}, gradients(model)
@@ -91,7 +91,7 @@ def gradients(model) -> dict[str, Tensor]:
 
 def of_transformers(model, part: MicroBatch) -> tuple[Tensor, Tensor]:
     """(sum of the token losses, load-balancing loss) of one forward pass, with the padding masked."""
-    mask = router_loss.counted_tokens(part).long()
+    mask = part.real_tokens().long()
     out = model(input_ids=part.inputs["input_ids"], attention_mask=mask, output_router_logits=True, use_cache=False)
     return Tokens().loss(out.logits, part.labels), out.aux_loss
 
@@ -181,7 +181,7 @@ def test_z_loss_is_that_of_transformers_where_the_config_has_it():
         module.register_forward_hook(lambda _m, _i, out: kept.append(out[0])) for module, _ in routers.routers(model)
     ]
     of_transformers(model, batch())
-    mask = router_loss.counted_tokens(batch()).flatten()
+    mask = batch().real_tokens().flatten()
     z_loss = router_z_loss_func(torch.cat([each[mask] for each in kept])[None])
     for hook in hooks:
         hook.remove()
@@ -198,14 +198,14 @@ def test_tokens_that_count():
     """Causal rows end at the last trained token, other rows at the padding; those that train nothing do not count."""
     ids, skip = torch.zeros(2, 4, dtype=torch.long), IGNORE_INDEX
     causal = MicroBatch({"input_ids": ids}, {"labels": torch.tensor([[skip, 5, skip, skip], [skip] * 4])})
-    assert router_loss.counted_tokens(causal).tolist() == [[True, True, False, False], [False] * 4]
+    assert causal.real_tokens().tolist() == [[True, True, False, False], [False] * 4]
     mask = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
     masked = MicroBatch({"input_ids": ids, "attention_mask": mask}, causal.targets)
-    assert router_loss.counted_tokens(masked).tolist() == [[True, True, True, False], [False] * 4]
+    assert masked.real_tokens().tolist() == [[True, True, True, False], [False] * 4]
     pairs = MicroBatch(
         {"input_ids": ids.repeat(2, 1), "attention_mask": mask.repeat(2, 1)}, {"labels": torch.tensor([0, skip])}
     )
-    assert router_loss.counted_tokens(pairs).tolist() == [*mask.bool().tolist(), [False] * 4, [False] * 4]
+    assert pairs.real_tokens().tolist() == [*mask.bool().tolist(), [False] * 4, [False] * 4]
 
 
 def on_meta(family: str, **fields):

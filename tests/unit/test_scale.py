@@ -35,6 +35,8 @@ def test_a_step_is_the_same_few_bytes_for_each_rank(counted):
     for size in (2, 4):  # a message is 48 bytes and its content, and at most three go each way
         step = counted[size]["step"]
         assert step["sent"]["rank 0"] < 150 and step["sent"]["each"] < 300 and step["writes"]["each"] <= 6, step
+        counts = counted[size]["tokens, ahead"]  # three numbers, at most three times as many messages
+        assert counts["sent"]["rank 0"] < 600 and counts["sent"]["each"] < 1000, counts
 
 
 def test_a_save_sends_each_index_to_one_rank(counted):

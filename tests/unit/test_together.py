@@ -29,7 +29,7 @@ class Projection(nn.Module):
         self.weight = nn.Parameter(torch.tensor([[0.1, 0.2], [-0.3, 0.4], [0.5, -0.6]]))
         self.dropout, self.seen = nn.Dropout(dropout), []
 
-    def forward(self, rows: Tensor) -> SimpleNamespace:
+    def forward(self, rows: Tensor, input_ids: Tensor) -> SimpleNamespace:
         found = self.dropout(rows @ self.weight)
         self.seen.append(found.detach())
         return SimpleNamespace(embeddings=found)
@@ -81,7 +81,8 @@ ROWS = torch.arange(24.0).reshape(8, 3).sin()
 
 
 def micro_batches(count: int) -> list[MicroBatch]:
-    whole = MicroBatch({"rows": ROWS}, {"labels": torch.zeros(8, dtype=torch.long)}, places=torch.arange(8))
+    inputs = {"rows": ROWS, "input_ids": ROWS.long()}
+    whole = MicroBatch(inputs, {"labels": torch.zeros(8, dtype=torch.long)}, places=torch.arange(8))
     return whole.split(-(-8 // count))  # 3: 3 + 3 + 2 rows
 
 
