@@ -137,3 +137,13 @@ def test_the_commands_on_the_page(lesson, start, workspace):
     done = subprocess.run(command, cwd=ROOT, env=workspace.environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(LESSONS[lesson])
+
+
+@pytest.mark.full
+def test_the_engines_compute_the_same(workspace):
+    """ZeRO-3's shards of weights and gradients are FSDP2's; f and g make the layer that the engine `tp` cuts."""
+    command = ["fork", "2", str(free_port()), "tests/distributed/by_hand_engines_probe.py"]
+    run = workspace.execute(command, workspace.folder)
+    assert run.returncode == 0, run.output
+    found = dict(re.findall(r"COMPARED (\S+) (\S+)", run.output))
+    assert found.keys() == {"zero3", "tp"} and all(float(each) < 1e-12 for each in found.values()), found
