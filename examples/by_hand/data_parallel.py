@@ -54,7 +54,10 @@ def main() -> None:
 
     count = sum(weight.numel() for weight in weights)
     holds = f"{count} weights, {count} gradients, {2 * count} optimizer values, {len(my_x)} of {ROWS} rows"
-    report("data parallel", holds, weights, one_process(x, y, initial))
+    expected = one_process(x, y, initial)
+    # Gradients are compared, too: Adam's update hardly changes when they are all n times too large.
+    both = [[*each, *(weight.grad for weight in each)] for each in (weights, expected)]
+    report("data parallel", holds, *both)
 
 
 if __name__ == "__main__":

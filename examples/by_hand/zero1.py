@@ -40,7 +40,9 @@ def main() -> None:
 
     state = sum(value.numel() for value in optimizer.state[my_shard].values() if value.dim())
     holds = f"{flat.numel()} weights, {flat.numel()} gradients, {state} optimizer values, {len(my_x)} of {ROWS} rows"
-    report("ZeRO-1", holds, weights, one_process(x, y, initial))
+    expected = one_process(x, y, initial)
+    gradient = torch.cat([weight.grad.flatten() for weight in expected]).chunk(n)[rank]
+    report("ZeRO-1", holds, [*weights, my_shard.grad], [*expected, gradient])
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import runpy
 import subprocess
 import sys
 from functools import cache
@@ -112,6 +113,12 @@ def test_schedules_wait_as_long_as_the_papers_say(schedules, stages, m):
                 for k in range(3 * m)
             ]
             assert max(held) == {"GPipe": m, "1F1B": stages - stage, "zero bubble": stages}[name], name
+
+
+def test_the_pictures_are_current():
+    pictures = runpy.run_path(str(ROOT / "scripts" / "draw_by_hand.py"))["PICTURES"]
+    for file, draw in pictures.items():
+        assert (ROOT / file).read_text() == draw(), f"{file} is out of date: python scripts/draw_by_hand.py"
 
 
 def test_lessons_stand_alone():
