@@ -53,6 +53,7 @@ def step(name: str, x: Tensor, y: Tensor, weight: Tensor, rank: int, n: int) -> 
 
 
 def main() -> None:
+    gradients = []
     for name in SCHEDULES:
         rank, n = start()
         x, y = torch.randn(2, ROWS, WIDTH)
@@ -70,6 +71,8 @@ def main() -> None:
             found, wanted = [*found, loss], [*wanted, expected]
         holds = f"layer {rank} of {n}, at most {most} of {MICRO_BATCHES} micro-batches"
         report(f"pipeline, {name}", holds, found, wanted)
+        gradients.append(gradient)
+    assert all(torch.equal(gradients[0], each) for each in gradients), "to the last bit"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Lessons of examples/by_hand/ against what the engines run on, on two ranks: FSDP2's shards and the engine's tp layer.
+"""Lessons of examples/by_hand/ against what the engines run on: shards of FSDP2 and DeepSpeed, the engine's tp layer.
 
 Prints one line on rank 0 per comparison: its name and the largest relative difference on any rank.
 """
@@ -8,7 +8,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import deepspeed
 import torch
+from deepspeed.utils import safe_get_local_grad
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.fsdp import fully_shard
@@ -64,6 +66,27 @@ def zero3_and_fsdp2(rank: int, n: int) -> None:
     compare("zero3", [*shards, *(shard.grad for shard in shards)], local)
 
 
+def zero3_and_deepspeed(rank: int, n: int) -> None:
+    """The gradients' shards of the first step, in fp32, as configs/zero3.yaml has them."""
+    x, y = torch.randn(2, lesson.ROWS, lesson.WIDTH).float()
+    initial = [torch.randn(lesson.WIDTH, lesson.HIDDEN) / 4, torch.randn(lesson.HIDDEN, lesson.WIDTH) / 4]
+    initial = [weight.float() for weight in initial]
+    shards = [weight.chunk(n)[rank].clone().requires_grad_() for weight in initial]
+    rows, targets = x.chunk(n)[rank], y.chunk(n)[rank]
+    hidden = torch.tanh(zero3.ShardedLinear.apply(rows, shards[0]))
+    (((zero3.ShardedLinear.apply(hidden, shards[1]) - targets) ** 2).sum() / lesson.ROWS).backward()
+
+    model = nn.Sequential(Product(initial[0]), nn.Tanh(), Product(initial[1]))
+    sharding = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled, as in engines/cpu_bridge.py
+    settings = {"train_micro_batch_size_per_gpu": len(rows), "zero_optimization": sharding}
+    optimizer = torch.optim.Adam(model.parameters())
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)
+    engine.backward(n * ((engine(rows) - targets) ** 2).sum() / lesson.ROWS)  # DeepSpeed averages over ranks
+    found = [safe_get_local_grad(weight) for weight in model.parameters()]
+    compare("deepspeed", [shard.grad.flatten() for shard in shards], [each.flatten() for each in found])
+
+
 def tp_layer(rank: int, n: int) -> None:
     """The SwiGLU of a Llama, cut by the engine from transformers' plan, and by the lesson's f and g."""
     config = LlamaConfig(
@@ -93,6 +116,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, n = start()
     zero3_and_fsdp2(rank, n)
+    zero3_and_deepspeed(rank, n)
     tp_layer(rank, n)
     dist.destroy_process_group()
 

@@ -135,22 +135,20 @@ def test_lessons_stand_alone():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("lesson", LESSONS)
-@pytest.mark.parametrize(
-    "start", [[], ["-m", "torch.distributed.run", "--nproc_per_node", "2"]], ids=["python", "torchrun"]
-)
-def test_the_commands_on_the_page(lesson, start, workspace):
-    command = [sys.executable, *start, f"examples/by_hand/{lesson}.py"]
+@pytest.mark.parametrize("start", [[], ["-m", "torch.distributed.run", "--nproc_per_node", "2"]])
+def test_the_commands_on_the_page(start, workspace):
+    command = [sys.executable, *start, "examples/by_hand/zero3.py"]
     done = subprocess.run(command, cwd=ROOT, env=workspace.environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(LESSONS[lesson])
+    assert done.stdout.startswith("ZeRO-3\n  rank 0 holds ") and done.stdout.count("rank") == (2 if start else 1)
 
 
 @pytest.mark.full
 def test_the_engines_compute_the_same(workspace):
-    """ZeRO-3's shards of weights and gradients are FSDP2's; f and g make the layer that the engine `tp` cuts."""
+    """ZeRO-3's shards of gradients are FSDP2's and DeepSpeed's; f and g make the layer that the engine `tp` cuts."""
     command = ["fork", "2", str(free_port()), "tests/distributed/by_hand_engines_probe.py"]
-    run = workspace.execute(command, workspace.folder)
+    run = workspace.execute(command, workspace.folder, DS_ACCELERATOR="cpu")
     assert run.returncode == 0, run.output
     found = dict(re.findall(r"COMPARED (\S+) (\S+)", run.output))
-    assert found.keys() == {"zero3", "tp"} and all(float(each) < 1e-12 for each in found.values()), found
+    limits = {"zero3": 1e-12, "tp": 1e-12, "deepspeed": 1e-6}  # fp32
+    assert found.keys() == limits.keys() and all(float(found[name]) < limits[name] for name in limits), found
