@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,6 +13,14 @@ from torch import distributed as dist
 # torch 2.13 has new names and warns about the names of 2.11.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_UNSUPPORTED = re.compile(
+    r"not (?:support|implement|offer)|unsupported|cannot be used|no backend type|is not available", re.IGNORECASE
+)
+
+
+def is_unsupported(error: Exception) -> bool:
+    """Tell whether a backend's error says that it lacks the collective."""
+    return bool(_UNSUPPORTED.search(str(error)))
 
 
 class Buffers:
@@ -96,11 +105,34 @@ def _all_to_all(buffers: Buffers) -> Tensor:
 
 def _send_recv(buffers: Buffers) -> Tensor:
     """Send from each rank to the next one around a ring, all at once."""
-    ahead, behind = (buffers.rank + 1) % buffers.world, (buffers.rank - 1) % buffers.world
-    sent = dist.P2POp(dist.isend, buffers.whole, ahead)
-    for work in dist.batch_isend_irecv([sent, dist.P2POp(dist.irecv, buffers.other, behind)]):
-        work.wait()
+    _pass_on(buffers, buffers.whole, buffers.other)
     return buffers.other
+
+
+def _ring_all_reduce(buffers: Buffers) -> Tensor:
+    """Sum as all_reduce does, by n - 1 rounds of reduce-scatter and n - 1 of all-gather around a ring.
+
+    Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009. Each rank sends
+    2 (n - 1) / n of the data.
+    """
+    rank, n = buffers.rank, buffers.world
+    parts, arriving = buffers.whole.chunk(n), buffers.other.chunk(n)[0]
+    for nth in range(2 * (n - 1)):  # what has arrived in a round leaves in the next one
+        sent, received = parts[(rank - nth) % n], parts[(rank - nth - 1) % n]
+        if nth < n - 1:
+            _pass_on(buffers, sent, arriving)
+            received += arriving
+        else:
+            _pass_on(buffers, sent, received)
+    return buffers.whole
+
+
+def _pass_on(buffers: Buffers, sent: Tensor, received: Tensor) -> None:
+    """Send to the next rank while receiving from the one before."""
+    ahead, behind = (buffers.rank + 1) % buffers.world, (buffers.rank - 1) % buffers.world
+    sending = dist.P2POp(dist.isend, sent, ahead)
+    for work in dist.batch_isend_irecv([sending, dist.P2POp(dist.irecv, received, behind)]):
+        work.wait()
 
 
 def _sum(rank: int, n: int) -> list[float]:
@@ -119,6 +151,7 @@ COLLECTIVES = {
     "broadcast": Collective(lambda n: 1, _broadcast, lambda rank, n: [1.0]),
     "reduce": Collective(lambda n: 1, _reduce, _first(_sum)),
     "all_reduce": Collective(lambda n: 2 * (n - 1) / n, _all_reduce, _sum),
+    "ring_all_reduce": Collective(lambda n: 2 * (n - 1) / n, _ring_all_reduce, _sum),
     "gather": Collective(lambda n: (n - 1) / n, _gather, _first(_each)),
     "all_gather": Collective(lambda n: (n - 1) / n, _all_gather, _each),
     "scatter": Collective(lambda n: (n - 1) / n, _scatter, lambda rank, n: [1.0]),

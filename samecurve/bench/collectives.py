@@ -4,8 +4,10 @@ Bandwidths are defined as in nccl-tests (doc/PERFORMANCE.md), so that numbers ar
 
 * Algorithm bandwidth is size / time.
 * Bus bandwidth is algorithm bandwidth times a factor that removes the dependence on the number of processes n, so that
-  it can be compared with the hardware's: 2 (n - 1) / n for all_reduce; (n - 1) / n for all_gather, reduce_scatter,
-  all_to_all, gather and scatter; 1 for broadcast, reduce and send_recv.
+  it can be compared with the hardware's: 2 (n - 1) / n for all_reduce and ring_all_reduce; (n - 1) / n for all_gather,
+  reduce_scatter, all_to_all, gather and scatter; 1 for broadcast, reduce and send_recv.
+
+ring_all_reduce is written out over send and receive, to be compared with the library's all_reduce.
 
 The size is that of the whole data: the output of all_gather and gather, the input of reduce_scatter and scatter, the
 input of each process of all_to_all.
@@ -15,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -24,24 +25,41 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import distributed as dist
 
-from samecurve.bench import jobs, printing, timing
-from samecurve.bench.collective_calls import COLLECTIVES, Buffers, Collective
+from samecurve.bench import barrier, jobs, printing, timing
+from samecurve.bench import explain as explanation
+from samecurve.bench.collective_calls import COLLECTIVES, Buffers, Collective, is_unsupported
 from samecurve.distributed import network
 from samecurve.errors import ConfigurationError
 
 FEWEST, MOST = 3, 200  # calls per size
-_UNSUPPORTED = re.compile(
-    r"not (?:support|implement|offer)|unsupported|cannot be used|no backend type|is not available", re.IGNORECASE
-)
 
 
 def run(arguments: argparse.Namespace, sizes: Sequence[int]) -> int:
     """Run the command `bench collectives` in a launcher's processes, or else in processes started here."""
-    backend = _backend(arguments.backend)
-    names = printing.parse_names("--collectives", arguments.collectives, COLLECTIVES, COLLECTIVES)
+    _check_explain(arguments)
+    backend = "gloo" if arguments.explain else _backend(arguments.backend)
+    known = [*COLLECTIVES, barrier.NAME]
+    names = printing.parse_names("--collectives", arguments.collectives, known, known)
     if "RANK" not in os.environ:
         return _start(arguments, backend)
     return _measure(arguments, backend, names, sizes)
+
+
+def _check_explain(arguments: argparse.Namespace) -> None:
+    """Raise ConfigurationError for what --explain, three processes of Gloo, would have to ignore."""
+    if not arguments.explain:
+        return
+    for name in ("backend", "processes", "json"):
+        if (given := getattr(arguments, name)) is not None:
+            raise ConfigurationError(
+                f"--{name}: found {given}, but --explain measures nothing and shows {explanation.RANKS} processes of "
+                f"gloo; leave out --{name} or --explain"
+            )
+    if (world := int(os.environ.get("WORLD_SIZE", explanation.RANKS))) != explanation.RANKS:
+        raise ConfigurationError(
+            f"--explain: found {world} processes, but it shows {explanation.RANKS} and starts them itself; "
+            "leave out the launcher"
+        )
 
 
 def _backend(asked: str | None) -> str:
@@ -53,14 +71,16 @@ def _backend(asked: str | None) -> str:
 def _start(arguments: argparse.Namespace, backend: str) -> int:
     """Run the same command under torchrun and return the exit code."""
     num_gpus = torch.cuda.device_count()
-    processes = arguments.processes or (num_gpus if backend == "nccl" else 2)
+    default = num_gpus if backend == "nccl" else explanation.RANKS if arguments.explain else 2
+    processes = arguments.processes or default
     if processes < 2 or (backend == "nccl" and processes > num_gpus):
         gpus = f", with a GPU each for NCCL (found {num_gpus}); try --backend gloo --processes 2"
         raise ConfigurationError(
             f"--processes: found {processes}, but a collective needs at least 2{gpus * (backend == 'nccl')}"
         )
     start = [sys.executable, *jobs.TORCHRUN, "--nproc_per_node", str(processes), "-m", "samecurve"]
-    options = [f"--{name}={value}" for name, value in vars(arguments).items() if value is not None]
+    given = {name: value for name, value in vars(arguments).items() if value is not None and name != "explain"}
+    options = [f"--{name}={value}" for name, value in given.items()] + ["--explain"] * arguments.explain
     with jobs.processes([*start, "bench", "collectives", *options], None, processes) as process:
         return process.wait()
 
@@ -72,10 +92,14 @@ def _measure(arguments: argparse.Namespace, backend: str, names: Sequence[str], 
     network.choose_interface()
     dist.init_process_group(backend)
     try:
+        if arguments.explain:
+            explanation.explain(names)
+            return 0
         machines = _machines(device)
-        results = list(measure(names, sizes, device, arguments.seconds))
+        results = list(measure([name for name in names if name != barrier.NAME], sizes, device, arguments.seconds))
+        arrivals = barrier.measure(device) if barrier.NAME in names else None
         if dist.get_rank() == 0:
-            _report(arguments, results, backend, machines, timing.describe_environment(device))
+            _report(arguments, results, arrivals, backend, machines, timing.describe_environment(device))
     finally:
         dist.destroy_process_group()
     return 0
@@ -89,7 +113,12 @@ def _machines(device: torch.device) -> int:
 
 
 def _report(
-    arguments: argparse.Namespace, results: Sequence, backend: str, machines: int, facts: timing.Environment
+    arguments: argparse.Namespace,
+    results: Sequence,
+    arrivals: barrier.Barrier | None,
+    backend: str,
+    machines: int,
+    facts: timing.Environment,
 ) -> None:
     printing.print_line(timing.environment_line(facts))
     timings = [each for each in results if isinstance(each, Timing)]
@@ -106,17 +135,39 @@ def _report(
     ]
     processes = int(os.environ["WORLD_SIZE"])
     title = f"{backend}, {processes} processes on {machines} machine{'s' * (machines > 1)}, fp32"
-    printing.print_table(["collective", "size", "microseconds", "algorithm GB/s", "bus GB/s"], rows, title)
+    if rows:
+        printing.print_table(["collective", "size", "microseconds", "algorithm GB/s", "bus GB/s"], rows, title)
+    else:
+        printing.print_line(title)
     for name, why in unsupported.items():
         printing.print_line(f"{name}: not supported by {backend} ({why})")
-    printing.print_line(
-        "algorithm: size / time. bus: algorithm times 2 (n - 1) / n for all_reduce, (n - 1) / n for gather, "
-        "all_gather, scatter, reduce_scatter and all_to_all, and 1 for the others, as in nccl-tests"
-    )
+    if rows:
+        printing.print_line(
+            "algorithm: size / time. bus: algorithm times 2 (n - 1) / n for all_reduce and ring_all_reduce, "
+            "(n - 1) / n for gather, all_gather, scatter, reduce_scatter and all_to_all, and 1 for the others, as in "
+            "nccl-tests"
+        )
+    for line in ring_against_library(timings):
+        printing.print_line(line)
+    if arrivals is not None:
+        barrier.report(arrivals)
     numbers = {"backend": backend, "processes": processes, "machines": machines, "not_offered": unsupported}
+    numbers["barrier"] = barrier.as_json(arrivals)
     printing.write_json_file(
         arguments.json, "collectives", facts, **numbers, timings=[asdict(each) for each in timings]
     )
+
+
+def ring_against_library(timings: Sequence[Timing]) -> list[str]:
+    """Compare the ring that is written out here with the library's all_reduce, at the smallest and the largest size."""
+    ring, library = (
+        {t.num_bytes: t.seconds for t in timings if t.name == f"{kind}all_reduce"} for kind in ("ring_", "")
+    )
+    sizes = sorted(ring.keys() & library.keys())
+    found = [
+        f"{ring[size] / library[size]:.2f} at {format_bytes(size)}" for size in dict.fromkeys(sizes[:1] + sizes[-1:])
+    ]
+    return [f"ring_all_reduce: its time as a multiple of all_reduce's is {', '.join(found)}"] if found else []
 
 
 def format_bytes(number: int) -> str:
@@ -163,7 +214,7 @@ def measure(
         try:
             _check_result(name, Buffers(sizes[0], device))
         except (RuntimeError, ValueError, NotImplementedError) as error:
-            if not _UNSUPPORTED.search(str(error)):
+            if not is_unsupported(error):
                 raise
             yield name, str(error).splitlines()[0]
             continue

@@ -143,7 +143,7 @@ def test_a_command_can_be_typed_here(line):
     words = shlex.split(line, comments=True)
     if words[:3] == ["python3", "-m", "venv"]:
         return
-    folders = ("configs/", "ds_configs/", "recipes/", "scripts/", "train.py")
+    folders = ("configs/", "ds_configs/", "examples/", "recipes/", "scripts/", "train.py")
     assert [word for word in words if word.startswith(folders) and not (ROOT / word).exists()] == []
     if "train.py" in words:
         parsed = command_line().parse_intermixed_args(words[words.index("train.py") + 1 :])
@@ -160,6 +160,8 @@ def test_a_command_can_be_typed_here(line):
         parser = ArgumentParser()
         import_module(module).add_arguments(parser)
         parser.parse_intermixed_args([word.strip("[]") for word in arguments])
+    elif words[-1].endswith(".py"):
+        assert words[-1].startswith(("examples/", "scripts/"))
     else:
         assert words[0] == "bash" and words[1].startswith("scripts/")
 

@@ -15,8 +15,10 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from samecurve.bench import (
+    barrier,
     collectives,
     dataloader,
+    explain,
     gemm_shapes,
     matmul,
     options,
@@ -38,6 +40,7 @@ from samecurve.strategy.resolve import read_files
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
+RATIO = "0.00"
 
 
 @pytest.fixture
@@ -98,6 +101,7 @@ def test_lists_that_are_none_are_refused(given):
     ("name", "bus"),
     [
         ("all_reduce", 3.5),  # 2 * 7 / 8
+        ("ring_all_reduce", 3.5),
         ("all_gather", 1.75),
         ("reduce_scatter", 1.75),
         ("all_to_all", 1.75),
@@ -133,6 +137,32 @@ def test_sizes():
         command.message_sizes(1024, 512, 4)
 
 
+def test_lateness_by_hand(capsys):
+    """Seconds that two ranks waited in three rounds: the second came later in the first two."""
+    found = barrier.from_waits([[5, 4, 1], [1, 2, 1.5]])
+    assert found.seconds == 1  # the median of 1, 2 and 1
+    assert found.arrivals[0] == barrier.Arrival(0, 0, 0.5, 1 / 3)
+    assert found.arrivals[1] == barrier.Arrival(1, 2, 4, 2 / 3)
+    barrier.report(found)
+    assert "rank 1" in capsys.readouterr().out
+    barrier.report(barrier.from_waits([[rank] for rank in range(20)]))
+    told = capsys.readouterr().out
+    assert "the latest 16 of 20 ranks" in told and "rank 0" in told and "rank 16" not in told
+
+
+@pytest.mark.parametrize("option", ["--backend=gloo", "--processes=3", "--json=found.json"])
+def test_what_explain_would_ignore_is_refused(option, capsys):
+    assert commands.main(["bench", "collectives", "--explain", option]) == ConfigurationError.exit_code
+    assert "leave out --" in capsys.readouterr().err
+
+
+def test_explain_shows_three_ranks_only(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert commands.main(["bench", "collectives", "--explain"]) == ConfigurationError.exit_code
+    assert "--explain: found 2 processes" in capsys.readouterr().err
+    assert explain.MEANINGS.keys() == collectives.COLLECTIVES.keys()
+
+
 def test_collectives_at_two_processes(tmp_path):
     """Each gives what it should (the command checks that before it measures), and its row says what JSON does."""
     file = tmp_path / "found.json"
@@ -145,6 +175,10 @@ def test_collectives_at_two_processes(tmp_path):
     measured = {each["name"] for each in found["timings"]}
     assert measured | found["not_offered"].keys() == set(collectives.COLLECTIVES)
     assert {"all_reduce", "broadcast", "all_gather", "send_recv"} <= measured
+    assert f"its time as a multiple of all_reduce's is {RATIO} at 1 KiB, {RATIO} at 4 KiB\n" in re.sub(
+        r"\b\d+\.\d\d\b", RATIO, done.stdout
+    )
+    assert [each["rank"] for each in found["barrier"]["arrivals"]] == [0, 1] and found["barrier"]["seconds"] > 0
     for name in found["not_offered"]:
         assert f"{name}: not supported by gloo (" in done.stdout
     assert [each["num_bytes"] for each in found["timings"]] == [1024, 4096] * len(measured)
