@@ -20,6 +20,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
+ROOT = Path(__file__).resolve().parents[2]
 INTERFACES = ("cable0", "cable1")  # no one GLOO_SOCKET_IFNAME fits both hosts
 _SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 
@@ -152,8 +153,8 @@ def _start_sshd(namespace: str, address: str, folder: Path) -> None:
     _run("ip", "netns", "exec", namespace, str(_SSHD), *arguments)  # it returns when it listens
 
 
-def _remove(namespace: str) -> None:
-    """Kill what runs inside, then delete it. Only processes of this namespace are touched."""
+def kill_all(namespace: str) -> None:
+    """Kill what runs inside. Only processes of this namespace are touched."""
     for _ in range(50):
         process_ids = _run("ip", "netns", "pids", namespace).split()
         if not process_ids:
@@ -162,4 +163,8 @@ def _remove(namespace: str) -> None:
             with suppress(ProcessLookupError):
                 os.kill(int(process_id), signal.SIGKILL)
         time.sleep(0.1)
+
+
+def _remove(namespace: str) -> None:
+    kill_all(namespace)
     _run("ip", "netns", "delete", namespace)
