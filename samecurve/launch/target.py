@@ -108,8 +108,7 @@ def command(launcher: str, target: Target, node: int | None = None) -> list[str]
         start = ["accelerate", "launch", "--config_file", target.strategy, *sizes, *meeting]
         return [*start, "--main_process_port", port, *target.script, *target.overrides]
     if launcher == "slurm":
-        meeting = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{HEAD}:$PORT", "--rdzv_id", "$SLURM_JOB_ID"]
-        return ["torchrun", "--nnodes", nodes, "--nproc_per_node", devices, *meeting, *under]
+        return ["python", *under]  # srun starts every rank; strategy/slurm.py reads its variables
     if launcher == "kubernetes":
         meeting = ["--node_rank=$(JOB_COMPLETION_INDEX)", f"--nproc_per_node={devices}"]
         meeting += ["--master_addr=samecurve-0.samecurve", f"--master_port={port}"]
