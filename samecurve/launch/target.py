@@ -152,4 +152,6 @@ def read_back(launcher: str, target: Target, words: Sequence[str], more: Sequenc
         return resolve_plan(argv, {**environ, "ACCELERATE_MIXED_PRECISION": "no"}, lambda: parents)
     if launcher == "deepspeed":
         return resolve_plan(["--local_rank=0", *argv], environ)
-    return resolve_plan(argv, {**environ, "TORCHELASTIC_RUN_ID": "none"})
+    return resolve_plan(
+        argv, environ | ({"SLURM_PROCID": "0"} if launcher == "slurm" else {"TORCHELASTIC_RUN_ID": "none"})
+    )

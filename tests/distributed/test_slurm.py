@@ -1,4 +1,4 @@
-"""What `launch --emit slurm` prints, under a real SLURM of two nodes: losses, time limit, scancel, a node that fails."""
+"""What `launch --emit slurm` prints, under a real SLURM of two nodes: losses, time limit, scancel, a failed node."""
 
 from __future__ import annotations
 
