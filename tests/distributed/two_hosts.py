@@ -56,6 +56,10 @@ class TwoHosts:
         shown = _run(*f"ip -n {self.namespaces[0]} -json -stats link show {INTERFACES[0]}".split())
         return json.loads(shown)[0]["stats64"]["rx"]["bytes"]
 
+    def plug(self, state: str) -> None:
+        """Plug the cable of the second host in ("up") or pull it out ("down"): nobody is told."""
+        _run("ip", "-n", self.namespaces[1], "link", "set", INTERFACES[1], state)
+
     def run(self, command: list[str], working_directory: Path, timeout_seconds: float) -> subprocess.CompletedProcess:
         """Output and errors are one text. A command that runs out of time is killed, here and on the other host."""
         inside = ["ip", "netns", "exec", self.namespaces[0], *command]
