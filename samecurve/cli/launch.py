@@ -22,6 +22,7 @@ from samecurve.launch.hosts import PORT, Host, read_hostfile, read_hosts, select
 from samecurve.launch.target import CLUSTERS, LAUNCHERS, Target, check_launchers, command, read_back, unnamed
 from samecurve.planner.inputs import data_elsewhere
 from samecurve.storage.atomic import storage_errors
+from samecurve.strategy.plan import Plan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,7 +102,12 @@ def _check_min_nodes(arguments: argparse.Namespace, target: Target) -> None:
         raise ConfigurationError(f"{given}: found {target.nodes} hosts, but it must be less than their number")
     if arguments.run:
         raise ConfigurationError(f"{given}: --run ends all hosts when one fails; print the commands and start them")
-    _check(arguments.emit, replace(target, hosts=target.hosts[: target.min_nodes], min_nodes=0))
+    plan = _check(arguments.emit, replace(target, hosts=target.hosts[: target.min_nodes], min_nodes=0))
+    if plan.recipe.rehearse:  # torchrun tells only the others that they start again
+        fix = "run `python -m samecurve rehearse` before, and add rehearse=false here"
+        raise ConfigurationError(
+            f"rehearse: found true with {given}, but a host that returns would rehearse alone; {fix}"
+        )
 
 
 def _machines(arguments: argparse.Namespace) -> tuple[list[Host], int]:
@@ -112,7 +118,7 @@ def _machines(arguments: argparse.Namespace) -> tuple[list[Host], int]:
     return list(unnamed(arguments.nodes, arguments.gpus_per_node)), PORT
 
 
-def _check(launcher: str, target: Target) -> None:
+def _check(launcher: str, target: Target) -> Plan:
     """Resolve the command as its processes would. Data may lie on the other machines alone."""
     if launcher != "deepspeed":
         _ = target.devices_per_node  # raises if hosts differ
@@ -120,6 +126,6 @@ def _check(launcher: str, target: Target) -> None:
     here = [f"{key}=." for key in sorted(elsewhere)]
     tried = replace(target, overrides=tuple(latest_overrides([*target.overrides, *here])))
     try:
-        read_back(launcher, tried, command(launcher, tried))
+        return read_back(launcher, tried, command(launcher, tried))
     except SamecurveError as error:
         raise type(error)(f"{target.size}: {error}") from error

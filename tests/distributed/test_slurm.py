@@ -91,7 +91,7 @@ def test_a_job_has_the_losses_of_one_host(cluster, workspace):
 
 def test_a_job_out_of_time_saves_and_goes_on(cluster, workspace):
     """SLURM tells it to stop a minute or two before the end; it saves and is queued again, and goes on from there."""
-    job = Job(cluster, workspace, "slurm_time", ENDLESS, "--time=3", "--signal=TERM@60")
+    job = Job(cluster, workspace, "slurm_time", ENDLESS, "--time=4", "--signal=TERM@60")
     job.wait_for_step(6)
     state = job.wait_for("PENDING", "COMPLETED", "FAILED", "TIMEOUT")
     assert state["JobState"] == "PENDING", job.said()

@@ -139,6 +139,7 @@ def test_the_examples_are_what_is_printed(launcher, file):
         ("--emit torchrun --nodes 2 --gpus_per_node 1 --min_nodes 1", 2, "each host needs an address of its own"),
         ("--emit torchrun --hosts {yaml} --min_nodes 2", 2, "--min_nodes 2: found 2 hosts, but it must be less"),
         ("--emit torchrun --hosts {yaml} --min_nodes 1 --run", 2, "--run ends all hosts when one fails"),
+        ("--emit torchrun --hosts {yaml} --min_nodes 1 rehearse=true", 2, "a host that returns would rehearse alone"),
         ("--emit torchrun --hosts {yaml} steps=seven", 2, "steps: found"),
     ],
 )
