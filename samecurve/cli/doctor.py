@@ -15,12 +15,12 @@ from samecurve.cli.commands import Work
 from samecurve.config import loader as recipes
 from samecurve.config.documents import format_problems
 from samecurve.config.schema import Recipe
-from samecurve.doctor import examination, hosts, slurm
+from samecurve.doctor import examination, hosts
 from samecurve.errors import ConfigurationError
 from samecurve.launch.hosts import read_hostfile
 from samecurve.planner import model_config
 from samecurve.specs.optimizers import OPTIMIZERS
-from samecurve.strategy import resolve
+from samecurve.strategy import resolve, slurm
 from samecurve.strategy.launchers import Launch
 from samecurve.strategy.plan import Strategy
 

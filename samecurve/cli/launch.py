@@ -22,6 +22,7 @@ from samecurve.launch.hosts import PORT, Host, read_hostfile, read_hosts, select
 from samecurve.launch.target import CLUSTERS, LAUNCHERS, Target, check_launchers, command, read_back, unnamed
 from samecurve.planner.inputs import data_elsewhere
 from samecurve.storage.atomic import storage_errors
+from samecurve.strategy.plan import Plan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hostfile", metavar="FILE", help="lines NAME slots=N, as for the deepspeed launcher")
     parser.add_argument("--nodes", metavar="N", type=int, help="number of machines whose names are not known yet")
     parser.add_argument("--gpus_per_node", metavar="N", type=int, help="processes on each of --nodes")
+    parser.add_argument("--min_nodes", metavar="N", type=int, help="of torchrun: go on with N hosts if others are lost")
     parser.add_argument("--include", metavar="SLOTS", help="of deepspeed: only these, such as node1:1,2@node2:0")
     parser.add_argument("--exclude", metavar="SLOTS", help="of deepspeed: all but these, such as node1:0")
     parser.add_argument("--port", metavar="N", type=int, help="at which the first host is met (default: 29500)")
@@ -44,8 +46,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command. Returns 0, or with --run the exit code of the launcher that failed first."""
     repository_root()
     check_launchers([arguments.emit], "--emit")
-    require_positive(arguments, "nodes", "gpus_per_node", "port")
+    require_positive(arguments, "nodes", "gpus_per_node", "min_nodes", "port")
     target = _target(arguments)
+    _check_min_nodes(arguments, target)
     _check(arguments.emit, target)
     text = scripts.text(arguments.emit, target)
     if arguments.run:
@@ -83,7 +86,28 @@ def _target(arguments: argparse.Namespace) -> Target:
         hostfile=arguments.hostfile or "",
         listed=tuple(hosts),
         selection=tuple(word for pair in selection for word in pair),
+        min_nodes=arguments.min_nodes or 0,
     )
+
+
+def _check_min_nodes(arguments: argparse.Namespace, target: Target) -> None:
+    if not target.min_nodes:
+        return
+    given = f"--min_nodes {target.min_nodes}"
+    if arguments.emit != "torchrun":
+        raise ConfigurationError(f"{given}: only torchrun goes on with fewer hosts; use --emit torchrun")
+    if not target.named:
+        raise ConfigurationError(f"{given}: each host needs an address of its own; give --hosts or --hostfile")
+    if target.min_nodes >= target.nodes:
+        raise ConfigurationError(f"{given}: found {target.nodes} hosts, but it must be less than their number")
+    if arguments.run:
+        raise ConfigurationError(f"{given}: --run ends all hosts when one fails; print the commands and start them")
+    plan = _check(arguments.emit, replace(target, hosts=target.hosts[: target.min_nodes], min_nodes=0))
+    if plan.recipe.rehearse:  # torchrun tells only the others that they start again
+        fix = "run `python -m samecurve rehearse` before, and add rehearse=false here"
+        raise ConfigurationError(
+            f"rehearse: found true with {given}, but a host that returns would rehearse alone; {fix}"
+        )
 
 
 def _machines(arguments: argparse.Namespace) -> tuple[list[Host], int]:
@@ -94,7 +118,7 @@ def _machines(arguments: argparse.Namespace) -> tuple[list[Host], int]:
     return list(unnamed(arguments.nodes, arguments.gpus_per_node)), PORT
 
 
-def _check(launcher: str, target: Target) -> None:
+def _check(launcher: str, target: Target) -> Plan:
     """Resolve the command as its processes would. Data may lie on the other machines alone."""
     if launcher != "deepspeed":
         _ = target.devices_per_node  # raises if hosts differ
@@ -102,6 +126,6 @@ def _check(launcher: str, target: Target) -> None:
     here = [f"{key}=." for key in sorted(elsewhere)]
     tried = replace(target, overrides=tuple(latest_overrides([*target.overrides, *here])))
     try:
-        read_back(launcher, tried, command(launcher, tried))
+        return read_back(launcher, tried, command(launcher, tried))
     except SamecurveError as error:
         raise type(error)(f"{target.size}: {error}") from error

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from samecurve.errors import ConfigurationError
 from samecurve.launch import kubernetes
-from samecurve.launch.kubernetes import SECONDS_TO_SAVE, TORCHRUN_SECONDS
+from samecurve.launch.kubernetes import SECONDS_TO_SAVE
 from samecurve.launch.target import CLUSTERS, Target, command
 
 # Variables that the deepspeed launcher hands to other nodes only if .deepspeed_env lists them.
@@ -121,28 +121,30 @@ def _deepspeed(target: Target) -> str:
 
 def _slurm(target: Target) -> str:
     path = shlex.quote(target.path("slurm.sh"))
+    devices = target.devices_per_node
     options = (
-        "--job-name=samecurve", f"--nodes={target.nodes}", "--ntasks-per-node=1",
-        f"--gpus-per-node={target.devices_per_node}", "--exclusive", f"--signal=TERM@{SECONDS_TO_SAVE}", "--requeue",
+        "--job-name=samecurve", f"--nodes={target.nodes}", f"--ntasks-per-node={devices}",
+        f"--gpus-per-node={devices}", "--exclusive", f"--signal=TERM@{SECONDS_TO_SAVE}", "--requeue",
         "--open-mode=append",
     )  # fmt: skip
     lines = [
         "#",
         "# Submit it on a file system that all nodes see, after .venv is there (scripts/quickstart.sh makes it). Five",
-        "# minutes before its time is up the job is told to stop: it saves, and the same line goes on from there. A",
-        "# preempted job has the partition's GraceTime for that; requeued by SLURM, it goes on by itself.",
+        "# minutes before its time is up, the job is told to stop: it saves and returns to the queue, to go on from",
+        "# there. So does a job that is preempted, within the partition's GraceTime. A job whose node fails returns to",
+        "# the queue, too, and goes on from its last checkpoint.",
         *(f"#SBATCH {option}" for option in options),
         "set -euo pipefail",
         'cd "$SLURM_SUBMIT_DIR"',
         'export PATH="$PWD/.venv/bin:$PATH"',
+        "export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}",
         "",
-        "# every node meets at the first one; the port depends on the job, so that two jobs on one node do not collide",
-        'HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-        "PORT=$((20000 + SLURM_JOB_ID % 20000))",
+        "# one task is one rank; SLURM would bind each to as many cores as it asked for, which is one",
+        "code=0",
+        f"srun --cpu-bind=none {_words(command('slurm', target))} || code=$?",
         "",
-        "# torchrun gives its processes 30 seconds after SIGTERM unless told otherwise; saving may take longer",
-        f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={TORCHRUN_SECONDS}",
-        "",
-        f"exec srun {_words(command('slurm', target))}",
+        "# 75: told to stop, and saved",
+        'if [ "$code" = 75 ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
+        'exit "$code"',
     ]
     return _script(target, f"sbatch {path}", "", lines)

@@ -14,6 +14,7 @@ from samecurve.strategy.resolve import resolve_plan
 
 LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "slurm", "kubernetes", "trainjob")
 CLUSTERS = LAUNCHERS[3:]  # they find machines of their own
+MOST_LOSSES = "1000"  # of hosts in one run; repeated failures at one step end it earlier, see run/failures.py
 HEAD, RANK = "$HEAD", "$RANK"  # set by the script, or by who starts it on each node
 CLONE = "/storage/samecurve"  # of this repository, on a volume of the pods
 
@@ -30,6 +31,7 @@ class Target:
         file: where the script or manifest goes, if not into `folder` under its own name.
         hostfile: the user's own, and `listed`, the hosts in it; by default one is written, of `hosts`.
         selection: the deepspeed launcher's filter, such as ("--include", "node1:1,2@node2:0").
+        min_nodes: the fewest hosts that go on when others are lost; 0 where all are needed.
     """
 
     recipe: str
@@ -43,6 +45,7 @@ class Target:
     hostfile: str = ""
     listed: tuple[Host, ...] = ()
     selection: tuple[str, ...] = ()
+    min_nodes: int = 0
 
     @property
     def nodes(self) -> int:
@@ -108,19 +111,34 @@ def command(launcher: str, target: Target, node: int | None = None) -> list[str]
         start = ["accelerate", "launch", "--config_file", target.strategy, *sizes, *meeting]
         return [*start, "--main_process_port", port, *target.script, *target.overrides]
     if launcher == "slurm":
-        meeting = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{HEAD}:$PORT", "--rdzv_id", "$SLURM_JOB_ID"]
-        return ["torchrun", "--nnodes", nodes, "--nproc_per_node", devices, *meeting, *under]
+        return ["python", *under]  # srun starts every rank; strategy/slurm.py reads its variables
     if launcher == "kubernetes":
         meeting = ["--node_rank=$(JOB_COMPLETION_INDEX)", f"--nproc_per_node={devices}"]
         meeting += ["--master_addr=samecurve-0.samecurve", f"--master_port={port}"]
         return ["torchrun", f"--nnodes={nodes}", *meeting, *under]
     if launcher == "trainjob":  # the operator gives torchrun's options as variables, but no working directory
         return ["bash", "-c", f'cd {CLONE} && exec torchrun "$@"', "torchrun", *under]
+    if target.min_nodes and node is not None:
+        return [*_elastic(target, node), *under]
     # the number of the node decides who waits for the others: --rdzv_backend c10d looks the host's own name up instead,
     # which many hosts resolve to 127.0.1.1
     meeting = ["--node_rank", rank, "--master_addr", head] if target.nodes > 1 else []
     sizes = ["--nnodes", nodes, "--nproc_per_node", devices]
     return ["torchrun", *sizes, *meeting, "--master_port", port, *under]
+
+
+def _elastic(target: Target, node: int) -> list[str]:
+    """Return torchrun's own words for hosts that may be lost and come back, all but the first one.
+
+    torch 2.13 tells each agent once where the ranks meet (elastic/rendezvous/dynamic_rendezvous.py, next_rendezvous); a
+    host that comes back would wait for an address that nobody writes again. Without a shared store each round has a new
+    one.
+    """
+    sizes = ["--nnodes", f"{target.min_nodes}:{target.nodes}", "--nproc_per_node", str(target.devices_per_node)]
+    head, own = target.hosts[0].name, target.hosts[node].name
+    meeting = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{head}:{target.port}", "--rdzv_id", "samecurve"]
+    meeting += ["--rdzv_conf", f"is_host={int(node == 0)}", "--local_addr", own]
+    return ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", "torchrun", *sizes, "--max_restarts", MOST_LOSSES, *meeting]
 
 
 def _deepspeed(target: Target) -> list[str]:
@@ -153,4 +171,6 @@ def read_back(launcher: str, target: Target, words: Sequence[str], more: Sequenc
         return resolve_plan(argv, {**environ, "ACCELERATE_MIXED_PRECISION": "no"}, lambda: parents)
     if launcher == "deepspeed":
         return resolve_plan(["--local_rank=0", *argv], environ)
-    return resolve_plan(argv, {**environ, "TORCHELASTIC_RUN_ID": "none"})
+    return resolve_plan(
+        argv, environ | ({"SLURM_PROCID": "0"} if launcher == "slurm" else {"TORCHELASTIC_RUN_ID": "none"})
+    )

@@ -28,7 +28,7 @@ class Launch:
     """How this process was started.
 
     Attributes:
-        launcher: "accelerate" | "torchrun" | "deepspeed" | "python", or "train.py" with --processes.
+        launcher: "accelerate" | "torchrun" | "deepspeed" | "srun" | "python", or "train.py" with --processes.
         flags: the options of accelerate launch, without dashes (`num_processes`); None when they cannot be found.
         config_file: the file that accelerate launch reads.
         counted: True where the launcher was given the number of processes.
@@ -104,7 +104,9 @@ def _other_launcher(environ: Mapping[str, str], local_rank: int | None) -> str:
     if "TORCHELASTIC_RUN_ID" in environ:
         return "torchrun"
     # deepspeed sets CROSS_SIZE (the number of nodes) when given --no_local_rank.
-    return "deepspeed" if local_rank is not None or "CROSS_SIZE" in environ else "python"
+    if local_rank is not None or "CROSS_SIZE" in environ:
+        return "deepspeed"
+    return "srun" if "RANK" in environ and environ["RANK"] == environ.get("SLURM_PROCID") else "python"
 
 
 def _accelerate_flags(ancestors: Sequence[Ancestor]) -> tuple[dict[str, str] | None, str]:

@@ -76,12 +76,22 @@ def _operator(port: str) -> dict[str, str]:
     return sizes | {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
 
 
+SRUN = """#!/bin/sh
+# stands in for srun with two tasks on this machine
+shift
+for task in 0 1; do SLURM_PROCID=$task SLURM_LOCALID=$task "$@" & tasks="$tasks $!"; done
+for task in $tasks; do wait "$task" || code=$?; done
+exit "${code:-0}"
+"""
+
+
 def _slurm(folder) -> dict[str, str]:
-    """SLURM's variables and stand-ins for its two commands."""
+    """SLURM's variables and stand-ins for its two commands; test_slurm.py has the real ones."""
     tools = folder / "bin"
     tools.mkdir(exist_ok=True)
-    for name, body in {"srun": 'exec "$@"', "scontrol": "echo 127.0.0.1"}.items():
-        (tools / name).write_text(f"#!/bin/sh\n{body}\n")
+    for name, text in {"srun": SRUN, "scontrol": "#!/bin/sh\necho 127.0.0.1\n"}.items():
+        (tools / name).write_text(text)
         (tools / name).chmod(0o755)
-    job = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "here", "SLURM_JOB_ID": str(free_port() % 20000)}
-    return job | {"PATH": f"{tools}:{BIN}:/usr/bin:/bin"}
+    job = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": str(free_port() % 20000)}
+    step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "here"}
+    return job | step | {"PATH": f"{tools}:{BIN}:/usr/bin:/bin"}

@@ -20,6 +20,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
+ROOT = Path(__file__).resolve().parents[2]
 INTERFACES = ("cable0", "cable1")  # no one GLOO_SOCKET_IFNAME fits both hosts
 _SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 
@@ -54,6 +55,10 @@ class TwoHosts:
         """What came over the cable to the first host since it was plugged in."""
         shown = _run(*f"ip -n {self.namespaces[0]} -json -stats link show {INTERFACES[0]}".split())
         return json.loads(shown)[0]["stats64"]["rx"]["bytes"]
+
+    def plug(self, state: str) -> None:
+        """Plug the cable of the second host in ("up") or pull it out ("down"): nobody is told."""
+        _run("ip", "-n", self.namespaces[1], "link", "set", INTERFACES[1], state)
 
     def run(self, command: list[str], working_directory: Path, timeout_seconds: float) -> subprocess.CompletedProcess:
         """Output and errors are one text. A command that runs out of time is killed, here and on the other host."""
@@ -152,8 +157,8 @@ def _start_sshd(namespace: str, address: str, folder: Path) -> None:
     _run("ip", "netns", "exec", namespace, str(_SSHD), *arguments)  # it returns when it listens
 
 
-def _remove(namespace: str) -> None:
-    """Kill what runs inside, then delete it. Only processes of this namespace are touched."""
+def kill_all(namespace: str) -> None:
+    """Kill what runs inside. Only processes of this namespace are touched."""
     for _ in range(50):
         process_ids = _run("ip", "netns", "pids", namespace).split()
         if not process_ids:
@@ -162,4 +167,8 @@ def _remove(namespace: str) -> None:
             with suppress(ProcessLookupError):
                 os.kill(int(process_id), signal.SIGKILL)
         time.sleep(0.1)
+
+
+def _remove(namespace: str) -> None:
+    kill_all(namespace)
     _run("ip", "netns", "delete", namespace)

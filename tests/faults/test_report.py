@@ -32,6 +32,11 @@ UNITS = [
     {"fault": "EIO", "cases": 38, "violations": 1},
     {"fault": "kill one", "cases": 92, "violations": 0},
 ]
+HOSTS = [
+    {"fault": "killed", "lost_steps": 3, "seconds_alone": 40.0, "seconds_together": 20.0, "lost_steps_at_return": 0},
+    {"fault": "killed", "lost_steps": 8, "seconds_alone": 61.0, "seconds_together": 30.0, "lost_steps_at_return": 2},
+    {"fault": "cable cut", "lost_steps": 5, "seconds_alone": 99.0, "seconds_together": 9.0, "lost_steps_at_return": 0},
+]
 CASE = {"steps_lost": 0, "outcome": "same curve", "date": "2026-01-02", "named": False}
 STOCK = {
     "settings": {"processes": 2, "steps": 30, "save_every": 5, "keep": 2},
@@ -64,6 +69,8 @@ def test_numbers(tmp_path, monkeypatch):
         append_result({"kind": "pair", **pair})
     for unit in UNITS:
         append_result({"kind": "unit", **unit})
+    for host in HOSTS:
+        append_result({"kind": "host", "strategy": "ddp", "resumed_equal": True, **host})
     (tmp_path / "stock.json").write_text(json.dumps(STOCK))
     page = written(tmp_path, "--stock", str(tmp_path / "stock.json"))
     expected = {
@@ -77,6 +84,9 @@ def test_numbers(tmp_path, monkeypatch):
         "runs that did not end as the undisturbed one": 1,
     }
     assert {name: cells(page, name) for name in expected} == {name: [[str(n)]] for name, n in expected.items()}
+    assert cells(page, "killed") == [["2", "8", "5.5", "50 (61)", "25 (30)"]]
+    assert cells(page, "cable cut") == [["1", "5", "5.0", "99 (99)", "9 (9)"]]
+    assert "At a return at most 2 steps were lost" in page and "ended as an undisturbed one" in page
     by_strategy, by_random, by_pair = cells(page, "ddp")
     assert by_strategy == ["1", "2", "0", "1", "0", "7 (3)", "2 of 3"]
     assert by_random == ["2", "1", "0", "1", "12 (4)", "7.5", "2 of 2"]

@@ -46,19 +46,18 @@ def stand_in(folder: Path, name: str, body: str) -> None:
     (folder / name).chmod(0o755)
 
 
-def test_slurm_starts_torchrun_on_every_node(tmp_path):
-    stand_in(tmp_path / "bin", "srun", 'for argument in "$@"; do echo "$argument"; done')
-    stand_in(tmp_path / "bin", "scontrol", '[ "$*" = "show hostnames node[7-8]" ] && printf "node7\\nnode8\\n"')
-    job = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_ID": "20123"}
-    job |= {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
-    started = subprocess.run(
-        ["bash", ROOT / "scripts" / "slurm.sh", "run=/a folder"], env=job, capture_output=True, text=True, check=True
-    )
-    command = started.stdout.splitlines()
-    assert command[:5] == ["torchrun", "--nnodes", "2", "--nproc_per_node", "8"]
-    assert command[command.index("--rdzv_endpoint") + 1] == "node7:20123"
+@pytest.mark.parametrize(("code", "requeued"), [(0, ""), (1, ""), (75, "requeue 20123\n")])
+def test_slurm_starts_every_rank_and_returns_to_the_queue_when_told_to_stop(code, requeued, tmp_path):
+    stand_in(tmp_path / "bin", "srun", f'for argument in "$@"; do echo "$argument"; done; exit {code}')
+    stand_in(tmp_path / "bin", "scontrol", f'echo "$@" >{tmp_path}/asked')
+    job = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "20123", "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    script = ["bash", ROOT / "scripts" / "slurm.sh", "run=/a folder"]
+    done = subprocess.run(script, env=job, capture_output=True, text=True)
     arguments = ["--strategy", "configs/fsdp.yaml", "data.path=/storage/texts", "output_dir=/storage/runs/pretrain"]
-    assert command[-7:] == ["train.py", "recipes/pretrain.yaml", *arguments, "run=/a folder"]
+    command = ["--cpu-bind=none", "python", "train.py", "recipes/pretrain.yaml", *arguments, "run=/a folder"]
+    assert (done.stdout.splitlines(), done.returncode) == (command, code)
+    asked = tmp_path / "asked"
+    assert (asked.read_text() if asked.exists() else "") == requeued
 
 
 def test_deepspeed_reads_the_example_hostfile():

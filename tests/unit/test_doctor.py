@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from samecurve.config.loader import load_recipe
-from samecurve.doctor import findings, host, host_checks, shared_folder, slurm, world_checks
+from samecurve.doctor import findings, host, host_checks, shared_folder, world_checks
 from samecurve.doctor.findings import Finding
 from samecurve.doctor.host import Gpu, HostFacts
 from samecurve.errors import ConfigurationError
 from samecurve.launch.hosts import Host, read_hostfile
+from samecurve.strategy import slurm
 
 ROOT = Path(__file__).resolve().parents[2]
 HEALTHY = {"memlock": -1, "nofile": 65536}
@@ -140,14 +141,16 @@ def test_hostfiles(tmp_path):
 
 
 def test_tasks_of_srun():
-    task = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8", "SLURM_NNODES": "2"}
+    task = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2"}
     task |= {"SLURM_JOB_ID": "41234", "SLURM_STEP_NODELIST": "node[3-4]"}
     found = slurm.variables(task, {"node[3-4]": "node3"}.__getitem__)
     assert found == {
         "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "node3",
         "MASTER_PORT": "21234",
     }  # fmt: skip
-    assert slurm.variables(task | {"RANK": "0"}) == {} and slurm.variables({"SLURM_NTASKS": "1"}) == {}
+    assert slurm.variables(task | {"RANK": "0"}) == {} == slurm.variables({"SLURM_STEP_NUM_TASKS": "1"})
+    batch = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_NNODES": "2"}  # of the batch script itself
+    assert slurm.variables(batch) == {}
 
 
 def test_a_folder_is_seen_or_not(tmp_path):

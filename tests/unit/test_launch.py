@@ -55,6 +55,16 @@ def test_a_command_for_each_host(hosts, capsys):
         assert shlex.split(line) == [*start.split(), *meeting.split(), *SCRIPT, "data.path=docs", "steps=700"]
 
 
+def test_hosts_that_may_be_lost(hosts, capsys):
+    """torchrun's words, worked out by hand; the first host holds the rendezvous."""
+    lines = emitted("torchrun", capsys, "--hosts", hosts, "--min_nodes", "1").splitlines()[1::2]
+    start = "env TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 1:2 --nproc_per_node 4 --max_restarts 1000"
+    meeting = "--rdzv_backend c10d --rdzv_endpoint 10.0.0.1:2950 --rdzv_id samecurve --rdzv_conf"
+    for line, own in zip(lines, ("is_host=1 --local_addr 10.0.0.1", "is_host=0 --local_addr 10.0.0.2"), strict=True):
+        words = f"{start} {meeting} {own}".split()
+        assert shlex.split(line) == [*words, *SCRIPT, *FSDP, "data.path=docs", "steps=700"]
+
+
 @pytest.mark.parametrize("own", [False, True])
 def test_deepspeed_finds_its_files(own, hosts, capsys, tmp_path, monkeypatch):
     """What is printed runs, with a stand-in for the launcher that shows what it is given."""
@@ -125,6 +135,11 @@ def test_the_examples_are_what_is_printed(launcher, file):
         ("--emit deepspeed --hostfile {uneven} --include c", 2, "--include c: no host 'c'; the hosts are a, b"),
         ("--emit deepspeed --hostfile {uneven} --include b:1", 2, "no slot 1 on b; b has 1 slots, numbered from 0"),
         ("--emit deepspeed --hostfile {uneven} --exclude a@b", 2, "--exclude a@b: no slot is left"),
+        ("--emit slurm --hosts {yaml} --min_nodes 1", 2, "--min_nodes 1: only torchrun goes on with fewer hosts"),
+        ("--emit torchrun --nodes 2 --gpus_per_node 1 --min_nodes 1", 2, "each host needs an address of its own"),
+        ("--emit torchrun --hosts {yaml} --min_nodes 2", 2, "--min_nodes 2: found 2 hosts, but it must be less"),
+        ("--emit torchrun --hosts {yaml} --min_nodes 1 --run", 2, "--run ends all hosts when one fails"),
+        ("--emit torchrun --hosts {yaml} --min_nodes 1 rehearse=true", 2, "a host that returns would rehearse alone"),
         ("--emit torchrun --hosts {yaml} steps=seven", 2, "steps: found"),
     ],
 )
@@ -136,6 +151,13 @@ def test_mistakes_are_named(arguments, code, message, hosts, tmp_path, capsys):
     overrides = ["data.path=docs", *([] if "steps=seven" in words else ["steps=700"])]
     assert main(["launch", RECIPE[0], *overrides, *FSDP, *words]) == code
     assert message in capsys.readouterr().err
+
+
+def test_fewer_hosts_that_the_strategy_cannot_use(tmp_path, capsys):
+    (tmp_path / "hostfile").write_text("a slots=1\nb slots=1\n")
+    machines = ["--hostfile", str(tmp_path / "hostfile"), "--min_nodes", "1", "--emit", "torchrun"]
+    assert main(["launch", *RECIPE, "--strategy", "configs/pipeline.yaml", *machines]) == 6
+    assert "1 x 1 devices: 1 problem" in capsys.readouterr().err
 
 
 def test_slots_that_the_strategy_cannot_use(capsys):

@@ -47,7 +47,10 @@ def started_words(folder: Path, launcher: str, tmp_path: Path) -> list[str]:
     if launcher == "trainjob":
         return yaml.safe_load((folder / "trainjob.yaml").read_text())["spec"]["trainer"]["command"]
     stand_ins = {name: f'for word in {name} "$@"; do echo "$word"; done' for name in LAUNCHERS[:3]}
-    stand_ins |= {"srun": stand_ins["torchrun"].replace("torchrun ", ""), "scontrol": "printf 'node7\\nnode8\\n'"}
+    stand_ins |= {
+        "srun": "shift; " + stand_ins["torchrun"].replace("torchrun ", ""),
+        "scontrol": "printf 'node7\\nnode8\\n'",
+    }
     tools = tmp_path / "bin"
     tools.mkdir(exist_ok=True)
     for name, body in stand_ins.items():
@@ -71,9 +74,9 @@ def test_all_launchers_start_one_configuration(strategy, recipe, tmp_path, capsy
     for launcher in LAUNCHERS:
         words = started_words(folder, launcher, tmp_path)
         plans[launcher] = read_back(launcher, target, words)
-        programs = dict(zip(LAUNCHERS, (*LAUNCHERS[:3], "torchrun", "torchrun", "bash"), strict=True))
+        programs = dict(zip(LAUNCHERS, (*LAUNCHERS[:3], "python", "torchrun", "bash"), strict=True))
         assert words[0] == programs[launcher]
-    assert [plans[each].strategy.launcher for each in LAUNCHERS] == [*LAUNCHERS[:3], *["torchrun"] * 3]
+    assert [plans[each].strategy.launcher for each in LAUNCHERS] == [*LAUNCHERS[:3], "srun", "torchrun", "torchrun"]
     for plan in plans.values():
         assert plan.recipe == plans["torchrun"].recipe and plan.strategy.dims == plans["torchrun"].strategy.dims
         assert plan.recipe.batch.micro_batch_size == 2 and plan.recipe.output_dir == "runs/a $HOME"

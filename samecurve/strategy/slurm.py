@@ -9,17 +9,19 @@ from collections.abc import Callable, Mapping
 def variables(environ: Mapping[str, str], first_host: Callable[[str], str] | None = None) -> dict[str, str]:
     """Return RANK and its like for a task of srun; empty for a process of another launcher, or of one task.
 
+    A batch script is task 0 of no step: only the step's own variables tell what srun started.
+
     Args:
         first_host: replaces `scontrol show hostnames` in tests.
     """
-    if "RANK" in environ or int(environ.get("SLURM_NTASKS", "1")) < 2 or "SLURM_PROCID" not in environ:
+    tasks = int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
+    if "RANK" in environ or tasks < 2:
         return {}
-    tasks = int(environ["SLURM_NTASKS"])
     return {
         "RANK": environ["SLURM_PROCID"],
         "WORLD_SIZE": str(tasks),
         "LOCAL_RANK": environ["SLURM_LOCALID"],
-        "LOCAL_WORLD_SIZE": str(max(1, tasks // int(environ.get("SLURM_NNODES", "1")))),
+        "LOCAL_WORLD_SIZE": str(max(1, tasks // int(environ.get("SLURM_STEP_NUM_NODES", "1")))),
         "MASTER_ADDR": environ.get("MASTER_ADDR") or (first_host or _first_host)(environ["SLURM_STEP_NODELIST"]),
         "MASTER_PORT": environ.get("MASTER_PORT") or str(20000 + int(environ["SLURM_JOB_ID"]) % 20000),
     }
