@@ -38,8 +38,8 @@ class Mesh:
         return self.devices["dp_replicate", "fsdp"] if self.dims.dp_replicate > 1 else shards
 
     def count(self, *numbers: int) -> list[int]:
-        """Sum what the host knows over the ranks that train different tokens, without a wait for the device."""
-        readers = self.dims.world_size // self.dims.size(*LOSS)  # they know the same numbers
+        """Sum what the host knows of whole rows over the ranks that read them, without a wait for the device."""
+        readers = self.dims.world_size // self.shard[1]  # they know the same numbers
         return [total // readers for total in self._hosts.sum(numbers)]
 
     def total(self, values: Tensor, over: tuple[str, ...] = LOSS) -> Tensor:
@@ -61,12 +61,13 @@ class Mesh:
     def _hosts(self) -> ControlGroup:
         return ControlGroup()
 
-    def gather(self, rows: Tensor) -> Tensor:
-        """Concatenate the rows, the same number on each, of the ranks that read different rows."""
-        if self.shard[1] == 1:
+    def gather(self, rows: Tensor, over: tuple[str, ...] = BATCH) -> Tensor:
+        """Concatenate the rows, the same number on each, by default of the ranks that read different rows."""
+        size = self.dims.size(*over)
+        if size == 1:
             return rows
-        parts = [torch.empty_like(rows) for _ in range(self.shard[1])]
-        dist.all_gather(parts, rows.contiguous(), group=self._group(BATCH))
+        parts = [torch.empty_like(rows, memory_format=torch.contiguous_format) for _ in range(size)]
+        dist.all_gather(parts, rows.contiguous(), group=self._group(over))
         return torch.cat(parts)
 
     def _group(self, dimensions: tuple[str, ...]) -> dist.ProcessGroup | None:

@@ -15,7 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from samecurve.engines import fsdp, router_loss, teacher, tensor_parallel
+from samecurve.engines import context_parallel, fsdp, router_loss, teacher, tensor_parallel
+from samecurve.engines.context_parallel import SequencePart
 from samecurve.engines.first_step import FirstStep
 from samecurve.engines.forward import Forward, install_loss
 from samecurve.engines.gradient_norm import num_copies, place_gradients, squared_norm
@@ -60,15 +61,21 @@ class TorchEngine:
         self.sharded, self.cut = plan.strategy.family == "fsdp", plan.strategy.tensor_parallel_size > 1
         if self.cut:
             tensor_parallel.check(skeleton, plan.strategy)
+        config, part = skeleton.config, SequencePart(self.mesh.dims.index(self.mesh.rank, "cp"), self.mesh.dims.cp)
+        if part.count > 1:
+            context_parallel.check(skeleton, plan.strategy)
+            config = context_parallel.config_of(skeleton, plan.strategy, self.mesh)
         if self.sharded or self.cut:
             validate_optimizer.check_shards(settings.name, self.shapes, plan.strategy.dims.size(*FSDP))
-            model = build(type(skeleton), skeleton.config, torch.device("meta"), self.recipe.adapter)
+            model = build(type(skeleton), config, torch.device("meta"), self.recipe.adapter)
         elif self.recipe.adapter.quantization:
             model = bnb_4bit.build(skeleton, self.recipe, self.device)
         else:
             model = build(type(skeleton), skeleton.config, torch.device(self.device), self.recipe.adapter)
         model = factory.cast_weights(model, settings)
         summed = tensor_parallel.apply(model, self.mesh) if self.cut else []
+        if part.count > 1:
+            context_parallel.cut_rotary_angles(model, part)
         drops = dropout.install(model, self.recipe.seed, self.device)
         compilation.prepare(model, self.recipe, self.device)
         loss_implementation = install_loss(model, skeleton, task, self.recipe, self.device)
@@ -95,8 +102,9 @@ class TorchEngine:
         readers, copies = self.mesh.dims.world_size // self.shard[1], partial(num_copies, mesh=self.mesh)
         self.first_step = FirstStep(plan, self.optimizer, self.shard, self._total, copies, readers)
         self.forward = Forward(
-            accelerator, self.mesh, self.model, task, loss_implementation, beside, rows, drops, router, self.first_step
-        )
+            accelerator, self.mesh, self.model, task, loss_implementation, beside, rows, drops, router,
+            self.first_step, part,
+        )  # fmt: skip
 
     def _total(self, values: Tensor) -> tuple[float, ...]:
         return self.mesh.sum(values, over=DIMENSIONS)
@@ -197,7 +205,7 @@ class TorchEngine:
             replicate_size = weight.device_mesh.shape[0] if "dp_replicate" in names else 1
             if weight.to_local().device.type != self.device.type:
                 offload = ("optimizer:cpu", "param:cpu")
-        taught = self.forward.teacher
+        taught, exchanging = self.forward.teacher, context_parallel.attention_of(self.module)
         return EngineDescription(
             engine=type(self.model).__name__,
             optimizer=type(self.optimizer).__name__,
@@ -218,6 +226,8 @@ class TorchEngine:
             sharded=isinstance(self.model, FSDPModule),
             replicate_size=replicate_size,
             tensor_parallel_size=tensor_parallel.cut_size(dict(self.module.named_parameters())),
+            context_parallel_size=exchanging.size if exchanging else 1,
+            context_parallel=exchanging.name if exchanging else "",
             offload=offload,
             loss_implementation=self.forward.loss_implementation,
             kernels=tuple(liger.replaced(self.module)),
