@@ -59,23 +59,9 @@ class TorchEngine:
         self.shapes, settings = trained_shapes(skeleton), self.recipe.optimizer
         matrices = factory.hidden_matrices(skeleton, self.shapes)
         self.sharded, self.cut = plan.strategy.family == "fsdp", plan.strategy.tensor_parallel_size > 1
-        if self.cut:
-            tensor_parallel.check(skeleton, plan.strategy)
-        config, part = skeleton.config, SequencePart(self.mesh.dims.index(self.mesh.rank, "cp"), self.mesh.dims.cp)
-        if part.count > 1:
-            context_parallel.check(skeleton, plan.strategy)
-            config = context_parallel.config_of(skeleton, plan.strategy, self.mesh)
-        if self.sharded or self.cut:
-            validate_optimizer.check_shards(settings.name, self.shapes, plan.strategy.dims.size(*FSDP))
-            model = build(type(skeleton), config, torch.device("meta"), self.recipe.adapter)
-        elif self.recipe.adapter.quantization:
-            model = bnb_4bit.build(skeleton, self.recipe, self.device)
-        else:
-            model = build(type(skeleton), skeleton.config, torch.device(self.device), self.recipe.adapter)
-        model = factory.cast_weights(model, settings)
+        part = SequencePart(self.mesh.dims.index(self.mesh.rank, "cp"), self.mesh.dims.cp)
+        model = factory.cast_weights(self._build(part), settings)
         summed = tensor_parallel.apply(model, self.mesh) if self.cut else []
-        if part.count > 1:
-            context_parallel.cut_rotary_angles(model, part)
         drops = dropout.install(model, self.recipe.seed, self.device)
         compilation.prepare(model, self.recipe, self.device)
         loss_implementation = install_loss(model, skeleton, task, self.recipe, self.device)
@@ -108,6 +94,24 @@ class TorchEngine:
 
     def _total(self, values: Tensor) -> tuple[float, ...]:
         return self.mesh.sum(values, over=DIMENSIONS)
+
+    def _build(self, part: SequencePart) -> PreTrainedModel:
+        """Build the model, on the meta device where weights are cut or sharded, after what is not possible is refused."""
+        strategy, model_class, config = self.plan.strategy, type(self.skeleton), self.skeleton.config
+        if self.recipe.adapter.quantization:
+            return bnb_4bit.build(self.skeleton, self.recipe, self.device)
+        if not (self.sharded or self.cut):
+            return build(model_class, config, torch.device(self.device), self.recipe.adapter)
+        if self.cut:
+            tensor_parallel.check(self.skeleton, strategy)
+        validate_optimizer.check_shards(self.recipe.optimizer.name, self.shapes, strategy.dims.size(*FSDP))
+        if part.count == 1:
+            return build(model_class, config, torch.device("meta"), self.recipe.adapter)
+        context_parallel.check(self.skeleton, strategy)
+        config = context_parallel.config_of(self.skeleton, strategy, self.mesh)
+        model = build(model_class, config, torch.device("meta"), self.recipe.adapter)
+        context_parallel.cut_rotary_angles(model, part)
+        return model
 
     def _prepare(self, model: PreTrainedModel) -> nn.Module:
         if self.sharded:
