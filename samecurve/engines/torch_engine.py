@@ -96,7 +96,7 @@ class TorchEngine:
         return self.mesh.sum(values, over=DIMENSIONS)
 
     def _build(self, part: SequencePart) -> PreTrainedModel:
-        """Build the model, on the meta device where weights are cut or sharded, after what is not possible is refused."""
+        """Build the model, on the meta device where weights are cut or sharded. Raises ConfigurationError."""
         strategy, model_class, config = self.plan.strategy, type(self.skeleton), self.skeleton.config
         if self.recipe.adapter.quantization:
             return bnb_4bit.build(self.skeleton, self.recipe, self.device)
