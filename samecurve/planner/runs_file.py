@@ -68,7 +68,7 @@ def job(row: dict[str, str]) -> Job:
     )  # fmt: skip
     names = ("dp", "tp", "pp", "cp", "ep", "virtual_stages")
     layout = Layout(
-        **{name: count(name) for name in names}, schedule=row["schedule"].strip(), zero=int(number("zero")),
+        **{name: count(name) for name in names}, schedule=row["schedule"].strip(), zero=int(number("zero")), exchange="",
         shard=count("shard", count("dp") if number("zero") else 1), sequence_parallel=flag("sequence_parallel"),
     )  # fmt: skip
     states = StateBytes(*(number(f"{name}_bytes") for name in ("weight", "grad", "accum", "master", "optim")))
