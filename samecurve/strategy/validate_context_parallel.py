@@ -18,14 +18,13 @@ _UNTESTED = "has not been compared with one process under context parallelism"
 _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
     "task": (("pretrain", "sft"), f"the task {_UNTESTED}"),
     "precision": (("fp32", "bf16"), f"fp16's loss scale {_UNTESTED}"),
-    "adapter.name": ((None,), f"an adapter {_UNTESTED}"),
+    "adapter.name": ((None, "lora"), f"this adapter {_UNTESTED}"),
     "fp8": (OFF, f"fp8 {_UNTESTED}"),
     "model.kernels": (("torch", None), f"Liger's kernels {_UNTESTED}"),
     "model.attention": (("auto", "sdpa", "varlen"), "the ranks of a sequence cannot exchange what it reads"),
     "loss.implementation": (("auto", "full", "chunked"), f"Liger's kernel {_UNTESTED}"),
     "compile": (OFF, f"a compiled layer {_UNTESTED}"),
-    "memory.activation_checkpointing": (("none", "full"), f"this kind of recomputation {_UNTESTED}"),
-    "memory.gradient_sync": (("auto",), f"the key {_UNTESTED}"),
+    "memory.activation_checkpointing": (("none", "full", "selective"), f"this kind of recomputation {_UNTESTED}"),
 }
 
 

@@ -23,7 +23,7 @@ CASES = [
     for name in ENGINES
     for world in WORLDS.get(name, [1, 2, 3, 4] if name in UNEVEN else [1, 2, 4])
 ]
-NO_LORA = ("pipeline", "zero3_nvme", "tp", "fsdp_tp", *CONTEXT)
+NO_LORA = ("pipeline", "zero3_nvme", "tp", "fsdp_tp")
 LORA_CASES = [Case(name, WORLDS.get(name, [2])[-1], 1) for name in ENGINES if name not in NO_LORA]
 LORA_CASES += [Case("pipeline", 2, 1), Case("fsdp", 3, 1), Case("zero3", 3, 1)]
 GLOBAL_BATCH = 12

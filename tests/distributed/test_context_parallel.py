@@ -20,6 +20,7 @@ CONFIGS = {
     "phi3": {"pad_token_id": 0},
 }
 PACKED = "data.packing=true"
+ONCE = "memory.gradient_sync=last_micro_batch"
 
 
 def config_of(family: str, **changes) -> str:
@@ -70,13 +71,14 @@ def test_the_families_are_all_that_are_allowed():
                 ),
             ),
             ("fsdp_ulysses", (PACKED, "model.attention=varlen")),
+            *((strategy, (PACKED, "memory.activation_checkpointing=selective", ONCE)) for strategy in CONTEXT),
             ("fsdp_ulysses", (PACKED, "model.attention=varlen", "batch.sequence_length=33")),
             *((strategy, ("data.group_by_length=true", "batch.sequence_length=50")) for strategy in CONTEXT),
         ),
     ],
 )
 def test_options(strategy, overrides, workspace):
-    expected = short_run(workspace, None, 1, 8, *overrides)
+    expected = short_run(workspace, None, 1, 8, *(each for each in overrides if each != ONCE))
     run = short_run(workspace, strategy, 2, 4, *overrides)
     assert run.facts["context_parallel"] == CONTEXT[strategy]
     assert_equal(run, expected)
