@@ -136,7 +136,7 @@ EXCHANGING = (
 
 
 @pytest.mark.parametrize("precision", long("fp32", "bf16"))
-@pytest.mark.parametrize("strategy", EXCHANGING)
+@pytest.mark.parametrize("strategy", (*EXCHANGING, "fsdp_ulysses", "fsdp_cp"))
 def test_predicted_bytes_are_those_exchanged(strategy, precision, workspace):
     """With accumulation. fsdp_offload needs an accelerator, hsdp and fsdp_tp four processes."""
     run, folder, content = profiled(workspace, strategy, *ACCUMULATED, f"precision={precision}")
