@@ -21,6 +21,7 @@ from samecurve.specs.model_families import CONTEXT_PARALLEL
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+    from samecurve.config.schema import Recipe
     from samecurve.data.micro_batch import MicroBatch
     from samecurve.engines.mesh import Mesh
     from samecurve.strategy.plan import Strategy
@@ -61,11 +62,11 @@ class SequencePart:
         return functional.pad(tensor, (0, missing), value=padding) if missing else tensor
 
 
-def check(model: PreTrainedModel, strategy: Strategy) -> None:
+def check(model: PreTrainedModel, recipe: Recipe, strategy: Strategy) -> None:
     """Check that the strategy can cut the sequences of this architecture, before any weight is loaded.
 
     Raises:
-        ConfigurationError: the family is untested, its heads do not divide, or the model has dropout.
+        ConfigurationError: the family is untested, heads do not divide, or a rank cannot draw its dropout.
     """
     config, size, found = model.config, strategy.dims.cp, []
     if config.model_type not in CONTEXT_PARALLEL:
@@ -79,10 +80,15 @@ def check(model: PreTrainedModel, strategy: Strategy) -> None:
     if config._attn_implementation == "eager":
         text = "the model computes attention by transformers' eager code, which cannot be exchanged"
         found.append(f"{text}; set model.attention to sdpa, or use a family that has it")
-    if rates := dropout.rates(config):
+    # Of attention's probabilities (heads, queries, keys) only whole heads, without padding, are consecutive values.
+    by_heads = strategy.context_parallel == context.Ulysses.name and not recipe.data.group_by_length
+    whole_heads = by_heads and recipe.batch.sequence_length % size == 0
+    rates = {key: rate for key, rate in dropout.rates(config).items() if "att" in key and not whole_heads}
+    if rates:
         named = ", ".join(f"{key} {rate}" for key, rate in rates.items())
-        text = f"the model has dropout ({named}) and each rank would drop other values than one process"
-        found.append(f"{text}; set the rates to 0 in model.config")
+        text = f"attention has dropout ({named}), of which a rank can only draw the part of whole heads"
+        fix = f"set it to 0 in model.config, or use configs/fsdp_ulysses.yaml on rows of one multiple of {size} tokens"
+        found.append(f"{text}; {fix}")
     if found:
         lines = (f"{strategy.path}: {strategy.context_key}: found {size}, but {text}" for text in found)
         raise ConfigurationError("\n".join(f"{line}, or use configs/fsdp.yaml" for line in lines))

@@ -62,7 +62,7 @@ class TorchEngine:
         part = SequencePart(self.mesh.dims.index(self.mesh.rank, "cp"), self.mesh.dims.cp)
         model = factory.cast_weights(self._build(part), settings)
         summed = tensor_parallel.apply(model, self.mesh) if self.cut else []
-        drops = dropout.install(model, self.recipe.seed, self.device)
+        drops = dropout.install(model, self.recipe.seed, self.device, part.index)
         compilation.prepare(model, self.recipe, self.device)
         loss_implementation = install_loss(model, skeleton, task, self.recipe, self.device)
         router = router_loss.install(self.recipe, model, self.mesh)
@@ -107,7 +107,7 @@ class TorchEngine:
         validate_optimizer.check_shards(self.recipe.optimizer.name, self.shapes, strategy.dims.size(*FSDP))
         if part.count == 1:
             return build(model_class, config, torch.device("meta"), self.recipe.adapter)
-        context_parallel.check(self.skeleton, strategy)
+        context_parallel.check(self.skeleton, self.recipe, strategy)
         config = context_parallel.config_of(self.skeleton, strategy, self.mesh)
         model = build(model_class, config, torch.device("meta"), self.recipe.adapter)
         context_parallel.cut_rotary_angles(model, part)

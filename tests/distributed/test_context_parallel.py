@@ -73,6 +73,8 @@ def test_the_families_are_all_that_are_allowed():
             ("fsdp_ulysses", (PACKED, "model.attention=varlen")),
             *((strategy, (PACKED, "memory.activation_checkpointing=selective", ONCE)) for strategy in CONTEXT),
             ("fsdp_ulysses", (PACKED, "model.attention=varlen", "batch.sequence_length=33")),
+            ("fsdp_ulysses", (PACKED, config_of("llama", attention_dropout=0.2))),
+            *((strategy, (config_of("phi3", resid_pdrop=0.2, embd_pdrop=0.1),)) for strategy in CONTEXT),
             *((strategy, ("data.group_by_length=true", "batch.sequence_length=50")) for strategy in CONTEXT),
         ),
     ],
@@ -94,7 +96,7 @@ def test_options(strategy, overrides, workspace):
             (
                 "fsdp_cp",
                 {"attention_dropout": 0.1},
-                ("cp_size: found 2", "attention_dropout 0.1", "set the rates to 0"),
+                ("cp_size: found 2", "attention_dropout 0.1", "set it to 0"),
             ),
             ("fsdp_cp", {"model_type": "gpt_neox", "num_key_value_heads": None}, ("gpt_neox has not been tested",)),
             ("fsdp_ulysses", {"model_type": "gemma2", "head_dim": 8}, ("gemma2 has not been tested", "llama")),
