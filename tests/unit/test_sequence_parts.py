@@ -101,8 +101,8 @@ def test_masks_are_those_of_the_whole_row():
 
 
 def test_only_whole_rows_can_do_without_a_mask():
-    """sdpa's own causal mask begins at the first key, which is right for whole rows alone."""
-    passed = {"batch_size": 1, "q_length": 3, "kv_length": 3, "q_offset": 0, "kv_offset": 0}
+    """A rank with one token, the first of two, must not see the second."""
+    passed = {"batch_size": 1, "q_length": 1, "kv_length": 1, "q_offset": 0, "kv_offset": 0}
     given = {**passed, "mask_function": causal_mask_function, "allow_is_causal_skip": True}
-    assert Ulysses(group(1, 2), "sdpa").mask(**given) is None
-    assert GatheredKeys(group(1, 2), "sdpa").mask(**given)[0, 0].sum(-1).tolist() == [4, 5, 6]
+    assert Ulysses(group(0, 2), "sdpa").mask(**given) is None
+    assert GatheredKeys(group(0, 2), "sdpa").mask(**given)[0, 0].tolist() == [[True, False]]
