@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface
@@ -50,12 +51,15 @@ class SequencePart:
             for name, tensor in batch.inputs.items()
         }
         targets = {name: self.own(tensor, IGNORE_INDEX) for name, tensor in batch.targets.items()}
-        facts = batch.facts and batch.facts._replace(positions=trained_positions(targets["labels"]))
-        return replace(batch, inputs=inputs, targets=targets, facts=facts)
+        positions, pins = trained_positions(targets["labels"]), torch.cuda.is_available()  # as the loader has done
+        positions = positions.pin_memory() if pins and positions is not None else positions
+        facts = batch.facts and batch.facts._replace(positions=positions)
+        found = replace(batch, inputs=inputs, targets=targets, facts=facts)
+        return found.pin_memory() if pins else found
 
     def own(self, tensor: Tensor, padding: int = 0) -> Tensor:
         """Return this rank's part of (rows, tokens), with `padding` behind the last token."""
-        return self._padded(tensor, padding).chunk(self.count, dim=1)[self.index]
+        return self._padded(tensor, padding).chunk(self.count, dim=1)[self.index].contiguous()
 
     def _padded(self, tensor: Tensor, padding: int) -> Tensor:
         missing = -tensor.shape[1] % self.count

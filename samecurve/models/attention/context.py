@@ -129,7 +129,9 @@ class GatheredKeys(ContextAttention):
     name = "allgather"
 
     def mask(self, *, q_length: int, kv_length: int, q_offset: int = 0, **arguments: Any) -> Any:
-        arguments["allow_is_causal_skip"] = False  # transformers takes a single query for the last one, which sees all keys
+        arguments["allow_is_causal_skip"] = (
+            False  # transformers takes a single query for the last one, which sees all keys
+        )
         whole, first = q_length * self.size, q_length * self.group.rank()
         return self._mask(q_length=q_length, kv_length=whole, q_offset=first, **arguments)
 
