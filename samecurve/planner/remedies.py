@@ -42,7 +42,8 @@ def fewest_gpus(wanted: Wanted, machines: Cluster, templates: Sequence[Template]
         return None
     while high - low > SCANNED:
         middle = (low + high) // 2
-        middle -= next(back for back in range(8) if back == 7 or counts[middle - back - 1] % 8 == 0)
+        near = range(middle, max(low, middle - 8), -1)
+        middle = next((each for each in near if counts[each - 1] % 8 == 0), middle)
         low, high = (low, middle) if fit(counts[middle - 1]) else (middle, high)
     return next(each for each in counts[low:high] if fit(each))
 
