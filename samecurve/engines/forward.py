@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from samecurve.engines import grad_cache
+from samecurve.engines.context_parallel import SequencePart, gather_outputs
 from samecurve.interfaces.engine import EvalResult
 from samecurve.interfaces.task import Task
 from samecurve.losses import chunked_cross_entropy
@@ -46,6 +47,7 @@ class Forward:
         dropout: the keys of the model's dropout; None for an evaluation alone.
         router: the router loss of a mixture of experts, else None.
         first_step: notes the rows of a training step; None for an evaluation alone.
+        part: the tokens of each row that this rank computes.
     """
 
     accelerator: Accelerator
@@ -58,6 +60,7 @@ class Forward:
     dropout: DropoutKeys | None = None
     router: RouterLoss | None = None
     first_step: FirstStep | None = None
+    part: SequencePart = field(default_factory=SequencePart)
 
     def loss(self, batch: MicroBatch, context: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Compute Task.step_loss (loss and statistics) of a micro-batch.
@@ -87,6 +90,7 @@ class Forward:
         if self.loss_implementation == "full":
             logits, targets = self.logits(batch)
             return measure(logits, **targets)
+        batch = self.part.cut(batch)
         positions = batch.facts.positions if batch.facts else trained_positions(batch.labels)  # before the copy
         if positions is not None:
             positions = positions.to(self.accelerator.device, non_blocking=True)
@@ -94,8 +98,8 @@ class Forward:
         return self._run(batch, sums=TokenSums(measure, targets, positions))
 
     def logits(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the logits (Task.outputs) of a micro-batch and return them with its targets on the device."""
-        batch, targets = self._on_device(batch)
+        """Compute the logits (Task.outputs) of this rank's tokens; return them with their targets on the device."""
+        batch, targets = self._on_device(self.part.cut(batch))
         return self.task.outputs(self._run(batch)), targets
 
     def _run(self, batch: MicroBatch, **options: TokenSums) -> Any:
@@ -149,13 +153,15 @@ class Forward:
                 sums = sums + self.sums(measure, batch)
         self.model.train()
         loss, *statistics, tokens = self.mesh.sum(torch.cat([sums, sums.new_tensor([count])]))
-        return EvalResult(loss=loss / max(tokens, 1), tokens=int(tokens), statistics=tuple(statistics))
+        tokens = int(tokens) // self.part.count  # the ranks that share rows have each counted whole ones
+        return EvalResult(loss=loss / max(tokens, 1), tokens=tokens, statistics=tuple(statistics))
 
     def outputs(self, batch: MicroBatch) -> Tensor | None:
         """See Engine.outputs."""
         self.model.eval()
         with torch.no_grad():
-            found = self.task.outputs(self._run(batch.to(self.accelerator.device)))
+            found = self.logits(batch)[0]
+        found = gather_outputs(found, self.part, self.mesh, batch.labels.shape[-1])
         self.model.train()
         return found.float().cpu() if self.accelerator.is_main_process else None
 

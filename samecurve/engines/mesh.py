@@ -40,13 +40,13 @@ class Mesh:
         return self.devices["dp_replicate", "fsdp"] if self.dims.dp_replicate > 1 else shards
 
     def count(self, micro_batches: Sequence[MicroBatch], count: Callable[..., int]) -> Counts:
-        """Count a step over the ranks that train different tokens, without a wait for the device. `count`: Task.count.
+        """Count a step over the ranks that read different rows, without a wait for the device. `count`: Task.count.
 
         The sum has been there since the step before if the loader started it, see HostFacts.
         """
         facts = micro_batches[0].facts
         started = facts and facts.wait_for_step
-        readers = self.dims.world_size // self.dims.size(*LOSS)  # they know the same numbers
+        readers = self.dims.world_size // self.shard[1]  # they know the same numbers
         totals = (started or self._hosts.start_sum(Counts.of_step(micro_batches, count)))()
         return Counts(*(total // readers for total in totals))
 
@@ -69,12 +69,13 @@ class Mesh:
     def _hosts(self) -> ControlGroup:
         return ControlGroup()
 
-    def gather(self, rows: Tensor) -> Tensor:
-        """Concatenate the rows, the same number on each, of the ranks that read different rows."""
-        if self.shard[1] == 1:
+    def gather(self, rows: Tensor, over: tuple[str, ...] = BATCH) -> Tensor:
+        """Concatenate the rows, the same number on each, by default of the ranks that read different rows."""
+        size = self.dims.size(*over)
+        if size == 1:
             return rows
-        parts = [torch.empty_like(rows) for _ in range(self.shard[1])]
-        dist.all_gather(parts, rows.contiguous(), group=self._group(BATCH))
+        parts = [torch.empty_like(rows, memory_format=torch.contiguous_format) for _ in range(size)]
+        dist.all_gather(parts, rows.contiguous(), group=self._group(over))
         return torch.cat(parts)
 
     def _group(self, dimensions: tuple[str, ...]) -> dist.ProcessGroup | None:

@@ -15,7 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from samecurve.engines import fsdp, router_loss, teacher, tensor_parallel
+from samecurve.engines import context_parallel, fsdp, router_loss, teacher, tensor_parallel
+from samecurve.engines.context_parallel import SequencePart
 from samecurve.engines.first_step import FirstStep
 from samecurve.engines.forward import Forward, install_loss
 from samecurve.engines.gradient_norm import num_copies, place_gradients, squared_norm
@@ -58,18 +59,10 @@ class TorchEngine:
         self.shapes, settings = trained_shapes(skeleton), self.recipe.optimizer
         matrices = factory.hidden_matrices(skeleton, self.shapes)
         self.sharded, self.cut = plan.strategy.family == "fsdp", plan.strategy.tensor_parallel_size > 1
-        if self.cut:
-            tensor_parallel.check(skeleton, plan.strategy)
-        if self.sharded or self.cut:
-            validate_optimizer.check_shards(settings.name, self.shapes, plan.strategy.dims.size(*FSDP))
-            model = build(type(skeleton), skeleton.config, torch.device("meta"), self.recipe.adapter)
-        elif self.recipe.adapter.quantization:
-            model = bnb_4bit.build(skeleton, self.recipe, self.device)
-        else:
-            model = build(type(skeleton), skeleton.config, torch.device(self.device), self.recipe.adapter)
-        model = factory.cast_weights(model, settings)
+        part = SequencePart(self.mesh.dims.index(self.mesh.rank, "cp"), self.mesh.dims.cp)
+        model = factory.cast_weights(self._build(part), settings)
         summed = tensor_parallel.apply(model, self.mesh) if self.cut else []
-        drops = dropout.install(model, self.recipe.seed, self.device)
+        drops = dropout.install(model, self.recipe.seed, self.device, part.index)
         compilation.prepare(model, self.recipe, self.device)
         loss_implementation = install_loss(model, skeleton, task, self.recipe, self.device)
         router = router_loss.install(self.recipe, model, self.mesh)
@@ -95,11 +88,30 @@ class TorchEngine:
         readers, copies = self.mesh.dims.world_size // self.shard[1], partial(num_copies, mesh=self.mesh)
         self.first_step = FirstStep(plan, self.optimizer, self.shard, self._total, copies, readers)
         self.forward = Forward(
-            accelerator, self.mesh, self.model, task, loss_implementation, beside, rows, drops, router, self.first_step
-        )
+            accelerator, self.mesh, self.model, task, loss_implementation, beside, rows, drops, router,
+            self.first_step, part,
+        )  # fmt: skip
 
     def _total(self, values: Tensor) -> tuple[float, ...]:
         return self.mesh.sum(values, over=DIMENSIONS)
+
+    def _build(self, part: SequencePart) -> PreTrainedModel:
+        """Build the model, on the meta device where weights are cut or sharded. Raises ConfigurationError."""
+        strategy, model_class, config = self.plan.strategy, type(self.skeleton), self.skeleton.config
+        if self.recipe.adapter.quantization:
+            return bnb_4bit.build(self.skeleton, self.recipe, self.device)
+        if not (self.sharded or self.cut):
+            return build(model_class, config, torch.device(self.device), self.recipe.adapter)
+        if self.cut:
+            tensor_parallel.check(self.skeleton, strategy)
+        validate_optimizer.check_shards(self.recipe.optimizer.name, self.shapes, strategy.dims.size(*FSDP))
+        if part.count == 1:
+            return build(model_class, config, torch.device("meta"), self.recipe.adapter)
+        context_parallel.check(self.skeleton, self.recipe, strategy)
+        config = context_parallel.config_of(self.skeleton, strategy, self.mesh)
+        model = build(model_class, config, torch.device("meta"), self.recipe.adapter)
+        context_parallel.cut_rotary_angles(model, part)
+        return model
 
     def _prepare(self, model: PreTrainedModel) -> nn.Module:
         if self.sharded:
@@ -200,7 +212,7 @@ class TorchEngine:
             replicate_size = weight.device_mesh.shape[0] if "dp_replicate" in names else 1
             if weight.to_local().device.type != self.device.type:
                 offload = ("optimizer:cpu", "param:cpu")
-        taught = self.forward.teacher
+        taught, exchanging = self.forward.teacher, context_parallel.attention_of(self.module)
         return EngineDescription(
             engine=type(self.model).__name__,
             optimizer=type(self.optimizer).__name__,
@@ -221,6 +233,8 @@ class TorchEngine:
             sharded=isinstance(self.model, FSDPModule),
             replicate_size=replicate_size,
             tensor_parallel_size=tensor_parallel.cut_size(dict(self.module.named_parameters())),
+            context_parallel_size=exchanging.size if exchanging else 1,
+            context_parallel=exchanging.name if exchanging else "",
             offload=offload,
             loss_implementation=self.forward.loss_implementation,
             kernels=tuple(liger.replaced(self.module)),

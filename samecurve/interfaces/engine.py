@@ -96,6 +96,8 @@ class EngineDescription:
         zero_stage: DeepSpeed's ZeRO stage, 0 without ZeRO.
         replicate_size: number of replicas of the sharded model (HSDP); 1 otherwise.
         tensor_parallel_size: number of ranks over which each layer's weights are cut; 1 otherwise.
+        context_parallel_size: number of ranks over which each row's sequence is cut; 1 otherwise.
+        context_parallel: how they see each other's keys: ulysses, allgather, or "".
         offload: offloaded parts with their device, e.g. optimizer:cpu.
         loss_implementation: full, chunked or liger.
         kernels: layers that were replaced by faster kernels.
@@ -123,6 +125,8 @@ class EngineDescription:
     zero_stage: int = 0
     replicate_size: int = 1
     tensor_parallel_size: int = 1
+    context_parallel_size: int = 1
+    context_parallel: str = ""
     pipeline_stages: int = 1
     offload: tuple[str, ...] = ()
     loss_implementation: str = "full"

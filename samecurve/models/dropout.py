@@ -29,7 +29,7 @@ from samecurve.distributed import rng_state
 from samecurve.errors import ConfigurationError
 from samecurve.models import forwards, router_noise
 from samecurve.models.attention import dropped_sdpa
-from samecurve.models.dropout_bits import keep_mask, keys_of, uniform
+from samecurve.models.dropout_bits import keep_mask, keys_of, moved, uniform
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -64,10 +64,11 @@ class DropoutKeys:
 
     Attributes:
         current: (places, sequences + 1, 2) int32 on the device; the last key is that of values without a row.
+        part: index among the equal, consecutive parts into which the values of each sequence are cut.
     """
 
-    def __init__(self, seed: int, device: torch.device, config: PreTrainedConfig):
-        self.seed, self.device, self.config = seed, device, config
+    def __init__(self, seed: int, device: torch.device, config: PreTrainedConfig, part: int = 0):
+        self.seed, self.device, self.config, self.part = seed, device, config, part
         self.current: Tensor | None = None
         self._sites: list[int] = []
         self._upcoming: Iterator[Tensor] = iter(())
@@ -143,22 +144,22 @@ class Place:
             rate: probability of dropping a value.
             has_rows: False for values that do not depend on the batch, which all micro-batches drop alike.
         """
-        own = self._own_keys(values, has_rows)
-        keep = keep_mask(own, values.numel() // len(own), rate).view(values.shape)
+        keep = keep_mask(*self._own_keys(values, has_rows), rate).view(values.shape)
         # `where` keeps only the mask for the backward pass
         return torch.where(keep, values, 0.0) * (1 / (1 - rate))
 
     def uniform(self, like: Tensor) -> Tensor:
         """Draw numbers between 0 and 1: fp32, in the shape of `like`, whose first axis is that of `drop`'s values."""
-        own = self._own_keys(like)
-        return uniform(own, like.numel() // len(own)).view(like.shape)
+        return uniform(*self._own_keys(like)).view(like.shape)
 
-    def _own_keys(self, values: Tensor, has_rows: bool = True) -> Tensor:
+    def _own_keys(self, values: Tensor, has_rows: bool = True) -> tuple[Tensor, int]:
+        """Return the keys of the sequences, and the number of values of each."""
         assert self._keys.current is not None, "random numbers need the keys of a micro-batch"
         own = self._keys.current.index_select(0, self._index)[0]
         own = own[:-1] if has_rows else own[-1:]
         assert values.shape[0] % len(own) == 0, "the first axis of what is drawn is not the batch"
-        return own
+        length = values.numel() // len(own)
+        return moved(own, self._keys.part * length) if has_rows and self._keys.part else own, length
 
 
 class KeyedDropout(nn.Module):
@@ -202,13 +203,14 @@ class _ByFunction(TorchFunctionMode):
 _MOST_CALLS = 4  # of dropout functions in one module's forward, or for each layer that it calls; seen: 2
 
 
-def install(model: PreTrainedModel, seed: int, device: torch.device) -> DropoutKeys:
+def install(model: PreTrainedModel, seed: int, device: torch.device, part: int = 0) -> DropoutKeys:
     """Replace all dropout of a model, in place, before anything wraps or compiles its layers.
 
     Args:
         model: the model, with its adapters.
         seed: the recipe's seed.
         device: device of the computation.
+        part: see DropoutKeys.
 
     Returns:
         The keys, which have to be those of the micro-batch that is computed.
@@ -223,7 +225,7 @@ def install(model: PreTrainedModel, seed: int, device: torch.device) -> DropoutK
             f"model.config: a {model.config.model_type} does not keep the rows of a batch on the first axis, so its "
             f"dropout ({listed}) cannot be drawn by row; set these rates to 0 in model.config, or use another family"
         )
-    keys, modules = DropoutKeys(seed, device, model.config), list(model.named_modules())
+    keys, modules = DropoutKeys(seed, device, model.config, part), list(model.named_modules())
     for name, module in modules:
         if isinstance(module, nn.Dropout) and module.p > 0:
             parent, _, child = name.rpartition(".")

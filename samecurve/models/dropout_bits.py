@@ -75,6 +75,12 @@ def _(keys: Tensor, length: int, rate: float) -> Tensor:
     return keys.new_empty(len(keys), length, dtype=torch.bool)
 
 
+def moved(keys: Tensor, start: int) -> Tensor:
+    """Return keys whose first value is that of `keys` at index `start`, for one part of each sequence's values."""
+    first, second = keys.unbind(dim=1)
+    return torch.stack([first + _signed(start * _GOLDEN), second], dim=1)  # a value's index is added likewise
+
+
 def keys_of(seed: int, step: int, sequences: np.ndarray, sites: np.ndarray) -> Tensor:
     """Compute the key of each sequence of a step at each place of the model that drops values.
 

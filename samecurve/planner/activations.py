@@ -28,6 +28,8 @@ def layer_bytes(job: Job, gathered_inputs: float = 0.0, compiled: bool | None = 
         kept *= COMPILED
     if layout.tp > 1 and layout.sequence_parallel:
         kept += gathered_inputs * shape.hidden
+    if layout.exchange == "allgather":  # those of the row's other parts are kept, too
+        kept += 4 * (layout.cp - 1) * shape.attention_width * shape.kv_share / layout.tp
     return job.tokens * (kept + _score_bytes(job))
 
 

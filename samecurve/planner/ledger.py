@@ -46,6 +46,8 @@ def ledger(job: Job, stage: Stage, trained_tokens: float | None = None) -> list[
     found = [*_numbers(job)]
     if job.layout.tp > 1:
         found += _tensor_parallel(job, trained_tokens)
+    if job.layout.cp > 1:
+        found += _context_parallel(job)
     if job.layout.pp > 1:
         found += _pipeline(job, stage)
     elif job.stack == "fsdp2":
@@ -106,7 +108,7 @@ def _numbers(job: Job) -> Iterator[Exchange]:
         yield Exchange("all", "all_reduce", "loss, norms", 3 * FP64 + (4 if fp32 else 1) * FP32)
         yield Exchange("all", "broadcast", "loss", 2 * FP32)
         return
-    doubles = 1 if layout.dp > 1 else 0  # loss
+    doubles = 1 if layout.dp * layout.cp > 1 else 0  # loss
     singles = flags = 0
     if job.stack == "fsdp2" or layout.tp > 1:
         doubles += 1  # norm of gradients of which each rank has a part
@@ -179,6 +181,24 @@ def _tensor_parallel(job: Job, trained_tokens: float | None) -> list[Exchange]:
         Exchange("tp", "all_reduce", "hidden states", count * forward),
         Exchange("tp", "all_reduce", "gradients of hidden states", count * backward),
         Exchange("tp", "all_reduce", "loss", round(tokens * (3 * FP32 + width * shape.hidden))),
+    ]
+
+
+def _context_parallel(job: Job) -> list[Exchange]:
+    """Queries, keys, values and outputs under Ulysses, else keys and values of whole rows; back as gradients."""
+    shape, layout = job.shape, job.layout
+    forwards = 2 if job.checkpointing == "full" else 1
+    each = job.grad_accum * shape.layers * _width(job) * round(job.tokens)
+    width = shape.attention_width
+    keys = width * shape.kv_heads // shape.heads
+    if layout.exchange == "ulysses":
+        repeated = keys * (layout.cp // math.gcd(shape.kv_heads, layout.cp))
+        sent = each * 2 * (width + repeated)
+        return [Exchange("cp", "all_to_all", "heads for sequence", (forwards + 1) * sent)]
+    gathered = each * 2 * keys * layout.cp
+    return [
+        Exchange("cp", "all_gather", "keys and values", forwards * gathered),
+        Exchange("cp", "reduce_scatter", "gradients of keys and values", gathered),
     ]
 
 

@@ -32,17 +32,26 @@ def fewest_gpus(wanted: Wanted, machines: Cluster, templates: Sequence[Template]
             for choice in _smallest(wanted, machines.scaled(gpus), template)
         )
 
-    low, high = 0, 1  # as indices; no number below low is known to fit
-    while high <= len(counts) and not fit(counts[high - 1]):
-        low, high = high, high * 2
-    if high > len(counts):
-        high = len(counts)
-        if not counts or not fit(counts[-1]):
-            return None
+    # No number up to counts[low - 1] is known to fit. Only numbers are tried that parallel sizes divide.
+    low, high = 0, 0
+    for high in [index for index, each in enumerate(counts, start=1) if _is_round(each, node) or each == counts[-1]]:
+        if fit(counts[high - 1]):
+            break
+        low = high
+    if low == high:
+        return None
     while high - low > SCANNED:
         middle = (low + high) // 2
+        near = range(middle, max(low, middle - 8), -1)
+        middle = next((each for each in near if counts[each - 1] % 8 == 0), middle)
         low, high = (low, middle) if fit(counts[middle - 1]) else (middle, high)
     return next(each for each in counts[low:high] if fit(each))
+
+
+def _is_round(gpus: int, node: int) -> bool:
+    """Whether GPUs, or whole nodes of them, are a power of two."""
+    nodes = gpus // node if gpus % node == 0 else gpus
+    return nodes & (nodes - 1) == 0
 
 
 def _smallest(wanted: Wanted, machines: Cluster, template: Template) -> Iterable[Choice]:

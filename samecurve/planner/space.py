@@ -40,7 +40,7 @@ def sizes(template: Template, wanted: Wanted, machines: Cluster) -> Iterator[Siz
     choices = {
         "pp": [each for each in divisors(gpus) if 1 < each <= min(wanted.shape.layers, LONGEST_PIPELINE)],
         "dp_replicate": [each for each in divisors(gpus) if each in (*powers(gpus), machines.nodes) and each > 1],
-        "cp": [each for each in CONTEXT_SIZES[1:] if gpus % each == 0],
+        "cp": _context_sizes(template, wanted, gpus),
         "tp": [each for each in divisors(gpus) if 1 < each <= machines.gpus_per_node],
     }
     # Where a number of GPUs has no legal size, the file's own one lets its check say why.
@@ -49,6 +49,14 @@ def sizes(template: Template, wanted: Wanted, machines: Cluster) -> Iterator[Siz
         dict(zip(template.axes, found, strict=True))
         for found in product(*(choices[axis] or own[axis] for axis in template.axes))
     )
+
+
+def _context_sizes(template: Template, wanted: Wanted, gpus: int) -> list[int]:
+    """List sizes of context parallelism; none for short rows, where one, the file's own, is enough to compare."""
+    if wanted.batch.sequence_length < LEAST_CONTEXT:
+        return []
+    heads = wanted.shape.heads if template.by_heads else 0
+    return [each for each in CONTEXT_SIZES[1:] if gpus % each == 0 and heads % each == 0]
 
 
 def micro_batches(wanted: Wanted, ranks: int) -> list[int]:

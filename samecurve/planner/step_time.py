@@ -134,12 +134,23 @@ def tensor_seconds(job: Job, constants: Profile) -> float:
 
 
 def context_seconds(job: Job, constants: Profile) -> float:
-    """Exposed seconds of ring attention in one layer: n - 1 sends of keys and values forward, twice that backward."""
+    """Exposed seconds of the exchange of keys in one layer.
+
+    Around a ring: n - 1 sends of keys and values forward, twice that backward. Gathered keys travel once each way, not
+    hidden; so do queries, keys, values and outputs under Ulysses, of which a rank keeps 1 / n.
+    """
     size = job.layout.cp
     if size == 1:
         return 0
     over = _link(job, "cp", constants)
     sent = ELEMENT * job.tokens * 2 * job.shape.attention_width * job.shape.kv_share / job.layout.tp
+    if job.layout.exchange:
+        by_heads = job.layout.exchange == "ulysses"
+        volume = (size - 1) * (sent / job.shape.kv_share * (1 + job.shape.kv_share) / size if by_heads else sent)
+        passes = 3 if job.checkpointing == "full" else 2
+        calls = 2 if by_heads else 1
+        waits = calls * (over.step_seconds * (size - 1) + COLLECTIVE_SECONDS)
+        return passes * (volume / (over.bus_gb_per_s * 1e9) + waits)
     steps = 3 * (size - 1)
     communication = steps * (sent / (over.bus_gb_per_s * 1e9) + over.step_seconds)
     rate = job.card.matmul_tflops * 1e12 * constants.attention_share
@@ -193,7 +204,7 @@ def _fully_sharded(job: Job, parameters: float, layers: float, constants: Profil
     """Exposed seconds per micro-batch of ZeRO-3: each layer gathered twice, its gradients reduced and scattered."""
     layout = job.layout
     ranks = max(layout.shard, 1)
-    over = _link_of(job, ranks, layout.stride("dp"), constants)
+    over = _link_of(job, ranks, layout.stride("dp") // layout.cp, constants)
     whole = ELEMENT * parameters / max(layers, 1)
     call = collectives.seconds(collectives.all_gather_volume(whole, ranks), ranks, over)
     forward = max(call - constants.overlap * one.forward, (1 - constants.overlap) * call)

@@ -18,11 +18,25 @@ from samecurve.planner.layout import Layout
 from samecurve.planner.shape import ModelShape
 from samecurve.strategy import resolve, validate
 from samecurve.strategy.launchers import Launch
+from samecurve.strategy.parallel_dims import FSDP
 from samecurve.strategy.plan import Files, Strategy
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs"
 # Order among equally fast strategies: those with fewer moving parts first.
-SIMPLE_FIRST = ("single", "ddp", "zero1", "zero2", "fsdp", "zero3", "hsdp", "tp", "fsdp_tp", "pipeline")
+SIMPLE_FIRST = (
+    "single",
+    "ddp",
+    "zero1",
+    "zero2",
+    "fsdp",
+    "zero3",
+    "hsdp",
+    "tp",
+    "fsdp_tp",
+    "fsdp_ulysses",
+    "fsdp_cp",
+    "pipeline",
+)
 ADAM, SIXTEEN, THIRTY_TWO = 8, 2, 4
 BUCKET = 500_000_000  # elements of DeepSpeed's reduce_bucket_size by default
 # Parallel sizes that a strategy's files may set: which file, and the key. All other ranks form replicas or shards.
@@ -32,6 +46,7 @@ AXES: Mapping[str, tuple[str, KeyPath]] = {
     "cp": ("accelerate", ("parallelism_config", "parallelism_config_cp_size")),
     "tp": ("accelerate", ("parallelism_config", "parallelism_config_tp_size")),
 }
+ULYSSES = ("parallelism_config", "parallelism_config_sp_size")  # sets cp, too
 
 
 @dataclass(frozen=True)
@@ -68,11 +83,21 @@ class Template:
     @cached_property
     def axes(self) -> tuple[str, ...]:
         """The parallel sizes that the files set."""
-        return tuple(axis for axis, (file, key) in AXES.items() if getattr(self.files, file).get(*key) is not None)
+        places = {axis: self.place(axis) for axis in AXES}
+        return tuple(axis for axis, (file, key) in places.items() if getattr(self.files, file).get(*key) is not None)
+
+    @property
+    def by_heads(self) -> bool:
+        """Whether ranks exchange sequence for heads."""
+        return self.files.accelerate.get(*ULYSSES) is not None
+
+    def place(self, axis: str) -> tuple[str, KeyPath]:
+        """Return the file and the key that set the size of an axis."""
+        return ("accelerate", ULYSSES) if axis == "cp" and self.by_heads else AXES[axis]
 
     def size(self, axis: str) -> int:
         """The files' own size of an axis; 0 where they do not say a positive whole number."""
-        file, key = AXES[axis]
+        file, key = self.place(axis)
         found = getattr(self.files, file).get(*key)
         return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else 0
 
@@ -80,7 +105,7 @@ class Template:
         """Return the files with other parallel sizes."""
         changed = {name: _fresh(getattr(self.files, name)) for name in ("accelerate", "deepspeed")}
         for axis, size in sizes.items():
-            file, (*blocks, key) = AXES[axis]
+            file, (*blocks, key) = self.place(axis)
             block = changed[file].content
             for name in blocks:
                 block = block[name]
@@ -130,7 +155,7 @@ def job(wanted: Wanted, strategy: Strategy, machines: Cluster) -> Job:
     zero = 3 if strategy.family == "fsdp" else strategy.zero_stage
     layout = Layout(
         ranks, tp=dims.tp, pp=dims.pp, cp=dims.cp, schedule="1f1b" if dims.pp > 1 else "", zero=zero,
-        shard=dims.dp_shard if zero else 1,
+        shard=dims.size(*FSDP) if zero else 1, exchange=strategy.context_parallel,
     )  # fmt: skip
     stack = {"zero": "deepspeed", "pipeline": "deepspeed", "fsdp": "fsdp2"}.get(strategy.family, strategy.family)
     described = describe_job(wanted, layout, machines, _states(strategy, wanted), stack)

@@ -123,6 +123,9 @@ COUNTED_EXPERTS = frozenset(
 # Families that were compared with one process under tensor parallelism (tests/distributed/test_tensor_parallel.py).
 TENSOR_PARALLEL = frozenset(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3"))
 
+# Families that were compared with one process under context parallelism (tests/distributed/test_context_parallel.py).
+CONTEXT_PARALLEL = frozenset(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "phi3"))
+
 
 def check_packing(model_type: str, packing: bool) -> None:
     """Raise ConfigurationError if rows are packed and the family is not known to keep packed documents apart."""

@@ -83,7 +83,7 @@ DTYPE = one_of("fp32", "bf16", "fp16")
 _TPU = Rejected("TPUs are not supported; remove it", (None, False, "no", "", []))
 _INLINE = Rejected("it belongs in the DeepSpeed JSON; move it there, under zero_optimization")
 _FSDP1 = Rejected("only FSDP1 uses it, and this is FSDP2; remove it")
-_TENSOR = Rejected("only data and tensor parallelism are supported; remove it", (None, 1))
+_ROWS = Rejected("rows of any length are cut, with the recipe's model.attention; remove it")
 _COMPILE = Rejected(
     "the recipe sets torch.compile, by the key compile; remove it", (None, "NO", "no", False, "default")
 )
@@ -161,14 +161,21 @@ ACCELERATE: Table = {
         "parallelism_config_dp_replicate_size": COUNT,
         "parallelism_config_dp_shard_size": COUNT,
         "parallelism_config_tp_size": COUNT,
-        "parallelism_config_cp_size": _TENSOR,
-        "parallelism_config_cp_backend": _TENSOR,
-        "parallelism_config_cp_comm_strategy": _TENSOR,
-        "parallelism_config_sp_size": _TENSOR,
-        "parallelism_config_sp_backend": _TENSOR,
-        "parallelism_config_sp_seq_length": _TENSOR,
-        "parallelism_config_sp_seq_length_is_variable": _TENSOR,
-        "parallelism_config_sp_attn_implementation": _TENSOR,
+        "parallelism_config_cp_size": COUNT,
+        "parallelism_config_cp_backend": Rejected(
+            "torch's context parallelism drops the masks between packed documents, and another is used; remove it",
+            (None, "torch"),
+        ),
+        "parallelism_config_cp_comm_strategy": ValueRule(
+            "allgather: alltoall, in which keys travel in a ring, is not supported", lambda value: value == "allgather"
+        ),
+        "parallelism_config_sp_size": COUNT,
+        "parallelism_config_sp_backend": Rejected(
+            "DeepSpeed's Ulysses drops the masks between packed documents, and another is used; remove it"
+        ),
+        "parallelism_config_sp_seq_length": _ROWS,
+        "parallelism_config_sp_seq_length_is_variable": _ROWS,
+        "parallelism_config_sp_attn_implementation": _ROWS,
     },
     "deepspeed_config": {
         "deepspeed_config_file": TEXT,

@@ -15,11 +15,13 @@ class Strategy:
     """How the run is spread over processes, as written in the strategy's files.
 
     name: the file's stem, "single" when nothing was chosen.
-    family: "single" | "ddp" | "tp" | "fsdp" | "zero" | "pipeline"; "fsdp" may be tensor-parallel, too, see `dims`.
+    family: "single" | "ddp" | "tp" | "fsdp" | "zero" | "pipeline"; "fsdp" may be tensor- or context-parallel, too, see
+    `dims`.
     dims: how the processes are arranged; wrong numbers of processes have been reported before anything reads it.
     path, accelerate: the Accelerate YAML and its content; None and {} for plain python and for a bare DeepSpeed JSON.
     deepspeed_path, deepspeed: the DeepSpeed JSON and its content. launcher: see `launchers.Launch`.
     offload: what leaves the device and where to: "optimizer:cpu", "param:cpu", "optimizer:nvme", "param:nvme".
+    context_parallel: how the ranks of a sequence see each other's keys: "ulysses", "allgather", or "" without dims.cp.
     nvme_paths: the folders of offloading to NVMe. fsdp_*, pipeline_*: the keys of these names, defaults filled in.
 
     `accelerate` and `deepspeed` are kept whole for run.json and for DeepSpeed itself; code asks the typed fields.
@@ -41,6 +43,7 @@ class Strategy:
     fsdp_reduce_dtype: str = "fp32"
     pipeline_partition: str = "parameters"
     pipeline_checkpoint_interval: int = 1
+    context_parallel: str = ""
 
     @property
     def data_parallel_size(self) -> int:
@@ -53,6 +56,11 @@ class Strategy:
     @property
     def tensor_parallel_size(self) -> int:
         return self.dims.tp
+
+    @property
+    def context_key(self) -> str:
+        """The key of the Accelerate YAML that sets dims.cp."""
+        return f"parallelism_config.parallelism_config_{'sp' if self.context_parallel == 'ulysses' else 'cp'}_size"
 
     @property
     def replicate_size(self) -> int:

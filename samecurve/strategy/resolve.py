@@ -193,6 +193,7 @@ def describe_strategy(files: Files, launch: Launch) -> Strategy:
         zero_stage=_count(deepspeed.get("zero_optimization", "stage"), 0),
         offload=tuple(f"{part}:{device}" for part, device in offloads if device in ("cpu", "nvme")),
         nvme_paths=_nvme_paths(deepspeed),
+        context_parallel=_context_parallel(files)[0] if family == "fsdp" else "",
         fsdp_forward_prefetch=accelerate.get("fsdp_config", "fsdp_forward_prefetch") is True,
         fsdp_reduce_dtype=_text(accelerate.get("fsdp_config", "fsdp_reduce_dtype"), "fp32"),
         pipeline_partition=_text(deepspeed.get("pipeline", "partition"), "parameters"),
@@ -205,10 +206,20 @@ def _dims(files: Files, family: str, world_size: int) -> ParallelDims:
     stages = _count(files.deepspeed.get("pipeline", "stages"), 1) if family == "pipeline" else 1
     replicas = _count(files.accelerate.get("parallelism_config", "parallelism_config_dp_replicate_size"), 1)
     cut = _tensor_parallel_size(files) if family in ("tp", "fsdp") else 1
-    rest = max(world_size // (stages * replicas * cut), 1)
+    parts = _context_parallel(files)[1] if family == "fsdp" else 1
+    rest = max(world_size // (stages * replicas * parts * cut), 1)
     if family in ("ddp", "tp"):
         return ParallelDims(dp_replicate=rest, tp=cut)
-    return ParallelDims(pp=stages, dp_replicate=replicas, dp_shard=rest, tp=cut)
+    return ParallelDims(pp=stages, dp_replicate=replicas, dp_shard=rest, cp=parts, tp=cut)
+
+
+def _context_parallel(files: Files) -> tuple[str, int]:
+    """How the ranks of a sequence see each other's keys, and over how many it is cut."""
+    block = "parallelism_config"
+    for kind, key in (("ulysses", "sp_size"), ("allgather", "cp_size")):
+        if (size := _count(files.accelerate.get(block, f"{block}_{key}"), 1)) > 1:
+            return kind, size
+    return "", 1
 
 
 def _tensor_parallel_size(files: Files) -> int:

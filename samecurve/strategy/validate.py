@@ -13,7 +13,12 @@ from samecurve.config.rules_profile import check_ranks
 from samecurve.config.section import LARGEST_INTEGER
 from samecurve.config.source import RecipeSource
 from samecurve.specs.tasks import TASKS
-from samecurve.strategy import validate_deepspeed, validate_optimizer, validate_tensor_parallel
+from samecurve.strategy import (
+    validate_context_parallel,
+    validate_deepspeed,
+    validate_optimizer,
+    validate_tensor_parallel,
+)
 from samecurve.strategy.accelerate_keys import ACCELERATE, RecipeOwned, Rejected, Table, ValueRule
 from samecurve.strategy.deepspeed_keys import DEEPSPEED
 from samecurve.strategy.world_size import world_problems
@@ -38,7 +43,8 @@ def check_strategy(source: RecipeSource, files: Files, strategy: Strategy, launc
         _walk(files.deepspeed, DEEPSPEED, source)
         validate_deepspeed.check_deepspeed(files.deepspeed, strategy, source)
     _names(files, strategy)
-    for rule in (*_RULES, *validate_optimizer.RULES, *validate_tensor_parallel.RULES):
+    rules = validate_optimizer.RULES + validate_tensor_parallel.RULES + validate_context_parallel.RULES
+    for rule in (*_RULES, *rules):
         with contextlib.suppress(KeyError):
             for key, text in rule(source.value, strategy):
                 source.document.problem(tuple(key.split(".")), text)
@@ -185,6 +191,7 @@ def _accelerate(document: Document) -> None:
             text = f"only {' and '.join(needed)} use this block, but distributed_type is {kind} ({place})"
             document.problem((block,), f"{text}; remove the block, or change distributed_type")
     validate_tensor_parallel.check_accelerate(document)
+    validate_context_parallel.check_accelerate(document)
     if document.get("fsdp_config", "fsdp_forward_prefetch") is True:
         policy = document.get("fsdp_config", "fsdp_auto_wrap_policy") or "absent"
         if policy != "TRANSFORMER_BASED_WRAP":
@@ -230,10 +237,16 @@ def _name(document: Document, strategy: Strategy) -> None:
     if claimed[1] != it_is:
         text = f"the file is called {stem}, but it configures {it_is}; rename the file or change what it configures"
         document.problem(kind_key, text)
-    size = strategy.tensor_parallel_size
-    if claimed[1] == it_is and ("tp" in stem.split("_")) != (size > 1):
-        text = f"the file is called {stem}, but its tensor-parallel size is {size}; rename the file or change that size"
-        document.problem(kind_key, text)
+    of_rows = {kind: strategy.dims.cp if strategy.context_parallel == kind else 1 for kind in ("ulysses", "allgather")}
+    sizes = {
+        "tp": ("tensor-parallel", strategy.tensor_parallel_size),
+        "ulysses": ("Ulysses", of_rows["ulysses"]),
+        "cp": ("context-parallel", of_rows["allgather"]),
+    }
+    for word, (what, size) in sizes.items():
+        if claimed[1] == it_is and (word in stem.split("_")) != (size > 1):
+            text = f"the file is called {stem}, but its {what} size is {size}; rename the file or change that size"
+            document.problem(kind_key, text)
     to_nvme = any(target.endswith("nvme") for target in strategy.offload)
     promised = "_nvme" in stem or "_offload" in stem
     if promised != bool(strategy.offload) or ("_nvme" in stem) != to_nvme:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from samecurve.specs.optimizers import OPTIMIZERS
+from samecurve.strategy.allowed import OFF, Value, rule
 
 if TYPE_CHECKING:
     from samecurve.config.documents import Document
     from samecurve.strategy.plan import Strategy
 
-Value = Callable[[str], Any]
 _SHARDED = ("parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size")
 _UNTESTED = "has not been compared with one process under tensor parallelism"
-OFF = ("off", False, None)  # YAML reads a bare off as false
 # By key: what is allowed, and why nothing else is.
 _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
     "task": (("pretrain", "sft"), f"the task {_UNTESTED}"),
@@ -37,14 +36,8 @@ def _optimizer(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
         yield "optimizer.name", f"found {name}, but {why}; use adamw, lion or sgd, or configs/fsdp.yaml"
 
 
-def _rule(key: str, allowed: tuple[Any, ...], why: str) -> Callable[[Value, Strategy], Iterator[tuple[str, str]]]:
-    def rule(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
-        found = value(key)
-        if strategy.tensor_parallel_size > 1 and found not in allowed:
-            shown = " or ".join("null" if each is None else str(each) for each in allowed if each is not False)
-            yield key, f"found {found}, but {why}; use {shown}, or configs/fsdp.yaml"
-
-    return rule
+def _applies(strategy: Strategy) -> bool:
+    return strategy.tensor_parallel_size > 1
 
 
 def check_accelerate(document: Document) -> None:
@@ -66,4 +59,4 @@ def check_accelerate(document: Document) -> None:
         document.problem((block, replicas), f"{text}; remove it, so that all other processes are shards")
 
 
-RULES = (_optimizer, *(_rule(key, allowed, why) for key, (allowed, why) in _ALLOWED.items()))
+RULES = (_optimizer, *(rule(_applies, key, allowed, why) for key, (allowed, why) in _ALLOWED.items()))

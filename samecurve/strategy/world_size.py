@@ -83,8 +83,13 @@ def _alone(accelerate: Document, strategy: Strategy, launch: Launch) -> Iterator
 def _wrong_mesh(accelerate: Document, strategy: Strategy) -> Iterator[ConfigProblem]:
     """Accelerate refuses replicas of one shard each, but only after the model has been loaded."""
     world, replicas, shards = strategy.world_size, strategy.replicate_size, accelerate.get(*_SHARDS)
-    cut = strategy.tensor_parallel_size
-    if world % cut or (strategy.family == "tp" and world != cut):
+    cut, parts = strategy.tensor_parallel_size, strategy.dims.cp
+    if world % parts:
+        fitting = " or ".join(str(size) for size in range(2, world + 1) if world % size == 0)
+        text = f"found {parts}, but {world} processes do not form groups of {parts}"
+        fix = f"start a multiple of {parts} processes, or set it to {fitting}"
+        yield _at(accelerate, tuple(strategy.context_key.split(".")), f"{text}; {fix}")
+    elif world % cut or (strategy.family == "tp" and world != cut):
         fitting = [size for size in range(2, world + 1) if world % size == 0] if strategy.family == "fsdp" else [world]
         text = f"found {cut}, but {world} processes do not form groups of {cut}"
         if strategy.family == "tp":
@@ -96,7 +101,9 @@ def _wrong_mesh(accelerate: Document, strategy: Strategy) -> Iterator[ConfigProb
         text = f"found {replicas}, but {world} processes cannot form {replicas} replicas of 2 or more shards"
         text += f"; start {2 * replicas} processes or a larger multiple of {replicas}, or use fsdp"
         yield _at(accelerate, _REPLICAS, text)
-    elif isinstance(shards, int) and shards * replicas * cut != world:
-        text = f"found {shards}, but {world} processes in {replicas} replicas make {world // replicas // cut} shards"
+    elif isinstance(shards, int) and shards * replicas * cut * parts != world:
+        made = world // (replicas * cut * parts)
+        text = f"found {shards}, but {world} processes in {replicas} replicas make {made} shards"
         text += f" of {cut} tensor-parallel processes each" if cut > 1 else ""
+        text += f" of {parts} context-parallel processes each" if parts > 1 else ""
         yield _at(accelerate, _SHARDS, f"{text}; remove it, since it is derived")

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 from harness import Run, append_result, largest_relative_difference, launch_command
-from test_equal_curves import ENGINES, Case, libaio_is_installed, one_stage
+from test_equal_curves import CONTEXT, ENGINES, Case, libaio_is_installed, one_stage
 
 STOP = 5
 LOSS, NORM = 1e-5, 1e-4
 WORLDS = {"single": [1], "hsdp": [4], "tp": [2], "fsdp_tp": [2, 4], "pipeline": [1, 2, 4]}
+WORLDS |= dict.fromkeys(CONTEXT, [2, 4])
 # 3 processes divide neither the rows of a weight (FSDP) nor its number of values (ZeRO-3)
 UNEVEN = ("ddp", "fsdp", "zero1", "zero3")
 CASES = [
@@ -33,7 +34,7 @@ def name_of(case: Case) -> str:
 
 
 def arguments(case: Case, workspace, lora: bool) -> tuple[Path | None, list[str]]:
-    micro_batch = GLOBAL_BATCH // (case.world // case.stages // case.cut) // case.stages
+    micro_batch = GLOBAL_BATCH // case.readers // case.stages
     more = [f"batch.global_batch_size={GLOBAL_BATCH}", f"batch.micro_batch_size={micro_batch}"]
     more += workspace.lora if lora else ()
     if case.strategy == "single":

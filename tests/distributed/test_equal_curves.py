@@ -21,6 +21,8 @@ ENGINES = {
     "hsdp": "FSDPLlamaForCausalLM",
     "tp": "LlamaForCausalLM",
     "fsdp_tp": "FSDPLlamaForCausalLM",
+    "fsdp_ulysses": "FSDPLlamaForCausalLM",
+    "fsdp_cp": "FSDPLlamaForCausalLM",
     "pipeline": "PipelineEngine",
 } | dict.fromkeys(["zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme"], "DeepSpeedEngine")
 STAGES = {"zero1": 1, "zero2": 2, "zero2_offload": 2, "zero3": 3, "zero3_offload": 3, "zero3_nvme": 3, "pipeline": 1}
@@ -29,7 +31,8 @@ OFFLOAD = {
     "zero3_offload": ["optimizer:cpu", "param:cpu"],
     "zero3_nvme": ["optimizer:nvme", "param:nvme"],
 }
-SHARDED = ("fsdp", "fsdp_tp", "hsdp", "zero3", "zero3_offload", "zero3_nvme")
+CONTEXT = {"fsdp_ulysses": "ulysses", "fsdp_cp": "allgather"}
+SHARDED = ("fsdp", "fsdp_tp", *CONTEXT, "hsdp", "zero3", "zero3_offload", "zero3_nvme")
 ONLY_ON_A_DEVICE = {"fsdp_offload"}  # FSDP2 offloads through pinned memory
 # Rounding: bf16 keeps 8 bits, so one matmul output is off by up to 2^-9 = 0.2 %; a loss near 5 averages hundreds of
 # tokens, a gradient norm does not average. Strategies round at different places (DeepSpeed keeps bf16 weights, FSDP
@@ -54,22 +57,34 @@ class Case:
         return 2 if self.strategy in ("tp", "fsdp_tp") else 1
 
     @property
+    def parts(self) -> int:
+        """Ranks over which a row's sequence is cut."""
+        return 2 if self.strategy in CONTEXT else 1
+
+    @property
+    def readers(self) -> int:
+        """Ranks that read different rows."""
+        return self.world // (self.stages * self.cut * self.parts)
+
+    @property
     def micro_batch(self) -> str:
         """The override that makes this accumulation of the recipe's 8 rows."""
-        return f"batch.micro_batch_size={8 // (self.world // self.stages // self.cut) // self.accumulation}"
+        return f"batch.micro_batch_size={8 // self.readers // self.accumulation}"
 
     def __str__(self) -> str:
         return f"{self.strategy}-world{self.world}-accumulation{self.accumulation}-{self.precision}"
 
 
 def worlds(strategy: str) -> list[int]:
-    return {"single": [1], "hsdp": [4], "tp": [2], "fsdp_tp": [2, 4], "pipeline": [1, 2, 4]}.get(strategy, [1, 2])
+    """The last one is run every day."""
+    given = {"single": [1], "hsdp": [4], "tp": [2], "fsdp_tp": [2, 4], "pipeline": [1, 2, 4]}
+    return (given | dict.fromkeys(CONTEXT, [4, 2])).get(strategy, [1, 2])
 
 
 def cases() -> list:
     fp32 = [Case(name, world, count) for name in ENGINES for world in worlds(name) for count in (1, 2)]
     bf16 = [Case(name, worlds(name)[-1], 2, "bf16") for name in ENGINES]
-    # every day: each strategy on its largest world with accumulation, where most can go wrong, without NVMe, whose
+    # every day: each strategy on its last world with accumulation, where most can go wrong, without NVMe, whose
     # library takes minutes to compile; FSDP without accumulation; in bf16 one of each kind of optimizer
     often = [case for case in fp32 if case.world == worlds(case.strategy)[-1] and case.accumulation == 2]
     often = [case for case in often if case.strategy != "zero3_nvme"] + [Case("fsdp", 2, 1)]
@@ -131,6 +146,8 @@ def assert_what_ran(run: Run, case: Case) -> None:
     replicas = 2 if case.strategy == "hsdp" else 1
     assert facts["replicate_size"] == replicas
     assert facts["tensor_parallel_size"] == case.cut
+    assert facts["data_parallel_size"] == case.readers
+    assert (facts["context_parallel_size"], facts["context_parallel"]) == (case.parts, CONTEXT.get(case.strategy, ""))
     assert facts["offload"] == OFFLOAD.get(case.strategy, [])
     assert facts["sharded"] == (case.strategy in SHARDED)
     if facts["sharded"] or case.cut > 1:  # of what is cut, a tensor-parallel group holds one copy; norms are whole

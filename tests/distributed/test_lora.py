@@ -17,7 +17,7 @@ from harness import Run, largest_relative_difference, long, rank_hashes, relativ
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_equal_curves import ENGINES
+from test_equal_curves import CONTEXT, ENGINES
 from test_exported_model import held_out_loss
 from test_plain_loop import batches, train
 from transformers import AutoModelForCausalLM
@@ -33,7 +33,7 @@ DORA_EXTRA = 4 * (32 + 16 + 16 + 32 + 64 + 64 + 32)  # one magnitude per output
 RATE, WARMUP = 1e-2, 2
 LORA = "adapter={name: lora, rank: 4, alpha: 16}"
 EVERY_DAY = ["single", "ddp", "fsdp", "zero2", "zero3", "pipeline"]
-RARE = ["zero1", "hsdp", "zero2_offload", "zero3_offload"]
+RARE = ["zero1", "hsdp", "zero2_offload", "zero3_offload", *CONTEXT]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def base(reference) -> Path:
 
 
 def arguments(base: Path, name: str, *more: str) -> tuple[str, ...]:
-    micro = {"single": 4, "pipeline": 4, "hsdp": 1}.get(name, 2)  # accumulation: always 2
+    micro = ({"single": 4, "pipeline": 4, "hsdp": 1} | dict.fromkeys(CONTEXT, 4)).get(name, 2)  # accumulation: always 2
     settings = (
         f"model={{path: {base}}}",
         f"tokenizer={{path: {base}}}",

@@ -17,6 +17,8 @@ SAME_CODE = {
     "hsdp": "fsdp",
     "tp": "ddp",
     "fsdp_tp": "fsdp",
+    "fsdp_ulysses": "fsdp",
+    "fsdp_cp": "fsdp",
     "zero2": "zero2_offload",
     "zero3_offload": "zero3",
     "zero3_nvme": "zero3",

@@ -18,8 +18,8 @@ LOSS, NORM = 1e-5, 1e-4
 CASES = {name: Case(name, worlds(name)[-1] if name != "pipeline" else 2, 2) for name in ENGINES}
 # each goes on from the next one's checkpoint, so every strategy writes one for another and reads one of another
 RING = dict(zip(CASES, [*list(CASES)[1:], next(iter(CASES))], strict=True))
-# other placements of what zero1, zero2_offload, zero3, fsdp and tp do
-RARE = ("zero3_nvme", "zero2", "zero3_offload", "fsdp_tp")
+# other placements of what zero1, zero2_offload, zero3, fsdp and tp do, or the same as fsdp's
+RARE = ("zero3_nvme", "zero2", "zero3_offload", "fsdp_tp", "fsdp_ulysses", "fsdp_cp")
 EVERY_DAY = [name for name in CASES if name not in RARE]
 
 

@@ -105,7 +105,15 @@ def documents(rows, indices) -> list[int]:
 
 
 CASES = [("packed", None), ("packed", "fsdp"), ("packed", "zero3"), ("packed", "pipeline"), ("grouped", "fsdp")]
-CASES += long(("packed", "ddp"), ("packed", "zero2"), ("packed", "tp"), ("grouped", None), ("grouped", "zero3"))
+CASES += long(
+    ("packed", "ddp"),
+    ("packed", "zero2"),
+    ("packed", "tp"),
+    ("packed", "fsdp_ulysses"),
+    ("grouped", None),
+    ("grouped", "zero3"),
+    ("grouped", "fsdp_cp"),
+)
 
 
 @pytest.mark.parametrize(("mode", "strategy"), CASES)

@@ -10,13 +10,14 @@ import pytest
 import torch
 from harness import launch_command, long
 from reads import Reads
-from test_equal_curves import ENGINES
+from test_equal_curves import CONTEXT, ENGINES
 from torch import Tensor
 
 WORLDS = {"single": 1, "hsdp": 4, "fsdp_tp": 4}
 WAIT = "engines/step_sums.py: read"  # the only one: loss, norm, statistics and routers, right before the update
 COUNTS = "engines/mesh.py: count", "distributed/control_group.py: wait"  # on the CPU; alone, and with other ranks
 DROPOUT = "models/dropout.py: _of"  # MicroBatch.places, which stay on the CPU
+OF_PART = "losses/chunked_cross_entropy.py: trained_positions"  # of a part's labels, before their copy to the device
 NORM_OF_DEEPSPEED = "engines/zero.py: step"  # the norm that DeepSpeed has computed and read for its clipping
 MIXTRAL = {"model_type": "mixtral", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 MIXTRAL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "router_aux_loss_coef": 1.0}
@@ -37,6 +38,7 @@ def test_a_step_waits_once(strategy, overrides, workspace):
     of_zero = found["engine"] == "DeepSpeedEngine"
     allowed = {WAIT: 1, NORM_OF_DEEPSPEED: 1 if of_zero else 0}
     allowed |= {COUNTS[strategy != "single"]: 1, DROPOUT: found["num_micro_batches"]}
+    allowed |= {OF_PART: 2 * found["num_micro_batches"] if strategy in CONTEXT else 0}
     if overrides:  # the layers run twice
         allowed |= {DROPOUT: 2 * allowed[DROPOUT]}
         assert found["packed"]

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 STRATEGIES = {path.stem: path for path in (ROOT / "configs").glob("*.yaml")}
 DEEPSPEED = {path.stem: path for path in (ROOT / "ds_configs").glob("*.json")}
 WITH_JSON = {"zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme", "pipeline"}
-WITHOUT_JSON = {"single", "ddp", "fsdp", "fsdp_offload", "hsdp", "tp", "fsdp_tp"}
+WITHOUT_JSON = {"single", "ddp", "fsdp", "fsdp_offload", "hsdp", "tp", "fsdp_tp", "fsdp_ulysses", "fsdp_cp"}
 OWNED_BY_THE_RECIPE = {
     "train_micro_batch_size_per_gpu": "auto",
     "gradient_accumulation_steps": "auto",
@@ -81,7 +81,8 @@ def test_fsdp_files_make_the_plugin_they_promise(name):
     assert made["FSDP_VERSION"] == "2"
     assert made["FSDP_OFFLOAD_PARAMS"] == ("true" if name == "fsdp_offload" else "false")
     assert made["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "false"
-    assert made.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE") == {"hsdp": "2", "fsdp_tp": "1"}.get(name)
+    meshes = {"hsdp": "2", "fsdp_tp": "1", "fsdp_ulysses": "1", "fsdp_cp": "1"}
+    assert made.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE") == meshes.get(name)
 
 
 @pytest.mark.parametrize("name", sorted(WITH_JSON))

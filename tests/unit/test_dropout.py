@@ -19,7 +19,7 @@ from samecurve.data.batches import StepBatches
 from samecurve.errors import ConfigurationError
 from samecurve.models import dropout, router_noise
 from samecurve.models.attention import dropped_sdpa
-from samecurve.models.dropout_bits import keep_mask, keys_of, uniform
+from samecurve.models.dropout_bits import keep_mask, keys_of, moved, uniform
 
 CPU = torch.device("cpu")
 
@@ -49,6 +49,14 @@ def test_bits_by_hand(length):
     places = sorted({0, 1, 2, 4, length // 2, min(2**20 - 1, length - 1), min(2**20, length - 1), length - 1})
     for row, (first, second) in enumerate(keys(3).tolist()):
         assert [found[row, place].item() for place in places] == [by_hand(first, second, at, 0.3) for at in places]
+
+
+@pytest.mark.parametrize("length", [12, 3 * 2**20])
+def test_parts_are_drawn_as_the_whole(length):
+    whole = keep_mask(keys(2), length, 0.3)
+    parts = [keep_mask(moved(keys(2), part * length // 3), length // 3, 0.3) for part in range(3)]
+    assert torch.equal(torch.cat(parts, dim=1), whole)
+    assert not torch.equal(parts[0], parts[1])
 
 
 def test_keys_depend_on_seed_step_row_and_site():

@@ -343,7 +343,7 @@ def test_a_micro_batch_of_one_is_not_reduced(config, capsys):
     arguments = ["plan", config, "--cluster", "a100_40gbx1", "batch.sequence_length=131072"]
     assert main(arguments) == 6
     shown = capsys.readouterr().err
-    assert "batch.sequence_length=65536 would fit with fsdp_offload" in shown and "micro_batch_size" not in shown
+    assert "fsdp_ulysses fits on 8 GPUs" in shown and "micro_batch_size" not in shown
 
 
 def test_adapters_are_refused(capsys):

@@ -44,11 +44,25 @@ fsdp_config:
 parallelism_config:
   parallelism_config_tp_size: 2
 """
+FSDP_ULYSSES = """\
+distributed_type: FSDP
+fsdp_config:
+  fsdp_version: 2
+  fsdp_cpu_ram_efficient_loading: false
+parallelism_config:
+  parallelism_config_sp_size: 2
+"""
 
 
 def tp(old, new):
     """One change in the recipe, under tensor parallelism."""
     return {"configs/tp.yaml": TP, **changed("r.yaml", old, new)}, ["r.yaml", "--strategy", "configs/tp.yaml"], T
+
+
+def cp(old, new, name="fsdp_ulysses", environ=T):
+    """One change in an Accelerate YAML that cuts sequences."""
+    path = f"configs/{name}.yaml"
+    return {path: FSDP_ULYSSES.replace(old, new)}, ["r.yaml", "--strategy", path], environ
 
 
 # name, changed files, command line, environment, the report's rows (see report_cases.py), and the exit code where it is
@@ -95,7 +109,26 @@ CASES = [
      [("configs/hsdp.yaml:1", "distributed_type", "hsdp", "size is 2", "rename"),
       ("configs/hsdp.yaml:8", "parallelism_config.parallelism_config_dp_replicate_size", "2", "compared", "remove")]),
     ("yaml: cp", *acc("parallelism_config:", "parallelism_config:\n  parallelism_config_cp_size: 2", "hsdp", {**T, "WORLD_SIZE": "4"}),
-     [("configs/hsdp.yaml:7", "parallelism_config.parallelism_config_cp_size", "2", "data and tensor", "remove")]),
+     [("configs/hsdp.yaml:1", "distributed_type", "hsdp", "context-parallel size is 2", "rename"),
+      ("configs/hsdp.yaml:8", "parallelism_config.parallelism_config_dp_replicate_size", "2", "compared", "remove")]),
+    ("yaml: ulysses", *acc("fsdp_config:", "parallelism_config:\n  parallelism_config_sp_size: 2\nfsdp_config:", "fsdp"),
+     [("configs/fsdp.yaml:1", "distributed_type", "fsdp", "Ulysses size is 2", "rename")]),
+    ("ulysses and cp", *cp("sp_size: 2", "sp_size: 2\n  parallelism_config_cp_size: 2"),
+     [("configs/fsdp_ulysses.yaml:7", "parallelism_config.parallelism_config_cp_size", "2", "remove one")]),
+    ("ulysses of DeepSpeed", *cp("sp_size: 2", "sp_size: 2\n  parallelism_config_sp_backend: deepspeed"),
+     [("configs/fsdp_ulysses.yaml:7", "parallelism_config.parallelism_config_sp_backend", "deepspeed", "masks between packed", "remove")]),
+    ("cp ring", *cp("sp_size: 2", "cp_size: 2\n  parallelism_config_cp_comm_strategy: alltoall", name="fsdp_cp"),
+     [("configs/fsdp_cp.yaml:7", "parallelism_config.parallelism_config_cp_comm_strategy", "alltoall", "allgather")]),
+    ("ulysses in ddp", *use("configs/tp.yaml", T, {"configs/tp.yaml": TP + "  parallelism_config_sp_size: 2\n"}),
+     [("configs/tp.yaml:5", "parallelism_config.parallelism_config_sp_size", "FSDP", "MULTI_GPU", "fsdp_ulysses.yaml")]),
+    ("ulysses and tp", *cp("sp_size: 2", "sp_size: 2\n  parallelism_config_tp_size: 2", name="fsdp_ulysses_tp", environ={**T, "WORLD_SIZE": "4"}),
+     [("configs/fsdp_ulysses_tp.yaml:7", "parallelism_config.parallelism_config_tp_size", "2", "compared", "remove")]),
+    ("ulysses offload", *cp("fsdp_version: 2", "fsdp_version: 2\n  fsdp_offload_params: true", name="fsdp_ulysses_offload"),
+     [("configs/fsdp_ulysses_offload.yaml:4", "fsdp_config.fsdp_offload_params", "true", "compared", "false")]),
+    ("ulysses on 3", *cp("", "", environ={**T, "WORLD_SIZE": "3"}),
+     [("configs/fsdp_ulysses.yaml:6", "parallelism_config.parallelism_config_sp_size", "2", "3 processes", "start a multiple of 2", "set it to 3")], 6),
+    ("ulysses shards", *cp("sp_size: 2", "sp_size: 2\n  parallelism_config_dp_shard_size: 4", environ={**T, "WORLD_SIZE": "4"}),
+     [("configs/fsdp_ulysses.yaml:7", "parallelism_config.parallelism_config_dp_shard_size", "4", "make 2 shards", "context-parallel", "remove")], 6),
     ("tp in ddp", *acc("num_processes: 2", "num_processes: 2\nparallelism_config: {parallelism_config_tp_size: 2}"),
      [("configs/ddp.yaml:1", "distributed_type", "ddp", "configures tp", "rename")]),
     ("tp shards", *use("configs/tp.yaml", T, {"configs/tp.yaml": TP + "  parallelism_config_dp_shard_size: 1\n"}),

@@ -9,6 +9,7 @@ from samecurve.config.schema import Recipe
 from samecurve.engines.verify import verify
 from samecurve.errors import TopologyError
 from samecurve.interfaces.engine import EngineDescription
+from samecurve.strategy.parallel_dims import ParallelDims
 
 RECIPE = Recipe(
     output_dir="runs/x",
@@ -28,6 +29,8 @@ STRATEGY = SimpleNamespace(
     zero_stage=3,
     replicate_size=1,
     tensor_parallel_size=1,
+    dims=ParallelDims(dp_shard=2),
+    context_parallel="",
     offload=("optimizer:cpu",),
 )
 RUNNING = EngineDescription(
@@ -75,6 +78,8 @@ def test_what_was_asked_for_passes():
         ("sharded", False),
         ("replicate_size", 2),
         ("tensor_parallel_size", 2),
+        ("context_parallel_size", 2),
+        ("context_parallel", "ulysses"),
         ("offload", ()),
     ],
 )

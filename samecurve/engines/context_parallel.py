@@ -1,0 +1,137 @@
+"""Context parallelism: which tokens of a micro-batch a rank computes, and the model that computes them."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AttentionInterface
+
+from samecurve.errors import ConfigurationError
+from samecurve.losses.chunked_cross_entropy import trained_positions
+from samecurve.losses.cross_entropy import IGNORE_INDEX
+from samecurve.models import dropout
+from samecurve.models.attention import context, varlen
+from samecurve.specs.model_families import CONTEXT_PARALLEL
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from samecurve.config.schema import Recipe
+    from samecurve.data.micro_batch import MicroBatch
+    from samecurve.engines.mesh import Mesh
+    from samecurve.strategy.plan import Strategy
+
+_OF_WHOLE_ROWS = ("position_ids", "attention_mask")  # masks and rotary angles are made of them
+
+
+@dataclass(frozen=True)
+class SequencePart:
+    """The consecutive tokens of each row that this rank computes: part `index` of `count` equal ones."""
+
+    index: int = 0
+    count: int = 1
+
+    def cut(self, batch: MicroBatch) -> MicroBatch:
+        """Cut a micro-batch to this rank's tokens, before its copy to the device.
+
+        Rows whose length the number of parts does not divide are padded behind their last token, which no earlier
+        token sees. `position_ids` and `attention_mask` keep the length of the rows, and `facts.count` that of their
+        tokens.
+        """
+        if self.count == 1:
+            return batch
+        inputs = {
+            name: self._padded(tensor, 0) if name in _OF_WHOLE_ROWS else self.own(tensor)
+            for name, tensor in batch.inputs.items()
+        }
+        targets = {name: self.own(tensor, IGNORE_INDEX) for name, tensor in batch.targets.items()}
+        positions, pins = trained_positions(targets["labels"]), torch.cuda.is_available()  # as the loader has done
+        positions = positions.pin_memory() if pins and positions is not None else positions
+        facts = batch.facts and batch.facts._replace(positions=positions)
+        found = replace(batch, inputs=inputs, targets=targets, facts=facts)
+        return found.pin_memory() if pins else found
+
+    def own(self, tensor: Tensor, padding: int = 0) -> Tensor:
+        """Return this rank's part of (rows, tokens), with `padding` behind the last token."""
+        return self._padded(tensor, padding).chunk(self.count, dim=1)[self.index].contiguous()
+
+    def _padded(self, tensor: Tensor, padding: int) -> Tensor:
+        missing = -tensor.shape[1] % self.count
+        return functional.pad(tensor, (0, missing), value=padding) if missing else tensor
+
+
+def check(model: PreTrainedModel, recipe: Recipe, strategy: Strategy) -> None:
+    """Check that the strategy can cut the sequences of this architecture, before any weight is loaded.
+
+    Raises:
+        ConfigurationError: the family is untested, heads do not divide, or a rank cannot draw its dropout.
+    """
+    config, size, found = model.config, strategy.dims.cp, []
+    if config.model_type not in CONTEXT_PARALLEL:
+        known = ", ".join(sorted(CONTEXT_PARALLEL))
+        found.append(f"{config.model_type} has not been tested under context parallelism; use {known}")
+    elif strategy.context_parallel == context.Ulysses.name and config.num_attention_heads % size:
+        heads = config.num_attention_heads
+        sizes = ", ".join(str(each) for each in range(1, heads + 1) if heads % each == 0)
+        text = f"the model's num_attention_heads is {heads}, which {size} does not divide, and each rank gets as many"
+        found.append(f"{text} heads; use a size that divides it: {sizes}; configs/fsdp_cp.yaml takes any")
+    if config._attn_implementation == "eager":
+        text = "the model computes attention by transformers' eager code, which cannot be exchanged"
+        found.append(f"{text}; set model.attention to sdpa, or use a family that has it")
+    # Of attention's probabilities (heads, queries, keys) only whole heads, without padding, are consecutive values.
+    by_heads = strategy.context_parallel == context.Ulysses.name and not recipe.data.group_by_length
+    whole_heads = by_heads and recipe.batch.sequence_length % size == 0
+    rates = {key: rate for key, rate in dropout.rates(config).items() if "att" in key and not whole_heads}
+    if rates:
+        named = ", ".join(f"{key} {rate}" for key, rate in rates.items())
+        text = f"attention has dropout ({named}), of which a rank can only draw the part of whole heads"
+        fix = f"set it to 0 in model.config, or use configs/fsdp_ulysses.yaml on rows of one multiple of {size} tokens"
+        found.append(f"{text}; {fix}")
+    if found:
+        lines = (f"{strategy.path}: {strategy.context_key}: found {size}, but {text}" for text in found)
+        raise ConfigurationError("\n".join(f"{line}, or use configs/fsdp.yaml" for line in lines))
+
+
+def config_of(skeleton: PreTrainedModel, strategy: Strategy, mesh: Mesh) -> PreTrainedConfig:
+    """Copy the model's config, with an attention that exchanges what the ranks of a context-parallel group lack."""
+    config = copy.deepcopy(skeleton.config)
+    inner = config._attn_implementation
+    assert inner is not None  # `check` has seen attention
+    if strategy.context_parallel == context.GatheredKeys.name and inner == varlen.NAME:
+        inner = "sdpa"  # the choice of `auto`; varlen needs the queries of whole rows
+    attention = context.KINDS[strategy.context_parallel](mesh.devices["cp"].get_group(), inner)
+    config._attn_implementation = attention.register()
+    return config
+
+
+def attention_of(model: nn.Module) -> context.ContextAttention | None:
+    """Return the context-parallel attention that a transformers model calls; None if it calls another."""
+    config = model.config
+    found = AttentionInterface().get(getattr(config, "_attn_implementation", None) or "")
+    return found if isinstance(found, context.ContextAttention) else None
+
+
+def cut_rotary_angles(model: PreTrainedModel, part: SequencePart) -> None:
+    """Make the model compute the rotary angles of its own tokens alone from the position_ids of whole rows."""
+    found = [module for module in model.modules() if type(module).__name__.endswith("RotaryEmbedding")]
+    assert found, f"no rotary embedding in {type(model).__name__}"
+    for module in found:
+        module.register_forward_hook(partial(_own_angles, part))
+
+
+def _own_angles(part: SequencePart, module: nn.Module, inputs: Any, angles: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(part.own(each) for each in angles)
+
+
+def gather_outputs(outputs: Tensor, part: SequencePart, mesh: Mesh, length: int) -> Tensor:
+    """Concatenate (rows, own tokens, ...) of all ranks of the group along the tokens, without padding."""
+    if part.count == 1:
+        return outputs
+    by_token = mesh.gather(outputs.transpose(0, 1), over=("cp",))
+    return by_token.transpose(0, 1)[:, :length]

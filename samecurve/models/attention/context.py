@@ -1,0 +1,145 @@
+"""Attention where each rank of a group holds a part of every row's sequence: context parallelism.
+
+A rank has consecutive tokens of each row, and the mask is that of the whole row, so that documents of a packed row stay
+apart. Two ways to let queries see the keys of other ranks:
+
+- Ulysses (Jacobs et al., 2023, arXiv:2309.14509): ranks exchange sequence for heads, so that each has whole rows of
+  some heads. It costs one all-to-all before and one after attention, and at most as many ranks as heads.
+- Gathered keys (section 3.3.2 of Llama 3, arXiv:2407.21783): each rank gathers all keys and values. It takes any number
+  of ranks; the rank's queries attend to all keys before them.
+
+Either calls the attention function that the model would use without it.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import _functional_collectives as collectives
+from transformers import AttentionInterface, AttentionMaskInterface
+
+# torch.distributed.nn.functional.all_gather returns wrong gradients over gloo where the incoming gradient has permuted
+# strides, as attention's has (torch 2.13). torch 2.13 deprecates the second name, and torch 2.11 knows no other.
+_all_gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
+
+
+@dataclass(frozen=True)
+class ContextAttention(ABC):
+    """A transformers attention function whose ranks exchange what they lack.
+
+    Attributes:
+        group: the ranks that hold parts of the same rows, in the order of the parts.
+        inner: transformers' name of the attention that is computed.
+    """
+
+    group: dist.ProcessGroup
+    inner: str
+    name: ClassVar[str]
+
+    @property
+    def size(self) -> int:
+        return self.group.size()
+
+    def register(self) -> str:
+        """Register the function and its masks with transformers for this process, and return its name."""
+        name = f"samecurve_{self.name}"
+        AttentionInterface.register(name, self)
+        AttentionMaskInterface.register(name, self.mask)
+        return name
+
+    @abstractmethod
+    def mask(self, *, q_length: int, kv_length: int, q_offset: int = 0, **arguments: Any) -> Any:
+        """Build the mask that `inner` needs, in place of transformers' own function.
+
+        Args:
+            q_length: the rank's number of tokens.
+            arguments: with the mask function of the whole row.
+        """
+
+    @abstractmethod
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **arguments: Any
+    ) -> tuple[Tensor, None]:
+        """Compute attention of the rank's tokens; the function that transformers' models call.
+
+        Args:
+            module: the attention module.
+            query: (rows, heads, own tokens, width).
+            key: (rows, key heads, own tokens, width); the number of key heads divides that of heads.
+            value: in the shape of `key`.
+            attention_mask: from `mask`.
+
+        Returns:
+            (output (rows, own tokens, heads, width), None).
+        """
+
+    def _attend(self, module: Any, *arguments: Any, **options: Any) -> Tensor:
+        return AttentionInterface()[self.inner](module, *arguments, **options)[0]
+
+    def _mask(self, **arguments: Any) -> Any:
+        return AttentionMaskInterface()[self.inner](**arguments)
+
+
+class Ulysses(ContextAttention):
+    """Exchanges sequence for heads. The group's size has to divide the number of heads."""
+
+    name = "ulysses"
+
+    def mask(self, *, q_length: int, kv_length: int, q_offset: int = 0, **arguments: Any) -> Any:
+        whole = q_length * self.size
+        return self._mask(q_length=whole, kv_length=whole, **arguments)
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **arguments: Any
+    ) -> tuple[Tensor, None]:
+        repeats = self.size // math.gcd(key.shape[1], self.size)
+        if repeats > 1:  # so that each rank gets a whole number of key heads
+            key, value = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
+        groups = query.shape[1] // key.shape[1]
+        own = SimpleNamespace(is_causal=getattr(module, "is_causal", True), num_key_value_groups=groups)
+        output = self._attend(own, *self._to_heads(query, key, value), attention_mask, **arguments)
+        return self._to_sequence(output), None
+
+    def _to_heads(self, *parts: Tensor) -> tuple[Tensor, ...]:
+        """Exchange (rows, heads, own tokens, width) for (rows, own heads, tokens, width), of all tensors at once."""
+        by_rank = zip(*(each.chunk(self.size, dim=1) for each in parts), strict=True)
+        found = self._exchange(torch.stack([torch.cat(heads, dim=1) for heads in by_rank]))
+        whole = torch.cat(found.unbind(), dim=2)
+        return whole.split([each.shape[1] // self.size for each in parts], dim=1)
+
+    def _to_sequence(self, output: Tensor) -> Tensor:
+        """Exchange (rows, tokens, own heads, width) for (rows, own tokens, heads, width)."""
+        return torch.cat(self._exchange(torch.stack(output.chunk(self.size, dim=1))).unbind(), dim=2)
+
+    def _exchange(self, blocks: Tensor) -> Tensor:
+        """Send the i-th of (ranks, ...) blocks to rank i, and return the blocks from all ranks."""
+        return collectives.all_to_all_single_autograd(blocks, None, None, self.group)
+
+
+class GatheredKeys(ContextAttention):
+    """Gathers the keys and values of the whole rows."""
+
+    name = "allgather"
+
+    def mask(self, *, q_length: int, kv_length: int, q_offset: int = 0, **arguments: Any) -> Any:
+        arguments["allow_is_causal_skip"] = (
+            False  # transformers takes a single query for the last one, which sees all keys
+        )
+        whole, first = q_length * self.size, q_length * self.group.rank()
+        return self._mask(q_length=q_length, kv_length=whole, q_offset=first, **arguments)
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **arguments: Any
+    ) -> tuple[Tensor, None]:
+        key, value = _all_gather(torch.stack([key, value]), 3, self.group).unbind()
+        return self._attend(module, query, key, value, attention_mask, **arguments), None
+
+
+KINDS: dict[str, type[ContextAttention]] = {each.name: each for each in (Ulysses, GatheredKeys)}

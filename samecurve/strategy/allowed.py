@@ -1,0 +1,29 @@
+"""Rules that allow the values of a recipe's key that were compared with one process, and refuse all others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from samecurve.strategy.plan import Strategy
+
+Value = Callable[[str], Any]
+Rule = Callable[[Value, "Strategy"], Iterator[tuple[str, str]]]
+OFF = ("off", False, None)  # YAML reads a bare off as false
+
+
+def rule(applies: Callable[[Strategy], bool], key: str, allowed: tuple[Any, ...], why: str) -> Rule:
+    """Return a rule that refuses a key's value under the strategies it applies to, unless the value is allowed.
+
+    Args:
+        why: nothing else is allowed.
+    """
+
+    def check(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
+        found = value(key)
+        if applies(strategy) and found not in allowed:
+            shown = " or ".join("null" if each is None else str(each) for each in allowed if each is not False)
+            yield key, f"found {found}, but {why}; use {shown}, or configs/fsdp.yaml"
+
+    return check

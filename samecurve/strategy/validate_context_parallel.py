@@ -1,0 +1,66 @@
+"""Checks what a recipe asks of context parallelism: what was compared with one process is allowed, all else refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from samecurve.strategy.allowed import OFF, Value, rule
+
+if TYPE_CHECKING:
+    from samecurve.config.documents import Document
+    from samecurve.strategy.plan import Strategy
+
+_BLOCK = "parallelism_config"
+_ULYSSES, _GATHERED = f"{_BLOCK}_sp_size", f"{_BLOCK}_cp_size"
+_UNTESTED = "has not been compared with one process under context parallelism"
+# By key: what is allowed, and why nothing else is.
+_ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "task": (("pretrain", "sft"), f"the task {_UNTESTED}"),
+    "precision": (("fp32", "bf16"), f"fp16's loss scale {_UNTESTED}"),
+    "adapter.name": ((None, "lora"), f"this adapter {_UNTESTED}"),
+    "fp8": (OFF, f"fp8 {_UNTESTED}"),
+    "model.kernels": (("torch", None), f"Liger's kernels {_UNTESTED}"),
+    "model.attention": (("auto", "sdpa", "varlen"), "the ranks of a sequence cannot exchange what it reads"),
+    "loss.implementation": (("auto", "full", "chunked"), f"Liger's kernel {_UNTESTED}"),
+    "compile": (OFF, f"a compiled layer {_UNTESTED}"),
+    "memory.activation_checkpointing": (("none", "full", "selective"), f"this kind of recomputation {_UNTESTED}"),
+}
+
+
+def _applies(strategy: Strategy) -> bool:
+    return strategy.dims.cp > 1
+
+
+def _varlen(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
+    if strategy.context_parallel == "allgather" and value("model.attention") == "varlen":
+        text = "found varlen, but it needs the queries of whole rows and a rank has only some of them"
+        yield "model.attention", f"{text}; use auto or sdpa, or configs/fsdp_ulysses.yaml"
+
+
+def check_accelerate(document: Document) -> None:
+    """Add the problems of an Accelerate YAML that cuts sequences."""
+    kind = document.get("distributed_type")
+    sizes = {key: document.get(_BLOCK, key) for key in (_ULYSSES, _GATHERED)}
+    given = [key for key, size in sizes.items() if size is not None]
+    above_one = [key for key, size in sizes.items() if isinstance(size, int) and size > 1]
+    if kind == "MULTI_GPU":
+        for key in given:
+            text = f"only FSDP uses it, but distributed_type is {kind} ({document.place(('distributed_type',))})"
+            document.problem((_BLOCK, key), f"{text}; remove it, or start from configs/fsdp_ulysses.yaml")
+    if kind != "FSDP" or not above_one:
+        return
+    if len(above_one) > 1:
+        text = f"found {sizes[_GATHERED]}, but {_ULYSSES} is {sizes[_ULYSSES]} and a sequence is cut in one way only"
+        document.problem((_BLOCK, _GATHERED), f"{text}; remove one of them")
+    if document.get("fsdp_config", "fsdp_offload_params") is True:
+        text = f"found true, but offload {_UNTESTED}; set it to false"
+        document.problem(("fsdp_config", "fsdp_offload_params"), text)
+    for key in (f"{_BLOCK}_dp_replicate_size", f"{_BLOCK}_tp_size"):
+        found = document.get(_BLOCK, key)
+        if found not in (None, 1):
+            text = f"found {found}, but it {_UNTESTED}; remove it, so that all other processes are shards"
+            document.problem((_BLOCK, key), text)
+
+
+RULES = (_varlen, *(rule(_applies, key, allowed, why) for key, (allowed, why) in _ALLOWED.items()))

@@ -1,0 +1,112 @@
+"""Context parallelism in the cases that test_equal_curves.py and test_resume.py do not have, against one process."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from harness import long
+from test_equal_curves import CONTEXT
+from test_tensor_parallel import SIZES, assert_equal, short_run
+
+# with a window, norms of heads, one key head for two ranks, capped positions, packed weights
+CONFIGS = {
+    "llama": {"tie_word_embeddings": False},
+    "mistral": {"sliding_window": 9},
+    "qwen2": {},
+    "qwen3": {"head_dim": 8},
+    "gemma": {"head_dim": 8, "num_key_value_heads": 1},
+    "gemma3_text": {"head_dim": 8, "num_key_value_heads": 1, "sliding_window": 9, "num_hidden_layers": 6},
+    "phi3": {"pad_token_id": 0},
+}
+PACKED = "data.packing=true"
+ONCE = "memory.gradient_sync=last_micro_batch"
+
+
+def config_of(family: str, **changes) -> str:
+    return f"model.config={json.dumps({'model_type': family, **SIZES, **CONFIGS[family], **changes})}"
+
+
+@pytest.mark.parametrize(
+    ("family", "strategy", "world"),
+    [
+        ("gemma3_text", "fsdp_ulysses", 2),
+        *long(*((family, "fsdp_ulysses", 2) for family in CONFIGS if family != "gemma3_text")),
+        *long(*((family, "fsdp_cp", 2) for family in CONFIGS)),
+        *long(*((family, strategy, 4) for family in CONFIGS for strategy in CONTEXT)),
+    ],
+)
+def test_families_on_packed_rows(family, strategy, world, workspace):
+    """Two micro-batches of documents of uneven length, which end anywhere in a rank's part."""
+    expected = short_run(workspace, None, 1, 8, config_of(family), PACKED)
+    run = short_run(workspace, strategy, world, 4 // (world // 2), config_of(family), PACKED)
+    ran = [run.facts[key] for key in ("context_parallel_size", "context_parallel", "gradient_accumulation_steps")]
+    assert ran == [2, CONTEXT[strategy], 2]
+    assert f"2 context-parallel ({CONTEXT[strategy]})" in run.output
+    assert_equal(run, expected)
+
+
+def test_the_families_are_all_that_are_allowed():
+    from samecurve.specs.model_families import CONTEXT_PARALLEL
+
+    assert CONFIGS.keys() == CONTEXT_PARALLEL
+
+
+@pytest.mark.parametrize(
+    ("strategy", "overrides"),
+    [
+        # a length that the ranks do not divide, at the head all at once and in layers that are computed twice
+        (
+            "fsdp_cp",
+            (PACKED, "batch.sequence_length=33", "loss.implementation=full", "memory.activation_checkpointing=full"),
+        ),
+        *long(
+            (
+                "fsdp_ulysses",
+                (
+                    PACKED,
+                    "batch.sequence_length=33",
+                    "loss.implementation=full",
+                    "memory.activation_checkpointing=full",
+                ),
+            ),
+            ("fsdp_ulysses", (PACKED, "model.attention=varlen")),
+            *((strategy, (PACKED, "memory.activation_checkpointing=selective", ONCE)) for strategy in CONTEXT),
+            ("fsdp_ulysses", (PACKED, "model.attention=varlen", "batch.sequence_length=33")),
+            ("fsdp_ulysses", (PACKED, config_of("llama", attention_dropout=0.2))),
+            *((strategy, (config_of("phi3", resid_pdrop=0.2, embd_pdrop=0.1),)) for strategy in CONTEXT),
+            *((strategy, ("data.group_by_length=true", "batch.sequence_length=50")) for strategy in CONTEXT),
+        ),
+    ],
+)
+def test_options(strategy, overrides, workspace):
+    expected = short_run(workspace, None, 1, 8, *(each for each in overrides if each != ONCE))
+    run = short_run(workspace, strategy, 2, 4, *overrides)
+    assert run.facts["context_parallel"] == CONTEXT[strategy]
+    assert_equal(run, expected)
+    for key in ("eval_loss", "eval_tokens"):
+        assert run.metrics[-1][key] == pytest.approx(expected.metrics[-1][key], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "config", "words"),
+    [
+        ("fsdp_ulysses", {"num_attention_heads": 3, "hidden_size": 24, "num_key_value_heads": 3}, ("sp_size", "is 3")),
+        *long(
+            (
+                "fsdp_cp",
+                {"attention_dropout": 0.1},
+                ("cp_size: found 2", "attention_dropout 0.1", "set it to 0"),
+            ),
+            ("fsdp_cp", {"model_type": "gpt_neox", "num_key_value_heads": None}, ("gpt_neox has not been tested",)),
+            ("fsdp_ulysses", {"model_type": "gemma2", "head_dim": 8}, ("gemma2 has not been tested", "llama")),
+        ),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(strategy, config, words, workspace):
+    fields = {"model_type": "llama", **SIZES, **config}
+    fields = {key: value for key, value in fields.items() if value is not None}
+    run = workspace.run(strategy, 2, "steps=6", "batch.micro_batch_size=8", f"model.config={json.dumps(fields)}")
+    assert run.returncode != 0 and "ConfigurationError" in run.output
+    for word in (*words, f"configs/{strategy}.yaml", "configs/fsdp.yaml"):
+        assert word in run.output

@@ -1,0 +1,109 @@
+"""Context parallelism without processes: what a recipe may ask of it, the tokens of a rank, and the masks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from samecurve.data.micro_batch import HostFacts, MicroBatch
+from samecurve.engines.context_parallel import SequencePart
+from samecurve.losses.cross_entropy import count_trained
+from samecurve.models.attention import varlen
+from samecurve.models.attention.context import GatheredKeys, Ulysses
+from samecurve.specs.tasks import TASKS
+from samecurve.strategy.parallel_dims import ParallelDims
+from samecurve.strategy.validate_context_parallel import RULES
+
+GOOD = {
+    "task": "pretrain",
+    "precision": "fp32",
+    "adapter.name": None,
+    "fp8": "off",
+    "model.kernels": "torch",
+    "model.attention": "auto",
+    "loss.implementation": "auto",
+    "compile": "off",
+    "memory.activation_checkpointing": "none",
+}
+
+
+def findings(changes: dict[str, Any], kind: str = "ulysses", size: int = 2) -> list[tuple[str, str]]:
+    strategy: Any = SimpleNamespace(dims=ParallelDims(cp=size), context_parallel=kind)
+    return [finding for rule in RULES for finding in rule((GOOD | changes).__getitem__, strategy)]
+
+
+@pytest.mark.parametrize("task", sorted(TASKS))
+def test_tasks(task):
+    refused = [key for key, _ in findings({"task": task})]
+    assert refused == ([] if task in ("pretrain", "sft") else ["task"])
+
+
+def test_attention_that_can_be_exchanged():
+    assert not findings({"model.attention": "varlen"})
+    ((key, text),) = findings({"model.attention": "varlen"}, "allgather")
+    assert key == "model.attention" and "whole rows" in text and "fsdp_ulysses.yaml" in text
+    ((key, text),) = findings({"model.attention": "flex_attention"})
+    assert key == "model.attention" and "exchange" in text and "use auto or sdpa or varlen" in text
+
+
+def test_other_strategies_are_free():
+    assert not findings({"precision": "fp16", "task": "dpo", "compile": "full"}, size=1)
+
+
+def row() -> MicroBatch:
+    """Documents of 3 and 2 tokens; the prompt of the second one is not trained."""
+    inputs = {"input_ids": torch.tensor([[10, 11, 12, 20, 21]]), "position_ids": torch.tensor([[0, 1, 2, 0, 1]])}
+    batch = MicroBatch(inputs, {"labels": torch.tensor([[11, 12, -100, -100, 22]])}, places=torch.tensor([7]))
+    return MicroBatch(batch.inputs, batch.targets, 0, batch.places, HostFacts.of(batch, count_trained))
+
+
+def test_a_rank_has_its_tokens_and_the_positions_of_the_whole_row():
+    first, second = (SequencePart(index, 2).cut(row()) for index in (0, 1))
+    assert first.inputs["input_ids"].tolist() == [[10, 11, 12]]
+    assert second.inputs["input_ids"].tolist() == [[20, 21, 0]]
+    assert first.labels.tolist() == [[11, 12, -100]] and second.labels.tolist() == [[-100, 22, -100]]
+    for part in (first, second):
+        assert part.inputs["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0]]
+        assert part.facts is not None and part.facts.count == 3 and part.facts.packed
+        assert part.places is not None and part.places.tolist() == [7]
+    positions = [part.facts.positions for part in (first, second) if part.facts]
+    assert [each.tolist() for each in positions if each is not None] == [[0, 1], [1]]
+
+
+def test_one_part_is_the_row():
+    batch = row()
+    assert SequencePart().cut(batch) is batch
+
+
+def group(rank: int, size: int) -> Any:
+    return SimpleNamespace(rank=lambda: rank, size=lambda: size)
+
+
+def documents(batch: Any, head: Any, query: Any, key: Any) -> Any:
+    """Documents of 5 and 7 tokens."""
+    return causal_mask_function(batch, head, query, key) & ((query < 5) == (key < 5))
+
+
+def test_masks_are_those_of_the_whole_row():
+    """What transformers passes for a rank's 3 of 12 tokens: its own length, and the mask function of the row."""
+    passed = {"batch_size": 2, "q_length": 3, "kv_length": 3, "q_offset": 0, "kv_offset": 0}
+    whole = sdpa_mask(batch_size=2, q_length=12, kv_length=12, mask_function=documents, allow_is_causal_skip=False)
+    assert whole is not None and whole[0, 0, 6].tolist() == 5 * [False] + 2 * [True] + 5 * [False]
+    for rank in range(4):
+        given = {**passed, "mask_function": documents, "allow_is_causal_skip": False}
+        assert torch.equal(Ulysses(group(rank, 4), "sdpa").mask(**given), whole)
+        assert torch.equal(GatheredKeys(group(rank, 4), "sdpa").mask(**given), whole[:, :, 3 * rank : 3 * rank + 3])
+    found = Ulysses(group(0, 4), varlen.NAME).mask(**passed, mask_function=documents)
+    assert found.first[0, 0, :, 0].tolist() == 5 * [0] + 7 * [5]
+
+
+def test_only_whole_rows_can_do_without_a_mask():
+    """A rank with one token, the first of two, must not see the second."""
+    passed = {"batch_size": 1, "q_length": 1, "kv_length": 1, "q_offset": 0, "kv_offset": 0}
+    given = {**passed, "mask_function": causal_mask_function, "allow_is_causal_skip": True}
+    assert Ulysses(group(0, 2), "sdpa").mask(**given) is None
+    assert GatheredKeys(group(0, 2), "sdpa").mask(**given)[0, 0].tolist() == [[True, False]]
