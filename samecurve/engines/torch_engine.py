@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from samecurve.engines import fsdp, router_loss, teacher, tensor_parallel
+from samecurve.engines import fsdp, router_loss, sequence_parallel, teacher, tensor_parallel
 from samecurve.engines.first_step import FirstStep
 from samecurve.engines.forward import Forward, install_loss
 from samecurve.engines.gradient_norm import num_copies, place_gradients, squared_norm
@@ -68,9 +68,9 @@ class TorchEngine:
         else:
             model = build(type(skeleton), skeleton.config, torch.device(self.device), self.recipe.adapter)
         model = factory.cast_weights(model, settings)
-        summed = tensor_parallel.apply(model, self.mesh) if self.cut else []
-        drops = dropout.install(model, self.recipe.seed, self.device)
-        compilation.prepare(model, self.recipe, self.device)
+        summed = tensor_parallel.apply(model, self.mesh, plan.strategy.tp_sequence_parallel) if self.cut else []
+        drops = dropout.install(model, self.recipe.seed, self.device, tensor_parallel.parts(model, self.mesh))
+        compilation.prepare(model, self.recipe, self.device, is_cut=self.cut)
         loss_implementation = install_loss(model, skeleton, task, self.recipe, self.device)
         router = router_loss.install(self.recipe, model, self.mesh)
         self.model = self._prepare(model)
@@ -218,6 +218,7 @@ class TorchEngine:
             sharded=isinstance(self.model, FSDPModule),
             replicate_size=replicate_size,
             tensor_parallel_size=tensor_parallel.cut_size(dict(self.module.named_parameters())),
+            tp_sequence_parallel=sequence_parallel.cuts_sequence(self.module),
             offload=offload,
             loss_implementation=self.forward.loss_implementation,
             kernels=tuple(liger.replaced(self.module)),

@@ -42,6 +42,7 @@ def _asked(plan: Plan) -> dict:
         "sharded": strategy.family == "fsdp" or strategy.zero_stage == 3,
         "replicate_size": strategy.replicate_size,
         "tensor_parallel_size": strategy.tensor_parallel_size,
+        "tp_sequence_parallel": strategy.tp_sequence_parallel,
         "offload": tuple(strategy.offload),
     }
     if strategy.family in _WRAPPERS:

@@ -96,6 +96,7 @@ class EngineDescription:
         zero_stage: DeepSpeed's ZeRO stage, 0 without ZeRO.
         replicate_size: number of replicas of the sharded model (HSDP); 1 otherwise.
         tensor_parallel_size: number of ranks over which each layer's weights are cut; 1 otherwise.
+        tp_sequence_parallel: whether these ranks compute norms and residuals for a part of the tokens each.
         offload: offloaded parts with their device, e.g. optimizer:cpu.
         loss_implementation: full, chunked or liger.
         kernels: layers that were replaced by faster kernels.
@@ -123,6 +124,7 @@ class EngineDescription:
     zero_stage: int = 0
     replicate_size: int = 1
     tensor_parallel_size: int = 1
+    tp_sequence_parallel: bool = False
     pipeline_stages: int = 1
     offload: tuple[str, ...] = ()
     loss_implementation: str = "full"

@@ -90,7 +90,7 @@ _COMPILE = Rejected(
 
 # Keys of Accelerate's YAML that only samecurve reads: Accelerate ignores unknown nested keys, and fsdp_forward_prefetch
 # except under FSDP1
-OURS = ("fsdp_reduce_dtype",)
+OURS = ("fsdp_reduce_dtype", "parallelism_config_tp_sequence_parallel")
 
 ACCELERATE: Table = {
     "compute_environment": one_of("LOCAL_MACHINE"),
@@ -161,6 +161,7 @@ ACCELERATE: Table = {
         "parallelism_config_dp_replicate_size": COUNT,
         "parallelism_config_dp_shard_size": COUNT,
         "parallelism_config_tp_size": COUNT,
+        "parallelism_config_tp_sequence_parallel": BOOLEAN,
         "parallelism_config_cp_size": _TENSOR,
         "parallelism_config_cp_backend": _TENSOR,
         "parallelism_config_cp_comm_strategy": _TENSOR,
