@@ -15,9 +15,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from samecurve.errors import DataError
 from samecurve.models.activation_checkpointing import layers
@@ -38,13 +37,13 @@ def share_inputs(blocks: Iterable[nn.Module], mesh: DeviceMesh, is_cut: bool) ->
         mesh: the tensor-parallel ranks.
         is_cut: whether each rank has its part of the tokens, else all ranks have all.
     """
-    found = [Shard(_SEQUENCE) if is_cut else Replicate()]
+    found = Shard(_SEQUENCE) if is_cut else Replicate()
 
     def share(_block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         if not is_cut and not torch.is_grad_enabled():
             return args, kwargs
         states = args[0] if args else kwargs["hidden_states"]
-        whole = DTensor.from_local(states, mesh, found, run_check=False).redistribute(placements=[Replicate()])
+        whole = _moved(states, mesh, found, Replicate())
         return ((whole, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": whole})
 
     for block in blocks:
@@ -57,14 +56,20 @@ def cut_sequence(model: PreTrainedModel, mesh: DeviceMesh) -> list[str]:
     Returns:
         The names of the parameters whose gradient is then a sum over the ranks, each of which has its own tokens.
     """
-    group, found = mesh.get_group(), layers(model)
+    found, cut_tokens, all_tokens = layers(model), Shard(_SEQUENCE), Replicate()
     norm: nn.Module = model.base_model.norm
 
     def cut(_layer: nn.Module, args: tuple) -> tuple:
-        return _Cut.apply(args[0], group), *args[1:]
+        length, size = args[0].shape[_SEQUENCE], mesh.size()
+        if length % size:
+            raise DataError(
+                f"parallelism_config_tp_sequence_parallel: rows of {length} tokens cannot be divided over {size} "
+                f"ranks; pad them to a multiple of {size}, or set the key to false"
+            )
+        return _moved(args[0], mesh, all_tokens, cut_tokens).to_local(), *args[1:]
 
     def join(_norm: nn.Module, _args: tuple, states: Tensor) -> Tensor:
-        return _Join.apply(states, group)
+        return _moved(states, mesh, cut_tokens, all_tokens).to_local()
 
     found[0].register_forward_pre_hook(cut)
     norm.register_forward_hook(join)
@@ -78,44 +83,6 @@ def cuts_sequence(model: nn.Module) -> bool:
     return any(hasattr(module, _MARK) for module in model.modules())
 
 
-def _part(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-    size = group.size()
-    if whole.shape[_SEQUENCE] % size:
-        raise DataError(
-            f"parallelism_config_tp_sequence_parallel: rows of {whole.shape[_SEQUENCE]} tokens cannot be divided over "
-            f"{size} ranks; pad them to a multiple of {size}, or set the key to false"
-        )
-    return whole.chunk(size, _SEQUENCE)[group.rank()].contiguous()
-
-
-def _whole(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    part = part.contiguous()
-    parts = [torch.empty_like(part) for _ in range(group.size())]
-    dist.all_gather(parts, part, group=group)
-    return torch.cat(parts, _SEQUENCE)
-
-
-class _Cut(torch.autograd.Function):
-    """This rank's tokens of what all ranks have."""
-
-    @staticmethod
-    def forward(ctx, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _part(whole, group)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        return _whole(gradient, ctx.group), None
-
-
-class _Join(torch.autograd.Function):
-    """The tokens of all ranks; what comes behind is the same on each, and so is its gradient."""
-
-    @staticmethod
-    def forward(ctx, part: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _whole(part, group)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        return _part(gradient, ctx.group), None
+def _moved(states: Tensor, mesh: DeviceMesh, found: Placement, wanted: Placement) -> DTensor:
+    """Change where the tokens of (rows, tokens, features) are; the gradient goes the other way."""
+    return DTensor.from_local(states, mesh, [found], run_check=False).redistribute(placements=[wanted])

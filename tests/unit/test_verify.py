@@ -28,6 +28,7 @@ STRATEGY = SimpleNamespace(
     zero_stage=3,
     replicate_size=1,
     tensor_parallel_size=1,
+    tp_sequence_parallel=False,
     offload=("optimizer:cpu",),
 )
 RUNNING = EngineDescription(
@@ -75,6 +76,7 @@ def test_what_was_asked_for_passes():
         ("sharded", False),
         ("replicate_size", 2),
         ("tensor_parallel_size", 2),
+        ("tp_sequence_parallel", True),
         ("offload", ()),
     ],
 )
