@@ -7,18 +7,20 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
-from transformers.distributed.tensor_parallel import RowwiseParallel, apply_tensor_parallelism
+from transformers.distributed.tensor_parallel import RowwiseParallel, TensorParallelLayer, apply_tensor_parallelism
 
 from samecurve.engines import sequence_parallel
 from samecurve.errors import ConfigurationError
+from samecurve.models import lora
 from samecurve.models.dropout import Part
 from samecurve.optim.dtensor import all_reduce_sums, local_gradient
 from samecurve.specs.model_families import TENSOR_PARALLEL
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
 
     from samecurve.engines.mesh import Mesh
@@ -28,6 +30,7 @@ KEY = "parallelism_config.parallelism_config_tp_size"
 SEQUENCE_KEY = "parallelism_config.parallelism_config_tp_sequence_parallel"
 # transformers sums these gradients in a hook after each backward pass, and with accumulation what was summed already
 _SUMMED_HERE = "replicated_with_grad_allreduce"
+_WHOLE = "samecurve_whole"
 _SCATTERS = "samecurve_rowwise_scatter"  # "rowwise", but each rank gets the sum of its own tokens alone
 
 
@@ -77,6 +80,7 @@ def apply(model: PreTrainedModel, mesh: Mesh, cuts_sequence: bool) -> list[str]:
     if cuts_sequence:
         ALL_PARALLEL_STYLES.register(_SCATTERS, RowwiseParallel(output_layouts=Shard(1)))
         plan = {name: _SCATTERS if style == "rowwise" else style for name, style in plan.items()}
+    plan = _with_adapters(plan, modules)
     apply_tensor_parallelism(model, tp, {name: s for name, s in plan.items() if s != _SUMMED_HERE})
     model.tie_weights()  # the embedding's weight has been replaced
     sequence_parallel.share_inputs([modules[name] for name in blocks], tp, cuts_sequence)
@@ -86,12 +90,20 @@ def apply(model: PreTrainedModel, mesh: Mesh, cuts_sequence: bool) -> list[str]:
 
 
 def parts(model: PreTrainedModel, mesh: Mesh) -> dict[str, Part]:
-    """Return the modules that drop values of which this rank has a part: attention, whose probabilities have heads."""
+    """Return the modules that drop values of which this rank has a part.
+
+    These are attention, whose probabilities have heads, and an adapter's dropout of features, for which a layer's rows
+    are cut.
+    """
     if mesh.dims.tp == 1:
         return {}
-    own_heads = Part(axis=1, index=mesh.dims.place(mesh.rank)["tp"], count=mesh.dims.tp)
-    plan = _resolve(model, mesh.dims.tp).items()
-    return {name.rpartition(".")[0]: own_heads for name, style in plan if _is_by_head(name, style)}
+    index, count, found = mesh.dims.place(mesh.rank)["tp"], mesh.dims.tp, {}
+    for name, style in _resolve(model, count).items():
+        if _is_by_head(name, style):
+            found[name.rpartition(".")[0]] = Part(axis=1, index=index, count=count)
+        elif style == "rowwise":
+            found[f"{name}.lora_dropout.{lora.NAME}"] = Part(axis=-1, index=index, count=count)
+    return found
 
 
 def _is_by_head(name: str, style: str) -> bool:
@@ -103,6 +115,43 @@ def _resolve(model: PreTrainedModel, size: int) -> dict[str, str]:
     plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=size))
     known = {name for name, _ in (*model.named_modules(), *model.named_parameters())}
     return {name: style for name, style in plan.items() if name in known}  # a tied head's weight has another name
+
+
+def _with_adapters(plan: dict[str, str], modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Cut the two matrices of an adapter as the frozen layer inside of it, which has the layer's style.
+
+    Where the columns are cut, B's are, too, so that the gradient of A, which is whole, is a sum over the ranks. Where
+    the rows are cut, A's are, too, and its products are summed before B, which is whole.
+    """
+    ALL_PARALLEL_STYLES.register(_WHOLE, _Whole())
+    found = {}
+    for name, style in plan.items():
+        if not hasattr(modules.get(name), "base_layer"):
+            found[name] = style
+            continue
+        adapted = {"base_layer": style, f"lora_A.{lora.NAME}": style}
+        if style.startswith("colwise"):
+            adapted |= {f"lora_A.{lora.NAME}": _WHOLE, f"lora_B.{lora.NAME}": style}
+        for inner, its_style in adapted.items():
+            weights = modules[f"{name}.{inner}"].named_parameters(recurse=False)
+            found |= {f"{name}.{inner}.{weight}": its_style for weight, _ in weights}
+            found[f"{name}.{inner}"] = its_style
+    return found
+
+
+class _Whole(TensorParallelLayer):
+    """The style of a layer that each rank has whole, and whose gradient DTensor sums over the ranks."""
+
+    def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
+        weight = module.get_parameter(param)
+        whole = distribute_tensor(weight, mesh, [Replicate()], src_data_rank=None)
+        module.register_parameter(param, nn.Parameter(whole, requires_grad=weight.requires_grad))
+
+    def transform_inputs_pre_forward(self, module: nn.Module, args: tuple, kwargs: dict, mesh: DeviceMesh) -> tuple:
+        states, *others = args
+        if not isinstance(states, DTensor):
+            states = DTensor.from_local(states, mesh, [Replicate()], run_check=False)
+        return (states, *others), kwargs
 
 
 def allocate(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:

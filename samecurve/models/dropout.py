@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface
@@ -157,6 +158,8 @@ class Place:
         if self._part is not None:
             pieces = (length // values.shape[self._part.axis :].numel(), self._part.index, self._part.count)
         keep = keep_mask(own, length, rate, *pieces).view(values.shape)
+        if isinstance(values, DTensor):  # whole on all ranks of its mesh: the input of a layer that is cut
+            keep = DTensor.from_local(keep, values.device_mesh, values.placements, run_check=False)
         # `where` keeps only the mask for the backward pass
         return torch.where(keep, values, 0.0) * (1 / (1 - rate))
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from samecurve.specs.optimizers import OPTIMIZERS
+from samecurve.specs.tasks import TASKS
 
 if TYPE_CHECKING:
     from samecurve.config.documents import Document
@@ -18,9 +19,9 @@ _UNTESTED = "has not been compared with one process under tensor parallelism"
 OFF = ("off", False, None)  # YAML reads a bare off as false
 # By key: what is allowed, and why nothing else is.
 _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "task": (("pretrain", "sft"), f"the task {_UNTESTED}"),
+    "task": (tuple(name for name in TASKS if name != "mlm"), "no family of encoders has a plan for it"),
     "precision": (("fp32", "bf16"), f"fp16's loss scale {_UNTESTED}"),
-    "adapter.name": ((None,), "an adapter's matrices would have to be cut as the layers around them are"),
+    "adapter.dora": ((False,), "DoRA's norms of whole rows would have to be taken of weights that are cut"),
     "fp8": (OFF, "torchao's layers take the place of those that are cut"),
     "model.kernels": (("torch", None), "Liger's kernels read whole weights"),
     "loss.implementation": (("auto", "full", "chunked"), "Liger's kernel reads the whole output head"),
@@ -41,7 +42,8 @@ def _rule(key: str, allowed: tuple[Any, ...], why: str) -> Callable[[Value, Stra
     def rule(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
         found = value(key)
         if strategy.tensor_parallel_size > 1 and found not in allowed:
-            shown = " or ".join("null" if each is None else str(each) for each in allowed if each is not False)
+            usual = [each for each in allowed if each is not False] or allowed
+            shown = " or ".join({None: "null", False: "false"}.get(each, each) for each in usual)
             yield key, f"found {found}, but {why}; use {shown}, or configs/fsdp.yaml"
 
     return rule

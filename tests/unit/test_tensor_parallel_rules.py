@@ -13,7 +13,7 @@ from samecurve.strategy.validate_tensor_parallel import RULES, check_accelerate
 GOOD = {
     "task": "pretrain",
     "precision": "fp32",
-    "adapter.name": None,
+    "adapter.dora": False,
     "fp8": "off",
     "model.kernels": "torch",
     "loss.implementation": "auto",
@@ -33,7 +33,7 @@ def findings(size: int = 2, cuts_sequence: bool = False, **changes) -> list[tupl
 @pytest.mark.parametrize("task", sorted(TASKS))
 def test_tasks(task):
     refused = [key for key, _ in findings(task=task)]
-    assert refused == ([] if task in ("pretrain", "sft") else ["task"])
+    assert refused == (["task"] if task == "mlm" else [])
 
 
 def test_what_is_off_may_be_written_without_quotes():
@@ -43,14 +43,15 @@ def test_what_is_off_may_be_written_without_quotes():
     assert text.endswith("use off or null or regional, or configs/fsdp.yaml")
 
 
-def test_adapters_are_refused_with_the_reason_and_a_way_out():
-    ((key, text),) = findings(**{"adapter.name": "lora"})
-    assert key == "adapter.name"
-    assert text.startswith("found lora, but an adapter's matrices") and text.endswith("use null, or configs/fsdp.yaml")
+def test_dora_is_refused_with_the_reason_and_a_way_out():
+    assert not findings(**{"adapter.name": "lora"})
+    ((key, text),) = findings(**{"adapter.dora": True})
+    assert key == "adapter.dora"
+    assert text.startswith("found True, but DoRA's norms") and text.endswith("configs/fsdp.yaml")
 
 
 def test_other_strategies_are_free():
-    assert not findings(1, **{"adapter.name": "lora", "optimizer.name": "muon", "task": "dpo", "compile": "full"})
+    assert not findings(1, **{"adapter.dora": True, "optimizer.name": "muon", "task": "dpo", "compile": "full"})
 
 
 def test_a_sequence_has_to_divide():
