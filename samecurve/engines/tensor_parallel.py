@@ -6,33 +6,39 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from transformers.distributed.configuration_utils import DistributedConfig
-from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+from transformers.distributed.tensor_parallel import RowwiseParallel, TensorParallelLayer, apply_tensor_parallelism
 
+from samecurve.engines import sequence_parallel
 from samecurve.errors import ConfigurationError
-from samecurve.models import dropout
-from samecurve.optim.dtensor import local_gradient
+from samecurve.models import lora
+from samecurve.models.dropout import Part
+from samecurve.optim.dtensor import all_reduce_sums, local_gradient
 from samecurve.specs.model_families import TENSOR_PARALLEL
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
 
     from samecurve.engines.mesh import Mesh
     from samecurve.strategy.plan import Strategy
 
 KEY = "parallelism_config.parallelism_config_tp_size"
+SEQUENCE_KEY = "parallelism_config.parallelism_config_tp_sequence_parallel"
 # transformers sums these gradients in a hook after each backward pass, and with accumulation what was summed already
 _SUMMED_HERE = "replicated_with_grad_allreduce"
+_WHOLE = "samecurve_whole"
+_SCATTERS = "samecurve_rowwise_scatter"  # "rowwise", but each rank gets the sum of its own tokens alone
 
 
 def check(model: PreTrainedModel, strategy: Strategy) -> None:
     """Check that the strategy can cut this architecture, before any weight is loaded.
 
     Raises:
-        ConfigurationError: the family is untested, sizes do not divide, or the model has dropout.
+        ConfigurationError: the family is untested, or sizes do not divide.
     """
     config, size, found = model.config.get_text_config(), strategy.tensor_parallel_size, []
     family = model.config.model_type
@@ -40,7 +46,7 @@ def check(model: PreTrainedModel, strategy: Strategy) -> None:
         text = f"{family} has not been tested under tensor parallelism; use {', '.join(sorted(TENSOR_PARALLEL))}"
         raise ConfigurationError(f"{strategy.path}: {KEY}: found {size}, but {text}, or configs/fsdp.yaml")
     plan = _resolve(model, size)
-    by_head = any(style == "colwise" and name.endswith("k_proj") for name, style in plan.items())
+    by_head = any(_is_by_head(name, style) for name, style in plan.items())
     heads = {"num_attention_heads": config.num_attention_heads, "num_key_value_heads": config.num_key_value_heads}
     counts = heads if by_head else {}
     counts |= {"vocab_size": config.vocab_size, "intermediate_size": config.intermediate_size}
@@ -50,25 +56,58 @@ def check(model: PreTrainedModel, strategy: Strategy) -> None:
             text = f"the model's {name} is {count}, which {size} does not divide"
             fix = f"use a size that divides all of its sizes: {', '.join(map(str, sizes[:12]))}"
             found.append(f"found {size}, but {text}; {fix}")
-    if rates := dropout.rates(model.config):
-        named = ", ".join(f"{key} {rate}" for key, rate in rates.items())
-        text = "each rank would drop other values than one process; set the rates to 0 in model.config"
-        found.append(f"found {size}, but the model has dropout ({named}) and {text}, or use configs/fsdp.yaml")
+    if strategy.tp_sequence_parallel and not any(style == "rowwise" for style in plan.values()):
+        text = f"found true, but transformers' plan of {family} gathers whole activations inside of its layers"
+        raise ConfigurationError(f"{strategy.path}: {SEQUENCE_KEY}: {text}; set it to false")
     if found:
         raise ConfigurationError("\n".join(f"{strategy.path}: {KEY}: {text}" for text in found))
 
 
-def apply(model: PreTrainedModel, mesh: Mesh) -> list[str]:
+def apply(model: PreTrainedModel, mesh: Mesh, cuts_sequence: bool) -> list[str]:
     """Cut the weights of the model, on the meta device, over the mesh's dimension `tp`, and change its layers in place.
+
+    Args:
+        model: the model, with its adapters.
+        mesh: the run's processes.
+        cuts_sequence: whether norms and residuals are computed for a part of the tokens, see sequence_parallel.py.
 
     Returns:
         The names of the parameters whose gradient is a sum over the ranks, see `sum_gradients`.
     """
-    plan = _resolve(model, mesh.dims.tp)
+    tp, plan, modules = mesh.devices["tp"], _resolve(model, mesh.dims.tp), dict(model.named_modules())
     summed = [name for name, style in plan.items() if style == _SUMMED_HERE]
-    apply_tensor_parallelism(model, mesh.devices["tp"], {name: s for name, s in plan.items() if s != _SUMMED_HERE})
+    blocks = {name.rpartition(".")[0]: None for name, style in plan.items() if style == "colwise" and name in modules}
+    if cuts_sequence:
+        ALL_PARALLEL_STYLES.register(_SCATTERS, RowwiseParallel(output_layouts=Shard(1)))  # pyright: ignore[reportArgumentType]
+        plan = {name: _SCATTERS if style == "rowwise" else style for name, style in plan.items()}
+    plan = _with_adapters(plan, modules)
+    apply_tensor_parallelism(model, tp, {name: s for name, s in plan.items() if s != _SUMMED_HERE})
     model.tie_weights()  # the embedding's weight has been replaced
+    sequence_parallel.share_inputs([modules[name] for name in blocks], tp, cuts_sequence)
+    if cuts_sequence:
+        return sequence_parallel.cut_sequence(model, tp)
     return [name for name, _ in model.named_parameters() if name in summed]
+
+
+def parts(model: PreTrainedModel, mesh: Mesh) -> dict[str, Part]:
+    """Return the modules that drop values of which this rank has a part.
+
+    These are attention, whose probabilities have heads, and an adapter's dropout of features, for which a layer's rows
+    are cut.
+    """
+    if mesh.dims.tp == 1:
+        return {}
+    index, count, found = mesh.dims.place(mesh.rank)["tp"], mesh.dims.tp, {}
+    for name, style in _resolve(model, count).items():
+        if _is_by_head(name, style):
+            found[name.rpartition(".")[0]] = Part(axis=1, index=index, count=count)
+        elif style == "rowwise":
+            found[f"{name}.lora_dropout.{lora.NAME}"] = Part(axis=-1, index=index, count=count)
+    return found
+
+
+def _is_by_head(name: str, style: str) -> bool:
+    return style == "colwise" and name.endswith("k_proj")
 
 
 def _resolve(model: PreTrainedModel, size: int) -> dict[str, str]:
@@ -76,6 +115,43 @@ def _resolve(model: PreTrainedModel, size: int) -> dict[str, str]:
     plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=size))
     known = {name for name, _ in (*model.named_modules(), *model.named_parameters())}
     return {name: style for name, style in plan.items() if name in known}  # a tied head's weight has another name
+
+
+def _with_adapters(plan: dict[str, str], modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Cut the two matrices of an adapter as the frozen layer inside of it, which has the layer's style.
+
+    Where the columns are cut, B's are, too, so that the gradient of A, which is whole, is a sum over the ranks. Where
+    the rows are cut, A's are, too, and its products are summed before B, which is whole.
+    """
+    ALL_PARALLEL_STYLES.register(_WHOLE, _Whole())  # pyright: ignore[reportArgumentType]  # typed as a function
+    found = {}
+    for name, style in plan.items():
+        if not hasattr(modules.get(name), "base_layer"):
+            found[name] = style
+            continue
+        adapted = {"base_layer": style, f"lora_A.{lora.NAME}": style}
+        if style.startswith("colwise"):
+            adapted |= {f"lora_A.{lora.NAME}": _WHOLE, f"lora_B.{lora.NAME}": style}
+        for inner, its_style in adapted.items():
+            weights = modules[f"{name}.{inner}"].named_parameters(recurse=False)
+            found |= {f"{name}.{inner}.{weight}": its_style for weight, _ in weights}
+            found[f"{name}.{inner}"] = its_style
+    return found
+
+
+class _Whole(TensorParallelLayer):
+    """The style of a layer that each rank has whole, and whose gradient DTensor sums over the ranks."""
+
+    def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
+        weight = module.get_parameter(param)
+        whole = distribute_tensor(weight, mesh, [Replicate()], src_data_rank=None)
+        module.register_parameter(param, nn.Parameter(whole, requires_grad=weight.requires_grad))
+
+    def transform_inputs_pre_forward(self, module: nn.Module, args: tuple, kwargs: dict, mesh: DeviceMesh) -> tuple:
+        states, *others = args
+        if not isinstance(states, DTensor):
+            states = DTensor.from_local(states, mesh, [Replicate()], run_check=False)
+        return (states, *others), kwargs
 
 
 def allocate(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
@@ -86,10 +162,11 @@ def allocate(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
 
 
 def sum_gradients(weights: Sequence[Tensor], mesh: Mesh) -> None:
-    """Sum the gradients of replicated weights that each rank applies to its own heads alone. Once per step."""
-    for weight in weights:
-        if weight.grad is not None:
-            dist.all_reduce(local_gradient(weight), group=mesh.devices["tp"].get_group())
+    """Sum the gradients of replicated weights that each rank applies to its own heads or tokens. Once per step."""
+    gradients = [local_gradient(weight) for weight in weights if weight.grad is not None]
+    if gradients:
+        sums = all_reduce_sums(gradients, mesh.devices["tp"].get_group())
+        torch._foreach_copy_(gradients, sums)
 
 
 def cut_size(weights: Mapping[str, nn.Parameter]) -> int:

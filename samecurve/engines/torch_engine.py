@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from samecurve.engines import context_parallel, fsdp, router_loss, teacher, tensor_parallel
+from samecurve.engines import context_parallel, fsdp, router_loss, sequence_parallel, teacher, tensor_parallel
 from samecurve.engines.context_parallel import SequencePart
 from samecurve.engines.first_step import FirstStep
 from samecurve.engines.forward import Forward, install_loss
@@ -61,9 +61,10 @@ class TorchEngine:
         self.sharded, self.cut = plan.strategy.family == "fsdp", plan.strategy.tensor_parallel_size > 1
         part = SequencePart(self.mesh.dims.index(self.mesh.rank, "cp"), self.mesh.dims.cp)
         model = factory.cast_weights(self._build(part), settings)
-        summed = tensor_parallel.apply(model, self.mesh) if self.cut else []
-        drops = dropout.install(model, self.recipe.seed, self.device, part.index)
-        compilation.prepare(model, self.recipe, self.device)
+        summed = tensor_parallel.apply(model, self.mesh, plan.strategy.tp_sequence_parallel) if self.cut else []
+        cut = tensor_parallel.parts(model, self.mesh)
+        drops = dropout.install(model, self.recipe.seed, self.device, part.index, cut)
+        compilation.prepare(model, self.recipe, self.device, is_cut=self.cut)
         loss_implementation = install_loss(model, skeleton, task, self.recipe, self.device)
         router = router_loss.install(self.recipe, model, self.mesh)
         self.model = self._prepare(model)
@@ -235,6 +236,7 @@ class TorchEngine:
             tensor_parallel_size=tensor_parallel.cut_size(dict(self.module.named_parameters())),
             context_parallel_size=exchanging.size if exchanging else 1,
             context_parallel=exchanging.name if exchanging else "",
+            tp_sequence_parallel=sequence_parallel.cuts_sequence(self.module),
             offload=offload,
             loss_implementation=self.forward.loss_implementation,
             kernels=tuple(liger.replaced(self.module)),

@@ -44,6 +44,7 @@ def _asked(plan: Plan) -> dict:
         "tensor_parallel_size": strategy.tensor_parallel_size,
         "context_parallel_size": strategy.dims.cp,
         "context_parallel": strategy.context_parallel,
+        "tp_sequence_parallel": strategy.tp_sequence_parallel,
         "offload": tuple(strategy.offload),
     }
     if strategy.family in _WRAPPERS:

@@ -33,7 +33,7 @@ VARIANTS = 32
 SETTLED_STEPS = 10
 
 
-def prepare(model: PreTrainedModel, recipe: Recipe, device: torch.device, but: str = "") -> None:
+def prepare(model: PreTrainedModel, recipe: Recipe, device: torch.device, but: str = "", is_cut: bool = False) -> None:
     """Apply the recipe's kernels, fp8, activation checkpointing and compilation before a strategy wraps the model.
 
     Args:
@@ -41,6 +41,7 @@ def prepare(model: PreTrainedModel, recipe: Recipe, device: torch.device, but: s
         recipe: the recipe.
         device: device of the computation.
         but: kind of activation checkpointing that the engine itself applies, "" for none.
+        is_cut: whether tensor parallelism has cut the layers.
 
     Raises:
         ConfigurationError: as activation_checkpointing.layers, liger.replace and fp8.convert.
@@ -48,14 +49,17 @@ def prepare(model: PreTrainedModel, recipe: Recipe, device: torch.device, but: s
     liger.replace(model, recipe.model.kernels)
     fp8.convert(model, recipe, device)
     memory = recipe.memory
-    offloads = memory.activation_checkpointing == "offload"
+    # Copies to the host cannot be compiled. A compiled recomputation of cut layers saves their mesh, which torch 2.13
+    # takes for a tensor; selective checkpointing works, and only inside of the compiled layer.
+    outside = ("offload", "full", "every_n_layers") if is_cut else ("offload",)
+    compiles_first = memory.activation_checkpointing in outside
     if recipe.compile != "off":
         _configure(memory.activation_checkpointing, recipe.compile)
-    if recipe.compile == "regional" and offloads:
-        _compile_layers(model)  # before checkpointing wraps them, because copies to the host cannot be compiled
+    if recipe.compile == "regional" and compiles_first:
+        _compile_layers(model)
     if memory.activation_checkpointing != but:
         checkpoint_layers(model, memory)
-    if recipe.compile == "regional" and not offloads:
+    if recipe.compile == "regional" and not compiles_first:
         _compile_layers(model)
     elif recipe.compile == "full":
         _keep_masks_eager(model)

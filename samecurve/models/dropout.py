@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface
@@ -44,6 +46,14 @@ _WITHOUT_ROWS = ("pos_dropout",)
 _TOKENS_FIRST = ("xlnet",)
 _NO_SEQUENCE = 2**62
 _NOISE = re.compile("jitter|noise|layerdrop|drop_path|stochastic")  # keys of a config
+
+
+class Part(NamedTuple):
+    """The part of the values that this rank drops: the `index`-th of `count` equal parts along `axis`."""
+
+    axis: int
+    index: int
+    count: int
 
 
 class KeyedRows(Protocol):
@@ -74,10 +84,10 @@ class DropoutKeys:
         self._upcoming: Iterator[Tensor] = iter(())
         self._is_checked = False
 
-    def add(self, name: str) -> Place:
-        """Add a place by its unique name."""
+    def add(self, name: str, part: Part | None = None) -> Place:
+        """Add a place by its unique name, where this rank has all values or a part of them."""
         self._sites.append(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little"))
-        return Place(self, len(self._sites) - 1)
+        return Place(self, len(self._sites) - 1, part)
 
     @contextmanager
     def micro_batch(self, batch: KeyedRows) -> Iterator[None]:
@@ -131,8 +141,8 @@ class DropoutKeys:
 class Place:
     """A place of the model that drops values: the `index`-th of the keys."""
 
-    def __init__(self, keys: DropoutKeys, index: int):
-        self._keys = keys
+    def __init__(self, keys: DropoutKeys, index: int, part: Part | None):
+        self._keys, self._part = keys, part
         # a tensor, because torch.compile would compile a layer anew for each number
         self._index = torch.tensor([index], device=keys.device)
 
@@ -144,7 +154,12 @@ class Place:
             rate: probability of dropping a value.
             has_rows: False for values that do not depend on the batch, which all micro-batches drop alike.
         """
-        keep = keep_mask(*self._own_keys(values, has_rows), rate).view(values.shape)
+        (own, length), pieces = self._own_keys(values, has_rows), (1, 0, 1)
+        if self._part is not None:
+            pieces = (length // values.shape[self._part.axis :].numel(), self._part.index, self._part.count)
+        keep = keep_mask(own, length, rate, *pieces).view(values.shape)
+        if isinstance(values, DTensor):  # whole on all ranks of its mesh: the input of a layer that is cut
+            keep = DTensor.from_local(keep, values.device_mesh, values.placements, run_check=False)
         # `where` keeps only the mask for the backward pass
         return torch.where(keep, values, 0.0) * (1 / (1 - rate))
 
@@ -203,14 +218,21 @@ class _ByFunction(TorchFunctionMode):
 _MOST_CALLS = 4  # of dropout functions in one module's forward, or for each layer that it calls; seen: 2
 
 
-def install(model: PreTrainedModel, seed: int, device: torch.device, part: int = 0) -> DropoutKeys:
+def install(
+    model: PreTrainedModel,
+    seed: int,
+    device: torch.device,
+    part: int = 0,
+    parts: Mapping[str, Part] = MappingProxyType({}),
+) -> DropoutKeys:
     """Replace all dropout of a model, in place, before anything wraps or compiles its layers.
 
     Args:
         model: the model, with its adapters.
         seed: the recipe's seed.
         device: device of the computation.
-        part: see DropoutKeys.
+        part: of the sequences, see DropoutKeys.
+        parts: by name, the modules that drop values of which this rank has a part.
 
     Returns:
         The keys, which have to be those of the micro-batch that is computed.
@@ -229,7 +251,7 @@ def install(model: PreTrainedModel, seed: int, device: torch.device, part: int =
     for name, module in modules:
         if isinstance(module, nn.Dropout) and module.p > 0:
             parent, _, child = name.rpartition(".")
-            replacement = KeyedDropout(module.p, keys.add(name), child not in _WITHOUT_ROWS)
+            replacement = KeyedDropout(module.p, keys.add(name, parts.get(name)), child not in _WITHOUT_ROWS)
             model.get_submodule(parent).register_module(child, replacement.train(module.training))
     router_noise.install(model, keys.add)
     if not rates(model.config):
@@ -239,7 +261,7 @@ def install(model: PreTrainedModel, seed: int, device: torch.device, part: int =
     for name, module in modules:
         source = forwards.source(type(module))
         by_interface = model.config._attn_implementation == "sdpa" and "attention_interface(" in source
-        places = [keys.add(f"{name}:{call}") for call in range(_num_places(module))]
+        places = [keys.add(f"{name}:{call}", parts.get(name)) for call in range(_num_places(module))]
         if by_interface:
             vars(module)["dropout_place"] = places[0]
         if _FUNCTION.search(source) or (_ATTENTION.search(source) and not by_interface):

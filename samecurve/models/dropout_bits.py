@@ -20,22 +20,37 @@ _PART = 2**26
 
 
 @torch.library.custom_op("samecurve::keep_mask", mutates_args=())
-def keep_mask(keys: Tensor, length: int, rate: float) -> Tensor:
+def keep_mask(keys: Tensor, length: int, rate: float, runs: int = 1, part: int = 0, parts: int = 1) -> Tensor:
     """Draw which values dropout keeps. An operator of its own, so that torch.compile does not change its bits.
+
+    A sequence that is divided along one of its axes consists of `runs` equal pieces, and the `part`-th of each piece's
+    `parts` equal parts is drawn, as the whole sequence's mask has it.
 
     Args:
         keys: (sequences, 2) int32, from `keys_of`.
-        length: values of each sequence.
+        length: values of each sequence that are drawn.
         rate: probability of dropping a value, a multiple of 2**-32.
+        runs: product of the sizes of the axes before the divided one.
+        part: index of the part.
+        parts: number of parts.
 
     Returns:
         (sequences, length) bool, True with probability 1 - rate.
     """
-    threshold = round(rate * 2**32) - 2**31
-    keep = torch.empty(len(keys), length, dtype=torch.bool, device=keys.device)
-    for place, bits in _bits(keys, length):
+    threshold, width = round(rate * 2**32) - 2**31, length // runs
+    if (runs, parts) != (1, 1):
+        keys = _keys_of_part(keys, width, runs, part, parts)
+    keep = torch.empty(len(keys), width, dtype=torch.bool, device=keys.device)
+    for place, bits in _bits(keys, width):
         torch.ge(bits, threshold, out=keep[place])  # the upper bits decide the comparison
-    return keep
+    return keep.view(-1, length)
+
+
+def _keys_of_part(keys: Tensor, width: int, runs: int, part: int, parts: int) -> Tensor:
+    """Return (sequences * runs, 2) keys whose first value is that of a run's part; see `_bits` for how it counts."""
+    starts = (torch.arange(runs, device=keys.device) * parts + part) * width
+    first = keys[:, :1] + (starts * _GOLDEN).to(torch.int32)  # both wrap
+    return torch.stack([first, keys[:, 1:].expand_as(first)], dim=-1).flatten(0, 1)
 
 
 def uniform(keys: Tensor, length: int) -> Tensor:
@@ -71,7 +86,7 @@ def _bits(keys: Tensor, length: int) -> Iterator[tuple[tuple[slice, slice], Tens
 
 
 @keep_mask.register_fake
-def _(keys: Tensor, length: int, rate: float) -> Tensor:
+def _(keys: Tensor, length: int, rate: float, runs: int = 1, part: int = 0, parts: int = 1) -> Tensor:
     return keys.new_empty(len(keys), length, dtype=torch.bool)
 
 

@@ -19,7 +19,6 @@ FP32, FP64, INT64 = 4, 8, 8
 LIVE_PARAMETERS = 1e9  # stage3_max_live_parameters and stage3_max_reuse_distance, DeepSpeed's defaults
 PERSISTENT = 10  # ZeRO-3 keeps weights of at most 10 h elements whole; Accelerate's value for "auto"
 FLAT_ALIGNMENT = 2  # elements per rank to which ZeRO-1 and 2 align each parameter group
-SEPARATE_INPUTS = {True: 5, False: 2}  # inputs of q, k, v, gate and up, or of fused qkv and the MLP
 
 
 @dataclass(frozen=True)
@@ -166,21 +165,34 @@ def _zero3(job: Job) -> list[Exchange]:
 
 
 def _tensor_parallel(job: Job, trained_tokens: float | None) -> list[Exchange]:
-    """Sums over the group: two per layer and the embedding's forward; each product's input gradient backward.
+    """Sums over the group: two per layer, forward and backward, and one of the embeddings.
 
-    Autocast casts below the point where gradients are summed, so that these are fp32; so is the embedding's output. The
-    loss exchanges three fp32 numbers per token and the hidden state's gradient.
+    With sequence parallelism each sum within the layers is a reduce-scatter behind a block and an all-gather in front
+    of the next, which send as much; and the sequence is cut and joined at the two ends. Autocast casts below the point
+    where gradients are summed, so that these are fp32; so are the embeddings and what a norm returns. The loss
+    exchanges three fp32 numbers per token and the hidden state's gradient.
     """
-    shape, hidden = job.shape, round(job.tokens) * job.shape.hidden
-    width, count = _width(job), job.grad_accum
-    again = 2 * width if job.checkpointing == "full" else 0
-    forward = hidden * (FP32 + shape.layers * (2 * width + again))
-    backward = hidden * shape.layers * SEPARATE_INPUTS[shape.gated] * FP32
+    shape, count = job.shape, job.grad_accum
+    width, hidden = _width(job), count * round(job.tokens) * job.shape.hidden
+    inner = 2 * shape.layers * hidden
+    # PyTorch stops to recompute a layer in front of its last sum, which the backward pass does not need
+    gathered, summed = (1, 0.5) if job.checkpointing == "full" else (0, 0)
     tokens = count * round(job.tokens) if trained_tokens is None else trained_tokens
+    loss = Exchange("tp", "all_reduce", "loss", round(tokens * (3 * FP32 + width * shape.hidden)))
+    if not job.layout.sequence_parallel:
+        return [
+            Exchange("tp", "all_reduce", "hidden states", round(hidden * FP32 + inner * width * (1 + summed))),
+            Exchange("tp", "all_reduce", "gradients of hidden states", inner * FP32),
+            loss,
+        ]
     return [
-        Exchange("tp", "all_reduce", "hidden states", count * forward),
-        Exchange("tp", "all_reduce", "gradients of hidden states", count * backward),
-        Exchange("tp", "all_reduce", "loss", round(tokens * (3 * FP32 + width * shape.hidden))),
+        Exchange("tp", "all_reduce", "embeddings", hidden * FP32),
+        Exchange("tp", "all_gather", "hidden states", inner * FP32 * (1 + gathered) + hidden * FP32),
+        Exchange("tp", "reduce_scatter", "hidden states", round(inner * width * (1 + summed))),
+        Exchange("tp", "all_gather", "gradients of hidden states", inner * width + hidden * FP32),
+        Exchange("tp", "reduce_scatter", "gradients of hidden states", inner * FP32),
+        Exchange("tp", "all_reduce", "gradients of norms", FP32 * (2 * shape.layers + 1) * shape.hidden),
+        loss,
     ]
 
 

@@ -156,6 +156,7 @@ def job(wanted: Wanted, strategy: Strategy, machines: Cluster) -> Job:
     layout = Layout(
         ranks, tp=dims.tp, pp=dims.pp, cp=dims.cp, schedule="1f1b" if dims.pp > 1 else "", zero=zero,
         shard=dims.size(*FSDP) if zero else 1, exchange=strategy.context_parallel,
+        sequence_parallel=strategy.tp_sequence_parallel,
     )  # fmt: skip
     stack = {"zero": "deepspeed", "pipeline": "deepspeed", "fsdp": "fsdp2"}.get(strategy.family, strategy.family)
     described = describe_job(wanted, layout, machines, _states(strategy, wanted), stack)

@@ -90,7 +90,7 @@ _COMPILE = Rejected(
 
 # Keys of Accelerate's YAML that only samecurve reads: Accelerate ignores unknown nested keys, and fsdp_forward_prefetch
 # except under FSDP1
-OURS = ("fsdp_reduce_dtype",)
+OURS = ("fsdp_reduce_dtype", "parallelism_config_tp_sequence_parallel")
 
 ACCELERATE: Table = {
     "compute_environment": one_of("LOCAL_MACHINE"),
@@ -176,6 +176,7 @@ ACCELERATE: Table = {
         "parallelism_config_sp_seq_length": _ROWS,
         "parallelism_config_sp_seq_length_is_variable": _ROWS,
         "parallelism_config_sp_attn_implementation": _ROWS,
+        "parallelism_config_tp_sequence_parallel": BOOLEAN,
     },
     "deepspeed_config": {
         "deepspeed_config_file": TEXT,

@@ -23,7 +23,8 @@ def rule(applies: Callable[[Strategy], bool], key: str, allowed: tuple[Any, ...]
     def check(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
         found = value(key)
         if applies(strategy) and found not in allowed:
-            shown = " or ".join("null" if each is None else str(each) for each in allowed if each is not False)
+            usual = [each for each in allowed if each is not False] or allowed
+            shown = " or ".join({None: "null", False: "false"}.get(each, str(each)) for each in usual)
             yield key, f"found {found}, but {why}; use {shown}, or configs/fsdp.yaml"
 
     return check

@@ -22,7 +22,8 @@ class Strategy:
     deepspeed_path, deepspeed: the DeepSpeed JSON and its content. launcher: see `launchers.Launch`.
     offload: what leaves the device and where to: "optimizer:cpu", "param:cpu", "optimizer:nvme", "param:nvme".
     context_parallel: how the ranks of a sequence see each other's keys: "ulysses", "allgather", or "" without dims.cp.
-    nvme_paths: the folders of offloading to NVMe. fsdp_*, pipeline_*: the keys of these names, defaults filled in.
+    nvme_paths: the folders of offloading to NVMe.
+    fsdp_*, tp_sequence_parallel, pipeline_*: the keys of these names, defaults filled in.
 
     `accelerate` and `deepspeed` are kept whole for run.json and for DeepSpeed itself; code asks the typed fields.
     """
@@ -41,6 +42,7 @@ class Strategy:
     nvme_paths: tuple[Path, ...] = ()
     fsdp_forward_prefetch: bool = False
     fsdp_reduce_dtype: str = "fp32"
+    tp_sequence_parallel: bool = False
     pipeline_partition: str = "parameters"
     pipeline_checkpoint_interval: int = 1
     context_parallel: str = ""

@@ -196,6 +196,7 @@ def describe_strategy(files: Files, launch: Launch) -> Strategy:
         context_parallel=_context_parallel(files)[0] if family == "fsdp" else "",
         fsdp_forward_prefetch=accelerate.get("fsdp_config", "fsdp_forward_prefetch") is True,
         fsdp_reduce_dtype=_text(accelerate.get("fsdp_config", "fsdp_reduce_dtype"), "fp32"),
+        tp_sequence_parallel=accelerate.get("parallelism_config", "parallelism_config_tp_sequence_parallel") is True,
         pipeline_partition=_text(deepspeed.get("pipeline", "partition"), "parameters"),
         pipeline_checkpoint_interval=_count(deepspeed.get("pipeline", "activation_checkpoint_interval"), 1),
     )

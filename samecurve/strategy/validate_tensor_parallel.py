@@ -6,24 +6,25 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from samecurve.specs.optimizers import OPTIMIZERS
+from samecurve.specs.tasks import TASKS
 from samecurve.strategy.allowed import OFF, Value, rule
 
 if TYPE_CHECKING:
     from samecurve.config.documents import Document
     from samecurve.strategy.plan import Strategy
 
+_SEQUENCE = "parallelism_config_tp_sequence_parallel"
 _SHARDED = ("parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size")
 _UNTESTED = "has not been compared with one process under tensor parallelism"
 # By key: what is allowed, and why nothing else is.
 _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "task": (("pretrain", "sft"), f"the task {_UNTESTED}"),
+    "task": (tuple(name for name in TASKS if name != "mlm"), "no family of encoders has a plan for it"),
     "precision": (("fp32", "bf16"), f"fp16's loss scale {_UNTESTED}"),
-    "adapter.name": ((None,), "an adapter's matrices would have to be cut as the layers around them are"),
+    "adapter.dora": ((False,), "DoRA's norms of whole rows would have to be taken of weights that are cut"),
     "fp8": (OFF, "torchao's layers take the place of those that are cut"),
     "model.kernels": (("torch", None), "Liger's kernels read whole weights"),
     "loss.implementation": (("auto", "full", "chunked"), "Liger's kernel reads the whole output head"),
-    "compile": (OFF, f"a compiled layer {_UNTESTED}"),
-    "memory.activation_checkpointing": (("none",), f"recomputing it {_UNTESTED}"),
+    "compile": ((*OFF, "regional"), f"a whole compiled model {_UNTESTED}"),
     "memory.gradient_sync": (("auto",), f"the key {_UNTESTED}"),
 }
 
@@ -40,6 +41,13 @@ def _applies(strategy: Strategy) -> bool:
     return strategy.tensor_parallel_size > 1
 
 
+def _sequence(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
+    found, size = value("batch.sequence_length"), strategy.tensor_parallel_size
+    if strategy.tp_sequence_parallel and found % size:
+        text = f"found {found}, which cannot be divided over {size} ranks ({strategy.path}: {_SEQUENCE})"
+        yield "batch.sequence_length", f"{text}; use a multiple of {size}, or set {_SEQUENCE} to false"
+
+
 def check_accelerate(document: Document) -> None:
     """Add the problems of an Accelerate YAML with a tensor-parallel size, or with a block that its type cannot use."""
     kind, block = document.get("distributed_type"), "parallelism_config"
@@ -48,6 +56,9 @@ def check_accelerate(document: Document) -> None:
         for key in (key for key in _SHARDED if document.get(block, key) is not None):
             text = f"only FSDP uses it, but distributed_type is {kind} ({document.place(('distributed_type',))})"
             document.problem((block, key), f"{text}; remove it, or start from configs/fsdp_tp.yaml")
+    if document.get(block, _SEQUENCE) is True and (not isinstance(size, int) or size < 2):
+        text = "found true, but only tensor parallelism uses it"
+        document.problem((block, _SEQUENCE), f"{text}; remove it, or set parallelism_config_tp_size")
     if kind != "FSDP" or not isinstance(size, int) or size < 2:
         return
     if document.get("fsdp_config", "fsdp_offload_params") is True:
@@ -59,4 +70,4 @@ def check_accelerate(document: Document) -> None:
         document.problem((block, replicas), f"{text}; remove it, so that all other processes are shards")
 
 
-RULES = (_optimizer, *(rule(_applies, key, allowed, why) for key, (allowed, why) in _ALLOWED.items()))
+RULES = (_optimizer, _sequence, *(rule(_applies, key, allowed, why) for key, (allowed, why) in _ALLOWED.items()))

@@ -128,6 +128,15 @@ class Workspace:
         path.write_text(json.dumps({**config, **changes}))
         return path
 
+    def sequence_parallel(self, name: str) -> Path:
+        """The strategy file `name`, under that name, with sequence parallelism."""
+        path = self.folder / "sequence_parallel" / f"{name}.yaml"
+        path.parent.mkdir(exist_ok=True)
+        text, block = self.strategy(name).read_text(), "parallelism_config:\n"
+        assert block in text
+        path.write_text(text.replace(block, f"{block}  parallelism_config_tp_sequence_parallel: true\n"))
+        return path
+
     def run(self, strategy: str | Path | None, world: int, *overrides: str, launcher: str = "fork") -> Run:
         key = (strategy, world, overrides, launcher)
         if key not in self._runs:

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.s
 TEMPERATURE, LABEL_WEIGHT = 2.0, 0.25
 TEACHER = {**LLAMA, "hidden_size": 48, "num_hidden_layers": 2, "initializer_range": 0.2}
 ENGINES = {"single": "LlamaForCausalLM", "ddp": "DistributedDataParallel", "fsdp": "FSDPLlamaForCausalLM"}
+ENGINES |= {"tp": "LlamaForCausalLM"}
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +97,7 @@ def measured(student, teacher, batch):
     return divergence, functional.cross_entropy(logits, labels, reduction="sum"), int((labels != -100).sum())
 
 
-@pytest.mark.parametrize("strategy", ["single", "fsdp", "zero3", *long("ddp", "zero1", "zero2")])
+@pytest.mark.parametrize("strategy", ["single", "fsdp", "zero3", *long("ddp", "zero1", "zero2", "tp")])
 def test_follows_the_plain_loop(strategy, workspace, setting):
     run = start(workspace, setting, strategy)
     assert run.facts["strategy"] == strategy and run.facts["world_size"] == (1 if strategy == "single" else 2)

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.s
 SEQUENCE_LENGTH, HELD_OUT, TEMPERATURE = 48, 21, 0.1
 COLUMNS = ("anchor", "positive", "negative")
 CLASSES = {"bert": "BertModel", "llama": "LlamaModel"}
-ENGINES = {"single": "{}", "ddp": "DistributedDataParallel", "fsdp": "FSDP{}"}
+ENGINES = {"single": "{}", "ddp": "DistributedDataParallel", "fsdp": "FSDP{}", "tp": "{}"}
 POOLING = {"bert": "mean", "llama": "last"}
 
 
@@ -129,7 +129,7 @@ def contrasted(vectors):
 
 
 CASES = [("bert", name) for name in ("single", "ddp", "zero3")] + long(("bert", "fsdp"), ("bert", "zero2"))
-CASES += long(*(("llama", name) for name in ("single", "ddp", "fsdp", "zero2", "zero3")))
+CASES += long(*(("llama", name) for name in ("single", "ddp", "fsdp", "zero2", "zero3", "tp")))
 
 
 @pytest.mark.parametrize(("family", "strategy"), CASES)

@@ -40,7 +40,7 @@ BERT = {
     "attention_probs_dropout_prob": 0.0,
 }
 AUTO = {"classify": AutoModelForSequenceClassification, "mlm": AutoModelForMaskedLM}
-ENGINES = {"single": "{}", "ddp": "DistributedDataParallel", "fsdp": "FSDP{}"}
+ENGINES = {"single": "{}", "ddp": "DistributedDataParallel", "fsdp": "FSDP{}", "tp": "{}"}
 MODELS = {
     ("classify", "bert"): "BertForSequenceClassification",
     ("classify", "llama"): "LlamaForSequenceClassification",
@@ -146,6 +146,7 @@ def hidden(found, path):
 
 
 ALL = {(task, name) for task in MODELS for name in ("single", "ddp", "fsdp", "zero2", "zero3")}
+ALL |= {(("classify", "llama"), "tp")}
 EVERY_DAY = {
     ("classify", "bert"): ("single", "ddp", "zero3"),
     ("mlm", "bert"): ("single", "ddp", "fsdp"),

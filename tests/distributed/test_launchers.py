@@ -13,7 +13,10 @@ LAUNCHERS = ["torchrun", "accelerate", "deepspeed"]
 
 @pytest.mark.parametrize(
     "strategy",
-    ["zero2", *long("ddp", "fsdp", "hsdp", "zero1", "zero2_offload", "zero3", "zero3_offload", "pipeline")],
+    [
+        "zero2",
+        *long("ddp", "fsdp", "hsdp", "zero1", "zero2_offload", "zero3", "zero3_offload", "pipeline", "tp", "fsdp_tp"),
+    ],
 )
 def test_same_plugins(strategy, workspace):
     made = {launcher: plugins(workspace, strategy, launcher) for launcher in LAUNCHERS}
@@ -21,7 +24,7 @@ def test_same_plugins(strategy, workspace):
     assert made["accelerate"] == made["torchrun"]
     assert made["deepspeed"] == made["torchrun"]
     sharded = {"FullyShardedDataParallelPlugin"}  # without a ParallelismConfig: the mesh is the project's own
-    expected = {"ddp": set(), "fsdp": sharded, "hsdp": sharded}
+    expected = {"ddp": set(), "tp": set(), "fsdp": sharded, "hsdp": sharded, "fsdp_tp": sharded}
     names = {name for name in made["torchrun"] if name[0].isupper()}
     assert names == expected.get(strategy, {"DeepSpeedPlugin"})
 
@@ -46,6 +49,17 @@ def test_same_losses(strategy, launcher, workspace):
     found = workspace.run(strategy, 2, micro, "precision=fp32", launcher=launcher)
     assert found.returncode == 0, found.output
     assert found.facts["launcher"] == launcher
+    assert found.column("loss") == expected.column("loss")
+    assert found.column("grad_norm") == expected.column("grad_norm")
+
+
+@pytest.mark.parametrize("strategy", ["tp", *long("fsdp_tp")])
+def test_accelerate_starts_tensor_parallelism(strategy, workspace):
+    """By a file with a key that Accelerate does not know."""
+    path, micro = workspace.sequence_parallel(strategy), "batch.micro_batch_size=4"
+    expected, found = (workspace.run(path, 2, micro, launcher=launcher) for launcher in ("fork", "accelerate"))
+    assert found.returncode == 0, found.output
+    assert found.facts["launcher"] == "accelerate" and found.facts["tp_sequence_parallel"]
     assert found.column("loss") == expected.column("loss")
     assert found.column("grad_norm") == expected.column("grad_norm")
 

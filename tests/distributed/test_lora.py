@@ -33,7 +33,7 @@ DORA_EXTRA = 4 * (32 + 16 + 16 + 32 + 64 + 64 + 32)  # one magnitude per output
 RATE, WARMUP = 1e-2, 2
 LORA = "adapter={name: lora, rank: 4, alpha: 16}"
 EVERY_DAY = ["single", "ddp", "fsdp", "zero2", "zero3", "pipeline"]
-RARE = ["zero1", "hsdp", "zero2_offload", "zero3_offload", *CONTEXT]
+RARE = ["zero1", "hsdp", "zero2_offload", "zero3_offload", "fsdp_tp", *CONTEXT]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,8 @@ def base(reference) -> Path:
 
 
 def arguments(base: Path, name: str, *more: str) -> tuple[str, ...]:
-    micro = ({"single": 4, "pipeline": 4, "hsdp": 1} | dict.fromkeys(CONTEXT, 4)).get(name, 2)  # accumulation: always 2
+    # accumulation: always 2
+    micro = ({"single": 4, "pipeline": 4, "tp": 4, "hsdp": 1} | dict.fromkeys(CONTEXT, 4)).get(name, 2)
     settings = (
         f"model={{path: {base}}}",
         f"tokenizer={{path: {base}}}",
@@ -60,7 +61,7 @@ def arguments(base: Path, name: str, *more: str) -> tuple[str, ...]:
 
 
 def world(name: str) -> int:
-    return {"single": 1, "hsdp": 4}.get(name, 2)
+    return {"single": 1, "hsdp": 4, "fsdp_tp": 4}.get(name, 2)
 
 
 def run_lora(workspace, base: Path, name: str, *more: str, extra: int = 0) -> Run:
@@ -102,7 +103,7 @@ def plain_loop(workspace, base: Path, **variant: bool):
     return losses, norms, weights
 
 
-@pytest.mark.parametrize("name", [*EVERY_DAY, *long(*RARE)])
+@pytest.mark.parametrize("name", [*EVERY_DAY, "tp", *long(*RARE)])
 def test_follows_the_plain_loop(name, workspace, base, plain):
     assert_follows(run_lora(workspace, base, name), plain)
 
@@ -116,6 +117,17 @@ def assert_follows(run: Run, plain: tuple) -> None:
     learned = [name for name in stored if ".lora_B." in name]  # they start at zero, so all of them is learned
     assert relative_l2(*({name: each[name] for name in learned} for each in (stored, weights))) < 1e-3
     assert relative_l2(stored, weights) < 1e-4
+
+
+@pytest.mark.full
+def test_sequences_that_are_cut(workspace, base, plain):
+    """With dropout: of whole tokens in front of a layer whose columns are cut, of features where its rows are."""
+    run = workspace.run(workspace.sequence_parallel("tp"), 2, *arguments(base, "tp", "adapter.dropout=0.1"))
+    assert run.facts["tp_sequence_parallel"]
+    alone = run_lora(workspace, base, "single", "adapter.dropout=0.1")
+    assert largest_relative_difference(run.column("loss"), alone.column("loss")) < LOSS
+    assert largest_relative_difference(run.column("grad_norm"), alone.column("grad_norm")) < NORM
+    assert largest_relative_difference(run.column("loss"), plain[0]) > LOSS
 
 
 @pytest.mark.parametrize("variant", [*long("dora", "rslora")])
@@ -159,7 +171,7 @@ def going_on(workspace, source: Run, base: Path, name: str, *more: str) -> Run:
 
 @pytest.mark.parametrize(
     ("name", "dropout"),
-    [(name, 0) for name in ("zero3", "pipeline")] + long(*product((*EVERY_DAY, *RARE), (0.1,))),
+    [(name, 0) for name in ("zero3", "pipeline")] + long(*product((*EVERY_DAY, "tp", *RARE), (0.1,))),
 )
 def test_the_same_strategy_goes_on_bit_for_bit(name, dropout, workspace, base):
     more = (f"adapter.dropout={dropout}",) if dropout else ()
@@ -177,6 +189,7 @@ def test_the_same_strategy_goes_on_bit_for_bit(name, dropout, workspace, base):
         ("zero2", "fsdp"),
         ("pipeline", "ddp"),
         ("zero3", "single"),
+        *long(("zero3", "tp"), ("tp", "fsdp"), ("fsdp_tp", "tp")),
         *long(*((origin, name) for origin in (*EVERY_DAY, "zero2_offload") for name in EVERY_DAY if origin != name)),
     ],
 )

@@ -32,7 +32,7 @@ from samecurve.tasks import registry
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 STEPS, SAVED, LENGTH, BETA = 10, 5, 64, 0.2
 AUTO = {"dpo": AutoModelForCausalLM, "reward": AutoModelForSequenceClassification}
-ENGINES = {"single": "{}", "ddp": "DistributedDataParallel", "fsdp": "FSDP{}", "pipeline": "PipelineEngine"}
+ENGINES = {"single": "{}", "ddp": "DistributedDataParallel", "fsdp": "FSDP{}", "tp": "{}", "pipeline": "PipelineEngine"}
 MODELS = {"dpo": "LlamaForCausalLM", "reward": "LlamaForSequenceClassification"}
 
 
@@ -141,9 +141,16 @@ def log_probability(model, ids, first) -> torch.Tensor:
     return steps.gather(-1, ids[0, first:, None]).sum()
 
 
-EVERY_DAY = [("dpo", "single"), ("dpo", "fsdp"), ("dpo", "zero3"), ("dpo", "pipeline"), ("reward", "fsdp")]
+EVERY_DAY = [
+    ("dpo", "single"),
+    ("dpo", "fsdp"),
+    ("dpo", "zero3"),
+    ("dpo", "pipeline"),
+    ("dpo", "tp"),
+    ("reward", "fsdp"),
+]
 CASES = EVERY_DAY + long(
-    ("dpo", "ddp"), ("dpo", "zero2"), *(("reward", name) for name in ("single", "ddp", "zero2", "zero3"))
+    ("dpo", "ddp"), ("dpo", "zero2"), *(("reward", name) for name in ("single", "ddp", "zero2", "zero3", "tp"))
 )
 
 
@@ -239,7 +246,7 @@ OTHERS = {"kto": "kto, beta: 0.2", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo
     [
         ("kto", "ddp", 3, 2),
         *long(*((loss, name, 2, 2) for loss in OTHERS for name in ("fsdp", "pipeline"))),
-        *long(("kto", "zero3", 3, 1), ("kto", "pipeline", 4, 3), ("simpo", "fsdp", 3, 2)),
+        *long(("kto", "zero3", 3, 1), ("kto", "pipeline", 4, 3), ("simpo", "fsdp", 3, 2), ("kto", "fsdp_tp", 4, 2)),
     ],
 )
 def test_the_other_losses_depend_neither_on_ranks_nor_on_micro_batches(

@@ -6,6 +6,7 @@ These bytes are those that the planner predicts, exactly.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from harness import largest_relative_difference, long
@@ -145,3 +146,26 @@ def test_predicted_bytes_are_those_exchanged(strategy, precision, workspace):
     run, folder, content = profiled(workspace, strategy, *ACCUMULATED, f"precision={precision}")
     check_ledger(run, folder)
     check_states(run, content)
+
+
+PLAIN = "precision=fp32"
+
+
+@pytest.mark.parametrize("more", [PLAIN, *long("precision=bf16", "memory.activation_checkpointing=full")])
+def test_sequence_parallelism_sends_as_much_as_tensor_parallelism(more, workspace):
+    """Within the layers. On the wire an all-reduce is a reduce-scatter and an all-gather."""
+    run, folder, _ = profiled(workspace, workspace.sequence_parallel("tp"), *ACCUMULATED, more)
+    check_ledger(run, folder)
+    cut = planned(run)
+    whole = replace(cut, layout=replace(cut.layout, sequence_parallel=False))
+    one_pass = ledger.FP32 * cut.grad_accum * cut.tokens * cut.shape.hidden
+    # a layer that is recomputed gathers twice, of which the sum that is left out takes back one
+    ends = (2 + cut.shape.layers * (cut.checkpointing == "full")) * one_pass
+    assert wire(cut) - wire(whole) == ends + 2 * ledger.FP32 * (2 * cut.shape.layers + 1) * cut.shape.hidden
+
+
+def wire(job) -> int:
+    """Bytes of a step in units of an all-gather, apart from what all strategies exchange."""
+    passes = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+    (stage,) = stages(job, by_cost=False)
+    return sum(passes[each.collective] * each.num_bytes for each in ledger.ledger(job, stage) if each.axis == "tp")

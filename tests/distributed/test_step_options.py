@@ -57,7 +57,9 @@ def assert_equal(found: dict, tolerance: float) -> None:
             assert case[key] == pytest.approx(expected[key], rel=tolerance), (name, key)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "zero3", *long("single", "ddp", "zero1", "zero2", "pipeline")])
+@pytest.mark.parametrize(
+    "strategy", ["fsdp", "zero3", "tp", *long("single", "ddp", "zero1", "zero2", "pipeline", "fsdp_tp")]
+)
 def test_activation_checkpointing(strategy, workspace):
     found = probe(workspace, strategy, CHECKPOINTED)
     often = {name: case["mlp_calls"] / found[PLAIN]["mlp_calls"] for name, case in found.items()}
@@ -72,7 +74,7 @@ def test_activation_checkpointing(strategy, workspace):
         ("single", ["regional matmul"]),
         *long(("single", [*WITH_CHECKPOINTS, "full", "full matmul"]), ("ddp", [*REGIONAL, "full", "full full"])),
         *long(("fsdp", REGIONAL), ("zero1", ["regional"]), ("zero2", [*REGIONAL, "full"])),
-        *long(("pipeline", REGIONAL)),
+        *long(("pipeline", REGIONAL), ("tp", WITH_CHECKPOINTS), ("fsdp_tp", REGIONAL)),
     ],
 )
 def test_compiled(strategy, cases, workspace):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from harness import Run, largest_relative_difference, long, relative_l2
 
+RECOMPUTED = "memory.activation_checkpointing=full"
 LOSS, NORM, WEIGHTS = 1e-5, 1e-4, 1e-4
 SIZES = {
     "hidden_size": 32,
@@ -29,7 +31,7 @@ CONFIGS = {
 NOT_CHUNKABLE = ("gemma2",)
 
 
-def short_run(workspace, strategy: str | None, world: int, micro_batch: int, *overrides: str) -> Run:
+def short_run(workspace, strategy: str | Path | None, world: int, micro_batch: int, *overrides: str) -> Run:
     settings = "steps=6", "checkpoint.every_steps=0", f"batch.micro_batch_size={micro_batch}"
     run = workspace.run(strategy, world, *settings, *overrides)
     assert run.returncode == 0, run.output
@@ -62,6 +64,32 @@ def test_families_on_packed_rows(family, strategy, world, workspace):
     assert_equal(run, expected)
 
 
+@pytest.mark.parametrize(
+    ("family", "strategy", "world", "more"),
+    [
+        ("llama", "tp", 2, ()),
+        *long(*((family, "tp", 2, ()) for family in CONFIGS if family not in ("llama", "phi3"))),
+        *long(*((family, "fsdp_tp", 4, ()) for family in ("llama", "qwen3", "gemma2"))),
+        *long(("llama", "tp", 2, ("compile=regional", RECOMPUTED)), ("llama", "fsdp_tp", 4, (RECOMPUTED,))),
+    ],
+)
+def test_sequence_parallelism(family, strategy, world, more, workspace):
+    config = f"model.config={json.dumps({'model_type': family, **SIZES, **CONFIGS[family]})}"
+    expected = short_run(workspace, None, 1, 8, config, "data.packing=true")
+    path = workspace.sequence_parallel(strategy)
+    run = short_run(workspace, path, world, 4 // (world // 2), config, "data.packing=true", *more)
+    assert run.facts["tp_sequence_parallel"] and run.facts["gradient_accumulation_steps"] == 2
+    assert_equal(run, expected)
+    found, wanted = run.metrics[-1], expected.metrics[-1]
+    assert found["eval_loss"] == pytest.approx(wanted["eval_loss"], rel=LOSS)
+
+
+def test_phi3_has_no_sequence_parallelism(workspace):
+    config = f"model.config={json.dumps({'model_type': 'phi3', **SIZES, **CONFIGS['phi3']})}"
+    run = workspace.run(workspace.sequence_parallel("tp"), 2, "steps=6", "batch.micro_batch_size=8", config)
+    assert run.returncode != 0 and "tp_sequence_parallel: found true, but" in run.output
+
+
 def test_the_families_are_all_that_are_allowed():
     from samecurve.specs.model_families import TENSOR_PARALLEL
 
@@ -72,7 +100,6 @@ def test_the_families_are_all_that_are_allowed():
     ("config", "words"),
     [
         ({"num_key_value_heads": 1}, ("num_key_value_heads is 1", "sizes: 1")),
-        ({"attention_dropout": 0.1}, ("attention_dropout 0.1", "set the rates to 0")),
         (
             {"model_type": "gpt_neox", "num_key_value_heads": None},
             ("gpt_neox has not been tested", "llama", "fsdp.yaml"),

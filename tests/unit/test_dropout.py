@@ -59,6 +59,22 @@ def test_parts_are_drawn_as_the_whole(length):
     assert not torch.equal(parts[0], parts[1])
 
 
+@pytest.mark.parametrize(("shape", "axis"), [((4, 6, 5), 0), ((7, 8), 1), ((7, 2**19), -1)])
+def test_parts_of_a_mask(shape, axis):
+    """Heads of (head, query, key), features of (token, feature): all ranks together draw the mask of one process."""
+    whole = dropout.Place(fixed_keys(3), 0, None).drop(torch.ones(3, *shape), 0.3)
+    axis = axis + 1 if axis >= 0 else axis
+    for index, expected in enumerate(whole.chunk(2, axis)):
+        place = dropout.Place(fixed_keys(3), 0, dropout.Part(axis, index, 2))
+        assert torch.equal(place.drop(torch.ones_like(expected), 0.3), expected), index
+
+
+def fixed_keys(num_sequences: int) -> dropout.DropoutKeys:
+    used = dropout.DropoutKeys(0, CPU, SimpleNamespace())
+    used.current = keys(num_sequences + 1)[None]
+    return used
+
+
 def test_keys_depend_on_seed_step_row_and_site():
     found = {
         tuple(keys(1, seed, step, number)[0].tolist()) for seed in range(4) for step in range(4) for number in range(4)

@@ -145,12 +145,17 @@ def test_bytes_of_collectives_by_hand():
             done("gloo:all_reduce", 6, [[10]], "float"),
             called("allreduce_", 7, [[[10]], [], []], ["TensorList", "", "Scalar"]),  # not of the all-gather's type
             done("gloo:all_reduce", 8, [[10]], "float"),
+            # of DTensor
+            called("allgather_into_tensor_coalesced_", 9, [[[20]], [[10]], []], ["TensorList", "TensorList", ""]),
+            done("gloo:all_gather", 9, [[10]], "float"),
+            called("reduce_scatter_tensor_coalesced_", 11, [[[5]], [[10]], []], ["TensorList", "TensorList", ""]),
+            done("gloo:all_reduce", 12, [[10]], "float"),
         ]
     )
     assert [(each.name, each.calls, each.num_bytes, each.untyped) for each in found.collectives] == [
         ("all_reduce", 3, 32 * 8 + 2 * 10 * 4, 0),
-        ("all_gather", 1, 20 * 2, 0),
-        ("reduce_scatter", 1, 10 * 4, 0),
+        ("all_gather", 2, 20 * 2 + 20 * 4, 0),
+        ("reduce_scatter", 2, 2 * 10 * 4, 0),
     ]
 
 

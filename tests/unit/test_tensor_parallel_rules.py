@@ -6,46 +6,64 @@ from types import SimpleNamespace
 
 import pytest
 
+from samecurve.config.documents import Document
 from samecurve.specs.tasks import TASKS
-from samecurve.strategy.validate_tensor_parallel import RULES
+from samecurve.strategy.validate_tensor_parallel import RULES, check_accelerate
 
 GOOD = {
     "task": "pretrain",
     "precision": "fp32",
-    "adapter.name": None,
+    "adapter.dora": False,
     "fp8": "off",
     "model.kernels": "torch",
     "loss.implementation": "auto",
     "compile": "off",
-    "memory.activation_checkpointing": "none",
     "memory.gradient_sync": "auto",
     "optimizer.name": "adamw",
+    "batch.sequence_length": 30,
 }
 
 
-def findings(size: int = 2, **changes) -> list[tuple[str, str]]:
-    values, strategy = GOOD | changes, SimpleNamespace(tensor_parallel_size=size)
+def findings(size: int = 2, cuts_sequence: bool = False, **changes) -> list[tuple[str, str]]:
+    values = GOOD | changes
+    strategy = SimpleNamespace(tensor_parallel_size=size, tp_sequence_parallel=cuts_sequence, path="tp.yaml")
     return [finding for rule in RULES for finding in rule(values.__getitem__, strategy)]
 
 
 @pytest.mark.parametrize("task", sorted(TASKS))
 def test_tasks(task):
     refused = [key for key, _ in findings(task=task)]
-    assert refused == ([] if task in ("pretrain", "sft") else ["task"])
+    assert refused == (["task"] if task == "mlm" else [])
 
 
 def test_what_is_off_may_be_written_without_quotes():
     """YAML reads it as false, as in recipes/base.yaml."""
     assert not findings(fp8=False, compile=False)
     ((_, text),) = findings(compile="full")
-    assert text.endswith("use off or null, or configs/fsdp.yaml")
+    assert text.endswith("use off or null or regional, or configs/fsdp.yaml")
 
 
-def test_adapters_are_refused_with_the_reason_and_a_way_out():
-    ((key, text),) = findings(**{"adapter.name": "lora"})
-    assert key == "adapter.name"
-    assert text.startswith("found lora, but an adapter's matrices") and text.endswith("use null, or configs/fsdp.yaml")
+def test_dora_is_refused_with_the_reason_and_a_way_out():
+    assert not findings(**{"adapter.name": "lora"})
+    ((key, text),) = findings(**{"adapter.dora": True})
+    assert key == "adapter.dora"
+    assert text.startswith("found True, but DoRA's norms") and text.endswith("configs/fsdp.yaml")
 
 
 def test_other_strategies_are_free():
-    assert not findings(1, **{"adapter.name": "lora", "optimizer.name": "muon", "task": "dpo", "compile": "full"})
+    assert not findings(1, **{"adapter.dora": True, "optimizer.name": "muon", "task": "dpo", "compile": "full"})
+
+
+def test_a_sequence_has_to_divide():
+    assert not findings(2, cuts_sequence=True) and not findings(4)
+    ((key, text),) = findings(4, cuts_sequence=True)
+    assert key == "batch.sequence_length" and text.startswith("found 30, which cannot be divided over 4 ranks (tp.yaml")
+
+
+@pytest.mark.parametrize(("kind", "size", "wrong"), [("FSDP", 2, 0), ("FSDP", None, 1), ("MULTI_GPU", 1, 1)])
+def test_only_tensor_parallelism_cuts_sequences(kind, size, wrong):
+    block = {"parallelism_config_tp_sequence_parallel": True}
+    block |= {} if size is None else {"parallelism_config_tp_size": size}
+    document = Document("my.yaml", {"distributed_type": kind, "parallelism_config": block})
+    check_accelerate(document)
+    assert len(document.problems) == wrong

@@ -31,6 +31,7 @@ STRATEGY = SimpleNamespace(
     tensor_parallel_size=1,
     dims=ParallelDims(dp_shard=2),
     context_parallel="",
+    tp_sequence_parallel=False,
     offload=("optimizer:cpu",),
 )
 RUNNING = EngineDescription(
@@ -80,6 +81,7 @@ def test_what_was_asked_for_passes():
         ("tensor_parallel_size", 2),
         ("context_parallel_size", 2),
         ("context_parallel", "ulysses"),
+        ("tp_sequence_parallel", True),
         ("offload", ()),
     ],
 )

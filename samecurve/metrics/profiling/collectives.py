@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 _PREFIX = "c10d::"
 _PLAIN = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}
-_FORMS = ("_into_tensor", "_tensor", "_coalesced", "_base")
+_FORMS = ("_coalesced", "_base", "_into_tensor", "_tensor")  # from the end, as in _allgather_into_tensor_coalesced_
 _BYTES = {
     **dict.fromkeys(("double", "long int", "long"), 8),
     **dict.fromkeys(("float", "int"), 4),
