@@ -22,7 +22,19 @@ from samecurve.strategy.plan import Files, Strategy
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs"
 # Order among equally fast strategies: those with fewer moving parts first.
-SIMPLE_FIRST = ("single", "ddp", "zero1", "zero2", "fsdp", "zero3", "hsdp", "tp", "fsdp_tp", "pipeline")
+SIMPLE_FIRST = (
+    "single",
+    "ddp",
+    "zero1",
+    "zero2",
+    "fsdp",
+    "zero3",
+    "hsdp",
+    "tp",
+    "fsdp_tp",
+    "pipeline",
+    "pipeline_1f1b",
+)
 ADAM, SIXTEEN, THIRTY_TWO = 8, 2, 4
 BUCKET = 500_000_000  # elements of DeepSpeed's reduce_bucket_size by default
 # Parallel sizes that a strategy's files may set: which file, and the key. All other ranks form replicas or shards.

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from samecurve.strategy.pipeline_schedules import SCHEDULES
+
 
 @dataclass(frozen=True)
 class ValueRule:
@@ -90,7 +92,7 @@ _COMPILE = Rejected(
 
 # Keys of Accelerate's YAML that only samecurve reads: Accelerate ignores unknown nested keys, and fsdp_forward_prefetch
 # except under FSDP1
-OURS = ("fsdp_reduce_dtype",)
+OURS = ("fsdp_reduce_dtype", "parallelism_config_pp_size", "parallelism_config_pp_schedule")
 
 ACCELERATE: Table = {
     "compute_environment": one_of("LOCAL_MACHINE"),
@@ -161,6 +163,8 @@ ACCELERATE: Table = {
         "parallelism_config_dp_replicate_size": COUNT,
         "parallelism_config_dp_shard_size": COUNT,
         "parallelism_config_tp_size": COUNT,
+        "parallelism_config_pp_size": ValueRule("an integer above 1", lambda value: _whole(value) and value > 1),
+        "parallelism_config_pp_schedule": one_of(*SCHEDULES),
         "parallelism_config_cp_size": _TENSOR,
         "parallelism_config_cp_backend": _TENSOR,
         "parallelism_config_cp_comm_strategy": _TENSOR,

@@ -13,7 +13,7 @@ from samecurve.config.rules_profile import check_ranks
 from samecurve.config.section import LARGEST_INTEGER
 from samecurve.config.source import RecipeSource
 from samecurve.specs.tasks import TASKS
-from samecurve.strategy import validate_deepspeed, validate_optimizer, validate_tensor_parallel
+from samecurve.strategy import validate_deepspeed, validate_optimizer, validate_schedule, validate_tensor_parallel
 from samecurve.strategy.accelerate_keys import ACCELERATE, RecipeOwned, Rejected, Table, ValueRule
 from samecurve.strategy.deepspeed_keys import DEEPSPEED
 from samecurve.strategy.world_size import world_problems
@@ -38,7 +38,7 @@ def check_strategy(source: RecipeSource, files: Files, strategy: Strategy, launc
         _walk(files.deepspeed, DEEPSPEED, source)
         validate_deepspeed.check_deepspeed(files.deepspeed, strategy, source)
     _names(files, strategy)
-    for rule in (*_RULES, *validate_optimizer.RULES, *validate_tensor_parallel.RULES):
+    for rule in (*_RULES, *validate_optimizer.RULES, *validate_tensor_parallel.RULES, *validate_schedule.RULES):
         with contextlib.suppress(KeyError):
             for key, text in rule(source.value, strategy):
                 source.document.problem(tuple(key.split(".")), text)
@@ -188,6 +188,7 @@ def _accelerate(document: Document) -> None:
             text = f"only {' and '.join(needed)} use this block, but distributed_type is {kind} ({place})"
             document.problem((block,), f"{text}; remove the block, or change distributed_type")
     validate_tensor_parallel.check_accelerate(document)
+    validate_schedule.check_accelerate(document)
     if document.get("fsdp_config", "fsdp_forward_prefetch") is True:
         policy = document.get("fsdp_config", "fsdp_auto_wrap_policy") or "absent"
         if policy != "TRANSFORMER_BASED_WRAP":
@@ -224,6 +225,7 @@ def _name(document: Document, strategy: Strategy) -> None:
     if not claimed:
         return
     truth = {"zero": f"zero{strategy.zero_stage}", "fsdp": "hsdp" if strategy.replicate_size > 1 else "fsdp"}
+    truth["schedule"] = "pipeline"
     is_json = document.name.endswith(".json")
     kind_key: KeyPath = ("zero_optimization", "stage") if is_json else ("distributed_type",)
     offload_key: KeyPath = ("zero_optimization",) if is_json else ("fsdp_config",)
