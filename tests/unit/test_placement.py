@@ -19,6 +19,7 @@ GIVEN = {
     "tp": (2, 2, 2, 2),
     "fsdp_tp": (2, 2, 4, 8),
     "pipeline": (2, 2, 4, 8),
+    **dict.fromkeys((name for name in STRATEGIES if name.startswith("pipeline_")), (2, 2, 2, 2)),
 }
 
 
