@@ -46,5 +46,5 @@ def micro_batch_rule(name: str, num_micro_batches: int, ranks: int) -> str:
     if name in ("1F1B", "DualPipeV") and num_micro_batches < stages:
         return f"at least as many as the {stages} stages"
     if name == "Interleaved1F1B" and num_micro_batches % max(1, num_micro_batches // ranks):
-        return f"a multiple of {ranks}, or fewer than {2 * ranks}"
+        return f"a multiple of {num_micro_batches // ranks}, its number of rounds"
     return ""
