@@ -47,11 +47,12 @@ class ScheduledEngine:
 
     def __init__(self, accelerator: Accelerator, plan: Plan, skeleton: PreTrainedModel, task: Task):
         self._plan, self._skeleton, self._task = plan, skeleton, task
+        self.recipe = plan.recipe
         self.device: torch.device = accelerator.device
         self._mesh = Mesh(plan.strategy.dims, accelerator.process_index, self.device)
         self.shard = self._mesh.shard
         _check_dropout(skeleton, plan)
-        self._autocast = torch.bfloat16 if plan.recipe.precision == "bf16" else None
+        self._autocast = torch.bfloat16 if self.recipe.precision == "bf16" else None
         layers = split_layers(copy.deepcopy(skeleton))
         self._stages = stages = Stages(layers, plan.strategy, self._autocast, self.device)
         self._module = nn.ModuleList(stages.modules.values()).train()
@@ -59,12 +60,12 @@ class ScheduledEngine:
         # every rank has to take part in making the group
         self._tie_group = dist.new_group(ends) if stages.tied else None
 
-        self.shapes, settings = trained_shapes(skeleton), plan.recipe.optimizer
+        self.shapes, settings = trained_shapes(skeleton), self.recipe.optimizer
         groups = factory.parameter_groups(stages.weights.items(), self.shapes, settings)
-        self._optimizer = factory.build_optimizer(groups, settings, plan.recipe.precision, plan.recipe.seed)
+        self._optimizer = factory.build_optimizer(groups, settings, self.recipe.precision, self.recipe.seed)
         self._first_step = FirstStep(plan, self._optimizer, self.shard, self._total)
         with torch.no_grad():
-            fill(skeleton, plan.recipe, self._write, names=set(stages.weights))
+            fill(skeleton, self.recipe, self._write, names=set(stages.weights))
         saved = {name for name in stages.weights if stages.owner[name] in stages.modules}
         states = factory.state_names(settings, self.shapes)
         self.state: State = LiveState(stages.weights, self._optimizer, states, replica=(0, 1), saved=saved)
@@ -90,7 +91,7 @@ class ScheduledEngine:
         grad_norm = math.sqrt(squares)
         applied = math.isfinite(mean) and math.isfinite(grad_norm)
         if applied:
-            factor = min(1.0, self._plan.recipe.optimizer.max_grad_norm / (grad_norm + 1e-6))
+            factor = min(1.0, self.recipe.optimizer.max_grad_norm / (grad_norm + 1e-6))
             if factor != 1.0:
                 torch._foreach_mul_([*counted, *again], factor)
             self._optimizer.step()
@@ -181,7 +182,7 @@ class ScheduledEngine:
         return held_bytes(self._module, self._optimizer, self.describe())
 
     def describe(self) -> EngineDescription:
-        recipe, weights = self._plan.recipe, self._stages.weights
+        recipe, weights = self.recipe, self._stages.weights
         return EngineDescription(
             engine=schedules.get_schedule_class(self._plan.strategy.pipeline_schedule).__name__,
             optimizer=type(self._optimizer).__name__,

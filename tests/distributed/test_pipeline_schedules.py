@@ -43,3 +43,20 @@ def test_schedules_follow_one_process(strategy, tied, workspace):
     assert relative_l2(run.weights, expected.weights) < WEIGHTS
     found, reference = run.metrics[-1], expected.metrics[-1]
     assert abs(found["eval_loss"] / reference["eval_loss"] - 1) < LOSS
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("strategy", "overrides", "words"),
+    [
+        ("pipeline_zbv", (), ("pipeline_zbv.yaml", "4 stages", "2 layers", "GPipe, 1F1B")),
+        ("pipeline_1f1b", ("attention_dropout",), ("attention_dropout 0.1", "set the rates to 0")),
+    ],
+)
+def test_models_that_cannot_be_cut_are_refused(strategy, overrides, words, workspace):
+    changes = {"num_hidden_layers": 2} | dict.fromkeys(overrides, 0.1)
+    config = f"model.config={json.dumps(LLAMA | changes)}"
+    run = workspace.run(strategy, 2, *SETTINGS, "batch.micro_batch_size=2", config)
+    assert run.returncode != 0 and "ConfigurationError" in run.output
+    for word in words:
+        assert word in run.output
