@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,7 +70,8 @@ class ScheduledEngine:
         states = factory.state_names(settings, self.shapes)
         self.state: State = LiveState(stages.weights, self._optimizer, states, replica=(0, 1), saved=saved)
         self._loss_weight = math.nan
-        self._schedule = cache(self._build_schedule)
+        # the last ones are kept, because rows that are grouped by length have many shapes
+        self._schedule = lru_cache(maxsize=16)(self._build_schedule)
 
     def _write(self, name: str, full: Tensor) -> None:
         self._stages.weights[name].copy_(full)

@@ -26,7 +26,6 @@ _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
     "fp8": (OFF, f"a layer of torchao {_UNTESTED}"),
     "model.kernels": (("torch", None), f"a Liger kernel {_UNTESTED}"),
     "loss.implementation": (("auto", "full"), "the last stage computes whole logits"),
-    "data.group_by_length": ((False, None), f"it {_UNTESTED}"),
     "memory.activation_checkpointing": (("none",), f"recomputing {_UNTESTED}"),
     "memory.gradient_sync": (("auto",), f"the key {_UNTESTED}"),
 }

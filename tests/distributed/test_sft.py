@@ -105,7 +105,16 @@ def documents(rows, indices) -> list[int]:
 
 
 CASES = [("packed", None), ("packed", "fsdp"), ("packed", "zero3"), ("packed", "pipeline"), ("grouped", "fsdp")]
-CASES += long(("packed", "ddp"), ("packed", "zero2"), ("packed", "tp"), ("grouped", None), ("grouped", "zero3"))
+CASES += long(
+    ("packed", "ddp"),
+    ("packed", "zero2"),
+    ("packed", "tp"),
+    ("packed", "pipeline_1f1b"),
+    ("grouped", "pipeline_1f1b"),
+    ("grouped", "pipeline_zbv"),
+    ("grouped", None),
+    ("grouped", "zero3"),
+)
 
 
 @pytest.mark.parametrize(("mode", "strategy"), CASES)

@@ -18,7 +18,6 @@ GOOD = {
     "model.kernels": "torch",
     "loss.implementation": "auto",
     "compile": "off",
-    "data.group_by_length": False,
     "memory.activation_checkpointing": "none",
     "memory.gradient_sync": "auto",
     "optimizer.name": "adamw",
