@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from samecurve.strategy.pipeline_schedules import SCHEDULES, micro_batch_rule
@@ -15,6 +16,14 @@ if TYPE_CHECKING:
 Value = Callable[[str], Any]
 BLOCK = "parallelism_config"
 SIZE, SCHEDULE = "parallelism_config_pp_size", "parallelism_config_pp_schedule"
+# What a file's name claims
+_WORDS = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved": "Interleaved1F1B",
+    "zbv": "ZBVZeroBubble",
+    "dualpipev": "DualPipeV",
+}
 _UNTESTED = "has not been compared with one process under a pipeline schedule"
 _ELSEWHERE = "configs/pipeline.yaml"
 # By key: what is allowed, and why nothing else is.
@@ -75,6 +84,11 @@ def check_accelerate(document: Document) -> None:
         document.problem((BLOCK, SIZE), f"missing, but {SCHEDULE} is {schedule}; set the number of pipeline ranks")
     elif schedule is None:
         document.problem((BLOCK, SCHEDULE), f"missing, but {SIZE} is {size}; set it to one of {names}")
+    stem = Path(document.name).stem
+    claimed = [_WORDS[word] for word in stem.split("_") if word in _WORDS]
+    if schedule in SCHEDULES and claimed and schedule not in claimed:
+        text = f"found {schedule}, but the file is called {stem}; rename the file or set it to {claimed[0]}"
+        document.problem((BLOCK, SCHEDULE), text)
     if kind != "MULTI_GPU":
         text = f"found {size}, but schedules run with distributed_type MULTI_GPU only, and it is {kind}"
         document.problem((BLOCK, SIZE), f"{text}; start from configs/pipeline_1f1b.yaml")

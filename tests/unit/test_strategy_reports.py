@@ -140,6 +140,8 @@ CASES = [
      [("configs/pipeline_1f1b.yaml:3", "parallelism_config.parallelism_config_pp_size", "2", "4 processes", "start 2", "set it to 4")], 6),
     ("pp schedule", *pp("1F1B", "2F2B"),
      [("configs/pipeline_1f1b.yaml:5", "parallelism_config.parallelism_config_pp_schedule", "2F2B", "GPipe, 1F1B, Interleaved1F1B, ZBVZeroBubble, DualPipeV")]),
+    ("pp: another schedule", *pp("1F1B", "GPipe"),
+     [("configs/pipeline_1f1b.yaml:5", "parallelism_config.parallelism_config_pp_schedule", "GPipe", "called pipeline_1f1b", "rename", "1F1B")]),
     ("pp without schedule", *pp("  parallelism_config_pp_schedule: 1F1B\n", ""),
      [("configs/pipeline_1f1b.yaml:3", "parallelism_config.parallelism_config_pp_schedule", "missing", "set it to one of")]),
     ("pp and tp", *pp("_pp_schedule: 1F1B\n", "_pp_schedule: 1F1B\n  parallelism_config_tp_size: 2\n"),
