@@ -69,7 +69,8 @@ def _micro_batches(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]
     name, ranks = strategy.pipeline_schedule, strategy.pipeline_stages
     if rule := micro_batch_rule(name, -(-rows // size), ranks):
         fitting = [each for each in range(1, rows + 1) if not micro_batch_rule(name, -(-rows // each), ranks)]
-        fix = f"use {' or '.join(map(str, fitting[-4:]))}" if fitting else "raise batch.global_batch_size"
+        nearest = sorted(sorted(fitting, key=lambda each: abs(each - size))[:4])
+        fix = f"use {' or '.join(map(str, nearest))}" if fitting else "raise batch.global_batch_size"
         text = f"found {size}, which makes {-(-rows // size)} micro-batches of {rows} rows"
         yield "batch.micro_batch_size", f"{text}, but {name} on {ranks} ranks takes {rule}; {fix}"
 

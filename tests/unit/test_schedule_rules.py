@@ -49,19 +49,16 @@ def test_compile_is_refused_with_the_reason(name, word):
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "size", "words"),
+    ("name", "ranks", "rows", "size", "words"),
     [
-        ("1F1B", 4, 6, ("2 micro-batches", "4 stages", "1 or 2 or 3")),
-        ("DualPipeV", 4, 2, ("6 micro-batches", "8 stages", "use 1")),
-        ("Interleaved1F1B", 2, 4, ("3 micro-batches", "")),
+        ("1F1B", 4, 12, 6, ("2 micro-batches", "4 stages", "1 or 2 or 3")),
+        ("DualPipeV", 4, 12, 2, ("6 micro-batches", "8 stages", "use 1")),
+        ("Interleaved1F1B", 2, 10, 2, ("5 micro-batches", "a multiple of 2", "use 1 or 3")),
     ],
 )
-def test_wrong_micro_batches_are_refused_with_sizes_that_work(name, ranks, size, words):
-    found = findings(name, ranks, **{"batch.micro_batch_size": size})
-    if name == "Interleaved1F1B":
-        assert not found  # one round of 3
-        return
-    ((key, text),) = found
+def test_wrong_micro_batches_are_refused_with_sizes_that_work(name, ranks, rows, size, words):
+    batch = {"batch.global_batch_size": rows, "batch.micro_batch_size": size}
+    ((key, text),) = findings(name, ranks, **batch)
     assert key == "batch.micro_batch_size"
     for word in words:
         assert word in text
