@@ -23,11 +23,13 @@ if TYPE_CHECKING:
     from samecurve.strategy.plan import Strategy
 
 _KINDS = {"ddp": DistributedType.MULTI_CPU, "tp": DistributedType.MULTI_CPU, "fsdp": DistributedType.MULTI_GPU}
+_KINDS["schedule"] = DistributedType.MULTI_CPU
 _EXPECTED = {
     "single": DistributedType.NO,
     "ddp": DistributedType.MULTI_CPU,
     "tp": DistributedType.MULTI_CPU,
     "fsdp": DistributedType.FSDP,
+    "schedule": DistributedType.MULTI_CPU,
     "zero": DistributedType.DEEPSPEED,
     "pipeline": DistributedType.DEEPSPEED,
 }

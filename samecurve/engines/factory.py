@@ -8,6 +8,7 @@ import torch
 
 from samecurve.distributed.affinity import affinity_advice, read_cpu_binding
 from samecurve.engines.accelerator import start
+from samecurve.engines.scheduled_engine import ScheduledEngine
 from samecurve.engines.torch_engine import TorchEngine
 from samecurve.engines.verify import verify
 from samecurve.strategy.preflight import allocator_settings, check_room
@@ -42,6 +43,8 @@ def build(accelerator: Accelerator, plan: Plan, skeleton: PreTrainedModel, task:
         from samecurve.engines.zero import ZeroEngine
 
         engine = ZeroEngine(accelerator, plan, skeleton, task)
+    elif plan.strategy.family == "schedule":
+        engine = ScheduledEngine(accelerator, plan, skeleton, task)
     else:
         engine = TorchEngine(accelerator, plan, skeleton, task)
     verify(plan, engine.describe())

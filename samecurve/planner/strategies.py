@@ -36,6 +36,7 @@ SIMPLE_FIRST = (
     "fsdp_ulysses",
     "fsdp_cp",
     "pipeline",
+    "pipeline_1f1b",
 )
 ADAM, SIXTEEN, THIRTY_TWO = 8, 2, 4
 BUCKET = 500_000_000  # elements of DeepSpeed's reduce_bucket_size by default

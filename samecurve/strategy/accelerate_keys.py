@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from samecurve.strategy.pipeline_schedules import SCHEDULES
+
 
 @dataclass(frozen=True)
 class ValueRule:
@@ -90,7 +92,12 @@ _COMPILE = Rejected(
 
 # Keys of Accelerate's YAML that only samecurve reads: Accelerate ignores unknown nested keys, and fsdp_forward_prefetch
 # except under FSDP1
-OURS = ("fsdp_reduce_dtype", "parallelism_config_tp_sequence_parallel")
+OURS = (
+    "fsdp_reduce_dtype",
+    "parallelism_config_tp_sequence_parallel",
+    "parallelism_config_pp_size",
+    "parallelism_config_pp_schedule",
+)
 
 ACCELERATE: Table = {
     "compute_environment": one_of("LOCAL_MACHINE"),
@@ -177,6 +184,8 @@ ACCELERATE: Table = {
         "parallelism_config_sp_seq_length_is_variable": _ROWS,
         "parallelism_config_sp_attn_implementation": _ROWS,
         "parallelism_config_tp_sequence_parallel": BOOLEAN,
+        "parallelism_config_pp_size": ValueRule("an integer above 1", lambda value: _whole(value) and value > 1),
+        "parallelism_config_pp_schedule": one_of(*SCHEDULES),
     },
     "deepspeed_config": {
         "deepspeed_config_file": TEXT,

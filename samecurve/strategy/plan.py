@@ -15,8 +15,8 @@ class Strategy:
     """How the run is spread over processes, as written in the strategy's files.
 
     name: the file's stem, "single" when nothing was chosen.
-    family: "single" | "ddp" | "tp" | "fsdp" | "zero" | "pipeline"; "fsdp" may be tensor- or context-parallel, too, see
-    `dims`.
+    family: "single" | "ddp" | "tp" | "fsdp" | "zero" | "pipeline" (DeepSpeed's) | "schedule" (a pipeline by PyTorch);
+        "fsdp" may be tensor- or context-parallel, too, see `dims`.
     dims: how the processes are arranged; wrong numbers of processes have been reported before anything reads it.
     path, accelerate: the Accelerate YAML and its content; None and {} for plain python and for a bare DeepSpeed JSON.
     deepspeed_path, deepspeed: the DeepSpeed JSON and its content. launcher: see `launchers.Launch`.
@@ -46,6 +46,7 @@ class Strategy:
     pipeline_partition: str = "parameters"
     pipeline_checkpoint_interval: int = 1
     context_parallel: str = ""
+    pipeline_schedule: str = ""
 
     @property
     def data_parallel_size(self) -> int:

@@ -27,6 +27,7 @@ from samecurve.errors import ConfigurationError, TopologyError
 from samecurve.strategy import launchers, validate
 from samecurve.strategy.launchers import Ancestor, Launch
 from samecurve.strategy.parallel_dims import ParallelDims
+from samecurve.strategy.pipeline_schedules import SCHEDULES
 from samecurve.strategy.plan import Files, Plan, Strategy
 from samecurve.strategy.restarts import continues_own_run
 
@@ -199,11 +200,14 @@ def describe_strategy(files: Files, launch: Launch) -> Strategy:
         tp_sequence_parallel=accelerate.get("parallelism_config", "parallelism_config_tp_sequence_parallel") is True,
         pipeline_partition=_text(deepspeed.get("pipeline", "partition"), "parameters"),
         pipeline_checkpoint_interval=_count(deepspeed.get("pipeline", "activation_checkpoint_interval"), 1),
+        pipeline_schedule=_schedule(files) if family == "schedule" else "",
     )
 
 
 def _dims(files: Files, family: str, world_size: int) -> ParallelDims:
     """What the files leave open, replicas for DDP and else shards, takes the rest of the processes."""
+    if family == "schedule":
+        return ParallelDims(pp=_pipeline_size(files))
     stages = _count(files.deepspeed.get("pipeline", "stages"), 1) if family == "pipeline" else 1
     replicas = _count(files.accelerate.get("parallelism_config", "parallelism_config_dp_replicate_size"), 1)
     cut = _tensor_parallel_size(files) if family in ("tp", "fsdp") else 1
@@ -227,6 +231,15 @@ def _tensor_parallel_size(files: Files) -> int:
     return _count(files.accelerate.get("parallelism_config", "parallelism_config_tp_size"), 1)
 
 
+def _pipeline_size(files: Files) -> int:
+    return _count(files.accelerate.get("parallelism_config", "parallelism_config_pp_size"), 1)
+
+
+def _schedule(files: Files) -> str:
+    found = files.accelerate.get("parallelism_config", "parallelism_config_pp_schedule")
+    return found if found in SCHEDULES else "1F1B"
+
+
 def _nvme_paths(deepspeed: Document) -> tuple[Path, ...]:
     blocks = [("zero_optimization", f"offload_{part}") for part in ("optimizer", "param")]
     paths = [deepspeed.get(*block, "nvme_path") for block in blocks if deepspeed.get(*block, "device") == "nvme"]
@@ -237,6 +250,8 @@ def _family(files: Files) -> str:
     kind = files.accelerate.get("distributed_type")
     if files.deepspeed.name or kind == "DEEPSPEED":
         return "pipeline" if "pipeline" in files.deepspeed.content else "zero"
+    if kind == "MULTI_GPU" and _pipeline_size(files) > 1:
+        return "schedule"
     if kind == "MULTI_GPU" and _tensor_parallel_size(files) > 1:
         return "tp"
     return {"MULTI_GPU": "ddp", "FSDP": "fsdp"}.get(kind if isinstance(kind, str) else "", "single")

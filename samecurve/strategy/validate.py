@@ -17,6 +17,7 @@ from samecurve.strategy import (
     validate_context_parallel,
     validate_deepspeed,
     validate_optimizer,
+    validate_schedule,
     validate_tensor_parallel,
 )
 from samecurve.strategy.accelerate_keys import ACCELERATE, RecipeOwned, Rejected, Table, ValueRule
@@ -43,8 +44,8 @@ def check_strategy(source: RecipeSource, files: Files, strategy: Strategy, launc
         _walk(files.deepspeed, DEEPSPEED, source)
         validate_deepspeed.check_deepspeed(files.deepspeed, strategy, source)
     _names(files, strategy)
-    rules = validate_optimizer.RULES + validate_tensor_parallel.RULES + validate_context_parallel.RULES
-    for rule in (*_RULES, *rules):
+    parallel = validate_tensor_parallel.RULES + validate_context_parallel.RULES + validate_schedule.RULES
+    for rule in (*_RULES, *validate_optimizer.RULES, *parallel):
         with contextlib.suppress(KeyError):
             for key, text in rule(source.value, strategy):
                 source.document.problem(tuple(key.split(".")), text)
@@ -192,6 +193,7 @@ def _accelerate(document: Document) -> None:
             document.problem((block,), f"{text}; remove the block, or change distributed_type")
     validate_tensor_parallel.check_accelerate(document)
     validate_context_parallel.check_accelerate(document)
+    validate_schedule.check_accelerate(document)
     if document.get("fsdp_config", "fsdp_forward_prefetch") is True:
         policy = document.get("fsdp_config", "fsdp_auto_wrap_policy") or "absent"
         if policy != "TRANSFORMER_BASED_WRAP":
@@ -228,6 +230,7 @@ def _name(document: Document, strategy: Strategy) -> None:
     if not claimed:
         return
     truth = {"zero": f"zero{strategy.zero_stage}", "fsdp": "hsdp" if strategy.replicate_size > 1 else "fsdp"}
+    truth["schedule"] = "pipeline"
     is_json = document.name.endswith(".json")
     kind_key: KeyPath = ("zero_optimization", "stage") if is_json else ("distributed_type",)
     offload_key: KeyPath = ("zero_optimization",) if is_json else ("fsdp_config",)

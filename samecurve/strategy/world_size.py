@@ -16,6 +16,7 @@ _SHARDS = ("parallelism_config", "parallelism_config_dp_shard_size")
 _TENSOR = ("parallelism_config", "parallelism_config_tp_size")
 _SECONDARY = ("zero_optimization", "zero_hpz_partition_size")
 _STAGES = ("pipeline", "stages")
+_PIPELINE = ("parallelism_config", "parallelism_config_pp_size")
 
 
 def world_problems(files: Files, strategy: Strategy, launch: Launch) -> Iterator[ConfigProblem]:
@@ -25,6 +26,11 @@ def world_problems(files: Files, strategy: Strategy, launch: Launch) -> Iterator
     if wrong:  # how the processes are arranged can be judged when there are as many as were meant
         return
     world, stages = strategy.world_size, strategy.pipeline_stages
+    if strategy.family == "schedule":
+        if world != stages:
+            text = f"found {stages}, but {world} processes run, and all of them form one pipeline"
+            yield _at(files.accelerate, _PIPELINE, f"{text}; start {stages} processes, or set it to {world}")
+        return
     if world % stages:
         text = f"{world} processes cannot be divided into {stages} stages; start a multiple of {stages}"
         yield _at(files.deepspeed, _STAGES, text)

@@ -105,7 +105,9 @@ def main() -> None:
 
 
 def type_of_engine(plan) -> str:
-    name = {"pipeline": "pipeline", "zero": "zero"}.get(plan.strategy.family, "torch_engine")
+    name = {"pipeline": "pipeline", "zero": "zero", "schedule": "scheduled_engine"}.get(
+        plan.strategy.family, "torch_engine"
+    )
     __import__(f"samecurve.engines.{name}")
     return f"samecurve.engines.{name}"
 

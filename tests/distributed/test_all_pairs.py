@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 from harness import Run, append_result, largest_relative_difference, launch_command
-from test_equal_curves import CONTEXT, ENGINES, Case, libaio_is_installed, one_stage
+from test_equal_curves import CONTEXT, ENGINES, SCHEDULES, Case, libaio_is_installed, one_stage
 
 STOP = 5
 LOSS, NORM = 1e-5, 1e-4
 WORLDS = {"single": [1], "hsdp": [4], "tp": [2], "fsdp_tp": [2, 4], "pipeline": [1, 2, 4]}
-WORLDS |= dict.fromkeys(CONTEXT, [2, 4])
+WORLDS |= dict.fromkeys(CONTEXT, [2, 4]) | dict.fromkeys(SCHEDULES, [2])
 # 3 processes divide neither the rows of a weight (FSDP) nor its number of values (ZeRO-3)
 UNEVEN = ("ddp", "fsdp", "zero1", "zero3")
 CASES = [
@@ -23,7 +23,7 @@ CASES = [
     for name in ENGINES
     for world in WORLDS.get(name, [1, 2, 3, 4] if name in UNEVEN else [1, 2, 4])
 ]
-NO_LORA = ("pipeline", "zero3_nvme", "tp", "fsdp_tp")
+NO_LORA = ("pipeline", "zero3_nvme", "tp", "fsdp_tp", *SCHEDULES)
 LORA_CASES = [Case(name, WORLDS.get(name, [2])[-1], 1) for name in ENGINES if name not in NO_LORA]
 LORA_CASES += [Case("pipeline", 2, 1), Case("fsdp", 3, 1), Case("zero3", 3, 1)]
 GLOBAL_BATCH = 12
@@ -35,6 +35,7 @@ def name_of(case: Case) -> str:
 
 def arguments(case: Case, workspace, lora: bool) -> tuple[Path | None, list[str]]:
     micro_batch = GLOBAL_BATCH // case.readers // case.stages
+    micro_batch //= 2 if case.strategy == "pipeline_dualpipev" else 1
     more = [f"batch.global_batch_size={GLOBAL_BATCH}", f"batch.micro_batch_size={micro_batch}"]
     more += workspace.lora if lora else ()
     if case.strategy == "single":

@@ -24,6 +24,11 @@ ENGINES = {
     "fsdp_ulysses": "FSDPLlamaForCausalLM",
     "fsdp_cp": "FSDPLlamaForCausalLM",
     "pipeline": "PipelineEngine",
+    "pipeline_gpipe": "ScheduleGPipe",
+    "pipeline_1f1b": "Schedule1F1B",
+    "pipeline_interleaved": "ScheduleInterleaved1F1B",
+    "pipeline_zbv": "ScheduleZBVZeroBubble",
+    "pipeline_dualpipev": "ScheduleDualPipeV",
 } | dict.fromkeys(["zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme"], "DeepSpeedEngine")
 STAGES = {"zero1": 1, "zero2": 2, "zero2_offload": 2, "zero3": 3, "zero3_offload": 3, "zero3_nvme": 3, "pipeline": 1}
 OFFLOAD = {
@@ -32,6 +37,7 @@ OFFLOAD = {
     "zero3_nvme": ["optimizer:nvme", "param:nvme"],
 }
 CONTEXT = {"fsdp_ulysses": "ulysses", "fsdp_cp": "allgather"}
+SCHEDULES = tuple(name for name in ENGINES if name.startswith("pipeline_"))
 SHARDED = ("fsdp", "fsdp_tp", *CONTEXT, "hsdp", "zero3", "zero3_offload", "zero3_nvme")
 ONLY_ON_A_DEVICE = {"fsdp_offload"}  # FSDP2 offloads through pinned memory
 # Rounding: bf16 keeps 8 bits, so one matmul output is off by up to 2^-9 = 0.2 %; a loss near 5 averages hundreds of
@@ -49,7 +55,7 @@ class Case:
 
     @property
     def stages(self) -> int:
-        return min(2, self.world) if self.strategy == "pipeline" else 1
+        return min(2, self.world) if self.strategy.startswith("pipeline") else 1
 
     @property
     def cut(self) -> int:
@@ -78,16 +84,23 @@ class Case:
 def worlds(strategy: str) -> list[int]:
     """The last one is run every day."""
     given = {"single": [1], "hsdp": [4], "tp": [2], "fsdp_tp": [2, 4], "pipeline": [1, 2, 4]}
-    return (given | dict.fromkeys(CONTEXT, [4, 2])).get(strategy, [1, 2])
+    given |= dict.fromkeys(CONTEXT, [4, 2]) | dict.fromkeys(SCHEDULES, [2])
+    return given.get(strategy, [1, 2])
+
+
+def accumulations(strategy: str) -> tuple[int, int]:
+    """1F1B takes at least as many micro-batches as stages, DualPipeV has two stages on each rank."""
+    return {"pipeline_dualpipev": (4, 8)}.get(strategy, (2, 4) if strategy in SCHEDULES else (1, 2))
 
 
 def cases() -> list:
-    fp32 = [Case(name, world, count) for name in ENGINES for world in worlds(name) for count in (1, 2)]
-    bf16 = [Case(name, worlds(name)[-1], 2, "bf16") for name in ENGINES]
+    fp32 = [Case(name, world, count) for name in ENGINES for world in worlds(name) for count in accumulations(name)]
+    bf16 = [Case(name, worlds(name)[-1], accumulations(name)[-1], "bf16") for name in ENGINES]
     # every day: each strategy on its last world with accumulation, where most can go wrong, without NVMe, whose
     # library takes minutes to compile; FSDP without accumulation; in bf16 one of each kind of optimizer
     often = [case for case in fp32 if case.world == worlds(case.strategy)[-1] and case.accumulation == 2]
-    often = [case for case in often if case.strategy != "zero3_nvme"] + [Case("fsdp", 2, 1)]
+    # of the schedules test_pipeline_schedules.py runs one every day
+    often = [case for case in often if case.strategy not in ("zero3_nvme", *SCHEDULES)] + [Case("fsdp", 2, 1)]
     often += [case for case in bf16 if case.strategy in ("fsdp", "zero1", "pipeline")]
     return [pytest.param(case, marks=() if case in often else pytest.mark.full, id=str(case)) for case in fp32 + bf16]
 
@@ -141,7 +154,7 @@ def assert_what_ran(run: Run, case: Case) -> None:
     assert facts["gradient_accumulation_steps"] == case.accumulation
     assert facts["precision"] == case.precision
     assert facts["zero_stage"] == STAGES.get(case.strategy, 0)
-    if case.strategy == "pipeline":
+    if case.strategy.startswith("pipeline"):
         assert facts["pipeline_stages"] == case.stages
     replicas = 2 if case.strategy == "hsdp" else 1
     assert facts["replicate_size"] == replicas

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from harness import launch_command, long
 from safetensors.torch import load_file, save_file
-from test_equal_curves import ENGINES, LOSS, NORM
+from test_equal_curves import ENGINES, LOSS, NORM, SCHEDULES
 
-STRATEGIES = ["ddp", "fsdp", "zero1", "zero2_offload", "zero3", "pipeline"]
+STRATEGIES = ["ddp", "fsdp", "zero1", "zero2_offload", "zero3", "pipeline", "pipeline_1f1b"]
 # what is not run is one of the others where it matters: the shared step, or the same DeepSpeed optimizer class
 SAME_CODE = {
     "single": "ddp",
@@ -22,6 +22,7 @@ SAME_CODE = {
     "zero2": "zero2_offload",
     "zero3_offload": "zero3",
     "zero3_nvme": "zero3",
+    **dict.fromkeys(set(SCHEDULES) - {"pipeline_1f1b"}, "pipeline_1f1b"),
 }
 OTHER_CODE_IN_BF16 = ["zero1", "zero3", "pipeline"]  # other optimizer classes, or bf16 weights beside fp32 masters
 

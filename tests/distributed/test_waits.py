@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import launch_command, long
 from reads import Reads
-from test_equal_curves import CONTEXT, ENGINES
+from test_equal_curves import CONTEXT, ENGINES, SCHEDULES
 from torch import Tensor
 
 WORLDS = {"single": 1, "hsdp": 4, "fsdp_tp": 4}
@@ -29,7 +29,7 @@ ROUTERS = f"model.config={json.dumps(MIXTRAL)}", "model.router_loss=batch", "dat
     [
         ("single", ROUTERS),
         ("fsdp", ()),
-        *long(*((name, ()) for name in ENGINES if name not in ("fsdp", "pipeline", "zero3_nvme"))),
+        *long(*((name, ()) for name in ENGINES if name not in ("fsdp", "pipeline", "zero3_nvme", *SCHEDULES))),
         *long(("ddp", ROUTERS), ("fsdp", (*ROUTERS, "loss.implementation=full", "model.attention=eager"))),
     ],
 )

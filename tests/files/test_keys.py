@@ -18,6 +18,7 @@ FAMILIES = {
     "hsdp": "fsdp",
     "tp": "tp",
     "zero": "zero",
+    "pipeline_": "schedule",
     "pipeline": "pipeline",
 }
 RECIPE = """\
@@ -167,7 +168,7 @@ def test_shipped_strategy_resolves(path, tmp_path, monkeypatch):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE)
     world = {} if path.stem == "single" else {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "4"}
-    world |= {"WORLD_SIZE": "2"} if path.stem == "tp" else {}
+    world |= {"WORLD_SIZE": "2"} if path.stem == "tp" or path.stem.startswith("pipeline_") else {}
     strategy = resolve_plan([str(recipe), "--strategy", str(path)], world).strategy
     assert strategy.name == path.stem
     assert strategy.family == next(f for stem, f in FAMILIES.items() if path.stem.startswith(stem))

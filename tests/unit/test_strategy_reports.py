@@ -65,6 +65,21 @@ def cp(old, new, name="fsdp_ulysses", environ=T):
     return {path: FSDP_ULYSSES.replace(old, new)}, ["r.yaml", "--strategy", path], environ
 
 
+PP = """\
+distributed_type: MULTI_GPU
+num_processes: 2
+parallelism_config:
+  parallelism_config_pp_size: 2
+  parallelism_config_pp_schedule: 1F1B
+"""
+
+
+def pp(old, new, environ=T):
+    """One change in the file of a pipeline schedule."""
+    files = {"configs/pipeline_1f1b.yaml": PP.replace(old, new)}
+    return files, ["r.yaml", "--strategy", "configs/pipeline_1f1b.yaml"], environ
+
+
 # name, changed files, command line, environment, the report's rows (see report_cases.py), and the exit code where it is
 # not 2
 # fmt: off
@@ -154,6 +169,16 @@ CASES = [
      [("r.yaml:3", "loss.implementation", "liger", "whole output head", "chunked")]),
     ("tp on 4", *use("configs/tp.yaml", {**T, "WORLD_SIZE": "4"}, {"configs/tp.yaml": TP}),
      [("configs/tp.yaml:4", "parallelism_config.parallelism_config_tp_size", "2", "4 processes", "start 2", "set it to 4", "fsdp_tp.yaml")], 6),
+    ("pp on 4", *pp("num_processes: 2\n", "", {**T, "WORLD_SIZE": "4"}),
+     [("configs/pipeline_1f1b.yaml:3", "parallelism_config.parallelism_config_pp_size", "2", "4 processes", "start 2", "set it to 4")], 6),
+    ("pp schedule", *pp("1F1B", "2F2B"),
+     [("configs/pipeline_1f1b.yaml:5", "parallelism_config.parallelism_config_pp_schedule", "2F2B", "GPipe, 1F1B, Interleaved1F1B, ZBVZeroBubble, DualPipeV")]),
+    ("pp: another schedule", *pp("1F1B", "GPipe"),
+     [("configs/pipeline_1f1b.yaml:5", "parallelism_config.parallelism_config_pp_schedule", "GPipe", "called pipeline_1f1b", "rename", "1F1B")]),
+    ("pp without schedule", *pp("  parallelism_config_pp_schedule: 1F1B\n", ""),
+     [("configs/pipeline_1f1b.yaml:3", "parallelism_config.parallelism_config_pp_schedule", "missing", "set it to one of")]),
+    ("pp and tp", *pp("_pp_schedule: 1F1B\n", "_pp_schedule: 1F1B\n  parallelism_config_tp_size: 2\n"),
+     [("configs/pipeline_1f1b.yaml:6", "parallelism_config.parallelism_config_tp_size", "2", "compared", "remove")]),
     ("fsdp_tp on 3", *use("configs/fsdp_tp.yaml", {**T, "WORLD_SIZE": "3"}, {"configs/fsdp_tp.yaml": FSDP_TP}),
      [("configs/fsdp_tp.yaml:7", "parallelism_config.parallelism_config_tp_size", "2", "3 processes", "start 2", "set it to 3")], 6),
     ("fsdp_tp shards", *use("configs/fsdp_tp.yaml", {**T, "WORLD_SIZE": "4"}, {"configs/fsdp_tp.yaml": FSDP_TP + "  parallelism_config_dp_shard_size: 4\n"}),

@@ -1,0 +1,229 @@
+"""Pipelines by the schedules of torch.distributed.pipelining: 1F1B, GPipe, interleaved and zero-bubble ones."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, schedules
+
+from samecurve.engines.first_step import FirstStep
+from samecurve.engines.forward import evaluation_sums
+from samecurve.engines.memory_usage import held_bytes
+from samecurve.engines.mesh import Mesh
+from samecurve.engines.schedule_stages import Stages
+from samecurve.engines.sharded_state import LiveState
+from samecurve.errors import ConfigurationError
+from samecurve.interfaces.engine import EngineDescription, EvalResult, StepResult, dtype_name
+from samecurve.interfaces.memory import Held
+from samecurve.interfaces.sharded_state import State
+from samecurve.models import dropout
+from samecurve.models.lora import trained_shapes
+from samecurve.models.pipeline_split import split_layers
+from samecurve.models.weights import fill
+from samecurve.optim import factory
+from samecurve.optim.norms import norms
+from samecurve.strategy.parallel_dims import DIMENSIONS
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import PreTrainedModel
+
+    from samecurve.data.micro_batch import MicroBatch
+    from samecurve.interfaces.task import Task
+    from samecurve.strategy.plan import Plan
+
+
+class ScheduledEngine:
+    """Implementation of interfaces.engine.Engine. `skeleton` is the model on the meta device and stays there."""
+
+    loss_scale_state: dict = {}
+
+    def __init__(self, accelerator: Accelerator, plan: Plan, skeleton: PreTrainedModel, task: Task):
+        self._plan, self._skeleton, self._task = plan, skeleton, task
+        self.recipe = plan.recipe
+        self.device: torch.device = accelerator.device
+        self._mesh = Mesh(plan.strategy.dims, accelerator.process_index, self.device)
+        self.shard = self._mesh.shard
+        _check_dropout(skeleton, plan)
+        self._autocast = torch.bfloat16 if self.recipe.precision == "bf16" else None
+        layers = split_layers(copy.deepcopy(skeleton))
+        self._stages = stages = Stages(layers, plan.strategy, self._autocast, self.device)
+        self._module = nn.ModuleList(stages.modules.values()).train()
+        ends = [stages.rank_of(0), stages.rank_of(stages.count - 1)]
+        # every rank has to take part in making the group
+        self._tie_group = dist.new_group(ends) if stages.tied else None
+
+        self.shapes, settings = trained_shapes(skeleton), self.recipe.optimizer
+        groups = factory.parameter_groups(stages.weights.items(), self.shapes, settings)
+        self._optimizer = factory.build_optimizer(groups, settings, self.recipe.precision, self.recipe.seed)
+        self._first_step = FirstStep(plan, self._optimizer, self.shard, self._total)
+        with torch.no_grad():
+            fill(skeleton, self.recipe, self._write, names=set(stages.weights))
+        saved = {name for name in stages.weights if stages.owner[name] in stages.modules}
+        states = factory.state_names(settings, self.shapes)
+        self.state: State = LiveState(stages.weights, self._optimizer, states, replica=(0, 1), saved=saved)
+        self._loss_weight = math.nan
+        # the last ones are kept, because rows that are grouped by length have many shapes
+        self._schedule = lru_cache(maxsize=16)(self._build_schedule)
+
+    def _write(self, name: str, full: Tensor) -> None:
+        self._stages.weights[name].copy_(full)
+
+    def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
+        stages, tokens = self._stages, self._count(micro_batches)
+        if tokens == 0:
+            return StepResult.of_nothing()
+        factory.set_learning_rate(self._optimizer, learning_rate)
+        self._loss_weight = 1.0 / tokens
+        mean = self._forward_backward(micro_batches)
+        for name in sorted(stages.tied & stages.weights.keys()):
+            dist.all_reduce(stages.weights[name].grad, group=self._tie_group)
+
+        counted, again = stages.gradients()
+        sums = torch.stack([mean.double(), _squares(counted).to(self.device), _squares(again).to(self.device)])
+        mean, squares, squares_again = self._total(sums)
+        grad_norm = math.sqrt(squares)
+        applied = math.isfinite(mean) and math.isfinite(grad_norm)
+        if applied:
+            factor = min(1.0, self.recipe.optimizer.max_grad_norm / (grad_norm + 1e-6))
+            if factor != 1.0:
+                torch._foreach_mul_([*counted, *again], factor)
+            self._optimizer.step()
+        self._optimizer.zero_grad()
+        result = StepResult.of(mean, grad_norm, tokens, applied, may_rescale=False)
+        return self._first_step.checked(result, learning_rate, math.sqrt(squares + squares_again))
+
+    def _forward_backward(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """Run the schedule and return this rank's part of the step's loss, 0 without the last stage."""
+        stages = self._stages
+        if stages.has_first:  # the rows are read where they enter the pipeline
+            for batch in micro_batches:
+                self._first_step.read(batch)
+        # a schedule cuts a step's rows into equal parts
+        most = max(len(batch.labels) for batch in micro_batches)
+        rows = [batch.padded(len(batch.labels), most).to(self.device) for batch in micro_batches]
+        input_ids, position_ids = (torch.cat([each.inputs[name] for each in rows]) for name in _INPUTS)
+        labels, losses = torch.cat([each.labels for each in rows]), []
+        schedule = self._schedule(input_ids.shape, len(rows))
+        inputs = (input_ids,) if stages.has_first else ()
+        # losses are read from the list: the loss function is also called once on no values, to find out shapes
+        last = {"target": labels, "losses": losses} if stages.has_last else {}
+        schedule.step(*inputs, position_ids=position_ids, return_outputs=False, **last)
+        return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.device)
+
+    def _build_schedule(self, shape: torch.Size, num_micro_batches: int) -> Any:
+        """Build the schedule of steps of one shape of input_ids: PyTorch's stages keep the shapes of their first."""
+        kind = schedules.get_schedule_class(self._plan.strategy.pipeline_schedule)
+        stages = [
+            PipelineStage(module, stage, self._stages.count, self.device)
+            for stage, module in self._stages.modules.items()
+        ]
+        single = issubclass(kind, schedules.PipelineScheduleSingle)
+        # losses are weighted by the step's tokens, so that gradients need no division by the micro-batches
+        return kind(stages[0] if single else stages, num_micro_batches, loss_fn=self._loss, scale_grads=False)
+
+    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return self._task.step_loss(logits, labels=labels)[0] * self._loss_weight
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
+        sums, tokens = torch.zeros(1, dtype=torch.float64, device=self.device), self._count(micro_batches)
+        for batch in micro_batches:
+            batch = batch.to(self.device)
+            logits = self._logits(batch)
+            if logits is not None:
+                found = evaluation_sums(self._task, logits, **batch.targets)
+                sums = sums + found if len(sums) == len(found) else found
+        loss, *statistics = self._total(sums)
+        return EvalResult(loss=loss / max(tokens, 1), tokens=tokens, statistics=tuple(statistics))
+
+    def features(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        raise NotImplementedError("tasks with features are refused before")
+
+    def outputs(self, batch: MicroBatch) -> Tensor | None:
+        batch = batch.to(self.device)
+        logits, last = self._logits(batch), self._stages.rank_of(self._stages.count - 1)
+        if last == 0:
+            return logits.float().cpu() if logits is not None else None
+        if logits is not None:
+            dist.send(logits.float().contiguous(), dst=0)
+        if self._mesh.rank != 0:
+            return None
+        found = torch.empty(*batch.labels.shape, self._skeleton.config.vocab_size, device=self.device)
+        dist.recv(found, src=last)
+        return found.cpu()
+
+    def _logits(self, batch: MicroBatch) -> Tensor | None:
+        self._module.eval()
+        input_ids, position_ids = (batch.inputs[name] for name in _INPUTS)
+        found = self._stages.forward(input_ids, position_ids, self._skeleton.config.hidden_size)
+        self._module.train()
+        return found
+
+    def parameters(self) -> Iterator[tuple[str, Tensor | None]]:
+        rank, stages = self._mesh.rank, self._stages
+        for name, shape in self.shapes.items():
+            sender, full = stages.rank_of(stages.owner[name]), None
+            if rank == sender:
+                full = stages.weights[name].detach().float()
+                if rank != 0:
+                    dist.send(full, dst=0)
+            elif rank == 0:
+                full = torch.empty(shape, device=self.device)
+                dist.recv(full, src=sender)
+            yield name, full.cpu() if full is not None and rank == 0 else None
+
+    def held_bytes(self) -> Held:
+        return held_bytes(self._module, self._optimizer, self.describe())
+
+    def describe(self) -> EngineDescription:
+        recipe, weights = self.recipe, self._stages.weights
+        return EngineDescription(
+            engine=schedules.get_schedule_class(self._plan.strategy.pipeline_schedule).__name__,
+            optimizer=type(self._optimizer).__name__,
+            world_size=dist.get_world_size(),
+            data_parallel_size=self.shard[1],
+            pipeline_stages=self._stages.ranks,
+            layers_per_stage=self._stages.layers_per_stage,
+            device=str(self.device),
+            num_parameters=self._skeleton.num_parameters(),
+            num_trained_parameters=sum(shape.numel() for shape in self.shapes.values()),
+            num_parameters_per_rank=sum(weight.numel() for weight in weights.values()),
+            precision="bf16" if self._autocast else "fp32",
+            micro_batch_size=recipe.batch.micro_batch_size,
+            gradient_accumulation_steps=recipe.batch.accumulation_steps(self.shard[1]),
+            gradient_clipping=recipe.optimizer.max_grad_norm,
+            weight_dtype=dtype_name(next(iter(weights.values())).dtype),
+            reduce_dtype=None,
+            sharded=False,
+        )
+
+    def _count(self, micro_batches: Sequence[MicroBatch]) -> int:
+        """Count the tokens of the micro-batches; all ranks read the same rows."""
+        return sum(self._task.count(**batch.targets) for batch in micro_batches)
+
+    def _total(self, values: Tensor) -> tuple[float, ...]:
+        return self._mesh.sum(values, over=DIMENSIONS)
+
+
+_INPUTS = ("input_ids", "position_ids")
+
+
+def _squares(gradients: list[Tensor]) -> Tensor:
+    """Sum the squares of all elements: an fp64 scalar."""
+    return norms(gradients).square().sum().double() if gradients else torch.zeros((), dtype=torch.float64)
+
+
+def _check_dropout(skeleton: PreTrainedModel, plan: Plan) -> None:
+    if rates := dropout.rates(skeleton.config):
+        named = ", ".join(f"{key} {rate}" for key, rate in rates.items())
+        raise ConfigurationError(
+            f"{plan.strategy.path}: the model has dropout ({named}), which has not been compared with one process "
+            "under a pipeline schedule; set the rates to 0 in model.config, or use configs/pipeline.yaml"
+        )

@@ -1,0 +1,102 @@
+"""Checks what a recipe asks of a pipeline schedule: what was compared with one process is allowed, all else refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from samecurve.strategy.pipeline_schedules import SCHEDULES, micro_batch_rule
+from samecurve.strategy.validate_tensor_parallel import OFF
+
+if TYPE_CHECKING:
+    from samecurve.config.documents import Document
+    from samecurve.strategy.plan import Strategy
+
+Value = Callable[[str], Any]
+BLOCK = "parallelism_config"
+SIZE, SCHEDULE = "parallelism_config_pp_size", "parallelism_config_pp_schedule"
+# What a file's name claims
+_WORDS = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved": "Interleaved1F1B",
+    "zbv": "ZBVZeroBubble",
+    "dualpipev": "DualPipeV",
+}
+_UNTESTED = "has not been compared with one process under a pipeline schedule"
+_ELSEWHERE = "configs/pipeline.yaml"
+# By key: what is allowed, and why nothing else is.
+_ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "task": (("pretrain", "sft"), f"the task {_UNTESTED}"),
+    "precision": (("fp32", "bf16"), f"fp16's loss scale {_UNTESTED}"),
+    "optimizer.name": (("adamw", "lion", "sgd"), f"it {_UNTESTED}"),
+    "adapter.name": ((None,), f"an adapter {_UNTESTED}"),
+    "fp8": (OFF, f"a layer of torchao {_UNTESTED}"),
+    "model.kernels": (("torch", None), f"a Liger kernel {_UNTESTED}"),
+    "loss.implementation": (("auto", "full"), "the last stage computes whole logits"),
+    "memory.activation_checkpointing": (("none",), f"recomputing {_UNTESTED}"),
+    "memory.gradient_sync": (("auto",), f"the key {_UNTESTED}"),
+}
+
+
+def _rule(key: str, allowed: tuple[Any, ...], why: str) -> Callable[[Value, Strategy], Iterator[tuple[str, str]]]:
+    def rule(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
+        found = value(key)
+        if strategy.family == "schedule" and found not in allowed:
+            shown = " or ".join("null" if each is None else str(each) for each in allowed if each is not False)
+            yield key, f"found {found}, but {why}; use {shown or 'false'}, or another strategy"
+
+    return rule
+
+
+def _compile(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
+    found = value("compile")
+    if strategy.family != "schedule" or found in OFF:
+        return
+    why = f"a compiled layer {_UNTESTED}"
+    if SCHEDULES[strategy.pipeline_schedule].folded:
+        why = "PyTorch computes wrong gradients of compiled layers where a backward pass is cut in two (zero bubble)"
+    yield "compile", f"found {found}, but {why}; use off, or {_ELSEWHERE}"
+
+
+def _micro_batches(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
+    if strategy.family != "schedule":
+        return
+    rows, size = value("batch.global_batch_size"), value("batch.micro_batch_size")
+    if not all(isinstance(each, int) and each > 0 for each in (rows, size)):
+        return  # reported by the recipe's own rules
+    name, ranks = strategy.pipeline_schedule, strategy.pipeline_stages
+    if rule := micro_batch_rule(name, -(-rows // size), ranks):
+        fitting = [each for each in range(1, rows + 1) if not micro_batch_rule(name, -(-rows // each), ranks)]
+        nearest = sorted(sorted(fitting, key=lambda each: abs(each - size))[:4])
+        fix = f"use {' or '.join(map(str, nearest))}" if fitting else "raise batch.global_batch_size"
+        text = f"found {size}, which makes {-(-rows // size)} micro-batches of {rows} rows"
+        yield "batch.micro_batch_size", f"{text}, but {name} on {ranks} ranks takes {rule}; {fix}"
+
+
+def check_accelerate(document: Document) -> None:
+    """Add the problems of an Accelerate YAML that names only one of size and schedule, or mixes them with others."""
+    size, schedule = document.get(BLOCK, SIZE), document.get(BLOCK, SCHEDULE)
+    kind, names = document.get("distributed_type"), ", ".join(SCHEDULES)
+    if size is None and schedule is None:
+        return
+    if size is None:
+        document.problem((BLOCK, SIZE), f"missing, but {SCHEDULE} is {schedule}; set the number of pipeline ranks")
+    elif schedule is None:
+        document.problem((BLOCK, SCHEDULE), f"missing, but {SIZE} is {size}; set it to one of {names}")
+    stem = Path(document.name).stem
+    claimed = [_WORDS[word] for word in stem.split("_") if word in _WORDS]
+    if schedule in SCHEDULES and claimed and schedule not in claimed:
+        text = f"found {schedule}, but the file is called {stem}; rename the file or set it to {claimed[0]}"
+        document.problem((BLOCK, SCHEDULE), text)
+    if kind != "MULTI_GPU":
+        text = f"found {size}, but schedules run with distributed_type MULTI_GPU only, and it is {kind}"
+        document.problem((BLOCK, SIZE), f"{text}; start from configs/pipeline_1f1b.yaml")
+    cut = document.get(BLOCK, "parallelism_config_tp_size")
+    if cut not in (None, 1):
+        text = f"found {cut}, but tensor parallelism inside pipeline stages {_UNTESTED}; remove one of the two"
+        document.problem((BLOCK, "parallelism_config_tp_size"), text)
+
+
+RULES = (_compile, _micro_batches, *(_rule(key, allowed, why) for key, (allowed, why) in _ALLOWED.items()))

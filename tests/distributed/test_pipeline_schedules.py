@@ -1,0 +1,62 @@
+"""Pipelines by PyTorch's schedules, on packed documents of uneven length, against one process."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from harness import LLAMA, Run, largest_relative_difference, long, relative_l2
+
+LOSS, NORM, WEIGHTS = 1e-5, 1e-4, 1e-4
+SETTINGS = ("steps=6", "checkpoint.every_steps=0", "data.packing=true")
+ENGINES = {
+    "pipeline_1f1b": "Schedule1F1B",
+    "pipeline_gpipe": "ScheduleGPipe",
+    "pipeline_interleaved": "ScheduleInterleaved1F1B",
+    "pipeline_zbv": "ScheduleZBVZeroBubble",
+    "pipeline_dualpipev": "ScheduleDualPipeV",
+}
+
+
+def short_run(workspace, strategy: str | None, world: int, *overrides: str) -> Run:
+    run = workspace.run(strategy, world, *SETTINGS, *overrides)
+    assert run.returncode == 0, run.output
+    return run
+
+
+def cases() -> list:
+    every = [(strategy, tied) for strategy in ENGINES for tied in (True, False)]
+    return [("pipeline_1f1b", True), *long(*(case for case in every if case != ("pipeline_1f1b", True)))]
+
+
+@pytest.mark.parametrize(("strategy", "tied"), cases())
+def test_schedules_follow_one_process(strategy, tied, workspace):
+    """Four micro-batches: gradients that are divided by their number, or tied ones counted twice, are seen."""
+    config = f"model.config={json.dumps({**LLAMA, 'tie_word_embeddings': tied})}"
+    expected = short_run(workspace, None, 1, "batch.micro_batch_size=8", config)
+    run = short_run(workspace, strategy, 2, "batch.micro_batch_size=2", config)
+    assert (run.facts["engine"], run.facts["pipeline_stages"]) == (ENGINES[strategy], 2)
+    assert run.facts["gradient_accumulation_steps"] == 4
+    assert run.column("tokens") == expected.column("tokens")
+    assert largest_relative_difference(run.column("loss"), expected.column("loss")) < LOSS
+    assert largest_relative_difference(run.column("grad_norm"), expected.column("grad_norm")) < NORM
+    assert relative_l2(run.weights, expected.weights) < WEIGHTS
+    found, reference = run.metrics[-1], expected.metrics[-1]
+    assert abs(found["eval_loss"] / reference["eval_loss"] - 1) < LOSS
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("strategy", "overrides", "words"),
+    [
+        ("pipeline_zbv", (), ("pipeline_zbv.yaml", "4 stages", "2 layers", "GPipe, 1F1B")),
+        ("pipeline_1f1b", ("attention_dropout",), ("attention_dropout 0.1", "set the rates to 0")),
+    ],
+)
+def test_models_that_cannot_be_cut_are_refused(strategy, overrides, words, workspace):
+    changes = {"num_hidden_layers": 2} | dict.fromkeys(overrides, 0.1)
+    config = f"model.config={json.dumps(LLAMA | changes)}"
+    run = workspace.run(strategy, 2, *SETTINGS, "batch.micro_batch_size=2", config)
+    assert run.returncode != 0 and "ConfigurationError" in run.output
+    for word in words:
+        assert word in run.output

@@ -1,0 +1,94 @@
+"""Which micro-batches a pipeline schedule takes, by PyTorch's own schedules, and what a recipe may not ask of one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from samecurve.specs.tasks import TASKS
+from samecurve.strategy.pipeline_schedules import SCHEDULES, micro_batch_rule
+from samecurve.strategy.validate_schedule import RULES
+
+GOOD = {
+    "task": "pretrain",
+    "precision": "fp32",
+    "adapter.name": None,
+    "fp8": "off",
+    "model.kernels": "torch",
+    "loss.implementation": "auto",
+    "compile": "off",
+    "memory.activation_checkpointing": "none",
+    "memory.gradient_sync": "auto",
+    "optimizer.name": "adamw",
+    "batch.global_batch_size": 12,
+    "batch.micro_batch_size": 1,
+}
+
+
+def findings(schedule: str = "1F1B", ranks: int = 2, family: str = "schedule", **changes) -> list[tuple[str, str]]:
+    strategy = SimpleNamespace(family=family, pipeline_schedule=schedule, pipeline_stages=ranks)
+    return [finding for rule in RULES for finding in rule((GOOD | changes).__getitem__, strategy)]
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_good_recipes_are_allowed_and_other_strategies_not_judged(name):
+    assert not findings(name)
+    assert not findings(name, family="ddp", task="embed", compile="full", precision="fp16")
+
+
+@pytest.mark.parametrize("task", sorted(TASKS))
+def test_tasks(task):
+    assert [key for key, _ in findings(task=task)] == ([] if task in ("pretrain", "sft") else ["task"])
+
+
+@pytest.mark.parametrize(("name", "word"), [("ZBVZeroBubble", "wrong gradients"), ("1F1B", "compared")])
+def test_compile_is_refused_with_the_reason(name, word):
+    ((key, text),) = findings(name, compile="regional")
+    assert key == "compile" and word in text and "use off" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "rows", "size", "words"),
+    [
+        ("1F1B", 4, 12, 6, ("2 micro-batches", "4 stages", "1 or 2 or 3")),
+        ("DualPipeV", 4, 12, 2, ("6 micro-batches", "8 stages", "use 1")),
+        ("Interleaved1F1B", 2, 10, 2, ("5 micro-batches", "a multiple of 2", "use 1 or 3")),
+    ],
+)
+def test_wrong_micro_batches_are_refused_with_sizes_that_work(name, ranks, rows, size, words):
+    batch = {"batch.global_batch_size": rows, "batch.micro_batch_size": size}
+    ((key, text),) = findings(name, ranks, **batch)
+    assert key == "batch.micro_batch_size"
+    for word in words:
+        assert word in text
+
+
+def torch_refuses(name: str, ranks: int, num_micro_batches: int) -> bool:
+    """Ask PyTorch's schedule of rank 0; a stand-in for its stages needs no processes."""
+    from torch.distributed.pipelining import schedules
+
+    kind = schedules.get_schedule_class(name)
+    stages = [SimpleNamespace(
+        stage_index=stage, num_stages=SCHEDULES[name].num_stages(ranks), group_size=ranks, group_rank=0, group=None,
+        is_first=stage == 0, is_last=False, submod=None, has_backward=True, stage_index_to_group_rank={},
+    ) for stage in SCHEDULES[name].stages(0, ranks)]  # fmt: skip
+    single = issubclass(kind, schedules.PipelineScheduleSingle)
+    try:
+        kind(stages[0] if single else stages, num_micro_batches)
+    except ValueError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_the_rule_is_that_of_torch(name):
+    for ranks in (2, 3, 4):
+        for count in range(1, 14):
+            assert bool(micro_batch_rule(name, count, ranks)) == torch_refuses(name, ranks, count), (ranks, count)
+
+
+def test_places_of_stages():
+    assert [SCHEDULES["1F1B"].stages(rank, 3) for rank in range(3)] == [[0], [1], [2]]
+    assert [SCHEDULES["Interleaved1F1B"].stages(rank, 2) for rank in range(2)] == [[0, 2], [1, 3]]
+    assert [SCHEDULES["ZBVZeroBubble"].stages(rank, 3) for rank in range(3)] == [[0, 5], [1, 4], [2, 3]]
