@@ -24,6 +24,8 @@ from samecurve.errors import ConfigurationError, TopologyError
 from samecurve.launch.target import LAUNCHERS, check_launchers
 from samecurve.planner import (
     answers,
+    calibrate,
+    calibration,
     emission,
     inputs,
     layout_picture,
@@ -40,12 +42,15 @@ from samecurve.planner import (
     step_time,
     strategies,
 )
+from samecurve.planner.calibration import Calibration
 from samecurve.planner.cluster import Cluster
 from samecurve.planner.cluster_file import cluster
 from samecurve.planner.coverage import left_out
+from samecurve.planner.hardware import canonical
 from samecurve.planner.profiles import shipped as shipped_constants
 from samecurve.planner.search import Choice
 from samecurve.planner.strategies import Wanted
+from samecurve.specs.environment import processor, versions
 from samecurve.storage.atomic import storage_errors
 
 SHOWN_UNAVAILABLE = 3
@@ -73,18 +78,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--emit", metavar="DIR", help="write the files that start the answer")
     listed = f"of --emit: {', '.join(LAUNCHERS)} (default: all)"
     parser.add_argument("--launcher", action="extend", nargs="+", metavar="NAME", help=listed)
+    text = "learn from these finished runs, or read this calibration file"
+    parser.add_argument("--calibrate", action="extend", nargs="+", type=Path, metavar="PATH", help=text)
     parser.add_argument("--runs", type=Path, metavar="RUNS.csv", help="answer every row of this table")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the answers to this file")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command. Returns 0 if a strategy fits; raises TopologyError (6) if none does."""
+    learnt = _learnt(arguments)
     if arguments.runs:
         if not arguments.json:
             raise ConfigurationError("--runs: the answers need a file; add --json OUT.json")
-        return _answer_table(arguments.runs, arguments.json)
+        return _answer_table(arguments.runs, arguments.json, learnt)
+    if learnt and not arguments.model:
+        return 0
     _settle(arguments)
-    whole = cluster(arguments.cluster)
+    whole = _calibrated(cluster(arguments.cluster), learnt)
     machines = whole.scaled(arguments.gpus) if arguments.gpus else whole
     wanted = inputs.read(arguments.model, arguments.overrides)
     shipped = strategies.shipped()
@@ -134,8 +144,30 @@ def _settle(arguments: argparse.Namespace) -> None:
     require_positive(arguments, "gpus", "top")
 
 
-def _answer_table(path: Path, target: Path) -> int:
-    found = [answers.answer(row) for row in runs_file.read(path)]
+def _learnt(arguments: argparse.Namespace) -> Calibration | None:
+    """Learn from the runs of --calibrate and print what changed; an override behind them is one."""
+    given = arguments.calibrate or []
+    paths = [each for each in given if "=" not in str(each) or each.exists()]
+    arguments.overrides = [*arguments.overrides, *(str(each) for each in given if each not in paths)]
+    if not paths:
+        return None
+    learnt, text = calibrate.from_paths(paths)
+    print(f"{text}\n")
+    return learnt
+
+
+def _calibrated(machines: Cluster, learnt: Calibration | None) -> Cluster:
+    """Add what was learnt on such machines, now or earlier; say where hardware or versions differ."""
+    kind = canonical(machines.kind)
+    learnt = learnt or calibration.read(calibration.default_path(kind))
+    if learnt:
+        for each in learnt.warnings(kind, processor(), versions()):
+            print(f"warning: {learnt.path}: {each}")
+    return replace(machines, calibration=learnt)
+
+
+def _answer_table(path: Path, target: Path, learnt: Calibration | None) -> int:
+    found = [answers.answer(row, learnt) for row in runs_file.read(path)]
     _write(target, {"runs": found})
     unsupported = sum("unsupported" in each for each in found)
     print(f"{len(found)} runs answered{f', {unsupported} of them unsupported' if unsupported else ''}: {target}")

@@ -11,6 +11,7 @@ from samecurve.planner.layout import Layout
 from samecurve.planner.search import Choice
 from samecurve.planner.strategies import Wanted
 
+PUBLIC = "constants fitted to public runs, none measured here"
 COLUMNS = (
     "strategy", "sizes", "rows x forwards", "recompute", "tokens/s", "step s", "80 %", "memory GiB", "80 %", "verdict",
     "largest line",
@@ -46,7 +47,8 @@ def answer(best: Choice, others: int) -> str:
     speed = f"{best.tokens_per_s:,.0f} tokens/s ({slow:,.0f} to {fast:,.0f})"
     step = f"a step in {found.seconds:.3g} s ({low:.3g} to {high:.3g})"
     held = f"{found.total_memory_gib:.1f} of {job.memory_gib:.1f} GiB ({least:.1f} to {most:.1f}), {best.verdict}"
-    origin = "80 % intervals; constants fitted to public runs, none measured here"
+    learnt = job.calibration
+    origin = f"80 % intervals; {learnt.describe() if learnt else PUBLIC}"
     ties = f"; {others} more {'is a tie' if others == 1 else 'are ties'}" if others else ""
     return f"{best.name} ({shape}) on {job.layout.gpus} x {job.gpu_kind}: {speed}, {step}, {held} ({origin}{ties})"
 

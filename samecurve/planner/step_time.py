@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 
 from samecurve.planner import collectives, kernels, links, offload
 from samecurve.planner.bubbles import idle_slots
@@ -48,9 +48,16 @@ class StepTime:
 def breakdown(job: Job, constants: Profile | None = None) -> StepTime:
     """Predict the step time of a job."""
     constants = constants or profile(job.stack)
-    return max(
-        (_stage_time(job, stage, constants) for stage in stages(job, job.stack in BY_COST)), key=lambda t: t.total
-    )
+    times = [_stage_time(job, stage, constants) for stage in stages(job, job.stack in BY_COST)]
+    return max((_calibrated(each, job) for each in times), key=lambda time: time.total)
+
+
+def _calibrated(time: StepTime, job: Job) -> StepTime:
+    """Multiply each part by what runs on these machines say."""
+    learnt = job.calibration
+    if not learnt:
+        return time
+    return StepTime(**{part: value * learnt.time_factor(part, job.stack) for part, value in asdict(time).items()})
 
 
 def _stage_time(job: Job, stage: Stage, constants: Profile) -> StepTime:
