@@ -18,8 +18,9 @@ from samecurve.storage.atomic import read_json, utc_timestamp
 from samecurve.storage.jsonl import read_lines
 
 FEWEST_STEPS = 3  # behind the session's first one, which compiles, allocates and connects
-# Moving one part's factor e-fold from the others' costs as much as an error of 10 % in one run.
-CAUTION = 0.01
+# Expected: runs vary by 7 %, parts of a step differ by e^0.5 from their common factor and libraries by e^0.4. A factor
+# that strays so far costs as much as one run's usual error: the squares of 0.07 / 0.5 and of 0.07 / 0.4.
+CAUTION, LIBRARY_CAUTION = 0.02, 0.03
 FIRST_MOVE, LAST_MOVE = 0.5, 0.002
 # 90 % quantiles of Student's t by degrees of freedom: few runs say little about the width of an interval.
 STUDENT = (3.08, 1.89, 1.64, 1.53, 1.48, 1.44, 1.41, 1.40, 1.38, 1.37)
@@ -147,29 +148,35 @@ def _interval(left_out: Sequence[float]) -> tuple[float, float] | None:
 
 
 def _fitted(kind: str, runs: Sequence[FinishedRun]) -> Calibration:
-    found = Calibration(kind, time=_time_factors(runs))
-    residuals = {run.folder: _time_error(run, found) for run in runs}
-    stacks = {library(run.job.stack) for run in runs}
-    of_stack = {name: [residuals[run.folder] for run in runs if library(run.job.stack) == name] for name in stacks}
-    if len(stacks) > 1:  # one run moves a library's factor half of the way, two runs two thirds
-        found = replace(found, stack_time={name: math.exp(sum(e) / (len(e) + 1)) for name, e in of_stack.items()})
+    time, stack_time = _time_factors(runs)
+    found = Calibration(kind, time=time, stack_time=stack_time)
     if kind == "cpu":
         return replace(found, process_gib=_by_library(runs, _process_gib, statistics.fmean))
     ratios = _by_library(runs, lambda run: math.exp(_memory_error(run, None)), statistics.geometric_mean)
     return replace(found, memory=ratios)
 
 
-def _time_factors(runs: Sequence[FinishedRun]) -> dict[str, float]:
-    """Find the factors of compute, communication and host: one for all, from which each part strays with caution."""
+def _time_factors(runs: Sequence[FinishedRun]) -> tuple[dict[str, float], dict[str, float]]:
+    """Find one factor of all step times, from which each part's and each library's strays with caution.
+
+    Returns:
+        Factors by group of parts, and by library; no libraries where the runs are all of one.
+    """
     parts = [_grouped(run.job) for run in runs]
+    libraries = sorted({library(run.job.stack) for run in runs})
+    libraries = libraries if len(libraries) > 1 else []
 
     def cost(moves: Mapping[str, float]) -> float:
-        times = [sum(math.exp(moves["all"] + moves[name]) * part[name] for name in GROUPS) for part in parts]
-        missed = sum(math.log(time / run.seconds) ** 2 for time, run in zip(times, runs, strict=True))
-        return missed + CAUTION * sum(moves[name] ** 2 for name in GROUPS)
+        missed = 0.0
+        for run, part in zip(runs, parts, strict=True):
+            seconds = sum(math.exp(moves["all"] + moves[name]) * part[name] for name in GROUPS)
+            missed += (math.log(seconds / run.seconds) + moves.get(library(run.job.stack), 0.0)) ** 2
+        return missed + sum(caution * moves[name] ** 2 for name, caution in cautions.items())
 
-    found = minimize(cost, dict.fromkeys(("all", *GROUPS), 0.0))
-    return {name: math.exp(found["all"] + found[name]) for name in GROUPS}
+    cautions = {**dict.fromkeys(GROUPS, CAUTION), **dict.fromkeys(libraries, LIBRARY_CAUTION)}
+    found = minimize(cost, dict.fromkeys(("all", *cautions), 0.0))
+    of_parts = {name: math.exp(found["all"] + found[name]) for name in GROUPS}
+    return of_parts, {name: math.exp(found[name]) for name in libraries}
 
 
 def minimize(cost: Callable[[Mapping[str, float]], float], start: Mapping[str, float]) -> dict[str, float]:
