@@ -94,17 +94,8 @@ def test_the_command_writes_what_later_plans_read(tmp_path, cache, capsys):
     assert main(["plan", "--calibrate", *folders]) == 0
     shown = capsys.readouterr().out
     assert "left out" in shown and f"written: {cache / 'cpu.json'}" in shown
-    arguments = [
-        "plan",
-        RECIPE,
-        "--cluster",
-        "cpux2",
-        "--strategy",
-        "configs/fsdp.yaml",
-        "--json",
-        f"{tmp_path}/p.json",
-    ]
-    assert main(arguments) == 0
+    out = ["--json", f"{tmp_path}/plan.json"]
+    assert main(["plan", RECIPE, "precision=fp32", "--cluster", "cpux2", "--strategy", "configs/fsdp.yaml", *out]) == 0
     shown = capsys.readouterr().out
     assert "calibrated on 2 runs, 20" in shown.splitlines()[2] and "none measured here" not in shown
     assert "warning" in shown and "measured on some processor, this is " in shown
