@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from samecurve.planner import ledger, memory, printing
+from samecurve.planner import flops, ledger, memory, printing
 from samecurve.planner.job import Job
 from samecurve.planner.layout import Layout
 from samecurve.planner.search import Choice
@@ -113,6 +113,7 @@ def record(choice: Choice) -> dict:
         "activation_checkpointing": choice.job.checkpointing,
         "tokens_per_second": choice.tokens_per_s,
         "tokens_per_second_interval": choice.tokens_per_s_interval,
+        "tflops_per_gpu": _tflops_per_gpu(choice),
         "step_seconds": found.seconds,
         "step_seconds_interval": found.seconds_interval,
         "peak_memory_gib": found.total_memory_gib,
@@ -123,6 +124,14 @@ def record(choice: Choice) -> dict:
         "not_in_this_version": choice.lack or None,
         "ledger": {} if choice.lack else _ledger(choice.job),
     }
+
+
+def _tflops_per_gpu(choice: Choice) -> float:
+    """Return the model's TFLOP/s of one GPU; its share of the data sheet's peak is the MFU."""
+    assert choice.job and choice.found
+    job = choice.job
+    model = flops.step(job.shape, choice.tokens / job.seq, job.seq)
+    return model / (choice.found.seconds * job.layout.gpus * 1e12)
 
 
 def _ledger(job: Job) -> dict[str, list[dict]]:
