@@ -23,6 +23,7 @@ from samecurve.cli.commands import require_positive
 from samecurve.errors import ConfigurationError, TopologyError
 from samecurve.launch.target import LAUNCHERS, check_launchers
 from samecurve.planner import (
+    all_ranks,
     answers,
     calibrate,
     calibration,
@@ -75,6 +76,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layout", action="store_true", help="also draw which rank is where, and its groups' links")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write the drawing of --layout to this file")
     parser.add_argument("--order", metavar="AXES", default="tp,cp,dp,pp", help="of ranks in it (default: %(default)s)")
+    parser.add_argument(
+        "--ranks", action="store_true", help="also resolve every rank, and check that they fit together"
+    )
+    parser.add_argument("--rank", type=int, default=0, metavar="R", help="the rank to describe (default: %(default)s)")
     parser.add_argument("--emit", metavar="DIR", help="write the files that start the answer")
     listed = f"of --emit: {', '.join(LAUNCHERS)} (default: all)"
     parser.add_argument("--launcher", action="extend", nargs="+", metavar="NAME", help=listed)
@@ -129,6 +134,18 @@ def run(arguments: argparse.Namespace) -> int:
         paths = emission.emit(arguments.emit, best, wanted, machines, request, arguments.launcher or LAUNCHERS)
         print(f"\nwritten and read back: {', '.join(paths)}")
     return 0
+
+
+def _check_ranks(shown: Choice, wanted: Wanted, rank: int) -> None:
+    """Print what all ranks of a choice resolve to. Raises TopologyError if they do not fit together."""
+    assert shown.job and shown.template
+    if not 0 <= rank < shown.job.layout.gpus:
+        raise ConfigurationError(f"--rank {rank}: {shown.name} has ranks 0 to {shown.job.layout.gpus - 1}")
+    chosen = strategies.with_memory(wanted, shown.job.micro_batch, shown.job.checkpointing)
+    text, good = all_ranks.report(chosen, shown.template, shown.sizes or {}, shown.job, rank)
+    print(f"\n{text}")
+    if not good:
+        raise TopologyError(f"{shown.name}: its ranks do not fit together; see above")
 
 
 def _settle(arguments: argparse.Namespace) -> None:
@@ -238,3 +255,5 @@ def _print_details(shown: Choice, wanted: Wanted, arguments: argparse.Namespace)
     if arguments.svg:
         with storage_errors(arguments.svg):
             arguments.svg.write_text(layout_picture.svg(job, rows_per_step, arguments.order), encoding="utf-8")
+    if arguments.ranks:
+        _check_ranks(shown, wanted, arguments.rank)
