@@ -7,6 +7,7 @@ are alike, so that models of 2 and 4 layers are tracked and the others extrapola
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -67,9 +68,17 @@ def run(plan: Plan, job: Job, rank: int = 0) -> int:
     family = plan.strategy.family
     if family in ("zero", "pipeline"):
         raise ConfigurationError(f"--dry-run: DeepSpeed ({plan.strategy.name}) allocates buffers that no tracker sees")
+    warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)  # of HSDP's mesh (torch 2.13)
     layers, began = job.shape.layers, time.perf_counter()
-    print(f"\ndry run: rank {rank} of {job.layout.gpus:,}, {' and '.join(map(str, DEPTHS))} of {layers} layers", flush=True)
-    few, more = (_track(plan, job, depth, rank) for depth in DEPTHS)
+    depths = " and ".join(map(str, DEPTHS))
+    print(f"\ndry run: rank {rank} of {job.layout.gpus:,}, {depths} of {layers} layers", flush=True)
+    try:
+        few, more = (_track(plan, job, depth, rank) for depth in DEPTHS)
+    except (DynamicOutputShapeException, DataDependentOutputException) as error:
+        text = (
+            f"--dry-run: {plan.strategy.name} needs the values of tensors ({error.func}), which fake ones do not have"
+        )
+        raise ConfigurationError(text) from None
     print(_compare(job, few, more))
     if family == "ddp":
         print("DDP itself sees no fake tensors; its gradients are views of its buckets, as one process's are.")

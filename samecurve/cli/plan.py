@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from samecurve.cli.commands import require_positive
+from samecurve.cli.commands import Work, require_positive
 from samecurve.errors import ConfigurationError, TopologyError
 from samecurve.launch.target import LAUNCHERS, check_launchers
 from samecurve.planner import (
@@ -46,13 +46,14 @@ from samecurve.planner import (
 from samecurve.planner.calibration import Calibration
 from samecurve.planner.cluster import Cluster
 from samecurve.planner.cluster_file import cluster
-from samecurve.planner.coverage import left_out
+from samecurve.planner.coverage import CHECKPOINTING, left_out
 from samecurve.planner.hardware import canonical
 from samecurve.planner.profiles import shipped as shipped_constants
 from samecurve.planner.search import Choice
 from samecurve.planner.strategies import Wanted
 from samecurve.specs.environment import processor, versions
 from samecurve.storage.atomic import storage_errors
+from samecurve.strategy.plan import Plan
 
 SHOWN_UNAVAILABLE = 3
 SHOWN_SIZES = 3  # of one strategy
@@ -79,7 +80,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ranks", action="store_true", help="also resolve every rank, and check that they fit together"
     )
-    parser.add_argument("--rank", type=int, default=0, metavar="R", help="the rank to describe (default: %(default)s)")
+    parser.add_argument("--dry-run", action="store_true", help="also track the memory of one rank on fake tensors")
+    text = "the rank of --ranks and --dry-run (default: %(default)s)"
+    parser.add_argument("--rank", type=int, default=0, metavar="R", help=text)
     parser.add_argument("--emit", metavar="DIR", help="write the files that start the answer")
     listed = f"of --emit: {', '.join(LAUNCHERS)} (default: all)"
     parser.add_argument("--launcher", action="extend", nargs="+", metavar="NAME", help=listed)
@@ -89,8 +92,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the answers to this file")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the command. Returns 0 if a strategy fits; raises TopologyError (6) if none does."""
+def run(arguments: argparse.Namespace) -> int | Work:
+    """Run the command. Returns 0 if a strategy fits, or the work of --dry-run; raises TopologyError (6) if none does."""
     learnt = _learnt(arguments)
     if arguments.runs:
         if not arguments.json:
@@ -133,14 +136,33 @@ def run(arguments: argparse.Namespace) -> int:
         request = emission.Request(arguments.model, tuple(arguments.overrides))
         paths = emission.emit(arguments.emit, best, wanted, machines, request, arguments.launcher or LAUNCHERS)
         print(f"\nwritten and read back: {', '.join(paths)}")
-    return 0
+    return _dry_run(best, wanted, machines, arguments.rank) if arguments.dry_run else 0
+
+
+def _dry_run(chosen: Choice, wanted: Wanted, machines: Cluster, rank: int) -> Work:
+    """Return the work of tracking a rank of a choice, with its micro-batch size and recomputation."""
+    assert chosen.job and chosen.template and wanted.source.recipe
+    _check_rank(chosen, rank)
+    changed = strategies.with_memory(wanted, chosen.job.micro_batch, chosen.job.checkpointing)
+    strategy, _ = strategies.describe(changed, chosen.template, chosen.sizes or {}, machines.gpus)
+    recipe = wanted.source.recipe
+    kept = CHECKPOINTING[recipe.memory.activation_checkpointing] == chosen.job.checkpointing
+    kind = {} if kept else {"activation_checkpointing": chosen.job.checkpointing}
+    memory_block = recipe.memory.model_copy(update=kind)
+    recipe = recipe.model_copy(update={"batch": changed.batch, "memory": memory_block, "compile": "off"})
+    return Work("samecurve.bench.dry_run", (Plan(recipe, strategy, "", ()), chosen.job, rank))
+
+
+def _check_rank(chosen: Choice, rank: int) -> None:
+    assert chosen.job
+    if not 0 <= rank < chosen.job.layout.gpus:
+        raise ConfigurationError(f"--rank {rank}: {chosen.name} has ranks 0 to {chosen.job.layout.gpus - 1}")
 
 
 def _check_ranks(shown: Choice, wanted: Wanted, rank: int) -> None:
     """Print what all ranks of a choice resolve to. Raises TopologyError if they do not fit together."""
     assert shown.job and shown.template
-    if not 0 <= rank < shown.job.layout.gpus:
-        raise ConfigurationError(f"--rank {rank}: {shown.name} has ranks 0 to {shown.job.layout.gpus - 1}")
+    _check_rank(shown, rank)
     chosen = strategies.with_memory(wanted, shown.job.micro_batch, shown.job.checkpointing)
     text, good = all_ranks.report(chosen, shown.template, shown.sizes or {}, shown.job, rank)
     print(f"\n{text}")
