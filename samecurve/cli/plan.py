@@ -19,11 +19,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from samecurve.cli.commands import require_positive
+from samecurve.cli.commands import Work, require_positive
 from samecurve.errors import ConfigurationError, TopologyError
 from samecurve.launch.target import LAUNCHERS, check_launchers
 from samecurve.planner import (
+    all_ranks,
     answers,
+    calibrate,
+    calibration,
     emission,
     inputs,
     layout_picture,
@@ -40,13 +43,17 @@ from samecurve.planner import (
     step_time,
     strategies,
 )
+from samecurve.planner.calibration import Calibration
 from samecurve.planner.cluster import Cluster
 from samecurve.planner.cluster_file import cluster
-from samecurve.planner.coverage import left_out
+from samecurve.planner.coverage import CHECKPOINTING, left_out
+from samecurve.planner.hardware import canonical
 from samecurve.planner.profiles import shipped as shipped_constants
 from samecurve.planner.search import Choice
 from samecurve.planner.strategies import Wanted
+from samecurve.specs.environment import processor, versions
 from samecurve.storage.atomic import storage_errors
+from samecurve.strategy.plan import Plan
 
 SHOWN_UNAVAILABLE = 3
 SHOWN_SIZES = 3  # of one strategy
@@ -70,21 +77,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layout", action="store_true", help="also draw which rank is where, and its groups' links")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write the drawing of --layout to this file")
     parser.add_argument("--order", metavar="AXES", default="tp,cp,dp,pp", help="of ranks in it (default: %(default)s)")
+    parser.add_argument(
+        "--ranks", action="store_true", help="also resolve every rank, and check that they fit together"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="also track the memory of one rank on fake tensors")
+    text = "the rank of --ranks and --dry-run (default: %(default)s)"
+    parser.add_argument("--rank", type=int, default=0, metavar="R", help=text)
     parser.add_argument("--emit", metavar="DIR", help="write the files that start the answer")
     listed = f"of --emit: {', '.join(LAUNCHERS)} (default: all)"
     parser.add_argument("--launcher", action="extend", nargs="+", metavar="NAME", help=listed)
+    text = "learn from these finished runs, or read this calibration file"
+    parser.add_argument("--calibrate", action="extend", nargs="+", type=Path, metavar="PATH", help=text)
     parser.add_argument("--runs", type=Path, metavar="RUNS.csv", help="answer every row of this table")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the answers to this file")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the command. Returns 0 if a strategy fits; raises TopologyError (6) if none does."""
+def run(arguments: argparse.Namespace) -> int | Work:
+    """Return 0 if a strategy fits, or the work of --dry-run. Raises TopologyError (exit code 6) if none does."""
+    learnt = _learnt(arguments)
     if arguments.runs:
         if not arguments.json:
             raise ConfigurationError("--runs: the answers need a file; add --json OUT.json")
-        return _answer_table(arguments.runs, arguments.json)
+        return _answer_table(arguments.runs, arguments.json, learnt)
+    if learnt and not arguments.model:
+        return 0
     _settle(arguments)
-    whole = cluster(arguments.cluster)
+    whole = _calibrated(cluster(arguments.cluster), learnt)
     machines = whole.scaled(arguments.gpus) if arguments.gpus else whole
     wanted = inputs.read(arguments.model, arguments.overrides)
     shipped = strategies.shipped()
@@ -118,7 +136,38 @@ def run(arguments: argparse.Namespace) -> int:
         request = emission.Request(arguments.model, tuple(arguments.overrides))
         paths = emission.emit(arguments.emit, best, wanted, machines, request, arguments.launcher or LAUNCHERS)
         print(f"\nwritten and read back: {', '.join(paths)}")
-    return 0
+    return _dry_run(best, wanted, machines, arguments.rank) if arguments.dry_run else 0
+
+
+def _dry_run(chosen: Choice, wanted: Wanted, machines: Cluster, rank: int) -> Work:
+    """Return the work of tracking a rank of a choice, with its micro-batch size and recomputation."""
+    assert chosen.job and chosen.template and wanted.source.recipe
+    _check_rank(chosen, rank)
+    changed = strategies.with_memory(wanted, chosen.job.micro_batch, chosen.job.checkpointing)
+    strategy, _ = strategies.describe(changed, chosen.template, chosen.sizes or {}, machines.gpus)
+    recipe = wanted.source.recipe
+    kept = CHECKPOINTING[recipe.memory.activation_checkpointing] == chosen.job.checkpointing
+    kind = {} if kept else {"activation_checkpointing": chosen.job.checkpointing}
+    memory_block = recipe.memory.model_copy(update=kind)
+    recipe = recipe.model_copy(update={"batch": changed.batch, "memory": memory_block, "compile": "off"})
+    return Work("samecurve.bench.dry_run", (Plan(recipe, strategy, "", ()), chosen.job, rank))
+
+
+def _check_rank(chosen: Choice, rank: int) -> None:
+    assert chosen.job
+    if not 0 <= rank < chosen.job.layout.gpus:
+        raise ConfigurationError(f"--rank {rank}: {chosen.name} has ranks 0 to {chosen.job.layout.gpus - 1}")
+
+
+def _check_ranks(shown: Choice, wanted: Wanted, rank: int) -> None:
+    """Print what all ranks of a choice resolve to. Raises TopologyError if they do not fit together."""
+    assert shown.job and shown.template
+    _check_rank(shown, rank)
+    chosen = strategies.with_memory(wanted, shown.job.micro_batch, shown.job.checkpointing)
+    text, good = all_ranks.report(chosen, shown.template, shown.sizes or {}, shown.job, rank)
+    print(f"\n{text}")
+    if not good:
+        raise TopologyError(f"{shown.name}: its ranks do not fit together; see above")
 
 
 def _settle(arguments: argparse.Namespace) -> None:
@@ -134,8 +183,30 @@ def _settle(arguments: argparse.Namespace) -> None:
     require_positive(arguments, "gpus", "top")
 
 
-def _answer_table(path: Path, target: Path) -> int:
-    found = [answers.answer(row) for row in runs_file.read(path)]
+def _learnt(arguments: argparse.Namespace) -> Calibration | None:
+    """Learn from the runs of --calibrate and print what changed; an override behind them is one."""
+    given = arguments.calibrate or []
+    paths = [each for each in given if "=" not in str(each) or each.exists()]
+    arguments.overrides = [*arguments.overrides, *(str(each) for each in given if each not in paths)]
+    if not paths:
+        return None
+    learnt, text = calibrate.from_paths(paths)
+    print(f"{text}\n")
+    return learnt
+
+
+def _calibrated(machines: Cluster, learnt: Calibration | None) -> Cluster:
+    """Add what was learnt on such machines, now or earlier; say where hardware or versions differ."""
+    kind = canonical(machines.kind)
+    learnt = learnt or calibration.read(calibration.default_path(kind))
+    if learnt:
+        for each in learnt.warnings(kind, processor(), versions()):
+            print(f"warning: {learnt.path}: {each}")
+    return replace(machines, calibration=learnt)
+
+
+def _answer_table(path: Path, target: Path, learnt: Calibration | None) -> int:
+    found = [answers.answer(row, learnt) for row in runs_file.read(path)]
     _write(target, {"runs": found})
     unsupported = sum("unsupported" in each for each in found)
     print(f"{len(found)} runs answered{f', {unsupported} of them unsupported' if unsupported else ''}: {target}")
@@ -206,3 +277,5 @@ def _print_details(shown: Choice, wanted: Wanted, arguments: argparse.Namespace)
     if arguments.svg:
         with storage_errors(arguments.svg):
             arguments.svg.write_text(layout_picture.svg(job, rows_per_step, arguments.order), encoding="utf-8")
+    if arguments.ranks:
+        _check_ranks(shown, wanted, arguments.rank)

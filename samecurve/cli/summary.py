@@ -11,6 +11,7 @@ from samecurve.config.overrides import latest_overrides
 from samecurve.config.renamed_keys import in_new_names
 from samecurve.errors import ConfigurationError
 from samecurve.metrics.console import duration, number, spaced
+from samecurve.metrics.predicted import of_session
 from samecurve.run.run_directory import read_metrics
 from samecurve.run.status import STATUS, read_status, refused_text
 from samecurve.specs.tasks import TASKS
@@ -58,6 +59,10 @@ def _results(facts: dict, metrics: list[dict], status: dict) -> Iterator[tuple[s
         read = sum(record["tokens_per_second"] * record["step_seconds"] for record in metrics)
         rate = f"{counted / seconds:,.1f} per second, {read / seconds:,.0f} tokens per second"
     yield counts, f"{counted:,} trained in {duration(seconds)} of steps, {rate}"
+    for name, text in of_session(facts, metrics).items():
+        yield name.partition(",")[0], text
+    if reason := (facts.get("predicted") or {}).get("reason"):
+        yield "prediction", f"none: {reason}"
 
 
 def _evaluation(evaluated: list[dict]) -> str:

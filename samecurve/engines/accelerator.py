@@ -70,7 +70,7 @@ def start(plan: Plan) -> Accelerator:
             DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
         ],
         project_config=ProjectConfiguration(project_dir=recipe.output_dir, logging_dir=recipe.output_dir),
-        **_plugins(plan),
+        **plugins(plan),
     )
     if (world := dist.group.WORLD) is not None:
         _WORLDS.append(world)
@@ -120,7 +120,8 @@ def _threads(environ: Mapping[str, str] = os.environ) -> int:
     return share_of_cores(int(environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
-def _plugins(plan: Plan) -> dict:
+def plugins(plan: Plan) -> dict:
+    """Build Accelerate's plugin of the strategy, if it has one, from the environment of `accelerate launch`."""
     strategy = plan.strategy
     if strategy.family in ("zero", "pipeline"):
         return {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=resolve_auto(plan))}

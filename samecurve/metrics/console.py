@@ -14,6 +14,7 @@ from rich.table import Table
 
 from samecurve.config.schema_training import Batch
 from samecurve.metrics.batch_lines import batch_lines
+from samecurve.metrics.predicted import announced, beside
 
 LABEL_WIDTH = 12
 
@@ -47,7 +48,8 @@ class Progress:
         self._total, self._every, self._enabled = total_steps, every_steps, enabled
         self._console = console or TolerantConsole(highlight=False)
         self._started = started
-        self._seconds_of_steps: list[float] = []
+        self._records: list[dict] = []
+        self._predicted: dict = {}
         self._done = 0
         self._live: Live | None = None
 
@@ -68,6 +70,7 @@ class Progress:
 
     def header(self, facts: dict) -> None:
         """Print the configuration in effect, before the first step. facts: content of run.json (see `header_lines`)."""
+        self._predicted = facts.get("predicted") or {}
         for label, text in header_lines(facts):
             self.log(f"{label:<{LABEL_WIDTH}}{text}")
 
@@ -75,7 +78,7 @@ class Progress:
         """Show the progress after a step. record: the step's line of metrics.jsonl."""
         if not self._enabled:
             return
-        self._seconds_of_steps.append(record["step_seconds"])
+        self._records.append({key: record[key] for key in ("step_seconds", "peak_memory_gib")})
         self._done = record["step"]
         numbers = numbers_of(record, smoothed_loss)
         if self._console.is_terminal:
@@ -85,6 +88,9 @@ class Progress:
             self.log("  ".join(filter(None, [f"step {position}", *numbers, self._rest()])))
         if self._first():
             self.log(f"first step done {time.time() - self._process_start():.1f} s after this process started")
+        if record["step"] == self._total and "step_seconds" in self._predicted:
+            for name, text in beside(self._predicted, self._records).items():
+                self.log(f"{name}: {text}")
 
     def evaluation(self, step: int, metrics: dict) -> None:
         """Print the results of an evaluation. metrics: the task's eval_* numbers."""
@@ -92,14 +98,15 @@ class Progress:
         self.log(f"evaluation after step {step}: {numbers}")
 
     def _first(self) -> bool:
-        return len(self._seconds_of_steps) == 1
+        return len(self._records) == 1
 
     def _rest(self) -> str:
         left = self._seconds_left()
         return "" if left is None else f"left {duration(left)}"
 
     def _seconds_left(self) -> float | None:
-        steady = self._seconds_of_steps[1:]  # without the first step, which includes start-up costs
+        # without the first step, which includes start-up costs
+        steady = [each["step_seconds"] for each in self._records[1:]]
         left = self._total - self._done
         return sum(steady) / len(steady) * left if steady else None
 
@@ -154,6 +161,7 @@ def header_lines(facts: dict) -> list[tuple[str, str]]:
         ("allocator", facts.get("allocator", "")),
         ("compile", facts["recipe"]["compile"].replace("off", "")),
         *_data(facts["data"]),
+        *announced(facts.get("predicted") or {}),
         ("output", str(facts["output_dir"])),
     ]
     return [(label, text) for label, text in lines if text]

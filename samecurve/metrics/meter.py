@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import resource
 import sys
 import time
@@ -226,3 +227,12 @@ def peak_memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return used if sys.platform == "darwin" else used * 1024  # bytes on macOS, KiB on Linux
+
+
+def device_memory_bytes(device: torch.device, processes: int) -> int:
+    """Return the memory of a GPU, or the share of the host's memory that one of its `processes` has."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // max(processes, 1)

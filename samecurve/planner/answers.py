@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from samecurve.planner import memory, runs_file, step_time
+from samecurve.planner.calibration import Calibration
 from samecurve.planner.fitting import predicted_memory_gib
-from samecurve.planner.hardware import known_gpu
+from samecurve.planner.hardware import canonical, known_gpu
 from samecurve.planner.job import Job
 from samecurve.planner.profiles import is_known, shipped
 
@@ -16,6 +17,7 @@ ONE_NODE, LARGE = 8, 128
 # Interval's width where no public run is near: experts, fp8, context parallelism, offloading, newer or unknown GPUs.
 UNMEASURED = 1.3
 DEFAULT_WIDTHS = (-0.35, 0.35)
+CPU_WIDTHS = {"time": (-1.4, 1.4), "memory": (-0.3, 0.3)}  # no public run is one on a CPU: a factor of 4, assumed
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,15 @@ def interval(
     return value * math.exp(min(low, 0)), value * math.exp(max(high, 0))
 
 
+def _interval(value: float, job: Job, quantity: str) -> tuple[float, float]:
+    """Return the interval of `quantity`, time or memory: the calibration's, if it has one, else that of public runs."""
+    learnt = getattr(job.calibration, f"{quantity}_interval", None)
+    if learnt or job.gpu_kind == "cpu":
+        low, high = learnt or CPU_WIDTHS[quantity]
+        return value * math.exp(low), value * math.exp(high)
+    return interval(value, job, shipped().get("residuals", {}).get(quantity, {}))
+
+
 def predict(job: Job) -> Prediction:
     """Predict one job."""
     time = step_time.breakdown(job)
@@ -62,16 +73,18 @@ def predict(job: Job) -> Prediction:
     fullest = max(memory.anatomy(job), key=lambda each: each.peak)
     total = memory.counted(fullest, "nvidia_smi") / memory.GIB
     fits = total <= job.memory_gib
-    residuals = shipped().get("residuals", {})
-    seconds_interval = interval(time.total, job, residuals.get("time", {}))
-    memory_interval = interval(shown, job, residuals.get("memory", {}))
+    seconds_interval = _interval(time.total, job, "time")
+    memory_interval = _interval(shown, job, "memory")
     return Prediction(time.total, seconds_interval, shown, memory_interval, total, fits, fullest.binding)
 
 
-def answer(row: dict[str, str]) -> dict:
-    """Answer one row of a table of runs in the form of `plan --runs`."""
+def answer(row: dict[str, str], learnt: Calibration | None = None) -> dict:
+    """Answer one row of a table of runs in the form of `plan --runs`; on the hardware of `learnt`, with its factors."""
     try:
-        found = predict(runs_file.job(row))
+        job = runs_file.job(row)
+        if learnt and learnt.kind == canonical(job.gpu_kind):
+            job = replace(job, calibration=learnt)
+        found = predict(job)
     except (ValueError, ZeroDivisionError, OverflowError) as error:
         return {"id": row["id"], "unsupported": str(error)}
     low, high = found.seconds_interval

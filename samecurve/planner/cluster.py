@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from samecurve.errors import ConfigurationError
-from samecurve.planner.hardware import Gpu, gpu
+from samecurve.planner.calibration import Calibration
+from samecurve.planner.hardware import PROCESS_GIB, Gpu, gpu
 from samecurve.planner.links import Level
 
 # Kind of GPU and nominal Gbit/s of a node's network cards: NVIDIA's DGX data sheets.
@@ -17,6 +18,7 @@ KINDS = {
     "h100": ("H100-80GB", 3200.0),
     "h200": ("H200", 3200.0),
     "b200": ("B200", 3200.0),
+    "cpu": ("cpu", 100.0),  # each process is one device; see CPU in hardware.py
 }
 
 
@@ -43,6 +45,7 @@ class Cluster:
         node_gbit: nominal Gbit/s of a node's network cards together.
         levels: links from the inside outwards; empty: the GPU's own, and the network cards.
         reserved_gib: of a GPU, for context, NCCL and other processes; None: the planner's own estimate.
+        calibration: corrections learnt from runs on such machines.
     """
 
     kind: str
@@ -53,6 +56,7 @@ class Cluster:
     levels: tuple[Level, ...] = ()
     host: Host = field(default_factory=Host)
     reserved_gib: float | None = None
+    calibration: Calibration | None = None
 
     @property
     def gpus(self) -> int:
@@ -71,10 +75,11 @@ def built_in(text: str) -> Cluster:
     """Return one node of a kind such as h100x8. Raises ConfigurationError."""
     match = re.fullmatch(r"(\w+?)x(\d+)", text)
     if not match or match[1] not in KINDS or not int(match[2]):
-        legal = ", ".join(f"{name}x8" for name in KINDS)
+        legal = ", ".join(f"{name}x8" for name in KINDS if name != "cpu") + ", or cpux2 (processes)"
         raise ConfigurationError(f"--cluster {text}: expected a cluster file (.yaml) or a kind such as {legal}")
     kind, gbit = KINDS[match[1]]
-    return Cluster(kind, gpu(kind), 1, int(match[2]), gbit, host=HOSTS.get(kind, Host()))
+    reserved = PROCESS_GIB if kind == "cpu" else None
+    return Cluster(kind, gpu(kind), 1, int(match[2]), gbit, host=HOSTS.get(kind, Host()), reserved_gib=reserved)
 
 
 def is_file(text: str) -> bool:

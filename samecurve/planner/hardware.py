@@ -12,6 +12,7 @@ from pathlib import Path
 MIB, GIB = 2**20, 2**30
 NIC_SHARE = 0.73  # of the nominal rate, large payloads; hardware.json: per_accelerator_nic_rate
 UNCROWDED_NODES = 16
+PROCESS_GIB = 0.6  # resident memory of a process on a CPU beside its tensors: Python, torch and libraries (assumed)
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,17 @@ def known_gpu(kind: str) -> Gpu | None:
 
 def known_names() -> list[str]:
     """List the GPUs that `known_gpu` finds, for messages."""
-    return [name.replace(".*", "-").removesuffix(r"\b") for pattern in _rows() for name in pattern.split("|")]
+    return [_readable(name) for pattern in _rows() for name in pattern.split("|")]
+
+
+def canonical(kind: str) -> str:
+    """Name a GPU as its row does, by which H100-80GB is NVIDIA H100 80GB HBM3; an unknown kind keeps its own name."""
+    rows = (_readable(pattern) for pattern in _rows() if re.search(pattern, kind, re.IGNORECASE))
+    return next(rows, kind)
+
+
+def _readable(pattern: str) -> str:
+    return pattern.replace(".*", "-").strip("^$").removesuffix(r"\b")
 
 
 @lru_cache(maxsize=1)
@@ -85,6 +96,7 @@ def _rows() -> dict[str, Gpu]:
         r"A100": Gpu(best["A100 SXM"], 0, 2039, nvlink3, 79.2, "ampere"),
         r"MI300X": Gpu(best["MI300X"], 0, 5300, 312.9, 191, "other"),
         r"V100": Gpu(100, 0, 900, _nvlink(slides["NVLink2"]), 31.7, "other"),
+        r"^cpu$": CPU,
     }
 
 
@@ -97,6 +109,8 @@ class Link:
     step_seconds: float
 
 
+# One core of a server and Gloo between processes of one host: assumed, for want of a data sheet. Runs calibrate them.
+CPU = Gpu(0.06, 0, 8, 1.0, 64, "cpu", 0.06)
 NODE_STEP_SECONDS = 4e-6
 DEFAULT_NODE_GBIT = 1600
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from samecurve.planner.calibration import Calibration
 from samecurve.planner.cluster import Host
 from samecurve.planner.hardware import Gpu
 from samecurve.planner.layout import Layout
@@ -42,6 +43,7 @@ class Job:
         host: where it is kept.
         bucket_bytes: buffers in which DeepSpeed reduces gradients, of their whole size from the first gradient on.
         reduces_once: whether FSDP reduces gradients once per step instead of after every micro-batch.
+        calibration: corrections learnt from runs on these machines.
     """
 
     shape: ModelShape
@@ -70,6 +72,7 @@ class Job:
     host: Host = field(default_factory=Host)
     bucket_bytes: float = 0
     reduces_once: bool = False
+    calibration: Calibration | None = None
 
     @property
     def tokens(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from samecurve.planner.activations import checkpoint_bytes, layer_bytes
@@ -59,15 +60,24 @@ class Anatomy:
 def anatomy(job: Job, constants: Profile | None = None) -> list[Anatomy]:
     """Compute the memory of each class of ranks. nanotron's counter is the first stage's (README of the runs)."""
     constants = constants or profile(job.stack)
-    return [
-        Anatomy(
-            stage,
-            (*_states(job, stage), *_activations(job, stage, constants), *_gathered(job)),
-            job.reserved_gib,
-            job.layout.gpus,
-        )
-        for stage in stages(job, job.stack in BY_COST)
-    ]
+    learnt = job.calibration
+    reserved = learnt.process(job.stack) if learnt else None
+    found = []
+    for stage in stages(job, job.stack in BY_COST):
+        lines = [*_states(job, stage), *_activations(job, stage, constants), *_gathered(job)]
+        lines += _slack(lines, learnt.memory_factor(job.stack)) if learnt else []
+        found.append(Anatomy(stage, tuple(lines), job.reserved_gib if reserved is None else reserved, job.layout.gpus))
+    return found
+
+
+def _slack(lines: Sequence[Line], factor: float) -> list[Line]:
+    """Return the line that makes the other lines what runs on these machines measured, nothing where they agree."""
+    end, middle, update = ((factor - 1) * sum(getattr(line, moment) for line in lines) for moment in MOMENTS)
+    return (
+        [Line("measured slack", end, middle, update, f"{factor:.3f} x the lines above", "calibration")]
+        if factor != 1
+        else []
+    )
 
 
 def stage_parameters(job: Job, stage: Stage) -> tuple[float, float]:
@@ -102,6 +112,9 @@ def _states(job: Job, stage: Stage) -> list[Line]:
     master = held(sizes.master, 1)
     persistent = 1 if job.grad_accum > 1 or zero or sizes.master else 0
     upcast = 4 * master / max(sizes.master, 1) * min(sizes.master, 4) / 4 if job.stack == "deepspeed" and zero else 0
+    buckets = job.bucket_bytes
+    if job.memory_kind == "resident":  # pages of a buffer that no gradient reaches never become resident
+        buckets = min(buckets, 4 * sum(parameters))
     table = "ZeRO, arXiv:1910.02054, section 3"
     return [
         Line("weights", weights, weights, weights, f"{sizes.weights:g} B per parameter", table),
@@ -109,7 +122,7 @@ def _states(job: Job, stage: Stage) -> list[Line]:
         Line("accumulators", accumulators, accumulators, accumulators, "fp32 sums of the micro-batches' gradients"),
         Line("master weights", master, master, master, f"{sizes.master:g} B per parameter of the shard", table),
         Line("optimizer", optimizer, optimizer, optimizer, f"{sizes.optimizer:g} B per parameter of the shard", table),
-        Line("reduce buckets", 0, job.bucket_bytes, 0, "reduce_bucket_size elements, twice if overlapped", "DeepSpeed"),
+        Line("reduce buckets", 0, buckets, 0, "reduce_bucket_size elements, twice if overlapped", "DeepSpeed"),
         Line("gradient copy", 0, 0, upcast, "the shard's gradients in the master weights' precision", "DeepSpeed"),
     ]
 
@@ -173,7 +186,7 @@ def overhead(each: Anatomy) -> list[Line]:
     fragmentation = Line("fragmentation", end, middle, update, f"{share:.0%} of the tensors", "assumed")
     if each.reserved_gib is not None:
         reserved = each.reserved_gib * GIB
-        return [fragmentation, Line("reserved", reserved, reserved, reserved, "reserved_gib of the cluster file")]
+        return [fragmentation, Line("reserved", reserved, reserved, reserved, "context and libraries (reserved_gib)")]
     context, nccl = CONTEXT_GIB * GIB, NCCL_GIB * GIB if each.gpus > 1 else 0
     return [
         fragmentation,

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from samecurve.planner import ledger, memory, printing
+from samecurve.planner import flops, ledger, memory, printing
 from samecurve.planner.job import Job
 from samecurve.planner.layout import Layout
 from samecurve.planner.search import Choice
 from samecurve.planner.strategies import Wanted
 
+PUBLIC = "constants fitted to public runs, none measured here"
 COLUMNS = (
     "strategy", "sizes", "rows x forwards", "recompute", "tokens/s", "step s", "80 %", "memory GiB", "80 %", "verdict",
     "largest line",
@@ -46,7 +47,8 @@ def answer(best: Choice, others: int) -> str:
     speed = f"{best.tokens_per_s:,.0f} tokens/s ({slow:,.0f} to {fast:,.0f})"
     step = f"a step in {found.seconds:.3g} s ({low:.3g} to {high:.3g})"
     held = f"{found.total_memory_gib:.1f} of {job.memory_gib:.1f} GiB ({least:.1f} to {most:.1f}), {best.verdict}"
-    origin = "80 % intervals; constants fitted to public runs, none measured here"
+    learnt = job.calibration
+    origin = f"80 % intervals; {learnt.describe() if learnt else PUBLIC}"
     ties = f"; {others} more {'is a tie' if others == 1 else 'are ties'}" if others else ""
     return f"{best.name} ({shape}) on {job.layout.gpus} x {job.gpu_kind}: {speed}, {step}, {held} ({origin}{ties})"
 
@@ -111,6 +113,7 @@ def record(choice: Choice) -> dict:
         "activation_checkpointing": choice.job.checkpointing,
         "tokens_per_second": choice.tokens_per_s,
         "tokens_per_second_interval": choice.tokens_per_s_interval,
+        "tflops_per_gpu": _tflops_per_gpu(choice),
         "step_seconds": found.seconds,
         "step_seconds_interval": found.seconds_interval,
         "peak_memory_gib": found.total_memory_gib,
@@ -121,6 +124,14 @@ def record(choice: Choice) -> dict:
         "not_in_this_version": choice.lack or None,
         "ledger": {} if choice.lack else _ledger(choice.job),
     }
+
+
+def _tflops_per_gpu(choice: Choice) -> float:
+    """Return the model's TFLOP/s of one GPU; its share of the data sheet's peak is the MFU."""
+    assert choice.job and choice.found
+    job = choice.job
+    model = flops.step(job.shape, choice.tokens / job.seq, job.seq)
+    return model / (choice.found.seconds * job.layout.gpus * 1e12)
 
 
 def _ledger(job: Job) -> dict[str, list[dict]]:

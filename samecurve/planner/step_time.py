@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 
 from samecurve.planner import collectives, kernels, links, offload
 from samecurve.planner.bubbles import idle_slots
@@ -48,9 +48,16 @@ class StepTime:
 def breakdown(job: Job, constants: Profile | None = None) -> StepTime:
     """Predict the step time of a job."""
     constants = constants or profile(job.stack)
-    return max(
-        (_stage_time(job, stage, constants) for stage in stages(job, job.stack in BY_COST)), key=lambda t: t.total
-    )
+    times = [_stage_time(job, stage, constants) for stage in stages(job, job.stack in BY_COST)]
+    return max((_calibrated(each, job) for each in times), key=lambda time: time.total)
+
+
+def _calibrated(time: StepTime, job: Job) -> StepTime:
+    """Multiply each part by what runs on these machines say."""
+    learnt = job.calibration
+    if not learnt:
+        return time
+    return StepTime(**{part: value * learnt.time_factor(part, job.stack) for part, value in asdict(time).items()})
 
 
 def _stage_time(job: Job, stage: Stage, constants: Profile) -> StepTime:
@@ -190,14 +197,28 @@ def data_seconds(job: Job, stage: Stage, constants: Profile, one: Seconds) -> tu
     weight_bytes, gradient_bytes = min(states.weights, 2), states.accumulators or states.gradients
     if layout.zero == 3:
         return _fully_sharded(job, parameters, stage.layers, constants, one), 0
-    gathers = weight_bytes if layout.zero else gradient_bytes
-    volume = collectives.all_gather_volume(parameters * (gradient_bytes + gathers), size)
     bucket = BUCKET_BYTES if layout.zero < 2 else gradient_bytes * parameters / max(stage.layers, 1)
-    reduced = collectives.seconds(volume, size, over, bucket)
+
+    def call(volume: float) -> float:
+        return collectives.seconds(volume, size, over, bucket)
+
+    summed = parameters * gradient_bytes
+    # DeepSpeed all-reduces whole gradients under ZeRO-1 and 2, where the textbook has a reduce-scatter (ledger.py)
+    whole = not layout.zero or job.stack == "deepspeed"
+    reduced = call(
+        collectives.all_reduce_volume(summed, size) if whole else collectives.all_gather_volume(summed, size)
+    )
+    gathered = call(collectives.all_gather_volume(parameters * weight_bytes, size)) if layout.zero else 0.0
+    hidden = constants.overlap * stage.layers * one.backward
+
+    def exposed(seconds: float) -> float:
+        return max(seconds - hidden, (1 - constants.overlap) * seconds)
+
     if syncs_every_micro_batch(job.stack, layout.zero, layout.pp > 1):
         return reduced, 0
-    hidden = constants.overlap * stage.layers * one.backward
-    return 0, max(reduced - hidden, (1 - constants.overlap) * reduced)
+    if layout.zero == 2 and job.stack == "deepspeed":  # ZeRO-2 keeps shards only: it reduces each micro-batch's
+        return exposed(reduced), gathered
+    return 0, exposed(reduced + gathered)
 
 
 def _fully_sharded(job: Job, parameters: float, layers: float, constants: Profile, one: Seconds) -> float:

@@ -192,6 +192,7 @@ def describe_job(wanted: Wanted, layout: Layout, machines: Cluster, states: Stat
         node_gbit=machines.node_gbit, precision=wanted.precision,
         chunked_loss=wanted.chunked_loss and layout.pp == 1, checkpointing=wanted.checkpointing, stack=stack,
         levels=machines.levels, reserved_gib=machines.reserved_gib, host=machines.host,
+        memory_kind="resident" if machines.kind == "cpu" else "", calibration=machines.calibration,
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from samecurve.metrics.console import duration, number, spaced
+from samecurve.metrics.predicted import of_session
 from samecurve.reports.chart import relative_differences
 from samecurve.reports.plot import column, is_finite
 from samecurve.run.run_directory import read_metrics
@@ -17,7 +18,7 @@ from samecurve.run.status import STATUS, read_status
 
 NOT_KNOWN = "not known"
 # Keys of run.json: APART are shown in sections of their own, OF_THE_START differ between any two runs.
-APART = ("recipe", "accelerate", "deepspeed", "data", "data_fingerprints")
+APART = ("recipe", "accelerate", "deepspeed", "data", "data_fingerprints", "predicted")
 OF_THE_START = ("output_dir", "overrides", "started", "resumed_from", "start_step")
 
 
@@ -69,6 +70,7 @@ def results(run: Run) -> dict[str, str]:
         found["tokens"] = number(sum(_values(metrics, "tokens")))
         found["time in steps"] = duration(sum(seconds))
         found |= dict(_speed(metrics))
+        found |= {f"{name}, median" if name == "step" else name: text for name, text in _foreseen(run).items()}
         found["skipped steps"] = number(metrics[-1].get("skipped_steps", NOT_KNOWN))
         if "recompilations" in metrics[-1]:
             found["recompilations"] = f"{number(metrics[-1]['recompilations'])} (torch.compile, rank 0)"
@@ -105,6 +107,14 @@ def _speed(metrics: Sequence[dict]) -> Iterator[tuple[str, str]]:
     memory, waits = _values(metrics, "peak_memory_gib"), _values(metrics, "data_wait_fraction")
     yield "peak memory, rank 0", f"{max(memory):.2f} GiB" if memory else NOT_KNOWN
     yield "waiting for data, median step", f"{statistics.median(waits):.2%}" if waits else NOT_KNOWN
+
+
+def _foreseen(run: Run) -> dict[str, str]:
+    """Compare the last session with its prediction, or say why it has none; {} for runs of earlier versions."""
+    predicted = run.facts.get("predicted") or {}
+    if "reason" in predicted:
+        return {"prediction": f"none: {predicted['reason']}"}
+    return {**of_session(run.facts, run.metrics), "prediction": predicted["basis"]} if predicted else {}
 
 
 def _values(metrics: Sequence[dict], name: str) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -13,10 +14,11 @@ from samecurve.engines import factory
 from samecurve.errors import NothingToDo
 from samecurve.interfaces.task import InitialState
 from samecurve.metrics.console import Progress
-from samecurve.metrics.meter import Meter
+from samecurve.metrics.meter import GIB, Meter, device_memory_bytes
 from samecurve.models import fp8, liger, matmul_speed, routers, weights
 from samecurve.models.attention import cudnn
 from samecurve.models.compilation import Recompilations
+from samecurve.planner import forecast
 from samecurve.run.metadata import resume_identity, run_facts
 from samecurve.specs.model_families import check_packing
 from samecurve.tasks import registry
@@ -189,6 +191,7 @@ def _introduce(session: Session) -> None:
     if accelerator.is_main_process:
         warning = matmul_speed.precision_warning(recipe, built.skeleton, accelerator.device)
         facts |= {"precision_warning": warning or None}
+        facts |= {"predicted": _predicted(session)}
     resumed_from = session.checkpoints.resumed_from
     facts |= {"resumed_from": resumed_from and str(resumed_from), "start_step": session.start.step}
     parts = {"train": built.task.train, "held_out": built.task.validation}
@@ -198,3 +201,13 @@ def _introduce(session: Session) -> None:
     context.progress.log(context.run.notice)
     context.progress.header(facts)
     context.progress.log(factory.core_advice(accelerator, plan.strategy, context.world))
+
+
+def _predicted(session: Session) -> dict:
+    """Predict this run's step time and memory; rank 0 only, because it alone knows the peak of its device."""
+    plan, model = session.context.plan, session.built.skeleton.config
+    name, peak = factory.device_name(session.context.accelerator), session.meter.machine.peak
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", plan.strategy.world_size))
+    memory = device_memory_bytes(session.context.accelerator.device, processes) / GIB
+    device = forecast.Device(name, memory, peak and peak.tflops, processes)
+    return forecast.forecast(plan, model.to_dict(), device)

@@ -70,6 +70,21 @@ def test_it_shows_a_sample_and_where_everything_is(quickstart):
     assert "source .venv/bin/activate" in quickstart.run.output
 
 
+def test_it_shows_predicted_beside_measured(quickstart):
+    """In run.json, the header, the last lines, the summary and the report."""
+    run, predicted = quickstart.run, quickstart.run.facts["predicted"]
+    low, high = predicted["peak_memory_gib_interval"]
+    assert low < max(run.column("peak_memory_gib")) < high
+    low, high = predicted["step_seconds_interval"]
+    assert low < predicted["step_seconds"] < high and predicted["job"]["gpu_kind"] == "cpu"
+    shown = f"predicted {predicted['step_seconds']:.3g} s ({low:.3g} to {high:.3g})"
+    assert re.search(rf"^predicted +step {re.escape(shown.removeprefix('predicted '))}, peak memory", run.output, re.M)
+    for line in ("step:", "step +"):  # the run's last lines, and the summary
+        assert re.search(rf"^{line} ?[\d.]+ s; {re.escape(shown)}, ", run.output, re.M), line
+    page = (run.directory / "report.html").read_text()
+    assert shown in page and "predicted.job" not in page
+
+
 def test_the_other_commands_are_legal(quickstart, monkeypatch):
     monkeypatch.chdir(ROOT)
     words = shlex.split(quickstart.commands["try another strategy"])

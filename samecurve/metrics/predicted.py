@@ -1,0 +1,64 @@
+"""Predicted step time and memory beside the measured ones, as text, from `predicted` of run.json."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+QUANTITIES = {"step_seconds": ("step", "s"), "peak_memory_gib": ("peak memory, rank 0", "GiB")}
+
+
+def announced(predicted: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Build the header's lines: what the run is predicted to take, and what that rests on."""
+    if not predicted:
+        return []
+    if "reason" in predicted:
+        return [("predicted", f"nothing: {predicted['reason'].splitlines()[0]}")]
+    parts = [f"{name} {_with_interval(predicted, key, unit)}" for key, (name, unit) in QUANTITIES.items()]
+    return [("predicted", f"{', '.join(parts)} (80 % intervals)"), ("", predicted["basis"])]
+
+
+def beside(predicted: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Compare the session's records with the prediction: `0.35 s; predicted 0.32 s (0.2 to 0.9), 9 % too low`.
+
+    Args:
+        metrics: records of the steps since the session's start. The first one, which compiles and allocates, counts
+            only where it is alone.
+
+    Returns:
+        A text for each quantity; {} without a record.
+    """
+    found = {}
+    for key, (name, unit) in QUANTITIES.items():
+        values = [each[key] for each in metrics if each.get(key)]
+        if not values:
+            continue
+        measured = max(values) if key == "peak_memory_gib" else statistics.median(values[1:] or values)
+        text = f"{measured:.3g} {unit}"
+        if key in predicted:
+            text += f"; predicted {_with_interval(predicted, key, unit)}, {_miss(predicted, key, measured)}"
+        found[name] = text
+    return found
+
+
+def of_session(facts: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Compare the records of the last session with the prediction in its run.json."""
+    own = [each for each in metrics if each["step"] > facts.get("start_step", 0)]
+    return beside(facts.get("predicted") or {}, own)
+
+
+def _with_interval(predicted: Mapping[str, Any], key: str, unit: str) -> str:
+    low, high = predicted[f"{key}_interval"]
+    return f"{predicted[key]:.3g} {unit} ({low:.3g} to {high:.3g})"
+
+
+def _miss(predicted: Mapping[str, Any], key: str, measured: float) -> str:
+    """Say how far the prediction is from the measured value, and whether that is within the interval."""
+    low, high = predicted[f"{key}_interval"]
+    error = predicted[key] / measured - 1
+    place = "" if low <= measured <= high else ", outside the interval"
+    if not math.isfinite(error) or abs(error) < 0.005:
+        return f"as measured{place}"
+    return f"{abs(error):.0%} too {'high' if error > 0 else 'low'}{place}"

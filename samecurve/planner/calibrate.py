@@ -1,0 +1,238 @@
+"""Learns efficiencies and slack of a machine from finished runs. The formulas stay as they are."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from samecurve.errors import ConfigurationError
+from samecurve.planner import calibration, job_record, memory, printing, step_time
+from samecurve.planner.calibration import GROUPS, Calibration, library
+from samecurve.planner.hardware import GIB, canonical, gpu
+from samecurve.planner.job import Job
+from samecurve.storage.atomic import read_json, utc_timestamp
+from samecurve.storage.jsonl import read_lines
+
+FEWEST_STEPS = 3  # behind the session's first one, which compiles, allocates and connects
+# Expected: runs vary by 7 %, parts of a step differ by e^0.5 from their common factor and libraries by e^0.4. A factor
+# that strays so far costs as much as one run's usual error: the squares of 0.07 / 0.5 and of 0.07 / 0.4.
+CAUTION, LIBRARY_CAUTION = 0.02, 0.03
+FIRST_MOVE, LAST_MOVE = 0.5, 0.002
+# 90 % quantiles of Student's t by degrees of freedom: few runs say little about the width of an interval.
+STUDENT = (3.08, 1.89, 1.64, 1.53, 1.48, 1.44, 1.41, 1.40, 1.38, 1.37)
+LEAST_WIDTH = 0.05  # step times of one configuration differ by 5 % as a rule
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """A run's job, and what it measured: the median step after the first, and the peak memory of rank 0.
+
+    Attributes:
+        facts: run.json.
+    """
+
+    folder: Path
+    job: Job
+    seconds: float
+    memory_gib: float
+    facts: Mapping[str, Any]
+
+
+def read(folder: Path) -> FinishedRun:
+    """Read a run directory. Raises ConfigurationError, which says why the run teaches nothing."""
+    try:
+        facts, records = read_json(folder / "run.json"), read_lines(folder / "metrics.jsonl")
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"--calibrate {folder}: not the files of a run: {error}") from None
+    if not facts:
+        raise ConfigurationError(f"--calibrate {folder}: no run here (run.json); give the output_dir of a run")
+    predicted = facts.get("predicted", {})
+    if "job" not in predicted:
+        reason = predicted.get("reason", "it is of an earlier version")
+        raise ConfigurationError(f"--calibrate {folder}: the run has no prediction to learn from: {reason}")
+    own = [each for each in records if each["step"] > facts.get("start_step", 0)]
+    if len(own) <= FEWEST_STEPS:
+        raise ConfigurationError(
+            f"--calibrate {folder}: {len(own)} steps since the last start; {FEWEST_STEPS + 1} are needed, of which the "
+            "first does not count"
+        )
+    try:
+        job = job_record.job(predicted["job"])
+    except (KeyError, TypeError, ValueError) as error:
+        text = f"--calibrate {folder}: run.json is of another version: predicted.job: {error}"
+        raise ConfigurationError(text) from None
+    if job.gpu_kind == "cpu":  # factors are relative to one set of rates, not to what each start measured
+        job = replace(job, card=replace(gpu("cpu"), memory_gib=job.card.memory_gib))
+    seconds = statistics.median(each["step_seconds"] for each in own[1:])
+    return FinishedRun(folder, job, seconds, max(each["peak_memory_gib"] for each in own), facts)
+
+
+def from_paths(paths: Sequence[Path]) -> tuple[Calibration, str]:
+    """Read a calibration file, or learn from run directories and write the file that later plans and runs read.
+
+    Returns:
+        The calibration, and what to print about it.
+    """
+    if len(paths) == 1 and paths[0].is_file():
+        learnt = calibration.read(paths[0])
+        assert learnt, "the file is there"
+        return learnt, learnt.describe()
+    runs = [read(each) for each in paths]
+    learnt = learn(runs)
+    path = calibration.default_path(learnt.kind)
+    calibration.write(learnt, path)
+    learnt = replace(learnt, path=str(path))
+    return learnt, f"{report(runs, learnt)}\n\nwritten: {path}, which plans and runs on {learnt.kind} read from now on"
+
+
+def learn(runs: Sequence[FinishedRun]) -> Calibration:
+    """Fit the factors to runs of one kind of hardware, with intervals from the runs left out one at a time."""
+    kinds = sorted({canonical(each.job.gpu_kind) for each in runs})
+    if len(kinds) != 1:
+        raise ConfigurationError(f"--calibrate: the runs are of different hardware: {', '.join(kinds)}; give one kind")
+    facts = runs[-1].facts
+    origin = {
+        "device": facts.get("device"),
+        "processor": facts.get("hardware", {}).get("processor"),
+        "versions": facts.get("versions", {}),
+        "date": utc_timestamp(),
+        "runs": [str(each.folder) for each in runs],
+    }
+    left_out = errors_left_out(runs)
+    return replace(
+        _fitted(kinds[0], runs),
+        origin=origin,
+        time_interval=_interval([time for time, _ in left_out]),
+        memory_interval=_interval([held for _, held in left_out]),
+    )
+
+
+def errors(runs: Sequence[FinishedRun], learnt: Calibration | None = None) -> list[tuple[float, float]]:
+    """Return the logarithms of (measured / predicted step time, the same of memory) of each run."""
+    return [(_time_error(run, learnt), _memory_error(run, learnt)) for run in runs]
+
+
+def errors_left_out(runs: Sequence[FinishedRun]) -> list[tuple[float, float]]:
+    """Return the errors of each run, predicted with what the other runs teach; none of fewer than two runs."""
+    if len(runs) < 2:
+        return []
+    others = [[*runs[:index], *runs[index + 1 :]] for index in range(len(runs))]
+    kind = canonical(runs[0].job.gpu_kind)
+    return [errors([run], _fitted(kind, rest))[0] for run, rest in zip(runs, others, strict=True)]
+
+
+def _time_error(run: FinishedRun, learnt: Calibration | None) -> float:
+    return math.log(run.seconds / step_time.breakdown(replace(run.job, calibration=learnt)).total)
+
+
+def _memory_error(run: FinishedRun, learnt: Calibration | None) -> float:
+    return math.log(run.memory_gib / shown_gib(replace(run.job, calibration=learnt)))
+
+
+def shown_gib(job: Job) -> float:
+    """Return what the job's counter shows on rank 0, in GiB; in a pipeline, rank 0 is of the first stage."""
+    return memory.counted(memory.anatomy(job)[0], job.memory_kind) / GIB
+
+
+def _interval(left_out: Sequence[float]) -> tuple[float, float] | None:
+    """Return the 80 % interval of a further run by Student's t; None where no run could be left out."""
+    if not left_out:
+        return None
+    quantile = STUDENT[min(len(left_out) - 1, len(STUDENT)) - 1]
+    width = quantile * max(LEAST_WIDTH, math.sqrt(statistics.fmean(error**2 for error in left_out)))
+    return -width, width
+
+
+def _fitted(kind: str, runs: Sequence[FinishedRun]) -> Calibration:
+    time, stack_time = _time_factors(runs)
+    found = Calibration(kind, time=time, stack_time=stack_time)
+    if kind == "cpu":
+        return replace(found, process_gib=_by_library(runs, _process_gib, statistics.fmean))
+    ratios = _by_library(runs, lambda run: math.exp(_memory_error(run, None)), statistics.geometric_mean)
+    return replace(found, memory=ratios)
+
+
+def _time_factors(runs: Sequence[FinishedRun]) -> tuple[dict[str, float], dict[str, float]]:
+    """Find one factor of all step times, from which each part's and each library's strays with caution.
+
+    Returns:
+        Factors by group of parts, and by library; no libraries where the runs are all of one.
+    """
+    parts = [_grouped(run.job) for run in runs]
+    libraries = sorted({library(run.job.stack) for run in runs})
+    libraries = libraries if len(libraries) > 1 else []
+
+    def cost(moves: Mapping[str, float]) -> float:
+        missed = 0.0
+        for run, part in zip(runs, parts, strict=True):
+            seconds = sum(math.exp(moves["all"] + moves[name]) * part[name] for name in GROUPS)
+            missed += (math.log(seconds / run.seconds) + moves.get(library(run.job.stack), 0.0)) ** 2
+        return missed + sum(caution * moves[name] ** 2 for name, caution in cautions.items())
+
+    cautions = {**dict.fromkeys(GROUPS, CAUTION), **dict.fromkeys(libraries, LIBRARY_CAUTION)}
+    found = minimize(cost, dict.fromkeys(("all", *cautions), 0.0))
+    of_parts = {name: math.exp(found["all"] + found[name]) for name in GROUPS}
+    return of_parts, {name: math.exp(found[name]) for name in libraries}
+
+
+def minimize(cost: Callable[[Mapping[str, float]], float], start: Mapping[str, float]) -> dict[str, float]:
+    """Search along one number at a time, with smaller and smaller moves."""
+    best, least, move = dict(start), cost(start), FIRST_MOVE
+    while move > LAST_MOVE:
+        better = False
+        for name in best:
+            for step in (move, -move):
+                tried = {**best, name: best[name] + step}
+                if (found := cost(tried)) < least - 1e-12:
+                    best, least, better = tried, found, True
+        move = move if better else move / 2
+    return best
+
+
+def _grouped(job: Job) -> dict[str, float]:
+    sums: dict[str, float] = dict.fromkeys(GROUPS, 0.0)
+    for part, seconds in asdict(step_time.breakdown(job)).items():
+        sums[calibration.group(part)] += seconds
+    return sums
+
+
+def _process_gib(run: FinishedRun) -> float:
+    """Return the resident memory beside tensors and the allocator's gaps, at least a little."""
+    tensors = shown_gib(replace(run.job, reserved_gib=0.0, calibration=None))
+    return max(0.05, run.memory_gib - tensors)
+
+
+def _by_library(
+    runs: Sequence[FinishedRun], value: Callable[[FinishedRun], float], mean: Callable[[Sequence[float]], float]
+) -> dict[str, float]:
+    """Average a value over the runs of each library, and over all libraries under ""."""
+    names = sorted({library(run.job.stack) for run in runs})
+    found = {name: mean([value(run) for run in runs if library(run.job.stack) == name]) for name in names}
+    return {**found, "": mean([*found.values()])}
+
+
+def report(runs: Sequence[FinishedRun], learnt: Calibration) -> str:
+    """Format predicted against measured: as shipped, with all runs' factors, and with those of the other runs."""
+    columns = [errors(runs), errors(runs, learnt), errors_left_out(runs)]
+    header = ["run", "strategy", "step s", "before", "after", "left out", "memory GiB", "before", "after", "left out"]
+    rows = [header]
+    for index, run in enumerate(runs):
+        shown = [[_percent(column[index][part]) if column else "-" for column in columns] for part in (0, 1)]
+        strategy = str(run.facts.get("strategy", ""))
+        rows.append([str(run.folder), strategy, f"{run.seconds:.3f}", *shown[0], f"{run.memory_gib:.2f}", *shown[1]])
+    factors = ", ".join(f"{name} {value:.3f}" for name, value in learnt.time.items())
+    stacks = ", ".join(f"{name} {value:.3f}" for name, value in learnt.stack_time.items())
+    beside = ", ".join(f"{name or 'others'} {value:.2f} GiB" for name, value in learnt.process_gib.items())
+    slack = ", ".join(f"{name or 'others'} {value:.3f}" for name, value in learnt.memory.items())
+    named = {"time": factors, "whole step": stacks, "process beside tensors": beside, "tensors": slack}
+    lines = [f"{name}: {text}" for name, text in named.items() if text]
+    return "\n".join(["predicted against measured:", printing.table(rows), "", "factors learnt:", *lines])
+
+
+def _percent(error: float) -> str:
+    """Format log(measured / predicted) as the error of the prediction."""
+    return f"{math.expm1(-error):+.0%}"

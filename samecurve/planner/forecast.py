@@ -1,0 +1,112 @@
+"""Predicted step time and memory of a run that is about to start, for its header, run.json, summary and report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from samecurve.config.documents import Document
+from samecurve.config.source import RecipeSource
+from samecurve.errors import ConfigurationError
+from samecurve.planner import calibration, coverage, job_record, model_config, strategies
+from samecurve.planner.answers import predict
+from samecurve.planner.calibrate import shown_gib
+from samecurve.planner.calibration import Calibration
+from samecurve.planner.cluster import KINDS, Cluster, built_in
+from samecurve.planner.hardware import canonical, known_gpu
+from samecurve.planner.job import Job
+from samecurve.planner.plan_text import PUBLIC
+from samecurve.planner.strategies import Wanted
+from samecurve.strategy.plan import Plan
+
+UNCALIBRATED_CPU = (
+    "rates of this CPU are assumed but for its fastest matrix product; `python -m samecurve plan --calibrate RUN` "
+    "learns them from a finished run"
+)
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the process of rank 0 computes on.
+
+    Attributes:
+        name: torch's name of the GPU, or cpu.
+        memory_gib: of the device; on a CPU, one process's share of the host's.
+        peak_tflops: of matrix products, as measured on a CPU; None if unknown.
+        per_node: processes on one host.
+    """
+
+    name: str
+    memory_gib: float
+    peak_tflops: float | None = None
+    per_node: int = 1
+
+
+def forecast(plan: Plan, fields: Mapping[str, Any], device: Device) -> dict[str, Any]:
+    """Predict a run, in milliseconds.
+
+    Args:
+        plan: with the micro-batch size that the run uses.
+        fields: of the model's Hugging Face config, its vocabulary that of the run.
+
+    Returns:
+        `predicted` of run.json: `step_seconds` and `peak_memory_gib` of rank 0, each with an 80 % `..._interval`,
+        `basis`, `left_out` and `job`; or only `reason`, why there is no prediction.
+    """
+    try:
+        coverage.refuse(plan.recipe)
+        machines = _machines(device, plan.strategy.world_size)
+        job = _job(plan, fields, machines)
+        found = predict(job)
+    except (ConfigurationError, ValueError, ZeroDivisionError) as error:
+        return {"reason": str(error)}
+    first = shown_gib(job)
+    return {
+        "step_seconds": found.seconds,
+        "step_seconds_interval": list(found.seconds_interval),
+        "peak_memory_gib": first,
+        "peak_memory_gib_interval": [first * each / found.memory_gib for each in found.memory_interval],
+        "basis": _basis(machines),
+        "left_out": coverage.left_out(plan.recipe),
+        "job": job_record.record(job),
+    }
+
+
+def _machines(device: Device, world_size: int) -> Cluster:
+    """Describe the run's machines. Raises ConfigurationError for a GPU without known rates."""
+    card = known_gpu(device.name)
+    if not card:
+        raise ConfigurationError(f"no rates of a GPU called {device.name} are known")
+    learnt = calibration.read(calibration.default_path(canonical(device.name)))
+    per_node = min(device.per_node, world_size)
+    if device.name == "cpu":
+        machines = built_in(f"cpux{per_node}")
+        if device.peak_tflops and not learnt:  # a calibration is relative to the assumed rates
+            card = replace(card, matmul_tflops=device.peak_tflops, fp32_tflops=device.peak_tflops)
+        machines = replace(machines, card=replace(card, memory_gib=device.memory_gib))
+    else:
+        gbit = next((gbit for kind, gbit in KINDS.values() if known_gpu(kind) == card), 1600.0)
+        machines = Cluster(device.name, replace(card, memory_gib=device.memory_gib), 1, per_node, gbit)
+    return replace(machines, nodes=max(1, world_size // per_node), calibration=learnt)
+
+
+def _job(plan: Plan, fields: Mapping[str, Any], machines: Cluster) -> Job:
+    recipe = plan.recipe
+    wanted = Wanted(
+        model_config.shape(fields.get("text_config") or fields, "the model's config"),
+        recipe.batch,
+        RecipeSource(Document(plan.recipe_path), recipe, frozenset()),
+        recipe.precision,
+        coverage.CHECKPOINTING[recipe.memory.activation_checkpointing],
+        recipe.loss.implementation != "full",
+        coverage.optimizer_bytes(recipe),
+    )
+    return strategies.job(wanted, plan.strategy, machines)
+
+
+def _basis(machines: Cluster) -> str:
+    learnt: Calibration | None = machines.calibration
+    if learnt:
+        return learnt.describe()
+    return UNCALIBRATED_CPU if machines.kind == "cpu" else PUBLIC

@@ -1,0 +1,170 @@
+"""Predicted beside measured: what a run says about itself, and what `plan --calibrate` learns from runs."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from samecurve.cli.commands import main
+from samecurve.metrics.predicted import announced, beside, of_session
+from samecurve.planner import calibrate, calibration, inputs, job_record, step_time, strategies
+from samecurve.planner.answers import answer, predict
+from samecurve.planner.calibration import Calibration
+from samecurve.planner.cluster import built_in
+
+RECIPE = "recipes/quickstart.yaml"
+STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "zero3")
+# A machine unlike the assumed one: factors of its parts, and resident memory beside the tensors.
+TRUE = {"compute": 2.2, "communication": 3.0, "host": 1.6}
+PROCESS = {"torch": 0.62, "deepspeed": 0.66}
+SLOW = {"torch": 1.0, "deepspeed": 1.25}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("SAMECURVE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "planner"
+
+
+def job_of(strategy: str, cluster: str = "cpux2"):
+    wanted = inputs.read(RECIPE, ["precision=fp32"])
+    described, problems = strategies.describe(wanted, strategies.read(f"configs/{strategy}.yaml"), {}, 2)
+    assert not problems
+    return strategies.job(wanted, described, built_in(cluster))
+
+
+def recorded(folder: Path, strategy: str, cluster: str = "cpux2", factor: float = 1.0, **facts) -> Path:
+    """A finished run on the machine above; its first step, which compiles and connects, is slow."""
+    job = job_of(strategy, cluster)
+    library = calibration.library(job.stack)
+    machine = Calibration("cpu", time=TRUE, stack_time=SLOW, process_gib=PROCESS if cluster == "cpux2" else {})
+    true = replace(job, calibration=machine)
+    seconds, gib = factor * step_time.breakdown(true).total, calibrate.shown_gib(true)
+    path = folder / f"{strategy}-{library}"
+    path.mkdir()
+    steps = [{"step": n, "step_seconds": seconds * (50 if n == 1 else 1), "peak_memory_gib": gib} for n in range(1, 8)]
+    (path / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in steps))
+    known = {"strategy": strategy, "device": "cpu", "start_step": 0, "versions": {"torch": "2.13.0"}}
+    known |= {"predicted": {"job": job_record.record(job)}, "hardware": {"processor": "some processor"}}
+    (path / "run.json").write_text(json.dumps(known | facts))
+    return path
+
+
+def test_a_job_is_read_again_as_it_was():
+    job = job_of("zero3")
+    assert job_record.job(json.loads(json.dumps(job_record.record(job)))) == job
+
+
+def test_two_runs_teach_the_other_strategies(tmp_path):
+    """The goal for a CPU: step times within 15 %, memory within 5 %, from one run of each library."""
+    runs = {name: calibrate.read(recorded(tmp_path, name)) for name in STRATEGIES}
+    learnt = calibrate.learn([runs["ddp"], runs["zero2"]])
+    before, after = (calibrate.errors([*runs.values()], each) for each in (None, learnt))
+    assert max(abs(time) for time, _ in before) > 0.5
+    assert max(abs(time) for time, _ in after) < math.log(1.15)
+    assert max(abs(held) for _, held in after) < math.log(1.05) < max(abs(held) for _, held in before)
+
+
+def test_what_is_left_out_is_predicted_from_the_others_alone(tmp_path):
+    """A run that is three times slower than the others say has a left-out error of a factor of three."""
+    runs = [calibrate.read(recorded(tmp_path, name)) for name in ("ddp", "fsdp")]
+    odd = calibrate.read(recorded(tmp_path, "tp", factor=3.0))
+    (left_out, _) = calibrate.errors_left_out([*runs, odd])[-1]
+    assert left_out == pytest.approx(math.log(3), abs=0.3)
+    assert calibrate.errors_left_out(runs[:1]) == []
+    narrow, wide = (calibrate.learn(each).time_interval for each in (runs, [*runs, odd]))
+    assert narrow and wide and narrow[1] < wide[1]
+    assert calibrate.learn(runs[:1]).time_interval is None
+
+
+def test_one_run_already_helps(tmp_path):
+    """An error of a third more than halves."""
+    run = calibrate.read(recorded(tmp_path, "ddp"))
+    other = calibrate.read(recorded(tmp_path, "fsdp"))
+    (before, _), (after, _) = (calibrate.errors([other], each)[0] for each in (None, calibrate.learn([run])))
+    assert abs(after) < abs(before) / 2
+
+
+def test_the_command_writes_what_later_plans_read(tmp_path, cache, capsys):
+    folders = [str(recorded(tmp_path, name)) for name in ("ddp", "zero2")]
+    assert main(["plan", "--calibrate", *folders]) == 0
+    shown = capsys.readouterr().out
+    assert "left out" in shown and f"written: {cache / 'cpu.json'}" in shown
+    out = ["--json", f"{tmp_path}/plan.json"]
+    assert main(["plan", RECIPE, "precision=fp32", "--cluster", "cpux2", "--strategy", "configs/fsdp.yaml", *out]) == 0
+    shown = capsys.readouterr().out
+    assert "calibrated on 2 runs, 20" in shown.splitlines()[2] and "none measured here" not in shown
+    assert "warning" in shown and "measured on some processor, this is " in shown
+    planned = json.loads((tmp_path / "plan.json").read_text())["plans"][0]["step_seconds"]
+    learnt = calibration.read(cache / "cpu.json")
+    assert planned == pytest.approx(predict(replace(job_of("fsdp"), calibration=learnt)).seconds)
+    assert main(["plan", RECIPE, "--cluster", "h100x2", "--top", "1"]) == 0
+    assert "none measured here" in capsys.readouterr().out
+
+
+def test_a_gpu_has_one_name_and_keeps_other_hardware_apart(tmp_path, cache):
+    """torch calls it NVIDIA H100 80GB HBM3, a cluster H100-80GB."""
+    runs = [calibrate.read(recorded(tmp_path, name, "h100x2")) for name in ("ddp", "zero2")]
+    named = replace(runs[0], job=replace(runs[0].job, gpu_kind="NVIDIA H100 80GB HBM3"))
+    learnt = calibrate.learn([named, runs[1]])
+    assert learnt.kind == "H100" and learnt.memory and not learnt.process_gib
+    cpu = replace(runs[0], job=job_of("ddp"))
+    with pytest.raises(calibrate.ConfigurationError, match="different hardware: H100, cpu"):
+        calibrate.learn([named, cpu])
+
+
+def test_answers_of_a_table_use_what_was_learnt_on_such_gpus(tmp_path):
+    from samecurve.planner import runs_file
+
+    rows = runs_file.read(Path("benchmarks/planner/runs.csv"))[:40]
+    learnt = Calibration("H100", time=dict.fromkeys(calibration.GROUPS, 2.0))
+    for row in rows:
+        ratio = answer(row, learnt)["step_seconds"] / answer(row)["step_seconds"]
+        assert ratio == pytest.approx(2 if "H100" in row["gpu"] else 1), row["gpu"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"predicted": {"reason": "adapter.name: found lora"}}, "no prediction to learn from: adapter.name"),
+        ({"start_step": 4}, "3 steps since the last start; 4 are needed"),
+        ({"predicted": {"job": {"shape": {}}}}, "run.json is of another version"),
+    ],
+)
+def test_a_run_that_teaches_nothing_says_why(change, message, tmp_path, capsys):
+    assert main(["plan", "--calibrate", str(recorded(tmp_path, "ddp", **change))]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_without_a_run_and_a_damaged_file(tmp_path, cache, capsys):
+    assert main(["plan", "--calibrate", str(tmp_path / "none")]) == 2
+    assert "no run here (run.json)" in capsys.readouterr().err
+    cache.mkdir(parents=True)
+    (cache / "cpu.json").write_text('{"kind": "cpu", "time": {"compute": -1}}')
+    assert main(["plan", RECIPE, "--cluster", "cpux2"]) == 2
+    assert "cpu.json: no calibration that this version reads (a factor is not a positive" in capsys.readouterr().err
+
+
+PREDICTED = {
+    "step_seconds": 0.4,
+    "step_seconds_interval": [0.3, 0.6],
+    "peak_memory_gib": 2.0,
+    "peak_memory_gib_interval": [1.8, 2.2],
+    "basis": "constants fitted",
+}
+
+
+def test_texts_beside_each_other():
+    records = [{"step": n, "step_seconds": s, "peak_memory_gib": 2.5} for n, s in ((3, 9.0), (4, 0.5), (5, 0.5))]
+    assert beside(PREDICTED, records) == {
+        "step": "0.5 s; predicted 0.4 s (0.3 to 0.6), 20% too low",
+        "peak memory, rank 0": "2.5 GiB; predicted 2 GiB (1.8 to 2.2), 20% too low, outside the interval",
+    }
+    assert of_session({"predicted": PREDICTED, "start_step": 3}, records)["step"].startswith("0.5 s; predicted 0.4 s")
+    assert of_session({}, records)["step"] == "0.5 s"
+    assert dict(announced(PREDICTED))["predicted"].startswith("step 0.4 s (0.3 to 0.6), peak memory, rank 0 2 GiB")
+    assert announced({"reason": "a GPU"}) == [("predicted", "nothing: a GPU")] and announced({}) == []

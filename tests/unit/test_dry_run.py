@@ -1,0 +1,42 @@
+"""`plan --dry-run`: one of N ranks on fake tensors beside the formulas."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.full  # each imports torch and transformers in a process of its own
+
+MODEL = "model.config={model_type: llama, hidden_size: 512, intermediate_size: 1408, num_attention_heads: 8, "
+MODEL += "num_key_value_heads: 4, num_hidden_layers: 12, tie_word_embeddings: true}"
+
+
+def dry_run(*arguments: str) -> subprocess.CompletedProcess:
+    """Runs in a process of its own, because of its process group."""
+    command = [sys.executable, "-m", "samecurve", "plan", "recipes/pretrain.yaml", MODEL, *arguments, "--dry-run"]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_states_and_activations_are_those_of_the_formulas():
+    """64 shards of FSDP: weights, gradients and optimizer exactly, activations within 5 %."""
+    done = dry_run("--cluster", "h100x8", "--gpus", "64", "--strategy", "configs/fsdp.yaml", "--rank", "63")
+    assert done.returncode == 0, done.stderr
+    shown = done.stdout.partition("dry run: rank 63 of 64, 2 and 4 of 12 layers")[2]
+    rows = {name: (float(a), float(b)) for name, a, b in re.findall(r"^(\w.*?) +([\d.]+) +([\d.]+)", shown, re.M)}
+    predicted, tracked = rows["weights, gradients, optimizer"]
+    assert predicted == pytest.approx(tracked, abs=0.0011) and tracked > 0
+    assert rows["activations of a layer"][0] == pytest.approx(rows["activations of a layer"][1], rel=0.1)
+    predicted, tracked = rows["peak of all tensors"]
+    assert ("differs by" in shown.partition("peak of all tensors")[2]) == (abs(predicted / tracked - 1) > 0.05)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [("zero3", "DeepSpeed (zero3) allocates buffers"), ("fsdp_tp", "needs the values of tensors")],
+)
+def test_what_cannot_run_on_fake_tensors_says_so(strategy, message):
+    done = dry_run("--cluster", "h100x8", "--strategy", f"configs/{strategy}.yaml")
+    assert done.returncode == 2 and message in done.stderr

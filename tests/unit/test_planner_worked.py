@@ -1,0 +1,141 @@
+"""Worked numbers of courses, guides and papers that the planner has to reproduce (pipelines, FLOPs, states, costs)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from samecurve.cli.commands import main
+from samecurve.models.flops import table_peak
+from samecurve.planner import flops, ledger, memory, step_time
+from samecurve.planner.bubbles import bubble, idle_slots
+from samecurve.planner.hardware import GIB, gpu
+from samecurve.planner.job import Job, StateBytes
+from samecurve.planner.layout import Layout
+from samecurve.planner.shape import ModelShape
+
+GPT_7B = ModelShape(32, 4096, 32, 32, 16384, 50304, gated=False, tied=True)
+LLAMA_7B = ModelShape(32, 4096, 32, 32, 11008, 32000, gated=True, tied=False)
+
+
+def gpt(layers: int, hidden: int, heads: int) -> ModelShape:
+    return ModelShape(layers, hidden, heads, heads, 4 * hidden, 51200, gated=False, tied=True)
+
+
+@pytest.mark.parametrize("gpus", [2, 4, 8])
+def test_naive_pipeline(gpus):
+    """One batch over k GPUs: 2(k-1) of 2k T_mini idle; k micro-batches: 2(k-1) of 2(2k-1) T_macro.
+
+    A slot is forward and backward, 2 T. Micro-batches pay from T_mini / T_macro >= (2k-1)/k on.
+    """
+    naive, piped = (2 * (count + idle_slots("1f1b", gpus)) for count in (1, gpus))
+    assert (naive, piped) == (2 * gpus, 2 * (2 * gpus - 1))
+    assert bubble("1f1b", gpus, 1) == pytest.approx(2 * (gpus - 1) / naive)
+    assert bubble("1f1b", gpus, gpus) == pytest.approx(2 * (gpus - 1) / piped)
+    assert piped / naive == pytest.approx((2 * gpus - 1) / gpus)
+
+
+def test_a_forward_of_12_layers_has_24_all_reduces():
+    """Two for each layer under tensor parallelism; the embedding's, in fp32, comes first."""
+    job = Job(gpt(12, 1024, 16), Layout(1, tp=2), gpu("H100-80GB"), 2, 512, stack="tp")
+    (found,) = ledger.ledgers(job).values()
+    moved = next(each.num_bytes for each in found if each.content == "hidden states")
+    hidden = 2 * 512 * 1024
+    assert (moved - 4 * hidden) / (2 * hidden) == 24
+
+
+def test_400_of_989_teraflops_are_40_percent():
+    """The guide prints 0.40 %."""
+    peak = table_peak("NVIDIA H100 80GB HBM3", "bf16")
+    assert peak and f"{400 / peak.tflops:.0%}" == "40%"
+
+
+@pytest.mark.parametrize(
+    ("shape", "mfu", "hfu"),
+    [
+        (gpt(48, 6144, 64), 41.5, 43.7),
+        (gpt(96, 12288, 96), 51.4, 52.8),
+        (gpt(105, 20480, 128), 56.0, 57.0),
+        (gpt(128, 25600, 160), 56.3, 57.0),
+    ],
+)
+def test_mfu_and_hfu(shape, mfu, hfu):
+    """22B, 175B, 530B and 1T with selective recomputation (arXiv:2205.05198, table 5), which prints one decimal."""
+    model, hardware = flops.step(shape, 1, 2048), flops.step_with_selective_recomputation(shape, 1, 2048)
+    assert mfu * hardware / model == pytest.approx(hfu, abs=0.11)
+
+
+def test_flops_of_inference():
+    """24 B s h^2 + 4 B s^2 h for one layer."""
+    rows, seq, hidden = 3, 512, GPT_7B.hidden
+    expected = 24 * rows * seq * hidden**2 + 4 * rows * seq**2 * hidden
+    assert flops.layer_forward(GPT_7B, rows, seq) == expected
+
+
+@pytest.mark.parametrize(
+    ("states", "total", "optimizer"),
+    [
+        (StateBytes(weights=2, gradients=4), 18, 8),  # mixed AdamW: 6 for the weights twice, 8 and 4
+        (StateBytes(weights=2, gradients=4, optimizer=4), 14, 4),  # Adam in bf16, momentum, Lion
+        (StateBytes(weights=2, gradients=4, optimizer=2), 12, 2),  # AdamW in 8 bits
+        (StateBytes(weights=2, gradients=2, master=0, optimizer=4), 8, 4),  # all bf16 (AnyPrecision)
+    ],
+)
+def test_bytes_per_parameter(states, total, optimizer):
+    job = Job(GPT_7B, Layout(1), gpu("H200"), 1, 512, grad_accum=2, states=states)
+    (each,) = memory.anatomy(job)
+    lines = {line.name: line.optimizer for line in each.lines}
+    held = sum(lines[name] for name in ("weights", "gradients", "accumulators", "master weights", "optimizer"))
+    parameters = lines["weights"] / states.weights
+    assert states.total == total == pytest.approx(held / parameters)
+    assert lines["optimizer"] == pytest.approx(optimizer * parameters)
+
+
+def test_context_and_communicators():
+    """Contexts of four versions take 1.78, 0.90, 0.92 and 0.47 GB; the first barrier brings 0.55 GB to 2.00."""
+    assert memory.CONTEXT_GIB * GIB / 1e9 == pytest.approx((0.90 + 0.92) / 2, rel=0.1)
+    assert pytest.approx(2.00 - 0.55, rel=0.15) == memory.NCCL_GIB * GIB / 1e9
+
+
+@pytest.mark.parametrize("shape", [LLAMA_7B, gpt(40, 5120, 40)])
+def test_recomputation_costs_a_fifth_to_a_quarter_of_the_throughput(shape):
+    job = Job(shape, Layout(8, zero=3, shard=8), gpu("A100-80GB"), 2, 2048, stack="fsdp2")
+    plain, full = (step_time.breakdown(replace(job, checkpointing=kind)).total for kind in ("none", "full"))
+    assert 0.20 <= 1 - plain / full <= 0.26
+
+
+def test_deepspeed_reduces_whole_gradients():
+    """Under ZeRO-1 and 2: one all-reduce has twice a reduce-scatter's volume; ZeRO-2 has one per micro-batch.
+
+    On a slow network nothing is hidden, so that the seconds show the volume: 4 B of gradients, and 2 B of weights.
+    """
+    states = StateBytes(accumulators=4)
+    job = Job(
+        LLAMA_7B, Layout(64, zero=1, shard=64), gpu("H100-80GB"), 1, 512, 4, states, node_gbit=0.1, stack="deepspeed"
+    )
+    stage = memory.stages(job, False)[0]
+    zero2 = replace(job, layout=replace(job.layout, zero=2))
+    textbook = replace(job, stack="textbook")
+    constants = step_time.profile("deepspeed")
+    one = step_time.kernels.layer(job, constants)
+    (_, whole), (_, scattered) = (step_time.data_seconds(each, stage, constants, one) for each in (job, textbook))
+    assert whole / scattered == pytest.approx((2 * 4 + 2) / (4 + 2), rel=0.01)
+    every, once = step_time.data_seconds(zero2, stage, constants, one)
+    assert every / once == pytest.approx(2 * 4 / 2, rel=0.01)
+
+
+def test_sizes_of_every_printed_row_make_all_gpus(capsys):
+    """dp x tp x pp x cp = N, of the choices and of the shapes that this version cannot run."""
+    model = str(Path("benchmarks/planner/llama_8b.json"))
+    for gpus in (16, 64):
+        assert main(["plan", model, "--cluster", "h100x8", "--gpus", str(gpus), "--top", "99", "--why"]) == 0
+        rows = re.findall(r"^\S+ +((?:dp|pp) [^A-Z]*?)  +\d+ x \d+ ", capsys.readouterr().out, re.M)
+        assert len(rows) >= 10 and any("tp" in row for row in rows) and any("pp" in row for row in rows)
+        for row in rows:
+            product = 1
+            for size in re.findall(r"\d+", row):
+                product *= int(size)
+            assert product == gpus, row
