@@ -22,7 +22,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from samecurve.engines import accelerator, fsdp, launch_env, tensor_parallel
-from samecurve.engines.forward import install_loss
+from samecurve.engines.loss_implementation import install_loss
 from samecurve.engines.mesh import Mesh
 from samecurve.errors import ConfigurationError
 from samecurve.losses.chunked_cross_entropy import TokenSums
@@ -68,6 +68,8 @@ def run(plan: Plan, job: Job, rank: int = 0) -> int:
     family = plan.strategy.family
     if family in ("zero", "pipeline"):
         raise ConfigurationError(f"--dry-run: DeepSpeed ({plan.strategy.name}) allocates buffers that no tracker sees")
+    if family == "schedule" or plan.strategy.dims.cp > 1:
+        raise ConfigurationError(f"--dry-run: {plan.strategy.name} sends activations, which no fake rank answers")
     warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)  # of HSDP's mesh (torch 2.13)
     layers, began = job.shape.layers, time.perf_counter()
     depths = " and ".join(map(str, DEPTHS))

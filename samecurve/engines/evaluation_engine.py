@@ -10,7 +10,8 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from samecurve.engines import cpu_bridge, teacher
-from samecurve.engines.forward import Forward, install_loss
+from samecurve.engines.forward import Forward
+from samecurve.engines.loss_implementation import install_loss
 from samecurve.engines.mesh import Mesh
 from samecurve.errors import ConfigurationError
 from samecurve.models.weights import build, fill

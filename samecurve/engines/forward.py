@@ -16,17 +16,13 @@ from samecurve.engines import grad_cache
 from samecurve.engines.context_parallel import SequencePart, gather_outputs
 from samecurve.interfaces.engine import EvalResult
 from samecurve.interfaces.task import Task
-from samecurve.losses import chunked_cross_entropy
 from samecurve.losses.chunked_cross_entropy import TokenSums, trained_positions
 from samecurve.losses.cross_entropy import token_loss_sum
-from samecurve.models import compilation
 from samecurve.models.attention.mask_facts import MaskFacts, told
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from transformers import PreTrainedModel
 
-    from samecurve.config.schema import Recipe
     from samecurve.data.micro_batch import Counts, MicroBatch
     from samecurve.engines.first_step import FirstStep
     from samecurve.engines.mesh import Mesh
@@ -41,7 +37,7 @@ class Forward:
     Attributes:
         mesh: over which losses are summed and features gathered.
         model: as prepared by the strategy.
-        loss_implementation: full, chunked or liger, see `install_loss`.
+        loss_implementation: full, chunked or liger, see loss_implementation.py.
         teacher: the frozen model of a distillation task, else None.
         rows: Batch.micro_batches of a training step; only a cross-batch loss reads them.
         dropout: the keys of the model's dropout; None for an evaluation alone.
@@ -183,29 +179,6 @@ class Forward:
 
 def _mask_facts(batch: MicroBatch) -> MaskFacts:
     return MaskFacts(batch.facts.packed, batch.facts.padded) if batch.facts else MaskFacts()
-
-
-def install_loss(
-    model: PreTrainedModel, skeleton: PreTrainedModel, task: Task, recipe: Recipe, device: torch.device
-) -> str:
-    """Install the recipe's loss.implementation in `model`, before a strategy wraps the model.
-
-    On a GPU the measure of a chunked loss is compiled wherever there is a compiler, also if the layers are not: in
-    eager mode it reads and writes an fp32 logit several times. `device` is that of the computation.
-
-    fp16 always uses the full loss: the others compute gradients before loss scaling, and these are often 0 in fp16.
-
-    Returns:
-        The implementation in use: full, chunked or liger.
-
-    Raises:
-        As chunked_cross_entropy.install_chunked_head.
-    """
-    wanted = recipe.loss.implementation
-    if wanted == "full" or recipe.precision == "fp16" or not task.by_token:
-        return "full"
-    compiles = recipe.compile != "off" or compilation.has_triton_compiler(device)
-    return chunked_cross_entropy.install_chunked_head(model, skeleton, wanted, compiles) or "full"
 
 
 def evaluation_sums(task: Task, logits: Tensor, **targets: Tensor) -> Tensor:

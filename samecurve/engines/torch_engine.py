@@ -18,8 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from samecurve.engines import context_parallel, fsdp, router_loss, sequence_parallel, teacher, tensor_parallel
 from samecurve.engines.context_parallel import SequencePart
 from samecurve.engines.first_step import FirstStep
-from samecurve.engines.forward import Forward, install_loss
+from samecurve.engines.forward import Forward
 from samecurve.engines.gradient_norm import num_copies, place_gradients, squared_norm
+from samecurve.engines.loss_implementation import install_loss
 from samecurve.engines.loss_scaler import LossScale
 from samecurve.engines.memory_usage import held_bytes
 from samecurve.engines.mesh import Mesh

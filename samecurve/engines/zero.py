@@ -14,7 +14,8 @@ from torch.nn import functional
 
 from samecurve.engines import deepspeed_introspection, router_loss, teacher
 from samecurve.engines.first_step import FirstStep
-from samecurve.engines.forward import Forward, install_loss
+from samecurve.engines.forward import Forward
+from samecurve.engines.loss_implementation import install_loss
 from samecurve.engines.memory_usage import held_bytes
 from samecurve.engines.mesh import Mesh
 from samecurve.engines.sharded_state import FragmentState, PartitionState

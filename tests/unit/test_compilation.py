@@ -12,7 +12,7 @@ from tiny_families import tiny_config
 from transformers import AutoModelForCausalLM
 
 from samecurve.config.schema import Memory
-from samecurve.engines import forward
+from samecurve.engines import loss_implementation
 from samecurve.models import compilation
 from samecurve.models.compilation import SETTLED_STEPS, Recompilations
 from samecurve.strategy import preflight
@@ -88,10 +88,12 @@ def test_the_loss_is_compiled_where_a_gpu_has_a_compiler(device, triton, found, 
     monkeypatch.setattr(compilation, "has_triton", lambda: triton)
     monkeypatch.setattr(compilation.shutil, "which", lambda name, path: found)
     given = []
-    monkeypatch.setattr(forward.chunked_cross_entropy, "install_chunked_head", lambda *args: given.append(args[-1]))
+    monkeypatch.setattr(
+        loss_implementation.chunked_cross_entropy, "install_chunked_head", lambda *args: given.append(args[-1])
+    )
     loss = SimpleNamespace(implementation="auto")
     recipe = SimpleNamespace(compile="off", precision="bf16", loss=loss)
-    forward.install_loss(None, None, SimpleNamespace(by_token=True), recipe, torch.device(device))
+    loss_implementation.install_loss(None, None, SimpleNamespace(by_token=True), recipe, torch.device(device))
     assert given == [compiles]
 
 

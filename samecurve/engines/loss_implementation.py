@@ -1,0 +1,38 @@
+"""Chooses how a model computes its loss: from whole logits, in chunks, or by Liger's kernel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from samecurve.losses import chunked_cross_entropy
+from samecurve.models import compilation
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from samecurve.config.schema import Recipe
+    from samecurve.interfaces.task import Task
+
+
+def install_loss(
+    model: PreTrainedModel, skeleton: PreTrainedModel, task: Task, recipe: Recipe, device: torch.device
+) -> str:
+    """Install the recipe's loss.implementation in `model`, before a strategy wraps the model.
+
+    On a GPU the measure of a chunked loss is compiled wherever there is a compiler, also if the layers are not: in
+    eager mode it reads and writes an fp32 logit several times. `device` is that of the computation.
+
+    fp16 always uses the full loss: the others compute gradients before loss scaling, and these are often 0 in fp16.
+
+    Returns:
+        The implementation in use: full, chunked or liger.
+
+    Raises:
+        As chunked_cross_entropy.install_chunked_head.
+    """
+    wanted = recipe.loss.implementation
+    if wanted == "full" or recipe.precision == "fp16" or not task.by_token:
+        return "full"
+    compiles = recipe.compile != "off" or compilation.has_triton_compiler(device)
+    return chunked_cross_entropy.install_chunked_head(model, skeleton, wanted, compiles) or "full"
