@@ -20,6 +20,7 @@ from samecurve.losses.chunked_cross_entropy import TokenSums, trained_positions
 from samecurve.losses.cross_entropy import token_loss_sum
 from samecurve.models import compilation
 from samecurve.models.attention.mask_facts import MaskFacts, told
+from samecurve.specs.compilation import COMPILED
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -197,7 +198,7 @@ def install_loss(
     wanted = recipe.loss.implementation
     if wanted == "full" or recipe.precision == "fp16" or not task.by_token:
         return "full"
-    compiles = recipe.compile != "off" or compilation.has_triton_compiler(device)
+    compiles = recipe.compile in COMPILED or compilation.has_triton_compiler(device)
     return chunked_cross_entropy.install_chunked_head(model, skeleton, wanted, compiles) or "full"
 
 

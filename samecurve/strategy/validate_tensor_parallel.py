@@ -23,7 +23,7 @@ _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
     "fp8": (OFF, "torchao's layers take the place of those that are cut"),
     "model.kernels": (("torch", None), "Liger's kernels read whole weights"),
     "loss.implementation": (("auto", "full", "chunked"), "Liger's kernel reads the whole output head"),
-    "compile": (OFF, f"a compiled layer {_UNTESTED}"),
+    "compile": (("off", "auto", False, None), f"a compiled layer {_UNTESTED}"),
     "memory.activation_checkpointing": (("none",), f"recomputing it {_UNTESTED}"),
     "memory.gradient_sync": (("auto",), f"the key {_UNTESTED}"),
 }
