@@ -93,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int | Work:
-    """Return 0 if a strategy fits, or the work of --dry-run. Raises TopologyError (exit code 6) if none does."""
+    """Run the command: 0, or the work of --dry-run, if a strategy fits. Raises TopologyError (6) if none does."""
     learnt = _learnt(arguments)
     if arguments.runs:
         if not arguments.json:

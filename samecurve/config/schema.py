@@ -249,8 +249,9 @@ class Recipe(Section):
     reward: Reward = Reward()
     loss: Loss = Loss()
     memory: Memory = Memory()
-    compile: Annotated[Literal["off", "regional", "full"], BeforeValidator(_off)] = "off"
-    """`regional` compiles one layer for all that are alike, and the chunked loss. `full` compiles the whole model."""
+    compile: Annotated[Literal["off", "auto", "regional", "full"], BeforeValidator(_off)] = "off"
+    """`regional` compiles one layer for all that are alike, and the chunked loss. `full` compiles the whole model.
+    `auto` is `regional` where the steps that are left are predicted to repay it, else `off`; the header says why."""
     evaluate: Evaluate = Evaluate()
     checkpoint: Checkpoint = Checkpoint()
     export: Export = Export()

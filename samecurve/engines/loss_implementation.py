@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from samecurve.losses import chunked_cross_entropy
 from samecurve.models import compilation
+from samecurve.specs.compilation import COMPILED
 
 if TYPE_CHECKING:
     import torch
@@ -34,5 +35,5 @@ def install_loss(
     wanted = recipe.loss.implementation
     if wanted == "full" or recipe.precision == "fp16" or not task.by_token:
         return "full"
-    compiles = recipe.compile != "off" or compilation.has_triton_compiler(device)
+    compiles = recipe.compile in COMPILED or compilation.has_triton_compiler(device)
     return chunked_cross_entropy.install_chunked_head(model, skeleton, wanted, compiles) or "full"

@@ -159,7 +159,7 @@ def header_lines(facts: dict) -> list[tuple[str, str]]:
         ("memory", _memory(facts["recipe"]["memory"])),
         ("gradients", _gradients(facts.get("whole_gradient_bytes", 0))),
         ("allocator", facts.get("allocator", "")),
-        ("compile", facts["recipe"]["compile"].replace("off", "")),
+        ("compile", facts.get("compile_choice") or facts["recipe"]["compile"].replace("off", "")),
         *_data(facts["data"]),
         *announced(facts.get("predicted") or {}),
         ("output", str(facts["output_dir"])),

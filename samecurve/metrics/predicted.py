@@ -44,9 +44,11 @@ def beside(predicted: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -
 
 
 def of_session(facts: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Compare the records of the last session with the prediction in its run.json."""
+    """Compare the records of the last session with the prediction in its run.json; {} without one."""
+    if "step_seconds" not in (facts.get("predicted") or {}):
+        return {}
     own = [each for each in metrics if each["step"] > facts.get("start_step", 0)]
-    return beside(facts.get("predicted") or {}, own)
+    return beside(facts["predicted"], own)
 
 
 def _with_interval(predicted: Mapping[str, Any], key: str, unit: str) -> str:

@@ -21,6 +21,7 @@ from torch.utils._triton import has_triton
 
 from samecurve.models import fp8, liger
 from samecurve.models.activation_checkpointing import checkpoint_layers, layers
+from samecurve.specs.compilation import COMPILED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -53,7 +54,7 @@ def prepare(model: PreTrainedModel, recipe: Recipe, device: torch.device, but: s
     # takes for a tensor; selective checkpointing works, and only inside of the compiled layer.
     outside = ("offload", "full", "every_n_layers") if is_cut else ("offload",)
     compiles_first = memory.activation_checkpointing in outside
-    if recipe.compile != "off":
+    if recipe.compile in COMPILED:
         _configure(memory.activation_checkpointing, recipe.compile)
     if recipe.compile == "regional" and compiles_first:
         _compile_layers(model)
@@ -80,7 +81,7 @@ def _keep_masks_eager(model: PreTrainedModel) -> None:
 
 def uncompiled(recipe: Recipe) -> AbstractContextManager:
     """Run compiled functions without their compiled code: another shape would compile the model once more."""
-    return nullcontext() if recipe.compile == "off" else torch.compiler.set_stance("force_eager")
+    return torch.compiler.set_stance("force_eager") if recipe.compile in COMPILED else nullcontext()
 
 
 def has_triton_compiler(device: torch.device, environ: Mapping[str, str] = os.environ) -> bool:

@@ -50,7 +50,7 @@ def left_out(recipe: Recipe) -> list[str]:
     if recipe.fp8 != "off":
         found.append(f"fp8 {recipe.fp8}. Products are those of bf16")
     if recipe.compile != "off":
-        found.append(f"compile {recipe.compile}")
+        found.append(f"compile {recipe.compile}. The layers are counted uncompiled: expect less time and memory")
     if recipe.model.attention == "eager":
         found.append("model.attention eager. The attention scores are counted as a fused kernel's: expect more memory")
     return found

@@ -26,6 +26,10 @@ UNCALIBRATED_CPU = (
 )
 
 
+# One layer, forward and backward, and its variants; the gain has to be twice that, because both are estimates.
+COMPILE_SECONDS, WORTH = 60.0, 2.0
+
+
 @dataclass(frozen=True)
 class Device:
     """What the process of rank 0 computes on.
@@ -71,6 +75,26 @@ def forecast(plan: Plan, fields: Mapping[str, Any], device: Device) -> dict[str,
         "left_out": coverage.left_out(plan.recipe),
         "job": job_record.record(job),
     }
+
+
+def compile_choice(plan: Plan, fields: Mapping[str, Any], device: Device, steps_left: int) -> tuple[str, str]:
+    """Choose between `compile: regional` and `off` by the predicted seconds of the steps that are left.
+
+    Returns:
+        The choice, and the reason.
+    """
+    strategy = plan.strategy
+    if strategy.zero_stage == 3 or strategy.family == "schedule" or strategy.dims.cp > 1:
+        return "off", f"{strategy.name} cannot be compiled"
+    try:
+        coverage.refuse(plan.recipe)
+        job = _job(plan, fields, _machines(device, strategy.world_size))
+        eager, compiled = (predict(replace(job, compile=kind)).seconds for kind in (False, True))
+    except (ConfigurationError, ValueError, ZeroDivisionError) as error:
+        return "off", f"the gain is not known: {str(error).splitlines()[0]}"
+    saved = steps_left * (eager - compiled)
+    text = f"{steps_left:,} steps of {eager:.3g} s would save {saved:,.0f} s; compiling is assumed to take"
+    return ("regional" if saved > WORTH * COMPILE_SECONDS else "off"), f"{text} {COMPILE_SECONDS:.0f} s"
 
 
 def _machines(device: Device, world_size: int) -> Cluster:

@@ -22,6 +22,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from samecurve.errors import ConfigurationError, SamecurveError, StorageError
+from samecurve.specs.compilation import COMPILED
 from samecurve.specs.environment import version
 from samecurve.strategy import build_supervisor, op_build_locks
 from samecurve.strategy.resolve import resolve_plan
@@ -158,7 +159,7 @@ def compiler_problems(recipe: Recipe, accelerator: bool, environ: Mapping[str, s
     names = shlex.split(environ.get(variable, ""))[:1] or usual
     if any(shutil.which(name, path=environ.get("PATH", os.defpath)) for name in names):
         return
-    asked = [("compile", recipe.compile, "off")] if recipe.compile != "off" else []
+    asked = [("compile", recipe.compile, "off")] if recipe.compile in COMPILED else []
     ligers = (
         ("model.kernels", recipe.model.kernels, "torch"),
         ("loss.implementation", recipe.loss.implementation, "auto"),

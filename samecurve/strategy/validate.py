@@ -84,7 +84,7 @@ def _quantization(value: Value, strategy: Strategy) -> Iterator[Finding]:
 
 def _compile(value: Value, strategy: Strategy) -> Iterator[Finding]:
     kind = value("compile") or "off"
-    if kind == "off":
+    if kind in ("off", "auto"):  # auto is off where it could only be refused
         return
     text = ""
     if strategy.zero_stage == 3:

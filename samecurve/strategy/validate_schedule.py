@@ -52,7 +52,7 @@ def _rule(key: str, allowed: tuple[Any, ...], why: str) -> Callable[[Value, Stra
 
 def _compile(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
     found = value("compile")
-    if strategy.family != "schedule" or found in OFF:
+    if strategy.family != "schedule" or found in (*OFF, "auto"):
         return
     why = f"a compiled layer {_UNTESTED}"
     if SCHEDULES[strategy.pipeline_schedule].folded:

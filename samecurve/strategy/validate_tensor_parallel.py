@@ -24,7 +24,7 @@ _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
     "fp8": (OFF, "torchao's layers take the place of those that are cut"),
     "model.kernels": (("torch", None), "Liger's kernels read whole weights"),
     "loss.implementation": (("auto", "full", "chunked"), "Liger's kernel reads the whole output head"),
-    "compile": ((*OFF, "regional"), f"a whole compiled model {_UNTESTED}"),
+    "compile": (("off", "auto", "regional", False, None), f"a whole compiled model {_UNTESTED}"),
     "memory.gradient_sync": (("auto",), f"the key {_UNTESTED}"),
 }
 

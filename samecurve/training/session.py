@@ -39,7 +39,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Context:
-    """The process of a session, before anything is built: the plan and the means to talk to disk, ranks and console."""
+    """The process of a session, before anything is built: the plan and the means to talk to disk, ranks and console.
+
+    compile_choice: what `compile: auto` became and why, "" under another value.
+    """
 
     plan: Plan
     accelerator: Accelerator
@@ -47,6 +50,7 @@ class Context:
     watch: RunSupervisor
     world: ControlGroup
     progress: Progress
+    compile_choice: str = ""
 
     @property
     def recipe(self) -> Recipe:

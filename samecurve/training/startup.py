@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from samecurve.checkpoint.manager import Checkpoints, TrainProgress
@@ -20,7 +20,9 @@ from samecurve.models.attention import cudnn
 from samecurve.models.compilation import Recompilations
 from samecurve.planner import forecast
 from samecurve.run.metadata import resume_identity, run_facts
+from samecurve.specs.compilation import COMPILED
 from samecurve.specs.model_families import check_packing
+from samecurve.strategy.preflight import compiler_problems
 from samecurve.tasks import registry
 from samecurve.training.evaluator import Evaluation
 from samecurve.training.gc_schedule import GarbageCollection
@@ -50,6 +52,7 @@ def open_session(plan: Plan, accelerator: Accelerator, run: RunDirectory, watch:
     built = build_model(context)
     # before the engine: a run that is complete or cannot resume must not load weights first
     checkpoints = find_checkpoint(context, built.identity)
+    context = settle_compile(context, built, checkpoints)
     engine = build_engine(context, built)
     start = restore(context, engine, checkpoints)
     return open_run(context, built, engine, checkpoints, start)
@@ -100,6 +103,26 @@ def find_checkpoint(context: Context, identity: dict) -> Checkpoints:
             "output_dir or --fresh would train"
         )
     return checkpoints
+
+
+def settle_compile(context: Context, built: Built, checkpoints: Checkpoints) -> Context:
+    """Choose what `compile: auto` means for the steps that are left, by rank 0's prediction. Collective."""
+    plan, found = context.plan, checkpoints.resumed_from
+    if plan.recipe.compile != "auto":
+        return context
+
+    def choose() -> tuple[str, str]:
+        left = plan.recipe.steps - (read_state(found)["step"] if found else 0)
+        on_gpu = context.accelerator.device.type == "cuda"
+        missing = next(compiler_problems(plan.recipe.model_copy(update={"compile": "regional"}), on_gpu), "")
+        if missing:
+            return "off", missing.partition(": ")[2]
+        # the CPU's rates are the assumed or calibrated ones: its peak is measured later
+        return forecast.compile_choice(plan, built.skeleton.config.to_dict(), _device(context, None), left)
+
+    kind, why = context.world.on_main(choose)
+    recipe = plan.recipe.model_copy(update={"compile": kind})
+    return replace(context, plan=replace(plan, recipe=recipe), compile_choice=f"{kind} (auto): {why}")
 
 
 def build_engine(context: Context, built: Built) -> Engine:
@@ -162,7 +185,7 @@ def open_run(context: Context, built: Built, engine: Engine, checkpoints: Checkp
         meter=meter,
         guard=Guard(recipe.numerics, context.run, context.world),
         stop_vote=StopVote(context.world),
-        recompilations=Recompilations(recipe.compile != "off", log, start.record.get("recompilations", 0)),
+        recompilations=Recompilations(recipe.compile in COMPILED, log, start.record.get("recompilations", 0)),
         garbage=GarbageCollection(
             start.step + 1,
             recipe.memory.garbage_collection_steps,
@@ -187,7 +210,7 @@ def _introduce(session: Session) -> None:
     described |= {"num_fp8_modules": fp8.count(built.skeleton, recipe.fp8)}
     described |= {"router_loss": routers.describe(recipe.model.router_loss, built.skeleton)}
     facts = run_facts(plan, described, built.task.describe(), factory.device_name(accelerator))
-    facts |= {"flops": session.meter.flops, "counts": built.task.counts}
+    facts |= {"flops": session.meter.flops, "counts": built.task.counts, "compile_choice": context.compile_choice}
     if accelerator.is_main_process:
         warning = matmul_speed.precision_warning(recipe, built.skeleton, accelerator.device)
         facts |= {"precision_warning": warning or None}
@@ -205,9 +228,11 @@ def _introduce(session: Session) -> None:
 
 def _predicted(session: Session) -> dict:
     """Predict this run's step time and memory; rank 0 only, because it alone knows the peak of its device."""
-    plan, model = session.context.plan, session.built.skeleton.config
-    name, peak = factory.device_name(session.context.accelerator), session.meter.machine.peak
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", plan.strategy.world_size))
-    memory = device_memory_bytes(session.context.accelerator.device, processes) / GIB
-    device = forecast.Device(name, memory, peak and peak.tflops, processes)
-    return forecast.forecast(plan, model.to_dict(), device)
+    peak, fields = session.meter.machine.peak, session.built.skeleton.config.to_dict()
+    return forecast.forecast(session.context.plan, fields, _device(session.context, peak and peak.tflops))
+
+
+def _device(context: Context, peak_tflops: float | None) -> forecast.Device:
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", context.plan.strategy.world_size))
+    memory = device_memory_bytes(context.accelerator.device, processes) / GIB
+    return forecast.Device(factory.device_name(context.accelerator), memory, peak_tflops, processes)

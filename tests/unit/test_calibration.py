@@ -11,10 +11,12 @@ import pytest
 
 from samecurve.cli.commands import main
 from samecurve.metrics.predicted import announced, beside, of_session
-from samecurve.planner import calibrate, calibration, inputs, job_record, step_time, strategies
+from samecurve.planner import calibrate, calibration, forecast, inputs, job_record, step_time, strategies
 from samecurve.planner.answers import answer, predict
+from samecurve.planner.calibrate import FinishedRun
 from samecurve.planner.calibration import Calibration
 from samecurve.planner.cluster import built_in
+from samecurve.strategy.plan import Plan
 
 RECIPE = "recipes/quickstart.yaml"
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "zero3")
@@ -22,6 +24,9 @@ STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "zero3")
 TRUE = {"compute": 2.2, "communication": 3.0, "host": 1.6}
 PROCESS = {"torch": 0.62, "deepspeed": 0.66}
 SLOW = {"torch": 1.0, "deepspeed": 1.25}
+
+
+GOALS = ((0, 0.15), (1, 0.05))  # of step time, of memory
 
 
 @pytest.fixture(autouse=True)
@@ -60,13 +65,38 @@ def test_a_job_is_read_again_as_it_was():
 
 
 def test_two_runs_teach_the_other_strategies(tmp_path):
-    """The goal for a CPU: step times within 15 %, memory within 5 %, from one run of each library."""
+    """The arithmetic: on a machine that differs by the factors alone, step times within 15 %, memory within 5 %."""
     runs = {name: calibrate.read(recorded(tmp_path, name)) for name in STRATEGIES}
     learnt = calibrate.learn([runs["ddp"], runs["zero2"]])
+    true = replace(runs["ddp"].job, calibration=Calibration("cpu", time=TRUE))
+    assert runs["ddp"].seconds == pytest.approx(step_time.breakdown(true).total)  # without the slow first step
     before, after = (calibrate.errors([*runs.values()], each) for each in (None, learnt))
     assert max(abs(time) for time, _ in before) > 0.5
     assert max(abs(time) for time, _ in after) < math.log(1.15)
     assert max(abs(held) for _, held in after) < math.log(1.05) < max(abs(held) for _, held in before)
+
+
+# Median step in s and peak memory in GiB of 40 steps of the quickstart in fp32, two CPU processes (2026-11-24).
+MEASURED = {
+    "ddp": (0.116, 0.593),
+    "zero1": (0.128, 0.691),
+    "zero2": (0.142, 0.700),
+    "fsdp": (0.211, 0.640),
+    "zero3": (0.173, 0.733),
+    "pipeline": (0.155, 0.637),
+    "tp": (0.318, 0.561),
+}
+
+
+def test_two_real_runs_teach_most_others():
+    """The goal of 15 % and 5 % is missed: by FSDP and ZeRO-3 in time, and by them and the pipeline in memory."""
+    runs = {name: FinishedRun(Path(name), job_of(name), *measured, {}) for name, measured in MEASURED.items()}
+    learnt = calibrate.learn([runs.pop("ddp"), runs.pop("zero2")])
+    found = dict(zip(runs, calibrate.errors([*runs.values()], learnt), strict=True))
+    missed = [{name for name, each in found.items() if abs(math.expm1(-each[part])) > goal} for part, goal in GOALS]
+    assert missed == [{"fsdp", "zero3"}, {"fsdp", "zero3", "pipeline"}]
+    assert max(abs(math.expm1(-time)) for time, _ in found.values()) < 0.4
+    assert max(abs(math.expm1(-held)) for _, held in found.values()) < 0.1
 
 
 def test_what_is_left_out_is_predicted_from_the_others_alone(tmp_path):
@@ -165,6 +195,37 @@ def test_texts_beside_each_other():
         "peak memory, rank 0": "2.5 GiB; predicted 2 GiB (1.8 to 2.2), 20% too low, outside the interval",
     }
     assert of_session({"predicted": PREDICTED, "start_step": 3}, records)["step"].startswith("0.5 s; predicted 0.4 s")
-    assert of_session({}, records)["step"] == "0.5 s"
+    assert of_session({}, records) == of_session({"predicted": {"reason": "a GPU"}}, records) == {}
     assert dict(announced(PREDICTED))["predicted"].startswith("step 0.4 s (0.3 to 0.6), peak memory, rank 0 2 GiB")
     assert announced({"reason": "a GPU"}) == [("predicted", "nothing: a GPU")] and announced({}) == []
+
+
+@pytest.mark.parametrize(
+    ("strategy", "steps", "choice", "why"),
+    [
+        ("ddp", 560, "off", "560 steps of "),
+        ("ddp", 1_000_000, "regional", "1,000,000 steps of "),
+        ("zero3", 1_000_000, "off", "zero3 cannot be compiled"),
+    ],
+)
+def test_auto_compiles_where_the_steps_repay_it(strategy, steps, choice, why):
+    """A quickstart does not; neither do the last steps of a long run."""
+    wanted = inputs.read(RECIPE, ["precision=fp32"])
+    described, _ = strategies.describe(wanted, strategies.read(f"configs/{strategy}.yaml"), {}, 2)
+    plan = Plan(wanted.source.recipe, described, RECIPE, ())
+    fields = {**wanted.source.recipe.model.config, "vocab_size": 2048}
+    found, reason = forecast.compile_choice(plan, fields, forecast.Device("cpu", 16, None, 2), steps)
+    assert found == choice and reason.startswith(why)
+
+
+def test_a_gpu_without_rates_says_so():
+    wanted = inputs.read(RECIPE, [])
+    described, _ = strategies.describe(wanted, strategies.read("configs/ddp.yaml"), {}, 2)
+    plan = Plan(wanted.source.recipe, described, RECIPE, ())
+    device = forecast.Device("Radeon 42", 16, None, 2)
+    fields = {**wanted.source.recipe.model.config, "vocab_size": 2048}
+    assert forecast.forecast(plan, fields, device) == {"reason": "no rates of a GPU called Radeon 42 are known"}
+    kind, reason = forecast.compile_choice(plan, fields, device, 10**6)
+    assert kind == "off" and "Radeon 42" in reason
+    adapted = plan.recipe.model_copy(update={"adapter": plan.recipe.adapter.model_copy(update={"name": "lora"})})
+    assert "adapter.name: found lora" in forecast.forecast(replace(plan, recipe=adapted), fields, device)["reason"]

@@ -37,7 +37,7 @@ REFUSED = [
     ),
     (
         ["compile=true", "--strategy", "configs/ddp.yaml"],
-        ("true", "'off', 'regional' or 'full'"),
+        ("true", "'off', 'auto', 'regional' or 'full'"),
     ),
 ]
 
