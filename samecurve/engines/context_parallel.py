@@ -41,7 +41,7 @@ class SequencePart:
         """Cut a micro-batch to this rank's tokens, before its copy to the device.
 
         Rows whose length the number of parts does not divide are padded behind their last token, which no earlier
-        token sees. `position_ids` and `attention_mask` keep the length of the rows, and `facts.count` that of their
+        token sees. `position_ids` and `attention_mask` keep the length of the rows, and `facts.counts` that of their
         tokens.
         """
         if self.count == 1:

@@ -68,7 +68,7 @@ def test_a_rank_has_its_tokens_and_the_positions_of_the_whole_row():
     assert first.labels.tolist() == [[11, 12, -100]] and second.labels.tolist() == [[-100, 22, -100]]
     for part in (first, second):
         assert part.inputs["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0]]
-        assert part.facts is not None and part.facts.count == 3 and part.facts.packed
+        assert part.facts is not None and part.facts.counts.trained == 3 and part.facts.packed
         assert part.places is not None and part.places.tolist() == [7]
     positions = [part.facts.positions for part in (first, second) if part.facts]
     assert [each.tolist() for each in positions if each is not None] == [[0, 1], [1]]
