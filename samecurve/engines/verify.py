@@ -6,14 +6,12 @@ from typing import TYPE_CHECKING
 
 from samecurve.errors import TopologyError
 from samecurve.specs.precision import DTYPES
-from samecurve.strategy.pipeline_schedules import SCHEDULES
 
 if TYPE_CHECKING:
     from samecurve.interfaces.engine import EngineDescription
     from samecurve.strategy.plan import Plan
 
 _WRAPPERS = {"ddp": "DistributedDataParallel", "zero": "DeepSpeedEngine", "pipeline": "PipelineEngine"}
-_SCHEDULES = {name: f"Schedule{name}" for name in SCHEDULES}  # PyTorch's classes
 
 
 def verify(plan: Plan, running: EngineDescription) -> None:
@@ -52,7 +50,7 @@ def _asked(plan: Plan) -> dict:
     if strategy.family in _WRAPPERS:
         asked["engine"] = _WRAPPERS[strategy.family]
     if strategy.family == "schedule":
-        asked["engine"] = _SCHEDULES[strategy.pipeline_schedule]
+        asked["engine"] = f"Schedule{strategy.pipeline_schedule}"  # PyTorch's class
     if strategy.family in ("zero", "pipeline"):
         asked["weight_dtype"] = DTYPES[recipe.precision]
     return asked

@@ -13,11 +13,18 @@ Rule = Callable[[Value, "Strategy"], Iterator[tuple[str, str]]]
 OFF = ("off", False, None)  # YAML reads a bare off as false
 
 
-def rule(applies: Callable[[Strategy], bool], key: str, allowed: tuple[Any, ...], why: str) -> Rule:
+def rule(
+    applies: Callable[[Strategy], bool],
+    key: str,
+    allowed: tuple[Any, ...],
+    why: str,
+    instead: str = "configs/fsdp.yaml",
+) -> Rule:
     """Return a rule that refuses a key's value under the strategies it applies to, unless the value is allowed.
 
     Args:
         why: nothing else is allowed.
+        instead: what takes other values.
     """
 
     def check(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
@@ -25,6 +32,6 @@ def rule(applies: Callable[[Strategy], bool], key: str, allowed: tuple[Any, ...]
         if applies(strategy) and found not in allowed:
             usual = [each for each in allowed if each is not False] or allowed
             shown = " or ".join({None: "null", False: "false"}.get(each, str(each)) for each in usual)
-            yield key, f"found {found}, but {why}; use {shown}, or configs/fsdp.yaml"
+            yield key, f"found {found}, but {why}; use {shown}, or {instead}"
 
     return check

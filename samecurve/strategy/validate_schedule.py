@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from samecurve.strategy.allowed import OFF, Value, rule
 from samecurve.strategy.pipeline_schedules import SCHEDULES, micro_batch_rule
-from samecurve.strategy.validate_tensor_parallel import OFF
 
 if TYPE_CHECKING:
     from samecurve.config.documents import Document
     from samecurve.strategy.plan import Strategy
 
-Value = Callable[[str], Any]
 BLOCK = "parallelism_config"
 SIZE, SCHEDULE = "parallelism_config_pp_size", "parallelism_config_pp_schedule"
 # What a file's name claims
@@ -40,19 +39,13 @@ _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-def _rule(key: str, allowed: tuple[Any, ...], why: str) -> Callable[[Value, Strategy], Iterator[tuple[str, str]]]:
-    def rule(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
-        found = value(key)
-        if strategy.family == "schedule" and found not in allowed:
-            shown = " or ".join("null" if each is None else str(each) for each in allowed if each is not False)
-            yield key, f"found {found}, but {why}; use {shown or 'false'}, or another strategy"
-
-    return rule
+def _applies(strategy: Strategy) -> bool:
+    return strategy.family == "schedule"
 
 
 def _compile(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
     found = value("compile")
-    if strategy.family != "schedule" or found in (*OFF, "auto"):
+    if not _applies(strategy) or found in (*OFF, "auto"):
         return
     why = f"a compiled layer {_UNTESTED}"
     if SCHEDULES[strategy.pipeline_schedule].folded:
@@ -61,18 +54,18 @@ def _compile(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
 
 
 def _micro_batches(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
-    if strategy.family != "schedule":
+    if not _applies(strategy):
         return
     rows, size = value("batch.global_batch_size"), value("batch.micro_batch_size")
     if not all(isinstance(each, int) and each > 0 for each in (rows, size)):
         return  # reported by the recipe's own rules
     name, ranks = strategy.pipeline_schedule, strategy.pipeline_stages
-    if rule := micro_batch_rule(name, -(-rows // size), ranks):
+    if takes := micro_batch_rule(name, -(-rows // size), ranks):
         fitting = [each for each in range(1, rows + 1) if not micro_batch_rule(name, -(-rows // each), ranks)]
         nearest = sorted(sorted(fitting, key=lambda each: abs(each - size))[:4])
         fix = f"use {' or '.join(map(str, nearest))}" if fitting else "raise batch.global_batch_size"
         text = f"found {size}, which makes {-(-rows // size)} micro-batches of {rows} rows"
-        yield "batch.micro_batch_size", f"{text}, but {name} on {ranks} ranks takes {rule}; {fix}"
+        yield "batch.micro_batch_size", f"{text}, but {name} on {ranks} ranks takes {takes}; {fix}"
 
 
 def check_accelerate(document: Document) -> None:
@@ -99,4 +92,5 @@ def check_accelerate(document: Document) -> None:
         document.problem((BLOCK, "parallelism_config_tp_size"), text)
 
 
-RULES = (_compile, _micro_batches, *(_rule(key, allowed, why) for key, (allowed, why) in _ALLOWED.items()))
+_SHARED = (rule(_applies, key, allowed, why, "another strategy") for key, (allowed, why) in _ALLOWED.items())
+RULES = (_compile, _micro_batches, *_SHARED)
