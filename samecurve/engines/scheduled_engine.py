@@ -205,8 +205,8 @@ class ScheduledEngine:
         )
 
     def _count(self, micro_batches: Sequence[MicroBatch]) -> int:
-        """Count the tokens of the micro-batches; all ranks read the same rows."""
-        return sum(self._task.count(**batch.targets) for batch in micro_batches)
+        """Count the tokens (or other units, see Task.count) of the micro-batches over all ranks."""
+        return self._mesh.count(micro_batches, self._task.count).trained
 
     def _total(self, values: Tensor) -> tuple[float, ...]:
         return self._mesh.sum(values, over=DIMENSIONS)
