@@ -127,13 +127,15 @@ def _end_with_parent() -> None:
 
 
 def _runs(pid: int) -> bool:
+    """A killed process that nobody has waited for yet does not run."""
+    import psutil
+
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
-    except PermissionError:
-        pass
-    return True
+    except psutil.AccessDenied:
+        return True
 
 
 if __name__ == "__main__":
