@@ -122,9 +122,11 @@ def assert_follows(run: Run, plain: tuple) -> None:
 @pytest.mark.full
 def test_sequences_that_are_cut(workspace, base, plain):
     """With dropout: of whole tokens in front of a layer whose columns are cut, of features where its rows are."""
-    run = workspace.run(workspace.sequence_parallel("tp"), 2, *arguments(base, "tp", "adapter.dropout=0.1"))
+    # one gradient of these masks is 2.7e-10, of which Adam would make a step of 0.2 learning rates by rounding alone
+    settings = ("adapter.dropout=0.1", "optimizer.epsilon=1.0e-06")
+    run = workspace.run(workspace.sequence_parallel("tp"), 2, *arguments(base, "tp", *settings))
     assert run.facts["tp_sequence_parallel"]
-    alone = run_lora(workspace, base, "single", "adapter.dropout=0.1")
+    alone = run_lora(workspace, base, "single", *settings)
     assert largest_relative_difference(run.column("loss"), alone.column("loss")) < LOSS
     assert largest_relative_difference(run.column("grad_norm"), alone.column("grad_norm")) < NORM
     assert largest_relative_difference(run.column("loss"), plain[0]) > LOSS

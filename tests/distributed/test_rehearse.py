@@ -88,7 +88,7 @@ def planned(workspace, tmp_path, monkeypatch):
 
 def failure(plan) -> SamecurveError:
     with pytest.raises(SamecurveError) as caught:
-        rehearsal.run(plan)
+        rehearsal.run(plan, [os.environ])  # by default the environment that the import found
     return caught.value
 
 
