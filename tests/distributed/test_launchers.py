@@ -53,7 +53,7 @@ def test_same_losses(strategy, launcher, workspace):
     assert found.column("grad_norm") == expected.column("grad_norm")
 
 
-@pytest.mark.parametrize("strategy", ["tp", *long("fsdp_tp")])
+@pytest.mark.parametrize("strategy", long("tp", "fsdp_tp"))
 def test_accelerate_starts_tensor_parallelism(strategy, workspace):
     """By a file with a key that Accelerate does not know."""
     path, micro = workspace.sequence_parallel(strategy), "batch.micro_batch_size=4"

@@ -151,7 +151,7 @@ def test_predicted_bytes_are_those_exchanged(strategy, precision, workspace):
 PLAIN = "precision=fp32"
 
 
-@pytest.mark.parametrize("more", [PLAIN, *long("precision=bf16", "memory.activation_checkpointing=full")])
+@pytest.mark.parametrize("more", long(PLAIN, "precision=bf16", "memory.activation_checkpointing=full"))
 def test_sequence_parallelism_sends_as_much_as_tensor_parallelism(more, workspace):
     """Within the layers. On the wire an all-reduce is a reduce-scatter and an all-gather."""
     run, folder, _ = profiled(workspace, workspace.sequence_parallel("tp"), *ACCUMULATED, more)

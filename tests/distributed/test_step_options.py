@@ -58,7 +58,7 @@ def assert_equal(found: dict, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "strategy", ["fsdp", "zero3", "tp", *long("single", "ddp", "zero1", "zero2", "pipeline", "fsdp_tp")]
+    "strategy", ["fsdp", *long("single", "ddp", "zero1", "zero2", "zero3", "pipeline", "tp", "fsdp_tp")]
 )
 def test_activation_checkpointing(strategy, workspace):
     found = probe(workspace, strategy, CHECKPOINTED)
