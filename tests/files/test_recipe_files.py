@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from samecurve.config import loader
+from samecurve.config.schema import Recipe
+from samecurve.config.section import Section
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ("base", "tiny")  # what recipes are based on
@@ -35,3 +38,22 @@ def test_a_model_and_data_of_ones_own_replace_the_recipes(path):
     assert found.document.problems == []
     assert (found.recipe.model.path, found.recipe.model.config) == ("org/model", None)
     assert found.recipe.tokenizer.vocabulary_size is None
+
+
+def keys_of(section: type[Section], prefix: str = "") -> set[str]:
+    found = set()
+    for key, field in section.model_fields.items():
+        below = field.annotation
+        is_section = isinstance(below, type) and issubclass(below, Section)
+        found |= keys_of(below, f"{prefix}{key}.") if is_section else {prefix + key}
+    return found
+
+
+def keys_in(values: dict, prefix: str = "") -> set[str]:
+    nested = [keys_in(v, f"{prefix}{k}.") if isinstance(v, dict) else {prefix + k} for k, v in values.items()]
+    return set().union(*nested)
+
+
+def test_the_base_names_all_keys_but_which_model_and_data():
+    base = yaml.safe_load((ROOT / "recipes" / "base.yaml").read_text())
+    assert keys_of(Recipe) - keys_in(base) == {"output_dir", "model.path", "model.config", "data.path"}
