@@ -37,7 +37,7 @@ def build(accelerator: Accelerator, plan: Plan | None, mesh: Mesh, task: Task) -
     recipe = task.teacher
     assert recipe is not None  # the callers ask for a teacher only where there is one
     skeleton = models.skeleton(recipe, task.vocabulary_size)
-    check_packing(skeleton.config.model_type, recipe.data.packing)
+    check_packing(skeleton.config, recipe.data.packing, recipe.batch.sequence_length)
     family, zero_stage = (plan.strategy.family, plan.strategy.zero_stage) if plan else ("single", 0)
     if family == "fsdp":
         found = fsdp.shard(accelerator, _frozen(skeleton, torch.device("meta")), mesh)

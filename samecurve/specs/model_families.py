@@ -127,10 +127,38 @@ TENSOR_PARALLEL = frozenset(("llama", "mistral", "qwen2", "qwen3", "gemma", "gem
 CONTEXT_PARALLEL = frozenset(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "phi3"))
 
 
-def check_packing(model_type: str, packing: bool) -> None:
-    """Raise ConfigurationError if rows are packed and the family is not known to keep packed documents apart."""
-    if packing and model_type not in PACKED:
+def check_packing(config: PreTrainedConfig, packing: bool, sequence_length: int) -> None:
+    """Raise ConfigurationError if rows are packed and a document's logits could depend on other documents.
+
+    Args:
+        config: the model's.
+        packing: `data.packing`.
+        sequence_length: `batch.sequence_length`, in tokens.
+    """
+    if not packing:
+        return
+    if config.model_type not in PACKED:
         raise ConfigurationError(
-            f"data.packing: found true, but a {model_type} is not known to keep packed documents apart: they would "
-            "read each other, and nothing would show it; set data.packing to false (and data.group_by_length to true)"
+            f"data.packing: found true, but a {config.model_type} is not known to keep packed documents apart: they "
+            "would read each other, and nothing would show it; set data.packing to false (and data.group_by_length to "
+            "true)"
         )
+    limit = _longrope_limit(config)
+    if limit is not None and sequence_length > limit:
+        raise ConfigurationError(
+            f"data.packing: found true, but a {config.model_type} with rope_type longrope chooses its rotary angles by "
+            f"the longest document of a micro-batch where batch.sequence_length ({sequence_length}) is above "
+            f"original_max_position_embeddings ({limit}), so the curve would depend on the micro-batch; set "
+            f"data.packing to false, or batch.sequence_length to at most {limit}"
+        )
+
+
+def _longrope_limit(config: PreTrainedConfig) -> int | None:
+    """Return the length in tokens above which longrope uses its other angles; None for other rotary embeddings.
+
+    The choice is made by the largest position of a micro-batch (transformers.modeling_rope_utils.dynamic_rope_update).
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    each = [parameters, *(by_layer for by_layer in parameters.values() if isinstance(by_layer, dict))]
+    found = [one["original_max_position_embeddings"] for one in each if one.get("rope_type") == "longrope"]
+    return min(found, default=None)

@@ -69,7 +69,7 @@ def build_model(context: Context) -> Built:
     recipe = context.recipe
     task = registry.load_on_all_ranks(recipe, context.world)
     skeleton = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
-    check_packing(skeleton.config.model_type, recipe.data.packing)
+    check_packing(skeleton.config, recipe.data.packing, recipe.batch.sequence_length)
     liger.check_family(recipe.model.kernels, skeleton.config.model_type)
     return Built(task, skeleton, resume_identity(context.plan, skeleton, task))
 
