@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 _FUNCTION = re.compile(r"functional\.dropout\(|\bF\.dropout\(|dropout_add\(|\bdropout_p=")
 # Forwards that call one of transformers' attention functions with a rate.
 _ATTENTION = re.compile(r"\bdropout=")
-# DeBERTa drops values of its table of relative positions, which has no rows of the batch.
-_WITHOUT_ROWS = ("pos_dropout",)
+# DeBERTa and Funnel drop values of their tables of relative positions, which have no rows of the batch.
+_WITHOUT_ROWS = ("pos_dropout", "sin_dropout", "cos_dropout")
 # Families whose layers have tokens on the first axis in some places: (tokens, rows, features).
 _TOKENS_FIRST = ("xlnet",)
 _NO_SEQUENCE = 2**62
@@ -87,7 +87,7 @@ class DropoutKeys:
     def add(self, name: str, part: Part | None = None) -> Place:
         """Add a place by its unique name, where this rank has all values or a part of them."""
         self._sites.append(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little"))
-        return Place(self, len(self._sites) - 1, part)
+        return Place(self, name, len(self._sites) - 1, part)
 
     @contextmanager
     def micro_batch(self, batch: KeyedRows) -> Iterator[None]:
@@ -139,10 +139,10 @@ class DropoutKeys:
 
 
 class Place:
-    """A place of the model that drops values: the `index`-th of the keys."""
+    """A place of the model that drops values, by its unique name: the `index`-th of the keys."""
 
-    def __init__(self, keys: DropoutKeys, index: int, part: Part | None):
-        self._keys, self._part = keys, part
+    def __init__(self, keys: DropoutKeys, name: str, index: int, part: Part | None):
+        self._keys, self._name, self._part = keys, name, part
         # a tensor, because torch.compile would compile a layer anew for each number
         self._index = torch.tensor([index], device=keys.device)
 
@@ -172,7 +172,12 @@ class Place:
         assert self._keys.current is not None, "random numbers need the keys of a micro-batch"
         own = self._keys.current.index_select(0, self._index)[0]
         own = own[:-1] if has_rows else own[-1:]
-        assert values.shape[0] % len(own) == 0, "the first axis of what is drawn is not the batch"
+        if values.shape[0] % len(own):
+            raise ConfigurationError(
+                f"model.config: {self._name} of this {self._keys.config.model_type} draws random numbers of shape "
+                f"{tuple(values.shape)}, whose first axis is not that of the {len(own)} rows, so they cannot be drawn "
+                "by row; set the dropout rates and router noise of model.config to 0, or use another family"
+            )
         length = values.numel() // len(own)
         return moved(own, self._keys.part * length) if has_rows and self._keys.part else own, length
 

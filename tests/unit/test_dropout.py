@@ -172,14 +172,17 @@ FAMILIES = {
     "electra": {"embedding_size": 32}, "mpnet": {}, "roformer": {"embedding_size": 32},
     "phimoe": {"num_local_experts": 4, "router_jitter_noise": 0.5},
     "mixtral": {"num_local_experts": 4, "router_jitter_noise": 0.5},
+    "funnel": {"block_sizes": [1, 1], "d_head": 8, "d_inner": 48, "attention_type": "factorized"},
     "deberta-v2": {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "max_relative_positions": 4},
 }  # fmt: skip
-MASKED = {"bert", "xlm", "roberta", "distilbert", "electra", "mpnet", "roformer", "deberta-v2"}
+MASKED = {"bert", "xlm", "roberta", "distilbert", "electra", "mpnet", "roformer", "deberta-v2", "funnel"}
 
 
 def tiny(family: str, attention: str | None = None, **more) -> nn.Module:
     known = AutoConfig.for_model(family)
     fields = {name: value for name, value in {**COMMON, **TOKENS}.items() if hasattr(known, name)}
+    if family == "funnel":
+        del fields["num_hidden_layers"]  # block_sizes says it
     fields |= {"max_position_embeddings": 64} if hasattr(known, "max_position_embeddings") else {}
     config = AutoConfig.for_model(family, **fields | FAMILIES[family] | more)
     torch.manual_seed(0)
@@ -271,6 +274,15 @@ def test_rows_that_are_not_first_are_refused():
         dropout.install(model, 5, CPU)
     model.config.update({"dropout": 0.0, "summary_last_dropout": 0.0})
     dropout.install(model, 5, CPU)
+
+
+def test_values_without_rows_are_refused_by_name():
+    used = dropout.DropoutKeys(0, CPU, SimpleNamespace(model_type="toy"))
+    place = used.add("encoder.table_dropout")
+    used.current = keys_of(0, 1, np.arange(4), site(9))  # of 3 rows
+    expected = r"model\.config: encoder\.table_dropout of this toy .* \(4, 5\), .* the 3 rows, .* to 0"
+    with pytest.raises(ConfigurationError, match=expected):
+        place.drop(torch.ones(4, 5), 0.5)
 
 
 def test_noise_in_place_is_refused():
