@@ -221,7 +221,9 @@ def _squares(gradients: list[Tensor]) -> Tensor:
 
 
 def _check_dropout(skeleton: PreTrainedModel, plan: Plan) -> None:
-    if rates := dropout.rates(skeleton.config):
+    # GPT-2's summary_first_dropout belongs to a head that no causal language model has
+    rates = {key: rate for key, rate in dropout.rates(skeleton.config).items() if not key.startswith("summary_")}
+    if rates:
         named = ", ".join(f"{key} {rate}" for key, rate in rates.items())
         raise ConfigurationError(
             f"{plan.strategy.path}: the model has dropout ({named}), which has not been compared with one process "

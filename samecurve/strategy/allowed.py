@@ -31,7 +31,7 @@ def rule(
         found = value(key)
         if applies(strategy) and found not in allowed:
             usual = [each for each in allowed if each is not False] or allowed
-            shown = " or ".join({None: "null", False: "false"}.get(each, str(each)) for each in usual)
+            shown = " or ".join("null" if each is None else str(each).replace("False", "false") for each in usual)
             yield key, f"found {found}, but {why}; use {shown}, or {instead}"
 
     return check

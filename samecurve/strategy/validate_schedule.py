@@ -36,6 +36,7 @@ _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
     "loss.implementation": (("auto", "full"), "the last stage computes whole logits"),
     "memory.activation_checkpointing": (("none",), f"recomputing {_UNTESTED}"),
     "memory.gradient_sync": (("auto",), f"the key {_UNTESTED}"),
+    "numerics.compare_replicas_every_steps": ((0,), "each stage's weights are on one rank, so nothing is compared"),
 }
 
 
@@ -57,6 +58,7 @@ def _micro_batches(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]
     if not _applies(strategy):
         return
     rows, size = value("batch.global_batch_size"), value("batch.micro_batch_size")
+    size = 1 if size == "auto" else size  # which a rehearsal replaces by a size that the schedule takes
     if not all(isinstance(each, int) and each > 0 for each in (rows, size)):
         return  # reported by the recipe's own rules
     name, ranks = strategy.pipeline_schedule, strategy.pipeline_stages

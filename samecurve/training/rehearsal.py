@@ -41,10 +41,11 @@ from samecurve.run.status import STATUS, read_status
 from samecurve.run.watchdog import LAST_RESORT_SECONDS
 from samecurve.storage.atomic import read_json
 from samecurve.strategy import preflight
+from samecurve.strategy.pipeline_schedules import micro_batch_rule
 from samecurve.strategy.restarts import is_restart
 
 if TYPE_CHECKING:
-    from samecurve.strategy.plan import Plan
+    from samecurve.strategy.plan import Plan, Strategy
 
 FOLDER = ".rehearsal"
 REPORT = "report.json"
@@ -134,9 +135,9 @@ def _largest_that_fits(plan: Plan, ranks: Sequence[Mapping[str, str]]) -> tuple[
         The plan with this size, and the stages of its rehearsal; those of size 1 if the run has no step left.
 
     Raises:
-        DoesNotFit: not even one row fits.
+        DoesNotFit: not even the smallest size fits.
     """
-    sizes = candidates(plan.recipe.batch.rows_per_rank(plan.strategy.data_parallel_size)[0])
+    sizes = candidates(plan.recipe.batch.rows_per_rank(plan.strategy.data_parallel_size)[0], plan.strategy)
     found: tuple[Plan, list[Stage] | None] | None = None
     first, last = 0, len(sizes) - 1
     while first <= last:
@@ -157,14 +158,18 @@ def _largest_that_fits(plan: Plan, ranks: Sequence[Mapping[str, str]]) -> tuple[
                 break
         if _has_main(ranks):
             print(f"batch.micro_batch_size {sizes[middle]} {text}", flush=True)
-    assert found is not None  # size 1 is tried before anything else is given up
+    assert found is not None  # the smallest size is tried before anything else is given up
     return found
 
 
-def candidates(num_rows: int) -> list[int]:
-    """Return the sizes worth trying for a rank with `num_rows` rows per step: for each number of micro-batches the
-    smallest size, which spreads the rows evenly."""
-    return sorted({-(-num_rows // count) for count in range(1, num_rows + 1)})
+def candidates(num_rows: int, strategy: Strategy) -> list[int]:
+    """Return the sizes worth trying for a rank with `num_rows` rows per step: for each number of micro-batches that the
+    strategy's pipeline schedule takes, the smallest size, which spreads the rows evenly."""
+    sizes = sorted({-(-num_rows // count) for count in range(1, num_rows + 1)})
+    if strategy.family != "schedule":
+        return sizes
+    name, ranks = strategy.pipeline_schedule, strategy.pipeline_stages
+    return [size for size in sizes if not micro_batch_rule(name, -(-num_rows // size), ranks)]
 
 
 def run(plan: Plan, ranks: Sequence[Mapping[str, str]] = (os.environ,)) -> list[Stage] | None:

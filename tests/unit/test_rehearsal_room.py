@@ -86,7 +86,10 @@ def test_the_peak_is_that_of_the_stage(tmp_path):
     assert 150e6 < first - second < 250e6
 
 
-def searched(monkeypatch, num_rows: int, most: int) -> tuple[int, list[int]]:
+ONE = SimpleNamespace(family="single", data_parallel_size=1)
+
+
+def searched(monkeypatch, num_rows: int, most: int, strategy=ONE) -> tuple[int, list[int]]:
     """The size found for a rank with `num_rows` rows, of which `most` fit at once, and the sizes tried."""
     tried = []
 
@@ -98,7 +101,7 @@ def searched(monkeypatch, num_rows: int, most: int) -> tuple[int, list[int]]:
 
     monkeypatch.setattr(rehearsal, "run", run)
     batch = {"global_batch_size": num_rows, "micro_batch_size": "auto", "sequence_length": 32}
-    plan = Plan(recipe(batch=batch), SimpleNamespace(data_parallel_size=1), "x.yaml", ())
+    plan = Plan(recipe(batch=batch), strategy, "x.yaml", ())
     return rehearsal.rehearse(plan, [{"RANK": "1"}]).recipe.batch.micro_batch_size, tried
 
 
@@ -109,7 +112,13 @@ def test_the_search_finds_the_fewest_micro_batches_that_fit(num_rows, monkeypatc
         fewest = -(-num_rows // min(most, num_rows))
         assert -(-num_rows // found) == fewest and found <= most
         assert -(-num_rows // (found - 1)) > fewest if found > 1 else True  # evenly: no smaller size does with as few
-        assert len(tried) <= math.log2(len(rehearsal.candidates(num_rows))) + 1
+        assert len(tried) <= math.log2(len(rehearsal.candidates(num_rows, ONE))) + 1
+
+
+def test_a_pipeline_schedule_is_given_micro_batches_that_it_takes(monkeypatch):
+    """1F1B of 4 stages takes 8 rows as 4 or 8 micro-batches, so at most 2 rows at once."""
+    strategy = SimpleNamespace(family="schedule", pipeline_schedule="1F1B", pipeline_stages=4, data_parallel_size=1)
+    assert searched(monkeypatch, 8, 8, strategy) == (2, [1, 2])
 
 
 def test_a_row_that_does_not_fit_is_refused(monkeypatch):

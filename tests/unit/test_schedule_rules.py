@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from samecurve.errors import ConfigurationError
 from samecurve.specs.tasks import TASKS
 from samecurve.strategy.pipeline_schedules import SCHEDULES, micro_batch_rule
 from samecurve.strategy.validate_schedule import RULES
@@ -20,6 +21,7 @@ GOOD = {
     "compile": "off",
     "memory.activation_checkpointing": "none",
     "memory.gradient_sync": "auto",
+    "numerics.compare_replicas_every_steps": 0,
     "optimizer.name": "adamw",
     "batch.global_batch_size": 12,
     "batch.micro_batch_size": 1,
@@ -64,6 +66,19 @@ def test_wrong_micro_batches_are_refused_with_sizes_that_work(name, ranks, rows,
         assert word in text
 
 
+def test_automatic_micro_batches_need_a_size_that_the_schedule_takes():
+    automatic = {"batch.micro_batch_size": "auto"}
+    assert not findings("1F1B", 4, **automatic)
+    ((key, text),) = findings("DualPipeV", 7, **automatic)
+    assert key == "batch.micro_batch_size" and "14 stages" in text and "raise batch.global_batch_size" in text
+
+
+def test_comparing_replicas_is_refused_because_it_would_compare_nothing():
+    ((key, text),) = findings(**{"numerics.compare_replicas_every_steps": 5})
+    assert key == "numerics.compare_replicas_every_steps"
+    assert text.startswith("found 5, but each stage's weights are on one rank") and "use 0" in text
+
+
 def torch_refuses(name: str, ranks: int, num_micro_batches: int) -> bool:
     """Ask PyTorch's schedule of rank 0; a stand-in for its stages needs no processes."""
     from torch.distributed.pipelining import schedules
@@ -92,3 +107,15 @@ def test_places_of_stages():
     assert [SCHEDULES["1F1B"].stages(rank, 3) for rank in range(3)] == [[0], [1], [2]]
     assert [SCHEDULES["Interleaved1F1B"].stages(rank, 2) for rank in range(2)] == [[0, 2], [1, 3]]
     assert [SCHEDULES["ZBVZeroBubble"].stages(rank, 3) for rank in range(3)] == [[0, 5], [1, 4], [2, 3]]
+
+
+def test_dropout_is_refused_where_a_causal_model_draws_it():
+    """The dropout of GPT-2's summary belongs to another head."""
+    from transformers import GPT2Config
+
+    from samecurve.engines.scheduled_engine import _check_dropout
+
+    plan, off = SimpleNamespace(strategy=SimpleNamespace(path="s.yaml")), {"resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    _check_dropout(SimpleNamespace(config=GPT2Config(**off, attn_pdrop=0.0)), plan)
+    with pytest.raises(ConfigurationError, match=r"s\.yaml: the model has dropout \(attn_pdrop 0\.1\)"):
+        _check_dropout(SimpleNamespace(config=GPT2Config(**off, attn_pdrop=0.1)), plan)
