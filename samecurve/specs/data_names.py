@@ -1,4 +1,4 @@
-"""Names of built-in data sets, chat templates and hub data sets in a recipe."""
+"""Names of built-in data sets, chat templates and hub data sets in a recipe, and the widths of grouped rows."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ _URL = re.compile(r"hf://datasets/([^/@]+/[^/@]+)(?:@(refs/(?:convert|pr)/[^/]+|
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.\-]*/[\w.\-]+")
 _FILE = re.compile(r"\.[A-Za-z]\w{0,7}$")  # `owner/name.jsonl` means a file, `owner/name-v1.5` a data set
+
+# Rows of data.group_by_length are padded to multiples of this many tokens. GPUs multiply matrices faster whose sides
+# are a multiple of 64. 128 also halves the number of shapes, each of which costs attention a plan, and keeps from cuDNN
+# the lengths at which it fails (models/attention/cudnn.py).
+WIDTH_MULTIPLE = 128
 
 CHATML = "chatml"  # value of tokenizer.chat_template
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from samecurve.specs.data_names import WIDTH_MULTIPLE
 from samecurve.specs.optimizers import OPTIMIZERS
 from samecurve.specs.tasks import TASKS
 from samecurve.strategy.allowed import OFF, Value, rule
@@ -46,6 +47,11 @@ def _sequence(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
     if strategy.tp_sequence_parallel and found % size:
         text = f"found {found}, which cannot be divided over {size} ranks ({strategy.path}: {_SEQUENCE})"
         yield "batch.sequence_length", f"{text}; use a multiple of {size}, or set {_SEQUENCE} to false"
+    grouped = value("data.group_by_length") and found > WIDTH_MULTIPLE
+    if strategy.tp_sequence_parallel and grouped and WIDTH_MULTIPLE % size:
+        text = f"found true, so rows are padded to multiples of {WIDTH_MULTIPLE} tokens, which cannot be divided over"
+        fix = f"set it or {_SEQUENCE} to false"
+        yield "data.group_by_length", f"{text} {size} ranks ({strategy.path}: {_SEQUENCE}); {fix}"
 
 
 def check_accelerate(document: Document) -> None:

@@ -21,6 +21,7 @@ GOOD = {
     "memory.gradient_sync": "auto",
     "optimizer.name": "adamw",
     "batch.sequence_length": 30,
+    "data.group_by_length": False,
 }
 
 
@@ -58,6 +59,14 @@ def test_a_sequence_has_to_divide():
     assert not findings(2, cuts_sequence=True) and not findings(4)
     ((key, text),) = findings(4, cuts_sequence=True)
     assert key == "batch.sequence_length" and text.startswith("found 30, which cannot be divided over 4 ranks (tp.yaml")
+
+
+def test_rows_grouped_by_length_have_to_divide():
+    """Their widths are multiples of 128 (data.datasets.base), whatever the sequence length is."""
+    grouped = {"data.group_by_length": True, "batch.sequence_length": 768}
+    assert not findings(4, cuts_sequence=True, **grouped) and not findings(3, **grouped)
+    ((key, text),) = findings(3, cuts_sequence=True, **grouped)
+    assert key == "data.group_by_length" and "multiples of 128 tokens, which cannot be divided over 3 ranks" in text
 
 
 @pytest.mark.parametrize(("kind", "size", "wrong"), [("FSDP", 2, 0), ("FSDP", None, 1), ("MULTI_GPU", 1, 1)])

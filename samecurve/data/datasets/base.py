@@ -14,15 +14,13 @@ from samecurve.data.length_order import LengthOrder
 from samecurve.data.packing import best_fit_decreasing
 from samecurve.data.sampler import Bounds, Steps, rows_at, rows_in_steps
 from samecurve.losses.cross_entropy import IGNORE_INDEX
+from samecurve.specs.data_names import WIDTH_MULTIPLE
 from samecurve.storage.cache import digest
 
 if TYPE_CHECKING:
     from samecurve.data.token_store import TokenStream
 
 _ROWS_PER_PASS = 256
-# GPUs multiply matrices faster whose sides are a multiple of 64. 128 also halves the number of shapes, each of which
-# costs attention a plan, and keeps from cuDNN the lengths at which it fails (models/attention/cudnn.py).
-_WIDTH_MULTIPLE = 128
 
 
 @dataclass(frozen=True)
@@ -257,7 +255,7 @@ class LengthGroups(Rows):
 
     def width(self, indices: np.ndarray) -> int:
         longest = int(self.sizes[indices].max())
-        return min(self.sequence_length, -(-longest // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE)
+        return min(self.sequence_length, -(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE)
 
 
 class GroupedDocumentRows(LengthGroups, DocumentRows):
