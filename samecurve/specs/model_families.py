@@ -70,10 +70,10 @@ FAMILIES = {
 }
 
 # Families that build block-diagonal masks from position_ids and carry no other state from document to document. In each
-# of them a packed document has the same logits as alone (tests/unit/test_rows.py), unless rope_type is longrope and rows
-# are long (`check_packing`). In other families a packed document reads its neighbours, seen with transformers 5.23:
-# bloom, falcon, mpt, opt, biogpt and xglm do not take positions from position_ids; mamba, lfm2, minimax and qwen3_next
-# have a recurrent state. doge leaks with transformers 5.17 and sdpa.
+# of them a packed document has the same logits as alone (tests/unit/test_rows.py), unless rope_type is longrope and
+# rows are long (`check_packing`). In other families a packed document reads its neighbours, seen with transformers
+# 5.23: bloom, falcon, mpt, opt, biogpt and xglm do not take positions from position_ids; mamba, lfm2, minimax and
+# qwen3_next have a recurrent state. doge leaks with transformers 5.17 and sdpa.
 PACKED = frozenset(
     """
     apertus arcee bitnet codegen cohere cohere2 diffllama ernie4_5 exaone4 gemma gemma2 gemma3_text gemma4_text
