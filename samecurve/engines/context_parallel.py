@@ -16,7 +16,7 @@ from samecurve.errors import ConfigurationError
 from samecurve.losses.chunked_cross_entropy import trained_positions
 from samecurve.losses.cross_entropy import IGNORE_INDEX
 from samecurve.models import dropout
-from samecurve.models.attention import context, varlen
+from samecurve.models.attention import context, head_tail, varlen
 from samecurve.specs.model_families import CONTEXT_PARALLEL
 
 if TYPE_CHECKING:
@@ -32,15 +32,25 @@ _OF_WHOLE_ROWS = ("position_ids", "attention_mask")  # masks and rotary angles a
 
 @dataclass(frozen=True)
 class SequencePart:
-    """The consecutive tokens of each row that this rank computes: part `index` of `count` equal ones."""
+    """The tokens of each row that this rank computes: part `index` of `count` equal ones.
+
+    Attributes:
+        is_balanced: whether it is the two chunks of head_tail.chunks, else consecutive tokens.
+    """
 
     index: int = 0
     count: int = 1
+    is_balanced: bool = False
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """Indices of the rank's chunks among the equal ones of a row."""
+        return head_tail.chunks(self.index, self.count) if self.is_balanced else (self.index,)
 
     def cut(self, batch: MicroBatch) -> MicroBatch:
         """Cut a micro-batch to this rank's tokens, before its copy to the device.
 
-        Rows whose length the number of parts does not divide are padded behind their last token, which no earlier
+        Rows whose length the number of chunks does not divide are padded behind their last token, which no earlier
         token sees. `position_ids` and `attention_mask` keep the length of the rows, and `facts.counts` that of their
         tokens.
         """
@@ -59,11 +69,24 @@ class SequencePart:
 
     def own(self, tensor: Tensor, padding: int = 0) -> Tensor:
         """Return this rank's part of (rows, tokens), with `padding` behind the last token."""
-        return self._padded(tensor, padding).chunk(self.count, dim=1)[self.index].contiguous()
+        whole = self._padded(tensor, padding)
+        if self.is_balanced:
+            return head_tail.cut(whole, self.index, self.count, dim=1)
+        return whole.chunk(self.count, dim=1)[self.index].contiguous()
+
+    def join(self, parts: Tensor) -> Tensor:
+        """Put (rows, tokens, ...) of all ranks, concatenated along the tokens, into the order of the row."""
+        return head_tail.join(parts, self.count, dim=1) if self.is_balanced else parts
 
     def _padded(self, tensor: Tensor, padding: int) -> Tensor:
-        missing = -tensor.shape[1] % self.count
+        missing = -tensor.shape[1] % (self.count * len(self.chunks))
         return functional.pad(tensor, (0, missing), value=padding) if missing else tensor
+
+
+def part_of(strategy: Strategy, mesh: Mesh) -> SequencePart:
+    """Return the tokens of each row that this rank computes."""
+    kind = context.KINDS.get(strategy.context_parallel)
+    return SequencePart(mesh.dims.index(mesh.rank, "cp"), mesh.dims.cp, kind is not None and kind.is_balanced)
 
 
 def check(model: PreTrainedModel, recipe: Recipe, strategy: Strategy) -> None:
@@ -130,8 +153,8 @@ def _own_angles(part: SequencePart, module: nn.Module, inputs: Any, angles: tupl
 
 
 def gather_outputs(outputs: Tensor, part: SequencePart, mesh: Mesh, length: int) -> Tensor:
-    """Concatenate (rows, own tokens, ...) of all ranks of the group along the tokens, without padding."""
+    """Put the outputs of all ranks of the group, (rows, own tokens, ...) each, together to whole rows."""
     if part.count == 1:
         return outputs
     by_token = mesh.gather(outputs.transpose(0, 1), over=("cp",))
-    return by_token.transpose(0, 1)[:, :length]
+    return part.join(by_token.transpose(0, 1))[:, :length]

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 _BLOCK = "parallelism_config"
 _ULYSSES, _GATHERED = f"{_BLOCK}_sp_size", f"{_BLOCK}_cp_size"
+_COMM = f"{_BLOCK}_cp_comm_strategy"
 _UNTESTED = "has not been compared with one process under context parallelism"
 # By key: what is allowed, and why nothing else is.
 _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -32,10 +33,14 @@ def _applies(strategy: Strategy) -> bool:
     return strategy.dims.cp > 1
 
 
-def _varlen(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
-    if strategy.context_parallel == "allgather" and value("model.attention") == "varlen":
+def _attention(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
+    found = value("model.attention")
+    if strategy.context_parallel == "allgather" and found == "varlen":
         text = "found varlen, but it needs the queries of whole rows and a rank has only some of them"
         yield "model.attention", f"{text}; use auto or sdpa, or configs/fsdp_ulysses.yaml"
+    if strategy.context_parallel == "ring" and found in ("sdpa", "varlen"):
+        text = f"found {found}, but {_COMM}: alltoall has its own attention, which merges the blocks of a ring"
+        yield "model.attention", f"{text}; use auto, or remove that key from the strategy"
 
 
 def check_accelerate(document: Document) -> None:
@@ -48,6 +53,10 @@ def check_accelerate(document: Document) -> None:
         for key in given:
             text = f"only FSDP uses it, but distributed_type is {kind} ({document.place(('distributed_type',))})"
             document.problem((_BLOCK, key), f"{text}; remove it, or start from configs/fsdp_ulysses.yaml")
+    comm = document.get(_BLOCK, _COMM)
+    if comm is not None and _GATHERED not in above_one:
+        text = f"found {comm}, but it is read only where {_GATHERED} is above 1"
+        document.problem((_BLOCK, _COMM), f"{text}; set that size, or remove this key")
     if kind != "FSDP" or not above_one:
         return
     if len(above_one) > 1:
@@ -63,4 +72,4 @@ def check_accelerate(document: Document) -> None:
             document.problem((_BLOCK, key), text)
 
 
-RULES = (_varlen, *(rule(_applies, key, allowed, why) for key, (allowed, why) in _ALLOWED.items()))
+RULES = (_attention, *(rule(_applies, key, allowed, why) for key, (allowed, why) in _ALLOWED.items()))
