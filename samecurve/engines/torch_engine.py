@@ -109,11 +109,7 @@ class TorchEngine:
         validate_optimizer.check_shards(self.recipe.optimizer.name, self.shapes, strategy.dims.size(*FSDP))
         if part.count == 1:
             return build(model_class, config, torch.device("meta"), self.recipe.adapter)
-        context_parallel.check(self.skeleton, self.recipe, strategy)
-        config = context_parallel.config_of(self.skeleton, strategy, self.mesh)
-        model = build(model_class, config, torch.device("meta"), self.recipe.adapter)
-        context_parallel.cut_rotary_angles(model, part)
-        return model
+        return context_parallel.build(self.skeleton, self.recipe, strategy, self.mesh, self.recipe.adapter)
 
     def _prepare(self, model: PreTrainedModel) -> nn.Module:
         if self.sharded:

@@ -17,7 +17,6 @@ _COMM = f"{_BLOCK}_cp_comm_strategy"
 _UNTESTED = "has not been compared with one process under context parallelism"
 # By key: what is allowed, and why nothing else is.
 _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "task": (("pretrain", "sft"), f"the task {_UNTESTED}"),
     "precision": (("fp32", "bf16"), f"fp16's loss scale {_UNTESTED}"),
     "adapter.name": ((None, "lora"), f"this adapter {_UNTESTED}"),
     "fp8": (OFF, f"fp8 {_UNTESTED}"),
@@ -29,8 +28,22 @@ _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
+_TASKS = {
+    "dpo": "its loss adds up log-probabilities over whole answers, of which a rank has some tokens",
+    "reward": "transformers takes a row's last token within the model, and only one rank has it",
+    "classify": "transformers takes a row's last token within the model, and only one rank has it",
+    "mlm": "its models see the tokens behind a query, too, and only causal attention is divided",
+}
+
+
 def _applies(strategy: Strategy) -> bool:
     return strategy.dims.cp > 1
+
+
+def _task(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
+    task = value("task")
+    if _applies(strategy) and task in _TASKS:
+        yield "task", f"found {task}, but {_TASKS[task]}; use configs/fsdp.yaml"
 
 
 def _attention(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
@@ -72,4 +85,4 @@ def check_accelerate(document: Document) -> None:
             document.problem((_BLOCK, key), text)
 
 
-RULES = (_attention, *(rule(_applies, key, allowed, why) for key, (allowed, why) in _ALLOWED.items()))
+RULES = (_task, _attention, *(rule(_applies, key, allowed, why) for key, (allowed, why) in _ALLOWED.items()))

@@ -32,7 +32,7 @@ from samecurve.models.attention import head_tail, ring, varlen
 
 # torch.distributed.nn.functional.all_gather returns wrong gradients over gloo where the incoming gradient has permuted
 # strides, as attention's has (torch 2.13). torch 2.13 deprecates the second name, and torch 2.11 knows no other.
-_all_gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
+all_gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class ContextAttention(ABC):
 
     def register(self) -> str:
         """Register the function and its masks with transformers for this process, and return its name."""
-        name = f"samecurve_{self.name}"
+        name = f"samecurve_{self.name}_{self.inner}"  # a teacher's may be another
         AttentionInterface.register(name, self)
         AttentionMaskInterface.register(name, self.mask)
         return name
@@ -147,7 +147,7 @@ class GatheredKeys(ContextAttention):
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **arguments: Any
     ) -> tuple[Tensor, None]:
-        gathered = _all_gather(torch.stack([key, value]), 3, self.group)
+        gathered = all_gather(torch.stack([key, value]), 3, self.group)
         keys, values = head_tail.join(gathered, self.size, dim=3).unbind()
         outputs, length = [], query.shape[2] // 2
         for chunk, queries, mask in zip(self._chunks, query.split(length, dim=2), attention_mask, strict=True):
