@@ -139,6 +139,11 @@ class MicroBatch:
     def labels(self) -> Tensor:
         return self.targets["labels"]
 
+    @property
+    def is_by_token(self) -> bool:
+        """Whether each token has a label, else each row."""
+        return self.labels.shape == self.inputs["input_ids"].shape
+
     def real_tokens(self) -> Tensor:
         """Find the tokens that a router loss counts: bool, (sequences, sequence_length), on the batch's device.
 
@@ -146,7 +151,7 @@ class MicroBatch:
         token, and not a sequence that trains nothing, such as the ones that fill up a rank or a micro-batch.
         """
         ids, trained = self.inputs["input_ids"], self.labels != IGNORE_INDEX
-        mask, by_token = self.inputs.get("attention_mask"), trained.shape == ids.shape
+        mask, by_token = self.inputs.get("attention_mask"), self.is_by_token
         if mask is None:
             return trained.flip(1).cummax(dim=1).values.flip(1) if by_token else _rows(trained, ids)
         return mask.bool() & (trained.any(dim=1, keepdim=True) if by_token else _rows(trained, ids))

@@ -15,14 +15,14 @@ from transformers import AttentionInterface
 from samecurve.errors import ConfigurationError
 from samecurve.losses.chunked_cross_entropy import trained_positions
 from samecurve.losses.cross_entropy import IGNORE_INDEX
-from samecurve.models import dropout
-from samecurve.models.attention import context, varlen
+from samecurve.models import dropout, weights
+from samecurve.models.attention import context, head_tail, varlen
 from samecurve.specs.model_families import CONTEXT_PARALLEL
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from samecurve.config.schema import Recipe
+    from samecurve.config.schema import Adapter, Recipe
     from samecurve.data.micro_batch import MicroBatch
     from samecurve.engines.mesh import Mesh
     from samecurve.strategy.plan import Strategy
@@ -32,24 +32,38 @@ _OF_WHOLE_ROWS = ("position_ids", "attention_mask")  # masks and rotary angles a
 
 @dataclass(frozen=True)
 class SequencePart:
-    """The consecutive tokens of each row that this rank computes: part `index` of `count` equal ones."""
+    """The tokens of each row that this rank computes: part `index` of `count` equal ones.
+
+    Attributes:
+        is_balanced: whether it is the two chunks of head_tail.chunks, else consecutive tokens.
+    """
 
     index: int = 0
     count: int = 1
+    is_balanced: bool = False
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """Indices of the rank's chunks among the equal ones of a row."""
+        return head_tail.chunks(self.index, self.count) if self.is_balanced else (self.index,)
 
     def cut(self, batch: MicroBatch) -> MicroBatch:
-        """Cut a micro-batch to this rank's tokens, before its copy to the device.
+        """Cut a micro-batch to this rank's tokens, before its copy to the device. What rows are trained on stays whole.
 
-        Rows whose length the number of parts does not divide are padded behind their last token, which no earlier
+        Rows whose length the number of chunks does not divide are padded behind their last token, which no earlier
         token sees. `position_ids` and `attention_mask` keep the length of the rows, and `facts.counts` that of their
         tokens.
         """
         if self.count == 1:
             return batch
+        rows, length = batch.inputs["input_ids"].shape
+        given = {"position_ids": torch.arange(length).expand(rows, -1), **batch.inputs}
         inputs = {
             name: self._padded(tensor, 0) if name in _OF_WHOLE_ROWS else self.own(tensor)
-            for name, tensor in batch.inputs.items()
+            for name, tensor in given.items()
         }
+        if not batch.is_by_token:
+            return replace(batch, inputs=inputs)
         targets = {name: self.own(tensor, IGNORE_INDEX) for name, tensor in batch.targets.items()}
         positions, pins = trained_positions(targets["labels"]), torch.cuda.is_available()  # as the loader has done
         positions = positions.pin_memory() if pins and positions is not None else positions
@@ -59,11 +73,38 @@ class SequencePart:
 
     def own(self, tensor: Tensor, padding: int = 0) -> Tensor:
         """Return this rank's part of (rows, tokens), with `padding` behind the last token."""
-        return self._padded(tensor, padding).chunk(self.count, dim=1)[self.index].contiguous()
+        whole = self._padded(tensor, padding)
+        if self.is_balanced:
+            return head_tail.cut(whole, self.index, self.count, dim=1)
+        return whole.chunk(self.count, dim=1)[self.index].contiguous()
+
+    def join(self, parts: Tensor) -> Tensor:
+        """Put (rows, tokens, ...) of all ranks, concatenated along the tokens, into the order of the row."""
+        return head_tail.join(parts, self.count, dim=1) if self.is_balanced else parts
 
     def _padded(self, tensor: Tensor, padding: int) -> Tensor:
-        missing = -tensor.shape[1] % self.count
+        missing = -tensor.shape[1] % (self.count * len(self.chunks))
         return functional.pad(tensor, (0, missing), value=padding) if missing else tensor
+
+
+def part_of(strategy: Strategy, mesh: Mesh) -> SequencePart:
+    """Return the tokens of each row that this rank computes."""
+    kind = context.KINDS.get(strategy.context_parallel)
+    return SequencePart(mesh.dims.index(mesh.rank, "cp"), mesh.dims.cp, kind is not None and kind.is_balanced)
+
+
+def build(
+    skeleton: PreTrainedModel, recipe: Recipe, strategy: Strategy, mesh: Mesh, adapter: Adapter | None = None
+) -> PreTrainedModel:
+    """Build a model on the meta device, of which each rank computes its part of the tokens. An adapter is trained.
+
+    Raises:
+        ConfigurationError: as `check`.
+    """
+    check(skeleton, recipe, strategy)
+    model = weights.build(type(skeleton), config_of(skeleton, strategy, mesh), torch.device("meta"), adapter)
+    cut_rotary_angles(model, part_of(strategy, mesh))
+    return model
 
 
 def check(model: PreTrainedModel, recipe: Recipe, strategy: Strategy) -> None:
@@ -130,8 +171,10 @@ def _own_angles(part: SequencePart, module: nn.Module, inputs: Any, angles: tupl
 
 
 def gather_outputs(outputs: Tensor, part: SequencePart, mesh: Mesh, length: int) -> Tensor:
-    """Concatenate (rows, own tokens, ...) of all ranks of the group along the tokens, without padding."""
+    """Put the outputs of all ranks of the group, (rows, own tokens, ...) each, together to whole rows.
+
+    The gradient of a rank's own tokens is the sum of those that all ranks have of them.
+    """
     if part.count == 1:
         return outputs
-    by_token = mesh.gather(outputs.transpose(0, 1), over=("cp",))
-    return by_token.transpose(0, 1)[:, :length]
+    return part.join(context.all_gather(outputs, 1, mesh.devices["cp"].get_group()))[:, :length]

@@ -79,7 +79,9 @@ class Forward:
             measure = token_loss_sum if inherited else self.task.loss
             return self.sums(measure, batch), torch.zeros(0, device=self.accelerator.device)
         logits, targets = self.logits(batch)
-        return self.task.step_loss(logits, **targets, **context)
+        loss, statistics = self.task.step_loss(logits, **targets, **context)
+        # all ranks that share rows have computed them whole
+        return (loss, statistics) if batch.is_by_token else (loss / self.part.count, statistics / self.part.count)
 
     def sums(self, measure: Callable[..., Tensor], batch: MicroBatch) -> Tensor:
         """Compute the sums that `measure(logits, **targets)` returns for a micro-batch."""
@@ -94,9 +96,13 @@ class Forward:
         return self._run(batch, sums=TokenSums(measure, targets, positions))
 
     def logits(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the logits (Task.outputs) of this rank's tokens; return them with their targets on the device."""
-        batch, targets = self._on_device(self.part.cut(batch))
-        return self.task.outputs(self._run(batch)), targets
+        """Compute the logits (Task.outputs) of this rank's tokens; return them with their targets on the device.
+
+        Where rows have labels, not tokens, the logits are those of all tokens.
+        """
+        own, targets = self._on_device(self.part.cut(batch))
+        found = self.task.outputs(self._run(own))
+        return found if batch.is_by_token else self._gathered(found, batch), targets
 
     def _run(self, batch: MicroBatch, **options: TokenSums) -> Any:
         """Run the model, in training with the dropout of the batch's rows."""
@@ -157,9 +163,12 @@ class Forward:
         self.model.eval()
         with torch.no_grad():
             found = self.logits(batch)[0]
-        found = gather_outputs(found, self.part, self.mesh, batch.labels.shape[-1])
+            found = self._gathered(found, batch) if batch.is_by_token else found
         self.model.train()
         return found.float().cpu() if self.accelerator.is_main_process else None
+
+    def _gathered(self, outputs: Tensor, batch: MicroBatch) -> Tensor:
+        return gather_outputs(outputs, self.part, self.mesh, batch.inputs["input_ids"].shape[1])
 
     def features(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
         """See Engine.features."""

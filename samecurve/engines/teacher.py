@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from samecurve.engines import fsdp
+from samecurve.engines import context_parallel, fsdp
 from samecurve.models import weights as models
 from samecurve.specs.model_families import check_packing
 from samecurve.specs.precision import torch_dtype
@@ -39,8 +39,10 @@ def build(accelerator: Accelerator, plan: Plan | None, mesh: Mesh, task: Task) -
     skeleton = models.skeleton(recipe, task.vocabulary_size)
     check_packing(skeleton.config, recipe.data.packing, recipe.batch.sequence_length)
     family, zero_stage = (plan.strategy.family, plan.strategy.zero_stage) if plan else ("single", 0)
-    if family == "fsdp":
-        found = fsdp.shard(accelerator, _frozen(skeleton, torch.device("meta")), mesh)
+    if plan and family == "fsdp":
+        is_cut, meta = plan.strategy.dims.cp > 1, torch.device("meta")
+        model = context_parallel.build(skeleton, recipe, plan.strategy, mesh) if is_cut else _frozen(skeleton, meta)
+        found = fsdp.shard(accelerator, model.requires_grad_(False), mesh)
     elif family == "zero" and zero_stage == 3:
         found = _partitioned(accelerator, skeleton)
     elif family == "zero":

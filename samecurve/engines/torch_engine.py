@@ -60,11 +60,11 @@ class TorchEngine:
         self.shapes, settings = trained_shapes(skeleton), self.recipe.optimizer
         matrices = factory.hidden_matrices(skeleton, self.shapes)
         self.sharded, self.cut = plan.strategy.family == "fsdp", plan.strategy.tensor_parallel_size > 1
-        part = SequencePart(self.mesh.dims.index(self.mesh.rank, "cp"), self.mesh.dims.cp)
+        part = context_parallel.part_of(plan.strategy, self.mesh)
         model = factory.cast_weights(self._build(part), settings)
         summed = tensor_parallel.apply(model, self.mesh, plan.strategy.tp_sequence_parallel) if self.cut else []
         cut = tensor_parallel.parts(model, self.mesh)
-        drops = dropout.install(model, self.recipe.seed, self.device, part.index, cut)
+        drops = dropout.install(model, self.recipe.seed, self.device, part.chunks, cut)
         compilation.prepare(model, self.recipe, self.device, is_cut=self.cut)
         loss_implementation = install_loss(model, skeleton, task, self.recipe, self.device)
         router = router_loss.install(self.recipe, model, self.mesh)
@@ -109,11 +109,7 @@ class TorchEngine:
         validate_optimizer.check_shards(self.recipe.optimizer.name, self.shapes, strategy.dims.size(*FSDP))
         if part.count == 1:
             return build(model_class, config, torch.device("meta"), self.recipe.adapter)
-        context_parallel.check(self.skeleton, self.recipe, strategy)
-        config = context_parallel.config_of(self.skeleton, strategy, self.mesh)
-        model = build(model_class, config, torch.device("meta"), self.recipe.adapter)
-        context_parallel.cut_rotary_angles(model, part)
-        return model
+        return context_parallel.build(self.skeleton, self.recipe, strategy, self.mesh, self.recipe.adapter)
 
     def _prepare(self, model: PreTrainedModel) -> nn.Module:
         if self.sharded:

@@ -97,7 +97,7 @@ class EngineDescription:
         replicate_size: number of replicas of the sharded model (HSDP); 1 otherwise.
         tensor_parallel_size: number of ranks over which each layer's weights are cut; 1 otherwise.
         context_parallel_size: number of ranks over which each row's sequence is cut; 1 otherwise.
-        context_parallel: how they see each other's keys: ulysses, allgather, or "".
+        context_parallel: how they see each other's keys: ulysses, allgather, ring, or "".
         tp_sequence_parallel: whether these ranks compute norms and residuals for a part of the tokens each.
         offload: offloaded parts with their device, e.g. optimizer:cpu.
         loss_implementation: full, chunked or liger.

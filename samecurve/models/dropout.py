@@ -74,11 +74,11 @@ class DropoutKeys:
 
     Attributes:
         current: (places, sequences + 1, 2) int32 on the device; the last key is that of values without a row.
-        part: index among the equal, consecutive parts into which the values of each sequence are cut.
+        chunks: indices of this rank's chunks among the equal ones into which the values of each sequence are cut.
     """
 
-    def __init__(self, seed: int, device: torch.device, config: PreTrainedConfig, part: int = 0):
-        self.seed, self.device, self.config, self.part = seed, device, config, part
+    def __init__(self, seed: int, device: torch.device, config: PreTrainedConfig, chunks: tuple[int, ...] = (0,)):
+        self.seed, self.device, self.config, self.chunks = seed, device, config, chunks
         self.current: Tensor | None = None
         self._sites: list[int] = []
         self._upcoming: Iterator[Tensor] = iter(())
@@ -168,7 +168,7 @@ class Place:
         return uniform(*self._own_keys(like)).view(like.shape)
 
     def _own_keys(self, values: Tensor, has_rows: bool = True) -> tuple[Tensor, int]:
-        """Return the keys of the sequences, and the number of values of each."""
+        """Return the keys of each sequence's chunks, and the number of values of each."""
         assert self._keys.current is not None, "random numbers need the keys of a micro-batch"
         own = self._keys.current.index_select(0, self._index)[0]
         own = own[:-1] if has_rows else own[-1:]
@@ -178,8 +178,11 @@ class Place:
                 f"{tuple(values.shape)}, whose first axis is not that of the {len(own)} rows, so they cannot be drawn "
                 "by row; set the dropout rates and router noise of model.config to 0, or use another family"
             )
-        length = values.numel() // len(own)
-        return moved(own, self._keys.part * length) if has_rows and self._keys.part else own, length
+        length, chunks = values.numel() // len(own), self._keys.chunks
+        if not has_rows or chunks == (0,):
+            return own, length
+        length //= len(chunks)
+        return torch.stack([moved(own, chunk * length) for chunk in chunks], dim=1).flatten(0, 1), length
 
 
 class KeyedDropout(nn.Module):
@@ -227,7 +230,7 @@ def install(
     model: PreTrainedModel,
     seed: int,
     device: torch.device,
-    part: int = 0,
+    chunks: tuple[int, ...] = (0,),
     parts: Mapping[str, Part] = MappingProxyType({}),
 ) -> DropoutKeys:
     """Replace all dropout of a model, in place, before anything wraps or compiles its layers.
@@ -236,7 +239,7 @@ def install(
         model: the model, with its adapters.
         seed: the recipe's seed.
         device: device of the computation.
-        part: of the sequences, see DropoutKeys.
+        chunks: of the sequences, see DropoutKeys.
         parts: by name, the modules that drop values of which this rank has a part.
 
     Returns:
@@ -252,7 +255,7 @@ def install(
             f"model.config: a {model.config.model_type} does not keep the rows of a batch on the first axis, so its "
             f"dropout ({listed}) cannot be drawn by row; set these rates to 0 in model.config, or use another family"
         )
-    keys, modules = DropoutKeys(seed, device, model.config, part), list(model.named_modules())
+    keys, modules = DropoutKeys(seed, device, model.config, chunks), list(model.named_modules())
     for name, module in modules:
         if isinstance(module, nn.Dropout) and module.p > 0:
             parent, _, child = name.rpartition(".")

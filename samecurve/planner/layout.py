@@ -14,7 +14,7 @@ class Layout:
     Attributes:
         virtual_stages: model chunks of a rank in an interleaved pipeline.
         schedule: of the pipeline: 1f1b, interleaved, zb-1p, zb-2p, or "".
-        exchange: how ranks see the keys of a row's other parts: ulysses, allgather, or "" for a ring.
+        exchange: how ranks see the keys of a row's other parts: ulysses, allgather or ring.
         zero: what is sharded over `shard` ranks: 1 optimizer, 2 gradients too, 3 weights too.
         sequence_parallel: whether the parts that TP does not split are split along the sequence.
     """
@@ -29,7 +29,7 @@ class Layout:
     zero: int = 0
     shard: int = 1
     sequence_parallel: bool = False
-    exchange: str = ""
+    exchange: str = "ring"
 
     @property
     def gpus(self) -> int:

@@ -197,7 +197,10 @@ def _tensor_parallel(job: Job, trained_tokens: float | None) -> list[Exchange]:
 
 
 def _context_parallel(job: Job) -> list[Exchange]:
-    """Queries, keys, values and outputs under Ulysses, else keys and values of whole rows; back as gradients."""
+    """Queries, keys, values and outputs under Ulysses, else keys and values of whole rows; back as gradients.
+
+    Round a ring of n travel n - 1 blocks of keys and values forward, and as many backward with fp32 gradients.
+    """
     shape, layout = job.shape, job.layout
     forwards = 2 if job.checkpointing == "full" else 1
     each = job.grad_accum * shape.layers * _width(job) * round(job.tokens)
@@ -207,7 +210,15 @@ def _context_parallel(job: Job) -> list[Exchange]:
         repeated = keys * (layout.cp // math.gcd(shape.kv_heads, layout.cp))
         sent = each * 2 * (width + repeated)
         return [Exchange("cp", "all_to_all", "heads for sequence", (forwards + 1) * sent)]
-    gathered = each * 2 * keys * layout.cp
+    block = each * 2 * keys
+    if layout.exchange == "ring":
+        blocks, gradients = (forwards + 1) * block, block * FP32 // _width(job)
+        return [
+            Exchange("cp", passing, content, (layout.cp - 1) * num_bytes)
+            for content, num_bytes in (("keys and values", blocks), ("gradients of keys and values", gradients))
+            for passing in ("send", "recv")
+        ]
+    gathered = block * layout.cp
     return [
         Exchange("cp", "all_gather", "keys and values", forwards * gathered),
         Exchange("cp", "reduce_scatter", "gradients of keys and values", gathered),

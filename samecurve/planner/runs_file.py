@@ -70,7 +70,7 @@ def job(row: dict[str, str]) -> Job:
     layout = Layout(
         **{name: count(name) for name in names}, schedule=row["schedule"].strip(), zero=int(number("zero")),
         shard=count("shard", count("dp") if number("zero") else 1), sequence_parallel=flag("sequence_parallel"),
-        exchange="",
+        exchange="ring",
     )  # fmt: skip
     states = StateBytes(*(number(f"{name}_bytes") for name in ("weight", "grad", "accum", "master", "optim")))
     kind = row["gpu"].strip()

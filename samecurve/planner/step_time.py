@@ -151,7 +151,7 @@ def context_seconds(job: Job, constants: Profile) -> float:
         return 0
     over = _link(job, "cp", constants)
     sent = ELEMENT * job.tokens * 2 * job.shape.attention_width * job.shape.kv_share / job.layout.tp
-    if job.layout.exchange:
+    if job.layout.exchange != "ring":
         by_heads = job.layout.exchange == "ulysses"
         volume = (size - 1) * (sent / job.shape.kv_share * (1 + job.shape.kv_share) / size if by_heads else sent)
         passes = 3 if job.checkpointing == "full" else 2

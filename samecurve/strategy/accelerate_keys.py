@@ -173,9 +173,7 @@ ACCELERATE: Table = {
             "torch's context parallelism drops the masks between packed documents, and another is used; remove it",
             (None, "torch"),
         ),
-        "parallelism_config_cp_comm_strategy": ValueRule(
-            "allgather: alltoall, in which keys travel in a ring, is not supported", lambda value: value == "allgather"
-        ),
+        "parallelism_config_cp_comm_strategy": one_of("allgather", "alltoall"),  # the second is a ring
         "parallelism_config_sp_size": COUNT,
         "parallelism_config_sp_backend": Rejected(
             "DeepSpeed's Ulysses drops the masks between packed documents, and another is used; remove it"

@@ -21,7 +21,8 @@ class Strategy:
     path, accelerate: the Accelerate YAML and its content; None and {} for plain python and for a bare DeepSpeed JSON.
     deepspeed_path, deepspeed: the DeepSpeed JSON and its content. launcher: see `launchers.Launch`.
     offload: what leaves the device and where to: "optimizer:cpu", "param:cpu", "optimizer:nvme", "param:nvme".
-    context_parallel: how the ranks of a sequence see each other's keys: "ulysses", "allgather", or "" without dims.cp.
+    context_parallel: how the ranks of a sequence see each other's keys: "ulysses", "allgather", "ring" (Accelerate's
+        "alltoall"), or "" without dims.cp.
     nvme_paths: the folders of offloading to NVMe.
     fsdp_*, tp_sequence_parallel, pipeline_*: the keys of these names, defaults filled in.
 

@@ -221,7 +221,8 @@ def _dims(files: Files, family: str, world_size: int) -> ParallelDims:
 def _context_parallel(files: Files) -> tuple[str, int]:
     """How the ranks of a sequence see each other's keys, and over how many it is cut."""
     block = "parallelism_config"
-    for kind, key in (("ulysses", "sp_size"), ("allgather", "cp_size")):
+    travels = files.accelerate.get(block, f"{block}_cp_comm_strategy") == "alltoall"
+    for kind, key in (("ulysses", "sp_size"), ("ring" if travels else "allgather", "cp_size")):
         if (size := _count(files.accelerate.get(block, f"{block}_{key}"), 1)) > 1:
             return kind, size
     return "", 1

@@ -240,11 +240,11 @@ def _name(document: Document, strategy: Strategy) -> None:
     if claimed[1] != it_is:
         text = f"the file is called {stem}, but it configures {it_is}; rename the file or change what it configures"
         document.problem(kind_key, text)
-    of_rows = {kind: strategy.dims.cp if strategy.context_parallel == kind else 1 for kind in ("ulysses", "allgather")}
+    by_heads = strategy.context_parallel == "ulysses"
     sizes = {
         "tp": ("tensor-parallel", strategy.tensor_parallel_size),
-        "ulysses": ("Ulysses", of_rows["ulysses"]),
-        "cp": ("context-parallel", of_rows["allgather"]),
+        "ulysses": ("Ulysses", strategy.dims.cp if by_heads else 1),
+        "cp": ("context-parallel", 1 if by_heads else strategy.dims.cp),
     }
     for word, (what, size) in sizes.items():
         if claimed[1] == it_is and (word in stem.split("_")) != (size > 1):

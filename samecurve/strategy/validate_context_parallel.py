@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 _BLOCK = "parallelism_config"
 _ULYSSES, _GATHERED = f"{_BLOCK}_sp_size", f"{_BLOCK}_cp_size"
+_COMM = f"{_BLOCK}_cp_comm_strategy"
 _UNTESTED = "has not been compared with one process under context parallelism"
 # By key: what is allowed, and why nothing else is.
 _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "task": (("pretrain", "sft"), f"the task {_UNTESTED}"),
     "precision": (("fp32", "bf16"), f"fp16's loss scale {_UNTESTED}"),
     "adapter.name": ((None, "lora"), f"this adapter {_UNTESTED}"),
     "fp8": (OFF, f"fp8 {_UNTESTED}"),
@@ -28,14 +28,32 @@ _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
+_TASKS = {
+    "dpo": "its loss adds up log-probabilities over whole answers, of which a rank has some tokens",
+    "reward": "transformers takes a row's last token within the model, and only one rank has it",
+    "classify": "transformers takes a row's last token within the model, and only one rank has it",
+    "mlm": "its models see the tokens behind a query, too, and only causal attention is divided",
+}
+
+
 def _applies(strategy: Strategy) -> bool:
     return strategy.dims.cp > 1
 
 
-def _varlen(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
-    if strategy.context_parallel == "allgather" and value("model.attention") == "varlen":
+def _task(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
+    task = value("task")
+    if _applies(strategy) and task in _TASKS:
+        yield "task", f"found {task}, but {_TASKS[task]}; use configs/fsdp.yaml"
+
+
+def _attention(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
+    found = value("model.attention")
+    if strategy.context_parallel == "allgather" and found == "varlen":
         text = "found varlen, but it needs the queries of whole rows and a rank has only some of them"
         yield "model.attention", f"{text}; use auto or sdpa, or configs/fsdp_ulysses.yaml"
+    if strategy.context_parallel == "ring" and found in ("sdpa", "varlen"):
+        text = f"found {found}, but {_COMM}: alltoall has its own attention, which merges the blocks of a ring"
+        yield "model.attention", f"{text}; use auto, or remove that key from the strategy"
 
 
 def check_accelerate(document: Document) -> None:
@@ -48,6 +66,10 @@ def check_accelerate(document: Document) -> None:
         for key in given:
             text = f"only FSDP uses it, but distributed_type is {kind} ({document.place(('distributed_type',))})"
             document.problem((_BLOCK, key), f"{text}; remove it, or start from configs/fsdp_ulysses.yaml")
+    comm = document.get(_BLOCK, _COMM)
+    if comm is not None and _GATHERED not in above_one:
+        text = f"found {comm}, but it is read only where {_GATHERED} is above 1"
+        document.problem((_BLOCK, _COMM), f"{text}; set that size, or remove this key")
     if kind != "FSDP" or not above_one:
         return
     if len(above_one) > 1:
@@ -63,4 +85,4 @@ def check_accelerate(document: Document) -> None:
             document.problem((_BLOCK, key), text)
 
 
-RULES = (_varlen, *(rule(_applies, key, allowed, why) for key, (allowed, why) in _ALLOWED.items()))
+RULES = (_task, _attention, *(rule(_applies, key, allowed, why) for key, (allowed, why) in _ALLOWED.items()))

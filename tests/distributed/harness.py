@@ -130,11 +130,19 @@ class Workspace:
 
     def sequence_parallel(self, name: str) -> Path:
         """The strategy file `name`, under that name, with sequence parallelism."""
-        path = self.folder / "sequence_parallel" / f"{name}.yaml"
+        return self._parallel(name, "tp_sequence_parallel", "true")
+
+    @property
+    def ring(self) -> Path:
+        """fsdp_cp, under that name, whose keys travel in a ring."""
+        return self._parallel("fsdp_cp", "cp_comm_strategy", "alltoall")
+
+    def _parallel(self, name: str, key: str, value: str) -> Path:
+        path = self.folder / key / f"{name}.yaml"
         path.parent.mkdir(exist_ok=True)
         text, block = self.strategy(name).read_text(), "parallelism_config:\n"
         assert block in text
-        path.write_text(text.replace(block, f"{block}  parallelism_config_tp_sequence_parallel: true\n"))
+        path.write_text(text.replace(block, f"{block}  parallelism_config_{key}: {value}\n"))
         return path
 
     def run(self, strategy: str | Path | None, world: int, *overrides: str, launcher: str = "fork") -> Run:

@@ -19,8 +19,22 @@ CONFIGS = {
     "gemma3_text": {"head_dim": 8, "num_key_value_heads": 1, "sliding_window": 9, "num_hidden_layers": 6},
     "phi3": {"pad_token_id": 0},
 }
+WAYS = {**CONTEXT, "ring": "ring"}  # the last one is fsdp_cp with another cp_comm_strategy
 PACKED = "data.packing=true"
 ONCE = "memory.gradient_sync=last_micro_batch"
+# a length that the ranks do not divide, at the head all at once and in layers that are computed twice
+UNDIVIDED = (
+    PACKED,
+    "batch.sequence_length=33",
+    "loss.implementation=full",
+    "memory.activation_checkpointing=full",
+)
+
+
+def context_run(workspace, way: str, *arguments):
+    run = short_run(workspace, workspace.ring if way == "ring" else way, *arguments)
+    assert run.facts["context_parallel"] == WAYS[way]
+    return run
 
 
 def config_of(family: str, **changes) -> str:
@@ -28,21 +42,20 @@ def config_of(family: str, **changes) -> str:
 
 
 @pytest.mark.parametrize(
-    ("family", "strategy", "world"),
+    ("family", "way", "world"),
     [
-        ("gemma3_text", "fsdp_ulysses", 2),
-        *long(*((family, "fsdp_ulysses", 2) for family in CONFIGS if family != "gemma3_text")),
+        *(("gemma3_text", way, 2) for way in ("fsdp_ulysses", "ring")),
+        *long(*((family, way, 2) for family in CONFIGS if family != "gemma3_text" for way in ("fsdp_ulysses", "ring"))),
         *long(*((family, "fsdp_cp", 2) for family in CONFIGS)),
-        *long(*((family, strategy, 4) for family in CONFIGS for strategy in CONTEXT)),
+        *long(*((family, way, 4) for family in CONFIGS for way in WAYS)),
     ],
 )
-def test_families_on_packed_rows(family, strategy, world, workspace):
+def test_families_on_packed_rows(family, way, world, workspace):
     """Two micro-batches of documents of uneven length, which end anywhere in a rank's part."""
     expected = short_run(workspace, None, 1, 8, config_of(family), PACKED)
-    run = short_run(workspace, strategy, world, 4 // (world // 2), config_of(family), PACKED)
-    ran = [run.facts[key] for key in ("context_parallel_size", "context_parallel", "gradient_accumulation_steps")]
-    assert ran == [2, CONTEXT[strategy], 2]
-    assert f"2 context-parallel ({CONTEXT[strategy]})" in run.output
+    run = context_run(workspace, way, world, 4 // (world // 2), config_of(family), PACKED)
+    assert [run.facts[key] for key in ("context_parallel_size", "gradient_accumulation_steps")] == [2, 2]
+    assert f"2 context-parallel ({WAYS[way]})" in run.output
     assert_equal(run, expected)
 
 
@@ -53,36 +66,23 @@ def test_the_families_are_all_that_are_allowed():
 
 
 @pytest.mark.parametrize(
-    ("strategy", "overrides"),
+    ("way", "overrides"),
     [
-        # a length that the ranks do not divide, at the head all at once and in layers that are computed twice
-        (
-            "fsdp_cp",
-            (PACKED, "batch.sequence_length=33", "loss.implementation=full", "memory.activation_checkpointing=full"),
-        ),
+        ("fsdp_cp", UNDIVIDED),
         *long(
-            (
-                "fsdp_ulysses",
-                (
-                    PACKED,
-                    "batch.sequence_length=33",
-                    "loss.implementation=full",
-                    "memory.activation_checkpointing=full",
-                ),
-            ),
+            *((way, UNDIVIDED) for way in ("fsdp_ulysses", "ring")),
             ("fsdp_ulysses", (PACKED, "model.attention=varlen")),
-            *((strategy, (PACKED, "memory.activation_checkpointing=selective", ONCE)) for strategy in CONTEXT),
+            *((way, (PACKED, "memory.activation_checkpointing=selective", ONCE)) for way in WAYS),
             ("fsdp_ulysses", (PACKED, "model.attention=varlen", "batch.sequence_length=33")),
             ("fsdp_ulysses", (PACKED, config_of("llama", attention_dropout=0.2))),
-            *((strategy, (config_of("phi3", resid_pdrop=0.2, embd_pdrop=0.1),)) for strategy in CONTEXT),
-            *((strategy, ("data.group_by_length=true", "batch.sequence_length=50")) for strategy in CONTEXT),
+            *((way, (config_of("phi3", resid_pdrop=0.2, embd_pdrop=0.1),)) for way in WAYS),
+            *((way, ("data.group_by_length=true", "batch.sequence_length=50")) for way in WAYS),
         ),
     ],
 )
-def test_options(strategy, overrides, workspace):
+def test_options(way, overrides, workspace):
     expected = short_run(workspace, None, 1, 8, *(each for each in overrides if each != ONCE))
-    run = short_run(workspace, strategy, 2, 4, *overrides)
-    assert run.facts["context_parallel"] == CONTEXT[strategy]
+    run = context_run(workspace, way, 2, 4, *overrides)
     assert_equal(run, expected)
     for key in ("eval_loss", "eval_tokens"):
         assert run.metrics[-1][key] == pytest.approx(expected.metrics[-1][key], rel=1e-5)

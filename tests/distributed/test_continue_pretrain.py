@@ -66,7 +66,7 @@ def agree(run: Run, single: Run, evaluated=("", "_source_0", "_source_1", "_sour
         assert run.metrics[-1][key] == pytest.approx(single.metrics[-1][key], rel=1e-5)
 
 
-@pytest.mark.parametrize("strategy", ["zero3", *long("ddp", "fsdp", "zero2", "pipeline", "tp")])
+@pytest.mark.parametrize("strategy", ["zero3", *long("ddp", "fsdp", "zero2", "pipeline", "tp", "fsdp_cp")])
 def test_the_same_curve(strategy, workspace, overrides, single):
     run = finished(workspace.run(strategy, 2, *overrides))
     assert run.facts["strategy"] == strategy and run.facts["world_size"] == 2

@@ -14,6 +14,7 @@ import pytest
 import torch
 from harness import LLAMA, LORA, largest_relative_difference, long, relative_l2
 from test_encoder_tasks import STEPS, Setting, start
+from test_equal_curves import CONTEXT
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, get_cosine_with_min_lr_schedule_with_warmup
 
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.s
 TEMPERATURE, LABEL_WEIGHT = 2.0, 0.25
 TEACHER = {**LLAMA, "hidden_size": 48, "num_hidden_layers": 2, "initializer_range": 0.2}
 ENGINES = {"single": "LlamaForCausalLM", "ddp": "DistributedDataParallel", "fsdp": "FSDPLlamaForCausalLM"}
-ENGINES |= {"tp": "LlamaForCausalLM"}
+ENGINES |= {"tp": "LlamaForCausalLM"} | dict.fromkeys(CONTEXT, "FSDPLlamaForCausalLM")
 
 
 @pytest.fixture(scope="module")
@@ -97,14 +98,15 @@ def measured(student, teacher, batch):
     return divergence, functional.cross_entropy(logits, labels, reduction="sum"), int((labels != -100).sum())
 
 
-@pytest.mark.parametrize("strategy", ["single", "fsdp", "zero3", *long("ddp", "zero1", "zero2", "tp")])
+@pytest.mark.parametrize("strategy", ["single", "fsdp", "zero3", *long("ddp", "zero1", "zero2", "tp", *CONTEXT)])
 def test_follows_the_plain_loop(strategy, workspace, setting):
     run = start(workspace, setting, strategy)
     assert run.facts["strategy"] == strategy and run.facts["world_size"] == (1 if strategy == "single" else 2)
     assert run.facts["engine"] == ENGINES.get(strategy, "DeepSpeedEngine")
     whole = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(workspace.folder / "teacher").parameters())
     held = run.facts["num_teacher_parameters_per_rank"]
-    assert held == whole if strategy not in ("fsdp", "zero3") else held == pytest.approx(whole / 2, rel=0.01)
+    is_shared = strategy in ("fsdp", "zero3", *CONTEXT)
+    assert held == (pytest.approx(whole / 2, rel=0.01) if is_shared else whole)
     assert run.column("tokens") == setting.counts
     assert largest_relative_difference(run.column("loss"), setting.losses) < 1e-5
     assert largest_relative_difference(run.column("grad_norm"), setting.norms) < 1e-4

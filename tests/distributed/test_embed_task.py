@@ -15,6 +15,7 @@ import pytest
 import torch
 from harness import LLAMA, largest_relative_difference, long, relative_l2
 from test_encoder_tasks import BERT, STEPS, Setting, start
+from test_equal_curves import CONTEXT
 from torch.nn import functional
 from transformers import AutoConfig, AutoModel, AutoTokenizer, get_cosine_with_min_lr_schedule_with_warmup
 
@@ -27,6 +28,7 @@ SEQUENCE_LENGTH, HELD_OUT, TEMPERATURE = 48, 21, 0.1
 COLUMNS = ("anchor", "positive", "negative")
 CLASSES = {"bert": "BertModel", "llama": "LlamaModel"}
 ENGINES = {"single": "{}", "ddp": "DistributedDataParallel", "fsdp": "FSDP{}", "tp": "{}"}
+ENGINES |= dict.fromkeys(CONTEXT, "FSDP{}")
 POOLING = {"bert": "mean", "llama": "last"}
 
 
@@ -129,7 +131,7 @@ def contrasted(vectors):
 
 
 CASES = [("bert", name) for name in ("single", "ddp", "zero3")] + long(("bert", "fsdp"), ("bert", "zero2"))
-CASES += long(*(("llama", name) for name in ("single", "ddp", "fsdp", "zero2", "zero3", "tp")))
+CASES += long(*(("llama", name) for name in ("single", "ddp", "fsdp", "zero2", "zero3", "tp", *CONTEXT)))
 
 
 @pytest.mark.parametrize(("family", "strategy"), CASES)

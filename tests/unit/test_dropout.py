@@ -69,8 +69,18 @@ def test_parts_of_a_mask(shape, axis):
         assert torch.equal(place.drop(torch.ones_like(expected), 0.3), expected), index
 
 
-def fixed_keys(num_sequences: int) -> dropout.DropoutKeys:
-    used = dropout.DropoutKeys(0, CPU, SimpleNamespace())
+@pytest.mark.parametrize("chunks", [(1,), (1, 2), (0, 3)])
+def test_chunks_of_a_mask(chunks):
+    """A rank with the first and the last of four chunks of tokens, or with consecutive ones."""
+    values = torch.ones(3, 8, 5)
+    whole, count = dropout.Place(fixed_keys(3), 0, None).drop(values, 0.3), 2 * len(chunks)
+    expected = torch.cat([whole.chunk(count, dim=1)[chunk] for chunk in chunks], dim=1)
+    found = dropout.Place(fixed_keys(3, chunks), 0, None).drop(torch.ones_like(expected), 0.3)
+    assert torch.equal(found, expected)
+
+
+def fixed_keys(num_sequences: int, chunks: tuple[int, ...] = (0,)) -> dropout.DropoutKeys:
+    used = dropout.DropoutKeys(0, CPU, SimpleNamespace(), chunks)
     used.current = keys(num_sequences + 1)[None]
     return used
 

@@ -13,7 +13,7 @@ from samecurve.data.micro_batch import HostFacts, MicroBatch
 from samecurve.engines.context_parallel import SequencePart
 from samecurve.losses.cross_entropy import count_trained
 from samecurve.models.attention import varlen
-from samecurve.models.attention.context import GatheredKeys, Ulysses
+from samecurve.models.attention.context import GatheredKeys, Ring, Ulysses
 from samecurve.specs.tasks import TASKS
 from samecurve.strategy.parallel_dims import ParallelDims
 from samecurve.strategy.validate_context_parallel import RULES
@@ -39,13 +39,17 @@ def findings(changes: dict[str, Any], kind: str = "ulysses", size: int = 2) -> l
 @pytest.mark.parametrize("task", sorted(TASKS))
 def test_tasks(task):
     refused = [key for key, _ in findings({"task": task})]
-    assert refused == ([] if task in ("pretrain", "sft") else ["task"])
+    allowed = ("pretrain", "continue_pretrain", "sft", "distill", "embed")
+    assert refused == ([] if task in allowed else ["task"])
 
 
 def test_attention_that_can_be_exchanged():
     assert not findings({"model.attention": "varlen"})
     ((key, text),) = findings({"model.attention": "varlen"}, "allgather")
     assert key == "model.attention" and "whole rows" in text and "fsdp_ulysses.yaml" in text
+    assert not findings({}, "ring")
+    ((key, text),) = findings({"model.attention": "sdpa"}, "ring")
+    assert key == "model.attention" and "cp_comm_strategy: alltoall" in text and "use auto" in text
     ((key, text),) = findings({"model.attention": "flex_attention"})
     assert key == "model.attention" and "exchange" in text and "use auto or sdpa or varlen" in text
 
@@ -74,6 +78,17 @@ def test_a_rank_has_its_tokens_and_the_positions_of_the_whole_row():
     assert [each.tolist() for each in positions if each is not None] == [[0, 1], [1]]
 
 
+def test_a_balanced_part_has_a_chunk_from_either_end():
+    first, second = (SequencePart(index, 2, is_balanced=True).cut(row()) for index in (0, 1))
+    assert first.inputs["input_ids"].tolist() == [[10, 11, 0, 0]]  # padded from 5 to 8 tokens
+    assert second.inputs["input_ids"].tolist() == [[12, 20, 21, 0]]
+    assert first.labels.tolist() == [[11, 12, -100, -100]] and second.labels.tolist() == [[-100, -100, 22, -100]]
+    assert first.inputs["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 0, 0]]
+    part = SequencePart(1, 2, is_balanced=True)
+    ids = torch.cat([first.inputs["input_ids"], second.inputs["input_ids"]], dim=1)
+    assert part.join(ids).tolist() == [[10, 11, 12, 20, 21, 0, 0, 0]]
+
+
 def test_one_part_is_the_row():
     batch = row()
     assert SequencePart().cut(batch) is batch
@@ -89,21 +104,27 @@ def documents(batch: Any, head: Any, query: Any, key: Any) -> Any:
 
 
 def test_masks_are_those_of_the_whole_row():
-    """What transformers passes for a rank's 3 of 12 tokens: its own length, and the mask function of the row."""
-    passed = {"batch_size": 2, "q_length": 3, "kv_length": 3, "q_offset": 0, "kv_offset": 0}
+    """What transformers passes for a rank's 4 of 12 tokens: its own length, and the mask function of the row."""
+    passed = {"batch_size": 2, "q_length": 4, "kv_length": 4, "q_offset": 0, "kv_offset": 0}
     whole = sdpa_mask(batch_size=2, q_length=12, kv_length=12, mask_function=documents, allow_is_causal_skip=False)
     assert whole is not None and whole[0, 0, 6].tolist() == 5 * [False] + 2 * [True] + 5 * [False]
-    for rank in range(4):
+    for rank in range(3):
         given = {**passed, "mask_function": documents, "allow_is_causal_skip": False}
-        assert torch.equal(Ulysses(group(rank, 4), "sdpa").mask(**given), whole)
-        assert torch.equal(GatheredKeys(group(rank, 4), "sdpa").mask(**given), whole[:, :, 3 * rank : 3 * rank + 3])
-    found = Ulysses(group(0, 4), varlen.NAME).mask(**passed, mask_function=documents)
+        assert torch.equal(Ulysses(group(rank, 3), "sdpa").mask(**given), whole)
+        head, tail = GatheredKeys(group(rank, 3), "sdpa").mask(**given)
+        stop, end = 2 * rank + 2, 12 - 2 * rank  # of the two chunks
+        assert torch.equal(head, whole[:, :, stop - 2 : stop, :stop])
+        assert torch.equal(tail, whole[:, :, end - 2 : end, :end])
+    found = Ulysses(group(0, 3), varlen.NAME).mask(**passed, mask_function=documents)
     assert found.first[0, 0, :, 0].tolist() == 5 * [0] + 7 * [5]
+    found = Ring(group(1, 3), "sdpa").mask(**passed, mask_function=documents)
+    assert found.first[0, 0, :, 0].tolist() == [0, 0, 5, 5] and found.bounds == [[0, 0], [5, 5]]
 
 
 def test_only_whole_rows_can_do_without_a_mask():
-    """A rank with one token, the first of two, must not see the second."""
-    passed = {"batch_size": 1, "q_length": 1, "kv_length": 1, "q_offset": 0, "kv_offset": 0}
+    """A rank with the first and the last of four tokens: the first must not see the second."""
+    passed = {"batch_size": 1, "q_length": 2, "kv_length": 2, "q_offset": 0, "kv_offset": 0}
     given = {**passed, "mask_function": causal_mask_function, "allow_is_causal_skip": True}
     assert Ulysses(group(0, 2), "sdpa").mask(**given) is None
-    assert GatheredKeys(group(0, 2), "sdpa").mask(**given)[0, 0].tolist() == [[True, False]]
+    head, tail = GatheredKeys(group(0, 2), "sdpa").mask(**given)
+    assert head[0, 0].tolist() == [[True]] and tail[0, 0].tolist() == [4 * [True]]

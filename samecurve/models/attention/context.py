@@ -1,14 +1,17 @@
 """Attention where each rank of a group holds a part of every row's sequence: context parallelism.
 
-A rank has consecutive tokens of each row, and the mask is that of the whole row, so that documents of a packed row stay
-apart. Two ways to let queries see the keys of other ranks:
+The mask is that of the whole row, so that documents of a packed row stay apart. Three ways to let queries see the keys
+of other ranks:
 
 - Ulysses (Jacobs et al., 2023, arXiv:2309.14509): ranks exchange sequence for heads, so that each has whole rows of
   some heads. It costs one all-to-all before and one after attention, and at most as many ranks as heads.
 - Gathered keys (section 3.3.2 of Llama 3, arXiv:2407.21783): each rank gathers all keys and values. It takes any number
   of ranks; the rank's queries attend to all keys before them.
+- A ring (Liu et al., 2023, arXiv:2310.01889): keys and values travel from rank to rank. It takes any number of ranks,
+  of which none ever has the keys of a whole row.
 
-Either calls the attention function that the model would use without it.
+The first two call the attention function that the model would use without them, the last one has its own. A rank has
+consecutive tokens of each row under Ulysses, else the two chunks of head_tail.py.
 """
 
 from __future__ import annotations
@@ -25,9 +28,11 @@ from torch import Tensor, nn
 from torch.distributed import _functional_collectives as collectives
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from samecurve.models.attention import head_tail, ring, varlen
+
 # torch.distributed.nn.functional.all_gather returns wrong gradients over gloo where the incoming gradient has permuted
 # strides, as attention's has (torch 2.13). torch 2.13 deprecates the second name, and torch 2.11 knows no other.
-_all_gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
+all_gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
 
 
 @dataclass(frozen=True)
@@ -37,11 +42,13 @@ class ContextAttention(ABC):
     Attributes:
         group: the ranks that hold parts of the same rows, in the order of the parts.
         inner: transformers' name of the attention that is computed.
+        is_balanced: whether a rank has the two chunks of head_tail.chunks instead of consecutive tokens.
     """
 
     group: dist.ProcessGroup
     inner: str
     name: ClassVar[str]
+    is_balanced: ClassVar[bool] = False
 
     @property
     def size(self) -> int:
@@ -49,7 +56,7 @@ class ContextAttention(ABC):
 
     def register(self) -> str:
         """Register the function and its masks with transformers for this process, and return its name."""
-        name = f"samecurve_{self.name}"
+        name = f"samecurve_{self.name}_{self.inner}"  # a teacher's may be another
         AttentionInterface.register(name, self)
         AttentionMaskInterface.register(name, self.mask)
         return name
@@ -124,22 +131,55 @@ class Ulysses(ContextAttention):
 
 
 class GatheredKeys(ContextAttention):
-    """Gathers the keys and values of the whole rows."""
+    """Gathers the keys and values of the whole rows. A mask consists of one for each of the rank's two chunks."""
 
-    name = "allgather"
+    name, is_balanced = "allgather", True
 
     def mask(self, *, q_length: int, kv_length: int, q_offset: int = 0, **arguments: Any) -> Any:
-        arguments["allow_is_causal_skip"] = (
-            False  # transformers takes a single query for the last one, which sees all keys
+        # transformers takes a single query for the last one, which sees all keys
+        arguments["allow_is_causal_skip"] = False
+        length = q_length // 2
+        return tuple(
+            self._mask(q_length=length, kv_length=(chunk + 1) * length, q_offset=chunk * length, **arguments)
+            for chunk in self._chunks
         )
-        whole, first = q_length * self.size, q_length * self.group.rank()
-        return self._mask(q_length=q_length, kv_length=whole, q_offset=first, **arguments)
 
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **arguments: Any
     ) -> tuple[Tensor, None]:
-        key, value = _all_gather(torch.stack([key, value]), 3, self.group).unbind()
-        return self._attend(module, query, key, value, attention_mask, **arguments), None
+        gathered = all_gather(torch.stack([key, value]), 3, self.group)
+        keys, values = head_tail.join(gathered, self.size, dim=3).unbind()
+        outputs, length = [], query.shape[2] // 2
+        for chunk, queries, mask in zip(self._chunks, query.split(length, dim=2), attention_mask, strict=True):
+            seen = slice((chunk + 1) * length)
+            outputs.append(self._attend(module, queries, keys[:, :, seen], values[:, :, seen], mask, **arguments))
+        return torch.cat(outputs, dim=1), None
+
+    @property
+    def _chunks(self) -> tuple[int, int]:
+        return head_tail.chunks(self.group.rank(), self.size)
 
 
-KINDS: dict[str, type[ContextAttention]] = {each.name: each for each in (Ulysses, GatheredKeys)}
+class Ring(ContextAttention):
+    """Passes keys and values from rank to rank, see ring.py. `inner` is not called."""
+
+    name, is_balanced = "ring", True
+
+    def mask(self, *, q_length: int, kv_length: int, q_offset: int = 0, **arguments: Any) -> Any:
+        first = varlen.first_visible(length=q_length * self.size, **arguments)
+        return ring.RingMask.of(head_tail.cut(first, self.group.rank(), self.size, dim=1))
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **arguments: Any
+    ) -> tuple[Tensor, None]:
+        if unknown := varlen.unsupported(module, arguments.get("dropout", 0.0), arguments):
+            text = f"attention in a ring does not support {unknown}"
+            raise ValueError(f"{text}: remove parallelism_config_cp_comm_strategy from the strategy")
+        scale, kind = arguments.get("scaling") or query.shape[-1] ** -0.5, query.device.type
+        if torch.is_autocast_enabled(kind):
+            query, key, value = (each.to(torch.get_autocast_dtype(kind)) for each in (query, key, value))
+        with torch.autocast(kind, enabled=False):
+            return ring.attend(query, key, value, attention_mask, scale, self.group), None
+
+
+KINDS: dict[str, type[ContextAttention]] = {each.name: each for each in (Ulysses, GatheredKeys, Ring)}

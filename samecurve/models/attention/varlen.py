@@ -9,7 +9,7 @@ Importing this module registers the name with transformers, whose models then ge
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -57,35 +57,46 @@ class Documents(NamedTuple):
 
 
 def visible_keys(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int = 0,
-    kv_offset: int = 0,
-    mask_function: Callable = causal_mask_function,
-    attention_mask: Tensor | None = None,
-    device: torch.device | str = "cpu",
-    **_,
+    batch_size: int, q_length: int, kv_length: int, q_offset: int = 0, kv_offset: int = 0, **arguments
 ) -> VarlenMask:
     """Compute the visible keys; transformers calls this function in place of building a mask.
 
     Args:
-        mask_function: (row, head, query, key) -> whether the key is visible. Visible keys must form one contiguous
-            range that ends at the query, as in causal masks, also with documents or sliding windows. The start of the
-            range is found by bisection.
-        attention_mask: (batch_size, sequence_length), 0 for padding before the first token or after the last one; no
-            token sees padding.
+        arguments: see `first_visible`; others are ignored.
 
     Raises:
         ValueError: keys come from a cache.
     """
     if (q_length, q_offset, kv_offset) != (kv_length, 0, 0):
         raise ValueError("varlen attention takes whole rows, without a cache of keys: pass use_cache=False")
+    first = first_visible(batch_size, q_length, **arguments)
+    # torch gives no type to a function under torch.compiler.disable
+    documents: Documents | None = _documents(first) if _on_gpu(first) else None  # pyright: ignore[reportArgumentType, reportAssignmentType]
+    return VarlenMask(first[:, None, :, None], documents)
+
+
+def first_visible(
+    batch_size: int,
+    length: int,
+    mask_function: Callable = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    device: torch.device | str = "cpu",
+    **_,
+) -> Tensor:
+    """Find the first visible key of each token of whole rows: int64 (batch_size, length).
+
+    Args:
+        mask_function: (row, head, query, key) -> whether the key is visible. Visible keys must form one contiguous
+            range that ends at the query, as in causal masks, also with documents or sliding windows. The start of the
+            range is found by bisection.
+        attention_mask: (batch_size, length), 0 for padding before the first token or after the last one; no token sees
+            padding.
+    """
     rows = torch.arange(batch_size, device=device)[:, None]
-    queries = torch.arange(q_length, device=device)[None, :]
+    queries = torch.arange(length, device=device)[None, :]
     head = torch.zeros((), dtype=torch.long, device=device)
     lowest, highest = torch.zeros_like(queries).expand(batch_size, -1), queries.expand(batch_size, -1)
-    for _ in range((q_length - 1).bit_length()):
+    for _ in range((length - 1).bit_length()):
         middle = (lowest + highest) // 2
         seen = mask_function(rows, head, queries, middle)
         lowest = torch.where(seen, lowest, torch.minimum(middle + 1, highest))
@@ -93,9 +104,7 @@ def visible_keys(
     if attention_mask is not None:
         begin = attention_mask.int().argmax(dim=-1, keepdim=True)
         highest = torch.where(queries < begin, highest, torch.maximum(highest, begin))
-    # torch gives no type to a function under torch.compiler.disable
-    documents: Documents | None = _documents(highest) if _on_gpu(highest) else None  # pyright: ignore[reportArgumentType, reportAssignmentType]
-    return VarlenMask(highest[:, None, :, None], documents)
+    return highest
 
 
 def _on_gpu(first: Tensor) -> bool:
@@ -139,12 +148,8 @@ def attention(
     Raises:
         ValueError: dropout, bidirectional attention, soft caps, sinks or biases, which are not supported.
     """
-    unknown = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
-    unknown += ["dropout"] * (dropout > 0) + ["bidirectional attention"] * (not getattr(module, "is_causal", True))
-    if unknown:
-        raise ValueError(
-            f"varlen attention does not support {', '.join(unknown)}: set model.attention to sdpa or eager"
-        )
+    if unknown := unsupported(module, dropout, others):
+        raise ValueError(f"varlen attention does not support {unknown}: set model.attention to sdpa or eager")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     kind = query.device.type
     if torch.is_autocast_enabled(kind):
@@ -153,6 +158,13 @@ def attention(
         if attention_mask.documents is not None:
             return _of_torch(query, key, value, attention_mask.documents, scale), None
         return block_causal.attend(query, key, value, attention_mask.first, scale), None
+
+
+def unsupported(module: nn.Module, dropout: float, others: Mapping[str, Any]) -> str:
+    """Name what attention over a range of keys that ends at the query cannot compute; "" if it can compute all."""
+    found = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
+    found += ["dropout"] * (dropout > 0) + ["bidirectional attention"] * (not getattr(module, "is_causal", True))
+    return ", ".join(found)
 
 
 AttentionInterface.register(NAME, attention)
