@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from contextlib import nullcontext
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -111,9 +113,10 @@ def _cut(layers: list[Layer], count: int, strategy: Strategy) -> list[list[Layer
             f"{strategy.pipeline_stages} ranks has {count} stages, but the model has {num_decoders} layers; use a "
             "smaller size, or a schedule with one stage per rank (GPipe, 1F1B)"
         )
+    ends = list(accumulate(SCHEDULES[strategy.pipeline_schedule].layers(num_decoders, strategy.pipeline_stages)))
     stages: list[list[Layer]] = [[] for _ in range(count)]
     passed = 0
     for layer in layers:
-        stages[min(passed * count // num_decoders, count - 1)].append(layer)
+        stages[min(bisect_right(ends, passed), count - 1)].append(layer)
         passed += isinstance(layer, Decoder)
     return stages

@@ -19,6 +19,7 @@ from samecurve.planner.shape import ModelShape
 from samecurve.strategy import resolve, validate
 from samecurve.strategy.launchers import Launch
 from samecurve.strategy.parallel_dims import FSDP
+from samecurve.strategy.pipeline_schedules import SCHEDULES
 from samecurve.strategy.plan import Files, Strategy
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs"
@@ -37,6 +38,10 @@ SIMPLE_FIRST = (
     "fsdp_cp",
     "pipeline",
     "pipeline_1f1b",
+    "pipeline_gpipe",
+    "pipeline_interleaved",
+    "pipeline_zbv",
+    "pipeline_dualpipev",
 )
 ADAM, SIXTEEN, THIRTY_TWO = 8, 2, 4
 BUCKET = 500_000_000  # elements of DeepSpeed's reduce_bucket_size by default
@@ -154,8 +159,10 @@ def job(wanted: Wanted, strategy: Strategy, machines: Cluster) -> Job:
     dims = strategy.dims
     ranks = dims.size("dp_replicate", "dp_shard")
     zero = 3 if strategy.family == "fsdp" else strategy.zero_stage
+    schedule = strategy.pipeline_schedule or ("1f1b" if dims.pp > 1 else "")
+    chunks = SCHEDULES[schedule].stages_per_rank if schedule in SCHEDULES else 1
     layout = Layout(
-        ranks, tp=dims.tp, pp=dims.pp, cp=dims.cp, schedule="1f1b" if dims.pp > 1 else "", zero=zero,
+        ranks, tp=dims.tp, pp=dims.pp, cp=dims.cp, virtual_stages=chunks, schedule=schedule, zero=zero,
         shard=dims.size(*FSDP) if zero else 1, exchange=strategy.context_parallel,
         sequence_parallel=strategy.tp_sequence_parallel,
     )  # fmt: skip
