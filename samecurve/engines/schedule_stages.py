@@ -44,6 +44,7 @@ class Stages:
     """This rank's stages, on the device with uninitialized weights.
 
     Attributes:
+        name: the schedule's.
         modules: this rank's stages by index, in ascending order.
         owner: the stage of every weight of the model by Hugging Face name; a tied weight's is the first one.
         weights: this rank's weights by Hugging Face name.
@@ -55,7 +56,8 @@ class Stages:
     """
 
     def __init__(self, layers: list[Layer], strategy: Strategy, autocast: torch.dtype | None, device: torch.device):
-        self.schedule, self.ranks = SCHEDULES[strategy.pipeline_schedule], strategy.pipeline_stages
+        self.name, self.ranks = strategy.pipeline_schedule, strategy.pipeline_stages
+        self.schedule = SCHEDULES[self.name]
         self.count, self.rank, self.device = self.schedule.num_stages(self.ranks), dist.get_rank(), device
         stages = _cut(layers, self.count, strategy)
         self.layers_per_stage = tuple(map(len, stages))

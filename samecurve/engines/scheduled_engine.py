@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining import schedules
+from torch.profiler import record_function
 
 from samecurve.engines.first_step import FirstStep
 from samecurve.engines.forward import evaluation_sums
@@ -19,6 +20,7 @@ from samecurve.engines.memory_usage import held_bytes
 from samecurve.engines.mesh import Mesh
 from samecurve.engines.schedule_stages import Stages
 from samecurve.engines.sharded_state import LiveState
+from samecurve.engines.timed_stage import TimedStage
 from samecurve.errors import ConfigurationError
 from samecurve.interfaces.engine import EngineDescription, EvalResult, StepResult, dtype_name
 from samecurve.interfaces.memory import Held
@@ -29,6 +31,7 @@ from samecurve.models.pipeline_split import split_layers
 from samecurve.models.weights import fill
 from samecurve.optim import factory
 from samecurve.optim.norms import norms
+from samecurve.planner.timetables import ScheduleRun
 from samecurve.strategy.parallel_dims import DIMENSIONS
 
 if TYPE_CHECKING:
@@ -82,13 +85,14 @@ class ScheduledEngine:
             return StepResult.of_nothing()
         factory.set_learning_rate(self._optimizer, learning_rate)
         self._loss_weight = 1.0 / tokens
-        mean = self._forward_backward(micro_batches)
-        for name in sorted(stages.tied & stages.weights.keys()):
-            dist.all_reduce(stages.weights[name].grad, group=self._tie_group)
-
-        counted, again = stages.gradients()
-        sums = torch.stack([mean.double(), _squares(counted).to(self.device), _squares(again).to(self.device)])
-        mean, squares, squares_again = self._total(sums)
+        run = ScheduleRun(stages.name, stages.rank, stages.ranks, len(micro_batches))
+        with record_function(run.range):
+            mean = self._forward_backward(micro_batches)
+            for name in sorted(stages.tied & stages.weights.keys()):
+                dist.all_reduce(stages.weights[name].grad, group=self._tie_group)
+            counted, again = stages.gradients()
+            sums = torch.stack([mean.double(), _squares(counted).to(self.device), _squares(again).to(self.device)])
+            mean, squares, squares_again = self._total(sums)  # waits for the last rank
         grad_norm = math.sqrt(squares)
         applied = math.isfinite(mean) and math.isfinite(grad_norm)
         if applied:
@@ -122,8 +126,7 @@ class ScheduledEngine:
         """Build the schedule of steps of one shape of input_ids: PyTorch's stages keep the shapes of their first."""
         kind = schedules.get_schedule_class(self._plan.strategy.pipeline_schedule)
         stages = [
-            PipelineStage(module, stage, self._stages.count, self.device)
-            for stage, module in self._stages.modules.items()
+            TimedStage(module, stage, self._stages.count, self.device) for stage, module in self._stages.modules.items()
         ]
         single = issubclass(kind, schedules.PipelineScheduleSingle)
         # losses are weighted by the step's tokens, so that gradients need no division by the micro-batches

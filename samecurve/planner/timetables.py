@@ -7,6 +7,7 @@ time. A schedule does not look at times: the order is fixed, and a rank waits un
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,35 @@ class Work(NamedTuple):
     stage: int
     kind: str
     micro_batch: int
+
+    @property
+    def range(self) -> str:
+        """Its name in a profile, read by `Work.of_range`."""
+        return f"stage {self.stage}: {self.kind} {self.micro_batch}"
+
+    @classmethod
+    def of_range(cls, name: str) -> Work | None:
+        found = re.fullmatch(r"stage (\d+): ([FBIW]) (\d+)", name)
+        return cls(int(found[1]), found[2], int(found[3])) if found else None
+
+
+class ScheduleRun(NamedTuple):
+    """A step of a schedule on one rank of a pipeline."""
+
+    schedule: str
+    rank: int
+    ranks: int
+    micro_batches: int
+
+    @property
+    def range(self) -> str:
+        """Its name in a profile, read by `ScheduleRun.of_range`."""
+        return f"{self.schedule}: rank {self.rank} of {self.ranks}, {self.micro_batches} micro-batches"
+
+    @classmethod
+    def of_range(cls, name: str) -> ScheduleRun | None:
+        found = re.fullmatch(r"(\w+): rank (\d+) of (\d+), (\d+) micro-batches", name)
+        return cls(found[1], *map(int, found.groups()[1:])) if found else None
 
 
 Entry = tuple[Work, ...]

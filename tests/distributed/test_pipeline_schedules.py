@@ -7,8 +7,11 @@ import json
 import pytest
 from harness import LLAMA, Run, largest_relative_difference, long, relative_l2
 
+from samecurve.planner.bubbles import bubble
+
 LOSS, NORM, WEIGHTS = 1e-5, 1e-4, 1e-4
 SETTINGS = ("steps=6", "checkpoint.every_steps=0", "data.packing=true")
+PROFILE = ("profile.steps=[3,5]", "profile.ranks=[0,1]")
 ENGINES = {
     "pipeline_1f1b": "Schedule1F1B",
     "pipeline_gpipe": "ScheduleGPipe",
@@ -34,7 +37,7 @@ def test_schedules_follow_one_process(strategy, tied, workspace):
     """Four micro-batches: gradients that are divided by their number, or tied ones counted twice, are seen."""
     config = f"model.config={json.dumps({**LLAMA, 'tie_word_embeddings': tied})}"
     expected = short_run(workspace, None, 1, "batch.micro_batch_size=8", config)
-    run = short_run(workspace, strategy, 2, "batch.micro_batch_size=2", config)
+    run = short_run(workspace, strategy, 2, "batch.micro_batch_size=2", config, *PROFILE)
     assert (run.facts["engine"], run.facts["pipeline_stages"]) == (ENGINES[strategy], 2)
     assert run.facts["gradient_accumulation_steps"] == 4
     assert run.column("tokens") == expected.column("tokens")
@@ -43,6 +46,23 @@ def test_schedules_follow_one_process(strategy, tied, workspace):
     assert relative_l2(run.weights, expected.weights) < WEIGHTS
     found, reference = run.metrics[-1], expected.metrics[-1]
     assert abs(found["eval_loss"] / reference["eval_loss"] - 1) < LOSS
+    check_waiting(run)
+
+
+def check_waiting(run: Run) -> None:
+    """Both ranks say how long they waited; they did the schedule's work, each part once, and nothing else."""
+    profile = run.directory / "profile"
+    for rank, name in enumerate(("summary", "summary_rank1")):
+        found = json.loads((profile / f"{name}.json").read_text())["waiting"]
+        assert (found["rank"], found["ranks"]) == (rank, 2)
+        assert found["passes"] == found["planned_passes"]
+        stages = 2 if run.facts["strategy"] in ("pipeline_interleaved", "pipeline_zbv", "pipeline_dualpipev") else 1
+        assert found["passes"]["F"] == 3 * 4 * stages  # steps, micro-batches
+        assert 0 < found["busy_seconds"] < found["seconds"]
+        assert found["idle"] == pytest.approx(1 - found["busy_seconds"] / found["seconds"])
+        predicted = bubble(run.facts["engine"].removeprefix("Schedule"), 2, 4, stages)
+        assert found["predicted_idle"] == pytest.approx(predicted)
+        assert f"{found['idle']:.1%}" in (profile / f"{name}.txt").read_text()
 
 
 @pytest.mark.full
