@@ -7,7 +7,7 @@ from typing import Any
 from torch.distributed.pipelining import PipelineStage
 from torch.profiler import record_function
 
-from samecurve.planner.timetables import Work
+from samecurve.planner.timetables import Pass
 
 
 class TimedStage(PipelineStage):
@@ -28,4 +28,4 @@ class TimedStage(PipelineStage):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def _range(self, kind: str, micro_batch: int) -> record_function:
-        return record_function(Work(self.stage_index, kind, micro_batch).range)
+        return record_function(Pass(self.stage_index, kind, micro_batch).range)

@@ -19,7 +19,7 @@ from samecurve.strategy.pipeline_schedules import SCHEDULES
 COSTS = {"F": 1, "I": 1, "W": 1, "B": 2}
 
 
-class Work(NamedTuple):
+class Pass(NamedTuple):
     """One micro-batch's part of a stage. kind: F, I, W or B."""
 
     stage: int
@@ -28,11 +28,11 @@ class Work(NamedTuple):
 
     @property
     def range(self) -> str:
-        """Its name in a profile, read by `Work.of_range`."""
+        """Its name in a profile, read by `Pass.of_range`."""
         return f"stage {self.stage}: {self.kind} {self.micro_batch}"
 
     @classmethod
-    def of_range(cls, name: str) -> Work | None:
+    def of_range(cls, name: str) -> Pass | None:
         found = re.fullmatch(r"stage (\d+): ([FBIW]) (\d+)", name)
         return cls(int(found[1]), found[2], int(found[3])) if found else None
 
@@ -56,8 +56,8 @@ class ScheduleRun(NamedTuple):
         return cls(found[1], *map(int, found.groups()[1:])) if found else None
 
 
-Entry = tuple[Work, ...]
-"""Work that a rank does before it hands anything on: one part, or a forward beside a backward pass (DualPipeV)."""
+Entry = tuple[Pass, ...]
+"""What a rank does before it hands anything on: one pass, or a forward beside a backward pass (DualPipeV)."""
 
 
 class _Order:
@@ -70,7 +70,7 @@ class _Order:
 
     def add(self, *parts: tuple[str, int]) -> None:
         """Append an entry of (kind, stage) parts."""
-        self.entries.append(tuple(Work(stage, kind, self._next(kind, stage)) for kind, stage in parts))
+        self.entries.append(tuple(Pass(stage, kind, self._next(kind, stage)) for kind, stage in parts))
 
     def _next(self, kind: str, stage: int) -> int:
         key = stage, kind == "F"
@@ -94,7 +94,7 @@ class _Order:
         found = next((each for each in self._cut if stage in (None, each[0])), None)
         if found:
             self._cut.remove(found)
-            self.entries.append((Work(found[0], "W", found[1]),))
+            self.entries.append((Pass(found[0], "W", found[1]),))
 
     def passed(self, kind: str, stage: int) -> int:
         return self._passed[stage, kind == "F"]
@@ -253,7 +253,7 @@ def timetable(schedule: str, ranks: int, micro_batches: int) -> Timetable:
     return Timetable(tuple(map(tuple, ends)), busy)
 
 
-def _needed(work: Work, last: int) -> tuple[int, bool, int] | None:
+def _needed(work: Pass, last: int) -> tuple[int, bool, int] | None:
     """The output that a work takes in; None for the first stage's rows, and for W, which follows its rank's own I."""
     if work.kind == "F":
         return (work.stage - 1, True, work.micro_batch) if work.stage else None

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from samecurve.planner.timetables import ScheduleRun, Work, order, timetable
+from samecurve.planner.timetables import Pass, ScheduleRun, order, timetable
 
 MICROSECONDS = 1e-6
 
@@ -49,7 +49,7 @@ def waiting(events: Iterable[dict], computing: Sequence[tuple[float, float]], on
     steps = [(run, *_times(event)) for event in events if (run := ScheduleRun.of_range(event["name"]))]
     if not steps:
         return None
-    works = [(work, *_times(event)) for event in events if (work := Work.of_range(event["name"]))]
+    works = [(work, *_times(event)) for event in events if (work := Pass.of_range(event["name"]))]
     busy = [*computing, *((start, end) for _, start, end in works if not on_device)]
     planned: Counter[str] = Counter()
     predicted = []
