@@ -241,11 +241,12 @@ def with_memory(wanted: Wanted, micro_batch: int, checkpointing: str) -> Wanted:
 
 
 def takes(wanted: Wanted, strategy: Strategy) -> bool:
-    """Whether a pipeline schedule takes the micro-batches of a step; other strategies take any number."""
+    """Whether a pipeline schedule takes a step's micro-batches, without recomputation; other strategies take any."""
+    if not strategy.pipeline_schedule:
+        return True
     count = wanted.batch.accumulation_steps(strategy.data_parallel_size)
-    return not strategy.pipeline_schedule or not micro_batch_rule(
-        strategy.pipeline_schedule, count, strategy.pipeline_stages
-    )
+    refused = micro_batch_rule(strategy.pipeline_schedule, count, strategy.pipeline_stages)
+    return wanted.checkpointing == "none" and not refused
 
 
 def rows_of_a_rank(wanted: Wanted, ranks: int) -> int:

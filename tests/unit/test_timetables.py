@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from samecurve.planner import inputs, strategies
+from samecurve.planner import inputs, space, strategies
 from samecurve.planner.bubbles import bubble
 from samecurve.planner.cluster import built_in
 from samecurve.planner.ledger import ledger
@@ -131,6 +131,21 @@ def test_a_job_is_forecast_by_its_own_schedule():
         found[name] = job.layout.schedule, time.bubble / busy, kept
     assert found["1f1b"] == ("1F1B", pytest.approx(1 / 8), [("first", 2, 2), ("last", 2, 1)])
     assert found["zbv"] == ("ZBVZeroBubble", pytest.approx(1 / 48), [("first and last", 2, 2), ("middle", 2, 2)])
+
+
+def test_a_search_keeps_to_what_a_schedule_takes():
+    """On 2 x 2 ranks 16 rows are 8 per pipeline; 1F1B takes at least 2 micro-batches, no recomputation."""
+    wanted = inputs.read("recipes/quickstart.yaml", ["batch.global_batch_size=16", "batch.micro_batch_size=2"])
+    template = strategies.read("configs/pipeline_1f1b.yaml")
+    strategy, problems = strategies.describe(wanted, template, {"pp": 2}, 4)
+    assert not problems and (strategy.dims.pp, strategy.dims.dp_replicate) == (2, 2)
+    taken = [size for size in (1, 2, 4, 8) if strategies.takes(strategies.with_memory(wanted, size, "none"), strategy)]
+    assert taken == [1, 2, 4]
+    assert not strategies.takes(strategies.with_memory(wanted, 2, "full"), strategy)
+    assert template.axes == ("pp",) and template.size("pp") == 2
+    assert {
+        each["pp"] for each in space.sizes(strategies.read("configs/pipeline_zbv.yaml"), wanted, built_in("h100x8"))
+    } == {2}
 
 
 def test_messages_of_a_step():
