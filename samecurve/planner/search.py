@@ -140,7 +140,7 @@ def _best(wanted: Wanted, ranks: int, describe: Callable[[Wanted], Job | None]) 
     """Predict all micro-batches and recomputations of a shape; return the fastest that fits, else the smallest.
 
     Args:
-        describe: returns None for what the shape does not take; it takes the recipe's own.
+        describe: returns None for what the shape does not take.
     """
     tried: list[Choice] = []
     tokens = wanted.batch.global_batch_size * wanted.batch.sequence_length
@@ -156,6 +156,8 @@ def _best(wanted: Wanted, ranks: int, describe: Callable[[Wanted], Job | None]) 
         fitting = [each for each in tried if each.verdict == verdict]
         if fitting:
             return max(fitting, key=lambda each: each.tokens_per_s)
+    if not tried:
+        return Choice("", reason="its pipeline schedule takes none of these micro-batches, or no recomputation")
     return min(tried, key=lambda each: each.found.total_memory_gib if each.found else math.inf)
 
 

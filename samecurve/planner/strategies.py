@@ -95,6 +95,11 @@ class Template:
         return tuple(axis for axis, (file, key) in places.items() if getattr(self.files, file).get(*key) is not None)
 
     @property
+    def is_scheduled(self) -> bool:
+        """Whether the strategy is a pipeline by one of PyTorch's schedules, which do not recompute layers yet."""
+        return self.files.accelerate.get(*SCHEDULED) is not None
+
+    @property
     def stages_per_rank(self) -> int:
         """Number of pipeline stages that a rank holds."""
         schedule = self.files.accelerate.get("parallelism_config", "parallelism_config_pp_schedule")
@@ -107,7 +112,7 @@ class Template:
 
     def place(self, axis: str) -> tuple[str, KeyPath]:
         """Return the file and the key that set the size of an axis."""
-        if axis == "pp" and self.files.accelerate.get(*SCHEDULED) is not None:
+        if axis == "pp" and self.is_scheduled:
             return "accelerate", SCHEDULED
         return ("accelerate", ULYSSES) if axis == "cp" and self.by_heads else AXES[axis]
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from samecurve.planner import inputs, space, strategies
+from samecurve.planner import inputs, remedies, search, space, strategies
 from samecurve.planner.bubbles import bubble
 from samecurve.planner.cluster import built_in
 from samecurve.planner.ledger import ledger
@@ -142,6 +143,9 @@ def test_a_search_keeps_to_what_a_schedule_takes():
     taken = [size for size in (1, 2, 4, 8) if strategies.takes(strategies.with_memory(wanted, size, "none"), strategy)]
     assert taken == [1, 2, 4]
     assert not strategies.takes(strategies.with_memory(wanted, 2, "full"), strategy)
+    recomputing = replace(strategies.with_memory(wanted, 2, "full"), fixed=frozenset(("checkpointing",)))
+    assert "no recomputation" in search.sized(recomputing, built_in("h100x4"), template, {"pp": 2}).reason
+    assert {each.found is not None for each in remedies._smallest(wanted, built_in("h100x4"), template)} == {True}
     assert template.axes == ("pp",) and template.size("pp") == 2
     assert {
         each["pp"] for each in space.sizes(strategies.read("configs/pipeline_zbv.yaml"), wanted, built_in("h100x8"))
