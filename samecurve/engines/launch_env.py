@@ -46,6 +46,9 @@ def adopt(strategy: Strategy, environ: Mapping[str, str] = os.environ) -> None:
         os.environ.update(environment(strategy))
     for name in [name for name in environ if name in _MESH or name.startswith("PARALLELISM_CONFIG_")]:
         del os.environ[name]  # Accelerate would make a second mesh, or refuse an arrangement that it does not know
+    if strategy.family == "schedule":
+        for name in [name for name in environ if name == "ACCELERATE_USE_FSDP" or name.startswith("FSDP_")]:
+            del os.environ[name]  # stages are sharded by the engine, and Accelerate would make FSDP of the whole
     if strategy.family != "single":
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())} if "MASTER_PORT" not in environ else {}

@@ -12,7 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from samecurve.data.micro_batch import Counts, MicroBatch
 from samecurve.distributed.control_group import ControlGroup
+from samecurve.optim.dtensor import all_reduce_sums
 from samecurve.strategy.parallel_dims import BATCH, DIMENSIONS, FSDP, LOSS, ParallelDims
+
+_BUCKET_BYTES = 25_000_000  # as DDP's
 
 
 class Mesh:
@@ -65,6 +68,18 @@ class Mesh:
         """Sum as `total`, and wait for the result."""
         return tuple(self.total(values, over).tolist())
 
+    def add(self, tensors: Sequence[Tensor], over: tuple[str, ...]) -> None:
+        """Sum tensors of one dtype in place over the ranks that differ in these dimensions, some megabytes at once."""
+        if self.dims.size(*over) == 1:
+            return
+        bucket: list[Tensor] = []
+        for index, tensor in enumerate(tensors):
+            bucket.append(tensor)
+            if index + 1 == len(tensors) or sum(each.nbytes for each in bucket) > _BUCKET_BYTES:
+                for each, total in zip(bucket, all_reduce_sums(bucket, self.group(*over)), strict=True):
+                    each.copy_(total)
+                bucket = []
+
     @cached_property
     def _hosts(self) -> ControlGroup:
         return ControlGroup()
@@ -77,6 +92,12 @@ class Mesh:
         parts = [torch.empty_like(rows, memory_format=torch.contiguous_format) for _ in range(size)]
         dist.all_gather(parts, rows.contiguous(), group=self._group(over))
         return torch.cat(parts)
+
+    def group(self, *dimensions: str) -> dist.ProcessGroup:
+        """The process group of the ranks that differ in these dimensions only."""
+        found = self._group(dimensions) or dist.group.WORLD
+        assert found is not None, "a run of several processes has a group"
+        return found
 
     def _group(self, dimensions: tuple[str, ...]) -> dist.ProcessGroup | None:
         """The process group of the dimensions; None, the default group, where they are all there is."""

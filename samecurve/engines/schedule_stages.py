@@ -1,19 +1,24 @@
-"""One rank's stages of a pipeline, with a forward pass through all stages for evaluation."""
+"""One rank's stages of a pipeline, in a mesh with replicas or shards of them, and a forward pass through all stages."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from samecurve.errors import ConfigurationError
 from samecurve.models.pipeline_split import Decoder, Layer
+from samecurve.optim.dtensor import local_gradient
 from samecurve.strategy.pipeline_schedules import SCHEDULES
 
 if TYPE_CHECKING:
+    from samecurve.engines.mesh import Mesh
     from samecurve.strategy.plan import Strategy
 
 
@@ -42,6 +47,8 @@ class Stages:
     """This rank's stages, on the device with uninitialized weights.
 
     Attributes:
+        name: the schedule's.
+        peers: the processes of this rank's pipeline, in its order; `rank`: this one's place among them.
         modules: this rank's stages by index, in ascending order.
         owner: the stage of every weight of the model by Hugging Face name; a tied weight's is the first one.
         weights: this rank's weights by Hugging Face name.
@@ -49,12 +56,15 @@ class Stages:
         layers_per_stage: of all stages.
 
     Raises:
-        ConfigurationError: a stage would have no decoder layer.
+        ConfigurationError: a stage would have no decoder layer, or two sharded stages of a rank one weight.
     """
 
-    def __init__(self, layers: list[Layer], strategy: Strategy, autocast: torch.dtype | None, device: torch.device):
-        self.schedule, self.ranks = SCHEDULES[strategy.pipeline_schedule], strategy.pipeline_stages
-        self.count, self.rank, self.device = self.schedule.num_stages(self.ranks), dist.get_rank(), device
+    def __init__(self, layers: list[Layer], strategy: Strategy, autocast: torch.dtype | None, mesh: Mesh):
+        self.name, self.ranks = strategy.pipeline_schedule, strategy.pipeline_stages
+        self.schedule = SCHEDULES[self.name]
+        self.count, self.device = self.schedule.num_stages(self.ranks), mesh.device
+        self.peers = next(group for group in mesh.dims.groups("pp") if mesh.rank in group)
+        self.rank = self.peers.index(mesh.rank)
         stages = _cut(layers, self.count, strategy)
         self.layers_per_stage = tuple(map(len, stages))
         self.owner: dict[str, int] = {}
@@ -63,22 +73,48 @@ class Stages:
             for name in found:
                 self.owner.setdefault(name, stage)
         apart = self.rank_of(0) != self.rank_of(self.count - 1)
-        self.tied = names[0] & names[-1] if apart else set()
+        shared = names[0] & names[-1]
+        self.tied, self.is_sharded = shared if apart else set(), mesh.dims.dp_shard > 1
+        if self.is_sharded and shared and not apart:
+            raise ConfigurationError(
+                f"{strategy.path}: distributed_type: FSDP2 cannot share the tied embedding between two stages of one "
+                f"rank, and {self.name} puts the first and the last stage on one; set model.config.tie_word_embeddings "
+                "to false, or take a schedule without a V (GPipe, 1F1B, Interleaved1F1B)"
+            )
         mine = self.schedule.stages(self.rank, self.ranks)
-        self.modules = {stage: StageModule(stages[stage], autocast).to_empty(device=device) for stage in mine}
+        self.modules = {stage: self._allocated(StageModule(stages[stage], autocast), mesh) for stage in mine}
         self.weights = dict(pair for stage in mine for layer in stages[stage] for pair in layer.named_weights())
         self.has_first, self.has_last = 0 in mine, self.count - 1 in mine
 
+    def _allocated(self, module: StageModule, mesh: Mesh) -> StageModule:
+        """Shard a stage on the meta device, as FSDP2 units of one layer each, then allocate its weights."""
+        if self.is_sharded:
+            # a layer is gathered once per step and not around each micro-batch's passes
+            options: dict[str, Any] = {"mesh": mesh.sharding, "reshard_after_forward": False}
+            for layer in module.layers:
+                if isinstance(layer, Decoder):
+                    fully_shard(layer, **options)
+            fully_shard(module, **options)
+        return module.to_empty(device=self.device)
+
     def rank_of(self, stage: int) -> int:
+        """Return the place of a stage's rank in the pipeline."""
         return self.schedule.rank(stage, self.ranks)
 
+    def global_rank(self, stage: int) -> int:
+        """Return the rank of a stage of this pipeline among all processes."""
+        return self.peers[self.rank_of(stage)]
+
     def gradients(self) -> tuple[list[Tensor], list[Tensor]]:
-        """List the gradients of the weights that this rank's stages own, and of those that another rank owns."""
+        """List the gradients of the weights that this rank's stages own, and of those that another rank owns.
+
+        Of a sharded weight, this rank's shard.
+        """
         own: list[Tensor] = []
         others: list[Tensor] = []
         for name, weight in self.weights.items():
             if weight.grad is not None:
-                (own if self.owner[name] in self.modules else others).append(weight.grad)
+                (own if self.owner[name] in self.modules else others).append(local_gradient(weight))
         return own, others
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, hidden_size: int) -> Tensor | None:
@@ -95,10 +131,14 @@ class Stages:
                 before, after = self.rank_of(max(stage - 1, 0)), self.rank_of(min(stage + 1, self.count - 1))
                 if before != self.rank:
                     hidden = torch.empty(*input_ids.shape, hidden_size, device=self.device)
-                    dist.recv(hidden, before)
+                    dist.recv(hidden, self.peers[before])
                 hidden = self.modules[stage](hidden, position_ids)
                 if after != self.rank:
-                    dist.send(hidden.float().contiguous(), after)
+                    dist.send(hidden.float().contiguous(), self.peers[after])
+        for module in self.modules.values():
+            if isinstance(module, FSDPModule):  # gathered weights would outlive an update
+                for unit in (each for each in module.modules() if isinstance(each, FSDPModule)):
+                    unit.reshard()
         return hidden if self.has_last else None
 
 
@@ -111,9 +151,10 @@ def _cut(layers: list[Layer], count: int, strategy: Strategy) -> list[list[Layer
             f"{strategy.pipeline_stages} ranks has {count} stages, but the model has {num_decoders} layers; use a "
             "smaller size, or a schedule with one stage per rank (GPipe, 1F1B)"
         )
+    ends = list(accumulate(SCHEDULES[strategy.pipeline_schedule].layers(num_decoders, strategy.pipeline_stages)))
     stages: list[list[Layer]] = [[] for _ in range(count)]
     passed = 0
     for layer in layers:
-        stages[min(passed * count // num_decoders, count - 1)].append(layer)
+        stages[min(bisect_right(ends, passed), count - 1)].append(layer)
         passed += isinstance(layer, Decoder)
     return stages

@@ -11,14 +11,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import schedules
+from torch.distributed.tensor import DTensor
+from torch.profiler import record_function
 
+from samecurve.engines import fsdp
 from samecurve.engines.first_step import FirstStep
 from samecurve.engines.forward import evaluation_sums
 from samecurve.engines.memory_usage import held_bytes
 from samecurve.engines.mesh import Mesh
 from samecurve.engines.schedule_stages import Stages
 from samecurve.engines.sharded_state import LiveState
+from samecurve.engines.timed_stage import TimedStage
 from samecurve.errors import ConfigurationError
 from samecurve.interfaces.engine import EngineDescription, EvalResult, StepResult, dtype_name
 from samecurve.interfaces.memory import Held
@@ -28,7 +33,9 @@ from samecurve.models.lora import trained_shapes
 from samecurve.models.pipeline_split import split_layers
 from samecurve.models.weights import fill
 from samecurve.optim import factory
+from samecurve.optim.dtensor import local_gradient, to_local
 from samecurve.optim.norms import norms
+from samecurve.planner.timetables import ScheduleRun
 from samecurve.strategy.parallel_dims import DIMENSIONS
 
 if TYPE_CHECKING:
@@ -54,41 +61,51 @@ class ScheduledEngine:
         _check_dropout(skeleton, plan)
         self._autocast = torch.bfloat16 if self.recipe.precision == "bf16" else None
         layers = split_layers(copy.deepcopy(skeleton))
-        self._stages = stages = Stages(layers, plan.strategy, self._autocast, self.device)
+        self._stages = stages = Stages(layers, plan.strategy, self._autocast, self._mesh)
         self._module = nn.ModuleList(stages.modules.values()).train()
-        ends = [stages.rank_of(0), stages.rank_of(stages.count - 1)]
-        # every rank has to take part in making the group
-        self._tie_group = dist.new_group(ends) if stages.tied else None
+        self._tie_group = self._group_of_ends() if stages.tied else None
+        self._replica = self._mesh.dims.index(self._mesh.rank, "dp_replicate"), self._mesh.dims.dp_replicate
 
         self.shapes, settings = trained_shapes(skeleton), self.recipe.optimizer
         groups = factory.parameter_groups(stages.weights.items(), self.shapes, settings)
         self._optimizer = factory.build_optimizer(groups, settings, self.recipe.precision, self.recipe.seed)
-        self._first_step = FirstStep(plan, self._optimizer, self.shard, self._total)
+        self._first_step = FirstStep(plan, self._optimizer, self.shard, self._total, lambda _: self._replica[1])
         with torch.no_grad():
             fill(skeleton, self.recipe, self._write, names=set(stages.weights))
         saved = {name for name in stages.weights if stages.owner[name] in stages.modules}
         states = factory.state_names(settings, self.shapes)
-        self.state: State = LiveState(stages.weights, self._optimizer, states, replica=(0, 1), saved=saved)
+        self.state: State = LiveState(stages.weights, self._optimizer, states, self._replica, saved)
         self._loss_weight = math.nan
         # the last ones are kept, because rows that are grouped by length have many shapes
         self._schedule = lru_cache(maxsize=16)(self._build_schedule)
 
+    def _group_of_ends(self) -> dist.ProcessGroup:
+        """The first and the last rank of this pipeline; every process has to take part in making all such groups."""
+        stages, groups = self._stages, {}
+        for ranks in self._mesh.dims.groups("pp"):
+            groups[ranks[0]] = dist.new_group([ranks[stages.rank_of(stage)] for stage in (0, stages.count - 1)])
+        return groups[stages.peers[0]]
+
     def _write(self, name: str, full: Tensor) -> None:
-        self._stages.weights[name].copy_(full)
+        fsdp.write(self._stages.weights[name].detach(), full)
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
         stages, tokens = self._stages, self._count(micro_batches)
         if tokens == 0:
             return StepResult.of_nothing()
         factory.set_learning_rate(self._optimizer, learning_rate)
-        self._loss_weight = 1.0 / tokens
-        mean = self._forward_backward(micro_batches)
-        for name in sorted(stages.tied & stages.weights.keys()):
-            dist.all_reduce(stages.weights[name].grad, group=self._tie_group)
-
-        counted, again = stages.gradients()
-        sums = torch.stack([mean.double(), _squares(counted).to(self.device), _squares(again).to(self.device)])
-        mean, squares, squares_again = self._total(sums)
+        averaged = self._mesh.dims.dp_shard  # FSDP2 averages gradients over these ranks; replicas sum theirs
+        self._loss_weight = averaged / tokens
+        run = ScheduleRun(stages.name, stages.rank, stages.ranks, len(micro_batches))
+        with record_function(run.range):
+            mean = self._forward_backward(micro_batches)
+            for name in sorted(stages.tied & stages.weights.keys()):
+                dist.all_reduce(local_gradient(stages.weights[name]), group=self._tie_group)
+            counted, again = stages.gradients()
+            self._mesh.add([*counted, *again], over=("dp_replicate",))
+            sums = torch.stack([mean.double(), _squares(counted).to(self.device), _squares(again).to(self.device)])
+            mean, *both = self._total(sums)  # waits for the last rank
+        mean, (squares, squares_again) = mean / averaged, (each / self._replica[1] for each in both)
         grad_norm = math.sqrt(squares)
         applied = math.isfinite(mean) and math.isfinite(grad_norm)
         if applied:
@@ -122,7 +139,7 @@ class ScheduledEngine:
         """Build the schedule of steps of one shape of input_ids: PyTorch's stages keep the shapes of their first."""
         kind = schedules.get_schedule_class(self._plan.strategy.pipeline_schedule)
         stages = [
-            PipelineStage(module, stage, self._stages.count, self.device)
+            TimedStage(module, stage, self._stages.count, self.device, group=self._mesh.group("pp"))
             for stage, module in self._stages.modules.items()
         ]
         single = issubclass(kind, schedules.PipelineScheduleSingle)
@@ -148,7 +165,9 @@ class ScheduledEngine:
 
     def outputs(self, batch: MicroBatch) -> Tensor | None:
         batch = batch.to(self.device)
-        logits, last = self._logits(batch), self._stages.rank_of(self._stages.count - 1)
+        logits, last = self._logits(batch), self._stages.global_rank(self._stages.count - 1)
+        if 0 not in self._stages.peers:  # the other pipelines compute the same
+            return None
         if last == 0:
             return logits.float().cpu() if logits is not None else None
         if logits is not None:
@@ -168,11 +187,14 @@ class ScheduledEngine:
 
     def parameters(self) -> Iterator[tuple[str, Tensor | None]]:
         rank, stages = self._mesh.rank, self._stages
+        first_pipeline = self._mesh.dims.groups("pp")[0]
         for name, shape in self.shapes.items():
-            sender, full = stages.rank_of(stages.owner[name]), None
-            if rank == sender:
+            owner, full = stages.rank_of(stages.owner[name]), None
+            sender = first_pipeline[owner]
+            if stages.rank == owner:
                 full = stages.weights[name].detach().float()
-                if rank != 0:
+                full = full.full_tensor() if isinstance(full, DTensor) else full
+                if rank == sender != 0:
                     dist.send(full, dst=0)
             elif rank == 0:
                 full = torch.empty(shape, device=self.device)
@@ -184,6 +206,7 @@ class ScheduledEngine:
 
     def describe(self) -> EngineDescription:
         recipe, weights = self.recipe, self._stages.weights
+        sharded = any(isinstance(module, FSDPModule) for module in self._stages.modules.values())
         return EngineDescription(
             engine=schedules.get_schedule_class(self._plan.strategy.pipeline_schedule).__name__,
             optimizer=type(self._optimizer).__name__,
@@ -194,14 +217,16 @@ class ScheduledEngine:
             device=str(self.device),
             num_parameters=self._skeleton.num_parameters(),
             num_trained_parameters=sum(shape.numel() for shape in self.shapes.values()),
-            num_parameters_per_rank=sum(weight.numel() for weight in weights.values()),
+            num_parameters_per_rank=sum(to_local(weight).numel() for weight in weights.values()),
             precision="bf16" if self._autocast else "fp32",
             micro_batch_size=recipe.batch.micro_batch_size,
             gradient_accumulation_steps=recipe.batch.accumulation_steps(self.shard[1]),
             gradient_clipping=recipe.optimizer.max_grad_norm,
             weight_dtype=dtype_name(next(iter(weights.values())).dtype),
-            reduce_dtype=None,
-            sharded=False,
+            reduce_dtype="fp32" if sharded else None,
+            sharded=sharded,
+            # they are reduced after the step's last backward pass
+            whole_gradient_bytes=sum(4 * weight.numel() for weight in weights.values()) if sharded else 0,
         )
 
     def _count(self, micro_batches: Sequence[MicroBatch]) -> int:

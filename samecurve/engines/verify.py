@@ -9,7 +9,7 @@ from samecurve.specs.precision import DTYPES
 
 if TYPE_CHECKING:
     from samecurve.interfaces.engine import EngineDescription
-    from samecurve.strategy.plan import Plan
+    from samecurve.strategy.plan import Plan, Strategy
 
 _WRAPPERS = {"ddp": "DistributedDataParallel", "zero": "DeepSpeedEngine", "pipeline": "PipelineEngine"}
 
@@ -28,6 +28,10 @@ def verify(plan: Plan, running: EngineDescription) -> None:
         )
 
 
+def _shards_stages(strategy: Strategy) -> bool:
+    return strategy.family == "schedule" and strategy.dims.dp_shard > 1
+
+
 def _asked(plan: Plan) -> dict:
     recipe, strategy = plan.recipe, plan.strategy
     asked = {
@@ -39,7 +43,7 @@ def _asked(plan: Plan) -> dict:
         "gradient_clipping": recipe.optimizer.max_grad_norm,
         "precision": recipe.precision,
         "zero_stage": strategy.zero_stage,
-        "sharded": strategy.family == "fsdp" or strategy.zero_stage == 3,
+        "sharded": strategy.family == "fsdp" or strategy.zero_stage == 3 or _shards_stages(strategy),
         "replicate_size": strategy.replicate_size,
         "tensor_parallel_size": strategy.tensor_parallel_size,
         "context_parallel_size": strategy.dims.cp,

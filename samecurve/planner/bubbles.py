@@ -10,14 +10,24 @@ from __future__ import annotations
 ZERO_BUBBLE_SHARE = {"zb-1p": 1 / 3, "zb-2p": 0.0}  # of 1F1B's idle slots (arXiv:2401.10241)
 
 
-def idle_slots(schedule: str, stages: int, chunks: int = 1) -> float:
-    """Return the idle time of a rank in units of one micro-batch's forward and backward of its whole stage."""
+def idle_slots(schedule: str, stages: int, micro_batches: int, chunks: int = 1) -> float:
+    """Return the idle time of a rank in units of one micro-batch's forward and backward of its whole stage.
+
+    Those of PyTorch's schedules are what timetables.py finds for their order of work.
+    """
+    waits = stages - 1
     if schedule in ZERO_BUBBLE_SHARE:
-        return (stages - 1) * ZERO_BUBBLE_SHARE[schedule]
-    return (stages - 1) / (chunks if schedule == "interleaved" else 1)
+        return waits * ZERO_BUBBLE_SHARE[schedule]
+    if schedule == "Interleaved1F1B":
+        return (waits + max(0, stages - micro_batches)) / chunks
+    if schedule == "ZBVZeroBubble":  # of six units, F, I and W of two stages
+        return max(waits, 4 * waits - 2 * (micro_batches - 1)) / 6
+    if schedule == "DualPipeV":  # PyTorch runs a forward pass and the backward pass beside it one after the other
+        return 2 * waits / 6
+    return waits / (chunks if schedule == "interleaved" else 1)
 
 
 def bubble(schedule: str, stages: int, micro_batches: int, chunks: int = 1) -> float:
     """Return the idle share of a step: (p - 1) / (v m + p - 1) for GPipe, 1F1B (v = 1) and interleaved."""
-    idle = idle_slots(schedule, stages, chunks)
+    idle = idle_slots(schedule, stages, micro_batches, chunks)
     return idle / (micro_batches + idle)

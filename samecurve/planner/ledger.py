@@ -11,9 +11,11 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from samecurve.planner.job import Job
 from samecurve.planner.stages import Stage, stages
+from samecurve.strategy.pipeline_schedules import SCHEDULES
 
 FP32, FP64, INT64 = 4, 8, 8
 LIVE_PARAMETERS = 1e9  # stage3_max_live_parameters and stage3_max_reuse_distance, DeepSpeed's defaults
@@ -47,7 +49,9 @@ def ledger(job: Job, stage: Stage, trained_tokens: float | None = None) -> list[
         found += _tensor_parallel(job, trained_tokens)
     if job.layout.cp > 1:
         found += _context_parallel(job)
-    if job.layout.pp > 1:
+    if job.layout.schedule in SCHEDULES:
+        found += _scheduled(job, stage)
+    elif job.layout.pp > 1:
         found += _pipeline(job, stage)
     elif job.stack == "fsdp2":
         found += _fully_sharded(job)
@@ -102,6 +106,9 @@ def _numbers(job: Job) -> Iterator[Exchange]:
     """
     layout, fp32 = job.layout, job.precision == "fp32"
     yield Exchange("all", "all_reduce", "stop flag", 1)
+    if layout.schedule in SCHEDULES:  # loss and the squares of own and of tied gradients
+        yield Exchange("all", "all_reduce", "loss, norm", 3 * FP64)
+        return
     if layout.pp > 1:
         # loss and two sums of squares; DeepSpeed's overflow flag and norms; its broadcast of the loss
         yield Exchange("all", "all_reduce", "loss, norms", 3 * FP64 + (4 if fp32 else 1) * FP32)
@@ -230,11 +237,7 @@ def _pipeline(job: Job, stage: Stage) -> list[Exchange]:
     shape, count = job.shape, job.grad_accum
     hidden = count * _width(job) * round(job.tokens) * shape.hidden
     positions = count * INT64 * round(job.tokens)
-    own = round(stage.layers) * _elements(job, shape.layer_weights)
-    own += _elements(job, shape.embedding_weights) if stage.embedding else 0
-    tied = shape.tied and stage.head
-    own += _elements(job, [*shape.final_weights, *shape.head_weights]) if stage.head else 0
-    own += _elements(job, shape.embedding_weights) if tied else 0
+    own = _held(job, stage)
     shares = shape.tied and (stage.embedding or stage.head)
     before, after = stage.index > 0, not stage.head
     return [
@@ -243,3 +246,32 @@ def _pipeline(job: Job, stage: Stage) -> list[Exchange]:
         Exchange("pp", "all_reduce", "gradients of the tied embedding", shares * FP32 * shape.head_parameters),
         Exchange("dp", "all_reduce", "gradients", FP32 * own),
     ]
+
+
+def _scheduled(job: Job, stage: Stage) -> list[Exchange]:
+    """Hidden states to the next stage and their gradients back, where that is on another rank; always fp32.
+
+    Args:
+        stage: that of a rank, which may have several of the pipeline's stages.
+    """
+    shape, layout, schedule = job.shape, job.layout, SCHEDULES[job.layout.schedule]
+    hidden = FP32 * job.grad_accum * round(job.tokens) * shape.hidden
+    ranks = [schedule.rank(each, layout.pp) for each in range(schedule.num_stages(layout.pp))]
+    apart = [pair for pair in pairwise(ranks) if pair[0] != pair[1]]
+    crossed = sum(stage.index in pair for pair in apart)  # each sends one way and receives the other
+    shares = shape.tied and stage.embedding != stage.head
+    return [
+        Exchange("pp", "send", "hidden states and their gradients", crossed * hidden),
+        Exchange("pp", "recv", "hidden states and their gradients", crossed * hidden),
+        Exchange("pp", "all_reduce", "gradients of the tied embedding", shares * FP32 * shape.head_parameters),
+        Exchange("dp", "all_reduce", "gradients", FP32 * _held(job, stage) if layout.dp > 1 else 0),
+    ]
+
+
+def _held(job: Job, stage: Stage) -> int:
+    """Count the elements of a stage's weights, a tied embedding of the last stage among them."""
+    shape = job.shape
+    own = round(stage.layers) * _elements(job, shape.layer_weights)
+    own += _elements(job, shape.embedding_weights) if stage.embedding else 0
+    own += _elements(job, [*shape.final_weights, *shape.head_weights]) if stage.head else 0
+    return own + (_elements(job, shape.embedding_weights) if shape.tied and stage.head and not stage.embedding else 0)

@@ -124,7 +124,11 @@ def sized(wanted: Wanted, machines: Cluster, template: Template, sizes: Sizes) -
         invalid = not all(each.topology for each in problems)
         return Choice(template.name, template, sizes, reason=reason, invalid=invalid)
     ranks = strategy.data_parallel_size
-    chosen = _best(wanted, ranks, lambda changed: strategies.job(changed, strategy, machines))
+
+    def describe(changed: Wanted) -> Job | None:
+        return strategies.job(changed, strategy, machines) if strategies.takes(changed, strategy) else None
+
+    chosen = _best(wanted, ranks, describe)
     held = offload.kept(chosen.job, "cpu") if chosen.job else 0
     if held > machines.host.memory_gib:
         reason = f"host memory of a node: {held:,.0f} GiB of {machines.host.memory_gib:,.0f}, optimizer and weights"
@@ -132,13 +136,19 @@ def sized(wanted: Wanted, machines: Cluster, template: Template, sizes: Sizes) -
     return replace(chosen, name=template.name, template=template, sizes=sizes)
 
 
-def _best(wanted: Wanted, ranks: int, describe: Callable[[Wanted], Job]) -> Choice:
-    """Predict all micro-batches and recomputations of a shape; return the fastest that fits, else the smallest."""
+def _best(wanted: Wanted, ranks: int, describe: Callable[[Wanted], Job | None]) -> Choice:
+    """Predict all micro-batches and recomputations of a shape; return the fastest that fits, else the smallest.
+
+    Args:
+        describe: returns None for what the shape does not take.
+    """
     tried: list[Choice] = []
     tokens = wanted.batch.global_batch_size * wanted.batch.sequence_length
     for checkpointing in space.checkpointings(wanted):
         for micro_batch in space.micro_batches(wanted, ranks):
             job = describe(strategies.with_memory(wanted, micro_batch, checkpointing))
+            if job is None:
+                continue
             tried.append(Choice("", job=job, found=predict(job), tokens=tokens))
             if tried[-1].verdict == "too large":  # larger ones are, too
                 break
@@ -146,6 +156,8 @@ def _best(wanted: Wanted, ranks: int, describe: Callable[[Wanted], Job]) -> Choi
         fitting = [each for each in tried if each.verdict == verdict]
         if fitting:
             return max(fitting, key=lambda each: each.tokens_per_s)
+    if not tried:
+        return Choice("", reason="its pipeline schedule takes none of these micro-batches, or no recomputation")
     return min(tried, key=lambda each: each.found.total_memory_gib if each.found else math.inf)
 
 

@@ -36,9 +36,9 @@ def powers(limit: int) -> list[int]:
 
 def sizes(template: Template, wanted: Wanted, machines: Cluster) -> Iterator[Sizes]:
     """Generate the sizes of a strategy file's axes to compare; which ones are legal is for its own check to say."""
-    gpus = machines.gpus
+    gpus, most = machines.gpus, wanted.shape.layers // template.stages_per_rank
     choices = {
-        "pp": [each for each in divisors(gpus) if 1 < each <= min(wanted.shape.layers, LONGEST_PIPELINE)],
+        "pp": [each for each in divisors(gpus) if 1 < each <= min(most, LONGEST_PIPELINE)],
         "dp_replicate": [each for each in divisors(gpus) if each in (*powers(gpus), machines.nodes) and each > 1],
         "cp": _context_sizes(template, wanted, gpus),
         "tp": [each for each in divisors(gpus) if 1 < each <= machines.gpus_per_node],

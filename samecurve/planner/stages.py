@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 
 from samecurve.planner.job import Job
+from samecurve.planner.timetables import micro_batches_kept
+from samecurve.strategy.pipeline_schedules import SCHEDULES, Schedule
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ def stages(job: Job, by_cost: bool) -> list[Stage]:
     size, layers = job.layout.pp, job.shape.layers
     if size == 1:
         return [Stage("only", 0, layers, True, True)]
+    if job.layout.schedule in SCHEDULES:
+        return _scheduled(SCHEDULES[job.layout.schedule], size, layers)
     head = job.shape.head_parameters / job.shape.layer_parameters
     if by_cost:
         most = min(layers, math.ceil((layers + head) / size))
@@ -42,15 +46,32 @@ def stages(job: Job, by_cost: bool) -> list[Stage]:
     return [Stage("first", 0, first, True, False), *middle, Stage("last", size - 1, last, False, True)]
 
 
+def _scheduled(schedule: Schedule, ranks: int, num_layers: int) -> list[Stage]:
+    """List the classes of ranks under PyTorch's schedules: where the head's stage is, and the fullest of the middle."""
+    layers = schedule.layers(num_layers, ranks)
+    held = [sum(layers[stage] for stage in schedule.stages(rank, ranks)) for rank in range(ranks)]
+    if schedule.folded:
+        between = range(1, ranks)
+        ends = [Stage("first and last", 0, held[0], True, True)]
+    else:
+        between = range(1, ranks - 1)
+        ends = [Stage("first", 0, held[0], True, False), Stage("last", ranks - 1, held[-1], False, True)]
+    fullest = [max(between, key=lambda rank: held[rank])] if between else []
+    return [ends[0], *(Stage("middle", rank, held[rank], False, False) for rank in fullest), *ends[1:]]
+
+
 def in_flight(job: Job, stage: Stage) -> float:
     """Count the micro-batches whose activations a stage keeps at its peak.
 
     1F1B keeps p - i at stage i. Interleaving keeps 1 + (p - 1) / (p v) times as many on the first one
     (arXiv:2104.04473); ZB-2p twice as many and ZB-1p as many as the first stage of 1F1B, everywhere (arXiv:2401.10241).
+    PyTorch's schedules are counted along their order.
     """
     size, count, chunks = job.layout.pp, job.grad_accum, job.layout.virtual_stages
     if size == 1:
         return 1
+    if job.layout.schedule in SCHEDULES:
+        return micro_batches_kept(job.layout.schedule, stage.index, size, count)
     if job.layout.schedule == "zb-2p":
         return min(2 * size - 1, count)
     if job.layout.schedule == "zb-1p":

@@ -74,7 +74,7 @@ def _stage_time(job: Job, stage: Stage, constants: Profile) -> StepTime:
     sends = pipeline_seconds(job, constants)
     gathered, reduced = data_seconds(job, stage, constants, one)
     slot = compute + tensor + context + expert + sends + gathered
-    idle = idle_slots(layout.schedule, layout.pp, layout.virtual_stages) * slot
+    idle = idle_slots(layout.schedule, layout.pp, count, layout.virtual_stages) * slot
     dense, experts = stage_parameters(job, stage)
     ranks = shard_sizes(job) if layout.zero else (1, 1)
     update = kernels.optimizer(job, dense / ranks[0] + experts / ranks[1], constants)

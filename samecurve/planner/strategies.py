@@ -19,6 +19,7 @@ from samecurve.planner.shape import ModelShape
 from samecurve.strategy import resolve, validate
 from samecurve.strategy.launchers import Launch
 from samecurve.strategy.parallel_dims import FSDP
+from samecurve.strategy.pipeline_schedules import SCHEDULES, micro_batch_rule
 from samecurve.strategy.plan import Files, Strategy
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs"
@@ -37,6 +38,11 @@ SIMPLE_FIRST = (
     "fsdp_cp",
     "pipeline",
     "pipeline_1f1b",
+    "pipeline_gpipe",
+    "pipeline_interleaved",
+    "pipeline_zbv",
+    "pipeline_dualpipev",
+    "pipeline_fsdp",
 )
 ADAM, SIXTEEN, THIRTY_TWO = 8, 2, 4
 BUCKET = 500_000_000  # elements of DeepSpeed's reduce_bucket_size by default
@@ -47,6 +53,7 @@ AXES: Mapping[str, tuple[str, KeyPath]] = {
     "cp": ("accelerate", ("parallelism_config", "parallelism_config_cp_size")),
     "tp": ("accelerate", ("parallelism_config", "parallelism_config_tp_size")),
 }
+SCHEDULED = ("parallelism_config", "parallelism_config_pp_size")  # sets pp of PyTorch's schedules
 ULYSSES = ("parallelism_config", "parallelism_config_sp_size")  # sets cp, too
 
 
@@ -88,12 +95,25 @@ class Template:
         return tuple(axis for axis, (file, key) in places.items() if getattr(self.files, file).get(*key) is not None)
 
     @property
+    def is_scheduled(self) -> bool:
+        """Whether the strategy is a pipeline by one of PyTorch's schedules, which do not recompute layers yet."""
+        return self.files.accelerate.get(*SCHEDULED) is not None
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Number of pipeline stages that a rank holds."""
+        schedule = self.files.accelerate.get("parallelism_config", "parallelism_config_pp_schedule")
+        return SCHEDULES[schedule].stages_per_rank if schedule in SCHEDULES else 1
+
+    @property
     def by_heads(self) -> bool:
         """Whether ranks exchange sequence for heads."""
         return self.files.accelerate.get(*ULYSSES) is not None
 
     def place(self, axis: str) -> tuple[str, KeyPath]:
         """Return the file and the key that set the size of an axis."""
+        if axis == "pp" and self.is_scheduled:
+            return "accelerate", SCHEDULED
         return ("accelerate", ULYSSES) if axis == "cp" and self.by_heads else AXES[axis]
 
     def size(self, axis: str) -> int:
@@ -154,8 +174,12 @@ def job(wanted: Wanted, strategy: Strategy, machines: Cluster) -> Job:
     dims = strategy.dims
     ranks = dims.size("dp_replicate", "dp_shard")
     zero = 3 if strategy.family == "fsdp" else strategy.zero_stage
+    if strategy.family == "schedule" and dims.dp_shard > 1:
+        zero = 1  # weights and gradients of a stage are whole during a step
+    schedule = strategy.pipeline_schedule or ("1f1b" if dims.pp > 1 else "")
+    chunks = SCHEDULES[schedule].stages_per_rank if schedule in SCHEDULES else 1
     layout = Layout(
-        ranks, tp=dims.tp, pp=dims.pp, cp=dims.cp, schedule="1f1b" if dims.pp > 1 else "", zero=zero,
+        ranks, tp=dims.tp, pp=dims.pp, cp=dims.cp, virtual_stages=chunks, schedule=schedule, zero=zero,
         shard=dims.size(*FSDP) if zero else 1, exchange=strategy.context_parallel,
         sequence_parallel=strategy.tp_sequence_parallel,
     )  # fmt: skip
@@ -219,6 +243,15 @@ def with_memory(wanted: Wanted, micro_batch: int, checkpointing: str) -> Wanted:
     """Change what may be changed without changing the curve."""
     batch = wanted.batch.model_copy(update={"micro_batch_size": micro_batch})
     return replace(wanted, batch=batch, checkpointing=checkpointing)
+
+
+def takes(wanted: Wanted, strategy: Strategy) -> bool:
+    """Whether a pipeline schedule takes a step's micro-batches, without recomputation; other strategies take any."""
+    if not strategy.pipeline_schedule:
+        return True
+    count = wanted.batch.accumulation_steps(strategy.data_parallel_size)
+    refused = micro_batch_rule(strategy.pipeline_schedule, count, strategy.pipeline_stages)
+    return wanted.checkpointing == "none" and not refused
 
 
 def rows_of_a_rank(wanted: Wanted, ranks: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 
@@ -28,6 +29,12 @@ class Schedule:
     def stages(self, rank: int, ranks: int) -> list[int]:
         """List the stages of a rank in ascending order."""
         return [stage for stage in range(self.num_stages(ranks)) if self.rank(stage, ranks) == rank]
+
+    def layers(self, num_layers: int, ranks: int) -> list[int]:
+        """Return the number of decoder layers of every stage, which differ by at most one."""
+        count = self.num_stages(ranks)
+        places = Counter(layer * count // num_layers for layer in range(num_layers))
+        return [places[stage] for stage in range(count)]
 
 
 SCHEDULES = {

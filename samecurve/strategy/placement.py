@@ -33,8 +33,6 @@ def place_strategy(path: Path, num_processes: int) -> Placement:
     shards = 2 if strategy.replicate_size > 1 else 1
     if strategy.family == "tp":
         return Placement(path, strategy.tensor_parallel_size)
-    if strategy.family == "schedule":
-        return Placement(path, strategy.pipeline_stages)
     unit = strategy.replicate_size * strategy.dims.size("pp", "cp", "tp")
     return Placement(path, max(-(-num_processes // unit), shards) * unit)
 

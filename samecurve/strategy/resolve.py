@@ -207,7 +207,9 @@ def describe_strategy(files: Files, launch: Launch) -> Strategy:
 def _dims(files: Files, family: str, world_size: int) -> ParallelDims:
     """What the files leave open, replicas for DDP and else shards, takes the rest of the processes."""
     if family == "schedule":
-        return ParallelDims(pp=_pipeline_size(files))
+        size, kind = _pipeline_size(files), files.accelerate.get("distributed_type")
+        rest = max(world_size // size, 1)
+        return ParallelDims(pp=size, **{"dp_shard" if kind == "FSDP" else "dp_replicate": rest})
     stages = _count(files.deepspeed.get("pipeline", "stages"), 1) if family == "pipeline" else 1
     replicas = _count(files.accelerate.get("parallelism_config", "parallelism_config_dp_replicate_size"), 1)
     cut = _tensor_parallel_size(files) if family in ("tp", "fsdp") else 1
@@ -251,7 +253,7 @@ def _family(files: Files) -> str:
     kind = files.accelerate.get("distributed_type")
     if files.deepspeed.name or kind == "DEEPSPEED":
         return "pipeline" if "pipeline" in files.deepspeed.content else "zero"
-    if kind == "MULTI_GPU" and _pipeline_size(files) > 1:
+    if kind in ("MULTI_GPU", "FSDP") and _pipeline_size(files) > 1:
         return "schedule"
     if kind == "MULTI_GPU" and _tensor_parallel_size(files) > 1:
         return "tp"

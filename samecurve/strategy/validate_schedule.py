@@ -23,6 +23,7 @@ _WORDS = {
     "zbv": "ZBVZeroBubble",
     "dualpipev": "DualPipeV",
 }
+_FSDP_KEYS = ("fsdp_version", "fsdp_cpu_ram_efficient_loading")
 _UNTESTED = "has not been compared with one process under a pipeline schedule"
 _ELSEWHERE = "configs/pipeline.yaml"
 # By key: what is allowed, and why nothing else is.
@@ -62,6 +63,7 @@ def _micro_batches(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]
     if not all(isinstance(each, int) and each > 0 for each in (rows, size)):
         return  # reported by the recipe's own rules
     name, ranks = strategy.pipeline_schedule, strategy.pipeline_stages
+    rows = -(-rows // strategy.data_parallel_size)  # of the fullest pipeline; all take as many micro-batches
     if takes := micro_batch_rule(name, -(-rows // size), ranks):
         fitting = [each for each in range(1, rows + 1) if not micro_batch_rule(name, -(-rows // each), ranks)]
         nearest = sorted(sorted(fitting, key=lambda each: abs(each - size))[:4])
@@ -85,13 +87,29 @@ def check_accelerate(document: Document) -> None:
     if schedule in SCHEDULES and claimed and schedule not in claimed:
         text = f"found {schedule}, but the file is called {stem}; rename the file or set it to {claimed[0]}"
         document.problem((BLOCK, SCHEDULE), text)
-    if kind != "MULTI_GPU":
-        text = f"found {size}, but schedules run with distributed_type MULTI_GPU only, and it is {kind}"
+    if kind not in ("MULTI_GPU", "FSDP"):
+        text = f"found {size}, but schedules run with distributed_type MULTI_GPU or FSDP, and it is {kind}"
         document.problem((BLOCK, SIZE), f"{text}; start from configs/pipeline_1f1b.yaml")
+    if kind == "FSDP":
+        _other_sizes(document)
     cut = document.get(BLOCK, "parallelism_config_tp_size")
     if cut not in (None, 1):
         text = f"found {cut}, but tensor parallelism inside pipeline stages {_UNTESTED}; remove one of the two"
         document.problem((BLOCK, "parallelism_config_tp_size"), text)
+
+
+def _other_sizes(document: Document) -> None:
+    block = document.get("fsdp_config")
+    for key in block if isinstance(block, dict) else {}:
+        if key not in _FSDP_KEYS:
+            text = f"FSDP inside pipeline stages gathers a layer once per step, and another setting {_UNTESTED}"
+            document.problem(("fsdp_config", key), f"{text}; remove it")
+    for key in ("dp_replicate_size", "dp_shard_size", "cp_size", "sp_size"):
+        found = document.get(BLOCK, f"{BLOCK}_{key}")
+        if found not in (None, 1):
+            text = f"found {found}, but it {_UNTESTED}; remove it"
+            text += ", since shards take all other processes" if "dp" in key else ""
+            document.problem((BLOCK, f"{BLOCK}_{key}"), text)
 
 
 _SHARED = (rule(_applies, key, allowed, why, "another strategy") for key, (allowed, why) in _ALLOWED.items())

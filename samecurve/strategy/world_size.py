@@ -27,9 +27,10 @@ def world_problems(files: Files, strategy: Strategy, launch: Launch) -> Iterator
         return
     world, stages = strategy.world_size, strategy.pipeline_stages
     if strategy.family == "schedule":
-        if world != stages:
-            text = f"found {stages}, but {world} processes run, and all of them form one pipeline"
-            yield _at(files.accelerate, _PIPELINE, f"{text}; start {stages} processes, or set it to {world}")
+        if world % stages:
+            fitting = " or ".join(str(size) for size in range(2, world + 1) if world % size == 0)
+            text = f"found {stages}, but {world} processes do not form pipelines of {stages}"
+            yield _at(files.accelerate, _PIPELINE, f"{text}; start a multiple of {stages}, or set it to {fitting}")
         return
     if world % stages:
         text = f"{world} processes cannot be divided into {stages} stages; start a multiple of {stages}"

@@ -100,6 +100,7 @@ class Session:
             progress=context.watch.local_progress,
             restart_clock=self.meter.start,
             held=self.engine.held_bytes,
+            unlike=self.engine.describe().pipeline_stages > 1,
         )
         return Profiler(context.recipe.profile, self.start.step, hooks)
 

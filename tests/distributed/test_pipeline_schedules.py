@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+from itertools import product
+from pathlib import Path
 
 import pytest
+import yaml
 from harness import LLAMA, Run, largest_relative_difference, long, relative_l2
+
+from samecurve.planner.bubbles import bubble
 
 LOSS, NORM, WEIGHTS = 1e-5, 1e-4, 1e-4
 SETTINGS = ("steps=6", "checkpoint.every_steps=0", "data.packing=true")
+PROFILE = ("profile.steps=[3,5]", "profile.ranks=[0,1]")
 ENGINES = {
     "pipeline_1f1b": "Schedule1F1B",
     "pipeline_gpipe": "ScheduleGPipe",
@@ -34,15 +40,67 @@ def test_schedules_follow_one_process(strategy, tied, workspace):
     """Four micro-batches: gradients that are divided by their number, or tied ones counted twice, are seen."""
     config = f"model.config={json.dumps({**LLAMA, 'tie_word_embeddings': tied})}"
     expected = short_run(workspace, None, 1, "batch.micro_batch_size=8", config)
-    run = short_run(workspace, strategy, 2, "batch.micro_batch_size=2", config)
+    run = short_run(workspace, strategy, 2, "batch.micro_batch_size=2", config, *PROFILE)
     assert (run.facts["engine"], run.facts["pipeline_stages"]) == (ENGINES[strategy], 2)
     assert run.facts["gradient_accumulation_steps"] == 4
+    compare(run, expected)
+    check_waiting(run)
+
+
+def sharded_stages(workspace, name: str) -> Path:
+    """The strategy file `name` with FSDP2 inside of its stages."""
+    path = workspace.folder / "sharded_stages" / f"{name}.yaml"
+    path.parent.mkdir(exist_ok=True)
+    content = yaml.safe_load(workspace.strategy(name).read_text())
+    shards = yaml.safe_load(workspace.strategy("pipeline_fsdp").read_text())
+    path.write_text(yaml.safe_dump(shards | {"parallelism_config": content["parallelism_config"]}))
+    return path
+
+
+def compare(run: Run, expected: Run) -> None:
     assert run.column("tokens") == expected.column("tokens")
     assert largest_relative_difference(run.column("loss"), expected.column("loss")) < LOSS
     assert largest_relative_difference(run.column("grad_norm"), expected.column("grad_norm")) < NORM
     assert relative_l2(run.weights, expected.weights) < WEIGHTS
     found, reference = run.metrics[-1], expected.metrics[-1]
     assert abs(found["eval_loss"] / reference["eval_loss"] - 1) < LOSS
+
+
+def check_waiting(run: Run) -> None:
+    """Both ranks say how long they waited; they did the schedule's work, each part once, and nothing else."""
+    profile = run.directory / "profile"
+    for rank, name in enumerate(("summary", "summary_rank1")):
+        found = json.loads((profile / f"{name}.json").read_text())["waiting"]
+        assert (found["rank"], found["ranks"]) == (rank, 2)
+        assert found["passes"] == found["planned_passes"]
+        stages = 2 if run.facts["strategy"] in ("pipeline_interleaved", "pipeline_zbv", "pipeline_dualpipev") else 1
+        assert found["passes"]["F"] == 3 * 4 * stages  # steps, micro-batches
+        assert 0 < found["busy_seconds"] < found["seconds"]
+        assert found["idle"] == pytest.approx(1 - found["busy_seconds"] / found["seconds"])
+        predicted = bubble(run.facts["engine"].removeprefix("Schedule"), 2, 4, stages)
+        assert found["predicted_idle"] == pytest.approx(predicted)
+        assert f"{found['idle']:.1%}" in (profile / f"{name}.txt").read_text()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("strategy", "tied"),
+    [*product([*ENGINES, "pipeline_fsdp"], (True, False)), ("pipeline_zbv of shards", False)],
+)
+def test_pipelines_that_read_different_rows_follow_one_process(strategy, tied, workspace):
+    """Two pipelines of two ranks: replicas, or shards of the stages. Checkpoints and evaluation go through both."""
+    name, _, sharded = strategy.partition(" of ")
+    file = sharded_stages(workspace, name) if sharded else name
+    config = f"model.config={json.dumps({**LLAMA, 'tie_word_embeddings': tied})}"
+    expected = short_run(workspace, None, 1, "batch.micro_batch_size=8", config)
+    run = short_run(workspace, file, 4, "batch.micro_batch_size=1", config)
+    engine = ENGINES.get(name, "Schedule1F1B")
+    assert (run.facts["engine"], run.facts["pipeline_stages"], run.facts["data_parallel_size"]) == (engine, 2, 2)
+    assert run.facts["gradient_accumulation_steps"] == 4
+    assert run.facts["sharded"] == (bool(sharded) or name == "pipeline_fsdp")
+    if run.facts["sharded"]:  # of its stages, with a tied embedding on both ends
+        assert run.facts["num_parameters_per_rank"] < 0.35 * run.facts["num_parameters"]
+    compare(run, expected)
 
 
 @pytest.mark.full
@@ -59,4 +117,12 @@ def test_models_that_cannot_be_cut_are_refused(strategy, overrides, words, works
     run = workspace.run(strategy, 2, *SETTINGS, "batch.micro_batch_size=2", config)
     assert run.returncode != 0 and "ConfigurationError" in run.output
     for word in words:
+        assert word in run.output
+
+
+@pytest.mark.full
+def test_a_tied_embedding_in_two_sharded_stages_of_one_rank_is_refused(workspace):
+    run = workspace.run(sharded_stages(workspace, "pipeline_zbv"), 4, *SETTINGS, "batch.micro_batch_size=1")
+    assert run.returncode != 0 and "ConfigurationError" in run.output
+    for word in ("FSDP2 cannot share the tied embedding", "tie_word_embeddings to false", "without a V"):
         assert word in run.output

@@ -133,6 +133,9 @@ EXCHANGING = (
     "zero3_offload",
     "zero3_nvme",
     "pipeline",
+    "pipeline_1f1b",
+    "pipeline_interleaved",
+    "pipeline_zbv",
     "tp",
 )
 

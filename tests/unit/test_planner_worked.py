@@ -31,7 +31,7 @@ def test_naive_pipeline(gpus):
 
     A slot is forward and backward, 2 T. Micro-batches pay from T_mini / T_macro >= (2k-1)/k on.
     """
-    naive, piped = (2 * (count + idle_slots("1f1b", gpus)) for count in (1, gpus))
+    naive, piped = (2 * (count + idle_slots("1f1b", gpus, count)) for count in (1, gpus))
     assert (naive, piped) == (2 * gpus, 2 * (2 * gpus - 1))
     assert bubble("1f1b", gpus, 1) == pytest.approx(2 * (gpus - 1) / naive)
     assert bubble("1f1b", gpus, gpus) == pytest.approx(2 * (gpus - 1) / piped)

@@ -86,6 +86,35 @@ def test_a_step_on_a_cpu_by_hand():
     assert (top.name, top.kind, top.calls, round(top.seconds, 9)) == ("aten::linear", "matmul", 1, 0.014)
 
 
+# A rank of two computes from 10 to 40 and from 60 to 85, each time 5 ms more than its operators. It waits 5 ms before
+# its first pass, 20 in the middle, and 10 for the other rank, in which it computes a norm for 2 ms.
+ONE_SCHEDULE = [
+    annotation("ProfilerStep#3", 0, 120),
+    annotation("GPipe: rank 1 of 2, 1 micro-batches", 5, 90),
+    annotation("stage 1: F 0", 10, 30),
+    event("aten::linear", 12, 25),
+    event("c10d::recv_", 42, 16),
+    annotation("stage 1: B 0", 60, 25),
+    event("aten::mm", 60, 20),
+    event("aten::linalg_vector_norm", 90, 2),
+    event("aten::mm", 100, 5),
+]
+
+
+def test_waiting_within_a_schedule_by_hand():
+    """One micro-batch on two stages takes both 6 units, of which each rank works 3."""
+    found = breakdown(ONE_SCHEDULE).waiting
+    assert found is not None
+    assert (found.schedule, found.rank, found.ranks) == ("GPipe", 1, 2)
+    assert found.seconds == pytest.approx(0.090) and found.busy_seconds == pytest.approx(0.057)
+    assert found.idle == pytest.approx(33 / 90) and found.predicted_idle == pytest.approx(1 / 2)
+    assert found.passes == found.planned_passes == {"B": 1, "F": 1}
+    kernels = [event("gemm", 12, 30, thread=7, category="kernel"), event("gemm", 30, 20, thread=8, category="kernel")]
+    on_device = breakdown([*ONE_SCHEDULE, *kernels]).waiting
+    assert on_device is not None and on_device.busy_seconds == pytest.approx(0.038)  # from 12 to 50
+    assert breakdown(ONE_STEP).waiting is None
+
+
 def test_a_step_on_a_device_by_hand():
     """100 ms on the CPU, whose operators only launch; the last kernel ends at 110. Kernels are their caller's kind."""
     kernel = {"category": "kernel", "thread": 7}

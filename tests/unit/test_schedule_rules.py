@@ -28,8 +28,12 @@ GOOD = {
 }
 
 
-def findings(schedule: str = "1F1B", ranks: int = 2, family: str = "schedule", **changes) -> list[tuple[str, str]]:
-    strategy = SimpleNamespace(family=family, pipeline_schedule=schedule, pipeline_stages=ranks)
+def findings(
+    schedule: str = "1F1B", ranks: int = 2, family: str = "schedule", readers: int = 1, **changes
+) -> list[tuple[str, str]]:
+    strategy = SimpleNamespace(
+        family=family, pipeline_schedule=schedule, pipeline_stages=ranks, data_parallel_size=readers
+    )
     return [finding for rule in RULES for finding in rule((GOOD | changes).__getitem__, strategy)]
 
 
@@ -77,6 +81,13 @@ def test_comparing_replicas_is_refused_because_it_would_compare_nothing():
     ((key, text),) = findings(**{"numerics.compare_replicas_every_steps": 5})
     assert key == "numerics.compare_replicas_every_steps"
     assert text.startswith("found 5, but each stage's weights are on one rank") and "use 0" in text
+
+
+def test_pipelines_that_read_different_rows_share_the_batch():
+    batch = {"batch.global_batch_size": 12, "batch.micro_batch_size": 3}
+    assert not findings("1F1B", 4, **batch)
+    ((_, text),) = findings("1F1B", 4, readers=2, **batch)
+    assert "2 micro-batches of 6 rows" in text and "use 1" in text
 
 
 def torch_refuses(name: str, ranks: int, num_micro_batches: int) -> bool:

@@ -33,6 +33,7 @@ class ProfilerHooks:
         progress: reports progress, because writing a trace may take long.
         restart_clock: excludes the time spent on recording from the step time.
         held: returns the memory that this rank uses now (Engine.held_bytes).
+        unlike: whether ranks do different work, so that each recorded one writes a summary, and not the first alone.
     """
 
     folder: Path
@@ -41,6 +42,7 @@ class ProfilerHooks:
     progress: Callable[[], None]
     restart_clock: Callable[[], None]
     held: Callable[[], Held]
+    unlike: bool = False
 
 
 class Profiler:
@@ -65,7 +67,8 @@ class Profiler:
         self._starts_at = max(self._first - 1, done + 1)  # the step before the first one warms up
         self._folder = around.folder / f"step_{self._first:08d}"
         self._name = f"rank{around.rank}"
-        self._writes_summary = around.rank == min(settings.ranks)
+        first = around.rank == min(settings.ranks)
+        self._summary = "summary" if first else f"summary_{self._name}" if around.unlike else ""
         self._before(done + 1)
 
     def after(self, step: int) -> None:
@@ -126,12 +129,12 @@ class Profiler:
         return path
 
     def _summarise(self, path: Path) -> None:
-        if not self._writes_summary:
+        if not self._summary:
             return
         logged = deepspeed_comms.logged()
         found, held = breakdown(read_trace(path)), self._around.held()
         self._around.progress()
-        summary = self._around.folder / "summary.txt"
+        summary = self._around.folder / f"{self._summary}.txt"
         write_json(summary.with_suffix(".json"), summary_values(found, held, self._around.rank, logged))
         write_text(summary, render_summary(found, held, self._around.rank, logged))
         for line in summary_lines(found):

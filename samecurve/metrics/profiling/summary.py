@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 from samecurve.metrics.profiling.deepspeed_comms import Logged
 from samecurve.metrics.profiling.op_kinds import KINDS
 from samecurve.metrics.profiling.trace import Breakdown
+from samecurve.metrics.profiling.waiting import Waiting
 
 if TYPE_CHECKING:
     from samecurve.interfaces.memory import Held
 
 NUM_OPERATORS = 15
 _MIB = 2**20
+_PASSES = {"F": "forward passes", "B": "backward passes", "I": "inputs' gradients", "W": "weights' gradients"}
 _MEMORY = {
     "weights": "weights and buffers",
     "optimizer": "optimizer: moments, masters",
@@ -37,6 +39,7 @@ def summary_values(breakdown: Breakdown, held: Held, rank: int, logged: Sequence
         "allocated_bytes": breakdown.allocated_bytes,
         "collectives": [asdict(each) for each in breakdown.collectives],
         "logged_by_deepspeed": [asdict(each) for each in logged],
+        "waiting": asdict(found) | {"idle": found.idle} if (found := breakdown.waiting) else None,
         "operators": [asdict(each) for each in breakdown.operators[:NUM_OPERATORS]],
     }
 
@@ -48,13 +51,17 @@ def summary_lines(breakdown: Breakdown) -> Iterator[str]:
     yield f"profile of {_steps(breakdown)}: {listed}"
     handed = sum(each.num_bytes for each in breakdown.collectives) / len(breakdown.steps)
     calls = sum(each.calls for each in breakdown.collectives) / len(breakdown.steps)
+    if found := breakdown.waiting:
+        yield f"{found.schedule}: waiting {found.idle:.1%} on this rank, {found.predicted_idle:.1%} by the schedule"
     if calls:
         ms = 1000 * breakdown.communication_seconds / len(breakdown.steps)
         yield f"collectives per step: {calls:,.0f} with {_mib(handed)} MiB, taking {ms:,.1f} ms"
 
 
 def render_summary(breakdown: Breakdown, held: Held, rank: int, logged: Sequence[Logged] = ()) -> str:
-    parts = [_time(breakdown, rank), _memory(breakdown, held), _collectives(breakdown)]
+    parts = [_time(breakdown, rank)]
+    parts += [_waiting(breakdown.waiting, len(breakdown.steps))] if breakdown.waiting else []
+    parts += [_memory(breakdown, held), _collectives(breakdown)]
     parts += [_logged(logged, len(breakdown.steps))] if logged else []
     return "\n".join(line for part in [*parts, _top(breakdown)] for line in [*part, ""])
 
@@ -90,6 +97,18 @@ def _time(breakdown: Breakdown, rank: int) -> Iterator[str]:
         hidden = 1 - breakdown.seconds["communication"] / breakdown.communication_seconds
         ms = 1000 * breakdown.communication_seconds / len(breakdown.steps)
         yield f"Communication took {ms:,.2f} ms per step, {hidden:.0%} of it overlapped by computation."
+
+
+def _waiting(found: Waiting, num_steps: int) -> Iterator[str]:
+    yield f"{found.schedule} on rank {found.rank} of the {found.ranks} of its pipeline"
+    ms = 1000 * found.seconds / num_steps
+    passes = [
+        (f"{kind}: {_PASSES[kind]}", f"{found.passes.get(kind, 0) / num_steps:g}", f"{count / num_steps:g}")
+        for kind, count in found.planned_passes.items()
+    ]
+    idle = f"waiting, of {ms:,.1f} ms", f"{found.idle:.1%}", f"{found.predicted_idle:.1%}"
+    yield from _table([("per step", "measured", "by the schedule"), idle, *passes])
+    yield "The schedule's share of waiting assumes stages that take equally long and messages that take no time."
 
 
 def _memory(breakdown: Breakdown, held: Held) -> Iterator[str]:

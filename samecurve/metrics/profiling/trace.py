@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from samecurve.metrics.profiling.collectives import Collective, collectives
 from samecurve.metrics.profiling.op_kinds import KINDS, Work, computes, is_compiled_loss, listed, of_kernel
+from samecurve.metrics.profiling.waiting import Waiting, waiting
 
 MICROSECONDS = 1e-6
 STEP = "ProfilerStep#"
@@ -58,6 +59,7 @@ class Breakdown:
         operators: the longest first.
         collectives: those with the most bytes first.
         allocated_bytes: peak of PyTorch's allocations above the level at the start, for "cpu" and "device".
+        waiting: of a rank within a schedule; None without one.
     """
 
     steps: tuple[int, ...]
@@ -68,6 +70,7 @@ class Breakdown:
     operators: list[Operator]
     collectives: list[Collective]
     allocated_bytes: dict[str, int] = field(default_factory=dict)
+    waiting: Waiting | None = None
 
     @property
     def shares(self) -> dict[str, float]:
@@ -100,8 +103,8 @@ def breakdown(events: Sequence[dict]) -> Breakdown:
     notes = [e for e in whole if e.get("cat") == "user_annotation" and e["name"].startswith(_TRANSFERS)]
     transfers += [Span(_start(e), _end(e), "communication", e["name"]) for e in notes]
     computing = [span for span in work if span.kind not in ("communication", "data_wait")]
-    waiting = [span for span in main if span.kind == "data_wait"]
-    seconds = _shared(start, end, computing, transfers, waiting)
+    without_rows = [span for span in main if span.kind == "data_wait"]
+    seconds = _shared(start, end, computing, transfers, without_rows)
     return Breakdown(
         steps=tuple(int(event["name"].removeprefix(STEP)) for event in steps),
         on_device=bool(kernels),
@@ -111,6 +114,7 @@ def breakdown(events: Sequence[dict]) -> Breakdown:
         operators=_operators(work, kernels or threads[_thread(steps[0])]),
         collectives=collectives(whole),
         allocated_bytes=_allocated(events),
+        waiting=waiting(whole, [(span.start, span.end) for span in computing], bool(kernels)),
     )
 
 

@@ -1,0 +1,273 @@
+"""What each rank of a pipeline computes in which order under PyTorch's schedules, and how long ranks wait.
+
+The work of a micro-batch on a stage is one unit of time each for F, the forward pass, I, the input's gradient, and W,
+the weights' gradients; B is I and W at once (arXiv:2401.10241, section 2). Stages take equally long, and messages no
+time. A schedule does not look at times: the order is fixed, and a rank waits until its next work can begin.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from samecurve.strategy.pipeline_schedules import SCHEDULES
+
+COSTS = {"F": 1, "I": 1, "W": 1, "B": 2}
+
+
+class Pass(NamedTuple):
+    """One micro-batch's part of a stage. kind: F, I, W or B."""
+
+    stage: int
+    kind: str
+    micro_batch: int
+
+    @property
+    def range(self) -> str:
+        """Its name in a profile, read by `Pass.of_range`."""
+        return f"stage {self.stage}: {self.kind} {self.micro_batch}"
+
+    @classmethod
+    def of_range(cls, name: str) -> Pass | None:
+        found = re.fullmatch(r"stage (\d+): ([FBIW]) (\d+)", name)
+        return cls(int(found[1]), found[2], int(found[3])) if found else None
+
+
+class ScheduleRun(NamedTuple):
+    """A step of a schedule on one rank of a pipeline."""
+
+    schedule: str
+    rank: int
+    ranks: int
+    micro_batches: int
+
+    @property
+    def range(self) -> str:
+        """Its name in a profile, read by `ScheduleRun.of_range`."""
+        return f"{self.schedule}: rank {self.rank} of {self.ranks}, {self.micro_batches} micro-batches"
+
+    @classmethod
+    def of_range(cls, name: str) -> ScheduleRun | None:
+        found = re.fullmatch(r"(\w+): rank (\d+) of (\d+), (\d+) micro-batches", name)
+        return cls(found[1], *map(int, found.groups()[1:])) if found else None
+
+
+Entry = tuple[Pass, ...]
+"""What a rank does before it hands anything on: one pass, or a forward beside a backward pass (DualPipeV)."""
+
+
+class _Order:
+    """Builds the order of one rank; every kind of work of a stage takes the micro-batches in turn."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self._passed: Counter[tuple[int, bool]] = Counter()
+        self._cut: deque[tuple[int, int]] = deque()
+
+    def add(self, *parts: tuple[str, int]) -> None:
+        """Append an entry of (kind, stage) parts."""
+        self.entries.append(tuple(Pass(stage, kind, self._next(kind, stage)) for kind, stage in parts))
+
+    def _next(self, kind: str, stage: int) -> int:
+        key = stage, kind == "F"
+        self._passed[key] += 1
+        number = self._passed[key] - 1
+        if kind == "I":
+            self._cut.append((stage, number))
+        return number
+
+    def repeat(self, times: int, *parts: tuple[str, int]) -> None:
+        """Append each part as an entry of its own, one after the other, again and again."""
+        for _ in range(times):
+            for kind, stage in parts:
+                if kind == "W":
+                    self.weights(stage)
+                else:
+                    self.add((kind, stage))
+
+    def weights(self, stage: int | None = None) -> None:
+        """Append W of the oldest I that waits for it, of one stage if given; nothing if none waits."""
+        found = next((each for each in self._cut if stage in (None, each[0])), None)
+        if found:
+            self._cut.remove(found)
+            self.entries.append((Pass(found[0], "W", found[1]),))
+
+    def passed(self, kind: str, stage: int) -> int:
+        return self._passed[stage, kind == "F"]
+
+
+def _gpipe(rank: int, ranks: int, count: int) -> list[Entry]:
+    order = _Order()
+    order.repeat(count, ("F", rank))
+    order.repeat(count, ("B", rank))
+    return order.entries
+
+
+def _alternating(
+    order: _Order, ahead: int, total: int, forward: Callable[[int], int], back: Callable[[int], int]
+) -> list[Entry]:
+    """Some forward passes first, then F and B in turn. forward, back: the stage of the n-th pass of its direction."""
+    for number in range(total + ahead):
+        if number < total:
+            order.add(("F", forward(number)))
+        if number >= ahead:
+            order.add(("B", back(number - ahead)))
+    return order.entries
+
+
+def _one_forward_one_backward(rank: int, ranks: int, count: int) -> list[Entry]:
+    return _alternating(_Order(), min(ranks - 1 - rank, count), count, lambda _: rank, lambda _: rank)
+
+
+def _interleaved(rank: int, ranks: int, count: int) -> list[Entry]:
+    """Each stage of a rank takes a round of micro-batches before the next one does (arXiv:2104.04473, section 2.2)."""
+    chunks = SCHEDULES["Interleaved1F1B"].stages_per_rank
+    size = count // max(1, count // ranks)
+    ahead = min((chunks - 1) * size + 2 * (ranks - 1 - rank), chunks * count)
+    return _alternating(
+        _Order(),
+        ahead,
+        chunks * count,
+        lambda number: number // size % chunks * ranks + rank,
+        lambda number: (chunks - 1 - number // size % chunks) * ranks + rank,
+    )
+
+
+def _zero_bubble_v(rank: int, ranks: int, count: int) -> list[Entry]:
+    """ZB-V (arXiv:2401.10241, section 6), of at least 2 p - 1 micro-batches; those that do not exist are left out."""
+    order, down, up = _Order(), rank, 2 * ranks - 1 - rank
+    total = max(2 * ranks - 1, count)
+    backward_down, backward_up = (("I", down), ("W", down)), (("I", up), ("W", up))
+    order.repeat(2 * (ranks - rank) - 1, ("F", down))
+    order.repeat(rank, ("F", up), ("F", down))
+    order.repeat(ranks - rank, ("F", up), *backward_up)
+    steady = total - order.passed("F", down)
+    order.repeat(steady, ("F", down), *backward_down, ("F", up), *backward_up)
+    order.repeat(total - order.passed("F", up), *backward_down, ("F", up), *backward_up)
+    order.repeat(rank, ("I", down), ("I", up))
+    order.repeat(ranks - rank, ("I", down), ("W", down))
+    order.repeat(total, ("W", up))
+    order.repeat(total, ("W", down))
+    return [entry for entry in order.entries if entry[0].micro_batch < count]
+
+
+def _dual_pipe_v(rank: int, ranks: int, count: int) -> list[Entry]:
+    """DualPipe (arXiv:2412.19437, section 3.2.1) folded into a V, in the eight steps of its authors' code."""
+    order, down, up = _Order(), rank, 2 * ranks - 1 - rank
+    behind = ranks - rank - 1
+    order.repeat(2 * behind, ("F", down))
+    order.repeat(rank + 1, ("F", down), ("F", up))
+    order.repeat(behind, ("I", up), ("W", up), ("F", up))
+    for number in range(count - 2 * ranks + rank + 1):
+        if number == 0 and behind == 0:
+            order.add(("F", down))
+            order.add(("B", up))
+        else:
+            order.add(("F", down), ("B", up))
+        order.add(("F", up), ("B", down))
+    for _ in range(behind):
+        order.add(("B", up))
+        order.add(("F", up), ("B", down))
+    half = rank + 1  # of the backward passes are whole, the others cut in two
+    for number in range(2 * (rank + 1)):
+        order.add(("I" if number >= half else "B", down if number % 2 else up))
+    for _ in range(behind):
+        order.weights()
+        order.add(("I", down))
+    for _ in range(rank + 1):
+        order.weights()
+    return order.entries
+
+
+_ORDERS = {
+    "GPipe": _gpipe,
+    "1F1B": _one_forward_one_backward,
+    "Interleaved1F1B": _interleaved,
+    "ZBVZeroBubble": _zero_bubble_v,
+    "DualPipeV": _dual_pipe_v,
+}
+
+
+def order(schedule: str, rank: int, ranks: int, micro_batches: int) -> list[Entry]:
+    """List a rank's work in PyTorch's order.
+
+    Args:
+        schedule: a key of SCHEDULES, with a number of micro-batches that it takes (micro_batch_rule).
+    """
+    return _ORDERS[schedule](rank, ranks, micro_batches)
+
+
+@dataclass(frozen=True)
+class Timetable:
+    """A step of a schedule.
+
+    Attributes:
+        ends: of each rank: the time at which each entry of its order ends.
+        busy: units of work of each rank.
+    """
+
+    ends: tuple[tuple[int, ...], ...]
+    busy: tuple[int, ...]
+
+    @property
+    def length(self) -> int:
+        return max(ends[-1] for ends in self.ends)
+
+    @property
+    def idle_shares(self) -> tuple[float, ...]:
+        """Of each rank, from the step's first work on any rank to the last one."""
+        return tuple(1 - busy / self.length for busy in self.busy)
+
+
+@lru_cache(maxsize=512)
+def timetable(schedule: str, ranks: int, micro_batches: int) -> Timetable:
+    """Let all ranks go through their orders."""
+    orders = [order(schedule, rank, ranks, micro_batches) for rank in range(ranks)]
+    last = SCHEDULES[schedule].num_stages(ranks) - 1
+    done: dict[tuple[int, bool, int], int] = {}  # by stage, whether forward, micro-batch: when its output was there
+    ends: list[list[int]] = [[] for _ in orders]
+    waiting: dict[tuple[int, bool, int], list[int]] = defaultdict(list)
+    runnable = deque(range(ranks))
+    while runnable:
+        rank = runnable.popleft()
+        while len(ends[rank]) < len(orders[rank]):
+            entry = orders[rank][len(ends[rank])]
+            needed = [each for work in entry if (each := _needed(work, last))]
+            missing = next((each for each in needed if each not in done), None)
+            if missing:
+                waiting[missing].append(rank)
+                break
+            start = max([*ends[rank][-1:], *(done[each] for each in needed), 0])
+            ends[rank].append(start + sum(COSTS[work.kind] for work in entry))
+            for work in entry:
+                if work.kind != "W":
+                    key = work.stage, work.kind == "F", work.micro_batch
+                    done[key] = ends[rank][-1]
+                    runnable.extend(waiting.pop(key, ()))
+    assert all(len(found) == len(entries) for found, entries in zip(ends, orders, strict=True)), schedule
+    busy = tuple(sum(COSTS[work.kind] for entry in entries for work in entry) for entries in orders)
+    return Timetable(tuple(map(tuple, ends)), busy)
+
+
+def _needed(work: Pass, last: int) -> tuple[int, bool, int] | None:
+    """The output that a work takes in; None for the first stage's rows, and for W, which follows its rank's own I."""
+    if work.kind == "F":
+        return (work.stage - 1, True, work.micro_batch) if work.stage else None
+    if work.kind == "W":
+        return None
+    return (last, True, work.micro_batch) if work.stage == last else (work.stage + 1, False, work.micro_batch)
+
+
+@lru_cache(maxsize=512)
+def micro_batches_kept(schedule: str, rank: int, ranks: int, micro_batches: int) -> float:
+    """Count the micro-batches whose activations a rank keeps at its peak, of all its stages; from F to W or B."""
+    held = most = 0
+    for entry in order(schedule, rank, ranks, micro_batches):
+        for work in entry:
+            held += {"F": 1, "I": 0}.get(work.kind, -1)
+            most = max(most, held)
+    return most / SCHEDULES[schedule].stages_per_rank

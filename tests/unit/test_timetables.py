@@ -1,0 +1,165 @@
+"""Pipeline schedules without torch: the order is PyTorch's own, and the waiting is that of the papers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from samecurve.planner import inputs, remedies, search, space, strategies
+from samecurve.planner.bubbles import bubble
+from samecurve.planner.cluster import built_in
+from samecurve.planner.ledger import ledger
+from samecurve.planner.stages import in_flight, stages
+from samecurve.planner.step_time import breakdown
+from samecurve.planner.timetables import micro_batches_kept, order, timetable
+from samecurve.strategy.pipeline_schedules import SCHEDULES, micro_batch_rule
+
+SIZES = [(ranks, count) for ranks in (1, 2, 3, 4, 8) for count in (1, 2, 3, 4, 6, 8, 12, 16, 19, 32)]
+
+
+class Stage(SimpleNamespace):
+    """Stands in for a stage of PyTorch's, without processes, and notes what a schedule asks it to compute."""
+
+    def __init__(self, name: str, index: int, ranks: int):
+        count = SCHEDULES[name].num_stages(ranks)
+        super().__init__(
+            stage_index=index, num_stages=count, group_size=ranks, group_rank=0, group=None, is_first=index == 0,
+            is_last=False, submod=None, has_backward=True, stage_index_to_group_rank={}, noted=[],
+        )  # fmt: skip
+        self.get_fwd_recv_ops = self.get_fwd_send_ops = self.get_bwd_recv_ops = self.get_bwd_send_ops = lambda _: []
+        self.forward_one_chunk = lambda number, *_, **__: self.noted.append([f"{index}F{number}"])
+        self.backward_one_chunk = lambda number, **_: self.noted.append([f"{index}B{number}"])
+        self.perform_reduce_grad = lambda _: None
+
+
+def torch_order(name: str, ranks: int, count: int) -> list[list[list[str]]]:
+    """Ask PyTorch's schedule: those of several stages per rank for their tables, the others for what they run.
+
+    The table that Schedule1F1B prints is not what it runs: in torch 2.13 its last stage leaves out micro-batch 0.
+    """
+    from torch.distributed.pipelining import schedules
+
+    kind = schedules.get_schedule_class(name)
+    if issubclass(kind, schedules.PipelineScheduleSingle):
+        return [noted_by(kind, Stage(name, rank, ranks), count) for rank in range(ranks)]
+    table = kind([Stage(name, stage, ranks) for stage in SCHEDULES[name].stages(0, ranks)], count).pipeline_order
+    entries = [[each.sub_actions or (each,) for each in table[rank] if each is not None] for rank in range(ranks)]
+    return [[[str(part) for part in each] for each in row] for row in entries]
+
+
+def noted_by(kind, stage: Stage, count: int) -> list[list[str]]:
+    schedule = kind(stage, count)
+    schedule._initialize_stage = lambda *_: None
+    schedule._step_microbatches()
+    return stage.noted
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_the_order_is_that_of_torch(name):
+    compared = 0
+    for ranks, count in SIZES:
+        if ranks > 1 and not micro_batch_rule(name, count, ranks):
+            own = [order(name, rank, ranks, count) for rank in range(ranks)]
+            shown = [[[f"{part.stage}{part.kind}{part.micro_batch}" for part in each] for each in row] for row in own]
+            assert shown == torch_order(name, ranks, count), (ranks, count)
+            compared += 1
+    assert compared >= 14
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_everything_is_computed_once(name):
+    for ranks, count in SIZES:
+        if micro_batch_rule(name, count, ranks):
+            continue
+        for rank in range(ranks):
+            passed = [each for entry in order(name, rank, ranks, count) for each in entry]
+            for stage in SCHEDULES[name].stages(rank, ranks):
+                for kinds in ("F", "BI", "BW"):
+                    numbers = [each.micro_batch for each in passed if each.stage == stage and each.kind in kinds]
+                    assert sorted(numbers) == list(range(count)), (ranks, count, stage, kinds)
+
+
+def test_ranks_wait_as_long_as_the_papers_say():
+    """In units of F, I or W of one stage, 4 ranks and 8 micro-batches, worked out by hand.
+
+    1F1B and GPipe wait 3 (p - 1); so does an interleaved rank, whose 8 micro-batches take 2 x 3 x 8 units
+    (arXiv:2104.04473, section 2.2); ZB-V p - 1 (arXiv:2401.10241, section 6); PyTorch's DualPipeV 2 (p - 1), as it does
+    not compute a forward and a backward pass at once.
+    """
+    waits = {"GPipe": 9, "1F1B": 9, "Interleaved1F1B": 9, "ZBVZeroBubble": 3, "DualPipeV": 6}
+    lengths = {name: timetable(name, 4, 8).length for name in SCHEDULES}
+    assert lengths == {name: 24 * SCHEDULES[name].stages_per_rank + wait for name, wait in waits.items()}
+    assert timetable("ZBVZeroBubble", 4, 8).idle_shares == (pytest.approx(3 / 51),) * 4
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_the_planners_formula_is_the_walk(name):
+    for ranks, count in SIZES:
+        if not micro_batch_rule(name, count, ranks):
+            found = bubble(name, ranks, count, SCHEDULES[name].stages_per_rank)
+            assert timetable(name, ranks, count).idle_shares == (pytest.approx(found),) * ranks, (ranks, count)
+
+
+def test_micro_batches_kept():
+    """GPipe keeps all, 1F1B p - r, and its interleaved form 1 + (p - 1) / (p v) times as many on the first rank.
+
+    ZB-V has the peak of 1F1B's first rank everywhere; DualPipeV keeps half a micro-batch more.
+    """
+    kept = {name: [micro_batches_kept(name, rank, 4, 16) for rank in range(4)] for name in SCHEDULES}
+    assert kept == {
+        "GPipe": [16] * 4,
+        "1F1B": [4, 3, 2, 1],
+        "Interleaved1F1B": [5.5, 4.5, 3.5, 2.5],
+        "ZBVZeroBubble": [4] * 4,
+        "DualPipeV": [4.5] * 4,
+    }
+
+
+def test_a_job_is_forecast_by_its_own_schedule():
+    """The planner reads size and schedule from the files; what ranks wait and keep follows from both."""
+    folder = "configs/pipeline_"
+    wanted = inputs.read("recipes/quickstart.yaml", ["batch.global_batch_size=16", "batch.micro_batch_size=2"])
+    found = {}
+    for name in ("1f1b", "zbv"):
+        strategy, problems = strategies.describe(wanted, strategies.read(f"{folder}{name}.yaml"), {}, 2)
+        assert not problems
+        job = strategies.job(wanted, strategy, built_in("h100x2"))
+        time = breakdown(job)
+        busy = time.compute + time.pipeline_sends
+        kept = [(each.name, each.layers, in_flight(job, each)) for each in stages(job, by_cost=False)]
+        found[name] = job.layout.schedule, time.bubble / busy, kept
+    assert found["1f1b"] == ("1F1B", pytest.approx(1 / 8), [("first", 2, 2), ("last", 2, 1)])
+    assert found["zbv"] == ("ZBVZeroBubble", pytest.approx(1 / 48), [("first and last", 2, 2), ("middle", 2, 2)])
+
+
+def test_a_search_keeps_to_what_a_schedule_takes():
+    """On 2 x 2 ranks 16 rows are 8 per pipeline; 1F1B takes at least 2 micro-batches, no recomputation."""
+    wanted = inputs.read("recipes/quickstart.yaml", ["batch.global_batch_size=16", "batch.micro_batch_size=2"])
+    template = strategies.read("configs/pipeline_1f1b.yaml")
+    strategy, problems = strategies.describe(wanted, template, {"pp": 2}, 4)
+    assert not problems and (strategy.dims.pp, strategy.dims.dp_replicate) == (2, 2)
+    taken = [size for size in (1, 2, 4, 8) if strategies.takes(strategies.with_memory(wanted, size, "none"), strategy)]
+    assert taken == [1, 2, 4]
+    assert not strategies.takes(strategies.with_memory(wanted, 2, "full"), strategy)
+    recomputing = replace(strategies.with_memory(wanted, 2, "full"), fixed=frozenset(("checkpointing",)))
+    assert "no recomputation" in search.sized(recomputing, built_in("h100x4"), template, {"pp": 2}).reason
+    assert {each.found is not None for each in remedies._smallest(wanted, built_in("h100x4"), template)} == {True}
+    assert template.axes == ("pp",) and template.size("pp") == 2
+    assert {
+        each["pp"] for each in space.sizes(strategies.read("configs/pipeline_zbv.yaml"), wanted, built_in("h100x8"))
+    } == {2}
+
+
+def test_messages_of_a_step():
+    """Hidden states of 16 rows, forward and back: an interleaved model crosses two ranks three times, a V twice."""
+    wanted = inputs.read("recipes/quickstart.yaml", ["batch.global_batch_size=16", "batch.micro_batch_size=2"])
+    crossings = {"1f1b": 1, "interleaved": 3, "zbv": 2}
+    for name, count in crossings.items():
+        strategy, _ = strategies.describe(wanted, strategies.read(f"configs/pipeline_{name}.yaml"), {}, 2)
+        job = strategies.job(wanted, strategy, built_in("h100x2"))
+        for stage in stages(job, by_cost=False):
+            found = {each.collective: each.num_bytes for each in ledger(job, stage) if each.content[:6] == "hidden"}
+            expected = count * 4 * 16 * job.seq * job.shape.hidden
+            assert found == {"send": expected, "recv": expected}, (name, stage.name)
