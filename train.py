@@ -14,7 +14,7 @@ import os
 import sys
 from functools import partial
 
-from samecurve.checkpoint import mirror
+from samecurve.checkpoint.fetch import fetch
 from samecurve.launch import ranks
 from samecurve.optim.schedule import learning_rate
 from samecurve.run import lifecycle, status
@@ -34,8 +34,8 @@ def main() -> None:
     sources = (source.path for source in recipe.data.sources())
     reads = (recipe.model.path, recipe.distill.teacher, recipe.tokenizer.path, recipe.evaluate.path, *sources)
     is_main = os.environ.get("RANK", "0") == "0"
-    fetch = partial(mirror.fetch, recipe, plan.resume, plan.fresh)
-    run = RunDirectory(recipe.output_dir, is_main, reads, plan.resume, plan.fresh, fetch)
+    fetched = partial(fetch, recipe, plan.resume, plan.fresh)
+    run = RunDirectory(recipe.output_dir, is_main, reads, plan.resume, plan.fresh, fetched)
     with lifecycle.supervised(run, plan.strategy.launcher, recipe.watchdog.timeout_seconds) as watch:
         plan = rehearsal.before_training(plan)  # in processes of its own
         from samecurve.engines import factory  # imports torch, which takes seconds

@@ -4,7 +4,7 @@
     URL/run.json, metrics.jsonl, ...  what else belongs to the run, see RECORDS
 
 A store has no rename, so the marker decides: it is removed before any other object of its folder changes, and written
-after all of them were verified. A folder without a marker does not count. `fetch_newest` verifies size and SHA-256 of
+after all of them were verified. A folder without a marker does not count. `fetch.fetch_newest` verifies size and SHA-256 of
 each file before a checkpoint appears in the local folder, and resuming verifies it again.
 
 The protocol needs a store that shows a finished write to every later read and listing, as S3 does since 2020
@@ -16,12 +16,11 @@ tests/faults/test_mirror.py interrupts every request in every way.
 from __future__ import annotations
 
 import contextlib
-import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from samecurve.checkpoint.fetch import FOLDER, HISTORY, committed, step_names
 from samecurve.checkpoint.manifest import (
     MANIFEST,
     MARKER,
@@ -31,18 +30,11 @@ from samecurve.checkpoint.manifest import (
     read_manifest,
     step_of,
 )
-from samecurve.errors import CheckpointError, StorageError
-from samecurve.storage.atomic import storage_errors
+from samecurve.errors import StorageError
 from samecurve.storage.filesystem import LocalFileSystem
 from samecurve.storage.object_store import ObjectStore, local_files
 
-if TYPE_CHECKING:
-    from samecurve.config.schema import Recipe
-
-FOLDER = "checkpoints"
-FETCHED = ".partial-"  # as commit.PARTIAL: the next save sweeps what a killed fetch left
 SET_ASIDE = "COMMITTED.set_aside"
-HISTORY = ("metrics.jsonl", "skipped.jsonl", "run.json")  # what a session elsewhere goes on with
 RECORDS = (*HISTORY, "checkpoints/best.json", "tensorboard", "trackers", "profile", "model")
 
 
@@ -67,7 +59,7 @@ class Mirror:
 
     def start(self, step: int) -> None:
         """Set aside the store's checkpoints after `step`, which this session does not continue, and begin to upload."""
-        for name in _committed(self._store):
+        for name in committed(self._store):
             if step_of(Path(name)) > step:
                 key = f"{FOLDER}/{name}"
                 self._store.write(f"{key}/{SET_ASIDE}", self._store.read(f"{key}/{MARKER}") or b"")
@@ -79,13 +71,16 @@ class Mirror:
         """Say that a checkpoint was committed."""
         self._wake.set()
 
-    def finish(self) -> None:
+    def finish(self, busy: Callable[[], None] = lambda: None) -> None:
         """Wait until the store has the run, its last checkpoint and its records.
+
+        Args:
+            busy: reports progress to the watchdog; not called before, because it would hide that training hangs.
 
         Raises:
             StorageError: something is missing in the store; the message lists it.
         """
-        self._ending = True
+        self._ending, self._store.busy = True, busy
         self._wake.set()
         if self._thread is not None:
             self._thread.join()
@@ -135,7 +130,7 @@ class Mirror:
 
     def _missing_names(self) -> list[str]:
         try:
-            there = _committed(self._store)
+            there = committed(self._store)
         except StorageError:
             there = []
         names = [folder.name for folder in list_checkpoints(self._files, self._run / FOLDER)]
@@ -149,10 +144,10 @@ class Mirror:
                 self._store.upload(path, path.relative_to(self._run).as_posix())
 
     def _prune(self) -> None:
-        there = _committed(self._store)
-        local = {folder.name for folder in list_checkpoints(self._files, self._run / FOLDER)}
-        for name in there[self._keep :]:
-            if name not in local:
+        kept = {folder.name for folder in list_checkpoints(self._files, self._run / FOLDER)}
+        kept |= set(committed(self._store)[: self._keep])
+        for name in set(step_names(self._store)) - kept:
+            if SET_ASIDE not in self._store.folders(f"{FOLDER}/{name}"):
                 remove_checkpoint(self._store, name)
 
 
@@ -181,116 +176,3 @@ def remove_checkpoint(store: ObjectStore, name: str) -> None:
     store.remove(f"{key}/{MARKER}")
     for file in store.folders(key):
         store.remove(f"{key}/{file}")
-
-
-def fetch(recipe: Recipe, resume: str, fresh: bool) -> None:
-    """Bring the run's newest checkpoint from checkpoint.mirror before the run directory is looked at. For rank 0.
-
-    Raises:
-        CheckpointError: `resume` is none and the store has checkpoints, or all of them are damaged.
-        StorageError: the store does not answer. Starting over without it would hide a checkpoint.
-    """
-    url = recipe.checkpoint.mirror
-    if url is None:
-        return
-    store = ObjectStore(url)
-    if resume == "auto":
-        fetch_newest(store, Path(recipe.output_dir), print)
-    elif resume == "none" and not fresh and _committed(store):
-        raise CheckpointError(
-            f"checkpoint.mirror: {url} holds checkpoints of an earlier run, which --resume none would leave behind; "
-            "resume from them (--resume auto), choose another URL, or add --fresh to set them aside"
-        )
-
-
-def fetch_newest(store: ObjectStore, run: Path, log: Callable[[str], None]) -> Path | None:
-    """Fetch the store's newest good checkpoint if it is newer than every good local one. For rank 0.
-
-    Returns:
-        Its local folder; None if there was nothing newer.
-
-    Raises:
-        CheckpointError: neither the store nor the local folder has a good one, but the store has damaged ones.
-        StorageError: the store does not answer.
-    """
-    files, directory = LocalFileSystem(), run / FOLDER
-    good = [each for each in list_checkpoints(files, directory) if not check_files(files, each, small_only=True)]
-    newest = step_of(good[0]) if good else -1
-    rejected = []
-    for name in _committed(store):
-        if step_of(Path(name)) <= newest:
-            break
-        try:
-            folder = _fetch(store, directory, name)
-        except DamagedManifest as error:
-            rejected.append(f"  {store.url}/{FOLDER}/{name}/{error.damage}")
-            log(f"skipped an unusable checkpoint:\n{rejected[-1]}")
-            continue
-        _fetch_history(store, run)
-        log(f"fetched {store.url}/{FOLDER}/{name}")
-        return folder
-    if rejected and not good:
-        raise CheckpointError(
-            f"no checkpoint in {store.url} can be used; choose another one, or start over (--fresh)\n"
-            + "\n".join(rejected)
-        )
-    return None
-
-
-def verify(store: ObjectStore, name: str, folder: Path) -> None:
-    """Download one checkpoint into an empty folder and compare size and SHA-256 of every file.
-
-    Raises:
-        DamagedManifest: the first problem found.
-    """
-    for file in (MARKER, MANIFEST):
-        content = store.read(f"{FOLDER}/{name}/{file}")
-        if content is None:
-            raise DamagedManifest(file, "a file", "no such object")
-        (folder / file).write_bytes(content)
-    _, records = read_manifest(LocalFileSystem(), folder)
-    sizes = store.sizes(f"{FOLDER}/{name}")
-    for record in records:
-        found = sizes.get(record.name)
-        if found != record.size:
-            raise DamagedManifest(record.name, f"{record.size} bytes", "no such object" if found is None else found)
-        store.download(f"{FOLDER}/{name}/{record.name}", folder / record.name, record.size)
-    for damage in check_files(LocalFileSystem(), folder):
-        raise DamagedManifest(*damage)
-
-
-def _fetch(store: ObjectStore, directory: Path, name: str) -> Path:
-    files, partial, final = LocalFileSystem(), directory / f"{FETCHED}{name}", directory / name
-    with storage_errors(partial):
-        directory.mkdir(exist_ok=True)
-        if partial.exists():
-            files.remove_folder(partial)
-        partial.mkdir()
-        verify(store, name, partial)
-        for file in (MARKER, MANIFEST):
-            with open(partial / file, "rb+") as opened:
-                files.sync(opened)
-        files.sync_folder(partial)
-        if final.exists():  # damaged, or it would have been used
-            files.rename(final, directory / f".deleted-{name}")
-        files.rename(partial, final)
-        files.sync_folder(directory)
-    return final
-
-
-def _fetch_history(store: ObjectStore, run: Path) -> None:
-    """Fetch the records of the earlier session, unless this folder has some of its own."""
-    if any((run / name).exists() for name in HISTORY):
-        return
-    for name in HISTORY:
-        content = store.read(name)
-        if content is not None:
-            with storage_errors(run / name):
-                (run / name).write_bytes(content)
-
-
-def _committed(store: ObjectStore) -> list[str]:
-    """List the names of the store's committed checkpoints, newest first."""
-    names = [name for name in store.folders(FOLDER) if re.fullmatch("step_[0-9]{8,}", name)]
-    marked = [name for name in names if MARKER in store.folders(f"{FOLDER}/{name}")]
-    return sorted(marked, key=lambda name: int(name[5:]), reverse=True)

@@ -101,7 +101,7 @@ def _refuse_urls(argv: Sequence[str]) -> None:
     for argument in argv:
         if re.match(r"[a-z0-9]+://", argument):  # Path would make "s3:/" of it; key=URL is for the recipe
             raise ConfigurationError(
-                f"{argument}: commands read local run directories; give the local folder of the run, or copy the store's"
+                f"{argument}: commands read local run directories; give the run's, or copy the store's folder"
             )
 
 

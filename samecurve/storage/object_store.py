@@ -98,7 +98,7 @@ class ObjectStore:
         problem = url_problem(url)
         if problem:
             raise ConfigurationError(f"checkpoint.mirror: {problem}")
-        self.url, self._busy, self._retries = url.rstrip("/"), busy, retries or Retries()
+        self.url, self.busy, self._retries = url.rstrip("/"), busy, retries or Retries()
         if files is None:
             import fsspec
 
@@ -187,7 +187,7 @@ class ObjectStore:
                     target.write(piece)
                     digest.update(piece)
                     parts.append(hashlib.md5(piece, usedforsecurity=False).digest())
-                    self._busy()
+                    self.busy()
                 target.close()
                 target.commit()
             except BaseException:
@@ -217,7 +217,7 @@ class ObjectStore:
             def fetch(start: int) -> None:
                 end = min(start + PART_BYTES, size)
                 os.pwrite(file.fileno(), self._retried(key, lambda: self._range(key, start, end)), start)
-                self._busy()
+                self.busy()
 
             for _ in readers.map(fetch, range(0, size, PART_BYTES)):
                 pass
@@ -226,7 +226,7 @@ class ObjectStore:
 
     def _range(self, key: str, start: int, end: int) -> bytes:
         content = self._files.cat_file(self._path(key), start=start, end=end)
-        self._busy()
+        self.busy()
         if len(content) != end - start:
             raise OSError(f"bytes {start} to {end} were asked for and {len(content)} came")
         return content
@@ -247,7 +247,7 @@ class ObjectStore:
                     # `from None`: a traceback would show the original message, which may have a secret
                     raise StorageError(f"{self.url}/{key}: {reason} (tried {attempt + 1} times)") from None
                 self._retries.wait(attempt)
-                self._busy()
+                self.busy()
         raise AssertionError("unreachable: the last attempt returns or raises")
 
 

@@ -154,7 +154,7 @@ class Session:
         if context.recipe.checkpoint.mirror is None:
             return
         context.watch.phase("upload", context.run.step)
-        context.world.on_main(lambda: mirror.finish() if mirror else None)
+        context.world.on_main(lambda: mirror.finish(context.watch.local_progress) if mirror else None)
 
     def export(self) -> None:
         """Write the trained model as a Hugging Face folder, unless export.enabled is false. Collective."""

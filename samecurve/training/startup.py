@@ -209,8 +209,7 @@ def _mirror(context: Context, step: int) -> Mirror | None:
     settings = context.recipe.checkpoint
     if settings.mirror is None:
         return None
-    store = ObjectStore(settings.mirror, context.watch.local_progress)
-    mirror = Mirror(store, context.run.path, settings.keep, context.progress.log)
+    mirror = Mirror(ObjectStore(settings.mirror), context.run.path, settings.keep, context.progress.log)
     mirror.start(step)
     return mirror
 

@@ -16,6 +16,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from samecurve.checkpoint import commit, mirror
+from samecurve.checkpoint.fetch import fetch_newest
 from samecurve.checkpoint.manifest import check_files, folder_name
 from samecurve.errors import CheckpointError, StorageError
 from samecurve.storage import object_store
@@ -23,6 +24,9 @@ from samecurve.storage.filesystem import LocalFileSystem
 from samecurve.storage.object_store import ObjectStore, Retries
 
 REQUESTS = ("ls", "cat_file", "rm_file", "pipe_file", "info", "open")
+WAYS = ("error", "lost", "cut", "flipped", "killed", "killed after")
+# every day each request fails in one way, and each way comes; the full tests have all of both
+every_way = pytest.mark.parametrize("ways", [WAYS, *(pytest.param((way,), marks=pytest.mark.full) for way in WAYS)])
 AT_ONCE = Retries(attempts=3, first_seconds=0, most_seconds=0)
 KEEP = 2
 
@@ -129,11 +133,11 @@ def upload_three(url: str, run: Path, files=None) -> int:
 def fetched(url: str, folder: Path) -> Path | None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    return mirror.fetch_newest(store_at(url), folder, print)
+    return fetch_newest(store_at(url), folder, print)
 
 
-@pytest.mark.parametrize("how", ["error", "lost", "cut", "flipped", "killed", "killed after"])
-def test_no_fault_of_an_upload_loses_a_checkpoint_or_gets_one_accepted(how, url, tmp_path):
+@every_way
+def test_no_fault_of_an_upload_loses_a_checkpoint_or_gets_one_accepted(ways, url, tmp_path):
     counting = Breaking()
     upload_three(url, new_run(tmp_path / "whole"), counting)
     truth = {f"step_{step:08d}": {} for step in (10, 20, 30)}
@@ -142,6 +146,7 @@ def test_no_fault_of_an_upload_loses_a_checkpoint_or_gets_one_accepted(how, url,
         truth[folder_name(step)] = contents(tmp_path / f"truth{step}" / "checkpoints" / folder_name(step))
     assert counting.count > 40
     for at in range(counting.count):
+        how = ways[at % len(ways)]
         MemoryFileSystem.store.clear()
         run = tmp_path / "run"
         shutil.rmtree(run, ignore_errors=True)
@@ -159,25 +164,26 @@ def test_no_fault_of_an_upload_loses_a_checkpoint_or_gets_one_accepted(how, url,
         assert again is not None and again.name == newest, f"request {at}"
 
 
-@pytest.mark.parametrize("how", ["error", "lost", "cut", "flipped", "killed", "killed after"])
-def test_no_fault_of_a_fetch_gets_a_damaged_checkpoint_accepted(how, url, tmp_path):
+@every_way
+def test_no_fault_of_a_fetch_gets_a_damaged_checkpoint_accepted(ways, url, tmp_path):
     run = new_run(tmp_path / "run", 10, 20)
     mirror_of(url, run).catch_up()
     counting = Breaking()
-    mirror.fetch_newest(store_at(url, counting), new_run(tmp_path / "whole"), print)
+    fetch_newest(store_at(url, counting), new_run(tmp_path / "whole"), print)
     assert counting.count > 8
     for at in range(counting.count):
+        how = ways[at % len(ways)]
         here = tmp_path / f"here{at}"
         here.mkdir()
         try:
-            mirror.fetch_newest(store_at(url, Breaking(how, at)), here, print)
+            fetch_newest(store_at(url, Breaking(how, at)), here, print)
         except Killed:
             assert how.startswith("killed")
         for folder in (here / "checkpoints").glob("step_*"):
             assert contents(folder) == contents(run / "checkpoints" / folder.name), f"request {at}"
         if not how.startswith("killed") and how != "flipped":
             assert (here / "checkpoints" / folder_name(20)).exists(), f"request {at}"
-        mirror.fetch_newest(store_at(url), here, print)  # the next start gets the newest
+        fetch_newest(store_at(url), here, print)  # the next start gets the newest
         assert check_files(LocalFileSystem(), here / "checkpoints" / folder_name(20)) == []
 
 
@@ -220,7 +226,7 @@ def test_a_newer_local_checkpoint_is_kept(url, tmp_path):
     run = new_run(tmp_path / "run", 10)
     mirror_of(url, run).catch_up()
     commit_step(run, 20)
-    assert mirror.fetch_newest(store_at(url), run, print) is None
+    assert fetch_newest(store_at(url), run, print) is None
 
 
 def test_later_checkpoints_of_another_session_are_set_aside(url, tmp_path):
@@ -229,6 +235,7 @@ def test_later_checkpoints_of_another_session_are_set_aside(url, tmp_path):
     run = new_run(tmp_path / "other", 10)
     going_on = mirror_of(url, run)
     going_on.start(10)
+    going_on.offer()
     commit_step(run, 15)
     going_on.finish()
     found = fetched(url, tmp_path / "elsewhere")
@@ -239,6 +246,7 @@ def test_later_checkpoints_of_another_session_are_set_aside(url, tmp_path):
 def test_the_store_keeps_as_many_and_what_is_kept_locally(url, tmp_path):
     run = new_run(tmp_path / "run", 10, 20, 30, 40)
     mirror_of(url, run).catch_up()
+    store_at(url).write("checkpoints/step_00000005/state.json", b"an upload that was given up")
     shutil.rmtree(run / "checkpoints" / folder_name(20))  # rotated; 10 is the best, which is protected
     mirror_of(url, run).catch_up()
     assert sorted(store_at(url).folders("checkpoints")) == [folder_name(step) for step in (10, 30, 40)]
