@@ -4,8 +4,8 @@
     URL/run.json, metrics.jsonl, ...  what else belongs to the run, see RECORDS
 
 A store has no rename, so the marker decides: it is removed before any other object of its folder changes, and written
-after all of them were verified. A folder without a marker does not count. `fetch.fetch_newest` verifies size and SHA-256 of
-each file before a checkpoint appears in the local folder, and resuming verifies it again.
+after all of them were verified. A folder without a marker does not count. fetch.py verifies size and SHA-256 of each
+file before a checkpoint appears in the local folder, and resuming verifies it again.
 
 The protocol needs a store that shows a finished write to every later read and listing, as S3 does since 2020
 (https://aws.amazon.com/s3/consistency) and Google Cloud Storage does.
