@@ -12,7 +12,9 @@ same command again resumes an interrupted run, also under another strategy or wi
 
 import os
 import sys
+from functools import partial
 
+from samecurve.checkpoint.fetch import fetch
 from samecurve.launch import ranks
 from samecurve.optim.schedule import learning_rate
 from samecurve.run import lifecycle, status
@@ -32,7 +34,8 @@ def main() -> None:
     sources = (source.path for source in recipe.data.sources())
     reads = (recipe.model.path, recipe.distill.teacher, recipe.tokenizer.path, recipe.evaluate.path, *sources)
     is_main = os.environ.get("RANK", "0") == "0"
-    run = RunDirectory(recipe.output_dir, is_main, reads, plan.resume, plan.fresh)
+    fetched = partial(fetch, recipe, plan.resume, plan.fresh)
+    run = RunDirectory(recipe.output_dir, is_main, reads, plan.resume, plan.fresh, fetched)
     with lifecycle.supervised(run, plan.strategy.launcher, recipe.watchdog.timeout_seconds) as watch:
         plan = rehearsal.before_training(plan)  # in processes of its own
         from samecurve.engines import factory  # imports torch, which takes seconds
@@ -45,6 +48,7 @@ def main() -> None:
         train(session)
         session.export()
         session.trackers.close()
+        session.finish_mirror()
         accelerator.end_training()
 
 

@@ -74,7 +74,8 @@ def command(job: Job, recipe: str, overrides: Sequence[str], output_dir: Path) -
     start = [sys.executable, *(TORCHRUN if job.path is not None else ())]
     start += ["--nproc_per_node", str(job.world_size)] if job.path is not None else []
     strategy = ["--strategy", str(job.path)] if job.path is not None else []
-    return [*start, "train.py", recipe, *strategy, *latest_overrides([*overrides, f"output_dir={output_dir}"])]
+    own = (f"output_dir={output_dir}", "checkpoint.mirror=null")  # a job must not replace the run in the store
+    return [*start, "train.py", recipe, *strategy, *latest_overrides([*overrides, *own])]
 
 
 def shortened(recipe: str, given: Sequence[str], steps: int, **defaults: object) -> list[str]:

@@ -11,7 +11,7 @@ FIXED = ("task", "seed", "optimizer.name", "optimizer.bf16_rounding")
 _BEFORE_THE_KEY = {"bf16_rounding": "stochastic"}  # the value in effect for checkpoints older than the key
 SILENT = (
     *("output_dir", "data.cache_dir", "data.num_workers", "logging.every_steps"),
-    *("profile.steps", "profile.ranks", "rehearse", "memory.limit_gib"),
+    *("profile.steps", "profile.ranks", "rehearse", "memory.limit_gib", "checkpoint.mirror"),
 )
 
 

@@ -16,18 +16,20 @@ import torch
 from torch import Tensor
 
 from samecurve.checkpoint import commit, format
+from samecurve.checkpoint.best import find_best
 from samecurve.checkpoint.format import Entry
 from samecurve.checkpoint.index_excerpts import open_shared
-from samecurve.checkpoint.manifest import check_files, file_name, list_checkpoints
+from samecurve.checkpoint.manifest import file_name
 from samecurve.checkpoint.resume import FORMAT, STATE, CheckpointSelector, read_state
 from samecurve.checkpoint.snapshot import Snapshot
 from samecurve.distributed import rng_state
 from samecurve.errors import NumericError, StorageError
-from samecurve.storage.atomic import json_values, utc_timestamp, write_json
+from samecurve.storage.atomic import json_values, utc_timestamp
 from samecurve.storage.fault_injection import fault_point
 from samecurve.storage.filesystem import LocalFileSystem
 
 if TYPE_CHECKING:
+    from samecurve.checkpoint.mirror import Mirror
     from samecurve.distributed.control_group import ControlGroup
     from samecurve.interfaces.engine import Engine
 
@@ -85,6 +87,7 @@ class Checkpoints:
 
     Attributes:
         resumed_from: the checkpoint that `find` selected; None if there is none.
+        mirror: learns of each commit; None on other ranks than 0, and without checkpoint.mirror.
     """
 
     def __init__(
@@ -107,6 +110,7 @@ class Checkpoints:
         self._tried_step = self._committed_step = 0
         self._metrics: dict = {}
         self.resumed_from: Path | None = None
+        self.mirror: Mirror | None = None
 
     # Resuming
 
@@ -278,23 +282,14 @@ class Checkpoints:
         if not self._world.is_main:
             return
         try:
-            best = self._find_best() if self._settings["best"] else None
+            metric = self._settings["best"]
+            best = find_best(self._files, self._run.checkpoints, metric) if metric else None
             protected = {folder.name for folder in (self.resumed_from, best) if folder is not None}
+            if self.mirror is not None:
+                protected |= {self.mirror.uploading}
+                self.mirror.offer()
             problem = commit.rotate(self._files, self._run.checkpoints, self._settings["keep"], protected)
         except Exception as error:
             problem = str(error)
         if problem:
             self._log(f"could not remove all old checkpoints in {self._run.checkpoints}: {problem}")
-
-    def _find_best(self) -> Path | None:
-        metric, values = self._settings["best"], {}
-        for folder in list_checkpoints(self._files, self._run.checkpoints):
-            damaged = check_files(self._files, folder, small_only=True)
-            value = None if damaged else read_state(folder)["record"].get(metric)
-            if value is not None:
-                values[folder] = value
-        if not values:
-            return None
-        best = min(values, key=values.__getitem__)
-        write_json(self._run.checkpoints / "best.json", {"checkpoint": best.name, metric: values[best]})
-        return best

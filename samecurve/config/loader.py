@@ -16,6 +16,7 @@ from samecurve.config.documents import Document, KeyPath, describe, format_probl
 from samecurve.config.key_hints import block_as_value, called_here
 from samecurve.config.overrides import apply_override
 from samecurve.config.renamed_keys import refuse_old_names
+from samecurve.config.rules_storage import split_output_url
 from samecurve.config.schema import Recipe
 from samecurve.config.schema_training import AUTO
 from samecurve.config.source import ANY_ITEM, RecipeSource, schema_paths
@@ -51,6 +52,7 @@ def read_recipe(path: str, overrides: Sequence[str] = ()) -> RecipeSource:
     for argument in overrides:
         apply_override(document, argument)
     inheritance.settle_command_line(document)
+    split_output_url(document)
     recipe, invalid = _validate(document)
     source = RecipeSource(document, recipe, invalid)
     rules.apply_rules(source)

@@ -113,6 +113,10 @@ class Checkpoint(Section):
     background: bool | None = None
     """Write while training continues, from a copy in host memory. null: true, but false where the optimizer state is on
     NVMe. false: training waits for the disk."""
+    mirror: Name | None = None
+    """A folder of an object store, as a URL for fsspec (`s3://bucket/run`): committed checkpoints and the run's records
+    are uploaded there in the background, and a run elsewhere resumes from it. One run per URL.
+    See [Checkpoints](checkpoints.md#object-storage)."""
 
 
 _UNITS = {"M": 10**6, "B": 10**9}
@@ -222,7 +226,8 @@ class Recipe(Section):
     )
     """What is trained. See [Fine-tuning](finetuning.md)."""
     output_dir: Name
-    """The run directory. See [Run directory](run_directory.md)."""
+    """The run directory. See [Run directory](run_directory.md). A URL such as `s3://bucket/run` is short for
+    `checkpoint.mirror` with a local folder, `$SAMECURVE_STAGING/s3/bucket/run`, else `runs/s3/bucket/run`."""
     seed: int = Field(default=0, ge=0, le=LARGEST_SEED)
     """Seeds the first weights, the order of the rows and dropout."""
     steps: int = Field(ge=1, le=MOST_STEPS)

@@ -46,6 +46,7 @@ class RunDirectory:
     Args:
         reads: paths that this run will read (model, data). They must not be among the files that are moved.
         resume, fresh: see strategy.plan.Plan.
+        fetch: called on rank 0, under the lock, to add checkpoints from elsewhere.
 
     Attributes:
         continues: the directory has checkpoints to resume from.
@@ -69,6 +70,7 @@ class RunDirectory:
         reads: Iterable[str | Path | None] = (),
         resume: str = "none",
         fresh: bool = False,
+        fetch: Callable[[], object] = lambda: None,
     ):
         self.path = Path(path)
         self.model, self.profile = self.path / "model", self.path / "profile"
@@ -93,6 +95,7 @@ class RunDirectory:
             return
         try:
             with storage_errors(self.path):
+                fetch()
                 self._claim([Path(read).resolve() for read in reads if read], resume, fresh)
         except SamecurveError as error:
             if self._is_run():

@@ -209,6 +209,7 @@ def _has_main(ranks: Sequence[Mapping[str, str]]) -> bool:
 def _rehearsed(plan: Plan, folder: Path) -> Plan:
     """Return the plan of the rehearsal: the run's own, but with files elsewhere and no trackers."""
     changed = {"output_dir": str(folder), "logging": Logging(trackers=()), "profile": Profile(), "rehearse": False}
+    changed |= {"checkpoint": plan.recipe.checkpoint.model_copy(update={"mirror": None})}
     return replace(plan, recipe=plan.recipe.model_copy(update=changed))
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from samecurve.checkpoint.manager import Checkpoints, TrainProgress
 from samecurve.data.batches import StepBatches
 from samecurve.distributed.control_group import ControlGroup, StopVote
-from samecurve.errors import NumericError, Preempted
+from samecurve.errors import NumericError, Preempted, StorageError
 from samecurve.export.hf_export import export
 from samecurve.export.model_card import ExportInfo, write_card
 from samecurve.export.verification import Verification, sample_batch
@@ -139,7 +139,23 @@ class Session:
         if reason:
             watch.phase("save", here.step)
             self.checkpoints.secure(self.engine, here)
+            try:
+                self.finish_mirror()
+            except StorageError as error:  # the run goes on from the local checkpoint, and uploads the rest then
+                self.context.progress.log(str(error))
             raise Preempted(f"{reason}: saved after step {here.step}; the same command goes on from there")
+
+    def finish_mirror(self) -> None:
+        """Wait until checkpoint.mirror has the run. Collective: a rank that left would make its launcher end rank 0.
+
+        Raises:
+            StorageError: something is missing there; raised on all ranks.
+        """
+        context, mirror = self.context, self.checkpoints.mirror
+        if context.recipe.checkpoint.mirror is None:
+            return
+        context.watch.phase("upload", context.run.step)
+        context.world.on_main(lambda: mirror.finish(context.watch.local_progress) if mirror else None)
 
     def export(self) -> None:
         """Write the trained model as a Hugging Face folder, unless export.enabled is false. Collective."""

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from samecurve.checkpoint.manager import Checkpoints, TrainProgress
+from samecurve.checkpoint.mirror import Mirror
 from samecurve.checkpoint.resume import read_state
 from samecurve.data.batches import StepBatches
 from samecurve.distributed.control_group import ControlGroup, StopVote
@@ -22,6 +23,7 @@ from samecurve.planner import forecast
 from samecurve.run.metadata import resume_identity, run_facts
 from samecurve.specs.compilation import COMPILED
 from samecurve.specs.model_families import check_packing
+from samecurve.storage.object_store import ObjectStore
 from samecurve.strategy.preflight import compiler_problems
 from samecurve.tasks import registry
 from samecurve.training.evaluator import Evaluation
@@ -154,6 +156,8 @@ def open_run(context: Context, built: Built, engine: Engine, checkpoints: Checkp
     """Open the rows and the run's records at the first step of this session, write run.json and print the header."""
     recipe, task, log = context.recipe, built.task, context.progress.log
     context.run.begin(start.step, start.record, context.watch.local_progress)
+    if context.world.is_main:
+        checkpoints.mirror = _mirror(context, start.step)
     batches = StepBatches(
         task.train,
         recipe.seed,
@@ -198,6 +202,16 @@ def open_run(context: Context, built: Built, engine: Engine, checkpoints: Checkp
     )
     _introduce(session)
     return session
+
+
+def _mirror(context: Context, step: int) -> Mirror | None:
+    """Start the thread that uploads checkpoints; None without checkpoint.mirror. For rank 0."""
+    settings = context.recipe.checkpoint
+    if settings.mirror is None:
+        return None
+    mirror = Mirror(ObjectStore(settings.mirror), context.run.path, settings.keep, context.progress.log)
+    mirror.start(step)
+    return mirror
 
 
 def _introduce(session: Session) -> None:

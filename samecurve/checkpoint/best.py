@@ -1,0 +1,25 @@
+"""The checkpoint with the lowest value of a metric (checkpoint.best)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from samecurve.checkpoint.manifest import check_files, list_checkpoints
+from samecurve.checkpoint.resume import read_state
+from samecurve.storage.atomic import write_json
+from samecurve.storage.filesystem import FileSystem
+
+
+def find_best(fs: FileSystem, directory: Path, metric: str) -> Path | None:
+    """Find the best good checkpoint and record it in best.json; None if none has the metric."""
+    values = {}
+    for folder in list_checkpoints(fs, directory):
+        damaged = check_files(fs, folder, small_only=True)
+        value = None if damaged else read_state(folder)["record"].get(metric)
+        if value is not None:
+            values[folder] = value
+    if not values:
+        return None
+    best = min(values, key=values.__getitem__)
+    write_json(directory / "best.json", {"checkpoint": best.name, metric: values[best]})
+    return best

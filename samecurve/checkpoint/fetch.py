@@ -1,0 +1,152 @@
+"""Reading of checkpoints from the store that a mirror fills, see checkpoint.mirror."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from samecurve.checkpoint.commit import DELETED, PARTIAL
+from samecurve.checkpoint.manifest import (
+    MANIFEST,
+    MARKER,
+    DamagedManifest,
+    check_files,
+    list_checkpoints,
+    read_manifest,
+    step_of,
+)
+from samecurve.errors import CheckpointError
+from samecurve.storage.atomic import storage_errors
+from samecurve.storage.filesystem import LocalFileSystem
+from samecurve.storage.object_store import ObjectStore
+
+if TYPE_CHECKING:
+    from samecurve.config.schema import Recipe
+
+FOLDER = "checkpoints"
+HISTORY = ("metrics.jsonl", "skipped.jsonl", "run.json")  # what a session elsewhere goes on with
+
+
+def fetch(recipe: Recipe, resume: str, fresh: bool) -> None:
+    """Bring the run's newest checkpoint from checkpoint.mirror before the run directory is looked at. For rank 0.
+
+    Raises:
+        CheckpointError: `resume` is none and the store has checkpoints, or all of them are damaged.
+        StorageError: the store does not answer. Starting over without it would hide a checkpoint.
+    """
+    url = recipe.checkpoint.mirror
+    if url is None:
+        return
+    store = ObjectStore(url)
+    if resume == "auto":
+        fetch_newest(store, Path(recipe.output_dir), print)
+    elif resume == "none" and not fresh and committed(store):
+        raise CheckpointError(
+            f"checkpoint.mirror: {url} holds checkpoints of an earlier run, which --resume none would leave behind; "
+            "resume from them (--resume auto), choose another URL, or add --fresh to set them aside"
+        )
+
+
+def fetch_newest(store: ObjectStore, run: Path, log: Callable[[str], None]) -> Path | None:
+    """Fetch the store's newest good checkpoint if it is newer than every good local one. For rank 0.
+
+    Returns:
+        Its local folder; None if there was nothing newer.
+
+    Raises:
+        CheckpointError: neither the store nor the local folder has a good one, but the store has damaged ones.
+        StorageError: the store does not answer.
+    """
+    files, directory = LocalFileSystem(), run / FOLDER
+    good = [each for each in list_checkpoints(files, directory) if not check_files(files, each, small_only=True)]
+    newest = step_of(good[0]) if good else -1
+    rejected = []
+    for name in committed(store):
+        if step_of(Path(name)) <= newest:
+            break
+        try:
+            folder = _fetch(store, directory, name)
+        except DamagedManifest as error:
+            rejected.append(f"  {store.url}/{FOLDER}/{name}/{error.damage}")
+            log(f"skipped an unusable checkpoint:\n{rejected[-1]}")
+            continue
+        _fetch_history(store, run)
+        log(f"fetched {store.url}/{FOLDER}/{name}")
+        return folder
+    if rejected and not good:
+        raise CheckpointError(
+            f"no checkpoint in {store.url} can be used; choose another one, or start over (--fresh)\n"
+            + "\n".join(rejected)
+        )
+    return None
+
+
+def verify(store: ObjectStore, name: str, folder: Path) -> None:
+    """Download one checkpoint into an empty folder and compare size and SHA-256 of every file.
+
+    Raises:
+        DamagedManifest: the first problem found.
+    """
+    for file in (MARKER, MANIFEST):
+        content = store.read(f"{FOLDER}/{name}/{file}")
+        if content is None:
+            raise DamagedManifest(file, "a file", "no such object")
+        (folder / file).write_bytes(content)
+    _, records = read_manifest(LocalFileSystem(), folder)
+    sizes = store.sizes(f"{FOLDER}/{name}")
+    for record in records:
+        found = sizes.get(record.name)
+        if found != record.size:
+            raise DamagedManifest(record.name, f"{record.size} bytes", _bytes(found))
+        store.download(f"{FOLDER}/{name}/{record.name}", folder / record.name, record.size)
+    for damage in check_files(LocalFileSystem(), folder):
+        raise DamagedManifest(*damage)
+
+
+def _bytes(size: int | None) -> str:
+    return "no such object" if size is None else f"{size} bytes"
+
+
+def _fetch(store: ObjectStore, directory: Path, name: str) -> Path:
+    files, partial, final = LocalFileSystem(), directory / f"{PARTIAL}{name}", directory / name
+    with storage_errors(partial):
+        directory.mkdir(exist_ok=True)
+        deleted = directory / f"{DELETED}{name}"
+        for debris in (partial, deleted):  # of a killed start
+            if debris.exists():
+                files.remove_folder(debris)
+        partial.mkdir()
+        verify(store, name, partial)
+        for file in (MARKER, MANIFEST):
+            with open(partial / file, "rb+") as opened:
+                files.sync(opened)
+        files.sync_folder(partial)
+        if final.exists():  # damaged, or it would have been used
+            files.rename(final, deleted)
+        files.rename(partial, final)
+        files.sync_folder(directory)
+    return final
+
+
+def _fetch_history(store: ObjectStore, run: Path) -> None:
+    """Fetch the records of the earlier session, unless this folder has some of its own."""
+    if any((run / name).exists() for name in HISTORY):
+        return
+    for name in HISTORY:
+        content = store.read(name)
+        if content is not None:
+            with storage_errors(run / name):
+                (run / name).write_bytes(content)
+
+
+def committed(store: ObjectStore) -> list[str]:
+    """List the names of the store's committed checkpoints, newest first."""
+    marked = [name for name in step_names(store) if MARKER in store.folders(f"{FOLDER}/{name}")]
+    return sorted(marked, key=lambda name: int(name[5:]), reverse=True)
+
+
+def step_names(store: ObjectStore) -> list[str]:
+    """List the names of all checkpoint folders of the store, committed or not."""
+    return [name for name in store.folders(FOLDER) if re.fullmatch("step_[0-9]{8,}", name)]

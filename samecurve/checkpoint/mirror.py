@@ -1,0 +1,178 @@
+"""Copy of a run in an object store: checkpoints are committed locally, and a thread of rank 0 uploads them.
+
+    URL/checkpoints/step_00000040/    the files of a committed checkpoint; its marker COMMITTED is written last
+    URL/run.json, metrics.jsonl, ...  what else belongs to the run, see RECORDS
+
+A store has no rename, so the marker decides: it is removed before any other object of its folder changes, and written
+after all of them were verified. A folder without a marker does not count. fetch.py verifies size and SHA-256 of each
+file before a checkpoint appears in the local folder, and resuming verifies it again.
+
+The protocol needs a store that shows a finished write to every later read and listing, as S3 does since 2020
+(https://aws.amazon.com/s3/consistency) and Google Cloud Storage does.
+
+tests/faults/test_mirror.py interrupts every request in every way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from samecurve.checkpoint.fetch import FOLDER, HISTORY, committed, step_names
+from samecurve.checkpoint.manifest import (
+    MANIFEST,
+    MARKER,
+    DamagedManifest,
+    check_files,
+    list_checkpoints,
+    read_manifest,
+    step_of,
+)
+from samecurve.errors import StorageError
+from samecurve.storage.filesystem import LocalFileSystem
+from samecurve.storage.object_store import ObjectStore, local_files
+
+SET_ASIDE = "COMMITTED.set_aside"
+RECORDS = (*HISTORY, "checkpoints/best.json", "tensorboard", "trackers", "profile", "model")
+
+
+class Mirror:
+    """Keeps a store up to date with a run directory. For rank 0.
+
+    Args:
+        run: the run directory.
+        keep: checkpoint.keep; the store keeps as many, and those that are kept locally.
+        log: prints one line.
+
+    Attributes:
+        uploading: the name of the checkpoint that is being read, which must not be rotated away; "" if none is.
+    """
+
+    def __init__(self, store: ObjectStore, run: Path, keep: int, log: Callable[[str], None]):
+        self._store, self._run, self._keep, self._log = store, run, keep, log
+        self._files = LocalFileSystem()
+        self._wake, self._ending = threading.Event(), False
+        self._thread: threading.Thread | None = None
+        self.uploading = ""
+
+    def start(self, step: int) -> None:
+        """Set aside the store's checkpoints after `step`, which this session does not continue, and begin to upload."""
+        for name in committed(self._store):
+            if step_of(Path(name)) > step:
+                key = f"{FOLDER}/{name}"
+                self._store.write(f"{key}/{SET_ASIDE}", self._store.read(f"{key}/{MARKER}") or b"")
+                self._store.remove(f"{key}/{MARKER}")
+        self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
+        self._thread.start()
+
+    def offer(self) -> None:
+        """Say that a checkpoint was committed."""
+        self._wake.set()
+
+    def finish(self, busy: Callable[[], None] = lambda: None) -> None:
+        """Wait until the store has the run, its last checkpoint and its records.
+
+        Args:
+            busy: reports progress to the watchdog; not called before, because it would hide that training hangs.
+
+        Raises:
+            StorageError: something is missing in the store; the message lists it.
+        """
+        self._ending, self._store.busy = True, busy
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join()
+        try:
+            self.catch_up()
+        except (StorageError, OSError) as error:
+            missing = ", ".join(self._missing_names()) or "records of the run"
+            raise StorageError(
+                f"{self._store.url} lacks {missing}: {error}; the local copy in {self._run} is whole, and the same "
+                "command uploads the rest"
+            ) from error
+
+    def catch_up(self) -> None:
+        """Upload what the store lacks, newest first, then the records; then remove what is no longer kept."""
+        while (folder := self._next()) is not None:
+            self.uploading = folder.name
+            try:
+                upload_checkpoint(self._store, folder)
+            except FileNotFoundError:
+                if folder.exists():
+                    raise
+            finally:
+                self.uploading = ""
+        self._upload_records()
+        self._prune()
+
+    def _work(self) -> None:
+        while not self._ending:
+            self._wake.wait()
+            self._wake.clear()
+            if self._ending:
+                return
+            try:
+                self.catch_up()
+            except (StorageError, OSError) as error:
+                self._log(f"checkpoint.mirror: not uploaded yet: {error}; the next checkpoint tries again")
+
+    def _next(self) -> Path | None:
+        """Find the newest local checkpoint that the store lacks. Damaged ones are not uploaded."""
+        for folder in list_checkpoints(self._files, self._run / FOLDER):
+            is_there = self._store.read(f"{FOLDER}/{folder.name}/{MARKER}")
+            with contextlib.suppress(FileNotFoundError):
+                same = is_there == (folder / MARKER).read_bytes()
+                if not same and not check_files(self._files, folder, small_only=True):
+                    return folder
+        return None
+
+    def _missing_names(self) -> list[str]:
+        try:
+            there = committed(self._store)
+        except StorageError:
+            there = []
+        names = [folder.name for folder in list_checkpoints(self._files, self._run / FOLDER)]
+        return [name for name in names if name not in there]
+
+    def _upload_records(self) -> None:
+        for path in local_files(self._run, RECORDS):
+            if path.name.startswith("."):
+                continue
+            with contextlib.suppress(FileNotFoundError):  # moved aside by this run
+                self._store.upload(path, path.relative_to(self._run).as_posix())
+
+    def _prune(self) -> None:
+        kept = {folder.name for folder in list_checkpoints(self._files, self._run / FOLDER)}
+        kept |= set(committed(self._store)[: self._keep])
+        for name in set(step_names(self._store)) - kept:
+            if SET_ASIDE not in self._store.folders(f"{FOLDER}/{name}"):
+                remove_checkpoint(self._store, name)
+
+
+def upload_checkpoint(store: ObjectStore, folder: Path) -> None:
+    """Upload a committed checkpoint. On return it is committed in the store; after a failure it does not count.
+
+    Raises:
+        StorageError: the store refuses, or holds something else than what was sent.
+        OSError: a local file cannot be read.
+    """
+    key = f"{FOLDER}/{folder.name}"
+    try:
+        _, records = read_manifest(LocalFileSystem(), folder)
+    except DamagedManifest as error:
+        if not folder.exists():
+            raise FileNotFoundError(str(folder)) from error
+        raise StorageError(f"{folder}: {error.damage}; it was not uploaded") from error
+    store.remove(f"{key}/{MARKER}")
+    for name in (*(record.name for record in records), MANIFEST, MARKER):
+        store.upload(folder / name, f"{key}/{name}")
+
+
+def remove_checkpoint(store: ObjectStore, name: str) -> None:
+    """Remove a checkpoint from the store, its marker first."""
+    key = f"{FOLDER}/{name}"
+    store.remove(f"{key}/{MARKER}")
+    for file in store.folders(key):
+        store.remove(f"{key}/{file}")

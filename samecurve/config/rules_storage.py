@@ -1,0 +1,48 @@
+"""Object storage: `output_dir` as a URL, and the rules of `checkpoint.mirror`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from samecurve.config.documents import Document
+from samecurve.storage.object_store import is_url, url_problem
+
+Finding = tuple[str, str]
+
+
+def split_output_url(document: Document) -> None:
+    """Replace a URL in `output_dir` by a local folder, and set `checkpoint.mirror` to the URL.
+
+    Done before anything makes a path of it: Path("s3://bucket") loses a slash.
+    """
+    url, block = document.get("output_dir"), document.content.get("checkpoint", {})
+    if not isinstance(url, str) or not is_url(url) or not isinstance(block, dict):
+        return
+    if block.get("mirror") is not None:
+        text = "output_dir is a URL, which is uploaded to already; remove checkpoint.mirror, or give a local output_dir"
+        document.problem(("checkpoint", "mirror"), text)
+        return
+    document.content |= {"output_dir": str(staging_folder(url)), "checkpoint": block | {"mirror": url}}
+    document.places[("checkpoint", "mirror")] = document.place(("output_dir",))
+
+
+def staging_folder(url: str) -> Path:
+    """Return the local run directory of a URL. Every host has to see the same folder, as with any output_dir."""
+    parts = urlsplit(url)
+    place = parts.netloc.rpartition("@")[2]
+    root = Path(os.environ.get("SAMECURVE_STAGING") or "runs").expanduser()
+    return root.joinpath(parts.scheme, place, *(part for part in parts.path.split("/") if part not in ("", "..")))
+
+
+def _reachable(value: Callable[[str], Any]) -> Iterator[Finding]:
+    url = value("checkpoint.mirror")
+    problem = url_problem(url) if url is not None else ""
+    if problem:
+        yield "checkpoint.mirror", problem
+
+
+RULES = (_reachable,)

@@ -1,0 +1,269 @@
+"""The copy of a run in an object store: each request of an upload or a fetch fails in every way.
+
+The store is fsspec's own in memory, behind a proxy that breaks one request. No checkpoint is lost (one that was
+committed in the store can be fetched at any later time, until two newer ones are), and none is accepted that is not,
+byte for byte, one that was committed locally.
+"""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from samecurve.checkpoint import commit, mirror
+from samecurve.checkpoint.fetch import fetch_newest
+from samecurve.checkpoint.manifest import check_files, folder_name
+from samecurve.errors import CheckpointError, StorageError
+from samecurve.storage import object_store
+from samecurve.storage.filesystem import LocalFileSystem
+from samecurve.storage.object_store import ObjectStore, Retries
+
+REQUESTS = ("ls", "cat_file", "rm_file", "pipe_file", "info", "open")
+WAYS = ("error", "lost", "cut", "flipped", "killed", "killed after")
+# every day each request fails in one way, and each way comes; the full tests have all of both
+every_way = pytest.mark.parametrize("ways", [WAYS, *(pytest.param((way,), marks=pytest.mark.full) for way in WAYS)])
+AT_ONCE = Retries(attempts=3, first_seconds=0, most_seconds=0)
+KEEP = 2
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+class Breaking:
+    """fsspec's file system in memory, whose request number `at` goes wrong.
+
+    how: error (no effect), lost (takes effect, no answer), cut (half of the bytes), flipped (a bit; reported as good),
+        killed (before it), killed after (after it).
+    """
+
+    def __init__(self, how: str = "", at: int = -1):
+        self.files, self.how, self.at, self.count = MemoryFileSystem(), how, at, 0
+
+    def __getattr__(self, name: str):
+        found = getattr(self.files, name)
+        return (lambda *given, **options: self._request(name, found, given, options)) if name in REQUESTS else found
+
+    def _request(self, name: str, call: Callable, given: tuple, options: dict):
+        self.count += 1
+        if self.count != self.at + 1:
+            return call(*given, **options)
+        if self.how == "killed":
+            raise Killed
+        if self.how == "error":
+            raise OSError("503 SlowDown")
+        if name == "pipe_file" and self.how in ("cut", "flipped"):
+            path, content = given
+            content = content[: len(content) // 2] if self.how == "cut" else content[:-1] + bytes([content[-1] ^ 1])
+            call(path, content)
+            if self.how == "flipped":
+                return None
+            raise ConnectionResetError("cut in the middle")
+        answer = call(*given, **options)
+        if self.how == "killed after":
+            raise Killed
+        if name == "cat_file" and self.how in ("cut", "flipped"):
+            return answer[:-1] if self.how == "cut" else answer[:-1] + bytes([answer[-1] ^ 1])
+        if self.how == "flipped":
+            return answer
+        raise ConnectionResetError("the answer was lost")
+
+
+class Alone:
+    def conclude(self, value, conclusion):
+        return conclusion([value])
+
+
+def commit_step(run: Path, step: int, session: str = "") -> None:
+    files = LocalFileSystem()
+
+    def write(folder: Path):
+        chunks = [f"{session}{step} ".encode() * 99]
+        return [commit.write_file(files, folder / "rank_00000.safetensors", chunks)], None
+
+    content = commit.Content(step, 99, write, lambda notes: {"state.json": b'{"step": %d}' % step})
+    commit.commit(files, run / "checkpoints", content, Alone().conclude, 0)
+
+
+def new_run(path: Path, *steps: int) -> Path:
+    path.mkdir()
+    for step in steps:
+        commit_step(path, step)
+    return path
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    yield f"memory://{uuid.uuid4().hex}/run"
+    MemoryFileSystem.store.clear()
+
+
+def store_at(url: str, files=None) -> ObjectStore:
+    return ObjectStore(url, files=files or MemoryFileSystem(), retries=AT_ONCE)
+
+
+def mirror_of(url: str, run: Path, files=None) -> mirror.Mirror:
+    return mirror.Mirror(store_at(url, files), run, KEEP, print)
+
+
+def upload_three(url: str, run: Path, files=None) -> int:
+    """Upload three checkpoints as they are committed, the oldest of which rotation removes. Returns the last that is
+    known to be in the store."""
+    done = 0
+    try:
+        for step in (10, 20, 30):
+            commit_step(run, step)
+            commit.rotate(LocalFileSystem(), run / "checkpoints", KEEP, ())
+            mirror_of(url, run, files).catch_up()
+            done = step
+    except (Killed, StorageError):
+        pass
+    return done
+
+
+def fetched(url: str, folder: Path) -> Path | None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    return fetch_newest(store_at(url), folder, print)
+
+
+@every_way
+def test_no_fault_of_an_upload_loses_a_checkpoint_or_gets_one_accepted(ways, url, tmp_path):
+    counting = Breaking()
+    upload_three(url, new_run(tmp_path / "whole"), counting)
+    truth = {f"step_{step:08d}": {} for step in (10, 20, 30)}
+    for step in (10, 20, 30):
+        commit_step(new_run(tmp_path / f"truth{step}"), step)
+        truth[folder_name(step)] = contents(tmp_path / f"truth{step}" / "checkpoints" / folder_name(step))
+    assert counting.count > 40
+    for at in range(counting.count):
+        how = ways[at % len(ways)]
+        MemoryFileSystem.store.clear()
+        run = tmp_path / "run"
+        shutil.rmtree(run, ignore_errors=True)
+        done = upload_three(url, new_run(run), Breaking(how, at))
+        found = fetched(url, tmp_path / "elsewhere")
+        assert found is not None or done == 0, f"request {at}: the checkpoint of step {done} is lost"
+        if found is not None:
+            assert int(found.name[5:]) >= done, f"request {at}"
+            assert contents(found) == truth[found.name], f"request {at}"
+        if not how.startswith("killed"):
+            assert done == 30, f"request {at}: one fault was not repeated"
+        mirror_of(url, run).catch_up()  # the next session
+        newest = max(folder.name for folder in (run / "checkpoints").glob("step_*"))
+        again = fetched(url, tmp_path / "elsewhere")
+        assert again is not None and again.name == newest, f"request {at}"
+
+
+@every_way
+def test_no_fault_of_a_fetch_gets_a_damaged_checkpoint_accepted(ways, url, tmp_path):
+    run = new_run(tmp_path / "run", 10, 20)
+    mirror_of(url, run).catch_up()
+    counting = Breaking()
+    fetch_newest(store_at(url, counting), new_run(tmp_path / "whole"), print)
+    assert counting.count > 8
+    for at in range(counting.count):
+        how = ways[at % len(ways)]
+        here = tmp_path / f"here{at}"
+        here.mkdir()
+        try:
+            fetch_newest(store_at(url, Breaking(how, at)), here, print)
+        except Killed:
+            assert how.startswith("killed")
+        for folder in (here / "checkpoints").glob("step_*"):
+            assert contents(folder) == contents(run / "checkpoints" / folder.name), f"request {at}"
+        if not how.startswith("killed") and how != "flipped":
+            assert (here / "checkpoints" / folder_name(20)).exists(), f"request {at}"
+        fetch_newest(store_at(url), here, print)  # the next start gets the newest
+        assert check_files(LocalFileSystem(), here / "checkpoints" / folder_name(20)) == []
+
+
+def test_a_file_in_parts_is_discarded_after_a_failure(url, tmp_path, monkeypatch):
+    monkeypatch.setattr(object_store, "PART_BYTES", 64)
+    run = new_run(tmp_path / "run", 10)
+    discarded = []
+    monkeypatch.setattr(object_store, "_discard", discarded.append)
+    files, opened = MemoryFileSystem(), []
+
+    class Failing:
+        def __getattr__(self, name):
+            return getattr(files, name)
+
+        def open(self, *given, **options):
+            file = files.open(*given, **options)
+            opened.append(file)
+            if len(opened) == 1:
+                file.commit = lambda: (_ for _ in ()).throw(ConnectionResetError("lost"))
+            return file
+
+    mirror_of(url, run, Failing()).catch_up()
+    assert discarded == opened[:1] and len(opened) > 1
+    found = fetched(url, tmp_path / "elsewhere")
+    assert found is not None and contents(found) == contents(run / "checkpoints" / found.name)
+
+
+def test_a_damaged_checkpoint_is_skipped_and_if_all_are_the_start_is_refused(url, tmp_path):
+    mirror_of(url, new_run(tmp_path / "run", 10, 20)).catch_up()
+    store = store_at(url)
+    store.write("checkpoints/step_00000020/rank_00000.safetensors", b"other")
+    found = fetched(url, tmp_path / "elsewhere")
+    assert found is not None and found.name == folder_name(10)
+    store.remove("checkpoints/step_00000010/state.json")
+    with pytest.raises(CheckpointError, match=r"step_00000020/rank_00000.safetensors: expected .* bytes, found 5"):
+        fetched(url, tmp_path / "elsewhere")
+
+
+def test_a_newer_local_checkpoint_is_kept(url, tmp_path):
+    run = new_run(tmp_path / "run", 10)
+    mirror_of(url, run).catch_up()
+    commit_step(run, 20)
+    assert fetch_newest(store_at(url), run, print) is None
+
+
+def test_later_checkpoints_of_another_session_are_set_aside(url, tmp_path):
+    """As the local ones, which move to previous/: they would be newer than those of this session."""
+    mirror_of(url, new_run(tmp_path / "run", 10, 20)).catch_up()
+    run = new_run(tmp_path / "other", 10)
+    going_on = mirror_of(url, run)
+    going_on.start(10)
+    going_on.offer()
+    commit_step(run, 15)
+    going_on.finish()
+    found = fetched(url, tmp_path / "elsewhere")
+    assert found is not None and found.name == folder_name(15)
+    assert store_at(url).read(f"checkpoints/{folder_name(20)}/{mirror.SET_ASIDE}")
+
+
+def test_the_store_keeps_as_many_and_what_is_kept_locally(url, tmp_path):
+    run = new_run(tmp_path / "run", 10, 20, 30, 40)
+    mirror_of(url, run).catch_up()
+    store_at(url).write("checkpoints/step_00000005/state.json", b"an upload that was given up")
+    shutil.rmtree(run / "checkpoints" / folder_name(20))  # rotated; 10 is the best, which is protected
+    mirror_of(url, run).catch_up()
+    assert sorted(store_at(url).folders("checkpoints")) == [folder_name(step) for step in (10, 30, 40)]
+
+
+def test_the_end_of_a_run_says_what_the_store_lacks(url, tmp_path, monkeypatch):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wJalrXUtnFEMI")
+
+    class Down:
+        def __getattr__(self, name):
+            raise OSError("403 for wJalrXUtnFEMI")
+
+        def _strip_protocol(self, url):
+            return url
+
+    run = new_run(tmp_path / "run", 10)
+    with pytest.raises(StorageError) as failed:
+        mirror_of(url, run, Down()).finish()
+    assert "lacks step_00000010" in str(failed.value)
+    assert "wJalrXUtnFEMI" not in str(failed.value) and "***" in str(failed.value)

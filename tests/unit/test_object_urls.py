@@ -1,0 +1,63 @@
+"""`output_dir` as the URL of a store, and `checkpoint.mirror`."""
+
+from __future__ import annotations
+
+import pytest
+
+from samecurve.cli import commands
+from samecurve.config.documents import Document
+from samecurve.config.rules_storage import RULES, split_output_url
+from samecurve.storage.object_store import url_problem
+
+
+def split(**content) -> Document:
+    document = Document("recipe.yaml", content)
+    split_output_url(document)
+    return document
+
+
+def test_a_url_becomes_a_local_folder_and_a_mirror(monkeypatch):
+    monkeypatch.setenv("SAMECURVE_STAGING", "/fast")
+    found = split(output_dir="s3://bucket/a/run", checkpoint={"keep": 3})
+    assert found.content == {
+        "output_dir": "/fast/s3/bucket/a/run",
+        "checkpoint": {"keep": 3, "mirror": "s3://bucket/a/run"},
+    }
+    assert split(output_dir="runs/a").content == {"output_dir": "runs/a"}
+
+
+def test_two_stores_are_refused():
+    found = split(output_dir="s3://bucket/a", checkpoint={"mirror": "s3://bucket/b"})
+    assert [problem.key for problem in found.problems] == ["checkpoint.mirror"]
+
+
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        ("s3://key:secret@bucket/run", "credentials in the environment only"),
+        ("s3://bucket/run?token=secret", "credentials in the environment only"),
+        ("bucket/run", "expected PROTOCOL://BUCKET/FOLDER"),
+        ("s4://bucket/run", "knows no protocol s4"),
+        ("memory://bucket/run", ""),
+    ],
+)
+def test_the_url_of_a_store(url, text):
+    problem = url_problem(url)
+    assert text in problem and bool(text) == bool(problem)
+    assert "secret" not in problem
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    def missing(protocol):
+        raise ImportError
+
+    monkeypatch.setattr("fsspec.get_filesystem_class", missing)
+    found = list(RULES[0](lambda key: "s3://bucket/run"))
+    assert found == [
+        ("checkpoint.mirror", "found s3://bucket/run, but the package s3fs is not installed; run pip install s3fs")
+    ]
+
+
+def test_commands_say_that_they_read_local_folders(capsys):
+    assert commands.main(["summary", "s3://bucket/run"]) == 2
+    assert "s3://bucket/run: commands read local run directories" in capsys.readouterr().err
