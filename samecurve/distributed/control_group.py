@@ -138,7 +138,10 @@ class ControlGroup:
 
     def new(self) -> ControlGroup:
         """Create another group of the same ranks, for a thread that runs in parallel with training. Collective."""
-        return ControlGroup()
+        group = ControlGroup()
+        # connects now: a rank asks the launcher's store for addresses, and a save also follows the launcher's death
+        group.conclude(None, len)
+        return group
 
     def start_any(self, given: bool) -> Callable[[], bool]:
         """Start to find out whether any rank gives True, in the background. Collective.

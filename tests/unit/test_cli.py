@@ -145,7 +145,7 @@ def test_unknown_strategy(strategies):
 
 def test_commands():
     single = jobs.command(Job("single", None, 1), "r.yaml", ["steps=3"], Path("out"))
-    assert single == [sys.executable, "train.py", "r.yaml", "steps=3", "output_dir=out"]
+    assert single == [sys.executable, "train.py", "r.yaml", "steps=3", "output_dir=out", "checkpoint.mirror=null"]
     ddp = jobs.command(Job("ddp", Path("configs/ddp.yaml"), 2), "r.yaml", [], Path("out"))
     assert ddp[1:] == [
         *("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
