@@ -149,7 +149,7 @@ def test_commands():
     ddp = jobs.command(Job("ddp", Path("configs/ddp.yaml"), 2), "r.yaml", [], Path("out"))
     assert ddp[1:] == [
         *("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
-        *("train.py", "r.yaml", "--strategy", "configs/ddp.yaml", "output_dir=out"),
+        *("train.py", "r.yaml", "--strategy", "configs/ddp.yaml", "output_dir=out", "checkpoint.mirror=null"),
     ]
 
 
