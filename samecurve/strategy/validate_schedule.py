@@ -58,17 +58,19 @@ def _compile(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
 def _micro_batches(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
     if not _applies(strategy):
         return
-    rows, size = value("batch.global_batch_size"), value("batch.micro_batch_size")
-    size = 1 if size == "auto" else size  # which a rehearsal replaces by a size that the schedule takes
+    rows, given = value("batch.global_batch_size"), value("batch.micro_batch_size")
+    size = 1 if given == "auto" else given
     if not all(isinstance(each, int) and each > 0 for each in (rows, size)):
         return  # reported by the recipe's own rules
     name, ranks = strategy.pipeline_schedule, strategy.pipeline_stages
     rows = -(-rows // strategy.data_parallel_size)  # of the fullest pipeline; all take as many micro-batches
     if takes := micro_batch_rule(name, -(-rows // size), ranks):
         fitting = [each for each in range(1, rows + 1) if not micro_batch_rule(name, -(-rows // each), ranks)]
+        if given == "auto" and fitting:
+            return  # a rehearsal tries these
         nearest = sorted(sorted(fitting, key=lambda each: abs(each - size))[:4])
         fix = f"use {' or '.join(map(str, nearest))}" if fitting else "raise batch.global_batch_size"
-        text = f"found {size}, which makes {-(-rows // size)} micro-batches of {rows} rows"
+        text = f"found {given}, which makes {-(-rows // size)} micro-batches of {rows} rows"
         yield "batch.micro_batch_size", f"{text}, but {name} on {ranks} ranks takes {takes}; {fix}"
 
 

@@ -73,8 +73,15 @@ def test_wrong_micro_batches_are_refused_with_sizes_that_work(name, ranks, rows,
 def test_automatic_micro_batches_need_a_size_that_the_schedule_takes():
     automatic = {"batch.micro_batch_size": "auto"}
     assert not findings("1F1B", 4, **automatic)
+    assert findings("Interleaved1F1B", 2, **{"batch.global_batch_size": 5, "batch.micro_batch_size": 1})
+    assert not findings("Interleaved1F1B", 2, **automatic, **{"batch.global_batch_size": 5})
     ((key, text),) = findings("DualPipeV", 7, **automatic)
-    assert key == "batch.micro_batch_size" and "14 stages" in text and "raise batch.global_batch_size" in text
+    assert (
+        key == "batch.micro_batch_size"
+        and "found auto" in text
+        and "14 stages" in text
+        and "raise batch.global_batch_size" in text
+    )
 
 
 def test_comparing_replicas_is_refused_because_it_would_compare_nothing():
