@@ -55,6 +55,7 @@ class Mirror:
         self._files = LocalFileSystem()
         self._wake, self._ending = threading.Event(), False
         self._thread: threading.Thread | None = None
+        self._uploaded: dict[str, tuple[int, int]] = {}  # size and time of the records as they were sent
         self.uploading = ""
 
     def start(self, step: int) -> None:
@@ -140,8 +141,15 @@ class Mirror:
         for path in local_files(self._run, RECORDS):
             if path.name.startswith("."):
                 continue
+            key = path.relative_to(self._run).as_posix()
             with contextlib.suppress(FileNotFoundError):  # moved aside by this run
-                self._store.upload(path, path.relative_to(self._run).as_posix())
+                state = (
+                    path.stat().st_size,
+                    path.stat().st_mtime_ns,
+                )  # before: what is added meanwhile is sent next time
+                if self._uploaded.get(key) != state:
+                    self._store.upload(path, key)
+                    self._uploaded[key] = state
 
     def _prune(self) -> None:
         kept = {folder.name for folder in list_checkpoints(self._files, self._run / FOLDER)}

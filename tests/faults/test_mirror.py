@@ -267,3 +267,21 @@ def test_the_end_of_a_run_says_what_the_store_lacks(url, tmp_path, monkeypatch):
         mirror_of(url, run, Down()).finish()
     assert "lacks step_00000010" in str(failed.value)
     assert "wJalrXUtnFEMI" not in str(failed.value) and "***" in str(failed.value)
+
+
+def test_records_are_uploaded_when_they_have_changed(tmp_path, url, monkeypatch):
+    """Traces and exports are large, and each checkpoint looks at all of them."""
+    run, sent = new_run(tmp_path / "run", 1), []
+    write = ObjectStore.write
+    monkeypatch.setattr(ObjectStore, "write", lambda self, key, content: (sent.append(key), write(self, key, content)))
+    (run / "profile").mkdir()
+    (run / "profile" / "trace.json").write_text("{}")
+    (run / "metrics.jsonl").write_text("1\n")
+    copies = mirror_of(url, run)
+    copies.catch_up()
+    assert {"profile/trace.json", "metrics.jsonl"} <= set(sent)
+    sent.clear()
+    (run / "metrics.jsonl").write_text("1\n2\n")
+    copies.catch_up()
+    assert sent == ["metrics.jsonl"]
+    assert store_at(url).read("metrics.jsonl") == b"1\n2\n"
