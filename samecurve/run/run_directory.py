@@ -25,7 +25,7 @@ from samecurve.run import failures as restarts
 from samecurve.run.status import STATUS, counted, read_status, split_refused, with_refused
 from samecurve.storage.atomic import storage_errors, utc_timestamp, write_json
 from samecurve.storage.file_lock import DEAD_HOST_SECONDS, lock_folder
-from samecurve.storage.filesystem import LocalFileSystem
+from samecurve.storage.filesystem import LocalFileSystem, make_durable_folder
 from samecurve.storage.jsonl import JsonlFile, read_lines
 from samecurve.strategy.restarts import STARTING_OVER, is_restart
 
@@ -87,7 +87,11 @@ class RunDirectory:
         self._metrics, self._skipped = JsonlFile(self.metrics), JsonlFile(self.path / "skipped.jsonl")
         if is_main:
             with storage_errors(self.path):
-                _make_durable(self.path)
+                if self.path.exists() and not self.path.is_dir():
+                    raise StorageError(
+                        f"output_dir: {self.path} is a file, expected a folder; choose another output_dir"
+                    )
+                make_durable_folder(self.path)
                 self._lock = lock_folder(self.path, DEAD_HOST_SECONDS if is_restart(os.environ) else 0)
         self._before, self._refused = split_refused(read_status(self.path / STATUS))
         self.is_done = self._before.get("state") == "done"
@@ -278,16 +282,6 @@ class RunDirectory:
         target = self.path / "previous" / str(numbers[-1] + 1)
         target.mkdir(parents=True)
         return target
-
-
-def _make_durable(path: Path) -> None:
-    """Create a folder and its missing parents and sync their names, so that all of them survive a power cut."""
-    if path.exists() and not path.is_dir():
-        raise StorageError(f"output_dir: {path} is a file, expected a folder; choose another output_dir")
-    new = [folder for folder in (path, *path.parents) if not folder.exists()]
-    path.mkdir(parents=True, exist_ok=True)
-    for folder in new:
-        LocalFileSystem().sync_folder(folder.parent)
 
 
 def previous_folders(run: Path) -> list[Path]:

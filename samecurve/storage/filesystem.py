@@ -142,3 +142,11 @@ class LocalFileSystem:
     def free_bytes(self, folder: Path) -> int:
         usage = shutil.disk_usage(folder)
         return usage.free if usage.total else sys.maxsize  # some FUSE mounts report 0 of 0 bytes: unknown
+
+
+def make_durable_folder(path: Path) -> None:
+    """Create a folder and its missing parents and sync their names, so that all of them survive a power cut."""
+    new = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in new:
+        LocalFileSystem().sync_folder(folder.parent)
