@@ -271,10 +271,10 @@ class ToyEngine:
         import torch
 
         from samecurve.interfaces.region import Region
-        from samecurve.interfaces.sharded_state import WEIGHT, Held
+        from samecurve.interfaces.sharded_state import WEIGHT, ShardRange
 
         names = [f"model.layers.{layer}.mlp.up_proj.weight" for layer in range(PARAMETERS)]
-        held = [Held(name, Region(number * VALUES, VALUES), range(VALUES)) for name in names]
+        held = [ShardRange(name, Region(number * VALUES, VALUES), range(VALUES)) for name in names]
         tensors = [torch.zeros(VALUES) for _ in names]
 
         def visit(writing: bool = False) -> Iterator:
@@ -282,7 +282,7 @@ class ToyEngine:
 
         self.shapes = {name: (size * VALUES,) for name in names}
         self.state = SimpleNamespace(kinds=dict.fromkeys(names, (WEIGHT,)), factors={}, codes=())
-        self.state.held, self.state.visit, self.state.finish = lambda: held, visit, lambda updates: None
+        self.state.ranges, self.state.visit, self.state.finish = lambda: held, visit, lambda updates: None
         self.device, self.shard, self.loss_scale_state = torch.device("cpu"), (number, size), {}
 
 

@@ -13,7 +13,7 @@ from samecurve.data.batches import StepBatches
 from samecurve.data.micro_batch import MicroBatch
 from samecurve.losses.cross_entropy import IGNORE_INDEX
 from samecurve.metrics.meter import GIB, peak_memory_bytes
-from samecurve.models.weights import build, fill, skeleton
+from samecurve.models.weights import build, load_weights, skeleton
 from samecurve.optim.factory import cast_weights
 from samecurve.tasks import registry
 
@@ -58,7 +58,7 @@ def model(recipe: Recipe, device: torch.device | None = None, ours: bool = False
     made = cast_weights(made, recipe.optimizer)
     tensors = {**dict(made.named_buffers()), **dict(made.named_parameters())}
     with torch.no_grad():
-        fill(architecture, recipe, lambda name, full: tensors[name].copy_(full))
+        load_weights(architecture, recipe, lambda name, full: tensors[name].copy_(full))
     return made
 
 

@@ -164,7 +164,7 @@ def _apply(plan: Plan, model: Any, skeleton: Any, mesh: Mesh) -> tuple[nn.Module
     checkpoint_layers(model, recipe.memory)
     install_loss(model, skeleton, cast(Any, SimpleNamespace(by_token=True)), recipe, CPU)
     if strategy.family == "fsdp":
-        launch_env.adopt(strategy)
+        launch_env.export_launch_env(strategy)
         state = SimpleNamespace(fsdp_plugin=accelerator.plugins(plan)["fsdp_plugin"])
         model = fsdp.shard(cast(Any, SimpleNamespace(state=state, device=CPU)), model, mesh)
     else:

@@ -31,7 +31,9 @@ def open_shared(
     Raises:
         CheckpointError: the index cannot be read, or is of another model; raised on all ranks.
     """
-    return CheckpointReader(folder, world.exchange(list(wanted), lambda of_all: _excerpts(folder, shapes, of_all)))
+    return CheckpointReader(
+        folder, world.gather_scatter(list(wanted), lambda of_all: _excerpts(folder, shapes, of_all))
+    )
 
 
 def _excerpts(folder: Path, shapes: Mapping[str, Iterable[int]], of_all: Iterable[Wanted]) -> list[dict]:

@@ -123,7 +123,7 @@ class Checkpoints:
         """Load a verified checkpoint into the engine. generators: restore the random generators too."""
         fault_point("load.read")
         saved = self._world.on_main(lambda: read_state(folder))
-        wanted = [(part.name, part.region) for part in engine.state.held()]
+        wanted = [(part.name, part.region) for part in engine.state.ranges()]
         reader = open_shared(folder, self._world, wanted, engine.shapes | engine.state.factors)
         with torch.no_grad():
             for part, kind, tensor in engine.state.visit(writing=True):

@@ -26,7 +26,7 @@ class Snapshot:
         self.shapes = {name: list(shape) for name, shape in (engine.shapes | engine.state.factors).items()}
         self._copy: HostCopy | None = None
         self._generators: dict[str, Tensor] = {}
-        self.regions = [(part.name, part.region.part(part.saved)) for part in engine.state.held() if part.saved]
+        self.regions = [(part.name, part.region.part(part.saved)) for part in engine.state.ranges() if part.saved]
 
     def take(self, copy: bool) -> tuple[list[Entry], Generator[Tensor, None, None]]:
         """Return the entries of this rank's file and a generator of their values, one tensor at a time.

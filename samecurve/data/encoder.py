@@ -65,7 +65,7 @@ class Encoder(ABC):
         self.dtype = np.dtype(np.uint16 if vocabulary_size(tokenizer) <= 1 << 16 else np.uint32)
 
     @property
-    def beside(self) -> list[str]:
+    def token_arrays(self) -> list[str]:
         """Names of the arrays of TokenStream that are stored per token in addition to the ids."""
         return [name for name, wanted in (("trained", self.masked), ("segments", self.segmented)) if wanted]
 

@@ -132,7 +132,7 @@ def _write(directory: Path, source: DataSource, encoder: Encoder, validation_fra
     meta = {
         "source": source.name,
         "dtype": encoder.dtype.name,
-        "beside": encoder.beside,
+        "beside": encoder.token_arrays,
         "labelled": encoder.labelled,
         "num_tokens": counts,
         "empty_documents": num_empty,
@@ -149,7 +149,7 @@ class _Writer:
         self.labels = array.array("q") if encoder.labelled else None
         self._dtype, self._directory, self._part = encoder.dtype, directory, part
         self._tokens = open(directory / f"{part}.bin", "wb")
-        self._beside = {name: open(directory / f"{part}_{name}.bin", "wb") for name in encoder.beside}
+        self._beside = {name: open(directory / f"{part}_{name}.bin", "wb") for name in encoder.token_arrays}
 
     def __enter__(self) -> _Writer:
         return self

@@ -114,7 +114,7 @@ class ControlGroup:
         concluded: Any = conclusion(values) if self.is_main else None
         return self.broadcast(concluded)
 
-    def exchange(self, value: Any, answers: Callable[[list[Any]], list[T]]) -> T:
+    def gather_scatter(self, value: Any, answers: Callable[[list[Any]], list[T]]) -> T:
         """Return to each rank its own one of the answers that rank 0 has to one value per rank. Collective.
 
         Args:

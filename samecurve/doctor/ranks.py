@@ -65,7 +65,7 @@ def examine(facts: HostFacts, own: list[Finding], output_dir: str | None, second
         world = World.join(os.environ, seconds)
     except (RuntimeError, KeyError, ValueError) as error:  # torch's DistNetworkError is a RuntimeError
         return [*own, _unreachable(facts, os.environ, error)]
-    members = world.tell("facts", {"facts": asdict(facts), "findings": [asdict(each) for each in own]})
+    members = world.all_gather("facts", {"facts": asdict(facts), "findings": [asdict(each) for each in own]})
     missing = world.from_first("missing", sorted(set(range(world.size)) - set(members)))
     if missing:
         return [*own, _absent(missing, seconds, os.environ)] if world.rank == 0 else []
@@ -103,7 +103,7 @@ class World:
         )
         return cls(dist.PrefixStore(_NAME, store), rank, size, seconds)
 
-    def tell(self, key: str, value: Any) -> dict[int, Any]:
+    def all_gather(self, key: str, value: Any) -> dict[int, Any]:
         """Give a value to all and return every rank's. Ranks that say nothing in time are left out."""
         self.store.set(f"{key}/{self.rank}", json.dumps(value))
         deadline, found = time.monotonic() + self.seconds, {}
@@ -124,7 +124,7 @@ class World:
         return json.loads(self.store.get(key))
 
     def barrier(self, key: str) -> None:
-        self.tell(key, True)
+        self.all_gather(key, True)
 
     def end(self) -> None:
         """Leave. Rank 0 hosts the store, so it stays until the others need it no more."""
@@ -165,7 +165,7 @@ def _clocks(world: World, hosts: Mapping[int, HostFacts]) -> Finding:
     """All ranks wait for one key, and say what time it is when it comes."""
     world.barrier("before the clock")
     world.from_first("now", None)
-    times = world.tell("clock", time.time())
+    times = world.all_gather("clock", time.time())
     return world_checks.clocks({facts.host: times[rank] - times[0] for rank, facts in hosts.items()})
 
 
@@ -181,7 +181,7 @@ def _shared_folder(world: World, hosts: Mapping[int, HostFacts], output_dir: Pat
                 problem = f"{error.filename or output_dir}: {error.strerror}"
         problem = world.from_first("folder", problem)
         follows = world.rank != 0 and world.rank in hosts and not problem
-        seen = world.tell("followed", folder.follow() if follows else problem)
+        seen = world.all_gather("followed", folder.follow() if follows else problem)
     return shared_folder.judge(str(output_dir), {facts.host: seen[rank] for rank, facts in hosts.items()})
 
 
@@ -202,7 +202,7 @@ def _links(world: World, hosts: Mapping[int, HostFacts]) -> list[Finding]:
         problem = str(error).splitlines()[0]
     facts = next((each for rank, each in hosts.items() if rank == world.rank), None)
     own = facts.own_address if facts else ""
-    problems = {rank: text for rank, text in world.tell("gloo", problem).items() if text}
+    problems = {rank: text for rank, text in world.all_gather("gloo", problem).items() if text}
     if problems:
         interface = os.environ.get(network.VARIABLE, f"that of {own}")
         return [_not_connected(problems, hosts, interface)]
@@ -242,7 +242,7 @@ def _pairs(world: World, ranks: list[int]) -> dict[tuple[int, int], float]:
         for pair in pairs:
             if world.rank in pair:
                 measured.append([*pair, _exchange(sum(pair) - world.rank)])
-    everything = world.tell("pairs", measured)
+    everything = world.all_gather("pairs", measured)
     slowest: dict[tuple[int, int], float] = {}
     for first, second, speed in (each for found in everything.values() for each in found):
         slowest[first, second] = min(speed, slowest.get((first, second), speed))

@@ -93,12 +93,12 @@ def start(plan: Plan) -> Accelerator:
 def _prepare_environment(strategy: Strategy) -> None:
     """Prepare what the process groups depend on, and after a restart by torchrun create the first one."""
     if strategy.family == "single":
-        launch_env.adopt(strategy)
+        launch_env.export_launch_env(strategy)
         return
     network.choose_interface()
     control_group.lengthen_default_timeouts()
-    launch_env.adopt(strategy)
-    launch_env.meet_again(cpu_bridge.backend(strategy), control_group.TIMEOUT)
+    launch_env.export_launch_env(strategy)
+    launch_env.rejoin_after_restart(cpu_bridge.backend(strategy), control_group.TIMEOUT)
 
 
 def _accumulation(plan: Plan) -> int:

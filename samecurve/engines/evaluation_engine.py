@@ -14,7 +14,7 @@ from samecurve.engines.forward import Forward
 from samecurve.engines.loss_implementation import install_loss
 from samecurve.engines.mesh import Mesh
 from samecurve.errors import ConfigurationError
-from samecurve.models.weights import build, fill
+from samecurve.models.weights import build, load_weights
 from samecurve.strategy.parallel_dims import ParallelDims
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def initial_engine(skeleton: PreTrainedModel, recipe: Recipe, task: Task) -> Eva
     model = build(type(skeleton), skeleton.config, torch.device("cpu"))
     tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
     with torch.no_grad():
-        fill(skeleton, recipe, lambda name, full: tensors[name].copy_(full))
+        load_weights(skeleton, recipe, lambda name, full: tensors[name].copy_(full))
     return EvaluationEngine(model, task, recipe)
 
 

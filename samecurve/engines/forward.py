@@ -18,7 +18,7 @@ from samecurve.interfaces.engine import EvalResult
 from samecurve.interfaces.task import Task
 from samecurve.losses.chunked_cross_entropy import TokenSums, trained_positions
 from samecurve.losses.cross_entropy import token_loss_sum
-from samecurve.models.attention.mask_facts import MaskFacts, told
+from samecurve.models.attention.mask_facts import MaskFacts, masks_from
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -107,7 +107,7 @@ class Forward:
     def _run(self, batch: MicroBatch, **options: TokenSums) -> Any:
         """Run the model, in training with the dropout of the batch's rows."""
         drops = nullcontext() if self.dropout is None or batch.places is None else self.dropout.micro_batch(batch)
-        with drops, told(_mask_facts(batch)):
+        with drops, masks_from(_mask_facts(batch)):
             return self.model(**batch.inputs, **options)
 
     def _route(self, batch: MicroBatch) -> None:
@@ -122,7 +122,7 @@ class Forward:
         batch = batch.to(self.accelerator.device)
         if self.teacher is None:
             return batch, batch.targets
-        with torch.no_grad(), told(_mask_facts(batch)):
+        with torch.no_grad(), masks_from(_mask_facts(batch)):
             return batch, batch.targets | {"teacher": self.teacher(**batch.inputs).logits}
 
     def with_contexts(

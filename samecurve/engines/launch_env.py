@@ -40,7 +40,7 @@ def environment(strategy: Strategy) -> dict[str, str]:
     return {key: value for key, value in made.items() if key.startswith(_OURS)}
 
 
-def adopt(strategy: Strategy, environ: Mapping[str, str] = os.environ) -> None:
+def export_launch_env(strategy: Strategy, environ: Mapping[str, str] = os.environ) -> None:
     """Set the variables of `environment` in os.environ and, for a process without a launcher, a world of one."""
     if strategy.launcher != "accelerate":
         os.environ.update(environment(strategy))
@@ -56,7 +56,7 @@ def adopt(strategy: Strategy, environ: Mapping[str, str] = os.environ) -> None:
             os.environ.setdefault(key, value)
 
 
-def meet_again(backend: str | None, timeout: timedelta, environ: Mapping[str, str] = os.environ) -> None:
+def rejoin_after_restart(backend: str | None, timeout: timedelta, environ: Mapping[str, str] = os.environ) -> None:
     """Create the process group after a restart by torchrun; Accelerate and DeepSpeed use an existing group."""
     restart = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if restart == "0" or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":

@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from samecurve.interfaces.engine import EngineDescription
-from samecurve.interfaces.memory import Held
+from samecurve.interfaces.memory import MemoryUsage
 
 
-def held_bytes(module: nn.Module, optimizer: object, described: EngineDescription) -> Held:
+def memory_usage(module: nn.Module, optimizer: object, described: EngineDescription) -> MemoryUsage:
     """Measure the bytes of weights, optimizer state and gradients that this rank holds between two steps."""
     weights = list(_storages([*module.parameters(), *module.buffers()]))
     chain: list[Any] = [optimizer]
@@ -23,7 +23,7 @@ def held_bytes(module: nn.Module, optimizer: object, described: EngineDescriptio
     own = {storage.data_ptr() for storage in weights}
     kept = _storages(_tensors_of(chain[-1]))
     gradients = _gradients(module, described)
-    return Held(
+    return MemoryUsage(
         weights=sum(storage.nbytes() for storage in weights),
         optimizer=sum(storage.nbytes() for storage in kept if storage.data_ptr() not in own),
         gradients=gradients,

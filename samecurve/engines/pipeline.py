@@ -24,19 +24,19 @@ from transformers import PreTrainedModel
 from samecurve.engines import deepspeed_introspection, grad_cache
 from samecurve.engines.first_step import FirstStep
 from samecurve.engines.forward import evaluation_sums
-from samecurve.engines.memory_usage import held_bytes
+from samecurve.engines.memory_usage import memory_usage
 from samecurve.engines.mesh import Mesh
 from samecurve.engines.pipeline_guard import PipelineGuard, sum_over_ranks
 from samecurve.engines.pipeline_stage import build_stage
-from samecurve.engines.sharded_state import FragmentState, LiveState
+from samecurve.engines.sharded_state import DTensorShards, Zero12Shards
 from samecurve.errors import ConfigurationError
 from samecurve.interfaces.engine import EngineDescription, EvalResult, StepResult, dtype_name
-from samecurve.interfaces.memory import Held
+from samecurve.interfaces.memory import MemoryUsage
 from samecurve.interfaces.sharded_state import State
 from samecurve.models import compilation, dropout, liger
 from samecurve.models.lora import trained_shapes
 from samecurve.models.pipeline_split import split_layers
-from samecurve.models.weights import fill
+from samecurve.models.weights import load_weights
 from samecurve.optim.factory import build_optimizer, parameter_groups, set_learning_rate, state_names
 from samecurve.strategy.deepspeed_config import resolve_auto
 
@@ -78,7 +78,7 @@ class PipelineEngine:
         self._micro_rows = plan.recipe.batch.micro_batches(self.shard[1])
         self._shape: torch.Size | None = None
         # after initialization, because DeepSpeed casts weights to bf16 and copies its fp32 masters from rounded weights
-        fill(skeleton, plan.recipe, self._write, names=set(self._weights))
+        load_weights(skeleton, plan.recipe, self._write, names=set(self._weights))
         self.state = self._state()
 
     @property
@@ -150,8 +150,8 @@ class PipelineEngine:
     def loss_scale_state(self, values: dict) -> None:
         deepspeed_introspection.set_loss_scale(self._engine, values)
 
-    def held_bytes(self) -> Held:
-        return held_bytes(self._module, self._optimizer, self.describe())
+    def memory_usage(self) -> MemoryUsage:
+        return memory_usage(self._module, self._optimizer, self.describe())
 
     def describe(self) -> EngineDescription:
         engine, module = self._engine, self._module
@@ -184,8 +184,8 @@ class PipelineEngine:
         saved = {name for name in trained if self._stages[name] == stage}  # two stages hold a tied weight; one saves
         states = state_names(self._settings, self.shapes)
         if hasattr(next(iter(trained.values())), "_hp_mapping"):
-            return FragmentState(trained, optimizer, states, saved)
-        return LiveState(trained, optimizer, states, self.shard, saved)
+            return Zero12Shards(trained, optimizer, states, saved)
+        return DTensorShards(trained, optimizer, states, self.shard, saved)
 
     def _on_last_stage(self, micro_batches: Sequence[MicroBatch], measure: Callable[..., Tensor]) -> Tensor:
         """Apply `measure`, (logits, **targets) -> (rows, n), to all micro-batches without an update.

@@ -19,19 +19,19 @@ from torch.profiler import record_function
 from samecurve.engines import fsdp
 from samecurve.engines.first_step import FirstStep
 from samecurve.engines.forward import evaluation_sums
-from samecurve.engines.memory_usage import held_bytes
+from samecurve.engines.memory_usage import memory_usage
 from samecurve.engines.mesh import Mesh
 from samecurve.engines.schedule_stages import Stages
-from samecurve.engines.sharded_state import LiveState
+from samecurve.engines.sharded_state import DTensorShards
 from samecurve.engines.timed_stage import TimedStage
 from samecurve.errors import ConfigurationError
 from samecurve.interfaces.engine import EngineDescription, EvalResult, StepResult, dtype_name
-from samecurve.interfaces.memory import Held
+from samecurve.interfaces.memory import MemoryUsage
 from samecurve.interfaces.sharded_state import State
 from samecurve.models import dropout
 from samecurve.models.lora import trained_shapes
 from samecurve.models.pipeline_split import split_layers
-from samecurve.models.weights import fill
+from samecurve.models.weights import load_weights
 from samecurve.optim import factory
 from samecurve.optim.dtensor import local_gradient, to_local
 from samecurve.optim.norms import norms
@@ -71,10 +71,10 @@ class ScheduledEngine:
         self._optimizer = factory.build_optimizer(groups, settings, self.recipe.precision, self.recipe.seed)
         self._first_step = FirstStep(plan, self._optimizer, self.shard, self._total, lambda _: self._replica[1])
         with torch.no_grad():
-            fill(skeleton, self.recipe, self._write, names=set(stages.weights))
+            load_weights(skeleton, self.recipe, self._write, names=set(stages.weights))
         saved = {name for name in stages.weights if stages.owner[name] in stages.modules}
         states = factory.state_names(settings, self.shapes)
-        self.state: State = LiveState(stages.weights, self._optimizer, states, self._replica, saved)
+        self.state: State = DTensorShards(stages.weights, self._optimizer, states, self._replica, saved)
         self._loss_weight = math.nan
         # the last ones are kept, because rows that are grouped by length have many shapes
         self._schedule = lru_cache(maxsize=16)(self._build_schedule)
@@ -201,8 +201,8 @@ class ScheduledEngine:
                 dist.recv(full, src=sender)
             yield name, full.cpu() if full is not None and rank == 0 else None
 
-    def held_bytes(self) -> Held:
-        return held_bytes(self._module, self._optimizer, self.describe())
+    def memory_usage(self) -> MemoryUsage:
+        return memory_usage(self._module, self._optimizer, self.describe())
 
     def describe(self) -> EngineDescription:
         recipe, weights = self.recipe, self._stages.weights

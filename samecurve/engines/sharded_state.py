@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from samecurve.engines.optimizer_state import set_updates, state_of
 from samecurve.engines.shard_regions import factor_placed, placed
 from samecurve.interfaces.region import Region
-from samecurve.interfaces.sharded_state import FACTOR, WEIGHT, Held, Kinds, Visit
+from samecurve.interfaces.sharded_state import FACTOR, WEIGHT, Kinds, ShardRange, Visit
 
 DeepSpeedParameter = Any
 """An nn.Parameter with the attributes that DeepSpeed adds, e.g. _hp_mapping, or ds_tensor under ZeRO-3."""
@@ -29,7 +29,7 @@ def with_weight(states: Kinds) -> Kinds:
     return {name: (WEIGHT, *names) for name, names in states.items()}
 
 
-class LiveState:
+class DTensorShards:
     """State on one device and under DDP, FSDP2 and HSDP, where the parameters themselves are the weights.
 
     Args:
@@ -37,7 +37,7 @@ class LiveState:
         optimizer: their optimizer.
         states: see optim.factory.state_names.
         replica: (index, count) of this rank among the ranks that hold the same parameters.
-        saved: names of the parameters that this rank saves, see FragmentState; None: all.
+        saved: names of the parameters that this rank saves, see Zero12Shards; None: all.
         factors: see optim.factory.factor_shapes.
     """
 
@@ -65,20 +65,20 @@ class LiveState:
         for name, key in factors:
             self._keys.setdefault(name, []).append(key)
 
-    def held(self) -> list[Held]:
-        return [held for name in self._parameters for held, _ in self._held(name)]
+    def ranges(self) -> list[ShardRange]:
+        return [shard for name in self._parameters for shard, _ in self._ranges(name)]
 
     def visit(self, writing: bool = False) -> Visit:
         for name, parameter in self._parameters.items():
-            places = self._held(name)
+            places = self._ranges(name)
             keys = [*self.kinds[name][1:], *(key for _, key in places if key)]
             state = state_of(self._optimizer, parameter, keys, create=writing)
-            for held, key in places:
-                for kind in self.kinds[held.name]:
+            for shard, key in places:
+                for kind in self.kinds[shard.name]:
                     tensor = parameter.detach() if kind == WEIGHT else state[key or kind]
-                    yield held, kind, _flat(tensor)
+                    yield shard, kind, _flat(tensor)
 
-    def _held(self, name: str) -> list[tuple[Held, str]]:
+    def _ranges(self, name: str) -> list[tuple[ShardRange, str]]:
         """List this rank's regions of a parameter and of its factors, each with the factor's key in the optimizer."""
         parameter, found = self._parameters[name], []
         parts = [(name, "", *self._placed[name])]
@@ -88,7 +88,7 @@ class LiveState:
         for label, key, region, replica in parts:
             if region.numel:
                 saved = region.split(*replica) if name in self._saved else range(0)
-                found.append((Held(label, region, saved), key))
+                found.append((ShardRange(label, region, saved), key))
         return found
 
     def finish(self, updates: int) -> None:
@@ -101,7 +101,7 @@ class LiveState:
                 yield f"{name} from {region.start}", _flat(parameter.detach())
 
 
-class FragmentState:
+class Zero12Shards:
     """State under ZeRO-1 and 2 and DeepSpeed's bf16 optimizer: fp32 masters in flat groups, sharded over the ranks.
 
     `saved` holds the names that this rank saves. Only one of the two pipeline stages that share a weight saves it.
@@ -114,27 +114,27 @@ class FragmentState:
         self._parameters, self._optimizer, self._saved = parameters, optimizer, saved
         self.kinds = with_weight(states)
 
-    def held(self) -> list[Held]:
+    def ranges(self) -> list[ShardRange]:
         found = []
         for name, parameter in self._parameters.items():
             if parameter._hp_mapping is not None:
                 place = parameter._hp_mapping.lp_fragment_address
                 saved = range(place.numel if name in self._saved else 0)
-                found.append(Held(name, Region(place.start, place.numel), saved))
+                found.append(ShardRange(name, Region(place.start, place.numel), saved))
         return found
 
     def visit(self, writing: bool = False) -> Visit:
         # Reads the flat groups instead of DeepSpeed's fragments of the optimizer state. DeepSpeed 0.19 links those
         # fragments after the first group's first step, when the other groups have no state yet; theirs stay empty.
         base = self._optimizer.optimizer
-        for held in self.held():
-            mapping = self._parameters[held.name]._hp_mapping
+        for shard in self.ranges():
+            mapping = self._parameters[shard.name]._hp_mapping
             place, (flat,) = mapping.hp_fragment_address, base.param_groups[mapping.param_group_index]["params"]
-            kinds = self.kinds[held.name]
+            kinds = self.kinds[shard.name]
             state = state_of(base, flat, kinds[1:], create=writing)
             for kind in kinds:
                 whole = flat if kind == WEIGHT else state[kind]
-                yield held, kind, whole.detach().narrow(0, place.start, place.numel)
+                yield shard, kind, whole.detach().narrow(0, place.start, place.numel)
 
     def finish(self, updates: int) -> None:
         set_updates(self._optimizer.optimizer, updates)
@@ -145,7 +145,7 @@ class FragmentState:
             yield name, parameter.detach()
 
 
-class PartitionState:
+class Zero3Shards:
     """State under ZeRO-3: each rank holds one partition of every parameter, in groups that may be swapped to NVMe.
 
     `optimizer` is a DeepSpeedZeroOptimizer_Stage3; its partitions and its swapping are private attributes.
@@ -159,8 +159,8 @@ class PartitionState:
         self.kinds = with_weight(states)
         self._names = {id(parameter): name for name, parameter in parameters.items()}
 
-    def held(self) -> list[Held]:
-        return [held for group in self._optimizer.fp16_groups for p in group if (held := self._held(p)) is not None]
+    def ranges(self) -> list[ShardRange]:
+        return [shard for group in self._optimizer.fp16_groups for p in group if (shard := self._range_of(p)) is not None]
 
     def visit(self, writing: bool = False) -> Visit:
         for index, group in enumerate(self._optimizer.fp16_groups):
@@ -215,20 +215,20 @@ class PartitionState:
         return iter(())
 
     def _visit_one(self, parameter: DeepSpeedParameter, flat: Tensor, state: dict) -> Visit:
-        held = self._held(parameter)
-        if held is None:
+        shard = self._range_of(parameter)
+        if shard is None:
             return
         _, offset, _ = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
-        for kind in self.kinds[held.name]:
+        for kind in self.kinds[shard.name]:
             whole = flat if kind == WEIGHT else state[kind]
-            yield held, kind, whole.detach().narrow(0, offset, held.region.numel)
+            yield shard, kind, whole.detach().narrow(0, offset, shard.region.numel)
 
-    def _held(self, parameter: DeepSpeedParameter) -> Held | None:
+    def _range_of(self, parameter: DeepSpeedParameter) -> ShardRange | None:
         start = self._rank * parameter.partition_numel()
         stop = min(start + parameter.partition_numel(), parameter.ds_numel)  # the last partition is padded
         if stop <= start:
             return None
-        return Held(self._names[id(parameter)], Region(start, stop - start), range(stop - start))
+        return ShardRange(self._names[id(parameter)], Region(start, stop - start), range(stop - start))
 
 
 def _flat(tensor: Tensor) -> Tensor:

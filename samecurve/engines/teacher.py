@@ -89,4 +89,4 @@ def _fill(found: nn.Module, skeleton: PreTrainedModel, recipe: Recipe) -> None:
             if torch.distributed.get_rank() == 0:
                 tensor.data.copy_(full)
 
-    models.fill(skeleton, recipe, write)
+    models.load_weights(skeleton, recipe, write)

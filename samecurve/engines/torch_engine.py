@@ -22,16 +22,16 @@ from samecurve.engines.forward import Forward
 from samecurve.engines.gradient_norm import num_copies, place_gradients, squared_norm
 from samecurve.engines.loss_implementation import install_loss
 from samecurve.engines.loss_scaler import LossScale
-from samecurve.engines.memory_usage import held_bytes
+from samecurve.engines.memory_usage import memory_usage
 from samecurve.engines.mesh import Mesh
-from samecurve.engines.sharded_state import LiveState
+from samecurve.engines.sharded_state import DTensorShards
 from samecurve.engines.step_sums import StepSums
 from samecurve.interfaces.engine import EngineDescription, EvalResult, StepResult, dtype_name
-from samecurve.interfaces.memory import Held
+from samecurve.interfaces.memory import MemoryUsage
 from samecurve.interfaces.sharded_state import State
 from samecurve.models import bnb_4bit, compilation, dropout, frozen_weights, liger
 from samecurve.models.lora import trained_shapes
-from samecurve.models.weights import build, fill
+from samecurve.models.weights import build, load_weights
 from samecurve.optim import factory
 from samecurve.optim.dtensor import local_gradient, to_local
 from samecurve.specs.precision import PRECISIONS
@@ -76,7 +76,7 @@ class TorchEngine:
         self.optimizer = factory.build_optimizer(groups, settings, self.recipe.precision, self.recipe.seed)
         self.tensors = {**dict(self.module.named_buffers()), **dict(self.module.named_parameters())}
         self.summed = [self.tensors[name] for name in summed]
-        self.state: State = LiveState(
+        self.state: State = DTensorShards(
             {name: self.tensors[name] for name in self.shapes},
             self.optimizer,
             factory.state_names(settings, self.shapes, matrices),
@@ -84,7 +84,7 @@ class TorchEngine:
             factors=factory.factor_shapes(settings, self.shapes),
         )
         with torch.no_grad():
-            fill(skeleton, self.recipe, self._write)
+            load_weights(skeleton, self.recipe, self._write)
         beside = teacher.build(accelerator, plan, self.mesh, task) if task.teacher else None
         rows = self.recipe.batch.micro_batches(self.shard[1])
         readers, copies = self.mesh.dims.world_size // self.shard[1], partial(num_copies, mesh=self.mesh)
@@ -191,8 +191,8 @@ class TorchEngine:
         if self.loss_scale and values:
             self.loss_scale.value, self.loss_scale.good_steps = values["value"], values["good_steps"]
 
-    def held_bytes(self) -> Held:
-        return held_bytes(self.model, self.optimizer, self.describe())
+    def memory_usage(self) -> MemoryUsage:
+        return memory_usage(self.model, self.optimizer, self.describe())
 
     def describe(self) -> EngineDescription:
         """See Engine.describe. Batch size and clipping come from the recipe, all else from the live objects."""

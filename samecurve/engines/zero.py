@@ -16,16 +16,16 @@ from samecurve.engines import deepspeed_introspection, router_loss, teacher
 from samecurve.engines.first_step import FirstStep
 from samecurve.engines.forward import Forward
 from samecurve.engines.loss_implementation import install_loss
-from samecurve.engines.memory_usage import held_bytes
+from samecurve.engines.memory_usage import memory_usage
 from samecurve.engines.mesh import Mesh
-from samecurve.engines.sharded_state import FragmentState, PartitionState
+from samecurve.engines.sharded_state import Zero3Shards, Zero12Shards
 from samecurve.engines.step_sums import StepSums
 from samecurve.interfaces.engine import EngineDescription, EvalResult, StepResult, dtype_name
-from samecurve.interfaces.memory import Held
+from samecurve.interfaces.memory import MemoryUsage
 from samecurve.interfaces.sharded_state import State
 from samecurve.models import compilation, dropout, liger
 from samecurve.models.lora import trained_shapes
-from samecurve.models.weights import build, fill
+from samecurve.models.weights import build, load_weights
 from samecurve.optim.factory import build_optimizer, parameter_groups, set_learning_rate, state_names
 
 if TYPE_CHECKING:
@@ -66,12 +66,12 @@ class ZeroEngine:
         self.tensors = {**dict(module.named_buffers()), **dict(module.named_parameters())}
         trained, states = {name: self.tensors[name] for name in self.shapes}, state_names(settings, self.shapes)
         self.state: State = (
-            PartitionState(trained, self.model.optimizer, states, self.shard[0])
+            Zero3Shards(trained, self.model.optimizer, states, self.shard[0])
             if self.model.zero_optimization_stage() == 3
-            else FragmentState(trained, self.model.optimizer, states, saved=set(trained))
+            else Zero12Shards(trained, self.model.optimizer, states, saved=set(trained))
         )
         with torch.no_grad():
-            fill(skeleton, recipe, self._write)
+            load_weights(skeleton, recipe, self._write)
         beside = teacher.build(accelerator, plan, self.mesh, task) if task.teacher else None
         rows = recipe.batch.micro_batches(self.shard[1])
         self.first_step = FirstStep(plan, self.optimizer, self.shard, self.mesh.sum)
@@ -150,8 +150,8 @@ class ZeroEngine:
     def loss_scale_state(self, values: dict) -> None:
         deepspeed_introspection.set_loss_scale(self.model, values)
 
-    def held_bytes(self) -> Held:
-        return held_bytes(self.model, self.optimizer, self.describe())
+    def memory_usage(self) -> MemoryUsage:
+        return memory_usage(self.model, self.optimizer, self.describe())
 
     def describe(self) -> EngineDescription:
         engine, taught = self.model, self.forward.teacher

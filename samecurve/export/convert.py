@@ -128,5 +128,5 @@ def from_checkpoint(directory: Path, folder: Path, recipe: Recipe, output: Path,
     whole = {name: Region(0, shape.numel()) for name, shape in shapes.items()}
     tensors = ((name, reader.read(name, "weight", whole[name]).view(shape)) for name, shape in shapes.items())
     card, dtype = partial(write_card, directory, made), getattr(torch, made.dtype)
-    write_beside = task.write_beside
-    export(tensors, skeleton, task.tokenizer, output, True, dtype=dtype, card=card, write_beside=write_beside)
+    save_task_files = task.save_task_files
+    export(tensors, skeleton, task.tokenizer, output, True, dtype=dtype, card=card, save_task_files=save_task_files)

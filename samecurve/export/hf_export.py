@@ -40,7 +40,7 @@ def export(
     shard_bytes: int = SHARD_BYTES,
     dtype: torch.dtype = torch.float32,
     card: Callable[[Path], None] = lambda directory: None,
-    write_beside: Callable[[Path, PreTrainedConfig], None] = lambda directory, config: None,
+    save_task_files: Callable[[Path, PreTrainedConfig], None] = lambda directory, config: None,
     check: Callable[[Path], None] = lambda directory: None,
     busy: Callable[[], None] = lambda: None,
 ) -> None:
@@ -54,7 +54,7 @@ def export(
         is_main: whether this is rank 0, which writes, holds one weight file in memory at most, and raises the errors.
         shard_bytes: largest size of a weight file.
         dtype: dtype of the weights in the files.
-        card, write_beside: write the model card and the task's own files into the folder.
+        card, save_task_files: write the model card and the task's own files into the folder.
         check: called with the complete folder before it gets its name; it may move the folder away and raise.
         busy: called repeatedly while files are flushed to the disk.
 
@@ -76,7 +76,7 @@ def export(
             layout.write_config(skeleton, partial, dtype)
             tokenizer.save_pretrained(partial)
             card(partial)
-            write_beside(partial, skeleton.config)
+            save_task_files(partial, skeleton.config)
             check(partial)
             put_in_place(partial, directory, busy)
     finally:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from samecurve.data.micro_batch import MicroBatch
-    from samecurve.interfaces.memory import Held
+    from samecurve.interfaces.memory import MemoryUsage
     from samecurve.interfaces.sharded_state import State
 
 
@@ -214,7 +214,7 @@ class Engine(Evaluator, Protocol):
         """Yield the weights to export, one at a time: Hugging Face name, full fp32 CPU tensor on rank 0, else None."""
         ...
 
-    def held_bytes(self) -> Held:
+    def memory_usage(self) -> MemoryUsage:
         """Measure the memory that this rank holds between two steps. Not collective."""
         ...
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Held:
+class MemoryUsage:
     """Bytes that this rank holds on device and host together; NVMe is not counted.
 
     Attributes:

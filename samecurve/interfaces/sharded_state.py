@@ -10,7 +10,7 @@ from torch import Tensor
 from samecurve.interfaces.region import Region
 
 
-class Held(NamedTuple):
+class ShardRange(NamedTuple):
     """This rank's region of the flattened parameter `name`.
 
     `saved` says which of the region's values, counted from 0, this rank writes to a checkpoint. Ranks that hold the
@@ -36,7 +36,7 @@ class State(Protocol):
     factors: dict[str, tuple[int, ...]]
     codes: Container[tuple[str, str]]
 
-    def held(self) -> list[Held]:
+    def ranges(self) -> list[ShardRange]:
         """List this rank's non-empty regions in the order of `visit`."""
         ...
 
@@ -62,4 +62,4 @@ WEIGHT, FACTOR = "weight", "factor"
 Kinds = dict[str, tuple[str, ...]]
 
 
-Visit = Generator[tuple[Held, str, Tensor], None, None]
+Visit = Generator[tuple[ShardRange, str, Tensor], None, None]

@@ -137,5 +137,5 @@ class Task(Protocol):
         """Describe the data, for the header and run.json."""
         ...
 
-    def write_beside(self, directory: Path, config: PreTrainedConfig) -> None:
+    def save_task_files(self, directory: Path, config: PreTrainedConfig) -> None:
         """Write the task's further files into the exported model's folder. `config` is the model's."""

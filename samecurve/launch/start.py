@@ -66,12 +66,12 @@ def _over_ssh(host: str, words: list[str]) -> Member:
     channel = process.stdin
     assert channel
 
-    def tell(line: str) -> None:
+    def send_line(line: str) -> None:
         channel.write(line)
         channel.flush()
 
-    tell(here.order(words, ssh.forwarded()))
-    return Member(process, lambda number: tell(f"{signal.Signals(number).name}\n"))
+    send_line(here.order(words, ssh.forwarded()))
+    return Member(process, lambda number: send_line(f"{signal.Signals(number).name}\n"))
 
 
 def _check(launcher: str, target: Target, away: list[str]) -> None:

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from samecurve.config.schema_training import Batch
 from samecurve.metrics.batch_lines import batch_lines
-from samecurve.metrics.predicted import announced, beside
+from samecurve.metrics.predicted import announced, compare_with_prediction
 
 LABEL_WIDTH = 12
 
@@ -89,7 +89,7 @@ class Progress:
         if self._first():
             self.log(f"first step done {time.time() - self._process_start():.1f} s after this process started")
         if record["step"] == self._total and "step_seconds" in self._predicted:
-            for name, text in beside(self._predicted, self._records).items():
+            for name, text in compare_with_prediction(self._predicted, self._records).items():
                 self.log(f"{name}: {text}")
 
     def evaluation(self, step: int, metrics: dict) -> None:

@@ -20,7 +20,7 @@ def announced(predicted: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [("predicted", f"{', '.join(parts)} (80 % intervals)"), ("", predicted["basis"])]
 
 
-def beside(predicted: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def compare_with_prediction(predicted: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Compare the session's records with the prediction: `0.35 s; predicted 0.32 s (0.2 to 0.9), 9 % too low`.
 
     Args:
@@ -48,7 +48,7 @@ def of_session(facts: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -
     if "step_seconds" not in (facts.get("predicted") or {}):
         return {}
     own = [each for each in metrics if each["step"] > facts.get("start_step", 0)]
-    return beside(facts["predicted"], own)
+    return compare_with_prediction(facts["predicted"], own)
 
 
 def _with_interval(predicted: Mapping[str, Any], key: str, unit: str) -> str:

@@ -123,7 +123,7 @@ def describe(model: PreTrainedModel, recipe: Recipe) -> dict:
     }
 
 
-def fill(model: PreTrainedModel, recipe: Recipe, write: Write, names: set[str] | None = None) -> None:
+def load_weights(model: PreTrainedModel, recipe: Recipe, write: Write, names: set[str] | None = None) -> None:
     """Call `write(name, tensor)` once for every parameter and buffer of the skeleton `model`, or for those in `names`.
 
     Tensors are full, on the CPU and in fp32 (buffers in their own dtype). Tied parameters come once, under their name

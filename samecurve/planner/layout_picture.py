@@ -7,7 +7,7 @@ from html import escape
 
 from samecurve.planner.job import Job
 from samecurve.planner.layout import ORDER
-from samecurve.planner.placement import Groups, Order, axes, cell, complaints, groups, ranks_of, told, uneven_rows
+from samecurve.planner.placement import Groups, Order, axes, cell, complaints, groups, in_common, ranks_of, uneven_rows
 
 SHOWN_NODES = 12
 CELL, GAP, LABEL, LINE = 46, 6, 90, 30  # pixels
@@ -29,7 +29,7 @@ def text(job: Job, global_batch: int, order: Order = ORDER) -> str:
         if node != before + 1:
             lines.append(f"... {node - before - 1} more nodes in the same order")
         cells = " ".join(cell(job, rank, order).ljust(width) for rank in ranks_of(job, node))
-        lines.append(f"node {node:<5}| {cells} |  {told(job, node, order)}".rstrip())
+        lines.append(f"node {node:<5}| {cells} |  {in_common(job, node, order)}".rstrip())
         before = node
     lines += [_group_line(each) for each in groups(job, order)]
     found = [*complaints(job, order), *uneven_rows(global_batch, job)]
@@ -63,7 +63,7 @@ def svg(job: Job, global_batch: int, order: Order = ORDER) -> str:
             box = f'x="{left}" y="{top + 3}" width="{CELL - 2}" height="{LINE - 6}" fill="{colour}"'
             body.append(f"<rect {box}><title>rank {rank}</title></rect>")
             body.append(_label(left + 4, top + 19, cell(job, rank, order)))
-        body.append(_label(LABEL + width + GAP, top + 20, told(job, node, order)))
+        body.append(_label(LABEL + width + GAP, top + 20, in_common(job, node, order)))
         top += LINE + GAP
     notes = [_group_line(each) for each in groups(job, order)]
     notes += [f"attention: {each}" for each in [*complaints(job, order), *uneven_rows(global_batch, job)]]

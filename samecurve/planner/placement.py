@@ -59,7 +59,7 @@ def cell(job: Job, rank: int, order: Order = ORDER) -> str:
     return "".join(f"{each.name[0]}{each.index(rank)}" for each in varying) or "0"
 
 
-def told(job: Job, node: int, order: Order = ORDER) -> str:
+def in_common(job: Job, node: int, order: Order = ORDER) -> str:
     """Say what all GPUs of a node have in common: `stage 0, replica 1`."""
     ranks = ranks_of(job, node)
     common = [each for each in reversed(axes(job, order)) if len({each.index(rank) for rank in ranks}) == 1]

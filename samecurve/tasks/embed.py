@@ -95,7 +95,7 @@ class EmbedTask(splits.LoadedTask[RetrievalRows]):
     def describe(self) -> dict[str, object]:
         return {**super().describe(), "sequences_per_row": self.train.num_sequences}
 
-    def write_beside(self, directory: Path, config: PreTrainedConfig) -> None:
+    def save_task_files(self, directory: Path, config: PreTrainedConfig) -> None:
         """Write the files that sentence-transformers needs to load the export: modules, pooling, similarity."""
         modules = ("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")
         listed = [

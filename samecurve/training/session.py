@@ -99,7 +99,7 @@ class Session:
             log=context.progress.log if context.world.is_main else print,
             progress=context.watch.local_progress,
             restart_clock=self.meter.start,
-            held=self.engine.held_bytes,
+            memory_usage=self.engine.memory_usage,
             unlike=self.engine.describe().pipeline_stages > 1,
         )
         return Profiler(context.recipe.profile, self.start.step, hooks)
@@ -177,7 +177,7 @@ class Session:
             context.run.model,
             context.accelerator.is_main_process,
             card=partial(write_card, context.run.path, ExportInfo()),
-            write_beside=task.write_beside,
+            save_task_files=task.save_task_files,
             check=verification or (lambda directory: None),
             busy=context.watch.local_progress,
         )

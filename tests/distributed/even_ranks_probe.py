@@ -65,7 +65,7 @@ def measured(accelerator, plan, task) -> dict:
     return {
         "held": after_the_first - before,
         "said": engine.describe().whole_gradient_bytes,
-        "said_of_all": engine.held_bytes().gradients,
+        "said_of_all": engine.memory_usage().gradients,
         "loss": [result.loss for result in results],
         "norm": [result.grad_norm for result in results],
     }

@@ -79,7 +79,7 @@ def expected(skeleton, recipe, batches) -> dict:
     whole = weights.build(type(skeleton), skeleton.config, torch.device("cpu")).eval()
     tensors = dict(whole.named_parameters()) | dict(whole.named_buffers())
     with torch.no_grad():
-        weights.fill(skeleton, recipe, lambda name, tensor: tensors[name].copy_(tensor))
+        weights.load_weights(skeleton, recipe, lambda name, tensor: tensors[name].copy_(tensor))
         outputs = [(whole(**batch.inputs).logits, batch.targets) for batch in batches]
         found = {"features": torch.cat([features(logits, **targets) for logits, targets in outputs])}
         found["statistics"] = sum(statistics(logits, **targets) for logits, targets in outputs).tolist()

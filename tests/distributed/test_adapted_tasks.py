@@ -29,7 +29,7 @@ from transformers import (
 
 from samecurve.cli import commands
 from samecurve.config import loader
-from samecurve.models.weights import fill, skeleton
+from samecurve.models.weights import load_weights, skeleton
 from samecurve.tasks import registry
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
@@ -150,7 +150,7 @@ def test_a_single_process_follows_a_loop_of_peft(workspace, rows, settings):
     task = registry.load(made)
     shape = skeleton(made, task.vocabulary_size, task.special_tokens, task.head)
     with torch.no_grad():  # the same draw
-        fill(shape, made, lambda name, tensor: trained[name].copy_(tensor), trained.keys())
+        load_weights(shape, made, lambda name, tensor: trained[name].copy_(tensor), trained.keys())
     matrices, vectors = ([p for p in trained.values() if (p.dim() >= 2) == wanted] for wanted in (True, False))
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-8)

@@ -85,7 +85,7 @@ def rank(number: int, port: int, folder: Path) -> None:
     found = {
         "scattered": world.scatter(["a", "b", "c"] if world.is_main else None),
         "concluded": world.conclude(10 + number, list),
-        "exchanged": world.exchange(5 * number, list),
+        "exchanged": world.gather_scatter(5 * number, list),
         "broadcast": world.broadcast(number),
         "failed": on_main_fails(world),
         "stops": stops(world, ASKS),

@@ -27,7 +27,7 @@ from samecurve.export.hf_export import export
 from samecurve.inference import loading
 from samecurve.models.hf_config import Head
 from samecurve.models.lora import is_adapter_weight, trained_shapes
-from samecurve.models.weights import build, fill, skeleton
+from samecurve.models.weights import build, load_weights, skeleton
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 ENCODER = {**SIZES, "max_position_embeddings": 80}
@@ -92,7 +92,7 @@ def filled(case: Case, base: Path, **fields):
     model = build(type(shape), shape.config, torch.device("cpu"), made.adapter)
     tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
     with torch.no_grad():
-        fill(shape, made, lambda name, tensor: tensors[name].copy_(tensor))
+        load_weights(shape, made, lambda name, tensor: tensors[name].copy_(tensor))
     return model
 
 
@@ -129,7 +129,7 @@ def test_peft_reads_the_export_and_merge_proves_itself(case, base, tmp_path, cap
     model = moved(filled(case, base, dora=case is CASES["gpt2 classifier"]))
     expected, folder = said(model), tmp_path / "run" / "model"
     parameters = ((name, p.detach()) for name, p in model.named_parameters() if p.requires_grad)
-    export(parameters, model, tokenizer(), folder, True, write_beside=lambda where, _: (where / "beside").mkdir())
+    export(parameters, model, tokenizer(), folder, True, save_task_files=lambda where, _: (where / "beside").mkdir())
     assert not (folder / "config.json").exists()  # transformers would take it for a whole model
     loaded = PeftModel.from_pretrained(case.load.from_pretrained(base, **case.options), folder).eval()
     torch.testing.assert_close(said(loaded), expected, rtol=1e-5, atol=1e-6)

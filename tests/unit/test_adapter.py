@@ -21,7 +21,7 @@ from samecurve.models.flops import token_flops
 from samecurve.models.lora import is_adapted, is_adapter_weight, trained_shapes, weights_fingerprint
 from samecurve.models.pipeline_split import sequential, split_layers
 from samecurve.models.weight_files import header, weight_files
-from samecurve.models.weights import build, fill, skeleton
+from samecurve.models.weights import build, load_weights, skeleton
 
 IDS = torch.arange(32).view(2, 16)
 
@@ -51,7 +51,7 @@ def filled(made, names=None):
     model = build(type(shape), shape.config, torch.device("cpu"), made.adapter)
     tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
     with torch.no_grad():
-        fill(shape, made, lambda name, tensor: tensors[name].copy_(tensor), names)
+        load_weights(shape, made, lambda name, tensor: tensors[name].copy_(tensor), names)
     return model
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from samecurve.cli.commands import main
-from samecurve.metrics.predicted import announced, beside, of_session
+from samecurve.metrics.predicted import announced, compare_with_prediction, of_session
 from samecurve.planner import calibrate, calibration, forecast, inputs, job_record, step_time, strategies
 from samecurve.planner.answers import answer, predict
 from samecurve.planner.calibrate import FinishedRun
@@ -190,7 +190,7 @@ PREDICTED = {
 
 def test_texts_beside_each_other():
     records = [{"step": n, "step_seconds": s, "peak_memory_gib": 2.5} for n, s in ((3, 9.0), (4, 0.5), (5, 0.5))]
-    assert beside(PREDICTED, records) == {
+    assert compare_with_prediction(PREDICTED, records) == {
         "step": "0.5 s; predicted 0.4 s (0.3 to 0.6), 20% too low",
         "peak memory, rank 0": "2.5 GiB; predicted 2 GiB (1.8 to 2.2), 20% too low, outside the interval",
     }

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from samecurve.config.schema import Recipe
 from samecurve.errors import DataError
 from samecurve.interfaces.task import Task
-from samecurve.models.weights import fill, skeleton
+from samecurve.models.weights import load_weights, skeleton
 from samecurve.tasks import registry
 
 LLAMA = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -61,7 +61,7 @@ def filled(recipe: Recipe) -> tuple[Task, torch.nn.Module, dict[str, torch.Tenso
     task = registry.load(recipe)
     model = skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
     found = {}
-    fill(model, recipe, lambda name, tensor: found.__setitem__(name, tensor.clone()))
+    load_weights(model, recipe, lambda name, tensor: found.__setitem__(name, tensor.clone()))
     return task, model, found
 
 

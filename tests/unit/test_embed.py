@@ -233,7 +233,7 @@ def test_a_pretrained_base_is_found_under_any_prefix_and_has_no_pooler(tmp_path)
         stored.save_pretrained(folder)
         recipe = made(tmp_path, model={"path": str(folder)})
         shape, found = skeleton(recipe, task), {}
-        weights.fill(shape, recipe, lambda name, tensor, found=found: found.update({name: tensor.clone()}))
+        weights.load_weights(shape, recipe, lambda name, tensor, found=found: found.update({name: tensor.clone()}))
         expected = dict(AutoModel.from_pretrained(folder, add_pooling_layer=False).named_parameters())
         assert type(shape).__name__ == "BertModel" and found.keys() >= expected.keys()
         assert not any("pooler" in name for name in found)
@@ -254,7 +254,7 @@ def test_the_names_of_the_first_berts_are_known(tmp_path):
         tensors = {name.replace(new, known): tensor for name, tensor in tensors.items()}
     save_file(tensors, file, metadata={"format": "pt"})
     recipe, found = made(tmp_path, model={"path": str(folder)}), {}
-    weights.fill(skeleton(recipe, task), recipe, lambda name, tensor: found.update({name: tensor.clone()}))
+    weights.load_weights(skeleton(recipe, task), recipe, lambda name, tensor: found.update({name: tensor.clone()}))
     expected = dict(AutoModel.from_pretrained(folder, add_pooling_layer=False).named_parameters())
     assert (found["embeddings.LayerNorm.weight"] == 2).all()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
@@ -269,7 +269,7 @@ def test_models_that_do_not_fit(tmp_path):
 
 def test_what_sentence_transformers_is_told(tmp_path):
     task = registry.load(made(tmp_path, embed=Embed(pooling="last").model_dump()))
-    task.write_beside(tmp_path, AutoConfig.for_model(**BERT))
+    task.save_task_files(tmp_path, AutoConfig.for_model(**BERT))
     listed = json.loads((tmp_path / "modules.json").read_text())
     assert [module["path"] for module in listed] == ["", "1_Pooling", "2_Normalize"]
     pooling = json.loads((tmp_path / "1_Pooling" / "config.json").read_text())

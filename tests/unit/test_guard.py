@@ -139,7 +139,7 @@ class Ranks:
         return conclusion([own, own, {**own, "b": "0"}])
 
 
-class Held:
+class OneRank:
     def __init__(self):
         self.state = self
 
@@ -150,16 +150,16 @@ class Held:
 
 def test_the_rank_that_differs_is_named(tmp_path):
     one = Guard(Settings(compare_replicas_every_steps=2), RunDirectory(tmp_path), Ranks())
-    assert not one.compare_replicas(1, Held())
+    assert not one.compare_replicas(1, OneRank())
     with pytest.raises(NumericError, match="rank 2: 1 differ, first b") as error:
-        one.compare_replicas(2, Held())
+        one.compare_replicas(2, OneRank())
     assert "rank 0" not in str(error.value)
 
 
 def test_a_comparison_that_took_time_is_said(tmp_path):
     """It is no step's."""
     one = Guard(Settings(compare_replicas_every_steps=2), RunDirectory(tmp_path), Alike())
-    assert [one.compare_replicas(step, Held()) for step in (1, 2, 3, 4)] == [False, True, False, True]
+    assert [one.compare_replicas(step, OneRank()) for step in (1, 2, 3, 4)] == [False, True, False, True]
 
 
 class Alike:

@@ -10,7 +10,7 @@ import torch
 from samecurve.checkpoint.host_copy import HostCopy, block_sizes
 from samecurve.checkpoint.snapshot import Snapshot
 from samecurve.interfaces.region import Region
-from samecurve.interfaces.sharded_state import Held
+from samecurve.interfaces.sharded_state import ShardRange
 
 MIB = 2**20
 
@@ -42,12 +42,12 @@ def test_tensors_of_any_dtype_come_back_wherever_they_lie():
 
 def test_a_copy_of_bf16_state_takes_two_bytes_per_value_and_is_written_in_fp32():
     live = {kind: torch.randn(MIB).bfloat16() for kind in ("weight", "exp_avg", "exp_avg_sq")}
-    held = Held("w", Region(0, MIB), range(MIB))
+    held = ShardRange("w", Region(0, MIB), range(MIB))
     state = SimpleNamespace(
         factors={},
         codes=(),
         kinds={"w": tuple(live)},
-        held=lambda: [held],
+        ranges=lambda: [held],
         visit=lambda: ((held, kind, tensor) for kind, tensor in live.items()),
     )
     engine = SimpleNamespace(state=state, shapes={"w": torch.Size([MIB])}, device=torch.device("cpu"))

@@ -7,7 +7,7 @@ import torch
 from transformers import masking_utils
 
 from samecurve.data.micro_batch import HostFacts, MicroBatch
-from samecurve.models.attention.mask_facts import MaskFacts, told
+from samecurve.models.attention.mask_facts import MaskFacts, masks_from
 
 ROWS = [
     [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4]],
@@ -37,7 +37,7 @@ def test_documents_are_those_of_transformers(rows):
     positions = torch.tensor(rows)
     expected = masking_utils.find_packed_sequence_indices(positions)
     packed = facts(position_ids=positions).packed
-    with told(MaskFacts(packed, None)):
+    with masks_from(MaskFacts(packed, None)):
         found = masking_utils.find_packed_sequence_indices(positions)
     assert packed == (expected is not None)
     assert found is None if expected is None else torch.equal(found, expected)
@@ -54,11 +54,11 @@ def test_a_mask_is_left_out_where_transformers_does(rows):
         for window in (None, 2, 9):
             arguments = (mask, 3, 3, 0, 0, window) if causal else (mask, 3, window)
             expected = bool(ask(*arguments))
-            with told(MaskFacts(None, padded)):
+            with masks_from(MaskFacts(None, padded)):
                 assert ask(*arguments) is expected, (causal, window)
 
 
 def test_no_answer_outlives_its_forward_pass():
-    with pytest.raises(RuntimeError), told(MaskFacts(packed=False)):
+    with pytest.raises(RuntimeError), masks_from(MaskFacts(packed=False)):
         raise RuntimeError
     assert masking_utils.find_packed_sequence_indices(torch.tensor(ROWS[2])) is not None

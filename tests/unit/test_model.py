@@ -13,7 +13,7 @@ from transformers.models.llama import modeling_llama
 from samecurve.config.schema import Adapter, Model, Tokenizer
 from samecurve.errors import ConfigurationError, DataError
 from samecurve.models.weight_files import read, weight_files
-from samecurve.models.weights import build, describe, fill, skeleton
+from samecurve.models.weights import build, describe, load_weights, skeleton
 
 LLAMA = {
     "model_type": "llama",
@@ -47,7 +47,7 @@ def filled(made, model=None, names=None) -> dict[str, torch.Tensor]:
         assert name not in found, name
         found[name] = tensor.clone()
 
-    fill(model or skeleton(made, 64, TOKENS), made, write, names)
+    load_weights(model or skeleton(made, 64, TOKENS), made, write, names)
     return found
 
 

@@ -44,7 +44,7 @@ def recipe(tmp_path, folder, **settings) -> Recipe:
 def filled(settings: Recipe) -> tuple[object, dict[str, torch.Tensor]]:
     task, found = registry.load(settings), {}
     shape = weights.skeleton(settings, task.vocabulary_size, task.special_tokens, task.head)
-    weights.fill(shape, settings, lambda name, tensor: found.update({name: tensor.clone()}))
+    weights.load_weights(shape, settings, lambda name, tensor: found.update({name: tensor.clone()}))
     return shape, found
 
 

@@ -15,8 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from samecurve.config.schema import Profile
 from samecurve.data.batches import DATA_WAIT
-from samecurve.engines.memory_usage import held_bytes
-from samecurve.interfaces.memory import Held
+from samecurve.engines.memory_usage import memory_usage
+from samecurve.interfaces.memory import MemoryUsage
 from samecurve.losses.chunked_cross_entropy import TokenSums, chunked_sums
 from samecurve.losses.cross_entropy import LOSS, token_loss_sum
 from samecurve.metrics.profiling import recorder
@@ -193,7 +193,7 @@ def test_a_type_that_the_trace_does_not_name_is_not_guessed():
     found = breakdown([annotation("ProfilerStep#1", 0, 100), event("c10d::allreduce_", 3, 1, **dims)])
     (reduced,) = found.collectives
     assert (reduced.calls, reduced.num_bytes, reduced.untyped) == (1, 0, 1)
-    held = Held(weights=0, optimizer=0, gradients=0, gradients_between_steps=0)
+    held = MemoryUsage(weights=0, optimizer=0, gradients=0, gradients_between_steps=0)
     assert "all_reduce: 1 calls are without their bytes" in render_summary(found, held, 0)
 
 
@@ -284,7 +284,7 @@ class Batches:
 
 
 def hooks(folder, said, rank=0):
-    held = Held(weights=1, optimizer=2, gradients=3)
+    held = MemoryUsage(weights=1, optimizer=2, gradients=3)
     return recorder.ProfilerHooks(folder, rank, said.append, lambda: None, lambda: said.append("clock"), lambda: held)
 
 
@@ -418,13 +418,13 @@ def test_held_bytes_by_hand():
     optimizer.step()
     optimizer.zero_grad()
     facts = described()
-    expected = Held(weights=4 * 40, optimizer=2 * 4 * 20 + 2 * 4, gradients=4 * 20)
-    assert held_bytes(model, optimizer, facts) == expected
-    assert held_bytes(model, optimizer, described(zero_stage=2)).gradients == 4 * 7
+    expected = MemoryUsage(weights=4 * 40, optimizer=2 * 4 * 20 + 2 * 4, gradients=4 * 20)
+    assert memory_usage(model, optimizer, facts) == expected
+    assert memory_usage(model, optimizer, described(zero_stage=2)).gradients == 4 * 7
     half = model.bfloat16()  # as adamw_bf16 has it; DeepSpeed sums what its bf16 weights give in fp32
-    assert held_bytes(half, optimizer, facts).gradients == 2 * 20
-    assert held_bytes(half, optimizer, described(zero_stage=1)).gradients == 4 * 20
-    assert held_bytes(half, optimizer, described(pipeline_stages=2)).gradients == 4 * 20
+    assert memory_usage(half, optimizer, facts).gradients == 2 * 20
+    assert memory_usage(half, optimizer, described(zero_stage=1)).gradients == 4 * 20
+    assert memory_usage(half, optimizer, described(pipeline_stages=2)).gradients == 4 * 20
 
 
 def zero3s(optimizer):
@@ -441,7 +441,7 @@ def test_gradients_that_stay_between_steps_by_hand(wrap, zero_stage, expected):
     facts = described(zero_stage=zero_stage)
     if zero_stage == 0:
         model(torch.ones(3)).sum().backward()
-    held = held_bytes(model, wrap(optimizer), facts)
+    held = memory_usage(model, wrap(optimizer), facts)
     assert held.gradients == held.gradients_between_steps == 4 * expected
 
 
@@ -449,7 +449,7 @@ def test_gradients_that_stay_between_steps_by_hand(wrap, zero_stage, expected):
 def test_what_stays_between_steps_is_not_in_what_a_step_adds(staying, activations):
     """100 bytes above the step's start, 40 of gradients."""
     found = Breakdown((1,), False, 1.0, {}, 0.0, [], [], allocated_bytes={"cpu": 100})
-    told = memory(found, Held(1, 2, 40, staying))
+    told = memory(found, MemoryUsage(1, 2, 40, staying))
     assert told == {"weights": 1, "optimizer": 2, "gradients": 40, "activations": activations}
 
 

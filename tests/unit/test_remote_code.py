@@ -17,7 +17,7 @@ from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError
 from samecurve.export.hf_export import export
 from samecurve.inference import loading
-from samecurve.models.weights import fill, skeleton
+from samecurve.models.weights import load_weights, skeleton
 
 CONFIGURATION = """
 from pathlib import Path
@@ -98,7 +98,7 @@ def test_its_weights_are_read_shard_by_shard_too(folder):
     real = type(model)(model.config)
     real.save_pretrained(folder)
     found = {}
-    fill(model, recipe, found.__setitem__)
+    load_weights(model, recipe, found.__setitem__)
     assert all(torch.equal(found[name], p) for name, p in real.named_parameters())
 
 

@@ -23,7 +23,7 @@ from samecurve.export.hf_export import export
 from samecurve.models.hf_config import Head
 from samecurve.models.weight_conversion import groups
 from samecurve.models.weight_files import weight_files
-from samecurve.models.weights import build, fill, skeleton
+from samecurve.models.weights import build, load_weights, skeleton
 
 IDS = torch.arange(3, 15)[None]
 AUTO = {family: AutoModelForCausalLM for family in (*STORED_OTHERWISE, *STORED_ALIKE)}
@@ -58,7 +58,7 @@ def loaded(folder: Path, family: str):
     model = build(type(shape), shape.config, torch.device("cpu"))
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     with torch.no_grad():
-        fill(shape, made, lambda name, full: tensors[name].copy_(full))
+        load_weights(shape, made, lambda name, full: tensors[name].copy_(full))
     return shape, model.eval()
 
 
@@ -144,7 +144,7 @@ def test_a_part_of_the_parameters_is_the_same_as_in_the_whole(tmp_path):
     shape, model = loaded(theirs, "olmo_hybrid")
     part = {name for name, _ in shape.named_parameters() if ".layers.0." in name}
     found = {}
-    fill(shape, recipe(theirs), lambda name, full: found.update({name: full.clone()}), part)
+    load_weights(shape, recipe(theirs), lambda name, full: found.update({name: full.clone()}), part)
     assert found.keys() == part and len(part) > 5
     assert all(torch.equal(tensor, model.get_parameter(name)) for name, tensor in found.items())
 
@@ -194,7 +194,7 @@ def test_what_makes_no_parameter_is_refused_before_one_is_read(case, tmp_path):
     folder = rewritten(saved("mixtral", tmp_path), change)
     made, read = recipe(folder), []
     with pytest.raises(ConfigurationError, match=message):
-        fill(skeleton(made, 100), made, lambda name, full: read.append(name))
+        load_weights(skeleton(made, 100), made, lambda name, full: read.append(name))
     assert not read
 
 
@@ -244,4 +244,4 @@ def test_what_no_rule_sets_is_not_left_as_memory_had_it():
         fields = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 100}
         made.model = Model(config={"model_type": family, **fields})
         with pytest.raises(ConfigurationError, match=f"does not initialize .*{name} in that module's own rule"):
-            fill(skeleton(made, 100), made, lambda name, full: None)
+            load_weights(skeleton(made, 100), made, lambda name, full: None)

@@ -16,7 +16,7 @@ from samecurve.checkpoint import commit
 from samecurve.checkpoint.manager import Checkpoints, TrainProgress
 from samecurve.config.schema import Optimizer
 from samecurve.distributed.control_group import ControlGroup
-from samecurve.engines.sharded_state import LiveState, PartitionState
+from samecurve.engines.sharded_state import DTensorShards, Zero3Shards
 from samecurve.errors import NumericError, StorageError
 from samecurve.optim.factory import build_optimizer, parameter_groups, state_names
 from samecurve.run.run_directory import RunDirectory
@@ -31,7 +31,7 @@ def engine():
     settings = Optimizer(name="sgd", learning_rate=0.1)
     shapes = {name: parameter.shape for name, parameter in parameters.items()}
     optimizer = build_optimizer(parameter_groups(parameters.items(), shapes, settings, set()), settings)
-    state = LiveState(parameters, optimizer, state_names(settings, shapes, set()), (0, 1), None, {})
+    state = DTensorShards(parameters, optimizer, state_names(settings, shapes, set()), (0, 1), None, {})
     return SimpleNamespace(shapes=shapes, state=state, device=torch.device("cpu"), shard=(0, 1), loss_scale_state={})
 
 
@@ -121,7 +121,7 @@ def test_a_group_on_nvme_is_given_back_whatever_happens():
         _optimizer_states_and_gradient_swap_in=lambda index: calls.append("in"),
         _release_swap_buffers=lambda index: calls.append("release"),
     )
-    state = PartitionState({}, zero, {}, 0)
+    state = Zero3Shards({}, zero, {}, 0)
     with pytest.raises(OSError, match="full"), state._swapped_in(0, writing=False):
         raise OSError("full")
     assert calls == ["in", "release"]

@@ -120,10 +120,12 @@ def exported(recipe, task, folder: Path):
     whole = weights.build(type(skeleton), skeleton.config, torch.device("cpu")).eval()
     tensors = dict(whole.named_parameters()) | dict(whole.named_buffers())
     with torch.no_grad():
-        weights.fill(
+        weights.load_weights(
             skeleton, recipe, lambda name, tensor: tensors[name].copy_(3 * tensor if "weight" in name else tensor)
         )
-    hf_export.export(whole.named_parameters(), skeleton, task.tokenizer, folder, True, write_beside=task.write_beside)
+    hf_export.export(
+        whole.named_parameters(), skeleton, task.tokenizer, folder, True, save_task_files=task.save_task_files
+    )
     return whole, featured(task, whole)
 
 
@@ -148,14 +150,14 @@ def test_an_adapters_export_is_read_too(tmp_path, pooling):
     whole = weights.build(type(skeleton), skeleton.config, torch.device("cpu"), settings).eval()
     tensors = dict(whole.named_parameters()) | dict(whole.named_buffers())
     with torch.no_grad():
-        weights.fill(skeleton, recipe, lambda name, tensor: tensors[name].copy_(tensor))
+        weights.load_weights(skeleton, recipe, lambda name, tensor: tensors[name].copy_(tensor))
         before = featured(task, whole)
         trained = {name: p for name, p in whole.named_parameters() if p.requires_grad}
         for parameter in trained.values():  # B starts at 0
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     parameters = ((name, p.detach()) for name, p in trained.items())
-    beside = task.write_beside
-    hf_export.export(parameters, skeleton, task.tokenizer, tmp_path / "model", True, write_beside=beside)
+    further = task.save_task_files
+    hf_export.export(parameters, skeleton, task.tokenizer, tmp_path / "model", True, save_task_files=further)
     features = featured(task, whole)
     assert (features - before).abs().max() > 0.05
     done = subprocess.run(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from samecurve.config.schema import Optimizer
-from samecurve.engines.sharded_state import LiveState
+from samecurve.engines.sharded_state import DTensorShards
 from samecurve.interfaces.region import Region
 from samecurve.optim.factory import build_optimizer, factor_shapes, parameter_groups, state_names
 from samecurve.specs.optimizers import OPTIMIZERS
@@ -31,7 +31,7 @@ def made(replica=(0, 1), saved=None, name="adamw"):
     shapes, matrices = {name: parameter.shape for name, parameter in parameters.items()}, {"a"}
     optimizer = build_optimizer(parameter_groups(parameters.items(), shapes, settings, matrices), settings)
     states, factors = state_names(settings, shapes, matrices), factor_shapes(settings, shapes)
-    return parameters, optimizer, LiveState(parameters, optimizer, states, replica, saved, factors)
+    return parameters, optimizer, DTensorShards(parameters, optimizer, states, replica, saved, factors)
 
 
 def update(parameters, optimizer):
@@ -41,14 +41,14 @@ def update(parameters, optimizer):
 
 
 def test_replicas_hold_all_and_save_a_part_each():
-    first, second = (made((rank, 2))[2].held() for rank in (0, 1))
+    first, second = (made((rank, 2))[2].ranges() for rank in (0, 1))
     assert first == [("a", Region(0, 6), range(3)), ("b", Region(0, 1), range(0))]
     assert second == [("a", Region(0, 6), range(3, 6)), ("b", Region(0, 1), range(1))]
 
 
 def test_a_second_copy_is_held_and_not_saved():
     state = made(saved={"b"})[2]
-    assert [(held.name, len(held.saved)) for held in state.held()] == [("a", 0), ("b", 1)]
+    assert [(held.name, len(held.saved)) for held in state.ranges()] == [("a", 0), ("b", 1)]
 
 
 @pytest.mark.parametrize("name", [*OPTIMIZERS, KAHAN])

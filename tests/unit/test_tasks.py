@@ -214,7 +214,7 @@ def test_a_pretrained_base_gets_a_new_head_and_the_rest_from_the_file(tmp_path):
         shape = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
         assert type(shape).__name__ == "BertForSequenceClassification" and shape.num_labels == 2
         found = {}
-        weights.fill(shape, recipe, lambda name, tensor: found.update({name: tensor.clone()}))
+        weights.load_weights(shape, recipe, lambda name, tensor: found.update({name: tensor.clone()}))
         return found
 
     found, stored = filled(), BertForMaskedLM.from_pretrained(folder).state_dict()
@@ -238,7 +238,7 @@ def test_a_missing_layer_of_the_base_is_no_new_head(tmp_path):
     recipe = made(tmp_path, model={"path": str(folder)})
     shape = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
     with pytest.raises(ConfigurationError, match="holds no tensor for bert.encoder.layer.1.output"):
-        weights.fill(shape, recipe, lambda name, tensor: None)
+        weights.load_weights(shape, recipe, lambda name, tensor: None)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from samecurve.storage.atomic import storage_errors, write_json, write_text
 
 if TYPE_CHECKING:
     from samecurve.config.schema import Profile
-    from samecurve.interfaces.memory import Held
+    from samecurve.interfaces.memory import MemoryUsage
 
 _MOST_ALLOCATIONS = 200_000
 
@@ -32,7 +32,7 @@ class ProfilerHooks:
         log: prints a line for the user.
         progress: reports progress, because writing a trace may take long.
         restart_clock: excludes the time spent on recording from the step time.
-        held: returns the memory that this rank uses now (Engine.held_bytes).
+        memory_usage: returns the memory that this rank uses now (Engine.memory_usage).
         unlike: whether ranks do different work, so that each recorded one writes a summary, and not the first alone.
     """
 
@@ -41,7 +41,7 @@ class ProfilerHooks:
     log: Callable[[str], None]
     progress: Callable[[], None]
     restart_clock: Callable[[], None]
-    held: Callable[[], Held]
+    memory_usage: Callable[[], MemoryUsage]
     unlike: bool = False
 
 
@@ -132,7 +132,7 @@ class Profiler:
         if not self._summary:
             return
         logged = deepspeed_comms.logged()
-        found, held = breakdown(read_trace(path)), self._around.held()
+        found, held = breakdown(read_trace(path)), self._around.memory_usage()
         self._around.progress()
         summary = self._around.folder / f"{self._summary}.txt"
         write_json(summary.with_suffix(".json"), summary_values(found, held, self._around.rank, logged))

@@ -12,7 +12,7 @@ from samecurve.metrics.profiling.trace import Breakdown
 from samecurve.metrics.profiling.waiting import Waiting
 
 if TYPE_CHECKING:
-    from samecurve.interfaces.memory import Held
+    from samecurve.interfaces.memory import MemoryUsage
 
 NUM_OPERATORS = 15
 _MIB = 2**20
@@ -25,7 +25,7 @@ _MEMORY = {
 }
 
 
-def summary_values(breakdown: Breakdown, held: Held, rank: int, logged: Sequence[Logged] = ()) -> dict:
+def summary_values(breakdown: Breakdown, held: MemoryUsage, rank: int, logged: Sequence[Logged] = ()) -> dict:
     """Return the numbers of the page for other programs. Seconds and calls are totals over all recorded steps."""
     return {
         "steps": list(breakdown.steps),
@@ -58,7 +58,7 @@ def summary_lines(breakdown: Breakdown) -> Iterator[str]:
         yield f"collectives per step: {calls:,.0f} with {_mib(handed)} MiB, taking {ms:,.1f} ms"
 
 
-def render_summary(breakdown: Breakdown, held: Held, rank: int, logged: Sequence[Logged] = ()) -> str:
+def render_summary(breakdown: Breakdown, held: MemoryUsage, rank: int, logged: Sequence[Logged] = ()) -> str:
     parts = [_time(breakdown, rank)]
     parts += [_waiting(breakdown.waiting, len(breakdown.steps))] if breakdown.waiting else []
     parts += [_memory(breakdown, held), _collectives(breakdown)]
@@ -66,7 +66,7 @@ def render_summary(breakdown: Breakdown, held: Held, rank: int, logged: Sequence
     return "\n".join(line for part in [*parts, _top(breakdown)] for line in [*part, ""])
 
 
-def memory(breakdown: Breakdown, held: Held) -> dict[str, int]:
+def memory(breakdown: Breakdown, held: MemoryUsage) -> dict[str, int]:
     """Return bytes by category: persistent memory, and the peak of additional allocations in the recorded steps.
 
     At the start of a step there are no activations, and only those gradients that stay between steps. The peak above
@@ -111,7 +111,7 @@ def _waiting(found: Waiting, num_steps: int) -> Iterator[str]:
     yield "The schedule's share of waiting assumes stages that take equally long and messages that take no time."
 
 
-def _memory(breakdown: Breakdown, held: Held) -> Iterator[str]:
+def _memory(breakdown: Breakdown, held: MemoryUsage) -> Iterator[str]:
     rows = [("memory of this rank", "MiB")]
     rows += [(_MEMORY[name], _mib(size)) for name, size in memory(breakdown, held).items()]
     yield from _table(rows)

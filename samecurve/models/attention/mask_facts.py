@@ -36,7 +36,7 @@ _CURRENT = ContextVar("mask facts", default=_UNKNOWN)
 
 
 @contextmanager
-def told(facts: MaskFacts) -> Iterator[None]:
+def masks_from(facts: MaskFacts) -> Iterator[None]:
     """Answer transformers' questions in the body, the forward pass of one micro-batch."""
     before = _CURRENT.set(facts)
     try:
