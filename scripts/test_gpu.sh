@@ -11,4 +11,4 @@ source scripts/_environment.sh
 [ -n "${PYTHON:-}" ] || make_environment requirements.txt requirements-dev.txt
 export HF_HUB_OFFLINE=1
 exec "${PYTHON:-python}" -m pytest tests/gpu tests/unit/test_varlen.py \
-    tests/unit/test_kernels.py::test_loss_and_gradients_are_those_of_pytorch "$@"
+    tests/unit/test_liger.py::test_loss_and_gradients_are_those_of_pytorch "$@"

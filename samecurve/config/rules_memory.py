@@ -53,7 +53,7 @@ def _rotated_twice(value: Callable[[str], Any]) -> Iterator[Finding]:
     """Liger's rotary embedding overwrites saved tensors without autograd noticing.
 
     Seen with liger-kernel 0.8.5: it writes into the projections' results, so a saved result is rotated again when the
-    layer is recomputed. The loss stays the same and the gradients are wrong (tests/unit/test_kernels.py).
+    layer is recomputed. The loss stays the same and the gradients are wrong (tests/unit/test_liger.py).
     """
     selective = value("memory.activation_checkpointing") == "selective"
     if value("model.kernels") == "liger" and selective and value("memory.selective_save") == "matmul":

@@ -160,7 +160,9 @@ class Zero3Shards:
         self._names = {id(parameter): name for name, parameter in parameters.items()}
 
     def ranges(self) -> list[ShardRange]:
-        return [shard for group in self._optimizer.fp16_groups for p in group if (shard := self._range_of(p)) is not None]
+        return [
+            shard for group in self._optimizer.fp16_groups for p in group if (shard := self._range_of(p)) is not None
+        ]
 
     def visit(self, writing: bool = False) -> Visit:
         for index, group in enumerate(self._optimizer.fp16_groups):

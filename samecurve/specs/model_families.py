@@ -69,11 +69,11 @@ FAMILIES = {
     ),
 }
 
-# Families that build block-diagonal masks from position_ids and carry no other state from document to document. In each
-# of them a packed document has the same logits as alone (tests/unit/test_rows.py), unless rope_type is longrope and
-# rows are long (`check_packing`). In other families a packed document reads its neighbours, seen with transformers
-# 5.23: bloom, falcon, mpt, opt, biogpt and xglm do not take positions from position_ids; mamba, lfm2, minimax and
-# qwen3_next have a recurrent state. doge leaks with transformers 5.17 and sdpa.
+# Families that build block-diagonal masks from position_ids and carry no other state from document to document: a
+# packed document has the same logits as alone (tests/unit/test_packed_rows.py), unless rope_type is longrope and rows
+# are long (`check_packing`). In other families a packed document reads its neighbours, seen with transformers 5.23:
+# bloom, falcon, mpt, opt, biogpt and xglm do not take positions from position_ids; mamba, lfm2, minimax and qwen3_next
+# have a recurrent state. doge leaks with transformers 5.17 and sdpa.
 PACKED = frozenset(
     """
     apertus arcee bitnet codegen cohere cohere2 diffllama ernie4_5 exaone4 gemma gemma2 gemma3_text gemma4_text
@@ -90,7 +90,7 @@ VARLEN = PACKED - frozenset(("codegen", "gemma2", "gpt_neo", "gptj", "vaultgemma
 
 
 # Families whose loss and gradients with the kernels of liger-kernel 0.8.5 equal PyTorch's. Measured with transformers
-# 5.17 and 5.23 in Triton's interpreter (tests/unit/test_kernels.py). Liger's own list is longer. Of the families left
+# 5.17 and 5.23 in Triton's interpreter (tests/unit/test_liger.py). Liger's own list is longer. Of the families left
 # out, llama4_text had a loss 1 % off where rows have their own positions; experts (mixtral) do not run in the
 # interpreter.
 LIGER = frozenset(

@@ -10,9 +10,9 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from safetensors.torch import load_file, save_file
-from test_adapter import adapted_recipe, moved
 from test_export import tokenizer
-from test_model import FAMILIES
+from test_lora_model import adapted_recipe, moved
+from test_weights import FAMILIES
 from transformers import (
     AutoConfig,
     AutoModel,

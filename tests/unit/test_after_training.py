@@ -8,8 +8,8 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_adapter import adapted_recipe, filled, folders, moved, write
-from test_card import facts
+from test_lora_model import adapted_recipe, filled, folders, moved, write
+from test_model_card import facts
 
 from samecurve.cli import commands as cli
 from samecurve.cli import summary

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from report_cases import TORCHRUN, Plan, check_report, findings, message, missing, write
-from test_activations import FAMILIES, LAYERS, build, forward, gradients
+from test_activation_checkpointing import FAMILIES, LAYERS, build, forward, gradients
 
 from samecurve.errors import ConfigurationError
 from samecurve.metrics import console

@@ -1,4 +1,4 @@
-"""memory.gradient_sync: where it is refused, and what is said of its memory. See also test_even_ranks.py."""
+"""memory.gradient_sync: where it is refused, and what is said of its memory. See also test_rank_symmetry.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from report_cases import TORCHRUN, Plan, check_report, message, write
-from test_progress import FACTS
+from test_console import FACTS
 
 from samecurve.config.schema import Batch, Memory
 from samecurve.engines import fsdp

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_card import facts
+from test_model_card import facts
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from samecurve.cli import commands

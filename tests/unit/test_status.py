@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from surrounded import ranks
 from test_cli import finished
-from test_rundir import DAMAGED, finished_run
+from test_run_directory import DAMAGED, finished_run
 
 from samecurve.bench import jobs
 from samecurve.cli import commands

@@ -7,8 +7,8 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from test_export import tokenizer
-from test_model import FAMILIES, LLAMA
-from test_model import recipe as model_recipe
+from test_weights import FAMILIES, LLAMA
+from test_weights import recipe as model_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from samecurve.checkpoint import compatibility

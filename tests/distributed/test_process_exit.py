@@ -11,7 +11,7 @@ from harness import launch_command
 def test_no_destructor_joins_the_threads_of_gloo(workspace):
     """DDP's Reducer does when it is the last to hold its group, with the interpreter's lock in hand (torch 2.13)."""
     path = workspace.strategy("ddp")
-    script = str(Path(__file__).with_name("leaving_probe.py"))
+    script = str(Path(__file__).with_name("process_exit_probe.py"))
     command = launch_command("fork", path, 2, workspace.folder, script)
     run = workspace.execute([*command, str(workspace.recipe), "--strategy", str(path)], workspace.folder)
     assert run.returncode == 0, run.output

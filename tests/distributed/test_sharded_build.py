@@ -32,7 +32,7 @@ def pretrained(workspace, reference) -> Path:
 @pytest.mark.parametrize("strategy", ["fsdp", *long("zero3")])
 def test_no_rank_holds_the_whole_model(strategy, origin, workspace, pretrained, reference):
     model = {"config": LARGE} if origin == "config" else {"path": str(pretrained)}
-    found = probe("memory_probe.py", strategy, model, workspace, reference)
+    found = probe("sharded_build_probe.py", strategy, model, workspace, reference)
     assert found["growth"] < KEPT[strategy] + ON_THE_WAY, found
 
 

@@ -15,7 +15,7 @@ from test_equal_curves import ENGINES
 )
 def test_features_statistics_and_further_targets(strategy, world, workspace):
     path = workspace.strategy(strategy)
-    script = str(Path(__file__).with_name("features_probe.py"))
+    script = str(Path(__file__).with_name("row_features_probe.py"))
     command = launch_command("fork", path, world, workspace.folder, script)
     arguments = [str(workspace.recipe), "batch.micro_batch_size=4", "--strategy", str(path)]
     run = workspace.execute(command + arguments, workspace.folder)

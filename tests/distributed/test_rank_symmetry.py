@@ -19,7 +19,7 @@ SMALL = 10_000  # bytes: what else a step leaves, of which not all has a Python 
 
 def probe(workspace, strategy: str, cases: dict, world: int = 2) -> tuple[dict, list]:
     path = workspace.strategy(strategy)
-    script, output_dir = Path(__file__).with_name("even_ranks_probe.py"), workspace.folder / f"even_{strategy}"
+    script, output_dir = Path(__file__).with_name("rank_symmetry_probe.py"), workspace.folder / f"even_{strategy}"
     command = launch_command("fork", path, world, workspace.folder, str(script))
     arguments = [*SCHEDULE, f"batch.micro_batch_size={4 // world}", f"output_dir={output_dir}"]
     arguments = [str(workspace.recipe), "precision=bf16", *arguments, "--strategy", str(path)]

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from test_activations import KINDS, build, forward
+from test_activation_checkpointing import KINDS, build, forward
 
 from samecurve.models.activation_checkpointing import checkpoint_layers
 from samecurve.training.gc_schedule import GarbageCollection

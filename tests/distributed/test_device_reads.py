@@ -54,12 +54,12 @@ def test_a_step_waits_once(strategy, overrides, workspace):
 def test_a_read_in_the_middle_is_found_with_its_stack(workspace):
     found = probe("single", ("plant",), workspace)
     planted = [stack for _, kind, stack in found["reads"] if kind == "item"]
-    assert len(planted) == found["num_micro_batches"] and "waits_probe.py" in planted[0], found["reads"]
+    assert len(planted) == found["num_micro_batches"] and "device_reads_probe.py" in planted[0], found["reads"]
 
 
 def probe(strategy: str, overrides: tuple[str, ...], workspace) -> dict:
     path, world = workspace.strategy(strategy), WORLDS.get(strategy, 2)
-    script = str(Path(__file__).with_name("waits_probe.py"))
+    script = str(Path(__file__).with_name("device_reads_probe.py"))
     command = launch_command("fork", path, world, workspace.folder, script)
     more = {"PLANT_A_READ": "1"} if "plant" in overrides else {}
     keys = [str(workspace.recipe), "batch.micro_batch_size=2", *(key for key in overrides if key != "plant")]

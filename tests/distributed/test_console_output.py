@@ -14,7 +14,7 @@ from samecurve.distributed.cpu_workers import num_cores
 @needs_compiler
 def test_slow_rows_crowded_cores_and_recompilations(workspace):
     path, folder = workspace.strategy("ddp"), workspace.folder / "told"
-    command = launch_command("fork", path, 2, workspace.folder, "tests/distributed/told_train.py")
+    command = launch_command("fork", path, 2, workspace.folder, "tests/distributed/console_output_train.py")
     command += [str(workspace.recipe), "--strategy", str(path), f"output_dir={folder}", "compile=regional", "steps=6"]
     run = workspace.execute([*command, "checkpoint.every_steps=0"], folder, OMP_NUM_THREADS=str(num_cores()))
     assert run.returncode == 0, run.output
