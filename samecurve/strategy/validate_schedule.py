@@ -37,7 +37,7 @@ _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
     "loss.implementation": (("auto", "full"), "the last stage computes whole logits"),
     "memory.activation_checkpointing": (("none",), f"recomputing {_UNTESTED}"),
     "memory.gradient_sync": (("auto",), f"the key {_UNTESTED}"),
-    "numerics.compare_replicas_every_steps": ((0,), "each stage's weights are on one rank, so nothing is compared"),
+    "numerics.compare_replicas_every_steps": ((0,), f"comparing copies of a stage {_UNTESTED}"),
 }
 
 
