@@ -28,9 +28,9 @@ RATES = {
     "adamw_bf16": 3e-3,
 }
 ELEMENTWISE = ("adamw", "lion", "sgd")
-TAKEN = dict.fromkeys(["zero1", "zero2", "zero3", "pipeline"], ELEMENTWISE) | dict.fromkeys(
-    ["ddp", "fsdp", "hsdp"], (*ELEMENTWISE, "adafactor", "muon")
-)
+BY_MATRIX = (*ELEMENTWISE, "adafactor", "muon")
+TAKEN = dict.fromkeys(["zero1", "zero2", "zero3", "pipeline", "pipeline_1f1b", "tp", "fsdp_tp"], ELEMENTWISE)
+TAKEN |= dict.fromkeys(["ddp", "fsdp", "hsdp", "fsdp_ulysses", "fsdp_cp"], BY_MATRIX)
 TAKEN["ddp"] = (*TAKEN["ddp"], "adamw_8bit")
 BF16 = ("adamw_bf16", "adamw_bf16:kahan")
 SIZES = LLAMA | {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 4}
@@ -78,7 +78,11 @@ def test_all_optimizers_are_covered():
 
 @pytest.mark.parametrize(
     ("strategy", "world"),
-    [("ddp", 2), ("fsdp", 2), ("zero1", 2), ("zero3", 2), *long(("hsdp", 4), ("zero2", 2), ("pipeline", 2))],
+    [
+        *(("ddp", 2), ("fsdp", 2), ("zero1", 2), ("zero3", 2)),
+        *long(("hsdp", 4), ("zero2", 2), ("pipeline", 2), ("pipeline_1f1b", 2)),
+        *long(("tp", 2), ("fsdp_tp", 4), ("fsdp_ulysses", 2), ("fsdp_cp", 4)),
+    ],
 )
 def test_the_same_curve_and_state_under_every_strategy(strategy, world, single, workspace):
     names = TAKEN[strategy]
