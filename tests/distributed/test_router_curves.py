@@ -10,6 +10,7 @@ import pytest
 from harness import largest_relative_difference, launch_command
 from router_probe import FAMILIES
 from test_equal_curves import CONTEXT, ENGINES, SCHEDULES
+from test_step_options import needs_compiler
 
 MIXTRAL = {"model_type": "mixtral", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 MIXTRAL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "router_aux_loss_coef": 1.0}
@@ -34,6 +35,20 @@ def test_a_run_follows_one_process(strategy, workspace):
     assert run.metrics[-1]["eval_loss"] == pytest.approx(alone.metrics[-1]["eval_loss"], rel=1e-5)
     assert run.facts["router_loss"] == "batch: load balancing x 1.0" and "router loss" in run.output
     assert run.column("mfu")[-1] > 0 and not any(key.startswith("eval_router") for key in run.metrics[-1])
+
+
+@pytest.mark.full
+@needs_compiler
+@pytest.mark.parametrize(("strategy", "world"), [(None, 1), ("fsdp", 2)])
+@pytest.mark.parametrize("kind", ["sequence", "batch"])
+def test_compiled_layers_follow_one_process(strategy, world, kind, workspace):
+    overrides = MODEL, f"model.router_loss={kind}", *SHORT
+    alone = workspace.run(None, 1, *overrides, "batch.micro_batch_size=8")
+    run = workspace.run(strategy, world, *overrides, "batch.micro_batch_size=2", "compile=regional")
+    assert alone.returncode == run.returncode == 0, alone.output + run.output
+    assert run.facts["engine"].startswith("FSDP") == (strategy == "fsdp") and run.facts["compile"] == "regional"
+    for key, limit in (("loss", 1e-5), ("router_loss", 1e-5), ("grad_norm", 1e-4)):
+        assert largest_relative_difference(run.column(key), alone.column(key)) < limit, key
 
 
 @pytest.mark.full
