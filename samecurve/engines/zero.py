@@ -26,7 +26,8 @@ from samecurve.interfaces.sharded_state import State
 from samecurve.models import compilation, dropout, liger
 from samecurve.models.lora import trained_shapes
 from samecurve.models.weights import build, load_weights
-from samecurve.optim.factory import build_optimizer, parameter_groups, set_learning_rate, state_names
+from samecurve.optim.factory import build_optimizer, parameter_groups, state_names
+from samecurve.optim.schedule import set_learning_rate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
