@@ -120,7 +120,7 @@ def parameter_groups(
 def build_optimizer(
     groups: list[dict], settings: Optimizer, precision: str = "fp32", seed: int = 0
 ) -> torch.optim.Optimizer:
-    """Build the optimizer `optimizer.name`. Engines set its learning rate before every step (schedule.set_learning_rate).
+    """Build the optimizer `optimizer.name`. Engines set its learning rate before every step.
 
     Args:
         groups: from parameter_groups.
