@@ -164,7 +164,7 @@ class TorchEngine:
         if self.loss_scale:
             self.loss_scale.update(applied)
         result = StepResult.of(mean, grad_norm, tokens, applied, may_rescale, sums.statistics, sums.router)
-        return self.first_step.checked(result, learning_rate)
+        return result if self.first_step.is_over else self.first_step.checked(result, learning_rate)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         return self.forward.evaluate(micro_batches)

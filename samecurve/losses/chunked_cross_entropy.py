@@ -146,6 +146,7 @@ def install_chunked_head(model: PreTrainedModel, kind: str = "chunked", compiles
         kind, compiles: see chunked_sums.
     """
     head = model.get_output_embeddings()
+    assert isinstance(head, nn.Linear)  # see head_implementation
     whole, (parent, name), stand_in = model.forward, place(model, head), HeadInput(head)
     logits_of = vars(head).get("forward", partial(nn.Linear.forward, head))  # tensor parallelism gathers the columns
 
